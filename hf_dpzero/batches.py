@@ -1,0 +1,89 @@
+"""A step's logical batch: which examples, split into microbatches, for this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+if TYPE_CHECKING:
+    from hf_dpzero.plan import PrivacyPlan
+
+
+class LogicalBatch(TypedDict):
+    """What a training step gets: its number and its microbatches, perhaps none."""
+
+    step: int
+    microbatches: list[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A map-style data set and its collator.
+
+    Attributes:
+      dataset: rows by index.
+      collate: rows -> tensors with a leading batch dimension.
+    """
+
+    dataset: Any
+    collate: Callable[[list[Any]], Mapping[str, Tensor]]
+
+    def collate_rows(self, indices: list[int]) -> Mapping[str, Tensor]:
+        """The rows of `indices` as one microbatch; fetched together where the data set can."""
+        if hasattr(self.dataset, "__getitems__"):
+            return self.collate(self.dataset.__getitems__(indices))
+        return self.collate([self.dataset[i] for i in indices])
+
+
+@dataclass(frozen=True)
+class StepBatches(Dataset):
+    """Item t is step t's logical batch: a pure function of (secret key, step).
+
+    Random access by step makes prefetching workers and resuming harmless: no sampler state.
+
+    Attributes:
+      rows: the training data.
+      plan: its sampler is the one that is accounted.
+      key: 32 secret bytes, the same on every process.
+      microbatch_size: rows in one forward pass, at most.
+      rank, world_size: this process takes every world_size-th example.
+    """
+
+    rows: Rows
+    plan: PrivacyPlan
+    key: bytes
+    microbatch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __len__(self) -> int:
+        return self.plan.steps
+
+    def __getitem__(self, step: int) -> LogicalBatch:
+        chosen = self.plan.sampler.batch(step, self.key)[self.rank :: self.world_size].tolist()
+        size = self.microbatch_size
+        parts = (chosen[start : start + size] for start in range(0, len(chosen), size))
+        return {"step": step, "microbatches": [self.rows.collate_rows(part) for part in parts]}
+
+
+class StepSampler(Sampler[int]):
+    """The steps of one epoch, from wherever the trainer is to the next multiple of n / B.
+
+    Epochs are a reporting unit only (Poisson sampling has none): n / B steps each, rounded.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __len__(self) -> int:
+        sampler = self.trainer.plan.sampler
+        return max(1, round(sampler.num_examples / sampler.expected_batch_size))
+
+    def __iter__(self) -> Iterator[int]:
+        start = self.trainer.state.global_step
+        stop = (start // len(self) + 1) * len(self)
+        return iter(range(start, min(stop, self.trainer.plan.steps)))

@@ -1,0 +1,161 @@
+"""`hf-dpzero plan`: the noise that a budget needs, or the epsilon that a noise spends."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from typing import Any
+
+from hf_dpzero.mechanisms import ScalarMechanism
+from hf_dpzero.plan import PrivacyPlan
+from hf_dpzero.sampling import Sampler, sampler_from_dict
+
+RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Computes and prints the plan; see `facts` for the keys of --json."""
+    plan, delta = calibrated(arguments)
+    found = facts(plan, delta, arguments.target_epsilon)
+    if arguments.json:
+        print(json.dumps(_finite(found), indent=2))
+    else:
+        print_table(found)
+
+
+def calibrated(arguments: argparse.Namespace) -> tuple[PrivacyPlan, float]:
+    """The plan that the options describe, its noise calibrated if a target is given, and delta.
+
+    Raises:
+      ValueError: not exactly one of target_epsilon and noise_multiplier, a value out of range, or
+        a combination that has no sound accounting.
+    """
+    if (arguments.target_epsilon is None) == (arguments.noise_multiplier is None):
+        raise ValueError(
+            f"target_epsilon={arguments.target_epsilon} and noise_multiplier="
+            f"{arguments.noise_multiplier}: give exactly one; the other is computed."
+        )
+    plan = PrivacyPlan(
+        sampler=_sampler(arguments),
+        mechanism=_mechanism(arguments),
+        steps=arguments.max_steps,
+        relation=arguments.neighboring_relation,
+        accountant=arguments.accountant,
+    )
+    delta = _delta(arguments)
+    if arguments.target_epsilon is None:
+        return plan, delta
+    return plan.calibrate(epsilon=arguments.target_epsilon, delta=delta), delta
+
+
+def _delta(arguments: argparse.Namespace) -> float:
+    """The given delta, or the default of `DPZeroConfig`: 1 / (10 n), and 0 for Laplace noise."""
+    if arguments.target_delta is not None:
+        return float(arguments.target_delta)
+    return 0.0 if arguments.noise_distribution == "laplace" else 0.1 / arguments.num_examples
+
+
+def _sampler(arguments: argparse.Namespace) -> Sampler:
+    size = arguments.expected_batch_size
+    if arguments.sampling == "full_batch":
+        size = arguments.num_examples if size is None else size
+    elif size is None:
+        raise ValueError("expected_batch_size is missing; give --expected_batch_size B.")
+    values = {
+        "name": arguments.sampling,
+        "num_examples": arguments.num_examples,
+        "expected_batch_size": size,
+    }
+    if arguments.max_batch_size is not None:
+        values["max_batch_size"] = arguments.max_batch_size
+    elif arguments.sampling == "truncated_poisson":
+        raise ValueError("sampling='truncated_poisson' needs --max_batch_size, e.g. 2 B.")
+    return sampler_from_dict(values)
+
+
+def _mechanism(arguments: argparse.Namespace) -> ScalarMechanism:
+    noise = arguments.noise_multiplier
+    return ScalarMechanism(
+        clip=arguments.clip,
+        noise_multiplier=1.0 if noise is None else noise,
+        expected_batch_size=float(arguments.expected_batch_size or arguments.num_examples),
+        num_directions=arguments.num_directions,
+        distribution=arguments.noise_distribution,
+    )
+
+
+def facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict[str, Any]:
+    """The plan in numbers: what is printed.
+
+    `noise_std` is the standard deviation of the noise on each of the K released means, in loss
+    units per unit of smoothing; `noise_std_in_clip_over_batch` is the same in units of C / B, which
+    for Gaussian noise is the noise multiplier and for Laplace noise sqrt(2) times it (that
+    multiplier is the scale b / C). `epsilon_by_relation` is what the *same* noise spends under each
+    neighbouring relation; a text there says why it is not accounted.
+    """
+    mechanism, sampler = plan.mechanism, plan.sampler
+    assert isinstance(mechanism, ScalarMechanism)
+    batch = mechanism.expected_batch_size
+    spread = math.sqrt(2.0) if mechanism.distribution == "laplace" else 1.0
+    std = spread * mechanism.noise_multiplier
+    return {
+        "num_examples": sampler.num_examples,
+        "expected_batch_size": batch,
+        "sampling": sampler.name,
+        "sampling_probability": sampler.sampling_probability,
+        "steps": plan.steps,
+        "clip": mechanism.clip,
+        "num_directions": mechanism.num_directions,
+        "noise_distribution": mechanism.distribution,
+        "noise_multiplier": mechanism.noise_multiplier,
+        "noise_std_in_clip_over_batch": std,
+        "noise_std": std * mechanism.clip / batch,
+        "target_epsilon": target_epsilon,
+        "epsilon": plan.epsilon(delta),
+        "delta": delta,
+        "neighboring_relation": plan.relation,
+        "accountant": plan.accountant_used,
+        "epsilon_by_relation": {name: _epsilon_under(plan, name, delta) for name in RELATIONS},
+    }
+
+
+def _epsilon_under(plan: PrivacyPlan, relation: str, delta: float) -> float | str:
+    try:
+        other = dataclasses.replace(plan, relation=relation)  # type: ignore[arg-type]
+        return other.epsilon(delta)
+    except ValueError as error:
+        return f"not accounted: {error}"
+
+
+def print_table(found: dict[str, Any]) -> None:
+    """Prints `facts` for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="privacy plan", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in found.items():
+        if name != "epsilon_by_relation" and value is not None:
+            table.add_row(name, _shown(value))
+    relations = Table(title="the same noise under each neighbouring relation")
+    relations.add_column("relation")
+    relations.add_column(f"epsilon at delta={_shown(found['delta'])}")
+    for name, value in found["epsilon_by_relation"].items():
+        relations.add_row(name, _shown(value))
+    console = Console()
+    console.print(table)
+    console.print(relations)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: it is written as the string "inf", as in privacy_report.json."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return "inf" if isinstance(value, float) and math.isinf(value) else value

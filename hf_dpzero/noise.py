@@ -1,0 +1,193 @@
+"""Secret noise: where the randomness that pays for privacy comes from.
+
+Two sources share one interface. `SecureNoise` draws exact samples from operating-system entropy
+and is what training uses. `InsecureSeededNoise` is reproducible and exists for tests; a report
+made with it says NOT PRIVATE.
+
+Exact means: a draw is an integer, produced from random bits by rejection with rational
+arithmetic, so the output follows the stated law without floating-point error. Floating-point
+Gaussian noise has gaps in its range that reveal the noised value (Mironov 2012, "On significance
+of the least significant bits for differential privacy").
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+MAX_SCALE = 2.0**55
+"""Largest integer scale. OpenDP clamps draws to 64-bit integers: at 2^55 that is 256 deviations."""
+
+
+class NoiseSource(Protocol):
+    """What a mechanism asks for. All draws are independent of each other and of every key."""
+
+    @property
+    def name(self) -> str:
+        """Identifier for the privacy report, e.g. `os_entropy_exact`."""
+
+    @property
+    def secure(self) -> bool:
+        """False if anybody who knows a seed can subtract the noise."""
+
+    def gaussian(self, scale: float, size: int, step: int) -> list[int]:
+        """`size` discrete Gaussian integers with parameter sigma = `scale`."""
+
+    def laplace(self, scale: float, size: int, step: int) -> list[int]:
+        """`size` discrete Laplace integers with parameter b = `scale`."""
+
+    def dense_gaussian(self, scale: float, size: int, step: int, part: int) -> np.ndarray:
+        """`size` floating-point Gaussians of standard deviation `scale`, float32."""
+
+
+@dataclass(frozen=True)
+class SecureNoise:
+    """Noise from operating-system entropy; no state, nothing stored, nothing to replay.
+
+    Integer draws come from OpenDP, which implements the exact samplers of Canonne, Kamath and
+    Steinke 2020 ("The discrete Gaussian for differential privacy", Algorithms 2 and 3) on the
+    bits of OpenSSL's generator. That generator is keyed, and re-keyed after a fork, by the
+    operating system. `step` is ignored: two calls never return the same noise.
+    """
+
+    @property
+    def name(self) -> str:
+        return "os_entropy_exact"
+
+    @property
+    def secure(self) -> bool:
+        return True
+
+    def gaussian(self, scale: float, size: int, step: int) -> list[int]:
+        """Discrete Gaussian: P(z) proportional to exp(-z^2 / (2 scale^2)) on the integers.
+
+        Args:
+          scale: sigma in integer units, 0 < scale <= 2^55; standard deviation to within 1e-7
+            relative once scale >= 2.
+          size: number of independent draws; 0 gives [].
+          step: ignored.
+
+        >>> len(SecureNoise().gaussian(2.0**30, size=3, step=0))
+        3
+        """
+        _check(scale, size)
+        return list(_measurement("gaussian", float(scale))([0] * size)) if size else []
+
+    def laplace(self, scale: float, size: int, step: int) -> list[int]:
+        """Discrete Laplace: P(z) proportional to exp(-|z| / scale) on the integers.
+
+        The standard deviation is about sqrt(2) * scale. Arguments as in `gaussian`.
+        """
+        _check(scale, size)
+        return list(_measurement("laplace", float(scale))([0] * size)) if size else []
+
+    def dense_gaussian(self, scale: float, size: int, step: int, part: int) -> np.ndarray:
+        """Floating-point Gaussian noise for d-dimensional mechanisms (DPZero, Algorithm 1).
+
+        Every call keys a new Philox generator with 128 bits of operating-system entropy, so
+        `step` and `part` are ignored. NOT exact: the samples are float32, which the accounting
+        treats as real numbers.
+
+        Returns:
+          float32, shape [size].
+        """
+        generator = _philox(int.from_bytes(os.urandom(16), "little"))
+        return _dense(generator, scale, size)
+
+
+@dataclass(frozen=True)
+class InsecureSeededNoise:
+    """Reproducible noise for tests: deterministic in (seed, step). It protects nothing.
+
+    Integer draws are rounded floating-point samples; they follow the discrete laws closely
+    enough for statistical tests once `scale` is large.
+    """
+
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return "INSECURE_SEEDED_NOT_PRIVATE"
+
+    @property
+    def secure(self) -> bool:
+        return False
+
+    def gaussian(self, scale: float, size: int, step: int) -> list[int]:
+        """Rounded Gaussian draws, a pure function of (seed, step, scale, size).
+
+        >>> a = InsecureSeededNoise(7).gaussian(100.0, size=2, step=3)
+        >>> a == InsecureSeededNoise(7).gaussian(100.0, size=2, step=3)
+        True
+        """
+        _check(scale, size)
+        draws = self._generator("gaussian", step, 0).standard_normal(size)
+        return [round(scale * z) for z in draws.tolist()]
+
+    def laplace(self, scale: float, size: int, step: int) -> list[int]:
+        """Rounded Laplace draws, a pure function of (seed, step, scale, size)."""
+        _check(scale, size)
+        draws = self._generator("laplace", step, 0).laplace(size=size)
+        return [round(scale * z) for z in draws.tolist()]
+
+    def dense_gaussian(self, scale: float, size: int, step: int, part: int) -> np.ndarray:
+        """float32 Gaussians, shape [size], a pure function of (seed, step, part, scale)."""
+        return _dense(self._generator("dense", step, part), scale, size)
+
+    def _generator(self, domain: str, step: int, part: int) -> np.random.Generator:
+        tag = ("gaussian", "laplace", "dense").index(domain)
+        entropy = np.random.SeedSequence([self.seed, tag, step, part])
+        return np.random.Generator(np.random.Philox(entropy))
+
+
+def noise_from_name(name: str, seed: int = 0) -> NoiseSource:
+    """The source a report named; `seed` matters only to the insecure one.
+
+    >>> noise_from_name("os_entropy_exact").secure
+    True
+    """
+    sources: dict[str, NoiseSource] = {
+        source.name: source for source in (SecureNoise(), InsecureSeededNoise(seed))
+    }
+    if name not in sources:
+        raise ValueError(f"noise source {name!r} is unknown; use one of {sorted(sources)}.")
+    return sources[name]
+
+
+def _check(scale: float, size: int) -> None:
+    if not (math.isfinite(scale) and 0.0 < scale <= MAX_SCALE):
+        raise ValueError(
+            f"noise scale {scale} is outside (0, 2^55] integer units; "
+            "choose a noise_multiplier between 2^-10 and 2^25."
+        )
+    if size < 0:
+        raise ValueError(f"size={size} is negative; ask for 0 or more draws.")
+
+
+@lru_cache(maxsize=64)
+def _measurement(distribution: Literal["gaussian", "laplace"], scale: float) -> Any:
+    """OpenDP's integer vector measurement at `scale`; building one costs about 1 ms."""
+    import opendp.prelude as dp
+
+    dp.enable_features("contrib")
+    domain = dp.vector_domain(dp.atom_domain(T="i64"))
+    if distribution == "gaussian":
+        return dp.m.make_gaussian(domain, dp.l2_distance(T="f64"), scale=scale)
+    return dp.m.make_laplace(domain, dp.l1_distance(T="f64"), scale=scale)
+
+
+def _philox(key: int) -> np.random.Generator:
+    words = np.array([key & (2**64 - 1), key >> 64], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=words))
+
+
+def _dense(generator: np.random.Generator, scale: float, size: int) -> np.ndarray:
+    if not (math.isfinite(scale) and scale >= 0.0):
+        raise ValueError(f"noise scale {scale} is not a finite number >= 0.")
+    draws = generator.standard_normal(size, dtype=np.float32)
+    return np.multiply(draws, np.float32(scale), out=draws)

@@ -1,0 +1,137 @@
+"""Runs the frozen prefix of a model once per batch.
+
+A zeroth-order step evaluates the same batch 2K times. Whatever a forward pass computes before it
+first touches a trainable parameter is the same in all of them, so its outputs are remembered: the
+first pass runs the prefix, the others only the rest. Frozen modules are recognised by their
+parameters and their place in the execution order, so any architecture works; adapters in the first
+layer simply leave a short prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class StalePrefix(RuntimeError):
+    """A remembered output was changed in place by later code, so reuse would be wrong."""
+
+
+class FrozenPrefix:
+    """Remembers the outputs of frozen modules that run before any trainable parameter.
+
+    Usage: `with prefix.installed(): ...` around the forward passes of a step; `prefix.forget()`
+    before each new batch. Parameters may be perturbed meanwhile; frozen modules' may not.
+
+    Args:
+      model: trainable parameters are those with requires_grad.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._outputs: list[tuple[nn.Module, Any, list[tuple[Tensor, int]]]] = []
+        self._cursor = 0
+        self._recording = True
+        self._tainted = False
+        self._frozen = _maximal_frozen_modules(model)
+        self._owners = [m for m in model.modules() if _owns_trainable(m)]
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether there is any frozen module with parameters of its own to skip."""
+        return bool(self._frozen)
+
+    def forget(self) -> None:
+        """Drops what is remembered: the next pass is on another batch."""
+        self._outputs.clear()
+        self._recording = True
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[FrozenPrefix]:
+        """Watches the model's forward passes inside the block."""
+        handles = [m.register_forward_pre_hook(self._taint) for m in self._owners]
+        handles.append(self.model.register_forward_pre_hook(self._begin, prepend=True))
+        handles.append(self.model.register_forward_hook(self._end))
+        originals = [(m, m.__dict__.get("forward")) for m in self._frozen]
+        for module in self._frozen:
+            module.forward = self._remembering(module, module.forward)
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module, original in originals:
+                _restore_forward(module, original)
+            self.forget()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._tainted, self._cursor = _owns_trainable(module), 0
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._recording = False
+
+    def _taint(self, module: nn.Module, args: Any) -> None:
+        self._tainted = True
+
+    def _remembering(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            if self._tainted:
+                return forward(*args, **kwargs)
+            if not self._recording:
+                return self._recall(module)
+            output = forward(*args, **kwargs)
+            self._outputs.append((module, output, _versions(output)))
+            return output
+
+        return remembered
+
+    def _recall(self, module: nn.Module) -> Any:
+        owner, output, versions = self._outputs[self._cursor]
+        self._cursor += 1
+        if owner is not module or any(t._version != v for t, v in versions):
+            raise StalePrefix(
+                f"{type(module).__name__}: its output is changed in place, or modules run in "
+                "another order each time; set reuse_frozen_prefix=False for this model."
+            )
+        return output
+
+
+def _owns_trainable(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=False))
+
+
+def _maximal_frozen_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules with parameters, none trainable, whose parent has some trainable: outermost first."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        parameters = list(child.parameters())
+        if parameters and not any(p.requires_grad for p in parameters) and _callable(child):
+            found.append(child)
+        else:
+            found.extend(_maximal_frozen_modules(child))
+    return list(dict.fromkeys(found))
+
+
+def _callable(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _versions(output: Any) -> list[tuple[Tensor, int]]:
+    """Every tensor in a nested output with its in-place version counter."""
+    if isinstance(output, Tensor):
+        return [] if output.is_inference() else [(output, output._version)]
+    if isinstance(output, dict):
+        output = list(output.values())
+    if isinstance(output, (tuple, list)):
+        return [pair for part in output for pair in _versions(part)]
+    return []
+
+
+def _restore_forward(module: nn.Module, original: Callable[..., Any] | None) -> None:
+    if original is None:
+        del module.forward
+    else:
+        module.forward = original  # type: ignore[method-assign]

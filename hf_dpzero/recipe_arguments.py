@@ -1,0 +1,137 @@
+"""What a recipe says about the model and the data; frozen, JSON-safe, and free of heavy imports.
+
+A recipe is a flat YAML file whose keys are the fields of three dataclasses: `ModelArguments` and
+`DataArguments` here, and `hf_dpzero.arguments.DPZeroConfig` for everything about training and
+privacy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Architecture = Literal["auto", "sentence_classifier"]
+Pooling = Literal["mean", "cls"]
+HeadInit = Literal["random", "zero", "label_text"]
+PeftMethod = Literal["lora", "bitfit", "prefix"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """Which checkpoint, which head, which parameters a recipe fine-tunes.
+
+    Attributes:
+      model_name_or_path: Hub id or local folder of the base model; `package:NAME/SUBFOLDER` is the
+        folder SUBFOLDER inside the installed Python package NAME (weights that come through pip).
+      model_revision: Hub branch, tag or commit; pin a commit to reproduce a number.
+      torch_dtype: "float32" (default), "bfloat16" or "float16"; trainable parameters must be
+        float32, so half precision suits a frozen base only.
+      architecture: "auto" takes the `AutoModelFor...` class of the task; "sentence_classifier"
+        puts pooling and a linear head on a bare encoder.
+      pooling: how a sentence_classifier turns token states into one vector: "mean" over the
+        attended tokens, or the first token ("cls").
+      normalize: scale the pooled vector to Euclidean length 1 before the head.
+      head_init: start of the linear head: "random" (HF's initialiser), "zero", or "label_text":
+        row c is the embedding of `label_texts[c]`, which gives a zero-shot classifier.
+      label_texts: one description for each label, in label order; for head_init=label_text. An
+        entry may hold several phrasings separated by "|", whose embeddings are averaged.
+      logit_scale: the head's logits are multiplied by this; > 0. A larger scale makes losses
+        react more to the same perturbation.
+      peft_method: null trains what `trainable` selects; "lora", "bitfit" (biases) or "prefix".
+      lora_r: rank of the LoRA matrices, >= 1.
+      lora_alpha: LoRA scale; the adapter is multiplied by lora_alpha / lora_r.
+      lora_target_modules: module names that get LoRA; null takes PEFT's default for the model.
+      precompute_features: run a frozen encoder once over the data and train the rest on the
+        stored vectors. Only for models whose trainable part is behind a frozen encoder.
+    """
+
+    model_name_or_path: str
+    model_revision: str | None = None
+    torch_dtype: str = "float32"
+    architecture: Architecture = "auto"
+    pooling: Pooling = "mean"
+    normalize: bool = True
+    head_init: HeadInit = "random"
+    label_texts: list[str] | None = None
+    logit_scale: float = 1.0
+    peft_method: PeftMethod | None = None
+    lora_r: int = 8
+    lora_alpha: float = 16.0
+    lora_target_modules: list[str] | None = None
+    precompute_features: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of(
+            self, "torch_dtype", ("float32", "bfloat16", "float16"), "trainable weights are float32"
+        )
+        _one_of(
+            self, "architecture", ("auto", "sentence_classifier"), "auto suits whole checkpoints"
+        )
+        _one_of(self, "pooling", ("mean", "cls"), "sentence encoders mostly use mean")
+        _one_of(self, "head_init", ("random", "zero", "label_text"), "random is HF's own")
+        _one_of(self, "peft_method", (None, "lora", "bitfit", "prefix"), "null trains the model")
+        _positive(self, "logit_scale", "lora_r", "lora_alpha")
+        if self.head_init == "label_text" and not self.label_texts:
+            raise ValueError(
+                "head_init='label_text' needs label_texts, one description for each label; "
+                "add them, or set head_init to random or zero."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataArguments:
+    """Which rows a recipe trains and evaluates on.
+
+    Attributes:
+      task: name in the task registry: "sst2", "quickstart" (generated, no network) or
+        "text_classification" (any text column with a label column).
+      dataset_name: Hub data set; null takes the task's own.
+      dataset_config_name: its configuration, for example "sst2" of "glue".
+      train_file: local JSON lines or CSV instead of the Hub; the private rows.
+      validation_file: the same for evaluation, which is assumed public (see the privacy report).
+      text_column: column with the text; null takes the task's own.
+      text_pair_column: second text for sentence pairs; null for single sentences.
+      label_column: column with the label; null takes the task's own.
+      max_seq_length: tokens a text is cut to, >= 2.
+      max_train_samples: keep this many training rows, chosen by `subset_seed`; null keeps all.
+      max_eval_samples: the same for evaluation.
+      num_examples_per_class: keep this many training rows of each class (few-shot, as in the
+        paper's RoBERTa experiments); null keeps all.
+      subset_seed: seed of the choice of rows, independent of every seed in the training arguments
+        (`data_seed` is already the name of an argument of HF's Trainer).
+    """
+
+    task: str = "text_classification"
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    train_file: str | None = None
+    validation_file: str | None = None
+    text_column: str | None = None
+    text_pair_column: str | None = None
+    label_column: str | None = None
+    max_seq_length: int = 128
+    max_train_samples: int | None = None
+    max_eval_samples: int | None = None
+    num_examples_per_class: int | None = None
+    subset_seed: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_train_samples", "max_eval_samples", "num_examples_per_class")
+        if self.max_seq_length < 2:
+            raise ValueError(
+                f"max_seq_length={self.max_seq_length} leaves no room for text; use at least 2."
+            )
+
+
+def _one_of(arguments: Any, name: str, choices: tuple[str | None, ...], hint: str) -> None:
+    value = getattr(arguments, name)
+    if value not in choices:
+        known = ", ".join("null" if choice is None else choice for choice in choices)
+        raise ValueError(f"{name}={value!r} is not one of {known} ({hint}).")
+
+
+def _positive(arguments: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value!r} must be positive.")

@@ -1,0 +1,387 @@
+"""`DPZeroTrainer`: Hugging Face's Trainer with a DPZero step. Thin: the maths is elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from hf_dpzero import distributed, hub, run_files, validation
+from hf_dpzero.arguments import DPZeroConfig
+from hf_dpzero.batches import LogicalBatch, Rows, StepBatches, StepSampler
+from hf_dpzero.callbacks import PrivacyCallback, PrivacyProgressCallback
+from hf_dpzero.estimator import (
+    FiniteDifferences,
+    batch_size,
+    evaluation_mode,
+    prefix_is_exact,
+)
+from hf_dpzero.mechanisms import VectorMechanism
+from hf_dpzero.noise import InsecureSeededNoise, NoiseSource, SecureNoise
+from hf_dpzero.objectives import PerExampleLoss, check_per_example, select_objective
+from hf_dpzero.perturbation import digest_model
+from hf_dpzero.plan import PrivacyPlan
+from hf_dpzero.report import REPORT_FILE, BudgetMeter, PrivacyReport, versions
+from hf_dpzero.trajectory import (
+    SHIPPING_NAME,
+    Release,
+    Trajectory,
+    apply_release,
+    directions_of,
+    space_from_header,
+)
+
+logger = logging.get_logger(__name__)
+
+
+class DPZeroTrainer(Trainer):
+    """Fine-tunes a model with differentially private zeroth-order steps (DPZero, Algorithm 2).
+
+    A drop-in for `transformers.Trainer`: `train`, `evaluate`, `predict`, callbacks, `report_to`,
+    checkpoints, `resume_from_checkpoint`, `save_model` and `push_to_hub` work as there.
+
+    Args:
+      model: any model with an objective (see `objectives.select_objective`); parameters with
+        requires_grad (and found by `args.trainable`) are trained.
+      args: a `DPZeroConfig`.
+      compute_per_example_loss: optional (model, inputs) -> losses [B] float, each a function of its
+        own example alone.
+      noise: optional `NoiseSource`; default operating-system entropy.
+
+    Raises:
+      ValueError: whatever cannot be accounted or would break the guarantee, before any training.
+    """
+
+    args: DPZeroConfig
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: DPZeroConfig | None = None,
+        *positional: Any,
+        compute_per_example_loss: PerExampleLoss | None = None,
+        noise: NoiseSource | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(args, DPZeroConfig):
+            raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
+        validation.check_single_strategy(args)
+        super().__init__(model, args, *positional, **settings)
+        if self.train_dataset is not None and self.train_dataset is self.eval_dataset:
+            raise ValueError(
+                "eval_dataset is train_dataset: evaluating on the private data would release "
+                "un-noised statistics of it. Pass public or separately budgeted data."
+            )
+        self.per_example_loss = compute_per_example_loss
+        self.noise = noise or _noise_from(args)
+        self.trajectory: Trajectory | None = None
+        self._space_state: Mapping[str, Any] | None = None
+        self._plan: PrivacyPlan | None = None
+        self._released: tuple[float, ...] | None = None
+        self._diagnostics: dict[str, float] = {}
+        self.remove_callback(ProgressCallback)
+        shown = PrinterCallback in {type(c) for c in self.callback_handler.callbacks}
+        if not args.disable_tqdm and not shown:
+            self.add_callback(PrivacyProgressCallback(self))
+        self.callback_handler.callbacks.insert(0, PrivacyCallback(self))
+
+    # ------------------------------------------------------------------ the plan
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The run's `PrivacyPlan`, calibrated on first use."""
+        if self._plan is None:
+            self._plan = self.args.plan(validation.num_examples(self.train_dataset))
+            self.meter = BudgetMeter(self._plan, self.delta)
+        return self._plan
+
+    @property
+    def delta(self) -> float:
+        """The delta that epsilon is stated at."""
+        return self.args.delta(validation.num_examples(self.train_dataset))
+
+    # ------------------------------------------------------------------ before training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **settings: Any):
+        """Trains as `Trainer.train` does; what cannot be accounted is refused before it starts.
+
+        Args:
+          resume_from_checkpoint: a checkpoint folder, or True for the last one in output_dir. Steps
+            that the ledger holds beyond the checkpoint are replayed, never sampled or paid again.
+        """
+        resume = self._resolve_checkpoint(resume_from_checkpoint)
+        self._validate()
+        self._open_run(resume)
+        output = super().train(resume_from_checkpoint=resume, **settings)
+        output.metrics.pop("train_loss", None)
+        return output._replace(training_loss=math.nan)
+
+    def _resolve_checkpoint(self, resume: str | bool | None) -> str | None:
+        if resume is True:
+            resume = get_last_checkpoint(self.args.output_dir)
+            if resume is None:
+                raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from.")
+        return resume or None
+
+    def _validate(self) -> None:
+        validation.num_examples(self.train_dataset)
+        validation.select_trainable(self.model, self.args.trainable)
+        validation.check_model(self.model, self.args.smoothing)
+        if self.per_example_loss is None:
+            validation.check_labels(self.train_dataset)
+            self.per_example_loss = select_objective(self.model)
+        self.args.max_steps = self.plan.steps
+        self._try_objective()
+
+    @torch.no_grad()
+    def _try_objective(self) -> None:
+        """One forward pass on two examples, released to nobody: is the loss [B]?"""
+        assert self.per_example_loss is not None
+        inputs = self._prepare_inputs(self._probe())
+        with evaluation_mode(self.model), self.compute_loss_context_manager():
+            validation.check_evaluation_mode(self.model)
+            losses = self.per_example_loss(self.model, inputs)
+            check_per_example(losses, batch_size(inputs))
+
+    def _probe(self) -> Mapping[str, Tensor]:
+        """The first and the last example, to try the model on; nothing of it is released."""
+        return self._training_rows().collate_rows([0, len(self.train_dataset) - 1])
+
+    def _open_run(self, resume: str | None) -> None:
+        folder, header = self.args.output_dir, self._header()
+        if resume is None:
+            digest = digest_model(self.model)
+            self.trajectory = run_files.start_ledger(folder, header, digest)
+            self._sampler_key = run_files.new_secret(folder, self.args.sampler_key)
+        else:
+            self._space_state = run_files.load_state(resume)
+            self.trajectory = run_files.continue_ledger(folder, header)
+            self._sampler_key = run_files.old_secret(folder, self.args.sampler_key)
+
+    def _header(self) -> dict[str, Any]:
+        """What every release depends on, in public terms."""
+        trainable = [n for n, p in self.model.named_parameters() if p.requires_grad]
+        decayed = self.get_decay_parameter_names(self.model) if self.args.weight_decay else []
+        header = {
+            "direction": self.args.direction,
+            "num_directions": self.args.num_directions,
+            "smoothing": self.args.smoothing,
+            "weight_decay": self.args.weight_decay,
+            "trainable": trainable,
+            "decayed": sorted(set(decayed) & set(trainable)),
+            "replayable": self.plan.mechanism.replayable,
+            "plan": self.plan.to_dict(),
+            "versions": versions(),
+        }
+        if self.args.direction_key is not None:
+            header["direction_key"] = f"{self.args.direction_key:032x}"
+        return header
+
+    # ------------------------------------------------------------------ what Trainer asks for
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Logical batches of this process, one item per step, split into microbatches."""
+        batches = StepBatches(
+            rows=self._training_rows(),
+            plan=self.plan,
+            key=self._sampler_key,
+            microbatch_size=self.args.physical_batch_size,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+        )
+        return DataLoader(
+            batches,
+            batch_size=None,
+            sampler=StepSampler(self),
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=False,
+        )
+
+    def _training_rows(self) -> Rows:
+        """The training set without the columns that the model does not take, and its collator."""
+        if isinstance(self.train_dataset, datasets.Dataset):
+            dataset = self._remove_unused_columns(self.train_dataset, description="training")
+            return Rows(dataset, self.data_collator)
+        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        return Rows(self.train_dataset, collate)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The parameter space, and an optimizer that only carries the learning rate."""
+        if self.optimizer is None:
+            assert self.trajectory is not None and self.per_example_loss is not None
+            self.space = space_from_header(self.model, self.trajectory.header)
+            if self._space_state is None:
+                self.space.snap_()
+            else:
+                self.space.load_state_dict(self._space_state)
+            self.differences = self._estimator(self.per_example_loss)
+            self.optimizer = _LearningRate(self.space.tensors, self.args.learning_rate)
+        return self.optimizer
+
+    def _estimator(self, objective: PerExampleLoss) -> FiniteDifferences:
+        def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+            with self.compute_loss_context_manager():
+                return objective(model, self._prepare_inputs(inputs))
+
+        differences = FiniteDifferences(
+            self.model, self.space, evaluate, self.args.smoothing, self.args.reuse_frozen_prefix
+        )
+        direction = directions_of(0, self.trajectory.header)[0]
+        if not prefix_is_exact(differences, self._probe(), direction):
+            logger.warning("reuse_frozen_prefix is off: it would not be exact for this model.")
+            differences.prefix = None
+        return differences
+
+    # ------------------------------------------------------------------ one training step
+
+    def training_step(
+        self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """One DPZero step (Algorithm 2, lines 2-3); returns 0, for the loss is private."""
+        assert self.trajectory is not None
+        step, header = inputs["step"], self.trajectory.header
+        release = self.trajectory.get(step)
+        if release is not None:  # paid for before a crash: apply it again, touch no data
+            return self._replay(release)
+        directions = directions_of(step, header)
+        differences = self.differences(inputs["microbatches"], directions)
+        if isinstance(self.plan.mechanism, VectorMechanism):
+            return self._dense_step(step, directions[0], differences)
+        total = distributed.sum_over_processes(self.plan.mechanism.clip_sum(differences))
+        values = distributed.shared_from_main(
+            lambda: self.plan.mechanism.release(total, step, self.noise)
+        )
+        release = Release(step, tuple(values), self._get_learning_rate())
+        self.trajectory.append(release)
+        apply_release(self.space, release, header)
+        self._after_release(release, differences)
+        return self._nothing()
+
+    def _replay(self, release: Release) -> Tensor:
+        assert self.trajectory is not None
+        if self.trajectory.header["replayable"]:
+            apply_release(self.space, release, self.trajectory.header)
+        else:
+            logger.warning("step %s was paid for but its update is lost.", release.step)
+        return self._nothing()
+
+    def _dense_step(self, step: int, direction: Any, differences: Tensor) -> Tensor:
+        """Algorithm 1 (DPGD-0th): the released thing is a d-vector with d-dimensional noise."""
+        assert self.trajectory is not None
+        mechanism, lr = self.plan.mechanism, self._get_learning_rate()
+        self.space.settle_()
+        total = mechanism.clip_sum(differences, self.space.direction_norm(direction))
+        self.trajectory.append(Release(step, (), lr))
+        scale = lr / mechanism.expected_batch_size
+
+        def noise(part: int, count: int) -> Tensor:
+            std = mechanism.noise_multiplier * mechanism.clip * scale
+            return torch.from_numpy(self.noise.dense_gaussian(std, count, step, part))
+
+        self.space.dense_step_(direction, -scale * total, noise)
+        self._after_release(None, differences)
+        return self._nothing()
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros((), device=self.args.device)
+
+    def _after_release(self, release: Release | None, differences: Tensor) -> None:
+        self._released = None if release is None else release.values
+        if self.args.log_private_diagnostics:
+            self._diagnostics = private_diagnostics(differences, self.plan.mechanism)
+
+    # ------------------------------------------------------------------ logs, checkpoints, report
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs released values and spent budget in place of the private loss."""
+        for key in ("loss", "grad_norm", "train_loss"):
+            logs.pop(key, None)
+        if self.trajectory is not None and "learning_rate" in logs:
+            logs["epsilon"] = self.epsilon_spent
+            if self._released:
+                logs["released_value"] = math.sqrt(sum(v * v for v in self._released))
+            logs.update(self._diagnostics)
+        super().log(logs, *args, **kwargs)
+
+    @property
+    def epsilon_spent(self) -> float:
+        """An upper bound on the epsilon of the steps taken so far."""
+        return self.meter.at(min(self.trajectory.next_step, self.plan.steps))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.space.settle_()
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save and folder.exists():
+            run_files.save_state(folder, self.state.global_step, self.space.state_dict())
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.trajectory is not None and self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            self.privacy_report().save(folder / REPORT_FILE)
+            self.trajectory.to_safetensors(folder / SHIPPING_NAME)
+
+    def privacy_report(self) -> PrivacyReport:
+        """What the run has spent so far, in numbers and words."""
+        return PrivacyReport.from_run(
+            self.plan,
+            delta=self.delta,
+            target_epsilon=self.args.target_epsilon,
+            steps_completed=self.trajectory.next_step if self.trajectory else 0,
+            noise=self.noise,
+            direction=self.args.direction,
+            log_private_diagnostics=self.args.log_private_diagnostics,
+        )
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the privacy card as README.md in output_dir."""
+        if self.args.should_save:
+            hub.write_model_card(self.args.output_dir)
+
+    def push_to_hub(self, commit_message: str = "End of training", **kwargs: Any) -> str | None:
+        """Saves, then uploads the weights, report, trajectory and card; nothing secret."""
+        self.save_model(_internal_call=True)
+        if not self.args.should_save:
+            return None
+        repo = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        token = kwargs.get("token") or self.args.hub_token
+        return hub.push(self.args.output_dir, repo, token=token)
+
+
+class _LearningRate(torch.optim.Optimizer):
+    """Carries the learning rate for Hugging Face's schedulers; the update happens in the step."""
+
+    def __init__(self, tensors: list[Tensor], learning_rate: float) -> None:
+        super().__init__(tensors, {"lr": learning_rate})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Nothing: `training_step` has updated the parameters."""
+
+
+def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]:
+    """Un-noised statistics of a step, logged only on request (they break the guarantee)."""
+    if not len(differences):
+        return {"private_batch_size": 0.0}
+    norms = differences.norm(dim=1)
+    return {
+        "private_batch_size": float(len(differences)),
+        "private_clip_fraction": float((norms > mechanism.clip).double().mean()),
+        "private_difference_norm": float(norms.median()),
+    }
+
+
+def _noise_from(args: DPZeroConfig) -> NoiseSource:
+    if args.insecure_noise_seed is None:
+        return SecureNoise()
+    return InsecureSeededNoise(args.insecure_noise_seed)

@@ -1,0 +1,327 @@
+"""The public log of a run: one record for each release, from which the weights can be rebuilt.
+
+DPZero's whole output is, per step, K noised scalars along public directions. Written down, they are
+a ledger (what privacy was spent, in order), a resume point, and a proof: replaying the log on the
+base model gives the final weights bit for bit.
+
+On disk while running, `trajectory.ledger`: a header line of JSON, then fixed-size records
+(step u64, learning rate f64, K x f32 values, CRC-32), each flushed to disk before the update that it
+pays for. For shipping, `trajectory.safetensors`: tensors `values` float32 [T, K], `steps` int64 [T],
+`learning_rates` float64 [T], and the header under the metadata key `header`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_dpzero.directions import Direction
+from hf_dpzero.perturbation import ParameterSpace, digest_model
+
+FORMAT, VERSION = "hf_dpzero.trajectory", 1
+LEDGER_NAME, SHIPPING_NAME = "trajectory.ledger", "trajectory.safetensors"
+
+
+class Release(NamedTuple):
+    """What one step made public.
+
+    Attributes:
+      step: from 0.
+      values: the K noised means, each a float32 number; none for a mechanism that cannot be
+        replayed (DPGD-0th releases a d-vector, which only the weights hold).
+      learning_rate: of this step.
+    """
+
+    step: int
+    values: tuple[float, ...]
+    learning_rate: float
+
+    def coefficients(self) -> list[float]:
+        """c_k = -learning_rate * value_k: theta <- theta + sum_k c_k u_k."""
+        return [-self.learning_rate * value for value in self.values]
+
+
+class LedgerError(ValueError):
+    """A ledger that is corrupt, truncated or of another run."""
+
+
+class Trajectory:
+    """An append-only list of releases under a header, in memory and, if opened so, on disk.
+
+    Attributes:
+      header: base model digest, direction key, distribution, K, smoothing, weight decay, trainable
+        names, plan, versions; all public and JSON-safe.
+      releases: the records, steps strictly increasing.
+    """
+
+    def __init__(
+        self, header: Mapping[str, Any], releases: Sequence[Release] = (), path: Path | None = None
+    ) -> None:
+        self.header = {"format": FORMAT, "version": VERSION, **header}
+        if self.header["format"] != FORMAT or self.header["version"] != VERSION:
+            raise LedgerError(
+                f"format {self.header['format']!r} version {self.header['version']} is not "
+                f"{FORMAT!r} version {VERSION}: upgrade hf_dpzero."
+            )
+        self.releases = list(releases)
+        self.path = path
+        self._by_step = {release.step: release for release in self.releases}
+
+    @classmethod
+    def create(cls, path: str | os.PathLike, header: Mapping[str, Any]) -> Trajectory:
+        """Starts a ledger file; refuses to touch one that is there."""
+        trajectory = cls(header, path=Path(path))
+        trajectory.path.parent.mkdir(parents=True, exist_ok=True)  # type: ignore[union-attr]
+        line = json.dumps(trajectory.header, sort_keys=True) + "\n"
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(line)
+                _flush(file)
+        except FileExistsError:
+            raise LedgerError(
+                f"{path} is the ledger of an earlier run: resume it (resume_from_checkpoint), or "
+                "train into another output_dir. Its privacy budget stays spent either way."
+            ) from None
+        return trajectory
+
+    @classmethod
+    def open(cls, path: str | os.PathLike, header: Mapping[str, Any] | None = None) -> Trajectory:
+        """Opens a ledger to continue it.
+
+        A record cut short by a crash at the very end is dropped from the file: it was never
+        followed by an update. Anything else that is wrong raises.
+
+        Raises:
+          LedgerError: corrupt records, or a `header` that differs from the file's.
+        """
+        raw = Path(path).read_bytes()
+        line, sep, body = raw.partition(b"\n")
+        if not sep:
+            raise LedgerError(f"{path}: the header is cut short; the file cannot be used.")
+        trajectory = cls(_parse_header(line, path), path=Path(path))
+        trajectory._refuse_other(header)
+        size = trajectory._record.size + 4
+        whole = len(body) // size * size
+        for start in range(0, whole, size):
+            trajectory._remember(trajectory._unpack(body[start : start + size], path))
+        if whole != len(body):
+            os.truncate(path, len(line) + 1 + whole)
+        return trajectory
+
+    def _refuse_other(self, header: Mapping[str, Any] | None) -> None:
+        wanted = {} if header is None else json.loads(json.dumps(dict(header)))
+        changed = [k for k in wanted if k != "versions" and wanted[k] != self.header.get(k)]
+        if changed:
+            found = {k: self.header.get(k) for k in changed}
+            raise LedgerError(
+                f"{self.path} belongs to a run with other {', '.join(changed)}: it has {_short(found)}"
+                f", this run has {_short({k: wanted[k] for k in changed})}. A ledger continues only "
+                "under the plan it was started with; restore the settings or use a new output_dir."
+            )
+
+    @property
+    def num_directions(self) -> int:
+        """K, the number of values in each record (0 when a release is not a list of scalars)."""
+        return int(self.header["num_directions"]) if self.header.get("replayable", True) else 0
+
+    @property
+    def next_step(self) -> int:
+        """The first step that has not been paid for."""
+        return self.releases[-1].step + 1 if self.releases else 0
+
+    def get(self, step: int) -> Release | None:
+        """The release of `step`, or None."""
+        return self._by_step.get(step)
+
+    def append(self, release: Release) -> None:
+        """Adds a record; on return it is on disk (flushed and synced)."""
+        self._remember(release)
+        if self.path is not None:
+            with open(self.path, "ab") as file:
+                file.write(self._pack(release))
+                _flush(file)
+
+    def _remember(self, release: Release) -> None:
+        if release.step < self.next_step or len(release.values) != self.num_directions:
+            raise LedgerError(
+                f"step {release.step} with {len(release.values)} values does not follow step "
+                f"{self.next_step - 1} of a ledger with {self.num_directions} values a step."
+            )
+        self.releases.append(release)
+        self._by_step[release.step] = release
+
+    @property
+    def _record(self) -> struct.Struct:
+        return struct.Struct(f"<Qd{self.num_directions}f")
+
+    def _pack(self, release: Release) -> bytes:
+        body = self._record.pack(release.step, release.learning_rate, *release.values)
+        return body + struct.pack("<I", zlib.crc32(body))
+
+    def _unpack(self, record: bytes, path: str | os.PathLike) -> Release:
+        body, (crc,) = record[:-4], struct.unpack("<I", record[-4:])
+        if zlib.crc32(body) != crc:
+            raise LedgerError(
+                f"{path}: the record after step {self.next_step - 1} is corrupt (checksum); restore "
+                "the file from a copy. What was spent after that step is unknown."
+            )
+        step, learning_rate, *values = self._record.unpack(body)
+        return Release(step, tuple(values), learning_rate)
+
+    def to_safetensors(self, path: str | os.PathLike) -> None:
+        """Writes the shipping form (atomically)."""
+        from safetensors.torch import save_file
+
+        tensors = {
+            "values": torch.tensor(
+                [r.values for r in self.releases], dtype=torch.float32
+            ).reshape(len(self.releases), self.num_directions),
+            "steps": torch.tensor([r.step for r in self.releases], dtype=torch.int64),
+            "learning_rates": torch.tensor(
+                [r.learning_rate for r in self.releases], dtype=torch.float64
+            ),
+        }
+        tensors_crc = str(_checksum(tensors))
+        metadata = {"header": json.dumps(self.header, sort_keys=True), "crc32": tensors_crc}
+        partial = f"{path}.partial"
+        save_file(tensors, partial, metadata=metadata)
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Trajectory:
+        """Reads either form, to replay or inspect it; never writes."""
+        if not Path(path).exists():
+            raise LedgerError(f"{path}: no such trajectory.")
+        if Path(path).suffix != ".safetensors":
+            opened = _read_only(path)
+            return cls(opened.header, opened.releases)
+        return cls._load_shipping(path)
+
+    @classmethod
+    def _load_shipping(cls, path: str | os.PathLike) -> Trajectory:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise LedgerError(f"{path}: not a whole safetensors file ({error}).") from None
+        if "header" not in metadata or set(tensors) != {"values", "steps", "learning_rates"}:
+            raise LedgerError(f"{path}: a safetensors file, but not a trajectory.")
+        if metadata.get("crc32") != str(_checksum(tensors)):
+            raise LedgerError(f"{path}: its tensors do not match its checksum; it is corrupt.")
+        trajectory = cls(_parse_header(metadata["header"].encode(), path))
+        rows = (tensors[name].tolist() for name in ("steps", "values", "learning_rates"))
+        for step, values, learning_rate in zip(*rows, strict=True):
+            trajectory._remember(Release(step, tuple(values), learning_rate))
+        return trajectory
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(tensors[name].contiguous().numpy().tobytes(), crc)
+    return crc
+
+
+def _flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _short(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return text if len(text) < 400 else text[:400] + "..."
+
+
+def _parse_header(line: bytes, path: str | os.PathLike) -> dict[str, Any]:
+    try:
+        header = json.loads(line)
+        return dict(header)
+    except (ValueError, TypeError):
+        raise LedgerError(f"{path}: its header is not JSON; not a trajectory, or corrupt.") from None
+
+
+def _read_only(path: str | os.PathLike) -> Trajectory:
+    line, _, body = Path(path).read_bytes().partition(b"\n")
+    trajectory = Trajectory(_parse_header(line, path))
+    size = trajectory._record.size + 4
+    if len(body) % size:
+        raise LedgerError(f"{path}: cut short after step {len(body) // size - 1} of its records.")
+    for start in range(0, len(body), size):
+        trajectory._remember(trajectory._unpack(body[start : start + size], path))
+    return trajectory
+
+
+def space_from_header(model: nn.Module, header: Mapping[str, Any]) -> ParameterSpace:
+    """The parameter space a trajectory's releases act on: `model`'s parameters that train."""
+    return ParameterSpace.from_model(
+        model,
+        distribution=header["direction"],
+        smoothing=header["smoothing"],
+        decayed=header["decayed"],
+    )
+
+
+def directions_of(step: int, header: Mapping[str, Any]) -> list[Direction]:
+    """The K public directions of a step."""
+    key = int(header["direction_key"], 16)
+    return [Direction(key, step, k) for k in range(int(header["num_directions"]))]
+
+
+def apply_release(space: ParameterSpace, release: Release, header: Mapping[str, Any]) -> None:
+    """One public update: theta <- (1 - lr wd) theta - lr sum_k value_k u_k (Algorithm 2, line 3).
+
+    Training and replay both go through here, so they cannot differ.
+    """
+    decay = release.learning_rate * header["weight_decay"]
+    space.step_(directions_of(release.step, header), release.coefficients(), decay=decay)
+
+
+def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) -> None:
+    """Rebuilds the trained weights in place from the base model and the public log.
+
+    Args:
+      model: the base model, as it was before training (its digest is checked).
+      trajectory: a replayable log.
+      upto: stop before this step; None for the end.
+
+    Raises:
+      LedgerError: another base model, other trainable tensors, or a log that cannot be replayed.
+    """
+    header = trajectory.header
+    if not header.get("replayable", True):
+        raise LedgerError(
+            "this run released d-dimensional noised vectors (method dpgd-0th), which a log of "
+            "scalars cannot rebuild: use the saved weights."
+        )
+    if digest_model(model) != header["base_model_digest"]:
+        raise LedgerError(
+            "this model is not the base that the trajectory was trained from (its digest differs): "
+            "load the base model in the same dtype, with the same head and adapters."
+        )
+    _train_only(model, header["trainable"])
+    space = space_from_header(model, header)
+    space.snap_()
+    for release in trajectory.releases:
+        if upto is not None and release.step >= upto:
+            break
+        apply_release(space, release, header)
+
+
+def _train_only(model: nn.Module, names: Sequence[str]) -> None:
+    wanted = set(names)
+    missing = wanted - {name for name, _ in model.named_parameters()}
+    if missing:
+        raise LedgerError(f"the model lacks the trained tensors {sorted(missing)[:5]}.")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in wanted)

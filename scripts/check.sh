@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change lands: lint, format, types, doctests and tests, docs.
+#   scripts/check.sh          the quick tests
+#   scripts/check.sh --all    also those marked slow, statistical or gpu (skipped without a GPU)
+# Words after these go to pytest: scripts/check.sh --all -k plan
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1
+export TOKENIZERS_PARALLELISM=false
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # pytest runs two processes
+
+select=()
+if [[ "${1:-}" == "--all" ]]; then
+  select=(-m "")
+  shift
+fi
+
+step() { printf '\n== %s\n' "$*"; "$@"; }
+
+step ruff check .
+step ruff format --check .
+step mypy
+if command -v mkdocs >/dev/null; then
+  step mkdocs build --strict --quiet --site-dir "$(mktemp -d)"
+fi
+step python -m pytest -n 2 "${select[@]}" "$@"
