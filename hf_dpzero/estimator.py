@@ -56,6 +56,7 @@ class FiniteDifferences:
         On return the parameters stand at theta - lambda u_K (or at theta when B = 0); if anything
         raises, at theta.
         """
+        self.space.check_is_of(self.model)
         if not microbatches:
             return torch.zeros(0, len(directions), dtype=torch.float64)
         try:

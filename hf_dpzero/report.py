@@ -48,7 +48,6 @@ SAMPLERS = {
     "fixed_size_without_replacement": "batches of a fixed size drawn without replacement",
     "full_batch": "every example in every step",
 }
-_UNITS = {"example": "training example", "user": "user (all training examples of one user)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class PrivacyReport:
       accountant: what computed `epsilon`: "pld", "rdp", "gaussian_exact", "advanced_composition",
         or "none" for a method that is not private.
       neighboring_relation: which two data sets the guarantee compares.
-      privacy_unit: "example", or "user" where rows were grouped.
+      privacy_unit: "example": one row of the training set.
       sampling: name of the sampler that ran, which is the one accounted.
       sampling_probability: expected batch size over number of examples.
       expected_batch_size: the public divisor of each sum.
@@ -146,7 +145,6 @@ class PrivacyReport:
         direction: str,
         log_private_diagnostics: bool = False,
         sampler_key_is_secret: bool = True,
-        privacy_unit: str = "example",
     ) -> PrivacyReport:
         """Reports what `steps_completed` steps of `plan` spent, never more than was run.
 
@@ -163,7 +161,6 @@ class PrivacyReport:
           log_private_diagnostics: whether un-noised statistics were logged.
           sampler_key_is_secret: False if the key came from the settings, which are logged and
             saved; a sampled batch that can be known is not amplified.
-          privacy_unit: "example" or "user".
 
         Raises:
           ValueError: `steps_completed` is not within the plan.
@@ -186,7 +183,7 @@ class PrivacyReport:
             {
                 "target_epsilon": target_epsilon if mechanism.private else None,
                 "target_delta": delta if mechanism.private else None,
-                "privacy_unit": privacy_unit,
+                "privacy_unit": "example",
                 "direction": direction,
                 "noise_source": noise.name if mechanism.private else "none",
                 "private": why_not is None,
@@ -458,7 +455,7 @@ def _plain(value: decimal.Decimal) -> str:
 
 
 def _relation(relation: str, unit: str) -> str:
-    return RELATIONS.get(relation, relation).format(unit=_UNITS.get(unit, unit))
+    return RELATIONS.get(relation, relation).format(unit=f"training {unit}")
 
 
 def _why_not_private(

@@ -56,6 +56,7 @@ class PoissonSampler:
     name: ClassVar[str] = "poisson"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "expected_batch_size", float(self.expected_batch_size))
         _check_sizes(self.num_examples, self.expected_batch_size)
 
     @property
@@ -105,6 +106,7 @@ class TruncatedPoissonSampler:
     name: ClassVar[str] = "truncated_poisson"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "expected_batch_size", float(self.expected_batch_size))
         _check_sizes(self.num_examples, self.expected_batch_size)
         _check_int("max_batch_size", self.max_batch_size)
         if self.max_batch_size < self.expected_batch_size:
@@ -154,6 +156,7 @@ class FixedSizeSampler:
     name: ClassVar[str] = "fixed_size_without_replacement"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "expected_batch_size", float(self.expected_batch_size))
         _check_sizes(self.num_examples, self.expected_batch_size)
         if self.expected_batch_size != math.floor(self.expected_batch_size):
             raise ValueError(
@@ -199,6 +202,7 @@ class FullBatchSampler:
     name: ClassVar[str] = "full_batch"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "expected_batch_size", float(self.expected_batch_size))
         _check_sizes(self.num_examples, self.expected_batch_size)
         if self.expected_batch_size != self.num_examples:
             raise ValueError(
@@ -247,7 +251,7 @@ def sampler_from_dict(values: Mapping[str, Any]) -> Sampler:
     """The sampler that `to_dict` described; `values["name"]` picks the class.
 
     >>> sampler_from_dict({"name": "poisson", "num_examples": 10, "expected_batch_size": 2})
-    PoissonSampler(num_examples=10, expected_batch_size=2)
+    PoissonSampler(num_examples=10, expected_batch_size=2.0)
     """
     name = values.get("name")
     if name not in SAMPLERS:

@@ -249,6 +249,45 @@ def test_an_older_folder_is_replaced_whole(run: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".hub-*"))
 
 
+def test_a_trained_run_ships_its_model_and_keeps_its_key(
+    tmp_path: Path, tiny_bert: Any, tiny_dataset: Any, pad_collator: Any
+) -> None:
+    """End to end: whatever the trainer leaves, the sampler key stays."""
+    from hf_dpzero import DPZeroConfig, DPZeroTrainer
+
+    args = DPZeroConfig(
+        output_dir=str(tmp_path / "out"),
+        target_epsilon=8.0,
+        target_delta=1e-3,
+        expected_batch_size=8,
+        max_steps=2,
+        save_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = DPZeroTrainer(
+        model=tiny_bert(), args=args, train_dataset=tiny_dataset(), data_collator=pad_collator
+    )
+    trainer.train()
+    trainer.save_model()
+    key = next((tmp_path / "out").rglob("sampler_key")).read_text()
+    assert len(bytes.fromhex(key)) == 32
+    folder = build_hub_folder(tmp_path / "out", tmp_path / "shipped")
+    assert names(folder) == {
+        "model.safetensors",
+        "config.json",
+        "privacy_report.json",
+        "trajectory.safetensors",
+        "README.md",
+    }
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        assert key.encode() not in content
+        assert bytes.fromhex(key) not in content
+    assert PrivacyReport.load(folder) == trainer.privacy_report()
+
+
 # ------------------------------------------------------------------ refusals
 
 
@@ -389,7 +428,8 @@ def test_card_text_states_privacy_results_use_and_limits() -> None:
     assert "| `eval_accuracy` | 0.801 |" in text
     assert "eval_runtime" not in text
     assert 'AutoModelForSequenceClassification.from_pretrained("me/tiny-private")' in text
-    assert "hf-dpzero replay --base someone/tiny-bert" in text
+    assert "hf-dpzero replay --base recipe.yaml" in text
+    assert "hf-dpzero replay --base someone/tiny-bert" in full_card(recipe=None).text
     assert "ab" * 32 in text
     assert len(report.caveats) > 3
     for caveat in report.caveats:
@@ -402,6 +442,17 @@ def test_card_of_an_adapter_loads_with_peft() -> None:
     assert card.data.library_name == "peft"
     assert "AutoPeftModelForSequenceClassification.from_pretrained" in card.text
     assert "adapter on `someone/tiny-bert`" in card.text
+
+
+def test_card_of_a_sentence_classifier_imports_its_class(run: Path, tmp_path: Path) -> None:
+    config = {"architectures": ["SentenceClassifier"], "model_type": "sentence_classifier"}
+    (run / "config.json").write_text(json.dumps(config))
+    folder = build_hub_folder(run, tmp_path / "shipped")
+    card = huggingface_hub.ModelCard.load(folder / "README.md")
+    assert card.data.pipeline_tag == "text-classification"
+    lines = card.text.splitlines()
+    assert "import hf_dpzero.sentence_classifier  # registers the model class" in lines
+    assert "from transformers import AutoModelForSequenceClassification, AutoTokenizer" in lines
 
 
 def test_card_shows_no_local_path(tmp_path: Path) -> None:

@@ -95,13 +95,13 @@ def test_keys_are_those_of_the_file_format() -> None:
 
 
 def test_numbers_come_from_the_plan() -> None:
-    found = report(privacy_unit="user", direction="sphere").to_dict()
+    found = report(direction="sphere").to_dict()
     expected = {
         "target_epsilon": 2.0,
         "target_delta": 1e-5,
         "accountant": "pld",
         "neighboring_relation": "add_or_remove_one",
-        "privacy_unit": "user",
+        "privacy_unit": "example",
         "sampling": "poisson",
         "sampling_probability": 64 / 1024,
         "expected_batch_size": 64.0,
@@ -217,10 +217,10 @@ def test_a_report_edited_to_claim_privacy_is_refused(change: dict[str, Any], rea
 
 
 def test_statement_names_epsilon_delta_and_neighbours() -> None:
-    found = report(full_batch_plan(), privacy_unit="user")
+    found = report(full_batch_plan())
     shown = round_up(found.epsilon)
     assert float(shown) >= found.epsilon
-    assert f"are ({shown}, 1e-05)-differentially private under adding or removing one user" in (
+    assert f"are ({shown}, 1e-05)-differentially private under adding or removing one training" in (
         found.statement
     )
     assert "every example in every step" in found.statement

@@ -23,75 +23,75 @@ from hf_dpzero.tasks.base import Task, subset
 
 LABEL_NAMES = ("routine", "urgent")
 LABEL_TEXTS = (
-    "This is a routine request.|An administrative question that can wait.",
-    "This is an urgent request.|A medical emergency that cannot wait.",
+    "This is a routine request.",
+    "This is an urgent request.",
 )
 TRAIN_SIZE, VALIDATION_SIZE = 8192, 1024
 GENERATOR_SEED = 20240503
 
 _URGENT = (
-    "{who} has had a tight feeling in the chest since {time} and it is getting worse",
-    "{who} can hardly breathe since {time}, even when sitting still",
-    "{who} cut a hand {time} and the bleeding does not stop",
-    "{who} was stung {time} and now the tongue and lips are swelling",
-    "the left side of the face of {who} has been drooping since {time}",
-    "{who} took twice the dose of the heart tablets {time}",
-    "{who} fell {time}, hit the head and has been sick three times",
-    "{who} has a stiff neck, a fever of 40 and cannot look at the light since {time}",
-    "{who} woke up {time} and could not see anything with one eye",
-    "{who} is pregnant and has had strong cramps and bleeding since {time}",
-    "{who} has not been able to keep any water down since {time} and is very drowsy",
-    "{who} swallowed a button battery {time}",
-    "{who} started shaking all over {time} and does not answer when spoken to",
-    "the lips of {who} have looked blue since {time}",
-    "{who} has been coughing up blood since {time}",
-    "{who} touched a hot pan {time} and the whole palm is blistered and white",
-    "{who} suddenly cannot move the right arm, it began {time}",
-    "{who} has diabetes, the sugar has been over 400 since {time} and the breath smells strange",
-    "{who} drank some cleaning liquid {time}",
-    "{who} said {time} that life is not worth it and there is a bottle of pills on the table",
-    "the calf of {who} has been red, hot and twice its size since {time}",
-    "{who} had the operation last week and the wound has been opening since {time}",
-    "{who} cannot pass any water since {time} and the belly is hard",
-    "{who} got a fish bone stuck {time} and can no longer swallow",
-    "{who} has been confused since {time} and does not know where we are",
-    "the baby of {who} has been limp and would not feed since {time}",
-    "{who} passed out twice since {time}, the pulse is very fast",
-    "{who} was bitten by a dog {time}, the bone is showing",
-    "{who} has had the worst headache ever, it came like a thunderclap {time}",
-    "a rash that does not fade under a glass has been spreading on {who} since {time}",
+    "{who} has had a tight feeling in the chest since {past} and it is getting worse",
+    "{who} can hardly breathe since {past}, even when sitting still",
+    "{who} cut a hand {past} and the bleeding does not stop",
+    "{who} was stung {past} and now the tongue and lips are swelling",
+    "the left side of the face of {who} has been drooping since {past}",
+    "{who} took twice the dose of the heart tablets {past}",
+    "{who} fell {past}, hit the head and has been sick three times",
+    "{who} has a stiff neck, a fever of 40 and cannot look at the light since {past}",
+    "{who} woke up {past} and could not see anything with one eye",
+    "{who} is pregnant and has had strong cramps and bleeding since {past}",
+    "{who} has not been able to keep any water down since {past} and is very drowsy",
+    "{who} swallowed a button battery {past}",
+    "{who} started shaking all over {past} and does not answer when spoken to",
+    "the lips of {who} have looked blue since {past}",
+    "{who} has been coughing up blood since {past}",
+    "{who} touched a hot pan {past} and the whole palm is blistered and white",
+    "{who} suddenly cannot move the right arm, it began {past}",
+    "{who} has diabetes, the sugar has been over 400 since {past} and the breath smells strange",
+    "{who} drank some cleaning liquid {past}",
+    "{who} said {past} that life is not worth it and there is a bottle of pills on the table",
+    "the calf of {who} has been red, hot and twice its size since {past}",
+    "{who} had the operation last week and the wound has been opening since {past}",
+    "{who} cannot pass any water since {past} and the belly is hard",
+    "{who} got a fish bone stuck {past} and can no longer swallow",
+    "{who} has been confused since {past} and does not know where we are",
+    "the baby of {who} has been limp and would not feed since {past}",
+    "{who} passed out twice since {past}, the pulse is very fast",
+    "{who} was bitten by a dog {past}, the bone is showing",
+    "{who} has had the worst headache ever, it came like a thunderclap {past}",
+    "a rash that does not fade under a glass has been spreading on {who} since {past}",
 )
 _ROUTINE = (
-    "{who} would like to move the check-up that was set for {time}",
-    "{who} needs a new prescription for the blood pressure tablets by {time}",
-    "could you send {who} the results of the blood test from {time}",
-    "{who} would like to know whether the insurance covers the visit of {time}",
-    "{who} had chest pain last year, all is well now, we only need the old report by {time}",
-    "which parking space may {who} use for the visit {time}",
-    "{who} has had a slightly runny nose since {time}, is there any tea that helps",
-    "{who} needs a sick note for the employer, for the day of {time}",
-    "please put the new phone number of {who} on file, the old one ended {time}",
-    "{who} wants to book the flu shot, perhaps {time}",
-    "is the clinic open {time}, {who} would like to pick up a form",
-    "{who} was billed twice for the visit of {time}",
-    "{who} needs the vaccination record for a school trip, we leave {time}",
-    "the stitches of {who} can come out, would {time} suit you",
-    "{who} finished the antibiotics {time} and feels fine, do we need to come again",
-    "{who} is asking about a referral to a skin doctor for an old mole, any day after {time}",
-    "{who} left an umbrella in the waiting room {time}",
-    "{who} would like to change to another doctor of your team from {time} on",
-    "how long before the blood test {time} should {who} stop eating",
-    "{who} has had the same mild back ache for years and asks for a physiotherapy slot {time}",
-    "the emergency contact of {who} has changed, it was entered wrongly {time}",
-    "{who} would like a copy of the hospital letter from {time}",
-    "could {who} get a reminder by text before the appointment {time}",
-    "{who} is travelling {time} and asks which shots are advised",
-    "{who} needs the doctor's signature on the gym form by {time}",
-    "{who} would like to hear about your course on quitting smoking that starts {time}",
-    "can {who} still join the study on migraine that you mentioned {time}",
-    "{who} asks if the hearing test can be done on the same day as the eye test, {time}",
-    "{who} wants to thank the nurse who dressed the burn so kindly {time}",
-    "{who} asks whether the heart monitor from {time} has to be given back charged",
+    "{who} would like to move the check-up that was set for {future}",
+    "{who} needs a new prescription for the blood pressure tablets by {future}",
+    "could you send {who} the results of the blood test that was taken {past}",
+    "{who} would like to know whether the insurance covers the visit planned for {future}",
+    "{who} had chest pain last year, all is well now, we only need the old report by {future}",
+    "which parking space may {who} use for the visit {future}",
+    "{who} has had a slightly runny nose since {past}, is there any tea that helps",
+    "{who} needs a sick note for the employer, the first day off was {past}",
+    "please put the new phone number of {who} on file, the old one stopped working {past}",
+    "{who} wants to book the flu shot, perhaps {future}",
+    "is the clinic open {future}, {who} would like to pick up a form",
+    "{who} was billed twice for the same visit, both letters came {past}",
+    "{who} needs the vaccination record for a school trip that starts {future}",
+    "the stitches of {who} can come out, would {future} suit you",
+    "{who} finished the antibiotics {past} and feels fine, do we need to come again",
+    "{who} is asking about a referral to a skin doctor for an old mole, any day after {future}",
+    "{who} left an umbrella in the waiting room {past}",
+    "{who} would like to change to another doctor of your team from {future} on",
+    "how long before the blood test {future} should {who} stop eating",
+    "{who} has had the same mild back ache for years and hopes for physiotherapy {future}",
+    "the emergency contact of {who} was entered wrongly {past}",
+    "{who} would like a copy of the hospital letter that arrived {past}",
+    "could {who} get a reminder by text before the appointment {future}",
+    "{who} is travelling {future} and asks which shots are advised",
+    "{who} needs the doctor's signature on the gym form by {future}",
+    "{who} would like to hear about your course on quitting smoking that starts {future}",
+    "can {who} still join the study on migraine that you mentioned {past}",
+    "{who} asks if the hearing test can be done together with the eye test {future}",
+    "{who} wants to thank the nurse who dressed the burn so kindly {past}",
+    "{who} asks whether the heart monitor fitted {past} has to be given back charged",
 )
 
 
@@ -101,7 +101,8 @@ class Fillings(NamedTuple):
     openings: tuple[str, ...]
     closings: tuple[str, ...]
     people: tuple[str, ...]
-    times: tuple[str, ...]
+    past: tuple[str, ...]
+    future: tuple[str, ...]
     situations: int
 
 
@@ -126,14 +127,16 @@ _TRAIN = Fillings(
         "a friend of mine",
         "my sister",
     ),
-    times=("this morning", "yesterday", "last night", "Monday", "noon", "two hours ago", "Tuesday"),
+    past=("this morning", "yesterday", "last night", "Monday", "Tuesday evening", "Saturday"),
+    future=("tomorrow", "next week", "Wednesday", "next Monday", "Tuesday week", "next month"),
     situations=24,
 )
 _VALIDATION = Fillings(
     openings=("Good evening,", "Hello doctor,", "To the front desk:"),
     closings=("Many thanks.", "Could somebody answer?", "I am not sure whom to ask."),
     people=("my father", "my aunt", "my partner", "my roommate", "my grandmother", "my brother"),
-    times=("this afternoon", "Friday", "half an hour ago", "the day before yesterday"),
+    past=("this afternoon", "Friday", "the day before yesterday", "Sunday night"),
+    future=("Thursday", "the day after tomorrow", "next Friday", "next weekend"),
     situations=30,
 )
 
@@ -188,9 +191,10 @@ def _rows(fillings: Fillings, size: int, generator: random.Random) -> list[dict[
 
 def _messages(situations: tuple[str, ...], fillings: Fillings) -> Iterator[str]:
     """Every message that the situations and fillings can make."""
-    parts = (situations, fillings.openings, fillings.closings, fillings.people, fillings.times)
-    for situation, opening, closing, person, time in itertools.product(*parts):
-        core = situation.format(who=person, time=time)
+    times = zip(fillings.past, fillings.future, strict=True)
+    parts = (situations, fillings.openings, fillings.closings, fillings.people, times)
+    for situation, opening, closing, person, (past, future) in itertools.product(*parts):
+        core = situation.format(who=person, past=past, future=future)
         yield " ".join(part for part in (opening, _sentence(core, opening), closing) if part)
 
 

@@ -1,0 +1,119 @@
+"""Text classification on a user's own files or Hub data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import datasets
+import numpy as np
+
+from hf_dpzero.recipe_arguments import DataArguments
+from hf_dpzero.tasks.base import Task, check_columns, load_splits, subset
+
+_MAX_CLASSES = 1000
+
+
+def build(data: DataArguments) -> Task:
+    """A task from `train_file`/`validation_file` or `dataset_name`.
+
+    Text is in `text_column` ("text") and, for pairs, `text_pair_column`; the label in
+    `label_column` ("label"), integers from 0 or strings. The set of label names is assumed public.
+
+    Raises:
+      ValueError: missing columns or labels, labels that are not classes, or unlabelled rows.
+      OSError: the data cannot be found.
+    """
+    return classification_task(data, "text_classification")
+
+
+def classification_task(
+    data: DataArguments,
+    name: str,
+    *,
+    hub_name: str | None = None,
+    label_names: Sequence[str] | None = None,
+    label_texts: tuple[str, ...] | None = None,
+) -> Task:
+    """Loads, checks, labels and subsets the rows; `label_names=None` reads them from the data."""
+    splits = load_splits(data, hub_name)
+    first, label = data.text_column or "text", data.label_column or "label"
+    columns = (first,) if data.text_pair_column is None else (first, data.text_pair_column)
+    check_columns(splits, columns, label)
+    names = tuple(label_names or read_label_names(splits, label))
+    return Task(
+        name=name,
+        label_names=names,
+        text_columns=columns,
+        label_texts=label_texts,
+        max_seq_length=data.max_seq_length,
+        splits=subset(_with_class_labels(splits, columns, label, names), data),
+    )
+
+
+def read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
+    """Names of the classes: the column's own, or the sorted strings, or "0" ... for integers.
+
+    Raises:
+      ValueError: fewer than two classes, negative integers, or labels that are not classes.
+    """
+    feature = splits["train"].features[column]
+    if isinstance(feature, datasets.ClassLabel):
+        return list(feature.names)
+    values = sorted(set().union(*(rows.unique(column) for rows in splits.values())))
+    if all(isinstance(value, bool) for value in values):
+        return ["false", "true"]
+    if all(isinstance(value, str) for value in values):
+        return _checked_count(list(values), column)
+    if not all(isinstance(value, int) for value in values):
+        raise ValueError(
+            f"column {column!r} holds {type(values[0]).__name__} values such as {values[0]!r}; "
+            "class labels are integers from 0, or strings."
+        )
+    if values[0] < 0:
+        raise ValueError(
+            f"column {column!r} holds the label {values[0]}, which usually marks rows without a "
+            "label; drop them or choose a labelled split."
+        )
+    return _checked_count([str(value) for value in range(values[-1] + 1)], column)
+
+
+def _checked_count(names: list[str], column: str) -> list[str]:
+    if not 2 <= len(names) <= _MAX_CLASSES:
+        raise ValueError(
+            f"column {column!r} holds {len(names)} classes; 2 to {_MAX_CLASSES} are supported. Is it "
+            "the label column? Set label_column."
+        )
+    return names
+
+
+def _with_class_labels(
+    splits: datasets.DatasetDict, columns: Sequence[str], label: str, names: Sequence[str]
+) -> datasets.DatasetDict:
+    """Text columns and an integer column "label"; other columns are dropped."""
+    feature = datasets.ClassLabel(names=list(names))
+    return datasets.DatasetDict(
+        {
+            split: rows.select_columns([*columns])
+            .add_column("label", _class_indices(rows, label, names))
+            .cast_column("label", feature)
+            for split, rows in splits.items()
+        }
+    )
+
+
+def _class_indices(rows: datasets.Dataset, column: str, names: Sequence[str]) -> np.ndarray:
+    """Labels as indices into `names`, int64 `[N]`.
+
+    Raises:
+      ValueError: a label outside the classes.
+    """
+    index = {name: position for position, name in enumerate(names)}
+    values = rows[column][:]
+    indices = [index.get(v, -1) if isinstance(v, str) else int(v) for v in values]
+    wrong = [v for v, i in zip(values, indices, strict=True) if not 0 <= i < len(names)]
+    if wrong:
+        raise ValueError(
+            f"column {column!r} holds the label {wrong[0]!r}, which is none of the {len(names)} "
+            f"classes ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})."
+        )
+    return np.asarray(indices, dtype=np.int64)

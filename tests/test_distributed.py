@@ -1,0 +1,57 @@
+"""Two processes release what one releases: same batches, exact integer sums, one draw of noise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = '''
+import os, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_trainer import build
+from hf_dpzero.perturbation import digest_model
+
+trainer = build(Path(sys.argv[1]), microbatch_size=1, num_directions=2, max_steps=3,
+                eval_strategy="no", ddp_backend="gloo" if "RANK" in os.environ else None,
+                insecure_noise_seed={seed})
+trainer.train()
+print("DIGEST", trainer.args.world_size, digest_model(trainer.model), flush=True)
+'''
+
+
+def run(tmp_path: Path, processes: int, seed: int | None = 3) -> list[list[str]]:
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), seed=seed))
+    command = [sys.executable, str(script), str(tmp_path / f"out{processes}")]
+    if processes > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*launcher, f"--nproc_per_node={processes}", *command[1:]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.replace("DIGEST", "\nDIGEST").splitlines()]
+    return [line[1:3] for line in lines if line[:1] == ["DIGEST"]]
+
+
+@pytest.mark.slow
+def test_one_process_equals_two_bit_for_bit(tmp_path):
+    single = run(tmp_path, 1)
+    double = run(tmp_path, 2)
+    assert [world for world, _ in single] == ["1"]
+    assert [world for world, _ in double] == ["2", "2"]
+    assert {digest for _, digest in single + double} == {single[0][1]}
+    ledgers = [(tmp_path / f"out{n}" / "trajectory.ledger").read_bytes() for n in (1, 2)]
+    assert ledgers[0].split(b"\n", 1)[1] == ledgers[1].split(b"\n", 1)[1]
+
+
+@pytest.mark.slow
+def test_processes_agree_under_secret_noise(tmp_path):
+    digests = {digest for _, digest in run(tmp_path, 2, seed=None)}
+    assert len(digests) == 1

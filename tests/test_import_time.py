@@ -1,0 +1,103 @@
+"""`import hf_dpzero` is cheap and lazy, and so is the command line's help."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+import hf_dpzero
+
+LAZY = (
+    "accelerate",
+    "datasets",
+    "dp_accounting",
+    "evaluate",
+    "matplotlib",
+    "opacus",
+    "opendp",
+    "peft",
+    "sklearn",
+    "transformers",
+)
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip().splitlines()[-1]
+
+
+def loaded_after(code: str) -> set[str]:
+    """The lazy packages that `code` has loaded, in a fresh process."""
+    names = json.loads(
+        run(f"import json, sys\n{code}\nprint(json.dumps([m for m in {LAZY} if m in sys.modules]))")
+    )
+    return set(names)
+
+
+def seconds(statement: str, after: str = "pass") -> float:
+    """Time that `statement` takes in a fresh process in which `after` was run: the faster of two."""
+    clock = "start = time.perf_counter()"
+    code = f"import time; {after}; {clock}; {statement}; print(time.perf_counter() - start)"
+    return min(float(run(code)) for _ in range(2))
+
+
+def test_the_import_loads_nothing_heavy():
+    assert loaded_after("import hf_dpzero") == set()
+    assert loaded_after("import datasets") >= {"datasets"}  # the probe sees what is loaded
+
+
+def test_the_mathematics_loads_without_transformers():
+    code = (
+        "from hf_dpzero import Direction, ParameterSpace, PoissonSampler, PrivacyPlan, Release, "
+        "ScalarMechanism, SecureNoise, Trajectory, replay"
+    )
+    assert loaded_after(code) == set()
+
+
+def test_the_import_costs_less_than_three_tenths_of_a_second_over_torch():
+    assert seconds("import hf_dpzero", after="import torch") < 0.3
+
+
+def test_help_is_instant():
+    code = (
+        "import hf_dpzero.cli as c, contextlib\n"
+        "with contextlib.suppress(SystemExit): c.main(['--help'])"
+    )
+    assert loaded_after(code) == set()
+    assert seconds("import hf_dpzero.cli") < 0.5
+
+
+@pytest.mark.parametrize("name", [name for name in hf_dpzero.__all__ if name != "__version__"])
+def test_every_exported_name_resolves(name: str):
+    value = getattr(hf_dpzero, name)
+    assert value is getattr(importlib.import_module(value.__module__), name)
+    assert value.__module__.startswith("hf_dpzero.")
+
+
+def test_the_names_are_the_public_interface():
+    assert set(hf_dpzero.__all__) >= {
+        "DPZeroConfig",
+        "DPZeroTrainer",
+        "PrivacyPlan",
+        "Trajectory",
+        "replay",
+    }
+    assert set(hf_dpzero.__all__) <= set(dir(hf_dpzero))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'DPZeroTrainr'"):
+        hf_dpzero.DPZeroTrainr  # noqa: B018
+
+
+def test_the_version_is_the_installed_one():
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        assert hf_dpzero.__version__ == version("hf-dpzero")
+    except PackageNotFoundError:
+        pytest.skip("run from a checkout that is not installed")
