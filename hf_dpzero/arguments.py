@@ -79,6 +79,8 @@ class DPZeroConfig(TrainingArguments):
     sampler_key: str | None = _setting(
         None, "64 hex digits, for tests; default secret. Not written to disk from here"
     )
+    hub_strategy: str = _setting("end", "only 'end': pushes go through the allow list of hub.push")
+    hub_private_repo: bool | None = _setting(True, "make the Hub repository private")
     max_grad_norm: float = _setting(0.0, "unused: there are no gradients; clip bounds examples")
 
     def __post_init__(self) -> None:
@@ -138,6 +140,11 @@ class DPZeroConfig(TrainingArguments):
             raise ValueError(
                 "fp16=True: float16 losses are too coarse for finite differences; use bf16=True "
                 "(autocast) or float32."
+            )
+        if self.push_to_hub and str(getattr(self.hub_strategy, "value", self.hub_strategy)) != "end":
+            raise ValueError(
+                f"hub_strategy={self.hub_strategy!r} would upload output_dir as it is, secrets and "
+                "all; leave it at 'end', which ships the allow list of hf_dpzero.hub."
             )
         if self.load_best_model_at_end:
             raise ValueError(

@@ -1,13 +1,14 @@
 """Model outputs -> per-example losses `[B]` float32, one file for every task head.
 
-An objective is a function `objective(model, inputs) -> Tensor[B]`. The trainer perturbs the model and
-calls the objective twice per direction; each entry is one example's f(x; xi) in DPZero's finite
+An objective is a function `objective(model, inputs) -> Tensor[B]`. The trainer perturbs the model
+and calls the objective twice per direction; each entry is one example's f(x; xi) in DPZero's finite
 difference (Zhang et al. 2024, arXiv:2310.09639, Eq. 2), so it must depend on that example alone.
 
 Guarantee of everything here: no example's loss depends on another example of the batch, and padding
-moves it by float32 rounding only. Rows padded on the left are rolled to the right first, so position
-ids start at zero whatever the architecture. Losses are computed in float32 from half precision
-logits, one example at a time for language models, so the float32 copy is `[T, V]`, never `[B, T, V]`.
+moves it by float32 rounding only. Rows padded on the left are rolled to the right first, so
+position ids start at zero whatever the architecture. Losses are computed in float32 from half
+precision logits, one example at a time for language models: the float32 copy is `[T, V]`, never
+`[B, T, V]`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def classification_losses(
 
     Args:
       logits: `[B, L]`, any floating dtype; computed in float32.
-      labels: `[B]` integers (cross entropy), `[B]` or `[B, L]` floats (squared error, or binary cross
-        entropy), averaged over an example's own labels.
+      labels: `[B]` integers (cross entropy), `[B]` or `[B, L]` floats (squared error, or binary
+        cross entropy), averaged over an example's own labels.
       problem_type: Hugging Face's `config.problem_type`; None infers it as transformers does: one
         logit is regression, integer labels are classes, float labels are multi-label.
     Returns:
@@ -127,7 +128,7 @@ def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tenso
 def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     """`[B]` float32 next-token losses of a decoder (see `causal_lm_losses`).
 
-    Where the model takes `logits_to_keep`, logits before the batch's first label are never computed.
+    Where the model takes `logits_to_keep`, logits before the batch's first label are not computed.
     """
     labels = _labels(inputs)
     batch = right_padded(inputs, token_keys=(*_TOKEN_KEYS, "labels"))
@@ -152,7 +153,7 @@ def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
 def seq2seq_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     """`[B]` float32 losses of an encoder-decoder; decoder inputs are the labels shifted right.
 
-    `decoder_input_ids` in the inputs are used as they are. Labels are padded on the right with -100.
+    `decoder_input_ids` in the inputs are used as they are. Labels are padded on the right, by -100.
     """
     labels = _labels(inputs)
     batch = dict(_without_labels(right_padded(inputs)))
@@ -173,7 +174,7 @@ _OBJECTIVES: tuple[tuple[str, PerExampleLoss], ...] = (
 
 
 def select_objective(model: nn.Module) -> PerExampleLoss:
-    """The objective that fits the model's head, read from its class (PEFT and wrappers looked through).
+    """The objective that fits the model's head, read from its class, PEFT and wrappers seen through.
 
     Encoder-decoder language models get `seq2seq_objective`; decoder-only models that transformers
     calls `...ForConditionalGeneration` get `causal_lm_objective`. A subclass counts as its parents.
@@ -198,7 +199,7 @@ def _decoder_only(base: nn.Module) -> PerExampleLoss:
 
 
 def check_per_example(losses: Any, batch_size: int) -> Tensor:
-    """Returns `losses` as float32 if it is a floating tensor of shape `[batch_size]`; refuses it if not.
+    """Returns `losses` as float32 if it is a floating tensor `[batch_size]`; refuses it if not.
 
     A mean over the batch, or one loss per token, cannot be clipped per example: the sensitivity of
     the released sum would be unbounded.
@@ -231,16 +232,17 @@ def check_per_example(losses: Any, batch_size: int) -> Tensor:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model under PEFT, `torch.compile` and data-parallel wrappers; the model itself if bare."""
+    """The model under PEFT, `torch.compile` and data-parallel wrappers; the bare model as is."""
+    base: Any = model
     while True:
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
-        elif type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
-            model = model.module
+        if hasattr(base, "get_base_model"):
+            base = base.get_base_model()
+        elif isinstance(getattr(base, "_orig_mod", None), nn.Module):
+            base = base._orig_mod
+        elif type(base).__name__ in ("DistributedDataParallel", "DataParallel"):
+            base = base.module
         else:
-            return model
+            return base
 
 
 def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = _TOKEN_KEYS) -> Inputs:
@@ -255,8 +257,8 @@ def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = _TOKEN_KEYS) -> I
     Returns:
       the same mapping, or a new one with the rolled tensors; nothing is changed in place.
 
-    >>> batch = {"input_ids": torch.tensor([[0, 7, 8]]), "attention_mask": torch.tensor([[0, 1, 1]])}
-    >>> right_padded(batch)["input_ids"]
+    >>> batch = {"input_ids": [[0, 7, 8]], "attention_mask": [[0, 1, 1]]}
+    >>> right_padded({name: torch.tensor(rows) for name, rows in batch.items()})["input_ids"]
     tensor([[7, 8, 0]])
     """
     mask = inputs.get("attention_mask")
@@ -298,13 +300,13 @@ def _positions_needed(labels: Tensor) -> int:
     return labels.shape[1] - int(predicted.int().argmax())
 
 
-def _decoder_inputs(base: nn.Module, labels: Tensor) -> Tensor:
+def _decoder_inputs(base: Any, labels: Tensor) -> Tensor:
     """The labels shifted right by one, starting with the decoder's start token, -100 as padding."""
     if hasattr(base, "prepare_decoder_input_ids_from_labels"):
         return base.prepare_decoder_input_ids_from_labels(labels=labels)
-    config: Any = base.config
-    shifted = labels.new_full(labels.shape, config.decoder_start_token_id)
-    shifted[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORE_INDEX, config.pad_token_id)
+    shifted = labels.new_full(labels.shape, base.config.decoder_start_token_id)
+    ignored = labels[:, :-1] == IGNORE_INDEX
+    shifted[:, 1:] = labels[:, :-1].masked_fill(ignored, base.config.pad_token_id)
     return shifted
 
 
@@ -318,9 +320,9 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _accepts(model: nn.Module, argument: str) -> bool:
-    return argument in _forward_arguments(type(base_model(model)))
+    return argument in _forward_arguments(type(base_model(model)).forward)
 
 
 @functools.lru_cache(maxsize=64)
-def _forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
-    return frozenset(inspect.signature(model_class.forward).parameters)
+def _forward_arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)

@@ -32,15 +32,19 @@ class ModelArguments:
         attended tokens, or the first token ("cls").
       normalize: scale the pooled vector to Euclidean length 1 before the head.
       head_init: start of the linear head: "random" (HF's initialiser), "zero", or "label_text":
-        row c is the embedding of `label_texts[c]`, which gives a zero-shot classifier.
+        row c is the embedding of `label_texts[c]`, which gives a zero-shot classifier
+        (sentence_classifier only).
       label_texts: one description for each label, in label order; for head_init=label_text. An
         entry may hold several phrasings separated by "|", whose embeddings are averaged.
       logit_scale: the head's logits are multiplied by this; > 0. A larger scale makes losses
-        react more to the same perturbation.
+        react more to the same perturbation. sentence_classifier only.
       peft_method: null trains what `trainable` selects; "lora", "bitfit" (biases) or "prefix".
       lora_r: rank of the LoRA matrices, >= 1.
       lora_alpha: LoRA scale; the adapter is multiplied by lora_alpha / lora_r.
       lora_target_modules: module names that get LoRA; null takes PEFT's default for the model.
+      num_virtual_tokens: length of the trained prefix, >= 1; for peft_method=prefix.
+      init_seed: seed of freshly drawn weights (random head, adapters), so that the base model of a
+        trajectory can be rebuilt from the recipe.
       precompute_features: run a frozen encoder once over the data and train the rest on the
         stored vectors. Only for models whose trainable part is behind a frozen encoder.
     """
@@ -58,6 +62,8 @@ class ModelArguments:
     lora_r: int = 8
     lora_alpha: float = 16.0
     lora_target_modules: list[str] | None = None
+    num_virtual_tokens: int = 5
+    init_seed: int = 0
     precompute_features: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +76,7 @@ class ModelArguments:
         _one_of(self, "pooling", ("mean", "cls"), "sentence encoders mostly use mean")
         _one_of(self, "head_init", ("random", "zero", "label_text"), "random is HF's own")
         _one_of(self, "peft_method", (None, "lora", "bitfit", "prefix"), "null trains the model")
-        _positive(self, "logit_scale", "lora_r", "lora_alpha")
+        _positive(self, "logit_scale", "lora_r", "lora_alpha", "num_virtual_tokens")
         if self.head_init == "label_text" and not self.label_texts:
             raise ValueError(
                 "head_init='label_text' needs label_texts, one description for each label; "

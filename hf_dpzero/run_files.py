@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging
+import logging
 
 from hf_dpzero import distributed
 from hf_dpzero.directions import new_key
 from hf_dpzero.sampling import new_sampler_key
 from hf_dpzero.trajectory import LEDGER_NAME, LedgerError, Trajectory
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 STATE_NAME = "dpzero_state.json"
 SECRET_FOLDER = "_private"  # Trainer's own Hub upload ignores names that start with "_"

@@ -1,9 +1,9 @@
 """A sentence encoder with a linear head: `logits = logit_scale * (W e(x) + b)`.
 
 e(x) is the encoder's pooled and, by default, normalised state. W can start from the embeddings of
-label descriptions, which classifies before any training, and is small (classes x width): zeroth-order
-fine-tuning moves few, well-scaled parameters best. Because e(x) does not depend on W, it may be
-computed once and passed as `sentence_embedding`; the encoder is then skipped.
+label descriptions, which classifies before any training, and is small (classes x width):
+zeroth-order fine-tuning moves few, well-scaled parameters best. Because e(x) does not depend on W,
+it may be computed once and passed as `sentence_embedding`; the encoder is then skipped.
 
 Importing this module registers the classes with AutoConfig and AutoModelForSequenceClassification.
 """
@@ -81,9 +81,9 @@ class SentenceClassifier(PreTrainedModel):
 
     def __init__(self, config: SentenceClassifierConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = int(config.num_labels or 2)
         self.encoder = _without_pooler(AutoModel.from_config(config.encoder))
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
     @classmethod
@@ -141,7 +141,7 @@ class SentenceClassifier(PreTrainedModel):
         token_type_ids: Tensor | None = None,
         **settings: Any,
     ) -> Tensor:
-        """Sentence embeddings, `[B, H]` float32, of token rows `[B, T]`; each from its row alone."""
+        """Embeddings `[B, H]` float32 of token rows `[B, T]`; each from its own row alone."""
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if token_type_ids is not None:

@@ -140,6 +140,11 @@ class DPZeroTrainer(Trainer):
         if self.per_example_loss is None:
             validation.check_labels(self.train_dataset)
             self.per_example_loss = select_objective(self.model)
+        if self.args.world_size > 1 and isinstance(self.plan.mechanism, VectorMechanism):
+            raise ValueError(
+                f"dpgd-0th on {self.args.world_size} processes: its d-dimensional noise is drawn in "
+                "one process only; run it in one, or use method='dpzero'."
+            )
         self.args.max_steps = self.plan.steps
         self._try_objective()
 
@@ -181,6 +186,9 @@ class DPZeroTrainer(Trainer):
             "decayed": sorted(set(decayed) & set(trainable)),
             "replayable": self.plan.mechanism.replayable,
             "plan": self.plan.to_dict(),
+            "noise_source": self.noise.name,
+            "sampler_key_is_secret": self.args.sampler_key is None,
+            "log_private_diagnostics": self.args.log_private_diagnostics,
             "versions": versions(),
         }
         if self.args.direction_key is not None:
@@ -342,6 +350,7 @@ class DPZeroTrainer(Trainer):
             noise=self.noise,
             direction=self.args.direction,
             log_private_diagnostics=self.args.log_private_diagnostics,
+            sampler_key_is_secret=self.args.sampler_key is None,
         )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -356,7 +365,11 @@ class DPZeroTrainer(Trainer):
             return None
         repo = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         token = kwargs.get("token") or self.args.hub_token
-        return hub.push(self.args.output_dir, repo, token=token)
+        private = self.args.hub_private_repo is not False
+        return hub.push(self.args.output_dir, repo, token=token, private=private)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing: checkpoints hold more than may be shipped; `push_to_hub` uses an allow list."""
 
 
 class _LearningRate(torch.optim.Optimizer):

@@ -17,9 +17,9 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import save_file
 
+from hf_dpzero.card import model_card
 from hf_dpzero.hub import (
     build_hub_folder,
-    model_card,
     public_recipe,
     public_results,
     push,

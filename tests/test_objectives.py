@@ -1,4 +1,4 @@
-"""Per-example losses: right values, no coupling through the batch or the padding, clear refusals."""
+"""Per-example losses: right values, no coupling through batch or padding, clear refusals."""
 
 from __future__ import annotations
 
@@ -177,7 +177,8 @@ def test_batch_equals_loop_over_examples(name: str, side: str) -> None:
     together = objective(
         model, pad(rows, side, sequence_labels=name in ("t5", "bart", "bert2bert"))
     )
-    assert together.shape == (len(LENGTHS),) and together.dtype == torch.float32
+    assert together.shape == (len(LENGTHS),)
+    assert together.dtype == torch.float32
     assert alone.max() - alone.min() > 1e-2, "the examples must be told apart"
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
@@ -372,4 +373,5 @@ def test_check_per_example_refuses(losses: Any, message: str) -> None:
 
 def test_check_per_example_returns_float32() -> None:
     losses = objectives.check_per_example(torch.ones(4, dtype=torch.bfloat16), batch_size=4)
-    assert losses.dtype == torch.float32 and losses.tolist() == [1.0] * 4
+    assert losses.dtype == torch.float32
+    assert losses.tolist() == [1.0] * 4

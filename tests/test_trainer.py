@@ -293,9 +293,8 @@ def test_private_diagnostics_are_opt_in_and_reported(tmp_path):
 
 
 def test_report_states_what_was_spent(tmp_path):
-    trainer = build(
-        tmp_path, insecure_noise_seed=None, trainer_settings={"callbacks": [_StopAt(3)]}
-    )
+    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(3)]}, **secret)
     trainer.train()
     report = trainer.privacy_report()
     assert report.private and report.steps == 3 and report.planned_steps == 6
@@ -305,11 +304,12 @@ def test_report_states_what_was_spent(tmp_path):
 
 
 def test_insecure_noise_and_mezo_are_not_private(tmp_path):
-    insecure = build(tmp_path / "a")
-    insecure.train()
-    mezo = build(tmp_path / "b", method="mezo", noise_multiplier=None)
-    mezo.train()
-    for trainer in (insecure, mezo):
+    insecure = build(tmp_path / "a", sampler_key=None)
+    known_batches = build(tmp_path / "b", insecure_noise_seed=None)
+    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    mezo = build(tmp_path / "c", method="mezo", noise_multiplier=None, **secret)
+    for trainer in (insecure, known_batches, mezo):
+        trainer.train()
         assert not trainer.privacy_report().private
         assert "NOT PRIVATE" in str(trainer.privacy_report())
 
@@ -388,6 +388,7 @@ def test_a_task_is_learnt_under_a_real_budget(tmp_path):
         tmp_path,
         data=separable_data(600, 5),
         insecure_noise_seed=None,
+        sampler_key=None,
         noise_multiplier=None,
         target_epsilon=8.0,
         num_directions=4,
@@ -430,6 +431,9 @@ def test_a_task_is_learnt_under_a_real_budget(tmp_path):
         ({"trainable": "("}, "regular expression"),
         ({"num_directions": 0}, "num_directions=0"),
         ({"method": "dpgd-0th", "num_directions": 2}, "one direction"),
+        ({"push_to_hub": True, "hub_strategy": "every_save"}, "allow list"),
+        ({"fp16": True}, "bf16"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "trajectory"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, settings, message):
@@ -471,7 +475,14 @@ def test_vanishing_smoothing_in_bfloat16_is_refused(tmp_path):
 def test_a_resume_with_another_plan_is_refused(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2}
     build(tmp_path, **settings).train()
-    for changed in ({"clip": 6.0}, {"noise_multiplier": 2.0}, {"smoothing": 2e-3}):
+    for changed in (
+        {"clip": 6.0},
+        {"noise_multiplier": 2.0},
+        {"smoothing": 2e-3},
+        {"insecure_noise_seed": None},
+        {"sampler_key": None},
+        {"log_private_diagnostics": True},
+    ):
         with pytest.raises(LedgerError, match="continues only"):
             build(tmp_path, **settings, **changed).train(resume_from_checkpoint=True)
 

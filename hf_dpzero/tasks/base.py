@@ -28,8 +28,6 @@ class Task:
       name: its name in the task registry.
       label_names: names of the labels 0, 1, ...; assumed public.
       text_columns: the column with the text, or two for sentence pairs.
-      label_texts: a description of each label for `head_init: label_text`, or None; one entry may
-        hold several phrasings separated by "|".
       max_seq_length: tokens a text is cut to.
       splits: "train" (the private rows) and "validation" (assumed public), with the text columns
         and an integer column "label".
@@ -39,7 +37,6 @@ class Task:
     name: str
     label_names: tuple[str, ...]
     text_columns: tuple[str, ...]
-    label_texts: tuple[str, ...] | None = None
     max_seq_length: int = 128
     splits: datasets.DatasetDict
     metric: str = "accuracy"
@@ -73,9 +70,9 @@ class Task:
         """{"accuracy": the share of rows whose largest logit is at the label}."""
         from hf_dpzero.tasks.metrics import accuracy
 
-        logits = prediction.predictions
+        logits: Any = prediction.predictions
         logits = logits[0] if isinstance(logits, tuple) else logits
-        return accuracy(np.argmax(logits, axis=-1), prediction.label_ids)
+        return accuracy(np.argmax(logits, axis=-1), np.asarray(prediction.label_ids))
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,9 @@ class Collator:
 
         if "input_ids" not in rows[0]:
             return default_data_collator(rows)
+        examples: Any = rows
         return dict(
-            self.tokenizer.pad(rows, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt")
+            self.tokenizer.pad(examples, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt")
         )
 
 
@@ -169,7 +167,7 @@ def _load_hub(name: str, config: str | None) -> datasets.DatasetDict:
 
 
 def _public_splits(loaded: datasets.DatasetDict, name: str) -> datasets.DatasetDict:
-    """"train" and "validation" ("test" where there is none) of a Hub data set."""
+    """ "train" and "validation" ("test" where there is none) of a Hub data set."""
     held_out = "validation" if "validation" in loaded else "test"
     if "train" not in loaded or held_out not in loaded:
         raise ValueError(
@@ -240,9 +238,7 @@ def _few_shot(
     return rows.select(np.sort(np.concatenate(chosen)))
 
 
-def _draw(
-    labels: np.ndarray, label: int, size: int, generator: np.random.Generator
-) -> np.ndarray:
+def _draw(labels: np.ndarray, label: int, size: int, generator: np.random.Generator) -> np.ndarray:
     of_class = np.flatnonzero(labels == label)
     if len(of_class) < size:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The quickstart's data: messages to a clinic, urgent or routine, written by this project.
 
-No network and no real person: every message is a situation, filled with a person and a time, between
-an opening and a closing. Patients' messages are the sort of text that differential privacy is for,
+No network and no real person: every message is a situation, filled with a person and a time,
+between an opening and a closing. Patients' messages are the sort of text that differential privacy is for,
 and "urgent or routine" is a distinction that a sentence encoder only half sees before training,
 because urgent messages may sound calm and routine ones may mention pain or a hospital.
 
@@ -22,10 +22,6 @@ from hf_dpzero.recipe_arguments import DataArguments
 from hf_dpzero.tasks.base import Task, subset
 
 LABEL_NAMES = ("routine", "urgent")
-LABEL_TEXTS = (
-    "This is a routine request.",
-    "This is an urgent request.",
-)
 TRAIN_SIZE, VALIDATION_SIZE = 8192, 1024
 GENERATOR_SEED = 20240503
 
@@ -157,7 +153,6 @@ def build(data: DataArguments) -> Task:
         name="quickstart",
         label_names=LABEL_NAMES,
         text_columns=("text",),
-        label_texts=LABEL_TEXTS,
         max_seq_length=data.max_seq_length,
         splits=subset(generate(), data),
     )

@@ -10,11 +10,6 @@ from hf_dpzero.tasks.base import Task
 
 HUB_NAME = "stanfordnlp/sst2"
 LABEL_NAMES = ("negative", "positive")
-LABEL_TEXTS = (
-    "It was terrible.|It was bad.|This movie is terrible.|This movie is bad."
-    "|A terrible film.|A bad film.",
-    "It was great.|It was good.|This movie is great.|This movie is good.|A great film.|A good film.",
-)
 
 
 def build(data: DataArguments) -> Task:
@@ -25,5 +20,5 @@ def build(data: DataArguments) -> Task:
     """
     columns = dataclasses.replace(data, text_column=data.text_column or "sentence")
     return text_classification.classification_task(
-        columns, "sst2", hub_name=HUB_NAME, label_names=LABEL_NAMES, label_texts=LABEL_TEXTS
+        columns, "sst2", hub_name=HUB_NAME, label_names=LABEL_NAMES
     )

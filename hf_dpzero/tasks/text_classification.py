@@ -32,7 +32,6 @@ def classification_task(
     *,
     hub_name: str | None = None,
     label_names: Sequence[str] | None = None,
-    label_texts: tuple[str, ...] | None = None,
 ) -> Task:
     """Loads, checks, labels and subsets the rows; `label_names=None` reads them from the data."""
     splits = load_splits(data, hub_name)
@@ -44,7 +43,6 @@ def classification_task(
         name=name,
         label_names=names,
         text_columns=columns,
-        label_texts=label_texts,
         max_seq_length=data.max_seq_length,
         splits=subset(_with_class_labels(splits, columns, label, names), data),
     )
@@ -80,8 +78,8 @@ def read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
 def _checked_count(names: list[str], column: str) -> list[str]:
     if not 2 <= len(names) <= _MAX_CLASSES:
         raise ValueError(
-            f"column {column!r} holds {len(names)} classes; 2 to {_MAX_CLASSES} are supported. Is it "
-            "the label column? Set label_column."
+            f"column {column!r} holds {len(names)} classes; 2 to {_MAX_CLASSES} are supported. Is "
+            "it the label column? Set label_column."
         )
     return names
 

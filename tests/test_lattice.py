@@ -1,0 +1,89 @@
+"""The grid: ranges, rounding and exactness, against rational arithmetic."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from hf_dpzero import lattice
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-9, 0.06, 0.125, 0.3, 0.5, 0.500001, 1.0, 7.9, 8.0, 1e6])
+def test_exponent_leaves_a_factor_two(largest: float):
+    capacity = lattice.capacity(lattice.exponent_for(largest))
+    assert capacity >= 2 * max(largest, 0.125)
+    assert capacity < 4 * max(largest, 0.125) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_refused(bad: float):
+    with pytest.raises(ValueError, match="finite weights"):
+        lattice.exponent_for(bad)
+
+
+def test_quantum_and_capacity_span_the_mantissa():
+    for exponent in (-2, 0, 5):
+        assert lattice.capacity(exponent) / lattice.quantum(exponent) == 2**24
+
+
+def test_every_sum_of_grid_multiples_within_capacity_is_exact():
+    """100 000 random pairs of integers up to 2^23: float32 sums equal the rational ones."""
+    generator = torch.Generator().manual_seed(0)
+    spacing = lattice.quantum(1)
+    a = torch.randint(-(2**23), 2**23, (100_000,), generator=generator)
+    b = torch.randint(-(2**23), 2**23, (100_000,), generator=generator)
+    total = (a.float() * spacing) + (b.float() * spacing)
+    assert torch.equal(total.double() / spacing, (a + b).double())
+    beyond = torch.tensor([2.0**25 + 1]).double() * spacing  # the range does matter
+    assert float(beyond.float()) != float(beyond)
+
+
+def test_snap_is_nearest_with_ties_to_even():
+    values = torch.tensor([0.3, -0.3, 0.125, 0.375, -0.125, 5.0])
+    assert lattice.snap_(values, 0.25).tolist() == [0.25, -0.25, 0.0, 0.5, 0.0, 5.0]
+    assert [lattice.snap_scalar(v, 0.25) for v in (0.3, 0.125, 0.375)] == [0.25, 0.0, 0.5]
+
+
+def test_snap_moves_by_at_most_half_a_step_and_once():
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(1))
+    spacing = lattice.quantum(lattice.exponent_for(lattice.largest_magnitude(values)))
+    snapped = lattice.snap_(values.clone(), spacing)
+    assert float((snapped.double() - values.double()).abs().max()) <= spacing / 2
+    assert torch.equal(lattice.snap_(snapped.clone(), spacing), snapped)
+    relative = (snapped - values).double().norm() / values.double().norm()
+    assert float(relative) < 1e-5
+
+
+@pytest.mark.parametrize("value", [0.3, -0.3, 2.75, 1e-3, -7e-4])
+def test_stochastic_rounding_is_unbiased_to_two_to_the_minus_17(value: float):
+    """Summed over all 65 536 uniforms the mean is the value itself, to half a uniform's step."""
+    uniforms = (torch.arange(65_536) + 0.5) / 65_536
+    rounded = lattice.snap_stochastically_(torch.full((65_536,), value), 1.0, uniforms)
+    assert set(rounded.unique().tolist()) == {math.floor(value), math.floor(value) + 1.0}
+    assert abs(float(rounded.double().mean()) - value) <= 2.0**-17 + 1e-7
+
+
+@pytest.mark.parametrize("value", [0.3, -0.3, 17.0, -2.5, 1e-4])
+def test_scalar_stochastic_rounding_goes_up_with_the_fraction(value: float):
+    spacing, n = 0.5, 4096
+    rounded = [lattice.snap_scalar_stochastically(value, spacing, (j + 0.5) / n) for j in range(n)]
+    assert all(Fraction(r) % Fraction(1, 2) == 0 for r in rounded)
+    assert max(abs(r - value) for r in rounded) < spacing
+    assert abs(sum(rounded) / n - value) <= spacing / n
+
+
+def test_largest_magnitude():
+    assert lattice.largest_magnitude(torch.tensor([1.0, -3.0])) == 3.0
+    assert lattice.largest_magnitude(torch.empty(0)) == 0.0
+    assert math.isnan(lattice.largest_magnitude(torch.tensor([1.0, math.nan])))
+    assert lattice.largest_magnitude(torch.tensor([-math.inf, 0.0])) == math.inf
+
+
+def test_needs_stochastic_rounding_below_sixteen_steps():
+    assert lattice.needs_stochastic_rounding(15.9, 1.0)
+    assert lattice.needs_stochastic_rounding(-1e-9, 1.0)
+    assert not lattice.needs_stochastic_rounding(16.0, 1.0)
+    assert not lattice.needs_stochastic_rounding(0.0, 1.0)
