@@ -346,8 +346,8 @@ def _largest_loss(law: StepLaw) -> float:
     factor = 2.0 if law.sampling == "truncated_poisson" else sensitivity_factor(law.relation)
     u = factor / law.noise_multiplier
     tail = u if law.distribution == "laplace" else u * (10.0 + u / 2)
-    unsampled = math.log(law.probability) if law.sampling != "truncated_poisson" else 0.0
-    return 2 * max(tail + unsampled, min(tail, 1.0) * law.probability)
+    q = 1.0 if law.sampling == "truncated_poisson" else law.probability
+    return 2 * (math.log1p(q * math.expm1(tail)) if tail < 30 else max(tail + math.log(q), 1e-3))
 
 
 def _pure_epsilon(law: StepLaw, steps: int) -> float:
@@ -478,7 +478,8 @@ def smallest_argument(
         if close or high - low <= tolerance:
             break
         x = _next_point(x, y, slope, low, high, tolerance, bisect=attempt >= 20)
-    return best if math.isfinite(best) else _ends(f, target)
+    at_an_end = high - low <= tolerance and low == math.log(MIN_NOISE_MULTIPLIER)
+    return _ends(f, target) if at_an_end or math.isinf(best) else best
 
 
 def _slope(last: tuple[float, float], new: tuple[float, float], previous: float) -> float:

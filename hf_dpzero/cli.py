@@ -146,14 +146,17 @@ def _add_plan(commands: _Commands) -> None:
 
 def _add_replay(commands: _Commands) -> None:
     parser = _add_command(
-        commands, "replay", "rebuild trained weights from the base model and the public trajectory"
+        commands,
+        "replay",
+        "rebuild trained weights from the base model and the public trajectory",
+        overrides=True,
     )
     add = parser.add_argument
     add("--base", required=True, help="base model (folder or Hub id), or the run's recipe.yaml")
     add("--trajectory", required=True, help="trajectory.safetensors or a .ledger file")
     add("--output_dir", required=True, help="where to save the rebuilt model")
     add("--upto", type=_whole, help="stop before this step; default the end")
-    add("--expect", help="a trained model to compare with, bit for bit")
+    add("--expect", help="folder of a trained model to compare with, bit for bit")
 
 
 def _add_push(commands: _Commands) -> None:

@@ -31,7 +31,8 @@ _WORDS_PER_CALL = 4
 _CACHED_WORDS = 1 << 16  # 512 KiB of random bits held at a time
 _PAIRS_TABLE_BITS = 16
 _TABLE_SCALE = 2.0**-20  # Gaussian values are integers times this
-_DOMAIN_DIRECTION, _DOMAIN_ROUNDING = 0, 1
+_SURE_DIMENSION = 149  # above it, a sphere's sqrt(d)/||z|| lies in [1/2, 2] whatever happens
+_DOMAIN_DIRECTION, _DOMAIN_ROUNDING, _DOMAIN_TENSOR, _DOMAIN_DECAY = 0, 1, 2, 3
 
 
 class Direction(NamedTuple):
@@ -71,32 +72,36 @@ def random_words(direction: Direction, start: int, count: int, domain: int = 0) 
 
 
 class _BitCache:
-    """Serves aligned slices of one bit stream, holding the words of one block (512 KiB)."""
+    """Serves slices of one bit stream, holding the words of one block (512 KiB at most).
 
-    def __init__(self, direction: Direction, domain: int) -> None:
-        self.direction, self.domain = direction, domain
+    Args:
+      direction, domain: which stream.
+      length: words that will be wanted; the last block ends there. More may be asked for.
+    """
+
+    def __init__(self, direction: Direction, domain: int, length: int) -> None:
+        self.direction, self.domain, self.length = direction, domain, length
         self.block, self.words = -1, np.empty(0, np.uint64)
 
-    def _load(self, block: int) -> np.ndarray:
+    def _load(self, block: int, start: int, stop: int) -> np.ndarray:
         if block != self.block:
-            start = block * _CACHED_WORDS
-            self.words = random_words(self.direction, start, _CACHED_WORDS, self.domain)
+            self.words = random_words(self.direction, start, stop - start, self.domain)
             self.block = block
         return self.words
 
     def get(self, start: int, count: int) -> np.ndarray:
         """Words start .. start+count, uint64 [count]."""
         block, lead = divmod(start, _CACHED_WORDS)
-        if lead + count <= _CACHED_WORDS:
-            return self._load(block)[lead : lead + count]
+        first = start - lead
+        stop = min(first + _CACHED_WORDS, self.length)
+        if start + count <= stop:
+            return self._load(block, first, stop)[lead : lead + count]
         return random_words(self.direction, start, count, self.domain)
 
 
 def _as_indices(words: np.ndarray, dtype: type, device: torch.device) -> Tensor:
-    """The words' bytes (or 16-bit halves) as int32 table indices on `device`."""
-    signed = {np.uint8: np.uint8, np.uint16: np.int16}[dtype]
-    parts = torch.from_numpy(words.view(signed)).to(device).to(torch.int32)
-    return parts.bitwise_and_(0xFFFF) if dtype is np.uint16 else parts
+    """The words' bytes (or 16-bit parts), least significant first, as int32 indices on `device`."""
+    return torch.from_numpy(words.view(dtype)).to(device).to(torch.int32)
 
 
 @functools.cache
@@ -111,7 +116,7 @@ def _normal_table(device: torch.device) -> Tensor:
     """float32 [65536]: normal quantiles at (j + 1/2) / 65536 over sqrt(2), on the grid 2^-20.
 
     Scaled so that the sum of two independent entries has variance 1 (before the grid's rounding,
-    which moves it by less than 1e-9). Every entry and every sum of two is exact in float32.
+    which moves it by less than 1e-8). Every entry and every sum of two is exact in float32.
     """
     half = 1 << (_PAIRS_TABLE_BITS - 1)
     inverse = statistics.NormalDist().inv_cdf
@@ -125,8 +130,9 @@ def _normal_table(device: torch.device) -> Tensor:
 def largest_coordinate(distribution: str) -> float:
     """An upper bound on |u[i]|: 1 for rademacher, 2 max(table) for gaussian.
 
-    The sphere rescales a Gaussian by sqrt(d)/||z||; a factor 2 covers it for every d >= 16 but
-    for an event far below 2^-64, and `DirectionStream` checks the factor it really uses.
+    The sphere rescales a Gaussian by sqrt(d)/||z|| and never passes sqrt(d), which is a bound for
+    d <= 149. Beyond, a factor 2 covers it but for an event below 2^-64 (a chi-square of d degrees
+    under d/4), and `DirectionStream` checks the factor it really uses.
     """
     if distribution == "rademacher":
         return 1.0
@@ -153,19 +159,30 @@ class DirectionStream:
     ) -> None:
         check_distribution(distribution)
         self.direction, self.distribution, self.layout = direction, distribution, layout
-        self._bits = _BitCache(direction, _DOMAIN_DIRECTION)
-        self._rounding = _BitCache(direction, _DOMAIN_ROUNDING)
+        end = max((offset + size for offset, size in layout), default=0)
+        self._bits = _BitCache(direction, _DOMAIN_DIRECTION, -(-end // self._per_word))
+        self._rounding = _BitCache(direction, _DOMAIN_ROUNDING, -(-end // 4))
+        self._decay = _BitCache(direction, _DOMAIN_DECAY, -(-end // 4))
+        self._tensors = _BitCache(direction, _DOMAIN_TENSOR, len(layout))
 
     @functools.cached_property
     def scale(self) -> float:
-        """What the raw coordinates are multiplied by: 1, or sqrt(d)/||z|| for the sphere."""
+        """What the raw coordinates are multiplied by: 1, or sqrt(d)/||z|| for the sphere.
+
+        0 if z = 0, which happens to one draw in 65536 at d = 1 and to none that matters beyond.
+        """
         if self.distribution != "sphere":
             return 1.0
-        dimension = sum(size for _, size in self.layout)
-        scale = math.sqrt(dimension / max(self.squared_norm(), 1e-300))
-        if not 0.5 <= scale <= 2.0 and dimension >= 16:
+        dimension, square = sum(size for _, size in self.layout), self.squared_norm()
+        scale = math.sqrt(dimension / square) if square else 0.0
+        if dimension > _SURE_DIMENSION and not 0.5 <= scale <= 2.0:
             raise ArithmeticError(f"sphere: sqrt(d)/||z|| = {scale} cannot happen; broken generator.")
         return scale
+
+    @property
+    def _per_word(self) -> int:
+        """Coordinates in one random word: 64 sign bits, or two sums of two 16-bit quantiles."""
+        return 64 if self.distribution == "rademacher" else 2
 
     def squared_norm(self) -> float:
         """||z||^2, summed in exact integers (multiples of 2^-40), so independent of chunking."""
@@ -185,32 +202,44 @@ class DirectionStream:
 
     def signs_times_(self, out: Tensor, start: int, amount: float) -> Tensor:
         """Writes +-amount into `out` (float32, contiguous); `start` and len(out) multiples of 8."""
-        words, lead = self._covering(start, out.numel(), per_word=64)
+        words, lead = self._covering(start, out.numel())
         index = _as_indices(words, np.uint8, out.device)[lead // 8 : (lead + out.numel()) // 8]
         table = _sign_table(out.device) * amount
         return torch.index_select(table, 0, index, out=out.view(-1, 8)).view(-1)
 
-    def _covering(self, start: int, count: int, per_word: int) -> tuple[np.ndarray, int]:
-        first, lead = divmod(start, per_word)
-        return self._bits.get(first, -(-(lead + count) // per_word)), lead
+    def _covering(self, start: int, count: int) -> tuple[np.ndarray, int]:
+        first, lead = divmod(start, self._per_word)
+        return self._bits.get(first, -(-(lead + count) // self._per_word)), lead
 
     def _signs(self, start: int, count: int, device: torch.device) -> Tensor:
-        words, lead = self._covering(start, count, per_word=64)
+        words, lead = self._covering(start, count)
         signs = _sign_table(device).index_select(0, _as_indices(words, np.uint8, device))
         return signs.view(-1)[lead : lead + count]
 
     def _normals(self, start: int, count: int, device: torch.device) -> Tensor:
-        words, lead = self._covering(start, count, per_word=2)
+        words, lead = self._covering(start, count)
         table = _normal_table(device)
         halves = table.index_select(0, _as_indices(words, np.uint16, device)).view(-1, 2)
         return (halves[:, 0] + halves[:, 1])[lead : lead + count]
 
     def uniforms(self, start: int, count: int, device: torch.device) -> Tensor:
-        """Public uniforms in [0, 1) on the grid 2^-16 for stochastic rounding, float32 [count]."""
-        first, lead = divmod(start, 4)
-        words = self._rounding.get(first, -(-(lead + count) // 4))
-        values = _as_indices(words, np.uint16, device)[lead : lead + count]
-        return values.to(torch.float32).mul_(2.0**-16)
+        """Public uniforms (j + 1/2) / 65536 for stochastic rounding of updates, float32 [count]."""
+        return _uniforms(self._rounding, start, count, device)
+
+    def decay_uniforms(self, start: int, count: int, device: torch.device) -> Tensor:
+        """Like `uniforms`, independent of them: for weight decay."""
+        return _uniforms(self._decay, start, count, device)
+
+    def tensor_uniform(self, tensor: int) -> float:
+        """One public uniform in [0, 1), a multiple of 2^-53, for the tensor of that number."""
+        return float(self._tensors.get(tensor, 1)[0] >> np.uint64(11)) * 2.0**-53
+
+
+def _uniforms(bits: _BitCache, start: int, count: int, device: torch.device) -> Tensor:
+    first, lead = divmod(start, 4)
+    words = bits.get(first, -(-(lead + count) // 4))
+    values = _as_indices(words, np.uint16, device)[lead : lead + count]
+    return values.to(torch.float32).add_(0.5).mul_(2.0**-16)
 
 
 def _exact_sum_of_squares(integers: Tensor) -> int:

@@ -113,13 +113,14 @@ def batch_size(microbatch: Microbatch) -> int:
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
-    """model.eval() inside, the former mode on exit."""
-    was_training = model.training
+    """model.eval() inside; on exit every module is back in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield model
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
 
 
 def prefix_is_exact(

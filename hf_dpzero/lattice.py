@@ -53,13 +53,26 @@ def snap_scalar(value: float, spacing: float) -> float:
     return round(value / spacing) * spacing
 
 
+def snap_scalar_stochastically(value: float, spacing: float, uniform: float) -> float:
+    """`value` rounded to a neighbouring grid multiple, up with probability equal to the fraction.
+
+    Exactly unbiased for a uniform in [0, 1), to float64.
+
+    >>> snap_scalar_stochastically(0.3, 0.25, 0.9), snap_scalar_stochastically(0.3, 0.25, 0.7)
+    (0.5, 0.25)
+    """
+    return math.floor(value / spacing + uniform) * spacing
+
+
 def snap_stochastically_(values: Tensor, spacing: float, uniforms: Tensor) -> Tensor:
     """Rounds to a neighbouring grid multiple, up with probability equal to the fraction.
 
-    Unbiased to 2^-16 of a grid step, so that updates far below the spacing are not lost on
+    Unbiased to 2^-17 of a grid step, so that updates far below the spacing are not lost on
     average. `uniforms` are public, so a replay rounds the same way.
     """
-    return values.mul_(1.0 / spacing).add_(uniforms).floor_().mul_(spacing)
+    below = values.mul_(1.0 / spacing).floor()
+    up = values.sub_(below).add_(uniforms).floor_()  # the fraction first: both sums keep every bit
+    return up.add_(below).mul_(spacing)
 
 
 def needs_stochastic_rounding(size: float, spacing: float) -> bool:

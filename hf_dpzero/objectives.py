@@ -174,7 +174,7 @@ _OBJECTIVES: tuple[tuple[str, PerExampleLoss], ...] = (
 
 
 def select_objective(model: nn.Module) -> PerExampleLoss:
-    """The objective that fits the model's head, read from its class, PEFT and wrappers seen through.
+    """The objective that fits the model's head, read from its class (also under PEFT).
 
     Encoder-decoder language models get `seq2seq_objective`; decoder-only models that transformers
     calls `...ForConditionalGeneration` get `causal_lm_objective`. A subclass counts as its parents.

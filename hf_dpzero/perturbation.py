@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from hf_dpzero.directions import (
 )
 
 CHUNK = 1 << 19  # coordinates worked on at a time: 2 MiB of float32
+_SLACK = 1.0 - 2.0**-10  # of a grid's range: room for the rounding of perturbations
+_LARGEST_GROWTH = 2.0**100
 Position = tuple[tuple[Direction, float], ...]
 
 
@@ -46,10 +49,15 @@ class _LatticeTensor:
     `bound` is an upper bound on its magnitude computed from public numbers alone; when the next
     update could pass the grid's range, the tensor is measured and, if need be, moved to a coarser
     grid. Both depend only on theta and the updates, so a replay does the same at the same step.
+
+    Args:
+      tensor: float32, contiguous.
+      number: its place among the space's tensors.
+      offset: of its first coordinate in the direction's index space.
     """
 
-    def __init__(self, tensor: Tensor, offset: int) -> None:
-        self.tensor, self.offset = tensor, offset
+    def __init__(self, tensor: Tensor, number: int, offset: int) -> None:
+        self.tensor, self.number, self.offset = tensor, number, offset
         self.exponent: int | None = None
         self.bound = 0.0
 
@@ -61,27 +69,52 @@ class _LatticeTensor:
         self.bound = lattice.largest_magnitude(self.flat)
         self.exponent = lattice.exponent_for(self.bound + reach)
         lattice.snap_(self.flat, self.spacing)
+        self.bound += self.spacing
 
     def load_(self, exponent: int, bound: float) -> None:
         self.exponent, self.bound = exponent, bound
+        if not self._fits():
+            raise ValueError(
+                "holds values that are not on the grid of the saved state: load the very weights that "
+                "were saved with it, in float32."
+            )
+
+    def _fits(self) -> bool:
+        parts = self.flat.split(CHUNK)
+        on_grid = (torch.equal(lattice.snap_(part.clone(), self.spacing), part) for part in parts)
+        return all(on_grid) and lattice.largest_magnitude(self.flat) <= self.bound
 
     @property
     def spacing(self) -> float:
         assert self.exponent is not None, "snap_() comes before the first perturbation"
         return lattice.quantum(self.exponent)
 
-    def make_room_(self, growth: float, reach: float) -> None:
-        """Ensures |theta| + growth + reach stays within the grid's range (theta is settled)."""
+    def is_short(self, growth: float, reach: float, roundings: int) -> bool:
+        """Whether |theta| could pass the grid's range after growing and on a perturbation."""
         assert self.exponent is not None
-        if self.bound + growth + reach <= lattice.capacity(self.exponent):
-            self.bound += growth
-            return
+        grown = self.bound + growth + roundings * self.spacing
+        return grown + reach > lattice.capacity(self.exponent) * _SLACK
+
+    def make_room_(self, growth: float, reach: float, roundings: int) -> None:
+        """Ensures that theta, settled now, may grow and be perturbed within the grid's range.
+
+        Args:
+          growth: sum of the |c_k u_k[i]| that the update may add to a coordinate.
+          reach: what perturbations may add beyond that, at any moment.
+          roundings: terms of the update, each of which may round by up to one grid step.
+        """
+        if self.is_short(growth, reach, roundings):
+            self._regrid_(growth, reach)
+        self.bound += growth + roundings * self.spacing
+
+    def _regrid_(self, growth: float, reach: float) -> None:
+        assert self.exponent is not None
         self.bound = lattice.largest_magnitude(self.flat)
         needed = lattice.exponent_for(self.bound + growth + reach)
         if needed > self.exponent:
             self.exponent = needed
             lattice.snap_(self.flat, self.spacing)
-        self.bound += growth
+            self.bound += self.spacing
 
     def apply_(self, changes: Sequence[Change], workspace: Tensor) -> None:
         flat = self.flat
@@ -91,43 +124,70 @@ class _LatticeTensor:
                 self._add_(values, self.offset + start, change, workspace)
 
     def _add_(self, values: Tensor, start: int, change: Change, workspace: Tensor) -> None:
-        stochastic = lattice.needs_stochastic_rounding(change.update, self.spacing)
         if change.stream.distribution == "rademacher":
-            snap = lattice.snap_scalar
-            amount = snap(change.new, self.spacing) - snap(change.old, self.spacing)
-            amount += 0.0 if stochastic else snap(change.update, self.spacing)
-            if amount:
-                padded = workspace[: -(-values.numel() // 8) * 8]
-                change.stream.signs_times_(padded, start, amount)
-                values.add_(padded[: values.numel()])
-            if stochastic:
-                step = change.stream.raw(start, values.numel(), values.device) * change.update
-                values.add_(self._rounded(change, step, start, True))
-            return
-        raw = change.stream.raw(start, values.numel(), values.device)
-        for coefficient, sign, random in (
-            (change.new, 1, False),
-            (change.old, -1, False),
-            (change.update, 1, stochastic),
-        ):
-            if coefficient:
-                step = raw * (coefficient * change.stream.scale)
-                values.add_(self._rounded(change, step, start, random), alpha=sign)
+            self._add_signs_(values, start, change, workspace)
+        else:
+            self._add_normals_(values, start, change)
 
-    def _rounded(self, change: Change, step: Tensor, start: int, stochastic: bool) -> Tensor:
-        """`step` (float32, destroyed) rounded to the grid."""
-        if not stochastic:
+    def _add_signs_(self, values: Tensor, start: int, change: Change, workspace: Tensor) -> None:
+        """All of a coordinate's change is +-amount: one pass, whatever it is made of."""
+        snap = lattice.snap_scalar
+        amount = snap(change.new, self.spacing) - snap(change.old, self.spacing)
+        amount += self._rounded_coefficient(change)
+        if amount:
+            padded = workspace[: -(-values.numel() // 8) * 8]
+            change.stream.signs_times_(padded, start, amount)
+            values.add_(padded[: values.numel()])
+
+    def _rounded_coefficient(self, change: Change) -> float:
+        """c in c u, u = +-1, on the grid; a small one stochastically, so that E[update] = c u.
+
+        One rounding serves the tensor: as unbiased for a coordinate as one of its own, and free.
+        """
+        if not lattice.needs_stochastic_rounding(change.update, self.spacing):
+            return lattice.snap_scalar(change.update, self.spacing)
+        uniform = change.stream.tensor_uniform(self.number)
+        return lattice.snap_scalar_stochastically(change.update, self.spacing, uniform)
+
+    def _add_normals_(self, values: Tensor, start: int, change: Change) -> None:
+        raw = change.stream.raw(start, values.numel(), values.device)
+        for coefficient, times in _distinct(change.new, change.old):
+            step = raw * (coefficient * change.stream.scale)
+            values.add_(lattice.snap_(step, self.spacing), alpha=times)
+        if change.update:
+            step = raw.mul_(change.update * change.stream.scale)
+            values.add_(self._rounded_update(change, step, start))
+
+    def _rounded_update(self, change: Change, step: Tensor, start: int) -> Tensor:
+        """`step` (float32, destroyed) on the grid; stochastically where it is small."""
+        if not lattice.needs_stochastic_rounding(change.update, self.spacing):
             return lattice.snap_(step, self.spacing)
         uniforms = change.stream.uniforms(start, step.numel(), step.device)
         return lattice.snap_stochastically_(step, self.spacing, uniforms)
 
     def add_dense_(self, start: int, values: Tensor, uniforms: Tensor, reach: float) -> None:
-        self.make_room_(lattice.largest_magnitude(values), reach)
+        self.make_room_(lattice.largest_magnitude(values), reach, 1)
         step = lattice.snap_stochastically_(values, self.spacing, uniforms)
         self.flat[start : start + values.numel()].add_(step)
 
-    def decay_(self, factor: float) -> None:
-        lattice.snap_(self.flat.mul_(factor), self.spacing)
+    def decay_(self, decay: float, stream: DirectionStream) -> None:
+        """theta <- (1 - decay) theta, rounded stochastically: nearest would lose decays < 2^-24."""
+        flat = self.flat
+        for start in range(0, flat.numel(), CHUNK):
+            values = flat[start : start + CHUNK]
+            uniforms = stream.decay_uniforms(self.offset + start, values.numel(), values.device)
+            values.add_(lattice.snap_stochastically_(values * -decay, self.spacing, uniforms))
+
+
+def _distinct(new: float, old: float) -> list[tuple[float, int]]:
+    """(coefficient, times) whose sum is new - old; rounding is odd, so -a costs no second pass.
+
+    >>> _distinct(-0.5, 0.5), _distinct(0.5, 0.0), _distinct(0.5, 0.5)
+    ([(-0.5, 2)], [(0.5, 1)], [])
+    """
+    if new == -old:
+        return [(new, 2)] if new else []
+    return [] if new == old else [(a, times) for a, times in ((new, 1), (old, -1)) if a]
 
 
 class _SnapshotTensor:
@@ -138,8 +198,8 @@ class _SnapshotTensor:
     stochastically with public uniforms, so that small ones are not lost on average.
     """
 
-    def __init__(self, tensor: Tensor, offset: int) -> None:
-        self.tensor, self.offset = tensor, offset
+    def __init__(self, tensor: Tensor, number: int, offset: int) -> None:
+        self.tensor, self.number, self.offset = tensor, number, offset
         self.settled = _flat(tensor).clone()
         self.exponent: int | None = None
         self.bound = 0.0
@@ -155,7 +215,11 @@ class _SnapshotTensor:
         self.exponent, self.bound = exponent, bound
         self.settled.copy_(self.flat)
 
-    def make_room_(self, growth: float, reach: float) -> None:
+    def is_short(self, growth: float, reach: float, roundings: int) -> bool:
+        """Never: bfloat16 has float32's range."""
+        return False
+
+    def make_room_(self, growth: float, reach: float, roundings: int) -> None:
         """Nothing to do: bfloat16 has float32's range."""
 
     def apply_(self, changes: Sequence[Change], workspace: Tensor) -> None:
@@ -189,8 +253,14 @@ class _SnapshotTensor:
         settled.copy_(round_to_bfloat16_stochastically(settled.float() + values, uniforms))
         self.flat[start : start + values.numel()].copy_(settled)
 
-    def decay_(self, factor: float) -> None:
-        self.settled.mul_(factor)
+    def decay_(self, decay: float, stream: DirectionStream) -> None:
+        """theta <- (1 - decay) theta, rounded stochastically; decays under 2^-25 are lost."""
+        for start in range(0, self.settled.numel(), CHUNK):
+            settled = self.settled[start : start + CHUNK]
+            uniforms = stream.decay_uniforms(self.offset + start, settled.numel(), settled.device)
+            decayed = settled.float()
+            decayed -= decayed * decay
+            settled.copy_(round_to_bfloat16_stochastically(decayed, uniforms))
         self.flat.copy_(self.settled)
 
 
@@ -227,10 +297,13 @@ class ParameterSpace:
         decayed: Collection[str] | None = None,
     ) -> None:
         check_distribution(distribution)
-        named = [(name, _checked(name, tensor)) for name, tensor in named_tensors]
+        named = list(named_tensors)
         if not named:
             raise ValueError("no parameter is trainable: set requires_grad or loosen `trainable`.")
+        for name, tensor in named:
+            _check_supported(name, tensor)
         _refuse_shared_memory(named)
+        _make_contiguous_(named)
         self.distribution, self.smoothing = distribution, smoothing
         self.names = [name for name, _ in named]
         self.decayed = set(self.names if decayed is None else decayed)
@@ -238,8 +311,8 @@ class ParameterSpace:
         self.offsets = _aligned_offsets(self.tensors)
         self.dimension = sum(tensor.numel() for tensor in self.tensors)
         self._cells = [
-            (_LatticeTensor if tensor.dtype == torch.float32 else _SnapshotTensor)(tensor, offset)
-            for tensor, offset in zip(self.tensors, self.offsets)
+            (_LatticeTensor if t.dtype == torch.float32 else _SnapshotTensor)(t, number, offset)
+            for number, (t, offset) in enumerate(zip(self.tensors, self.offsets, strict=True))
         ]
         self._workspaces: dict[torch.device, Tensor] = {}
         self._streams: dict[Direction, DirectionStream] = {}
@@ -281,8 +354,8 @@ class ParameterSpace:
 
     @property
     def _reach(self) -> float:
-        """The largest |a u[i]| of a perturbation."""
-        return largest_coordinate(self.distribution) * abs(self.smoothing)
+        """The largest move of a coordinate while one perturbation gives way to another."""
+        return 2.0 * largest_coordinate(self.distribution) * abs(self.smoothing)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to stay on the same grids (public, JSON-safe)."""
@@ -292,6 +365,7 @@ class ParameterSpace:
             for name, cell in zip(self.names, self._cells)
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`; the tensors must already hold the values saved with it."""
         if list(state) != self.names:
@@ -299,8 +373,11 @@ class ParameterSpace:
                 f"the checkpoint's trainable tensors ({len(state)}) are not this model's "
                 f"({len(self.names)}): resume with the same model and `trainable`."
             )
-        for name, cell in zip(self.names, self._cells):
-            cell.load_(state[name]["exponent"], state[name]["bound"])
+        for name, cell in zip(self.names, self._cells, strict=True):
+            try:
+                cell.load_(state[name]["exponent"], state[name]["bound"])
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from None
 
     @torch.no_grad()
     def move_to_(self, position: Position) -> None:
@@ -341,26 +418,45 @@ class ParameterSpace:
           decay: learning_rate * weight_decay; 0 skips that pass.
 
         Raises:
-          ValueError: a coefficient that is not finite; theta is settled and unchanged then.
+          ValueError: a coefficient that is not finite or absurdly large, a decay outside [0, 1];
+            theta is settled and unchanged then.
         """
         self._ensure_snapped()
-        if not all(math.isfinite(c) for c in (*coefficients, decay)):
-            self.settle_()
-            raise ValueError(
-                f"update coefficients {tuple(coefficients)} are not finite; nothing was changed. "
-                "Lower learning_rate."
-            )
+        self._refuse_update(directions, coefficients, decay)
         if decay:
-            self.settle_()
-            for name, cell in zip(self.names, self._cells):
-                if name in self.decayed:
-                    cell.decay_(1.0 - decay)
+            self._decay_(decay, self.stream(directions[0]))
         self._make_room_(coefficients)
-        old = dict(self.position)
-        update = dict(zip(directions, coefficients, strict=True))
-        self._pass_({u: (old.get(u, 0.0), 0.0, update.get(u, 0.0)) for u in {**old, **update}})
+        old, update = dict(self.position), dict(zip(directions, coefficients, strict=True))
+        # The update's own order first: it must not depend on where the perturbation stood.
+        self._pass_({u: (old.get(u, 0.0), 0.0, update.get(u, 0.0)) for u in {**update, **old}})
         self.position = ()
         self._streams.clear()
+
+    def _decay_(self, decay: float, stream: DirectionStream) -> None:
+        self.settle_()
+        for name, cell in zip(self.names, self._cells, strict=True):
+            if name in self.decayed:
+                cell.decay_(decay, stream)
+
+    def _refuse_update(
+        self, directions: Sequence[Direction], coefficients: Sequence[float], decay: float
+    ) -> None:
+        if len({*directions}) != len(coefficients) or len(directions) != len(coefficients):
+            self.settle_()
+            raise ValueError(
+                f"{len(coefficients)} coefficients for {len(directions)} directions: an update needs "
+                "as many distinct directions as coefficients."
+            )
+        if not (self._growth(coefficients) <= _LARGEST_GROWTH and 0.0 <= decay <= 1.0):
+            self.settle_()
+            raise ValueError(
+                f"update coefficients {tuple(coefficients)} with decay {decay} are not finite, or "
+                "out of range; nothing was changed. Lower learning_rate (or weight_decay)."
+            )
+
+    def _growth(self, coefficients: Sequence[float]) -> float:
+        """The largest |sum_k c_k u_k[i]|; NaN and infinity come through."""
+        return largest_coordinate(self.distribution) * sum(abs(c) for c in coefficients)
 
     @torch.no_grad()
     def dense_step_(
@@ -416,12 +512,11 @@ class ParameterSpace:
             self.snap_()
 
     def _make_room_(self, coefficients: Sequence[float]) -> None:
-        growth = largest_coordinate(self.distribution) * sum(abs(c) for c in coefficients)
-        reach = self._reach
-        if any(_is_short(cell, growth, reach) for cell in self._cells):
+        wanted = (self._growth(coefficients), self._reach, len(coefficients))
+        if any(cell.is_short(*wanted) for cell in self._cells):
             self.settle_()
         for cell in self._cells:
-            cell.make_room_(growth, reach)
+            cell.make_room_(*wanted)
 
     def _pass_(self, moves: Mapping[Direction, tuple[float, float, float]]) -> None:
         changes = [Change(self.stream(u), *m) for u, m in moves.items() if any(m)]
@@ -442,13 +537,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
 
 
-def _is_short(cell: _LatticeTensor | _SnapshotTensor, growth: float, reach: float) -> bool:
-    if isinstance(cell, _SnapshotTensor) or cell.exponent is None:
-        return False
-    return cell.bound + growth + reach > lattice.capacity(cell.exponent)
-
-
-def _checked(name: str, tensor: Tensor) -> Tensor:
+def _check_supported(name: str, tensor: Tensor) -> None:
     if tensor.device.type == "meta":
         raise ValueError(f"{name} is on the meta device: load its weights before training.")
     if tensor.dtype not in (torch.float32, torch.bfloat16):
@@ -456,14 +545,23 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
             f"{name} has dtype {tensor.dtype}, which cannot be perturbed exactly: load the model "
             "in float32 or bfloat16, or train float32 adapters on top of it."
         )
-    if not tensor.is_contiguous():
-        tensor.data = tensor.data.contiguous()
-    return tensor
+
+
+def _make_contiguous_(named: Sequence[tuple[str, Tensor]]) -> None:
+    for _, tensor in named:
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to past its last, whatever its strides."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _refuse_shared_memory(named: Sequence[tuple[str, Tensor]]) -> None:
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in named if t.nbytes)
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:]):
+    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t), name) for name, t in named if t.numel())
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(
                 f"{first} and {second} share memory without being one tied parameter: "

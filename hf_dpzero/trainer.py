@@ -290,13 +290,12 @@ class DPZeroTrainer(Trainer):
         self.space.settle_()
         total = mechanism.clip_sum(differences, self.space.direction_norm(direction))
         self.trajectory.append(Release(step, (), lr))
-        scale = lr / mechanism.expected_batch_size
 
         def noise(part: int, count: int) -> Tensor:
-            std = mechanism.noise_multiplier * mechanism.clip * scale
-            return torch.from_numpy(self.noise.dense_gaussian(std, count, step, part))
+            return lr * torch.from_numpy(mechanism.noise_part(self.noise, count, step, part))
 
-        self.space.dense_step_(direction, -scale * total, noise)
+        coefficient = -lr * total / mechanism.expected_batch_size
+        self.space.dense_step_(direction, coefficient, noise)
         self._after_release(None, differences)
         return self._nothing()
 

@@ -4,10 +4,11 @@ DPZero's whole output is, per step, K noised scalars along public directions. Wr
 a ledger (what privacy was spent, in order), a resume point, and a proof: replaying the log on the
 base model gives the final weights bit for bit.
 
-On disk while running, `trajectory.ledger`: a header line of JSON, then fixed-size records
-(step u64, learning rate f64, K x f32 values, CRC-32), each flushed to disk before the update that it
-pays for. For shipping, `trajectory.safetensors`: tensors `values` float32 [T, K], `steps` int64 [T],
-`learning_rates` float64 [T], and the header under the metadata key `header`.
+On disk while running, `trajectory.ledger`: a line of JSON (the header), a line with its CRC-32 in hex,
+then fixed-size little-endian records (step u64, learning rate f64, K x f32 values, CRC-32 u32), each
+flushed to disk before the update that it pays for. For shipping, `trajectory.safetensors`: tensors
+`values` float32 [T, K], `steps` int64 [T], `learning_rates` float64 [T]; metadata `header` (JSON)
+and `crc32` (over header and tensors).
 """
 
 from __future__ import annotations
@@ -71,19 +72,20 @@ class Trajectory:
                 f"format {self.header['format']!r} version {self.header['version']} is not "
                 f"{FORMAT!r} version {VERSION}: upgrade hf_dpzero."
             )
-        self.releases = list(releases)
         self.path = path
-        self._by_step = {release.step: release for release in self.releases}
+        self.releases: list[Release] = []
+        self._by_step: dict[int, Release] = {}
+        for release in releases:
+            self._remember(release)
 
     @classmethod
     def create(cls, path: str | os.PathLike, header: Mapping[str, Any]) -> Trajectory:
         """Starts a ledger file; refuses to touch one that is there."""
         trajectory = cls(header, path=Path(path))
         trajectory.path.parent.mkdir(parents=True, exist_ok=True)  # type: ignore[union-attr]
-        line = json.dumps(trajectory.header, sort_keys=True) + "\n"
         try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(line)
+            with open(path, "xb") as file:
+                file.write(_header_lines(trajectory.header))
                 _flush(file)
         except FileExistsError:
             raise LedgerError(
@@ -103,17 +105,15 @@ class Trajectory:
           LedgerError: corrupt records, or a `header` that differs from the file's.
         """
         raw = Path(path).read_bytes()
-        line, sep, body = raw.partition(b"\n")
-        if not sep:
-            raise LedgerError(f"{path}: the header is cut short; the file cannot be used.")
-        trajectory = cls(_parse_header(line, path), path=Path(path))
+        found, body = _split_header(raw, path)
+        trajectory = cls(found, path=Path(path))
         trajectory._refuse_other(header)
         size = trajectory._record.size + 4
         whole = len(body) // size * size
         for start in range(0, whole, size):
             trajectory._remember(trajectory._unpack(body[start : start + size], path))
         if whole != len(body):
-            os.truncate(path, len(line) + 1 + whole)
+            os.truncate(path, len(raw) - len(body) + whole)
         return trajectory
 
     def _refuse_other(self, header: Mapping[str, Any] | None) -> None:
@@ -142,21 +142,35 @@ class Trajectory:
         return self._by_step.get(step)
 
     def append(self, release: Release) -> None:
-        """Adds a record; on return it is on disk (flushed and synced)."""
-        self._remember(release)
+        """Adds a record; on return it is on disk (flushed and synced).
+
+        If it cannot be written, whole, nothing is added, neither on disk nor here.
+
+        Raises:
+          LedgerError: a step that is not after the last, a wrong number of values, or values
+            that the file's float32 could not give back.
+        """
+        self._refuse_misfit(release)
         if self.path is not None:
-            with open(self.path, "ab") as file:
-                file.write(self._pack(release))
-                _flush(file)
+            _append_whole(self.path, self._pack(release))
+        self._remember(release)
 
     def _remember(self, release: Release) -> None:
+        self._refuse_misfit(release)
+        self.releases.append(release)
+        self._by_step[release.step] = release
+
+    def _refuse_misfit(self, release: Release) -> None:
         if release.step < self.next_step or len(release.values) != self.num_directions:
             raise LedgerError(
                 f"step {release.step} with {len(release.values)} values does not follow step "
                 f"{self.next_step - 1} of a ledger with {self.num_directions} values a step."
             )
-        self.releases.append(release)
-        self._by_step[release.step] = release
+        if not all(_is_float32(value) for value in release.values):
+            raise LedgerError(
+                f"step {release.step}: {release.values} are not finite float32 numbers, so a replay "
+                "could not repeat them; round with torch.tensor(values).tolist()."
+            )
 
     @property
     def _record(self) -> struct.Struct:
@@ -189,8 +203,8 @@ class Trajectory:
                 [r.learning_rate for r in self.releases], dtype=torch.float64
             ),
         }
-        tensors_crc = str(_checksum(tensors))
-        metadata = {"header": json.dumps(self.header, sort_keys=True), "crc32": tensors_crc}
+        header = json.dumps(self.header, sort_keys=True)
+        metadata = {"header": header, "crc32": str(_checksum(header, tensors))}
         partial = f"{path}.partial"
         save_file(tensors, partial, metadata=metadata)
         os.replace(partial, path)
@@ -213,24 +227,46 @@ class Trajectory:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except SafetensorError as error:
+        except (SafetensorError, ValueError) as error:
             raise LedgerError(f"{path}: not a whole safetensors file ({error}).") from None
         if "header" not in metadata or set(tensors) != {"values", "steps", "learning_rates"}:
             raise LedgerError(f"{path}: a safetensors file, but not a trajectory.")
-        if metadata.get("crc32") != str(_checksum(tensors)):
-            raise LedgerError(f"{path}: its tensors do not match its checksum; it is corrupt.")
-        trajectory = cls(_parse_header(metadata["header"].encode(), path))
+        if metadata.get("crc32") != str(_checksum(metadata["header"], tensors)):
+            raise LedgerError(f"{path}: its contents do not match its checksum; it is corrupt.")
+        trajectory = cls(json.loads(metadata["header"]))
         rows = (tensors[name].tolist() for name in ("steps", "values", "learning_rates"))
         for step, values, learning_rate in zip(*rows, strict=True):
             trajectory._remember(Release(step, tuple(values), learning_rate))
         return trajectory
 
 
-def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    crc = 0
-    for name in sorted(tensors):
-        crc = zlib.crc32(tensors[name].contiguous().numpy().tobytes(), crc)
+def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> int:
+    crc = zlib.crc32(header.encode())
+    for name, tensor in sorted(tensors.items()):
+        crc = zlib.crc32(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode(), crc)
+        crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), crc)
     return crc
+
+
+def _is_float32(value: float) -> bool:
+    return abs(value) <= torch.finfo(torch.float32).max and value == _float32.unpack(
+        _float32.pack(value)
+    )[0]
+
+
+_float32 = struct.Struct("<f")
+
+
+def _append_whole(path: Path, record: bytes) -> None:
+    """Appends to the file and syncs it; if that fails, the file is left as it was."""
+    with open(path, "ab") as file:
+        size = file.tell()
+        try:
+            file.write(record)
+            _flush(file)
+        except BaseException:
+            os.truncate(path, size)
+            raise
 
 
 def _flush(file: Any) -> None:
@@ -243,17 +279,26 @@ def _short(values: Mapping[str, Any]) -> str:
     return text if len(text) < 400 else text[:400] + "..."
 
 
-def _parse_header(line: bytes, path: str | os.PathLike) -> dict[str, Any]:
-    try:
-        header = json.loads(line)
-        return dict(header)
-    except (ValueError, TypeError):
-        raise LedgerError(f"{path}: its header is not JSON; not a trajectory, or corrupt.") from None
+def _header_lines(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, sort_keys=True).encode()
+    return text + b"\n%08x\n" % zlib.crc32(text)
+
+
+def _split_header(raw: bytes, path: str | os.PathLike) -> tuple[dict[str, Any], bytes]:
+    """(the checked header, the records' bytes)."""
+    text, _, rest = raw.partition(b"\n")
+    crc, body = rest[:9], rest[9:]
+    if crc != b"%08x\n" % zlib.crc32(text):
+        raise LedgerError(
+            f"{path}: its header is cut short or does not match its checksum; not a ledger, or "
+            "corrupt: restore the file from a copy."
+        )
+    return dict(json.loads(text)), body
 
 
 def _read_only(path: str | os.PathLike) -> Trajectory:
-    line, _, body = Path(path).read_bytes().partition(b"\n")
-    trajectory = Trajectory(_parse_header(line, path))
+    header, body = _split_header(Path(path).read_bytes(), path)
+    trajectory = Trajectory(header)
     size = trajectory._record.size + 4
     if len(body) % size:
         raise LedgerError(f"{path}: cut short after step {len(body) // size - 1} of its records.")

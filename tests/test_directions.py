@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import numpy as np
@@ -198,13 +199,19 @@ def test_gaussian_moments_and_the_power_to_see_one_percent():
 def test_gaussian_table_has_variance_one_and_nearly_normal_kurtosis():
     table = directions._normal_table(CPU).double()
     second, fourth = float((table**2).mean()), float((table**4).mean())
-    assert 2 * second == pytest.approx(1, abs=1e-9)
+    assert 2 * second == pytest.approx(1, abs=1e-8)
     assert 2 * fourth + 6 * second**2 == pytest.approx(3, abs=2e-3)  # E (a + b)^4
-    assert float(table.mean()) == 0.0
+    assert torch.equal(table, -table.flip(0))
+
+
+def test_gaussian_table_is_the_one_that_released_trajectories_used():
+    """Its entries are public constants: a maths library that changed one would break replays."""
+    digest = hashlib.sha256(directions._normal_table(CPU).numpy().tobytes()).hexdigest()
+    assert digest == "25aeee68ac62b72ab71f3f459454303ed0e46452ea5dbb32ef84ae75809e995e"
 
 
 def test_gaussian_goodness_of_fit_rejects_a_two_percent_scale_error():
-    u = whole("gaussian", 1_000_000).double().numpy()
+    u = whole("gaussian", 500_000).double().numpy()
     assert stats.kstest(u, "norm").pvalue > 0.01
     assert stats.kstest(1.02 * u, "norm").pvalue < 1e-6
     assert stats.kstest(0.98 * u, "norm").pvalue < 1e-6
@@ -312,15 +319,9 @@ def test_small_spheres_never_raise_whatever_the_draw():
 
 def test_sphere_of_a_zero_vector_is_zero_not_nan():
     """d = 1 draws z = 0 once in 65 536 steps; E[u u^T] = I is unharmed by 2^-16 there."""
-    table = directions._normal_table(CPU)
-    steps = np.arange(300_000)
-    zero = next(
-        int(t)
-        for t in steps
-        if (w := int(random_words(Direction(KEY, int(t)), 0, 1)[0])) & 0xFFFF
-        == 0xFFFF - (w >> 16 & 0xFFFF)
-    )
-    assert float(table[0] + table[-1]) == 0.0
+    zero = 164_046  # the first such step of KEY
+    word = int(random_words(Direction(KEY, zero), 0, 1)[0])
+    assert word & 0xFFFF == 0xFFFF - (word >> 16 & 0xFFFF)  # opposite quantiles
     made = stream("sphere", 1, step=zero)
     assert float(made.raw(0, 1, CPU)) == 0.0
     assert made.scale == 0.0

@@ -37,7 +37,7 @@ def test_every_sum_of_grid_multiples_within_capacity_is_exact():
     b = torch.randint(-(2**23), 2**23, (100_000,), generator=generator)
     total = (a.float() * spacing) + (b.float() * spacing)
     assert torch.equal(total.double() / spacing, (a + b).double())
-    beyond = torch.tensor([2.0**25 + 1]).double() * spacing  # the range does matter
+    beyond = torch.tensor([2.0**24 + 1], dtype=torch.float64)  # the range does matter
     assert float(beyond.float()) != float(beyond)
 
 

@@ -212,7 +212,8 @@ def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.Datase
       ValueError: a class has fewer rows than num_examples_per_class.
     """
     train, validation = splits["train"], splits["validation"]
-    generators = [np.random.default_rng([data.subset_seed, split]) for split in range(2)]
+    seeds = ([data.subset_seed, split] for split in range(2))
+    generators = [np.random.Generator(np.random.PCG64(seed)) for seed in seeds]
     if data.num_examples_per_class is not None:
         train = _few_shot(train, data.num_examples_per_class, generators[0])
     return datasets.DatasetDict(

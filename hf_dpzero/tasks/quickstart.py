@@ -1,9 +1,9 @@
 """The quickstart's data: messages to a clinic, urgent or routine, written by this project.
 
 No network and no real person: every message is a situation, filled with a person and a time,
-between an opening and a closing. Patients' messages are the sort of text that differential privacy is for,
-and "urgent or routine" is a distinction that a sentence encoder only half sees before training,
-because urgent messages may sound calm and routine ones may mention pain or a hospital.
+between an opening and a closing. Patients' messages are the sort of text that differential privacy
+is for, and "urgent or routine" is a distinction that a sentence encoder only half sees before
+training, because urgent messages may sound calm and routine ones may mention pain or a hospital.
 
 A validation message shares no opening, closing, person or time with any training message, and its
 situations are the training situations and a fifth more that training never shows.

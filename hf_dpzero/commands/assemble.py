@@ -1,0 +1,83 @@
+"""Recipe -> task, model and trainer: what `train`, `evaluate` and `replay` have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_dpzero.recipe import Recipe
+from hf_dpzero.recipe_arguments import ModelArguments
+
+if TYPE_CHECKING:
+    import datasets
+
+    from hf_dpzero.tasks.base import Task
+    from hf_dpzero.trainer import DPZeroTrainer
+
+ADAPTER_FILE = "adapter_config.json"
+
+
+def build_trainer(recipe: Recipe) -> DPZeroTrainer:
+    """The trainer that a recipe describes, with its untrained model.
+
+    The privacy plan is made as soon as the number of rows is known, so that what cannot be accounted
+    is refused before any text is encoded.
+
+    Raises:
+      ValueError, OSError, ImportError: whatever the task, the model or the plan refuses.
+    """
+    from hf_dpzero.models import load_model
+    from hf_dpzero.tasks import build_task
+    from hf_dpzero.trainer import DPZeroTrainer
+
+    task = build_task(recipe.data)
+    recipe.training.plan(len(task.splits["train"]))
+    model, tokenizer = load_model(recipe.model, task)
+    rows = _rows(recipe, task, model, tokenizer)
+    return DPZeroTrainer(
+        model=model,
+        args=recipe.training,
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
+        processing_class=tokenizer,
+        data_collator=task.collator(tokenizer),
+        compute_metrics=task.compute_metrics,
+    )
+
+
+def _rows(recipe: Recipe, task: Task, model: Any, tokenizer: Any) -> datasets.DatasetDict:
+    """Tokenised rows, or with `precompute_features` the frozen encoder's vectors."""
+    from hf_dpzero.models import precompute_features
+
+    rows = task.tokenize(tokenizer)
+    if not recipe.model.precompute_features:
+        return rows
+    for split in rows:
+        rows[split] = precompute_features(
+            model,
+            rows[split],
+            task.collator(tokenizer),
+            trainable=recipe.training.trainable,
+            batch_size=recipe.training.per_device_eval_batch_size,
+            device=recipe.training.device,
+        )
+    return rows
+
+
+def load_trained(arguments: ModelArguments, task: Task, base: str) -> tuple[Any, Any]:
+    """The model and tokenizer at `arguments.model_name_or_path`, which may be an adapter's folder.
+
+    Args:
+      base: the model that an adapter was trained on: what the recipe itself names.
+    """
+    from hf_dpzero.models import load_model
+
+    folder = Path(arguments.model_name_or_path)
+    if not (folder / ADAPTER_FILE).is_file():
+        return load_model(arguments, task)
+    import peft
+
+    bare = dataclasses.replace(arguments, model_name_or_path=base, peft_method=None)
+    model, tokenizer = load_model(bare, task)
+    return peft.PeftModel.from_pretrained(model, str(folder)).eval(), tokenizer

@@ -1,0 +1,202 @@
+"""What every mechanism and every sampler must do. A new one is one row here."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpzero.mechanisms import (
+    MECHANISMS,
+    RELATIONS,
+    NonPrivateMean,
+    ScalarMechanism,
+    VectorMechanism,
+    mechanism_from_dict,
+)
+from hf_dpzero.noise import InsecureSeededNoise, SecureNoise
+from hf_dpzero.plan import PrivacyPlan
+from hf_dpzero.sampling import (
+    SAMPLERS,
+    FixedSizeSampler,
+    FullBatchSampler,
+    PoissonSampler,
+    TruncatedPoissonSampler,
+    sampler_from_dict,
+)
+
+KEY = bytes(range(32))
+
+MECHANISM_ROWS = [
+    ScalarMechanism(clip=3.0, noise_multiplier=1.5, expected_batch_size=8),
+    ScalarMechanism(clip=0.1, noise_multiplier=0.5, expected_batch_size=7.5, num_directions=4),
+    ScalarMechanism(
+        clip=0.1, noise_multiplier=0.5, expected_batch_size=8, num_directions=3,
+        distribution="laplace",
+    ),
+    NonPrivateMean(expected_batch_size=8, num_directions=2),
+    VectorMechanism(clip=3.0, noise_multiplier=1.5, expected_batch_size=8),
+]  # fmt: skip
+
+SAMPLER_ROWS = [
+    PoissonSampler(num_examples=40, expected_batch_size=8),
+    TruncatedPoissonSampler(num_examples=40, expected_batch_size=8, max_batch_size=12),
+    FixedSizeSampler(num_examples=40, expected_batch_size=8),
+    FullBatchSampler(num_examples=40, expected_batch_size=40),
+]
+
+mechanisms = pytest.mark.parametrize("mechanism", MECHANISM_ROWS, ids=lambda m: m.name)
+samplers = pytest.mark.parametrize("sampler", SAMPLER_ROWS, ids=lambda s: s.name)
+
+
+def total(mechanism, x: torch.Tensor) -> list[float]:
+    """clip_sum in the units of the finite differences."""
+    if isinstance(mechanism, VectorMechanism):
+        return [mechanism.clip_sum(x, direction_norm=1.0)]
+    return [n * mechanism.granularity for n in mechanism.clip_sum(x)]
+
+
+def random_rows(mechanism, batch: int = 16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, mechanism.num_directions, generator=generator)
+
+
+def test_every_registered_class_has_a_row():
+    assert {type(m) for m in MECHANISM_ROWS} == set(MECHANISMS.values())
+    assert {type(s) for s in SAMPLER_ROWS} == set(SAMPLERS.values())
+    assert all(MECHANISMS[m.name] is type(m) for m in MECHANISM_ROWS)
+    assert all(SAMPLERS[s.name] is type(s) for s in SAMPLER_ROWS)
+
+
+@mechanisms
+def test_mechanism_round_trips_through_json(mechanism):
+    text = json.dumps(mechanism.to_dict(), allow_nan=False)
+    assert mechanism_from_dict(json.loads(text)) == mechanism
+    assert type(mechanism).from_dict(json.loads(text)) == mechanism
+    assert hash(mechanism_from_dict(json.loads(text))) == hash(mechanism)
+
+
+@mechanisms
+def test_mechanism_states_what_it_is(mechanism):
+    assert isinstance(mechanism.private, bool)
+    assert isinstance(mechanism.replayable, bool)
+    assert all(isinstance(c, str) for c in mechanism.caveats)
+    assert mechanism.private == math.isfinite(mechanism.clip)
+    assert mechanism.noise_scale >= 0
+
+
+@mechanisms
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_mechanism_states_a_sensitivity_that_holds_and_is_attained(mechanism, relation):
+    stated = mechanism.sensitivity(relation)
+    if not mechanism.private:
+        assert stated == math.inf
+        return
+    power = 1 if mechanism.distribution == "laplace" else 2
+    base, spike = random_rows(mechanism), torch.zeros(1, mechanism.num_directions)
+    spike[0, 0] = 1e30
+    other = {"replace_one": -spike, "replace_special": 0 * spike}.get(relation, spike[:0])
+    moved = np.subtract(
+        total(mechanism, torch.cat([base, spike])), total(mechanism, torch.cat([base, other]))
+    )
+    assert np.linalg.norm(moved, ord=power) == pytest.approx(stated, rel=1e-8)
+    assert np.linalg.norm(moved, ord=power) <= stated * (1 + 1e-15)
+
+
+@mechanisms
+def test_mechanism_is_deterministic_before_the_noise(mechanism):
+    rows = random_rows(mechanism)
+    assert total(mechanism, rows) == total(mechanism, rows.clone())
+    assert total(mechanism, rows) == total(mechanism, rows.flip(0))
+
+
+@mechanisms
+def test_mechanism_sums_an_empty_batch_to_zero_and_still_releases(mechanism):
+    empty = torch.empty(0, mechanism.num_directions)
+    assert not any(total(mechanism, empty))
+    if isinstance(mechanism, VectorMechanism):
+        assert mechanism.noise_part(SecureNoise(), 4, 0, 0).all()
+        return
+    released = mechanism.release(mechanism.clip_sum(empty), 0, SecureNoise())
+    assert len(released) == mechanism.num_directions
+    assert all(np.float32(v) == v for v in released)
+    assert all(v != 0 for v in released) == mechanism.private
+
+
+@mechanisms
+def test_mechanism_keeps_bad_rows_out(mechanism):
+    rows = random_rows(mechanism)
+    bad = torch.full((2, mechanism.num_directions), math.nan)
+    bad[1] = math.inf
+    assert total(mechanism, torch.cat([bad, rows])) == total(mechanism, rows)
+
+
+@mechanisms
+def test_mechanism_noise_depends_on_the_source_alone(mechanism):
+    if isinstance(mechanism, VectorMechanism):
+        draw = lambda noise, step: tuple(mechanism.noise_part(noise, 3, step, 0))  # noqa: E731
+    else:
+        zeros = mechanism.clip_sum(torch.empty(0, mechanism.num_directions))
+        draw = lambda noise, step: mechanism.release(zeros, step, noise)  # noqa: E731
+    seeded = InsecureSeededNoise(4)
+    assert draw(seeded, 1) == draw(seeded, 1)
+    if mechanism.private:
+        assert draw(seeded, 1) != draw(seeded, 2)
+        assert draw(SecureNoise(), 1) != draw(SecureNoise(), 1)
+
+
+@samplers
+def test_sampler_round_trips_through_json(sampler):
+    text = json.dumps(sampler.to_dict(), allow_nan=False)
+    assert sampler_from_dict(json.loads(text)) == sampler
+    assert type(sampler).from_dict(json.loads(text)) == sampler
+
+
+@samplers
+def test_sampler_batches_are_sorted_distinct_indices_in_range(sampler):
+    for step in (0, 1, 2, 10**12):
+        batch = sampler.batch(step, KEY)
+        assert batch.dtype == np.int64
+        assert (np.diff(batch) > 0).all()
+        assert batch.size == 0 or (batch[0] >= 0 and batch[-1] < sampler.num_examples)
+
+
+@samplers
+def test_sampler_is_a_pure_function_of_key_and_step(sampler):
+    steps = list(range(20))
+    forward = [sampler.batch(s, KEY).tolist() for s in steps]
+    backward = [sampler_from_dict(sampler.to_dict()).batch(s, KEY).tolist() for s in steps[::-1]]
+    assert forward == backward[::-1]
+    if sampler.sampling_probability < 1:
+        assert len({tuple(b) for b in forward}) == len(steps)
+        assert forward != [sampler.batch(s, bytes(32)).tolist() for s in steps]
+
+
+@samplers
+def test_sampler_keeps_its_expected_size_and_probability(sampler):
+    sizes = [len(sampler.batch(step, KEY)) for step in range(400)]
+    spread = math.sqrt(sampler.expected_batch_size / len(sizes))
+    assert abs(np.mean(sizes) - sampler.expected_batch_size) <= 6 * spread
+    expected = sampler.expected_batch_size / sampler.num_examples
+    assert sampler.sampling_probability == expected
+
+
+@samplers
+@mechanisms
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_every_pair_is_accounted_or_refused_with_advice(sampler, mechanism, relation):
+    fitted = mechanism_from_dict(
+        {**mechanism.to_dict(), "expected_batch_size": sampler.expected_batch_size}
+    )
+    try:
+        plan = PrivacyPlan(sampler=sampler, mechanism=fitted, steps=2, relation=relation)
+    except ValueError as refusal:
+        assert "use " in str(refusal)  # noqa: PT017
+        return
+    epsilon = plan.epsilon(1e-3)
+    assert epsilon > 0
+    assert math.isfinite(epsilon) == mechanism.private
+    assert PrivacyPlan.from_dict(plan.to_dict()).digest() == plan.digest()

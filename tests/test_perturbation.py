@@ -1,0 +1,650 @@
+"""The perturbation engine: exact in float32, unbiased where it rounds, small in memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero import perturbation
+from hf_dpzero.directions import DISTRIBUTIONS, Direction, direction_vector
+from hf_dpzero.perturbation import (
+    ParameterSpace,
+    digest_model,
+    digest_tensors,
+    round_to_bfloat16_stochastically,
+)
+
+KEY = 0xA5A5_0123_4567_89AB_CDEF_0000_FFFF_1234
+SMOOTHING = 1e-3
+
+
+def directions_of(step: int, count: int) -> list[Direction]:
+    return [Direction(KEY, step, k) for k in range(count)]
+
+
+def some_tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    """Five shapes, scales from 1e-3 to 30, one all zero, one empty."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"matrix": (33, 17), "row": (1000,), "tiny": (1,), "large": (3000,), "zero": (40,)}
+    scales = {"matrix": 0.05, "row": 1e-3, "tiny": 1.0, "large": 30.0, "zero": 0.0}
+    made = {n: torch.randn(*s, generator=generator) * scales[n] for n, s in sizes.items()}
+    made["empty"] = torch.empty(0, 4)
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def space_of(tensors: dict[str, Tensor], **settings: object) -> ParameterSpace:
+    space = ParameterSpace(tensors.items(), **{"smoothing": SMOOTHING, **settings})
+    space.snap_()
+    return space
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def flat(space: ParameterSpace) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in space.tensors]).double()
+
+
+def spacings(space: ParameterSpace) -> Tensor:
+    """Each coordinate's grid step."""
+    parts = [
+        torch.full((t.numel(),), 2.0 ** (state["exponent"] - 24), dtype=torch.float64)
+        for t, state in zip(space.tensors, space.state_dict().values(), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+# ---------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_restore_is_bit_exact_after_many_cycles(distribution: str, dtype: torch.dtype):
+    space = space_of(some_tensors(dtype), distribution=distribution)
+    before = copies(space.tensors)
+    for step in range(100):
+        (u,) = directions_of(step, 1)
+        space.move_to_(((u, SMOOTHING),))
+        assert not same(space.tensors, before)
+        space.move_to_(((u, -SMOOTHING),))
+        space.settle_()
+    assert same(space.tensors, before)
+
+
+def test_plain_float_arithmetic_would_not_restore():
+    """The test above has power: +, -2, + in plain float32 moves most coordinates in 100 cycles."""
+    theta = some_tensors()["large"].clone()
+    before = theta.clone()
+    for step in range(100):
+        u = direction_vector(Direction(KEY, step), "gaussian", [(0, theta.numel())])
+        theta += SMOOTHING * u
+        theta -= 2 * SMOOTHING * u
+        theta += SMOOTHING * u
+    assert float((theta != before).float().mean()) > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_restore_after_an_exception_in_the_body(distribution: str, dtype: torch.dtype):
+    space = space_of(some_tensors(dtype), distribution=distribution)
+    before, (u, v) = copies(space.tensors), directions_of(0, 2)
+    with pytest.raises(ZeroDivisionError), space.perturbed(u, 0.4 * SMOOTHING):
+        inside = copies(space.tensors)
+        with pytest.raises(KeyError), space.perturbed(v, -0.6 * SMOOTHING):
+            raise KeyError
+        assert same(space.tensors, inside)
+        raise ZeroDivisionError
+    assert space.position == ()
+    assert same(space.tensors, before)
+
+
+def test_perturbation_is_lambda_u_to_half_a_grid_step():
+    for distribution in DISTRIBUTIONS:
+        space = space_of(some_tensors(), distribution=distribution)
+        before, (u,) = flat(space), directions_of(3, 1)
+        expected = before + SMOOTHING * direction_vector(u, distribution, space.layout).double()
+        with space.perturbed(u, SMOOTHING):
+            error = (flat(space) - expected).abs() / spacings_of_settled(space)
+        assert float(error.max()) <= 0.5 + 0.05  # float32 rounding of lambda u itself
+
+
+def spacings_of_settled(space: ParameterSpace) -> Tensor:
+    position, space.position = space.position, ()
+    try:
+        return spacings(space)
+    finally:
+        space.position = position
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_any_fusion_and_order_gives_the_same_weights(distribution: str, dtype: torch.dtype):
+    """Updates from a settled start (a replay) and fused with three other positions are equal."""
+    results = []
+    for visit in range(4):
+        space = space_of(some_tensors(dtype), distribution=distribution)
+        for step in range(10):
+            us = directions_of(step, 3)
+            if visit == 1:
+                for u in us:
+                    space.move_to_(((u, SMOOTHING),))
+                    space.move_to_(((u, -SMOOTHING),))
+            if visit == 2:
+                space.move_to_(((us[1], 0.5 * SMOOTHING), (us[2], -0.5 * SMOOTHING)))
+            if visit == 3:
+                space.move_to_(((Direction(KEY ^ 1, step), SMOOTHING),))
+            space.step_(us, [3e-4, -2e-4, 1e-6], decay=1e-3 if step % 2 else 0.0)
+        results.append(copies(space.tensors))
+    for other in results[1:]:
+        assert same(results[0], other)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_update_is_the_float64_reference_within_a_grid_step(distribution: str):
+    """K = 2; each term may round by one step, weight decay by one more."""
+    space = space_of(some_tensors(), distribution=distribution)
+    before, us, coefficients = flat(space), directions_of(0, 2), [7e-4, -1.3e-6]
+    space.move_to_(((us[1], -SMOOTHING),))
+    space.step_(us, coefficients, decay=0.01)
+    expected = before * (1 - 0.01)
+    for u, c in zip(us, coefficients, strict=True):
+        expected += c * direction_vector(u, distribution, space.layout).double()
+    error = (flat(space) - expected).abs() / spacings(space)
+    assert float(error.max()) <= 3.0 + 0.01
+    assert float(error.mean()) < 1.5
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_chunk_size_does_not_matter(distribution: str, monkeypatch: pytest.MonkeyPatch):
+    results = []
+    for chunk in (8, 64, 264, 1 << 19):
+        monkeypatch.setattr(perturbation, "CHUNK", chunk)
+        tensors = some_tensors()
+        tensors["half"] = torch.linspace(-1, 1, 777).bfloat16()
+        space = space_of(tensors, distribution=distribution)
+        for step in range(2):
+            us = directions_of(step, 2)
+            space.move_to_(((us[0], SMOOTHING),))
+            space.step_(us, [1e-3, 2e-7], decay=1e-6)
+        results.append((copies(space.tensors), space.state_dict()))
+    for tensors, state in results[1:]:
+        assert same(tensors, results[0][0])
+        assert state == results[0][1]
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_ten_thousand_small_tensors(distribution: str):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [1 + i % 7 for i in range(10_000)]
+    tensors = {f"t{i}": torch.randn(n, generator=generator) for i, n in enumerate(sizes)}
+    space = space_of(tensors, distribution=distribution)
+    assert space.dimension == sum(sizes)
+    before, (u,) = copies(space.tensors), directions_of(1, 1)
+    expected = flat(space) + SMOOTHING * direction_vector(u, distribution, space.layout).double()
+    space.move_to_(((u, SMOOTHING),))
+    assert torch.allclose(flat(space), expected, atol=1e-6, rtol=0)
+    space.settle_()
+    assert same(space.tensors, before)
+
+
+def test_moving_twice_to_a_position_equals_once_and_positions_may_overlap():
+    space = space_of(some_tensors(), distribution="gaussian")
+    u, v = directions_of(0, 2)
+    space.move_to_(((u, SMOOTHING),))
+    once = copies(space.tensors)
+    space.move_to_(((u, 0.2 * SMOOTHING), (v, 0.7 * SMOOTHING)))
+    space.move_to_(((u, SMOOTHING),))
+    assert same(space.tensors, once)
+    space.move_to_(((u, SMOOTHING),))
+    assert same(space.tensors, once)
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_exact_at_the_very_edge_of_the_grid(distribution: str):
+    """theta is led to the range's end by updates; positions replace each other there, exactly."""
+    smoothing = 0.05
+    space = space_of({"w": torch.full((64,), 0.2)}, distribution=distribution, smoothing=smoothing)
+    exponents = set()
+    for step in range(200):
+        u, v = Direction(KEY, step), Direction(KEY, step, 1)
+        space.step_([u], [0.01])
+        state = space.state_dict()["w"]
+        exponents.add(state["exponent"])
+        before = flat(space)
+        assert float(before.abs().max()) <= state["bound"]
+        space.move_to_(((u, 0.5 * smoothing), (v, 0.5 * smoothing)))
+        space.move_to_(((v, -smoothing),))
+        space.move_to_(((u, smoothing),))
+        space.settle_()
+        assert torch.equal(flat(space), before)
+        assert state["bound"] + 2 * smoothing < 2.0 ** state["exponent"]
+    assert len(exponents) > 1
+
+
+@pytest.mark.parametrize("coefficient", [17.5, 0.5, 16.5])
+def test_the_bound_holds_though_updates_round_up(coefficient: float):
+    """Every update pushes the one coordinate up; rounding adds up to a step each time."""
+    space = space_of({"w": torch.tensor([1.0])})
+    spacing = float(spacings(space)[0])
+    for step in range(300):
+        u = Direction(KEY, step)
+        sign = float(direction_vector(u, "rademacher", space.layout))
+        space.step_([u], [sign * coefficient * spacing])
+        assert float(flat(space)) <= space.state_dict()["w"]["bound"]
+
+
+# ---------------------------------------------------------------- growth
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_growth_regrids_at_the_same_step_under_replay(distribution: str):
+    """Updates of 0.3 carry zeros far past the first grid; visits in between change nothing."""
+    trained = space_of({"b": torch.zeros(50), "w": torch.ones(9)}, distribution=distribution)
+    replayed = space_of({"b": torch.zeros(50), "w": torch.ones(9)}, distribution=distribution)
+    seen = []
+    for step in range(60):
+        us = directions_of(step, 2)
+        trained.move_to_(((us[1], -SMOOTHING),))
+        trained.step_(us, [0.3, 0.1 * (step + 1)], decay=0.01 if step % 2 else 0.0)
+        replayed.step_(us, [0.3, 0.1 * (step + 1)], decay=0.01 if step % 2 else 0.0)
+        assert trained.state_dict() == replayed.state_dict()
+        assert same(trained.tensors, replayed.tensors)
+        seen.append(trained.state_dict()["b"]["exponent"])
+    assert seen == sorted(seen)
+    assert seen[-1] >= seen[0] + 3
+    grid = flat(trained) / spacings(trained)
+    assert torch.equal(grid, grid.round())
+
+
+def test_zero_tensors_move_and_come_back_to_zero():
+    space = space_of({"b": torch.zeros(100)})
+    (u,) = directions_of(0, 1)
+    with space.perturbed(u, SMOOTHING):
+        assert torch.allclose(space.tensors[0].abs(), torch.tensor(SMOOTHING), atol=1e-8)
+    assert torch.equal(space.tensors[0], torch.zeros(100))
+    space.step_([u], [1e-6])
+    assert float(space.tensors[0].abs().min()) > 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e35])
+@pytest.mark.parametrize("where", ["coefficient", "decay"])
+def test_numbers_that_are_not_usable_are_refused_and_settled(bad: float, where: str):
+    space = space_of(some_tensors())
+    before, us = copies(space.tensors), directions_of(0, 2)
+    space.move_to_(((us[0], SMOOTHING),))
+    coefficients, decay = ([1e-3, bad], 0.0) if where == "coefficient" else ([1e-3, 1e-3], bad)
+    with pytest.raises(ValueError, match=r"(not finite|out of range).*Lower learning_rate"):
+        space.step_(us, coefficients, decay=decay)
+    assert space.position == ()
+    assert same(space.tensors, before)
+
+
+def test_directions_and_coefficients_must_pair_up():
+    space = space_of(some_tensors())
+    before, us = copies(space.tensors), directions_of(0, 2)
+    for chosen, coefficients in [(us, [1.0]), ([us[0], us[0]], [1.0, 2.0]), (us[:1], [1.0, 2.0])]:
+        space.move_to_(((us[0], SMOOTHING),))
+        with pytest.raises(ValueError, match="as many distinct directions as coefficients"):
+            space.step_(chosen, coefficients)
+        assert same(space.tensors, before)
+
+
+@pytest.mark.parametrize("scale", [1.01 * SMOOTHING, -2 * SMOOTHING, math.nan, math.inf])
+def test_positions_beyond_smoothing_are_refused(scale: float):
+    space = space_of(some_tensors())
+    before, (u,) = copies(space.tensors), directions_of(0, 1)
+    with pytest.raises(ValueError, match=r"larger than smoothing=0\.001"):
+        space.move_to_(((u, scale),))
+    with pytest.raises(ValueError, match="larger than smoothing"), space.perturbed(u, scale):
+        pytest.fail("the body must not run")
+    with pytest.raises(ValueError, match="names a direction twice"):
+        space.move_to_(((u, 1e-4), (u, 1e-4)))
+    assert same(space.tensors, before)
+    assert space.position == ()
+
+
+# ---------------------------------------------------------------- unbiased rounding
+
+
+def drift_of(space: ParameterSpace, coefficient: float, steps: int) -> tuple[Tensor, Tensor]:
+    """(what `steps` updates did, what they should have done), in grid steps, and applies them."""
+    before, wanted = flat(space), torch.zeros(space.dimension, dtype=torch.float64)
+    for step in range(steps):
+        (u,) = directions_of(step, 1)
+        space.step_([u], [coefficient])
+        wanted += coefficient * direction_vector(u, space.distribution, space.layout).double()
+    return flat(space) - before, wanted
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_updates_far_below_the_grid_are_not_lost(distribution: str):
+    """Updates of f = 0.05 grid steps: nearest rounding would do nothing at all in any of them.
+
+    A coordinate's rounding error over T steps has variance below f T, so the slope of what was done
+    on what was wanted (deviation f sqrt(T) in each of n coordinates) is known to 1/sqrt(f n), and,
+    where one rounding serves a whole tensor, to 1/sqrt(f T) more.
+    """
+    f, steps, n = 0.05, 2500, 4096
+    space = space_of({"w": torch.full((n,), 0.9)}, distribution=distribution)
+    spacing = float(spacings(space)[0])
+    done, wanted = (part / spacing for part in drift_of(space, f * spacing, steps))
+    assert float((done - wanted).abs().max()) < 6 * math.sqrt(f * steps)
+    slope = float((done * wanted).sum() / wanted.square().sum())
+    uncertainty = math.hypot(1 / math.sqrt(f * n), 1 / math.sqrt(f * steps))
+    assert uncertainty < 0.12
+    assert slope == pytest.approx(1, abs=4 * uncertainty)  # nearest rounding: 0
+
+
+def test_a_drift_along_one_direction_keeps_its_size():
+    """10^4 updates of the same sign, each 0.03 of a grid step: 300 steps, give or take 5 sigma."""
+    space = space_of({"w": torch.tensor([0.9])})
+    spacing, steps = float(spacings(space)[0]), 10_000
+    before = flat(space)
+    for step in range(steps):
+        u = Direction(KEY, step)
+        sign = float(direction_vector(u, "rademacher", space.layout))
+        space.step_([u], [0.03 * spacing * sign])
+    moved = float(flat(space) - before) / spacing
+    assert moved == pytest.approx(0.03 * steps, abs=5 * math.sqrt(0.03 * 0.97 * steps))
+
+
+def test_weight_decay_far_below_the_grid_is_not_lost():
+    """lr * weight_decay = 1e-8: one float32 multiplication by 1 - 1e-8 changes nothing, ever.
+
+    Here 2000 steps must shrink the weights by 2e-5 of themselves on average; the noise of the
+    mean over 4096 coordinates of about 2^22 grid steps is sqrt(0.04 * 2000 / 4096) steps.
+    """
+    assert torch.tensor(0.9) * (1 - 1e-8) == torch.tensor(0.9)
+    generator = torch.Generator().manual_seed(0)
+    space = space_of({"w": 0.5 + 0.5 * torch.rand(4096, generator=generator)})
+    before, spacing = flat(space), float(spacings(space)[0])
+    for step in range(2000):
+        space.step_(directions_of(step, 1), [0.0], decay=1e-8)
+    shrunk = float((before - flat(space)).mean()) / spacing
+    wanted = float(before.mean()) * 2e-5 / spacing
+    assert wanted > 50
+    assert shrunk == pytest.approx(wanted, abs=6 * math.sqrt(0.04 * 2000 / 4096) + 0.05)
+
+
+def test_weight_decay_touches_only_decayed():
+    tensors = {"w": torch.ones(100), "b": torch.ones(100), "h": torch.ones(100).bfloat16()}
+    space = space_of(tensors, decayed=["w", "h"])
+    space.step_(directions_of(0, 1), [0.0], decay=0.25)
+    assert torch.equal(tensors["w"], torch.full((100,), 0.75))
+    assert torch.equal(tensors["b"], torch.ones(100))
+    assert torch.equal(tensors["h"], torch.full((100,), 0.75).bfloat16())
+
+
+def test_decay_of_one_is_zero_weights():
+    space = space_of({"w": torch.linspace(-1, 1, 99)})
+    space.step_(directions_of(0, 1), [0.0], decay=1.0)
+    assert float(space.tensors[0].abs().max()) <= float(spacings(space)[0])
+
+
+# ---------------------------------------------------------------- bfloat16
+
+
+def test_bfloat16_rounding_is_unbiased_over_all_uniforms():
+    """bfloat16 neighbours of 1 are 2^-7 apart; 0.3 of the way up must come up 0.3 of the times."""
+    uniforms = (torch.arange(65_536) + 0.5) / 65_536
+    for value, low, high in [(1.0 + 0.3 * 2**-7, 1.0, 1.0 + 2**-7), (-3.003, -3.015625, -3.0)]:
+        rounded = round_to_bfloat16_stochastically(torch.full((65_536,), value), uniforms).double()
+        assert set(rounded.unique().tolist()) == {low, high}
+        assert abs(float(rounded.mean()) - value) < (high - low) / 65_536
+
+
+def test_bfloat16_updates_are_unbiased_where_nearest_rounding_stands_still():
+    """1000 updates of 2 % of a bfloat16 step, all one way: 20 steps, within 5 sigma."""
+    space = space_of({"w": torch.ones(64).bfloat16()})
+    step_size, c = 2.0**-7, 0.02 * 2.0**-7
+    assert torch.equal((torch.ones(1).bfloat16() + c).bfloat16(), torch.ones(1).bfloat16())
+    total = torch.zeros(64, dtype=torch.float64)
+    for step in range(1000):
+        (u,) = directions_of(step, 1)
+        sign = direction_vector(u, "rademacher", space.layout).double()
+        space.step_([u], [c * float(sign[0])])
+        total += c * sign[0] * sign
+    error = (flat(space) - 1 - total) / step_size
+    assert float(error[0]) == pytest.approx(0, abs=5 * math.sqrt(0.02 * 1000))
+    assert float(total[0]) / step_size == pytest.approx(20)
+    assert abs(float(error.mean())) < 5 * math.sqrt(0.04 * 1000 / 64)
+
+
+def test_bfloat16_keeps_one_settled_copy_and_float32_none():
+    wide = space_of({"w": torch.ones(1000)})
+    half = space_of({"w": torch.ones(1000).bfloat16()})
+    assert not any(isinstance(v, Tensor) and v is not wide.tensors[0] for v in vars(wide._cells[0]).values())
+    assert half._cells[0].settled.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------- what is refused, what counts once
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_count_once():
+    model = Tied()
+    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    assert space.dimension == 40
+    assert space.names == ["embed.weight"]
+    space.snap_()
+    before, (u,) = model.head.weight.detach().clone(), directions_of(0, 1)
+    with space.perturbed(u, SMOOTHING):
+        moved = (model.head.weight - before).detach().abs()
+        assert torch.allclose(moved, torch.tensor(SMOOTHING), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[:2],
+        lambda t: t.t(),  # made contiguous, it would silently stop being shared
+        lambda t: t.view(-1)[5:9],
+        lambda t: t[:, :1],
+    ],
+)
+def test_shared_memory_that_is_not_one_parameter_is_refused(view):
+    base = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match=r"(a and b|b and a) share memory"):
+        ParameterSpace({"a": base, "b": view(base)}.items())
+
+
+def test_neighbours_in_one_buffer_are_fine():
+    buffer = torch.zeros(10)
+    space = space_of({"a": buffer[:5], "b": buffer[5:]})
+    with space.perturbed(Direction(KEY, 0), SMOOTHING):
+        assert float(buffer.abs().min()) > 0
+
+
+def test_non_contiguous_parameters_are_made_contiguous_in_place():
+    layer = nn.Linear(3, 5)
+    layer.weight.data = torch.arange(15.0).reshape(3, 5).t()
+    value = layer.weight.detach().clone()
+    space = ParameterSpace.from_model(layer, smoothing=SMOOTHING)
+    assert layer.weight.is_contiguous()
+    assert torch.equal(layer.weight, value)
+    space.snap_()
+    with space.perturbed(Direction(KEY, 0), SMOOTHING):
+        assert not torch.equal(layer.weight, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float64, torch.complex64])
+def test_unsupported_dtypes_are_named(dtype: torch.dtype):
+    with pytest.raises(ValueError, match=rf"w has dtype {re.escape(str(dtype))}.*float32 or bfloat16"):
+        ParameterSpace([("w", torch.zeros(3, dtype=dtype))])
+
+
+def test_meta_nan_and_nothing_trainable_are_refused():
+    with pytest.raises(ValueError, match="w is on the meta device"):
+        ParameterSpace([("w", torch.zeros(3, device="meta"))])
+    with pytest.raises(ValueError, match="no parameter is trainable"):
+        ParameterSpace.from_model(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(ValueError, match="finite weights"):
+        ParameterSpace([("w", torch.tensor([1.0, math.nan]))]).snap_()
+    with pytest.raises(ValueError, match="direction='cauchy'"):
+        ParameterSpace([("w", torch.zeros(3))], distribution="cauchy")
+
+
+def test_a_space_notices_that_the_model_got_other_parameters():
+    model = nn.Linear(2, 2)
+    space = ParameterSpace.from_model(model)
+    space.check_is_of(model)
+    model.weight = nn.Parameter(model.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="replaced"):
+        space.check_is_of(model)
+
+
+# ---------------------------------------------------------------- state, digests, dense steps
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_state_survives_json_and_continues_bit_for_bit(distribution: str):
+    straight = space_of(some_tensors(), distribution=distribution)
+    for step in range(5):
+        straight.step_(directions_of(step, 2), [0.05, 0.02])
+    state = json.loads(json.dumps(straight.state_dict()))
+    saved = dict(zip(straight.names, copies(straight.tensors), strict=True))
+    resumed = ParameterSpace(saved.items(), distribution=distribution, smoothing=SMOOTHING)
+    resumed.load_state_dict(state)
+    for step in range(5, 12):
+        for space in (straight, resumed):
+            space.step_(directions_of(step, 2), [0.05, 0.02])
+    assert same(straight.tensors, resumed.tensors)
+    assert straight.state_dict() == resumed.state_dict()
+
+
+def test_state_of_another_model_is_refused():
+    state = space_of(some_tensors()).state_dict()
+    with pytest.raises(ValueError, match=r"trainable tensors \(6\) are not this model's \(1\)"):
+        ParameterSpace([("w", torch.zeros(3))]).load_state_dict(state)
+
+
+def test_state_refuses_weights_that_are_not_on_its_grid():
+    """Weights that went through bfloat16, or were edited, would make every later move inexact."""
+    space = space_of({"w": torch.linspace(0.1, 1, 50)})
+    state = space.state_dict()
+    space.tensors[0].add_(1e-8)
+    other = ParameterSpace([("w", torch.linspace(0.1, 1, 50) / 3)])
+    with pytest.raises(ValueError, match="w holds values that are not on the grid"):
+        other.load_state_dict(state)
+
+
+def test_digest_sees_names_shapes_dtypes_and_every_bit():
+    base = {"a": torch.zeros(4), "b": torch.ones(2, 2)}
+    variants = [
+        base,
+        {"a": torch.zeros(4), "c": torch.ones(2, 2)},
+        {"a": torch.zeros(4), "b": torch.ones(4)},
+        {"a": torch.zeros(4), "b": torch.ones(2, 2).bfloat16()},
+        {"a": torch.tensor([0.0, 0.0, -0.0, 0.0]), "b": torch.ones(2, 2)},
+        {"a": torch.zeros(4), "b": torch.ones(2, 2) + 2**-23},
+        {"b": torch.ones(2, 2), "a": torch.zeros(4)},
+    ]
+    digests = {digest_tensors(v.items()) for v in variants}
+    assert len(digests) == len(variants)
+    assert digest_tensors({k: v.clone() for k, v in base.items()}.items()) in digests
+
+
+def test_digest_of_a_model_counts_frozen_parameters():
+    model = nn.Linear(2, 2)
+    before = digest_model(model)
+    model.requires_grad_(False)
+    assert digest_model(model) == before
+    model.bias.data[0] += 1
+    assert digest_model(model) != before
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_direction_norm_is_the_norm(distribution: str):
+    space = space_of(some_tensors(), distribution=distribution)
+    u = Direction(KEY, 4)
+    norm = float(direction_vector(u, distribution, space.layout).double().norm())
+    assert space.direction_norm(u) == pytest.approx(norm, rel=1e-6)
+
+
+def test_dense_step_adds_u_and_the_noise_within_a_grid_step():
+    """DPGD-0th: the noise joins before the rounding; parts arrive in order, each once."""
+    space = space_of(some_tensors(), distribution="gaussian")
+    before, u, drawn = flat(space), Direction(KEY, 2), []
+
+    def noise(part: int, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(part)
+        drawn.append((part, torch.randn(count, generator=generator)))
+        return drawn[-1][1].clone()
+
+    space.move_to_(((u, SMOOTHING),))
+    space.dense_step_(u, 1e-3, noise)
+    assert [part for part, _ in drawn] == list(range(5))
+    noises = torch.cat([values for _, values in drawn]).double()
+    expected = before + 1e-3 * direction_vector(u, "gaussian", space.layout).double() + noises
+    error = (flat(space) - expected).abs() / spacings(space)
+    # A coarser grid on the way (1/2), the rounding itself (1), float32 before it (1/2).
+    assert float(error.max()) <= 2.0
+    moved = copies(space.tensors)
+    with space.perturbed(u, SMOOTHING):
+        pass
+    assert same(space.tensors, moved)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def peak_resident_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read())[1]) * 1024
+
+
+def forget_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux /proc")
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_no_copy_of_the_model_is_made(distribution: str):
+    """128 MiB of weights: snapping, perturbing and updating may not take 24 MiB more."""
+    weights = torch.full((1 << 25,), 0.5)
+    gc.collect()
+    forget_peak()
+    before = peak_resident_bytes()
+    space = space_of({"w": weights}, distribution=distribution)
+    u = Direction(KEY, 0)
+    if distribution == "rademacher":  # the others take the same path, slower
+        space.move_to_(((u, SMOOTHING),))
+        space.move_to_(((u, -SMOOTHING),))
+        space.step_([u], [1e-4])
+    else:
+        space._cells[0].tensor = weights[: 1 << 22]
+        space.move_to_(((u, SMOOTHING),))
+        space.step_([u], [1e-4])
+    assert peak_resident_bytes() - before < 24 << 20
+
+
+def test_power_of_the_memory_test():
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("needs Linux /proc")
+    forget_peak()
+    before = peak_resident_bytes()
+    copy = np.ones(1 << 23, np.float32)  # 32 MiB, a quarter of the model above
+    assert peak_resident_bytes() - before > 24 << 20
+    del copy

@@ -1,0 +1,279 @@
+"""Tasks: deterministic data, subsets by seed, rows that arrive as they left, clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import EvalPrediction, PreTrainedTokenizerFast
+
+from hf_dpzero.recipe_arguments import DataArguments
+from hf_dpzero.tasks import TASKS, build_task, quickstart
+from hf_dpzero.tasks.base import Task, subset
+
+SST2 = Path(__file__).parent.parent.parent / "shared" / "data" / "sst2"
+
+
+def tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
+    """Words to ids; unknown words are 1."""
+    words = ["[PAD]", "[UNK]", "good", "bad", "film", "very"]
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", padding_side=side
+    )
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def files(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataArguments:
+    train, validation = write(folder / "t.jsonl", rows), write(folder / "v.jsonl", rows[:4])
+    return DataArguments(train_file=train, validation_file=validation, **settings)
+
+
+ROWS = [{"text": "very " * (i % 5) + "good film", "label": i % 3} for i in range(30)]
+
+
+# ---------------------------------------------------------------- quickstart
+
+
+@pytest.fixture(scope="module")
+def messages() -> datasets.DatasetDict:
+    return quickstart.generate()
+
+
+def test_quickstart_is_deterministic_distinct_and_balanced(messages: datasets.DatasetDict) -> None:
+    again = quickstart.generate()
+    assert {name: len(rows) for name, rows in messages.items()} == {
+        "train": 8192,
+        "validation": 1024,
+    }
+    for name, rows in messages.items():
+        assert rows[:] == again[name][:]
+        assert np.mean(rows["label"][:]) == 0.5
+    texts = [text for rows in messages.values() for text in rows["text"][:]]
+    assert len(set(texts)) == len(texts)
+    assert quickstart.generate(seed=1)["train"][:] != messages["train"][:]
+
+
+def test_quickstart_splits_share_no_filling() -> None:
+    train, validation = quickstart._TRAIN, quickstart._VALIDATION
+    for field in ("openings", "closings", "people", "past", "future"):
+        first, second = set(getattr(train, field)), set(getattr(validation, field))
+        assert first
+        assert second
+        assert not first & second, field
+    assert train.situations < validation.situations == len(quickstart._URGENT)
+    assert len(quickstart._URGENT) == len(quickstart._ROUTINE)
+
+
+def test_quickstart_text_reads_well(messages: datasets.DatasetDict) -> None:
+    for text in messages["validation"]["text"][:] + messages["train"]["text"][:500]:
+        assert "{" not in text
+        assert "  " not in text
+        assert text[0].isupper()
+        assert text[-1] in ".?"
+
+
+def test_quickstart_does_not_touch_the_global_generators() -> None:
+    import random
+
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    quickstart.generate()
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_quickstart_refuses_files() -> None:
+    with pytest.raises(ValueError, match=r"train_file='x.jsonl'.*text_classification"):
+        build_task(DataArguments(task="quickstart", train_file="x.jsonl"))
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_integer_labels(tmp_path: Path) -> None:
+    task = build_task(files(tmp_path, ROWS))
+    assert (task.name, task.label_names) == ("text_classification", ("0", "1", "2"))
+    assert task.splits["train"]["label"][:] == [row["label"] for row in ROWS]
+    assert len(task.splits["validation"]) == 4
+
+
+def test_string_labels_are_sorted_names(tmp_path: Path) -> None:
+    rows = [{"text": "x", "label": name} for name in ("spam", "ham", "spam", "ham")]
+    task = build_task(files(tmp_path, rows))
+    assert task.label_names == ("ham", "spam")
+    assert task.splits["train"]["label"][:] == [1, 0, 1, 0]
+
+
+def test_csv_pairs_and_named_columns(tmp_path: Path) -> None:
+    for name in ("t.csv", "v.csv"):
+        (tmp_path / name).write_text("a,b,gold,extra\ngood,bad,1,7\nbad,film,0,8\n")
+    task = build_task(
+        DataArguments(
+            train_file=str(tmp_path / "t.csv"),
+            validation_file=str(tmp_path / "v.csv"),
+            text_column="a",
+            text_pair_column="b",
+            label_column="gold",
+        )
+    )
+    assert task.text_columns == ("a", "b")
+    encoded = task.tokenize(tokenizer())["train"]
+    assert encoded["input_ids"][:] == [[2, 3], [3, 4]]
+    assert encoded["labels"][:] == [1, 0]
+
+
+def test_sst2_from_local_files(tmp_path: Path) -> None:
+    rows = [{"sentence": "good film", "label": i % 2} for i in range(6)]
+    task = build_task(files(tmp_path, rows, task="sst2"))
+    assert task.name == "sst2"
+    assert task.label_names == ("negative", "positive")
+    assert task.text_columns == ("sentence",)
+
+
+@pytest.mark.skipif(not SST2.is_dir(), reason="the SST-2 files are not here")
+def test_sst2_real_validation_rows() -> None:
+    path = str(SST2 / "validation.jsonl")
+    task = build_task(DataArguments(task="sst2", train_file=path, validation_file=path))
+    assert len(task.splits["validation"]) == 872
+    assert 0.4 < np.mean(task.splits["validation"]["label"][:]) < 0.6
+
+
+# ---------------------------------------------------------------- subsets
+
+
+def test_subsets_are_drawn_by_seed_and_not_by_position(tmp_path: Path) -> None:
+    def chosen(seed: int) -> list[str]:
+        rows = [{"text": str(i), "label": i % 2} for i in range(100)]
+        data = files(tmp_path, rows, max_train_samples=20, subset_seed=seed)
+        return build_task(data).splits["train"]["text"][:]
+
+    assert chosen(1) == chosen(1)
+    assert chosen(1) != chosen(2)
+    assert chosen(1) != [str(i) for i in range(20)]
+    assert len(set(chosen(1))) == 20
+
+
+def test_few_shot_takes_the_same_number_of_each_class(tmp_path: Path) -> None:
+    data = files(tmp_path, ROWS, num_examples_per_class=4, max_eval_samples=2)
+    splits = build_task(data).splits
+    assert np.bincount(splits["train"]["label"][:]).tolist() == [4, 4, 4]
+    assert len(splits["validation"]) == 2
+
+
+def test_few_shot_refuses_a_class_that_is_too_small(tmp_path: Path) -> None:
+    data = files(tmp_path, ROWS, num_examples_per_class=11)
+    with pytest.raises(ValueError, match=r"num_examples_per_class=11, but label 0 has 10"):
+        build_task(data)
+
+
+def test_asking_for_more_rows_than_there_are_keeps_all(tmp_path: Path) -> None:
+    splits = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(ROWS), validation=datasets.Dataset.from_list(ROWS)
+    )
+    assert len(subset(splits, DataArguments(max_train_samples=1000))["train"]) == len(ROWS)
+
+
+# ---------------------------------------------------------------- features and metric
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokenize_and_collate(tmp_path: Path, side: str) -> None:
+    task = build_task(files(tmp_path, ROWS, max_seq_length=4))
+    words = tokenizer(side)
+    rows = task.tokenize(words)["train"]
+    assert set(rows.column_names) >= {"input_ids", "attention_mask", "labels"}
+    assert "text" not in rows.column_names
+    assert max(map(len, rows["input_ids"][:])) == 4
+    batch = task.collator(words)([rows[i] for i in range(3)])
+    assert batch["input_ids"].shape == (3, 8)
+    assert batch["labels"].tolist() == [0, 1, 2]
+    assert batch["attention_mask"].sum(dim=1).tolist() == [2, 3, 4]
+    assert batch["attention_mask"][0, 0 if side == "right" else -1] == 1
+
+
+def test_collator_stacks_precomputed_features(tmp_path: Path) -> None:
+    task = build_task(files(tmp_path, ROWS))
+    rows = [{"sentence_embedding": torch.ones(3) * i, "labels": i} for i in range(2)]
+    batch = task.collator(tokenizer())(rows)
+    assert batch["sentence_embedding"].tolist() == [[0.0] * 3, [1.0] * 3]
+    assert batch["labels"].tolist() == [0, 1]
+
+
+def test_accuracy_works_offline(tmp_path: Path) -> None:
+    task = build_task(files(tmp_path, ROWS))
+    logits = np.array([[2.0, 1.0, 0.0], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    prediction = EvalPrediction(predictions=logits, label_ids=np.array([0, 1, 1, 0]))
+    assert task.compute_metrics(prediction) == {"accuracy": 0.75}
+    assert task.metric == "accuracy"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_unknown_task_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"task='sst3' is not one of .*sst2"):
+        build_task(DataArguments(task="sst3"))
+
+
+def test_every_registered_task_has_a_builder() -> None:
+    import importlib
+
+    assert TASKS
+    assert all(callable(importlib.import_module(module).build) for module in TASKS.values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a"}] * 4, r"no column 'label' \(they have text\); set label_column"),
+        ([{"words": "a", "label": 1}] * 4, r"no column 'text'.*set text_column"),
+        ([{"text": "a", "label": -1}] * 4, r"holds the label -1"),
+        ([{"text": "a", "label": 0.5}] * 4, r"holds float values such as 0.5"),
+        ([{"text": "a", "label": 0}] * 4, r"holds 1 classes"),
+        ([{"text": "a", "label": 1}, {"text": "b", "label": None}] * 2, r"empty in 2 of 4 rows"),
+    ],
+)
+def test_refused_rows(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_task(files(tmp_path, rows))
+
+
+def test_a_label_outside_the_task_is_refused(tmp_path: Path) -> None:
+    rows = [{"sentence": "a", "label": i} for i in (0, 1, 2, 1)]
+    with pytest.raises(ValueError, match=r"holds the label 2, which is none of the 2 classes"):
+        build_task(files(tmp_path, rows, task="sst2"))
+
+
+def test_missing_sources_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", ROWS)
+    with pytest.raises(ValueError, match="validation_file is not set"):
+        build_task(DataArguments(train_file=path))
+    with pytest.raises(ValueError, match="set train_file and validation_file"):
+        build_task(DataArguments())
+    with pytest.raises(FileNotFoundError, match=r"absent.jsonl not found"):
+        build_task(DataArguments(train_file="absent.jsonl", validation_file=path))
+    with pytest.raises(ValueError, match=r"rows are read from"):
+        build_task(DataArguments(train_file="rows.txt", validation_file=path))
+
+
+def test_an_unreachable_hub_data_set_names_the_command() -> None:
+    with pytest.raises(OSError, match=r"hf download nobody/nothing --repo-type dataset"):
+        build_task(DataArguments(dataset_name="nobody/nothing"))
+
+
+def test_task_knows_its_number_of_labels(messages: datasets.DatasetDict) -> None:
+    task = Task(name="t", label_names=("a", "b"), text_columns=("text",), splits=messages)
+    assert task.num_labels == 2
