@@ -13,6 +13,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import hf_dpzero
@@ -23,13 +24,14 @@ MISTAKES = (ValueError, OSError, ImportError)
 _OVERRIDES = (
     "Every field of the recipe may be overridden: --field value (a list: --field a b; true: "
     "--field alone). Fields are those of ModelArguments, DataArguments and DPZeroConfig, which "
-    "includes all of Hugging Face's TrainingArguments. Overrides follow RECIPE; the last one wins."
+    "includes all of Hugging Face's TrainingArguments. The last mention wins."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status; `argv` defaults to the process's own."""
     words = list(sys.argv[1:] if argv is None else argv)
+    warnings.filterwarnings("ignore", message=".*'pin_memory' argument is set as true")
     try:
         return dispatch(words)
     except KeyboardInterrupt:

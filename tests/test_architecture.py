@@ -1,7 +1,7 @@
 """The house rules that a reader of the imports can check: `docs/architecture.md` is the plan.
 
-The table there lists the modules; imports go down it, heavy packages are imported eagerly only where
-its third column names them without "(lazy)", and no module reaches for a global random generator.
+The table there lists the modules; imports go down it, heavy packages are imported eagerly only
+where its third column names them without "(lazy)", and no module uses a global generator.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_imports_go_down(path: Path):
         if there is None or there not in known:
             continue  # a name of the package itself, such as __version__
         assert known[there] <= known[here], (
-            f"{path.name}:{item.line} imports {there}, which docs/architecture.md lists below {here}"
+            f"{path.name}:{item.line} imports {there}, listed below {here} in docs/architecture.md"
         )
 
 

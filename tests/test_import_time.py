@@ -39,7 +39,7 @@ def loaded_after(code: str) -> set[str]:
 
 
 def seconds(statement: str, after: str = "pass") -> float:
-    """Time that `statement` takes in a fresh process in which `after` was run: the faster of two."""
+    """Time that `statement` takes in a fresh process after `after`: the faster of two."""
     clock = "start = time.perf_counter()"
     code = f"import time; {after}; {clock}; {statement}; print(time.perf_counter() - start)"
     return min(float(run(code)) for _ in range(2))

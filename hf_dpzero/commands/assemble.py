@@ -21,8 +21,8 @@ ADAPTER_FILE = "adapter_config.json"
 def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     """The trainer that a recipe describes, with its untrained model.
 
-    The privacy plan is made as soon as the number of rows is known, so that what cannot be accounted
-    is refused before any text is encoded.
+    The privacy plan is made as soon as the number of rows is known, so that what cannot be
+    accounted is refused before any text is encoded.
 
     Raises:
       ValueError, OSError, ImportError: whatever the task, the model or the plan refuses.
@@ -63,6 +63,11 @@ def _rows(recipe: Recipe, task: Task, model: Any, tokenizer: Any) -> datasets.Da
             device=recipe.training.device,
         )
     return rows
+
+
+def output_dir(recipe: Recipe) -> Path:
+    """Where the recipe's run puts everything; `TrainingArguments` always sets it."""
+    return Path(str(recipe.training.output_dir))
 
 
 def load_trained(arguments: ModelArguments, task: Task, base: str) -> tuple[Any, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from pathlib import Path
 
-from hf_dpzero.commands.assemble import load_trained
+from hf_dpzero.commands.assemble import load_trained, output_dir
 from hf_dpzero.recipe import Recipe, load_recipe, parse_overrides, read_recipe
 
 
@@ -22,7 +21,7 @@ def run(arguments: argparse.Namespace) -> None:
         recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **overrides})
         metrics = evaluate(recipe, base, quiet=arguments.json)
     if "output_dir" in overrides:
-        path = Path(recipe.training.output_dir) / "eval_results.json"
+        path = output_dir(recipe) / "eval_results.json"
         path.write_text(json.dumps(metrics, indent=4, sort_keys=True), encoding="utf-8")
     if arguments.json:
         print(json.dumps(metrics, indent=2, sort_keys=True))

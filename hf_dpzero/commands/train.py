@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_dpzero.commands.assemble import build_trainer
+from hf_dpzero.commands.assemble import build_trainer, output_dir
 from hf_dpzero.recipe import Recipe, load_recipe
 from hf_dpzero.trajectory import LEDGER_NAME, LedgerError
 
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     resume = checkpoint(recipe.training.resume_from_checkpoint)
-    _refuse_used_folder(Path(recipe.training.output_dir), resume)
+    _refuse_used_folder(output_dir(recipe), resume)
     trainer = build_trainer(recipe)
     train(trainer, recipe, resume)
     print(trainer.privacy_report())
@@ -41,13 +41,12 @@ def train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None = No
     trainer.save_model()
     trainer.save_state()
     evaluated = trainer.evaluate()
-    train_metrics = {**output.metrics, "train_samples": len(trainer.train_dataset)}
+    train_metrics = {**output.metrics, "train_samples": trainer.plan.sampler.num_examples}
     for split, metrics in (("zero_shot", zero_shot), ("train", train_metrics), ("eval", evaluated)):
         trainer.log_metrics(split, metrics)
         trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():
-        path = Path(recipe.training.output_dir) / RECIPE_FILE
-        path.write_text(recipe.to_yaml(), encoding="utf-8")
+        (output_dir(recipe) / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
     if recipe.training.push_to_hub:
         trainer.push_to_hub()
 
@@ -68,6 +67,6 @@ def _refuse_used_folder(folder: Path, resume: str | bool | None) -> None:
     if resume is None and (folder / LEDGER_NAME).exists():
         raise LedgerError(
             f"{folder} holds the ledger of an earlier run: continue it with "
-            "--resume_from_checkpoint, or train into another --output_dir. Its privacy budget stays "
-            "spent either way."
+            "--resume_from_checkpoint, or train into another --output_dir. Its privacy budget "
+            "stays spent either way."
         )
