@@ -64,8 +64,12 @@ class DPZeroConfig(TrainingArguments):
         "add_or_remove_one", "add_or_remove_one, replace_one or replace_special"
     )
     accountant: str = _setting("pld", "pld, rdp or advanced_composition (the paper's Lemma 2.2)")
-    noise_distribution: str = _setting("gaussian", "gaussian, or laplace for pure epsilon (delta 0)")
-    direction_key: int | None = _setting(None, "128-bit public key of the directions; default random")
+    noise_distribution: str = _setting(
+        "gaussian", "gaussian, or laplace for pure epsilon (delta 0)"
+    )
+    direction_key: int | None = _setting(
+        None, "128-bit public key of the directions; default random"
+    )
     trainable: str | None = _setting(
         None, "regular expression; only parameters whose name it finds are trained"
     )
@@ -99,7 +103,9 @@ class DPZeroConfig(TrainingArguments):
         _positive("target_epsilon", self.target_epsilon, optional=True)
         self._check_delta()
         if int(self.num_directions) != self.num_directions or self.num_directions < 1:
-            raise ValueError(f"num_directions={self.num_directions} must be an integer of at least 1.")
+            raise ValueError(
+                f"num_directions={self.num_directions} must be an integer of at least 1."
+            )
         if self.method != "mezo" and (self.target_epsilon is None) == (
             self.noise_multiplier is None
         ):
@@ -141,7 +147,10 @@ class DPZeroConfig(TrainingArguments):
                 "fp16=True: float16 losses are too coarse for finite differences; use bf16=True "
                 "(autocast) or float32."
             )
-        if self.push_to_hub and str(getattr(self.hub_strategy, "value", self.hub_strategy)) != "end":
+        if (
+            self.push_to_hub
+            and str(getattr(self.hub_strategy, "value", self.hub_strategy)) != "end"
+        ):
             raise ValueError(
                 f"hub_strategy={self.hub_strategy!r} would upload output_dir as it is, secrets and "
                 "all; leave it at 'end', which ships the allow list of hf_dpzero.hub."
@@ -154,13 +163,17 @@ class DPZeroConfig(TrainingArguments):
         if self.auto_find_batch_size:
             raise ValueError("auto_find_batch_size=True: set microbatch_size instead.")
         if self.max_grad_norm:
-            logger.warning("max_grad_norm=%s is ignored: there are no gradients.", self.max_grad_norm)
+            logger.warning(
+                "max_grad_norm=%s is ignored: there are no gradients.", self.max_grad_norm
+            )
             self.max_grad_norm = 0.0
         if self.trainable is not None:
             try:
                 re.compile(self.trainable)
             except re.error as error:
-                raise ValueError(f"trainable={self.trainable!r} is no regular expression: {error}.")
+                raise ValueError(
+                    f"trainable={self.trainable!r} is no regular expression: {error}."
+                ) from None
 
     @property
     def physical_batch_size(self) -> int:
@@ -211,11 +224,16 @@ class DPZeroConfig(TrainingArguments):
             return FullBatchSampler(
                 num_examples=num_examples, expected_batch_size=float(num_examples)
             )
-        sizes = {"num_examples": num_examples, "expected_batch_size": self.expected_batch_size}
+        batch = self.expected_batch_size
         if self.sampling == "truncated_poisson":
-            return TruncatedPoissonSampler(**sizes, max_batch_size=self.max_batch_size)
-        kinds = {"poisson": PoissonSampler, "fixed_size_without_replacement": FixedSizeSampler}
-        return kinds[self.sampling](**sizes)
+            assert self.max_batch_size is not None
+            return TruncatedPoissonSampler(
+                num_examples=num_examples,
+                expected_batch_size=batch,
+                max_batch_size=self.max_batch_size,
+            )
+        kind = PoissonSampler if self.sampling == "poisson" else FixedSizeSampler
+        return kind(num_examples=num_examples, expected_batch_size=batch)
 
     def _mechanism(self, batch: float) -> ScalarMechanism | VectorMechanism | NonPrivateMean:
         noise = 1.0 if self.noise_multiplier is None else self.noise_multiplier

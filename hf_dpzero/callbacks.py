@@ -28,6 +28,10 @@ class PrivacyProgressCallback(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Shows the last logged epsilon; computing it at every step would cost more than steps."""
-        if state.is_world_process_zero and self.training_bar is not None and "epsilon" in (logs or {}):
+        if (
+            state.is_world_process_zero
+            and self.training_bar is not None
+            and "epsilon" in (logs or {})
+        ):
             self.training_bar.set_postfix(epsilon=f"{logs['epsilon']:.3f}", refresh=False)
         super().on_log(args, state, control, logs=logs, **kwargs)

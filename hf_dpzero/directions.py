@@ -57,7 +57,9 @@ def new_key() -> int:
 def check_distribution(name: str) -> None:
     """Raises ValueError unless `name` is one of `DISTRIBUTIONS`."""
     if name not in DISTRIBUTIONS:
-        raise ValueError(f"direction={name!r} is not known; choose one of {', '.join(DISTRIBUTIONS)}.")
+        raise ValueError(
+            f"direction={name!r} is not known; choose one of {', '.join(DISTRIBUTIONS)}."
+        )
 
 
 def random_words(direction: Direction, start: int, count: int, domain: int = 0) -> np.ndarray:
@@ -176,7 +178,9 @@ class DirectionStream:
         dimension, square = sum(size for _, size in self.layout), self.squared_norm()
         scale = math.sqrt(dimension / square) if square else 0.0
         if dimension > _SURE_DIMENSION and not 0.5 <= scale <= 2.0:
-            raise ArithmeticError(f"sphere: sqrt(d)/||z|| = {scale} cannot happen; broken generator.")
+            raise ArithmeticError(
+                f"sphere: sqrt(d)/||z|| = {scale} cannot happen; broken generator."
+            )
         return scale
 
     @property
@@ -255,7 +259,10 @@ def _exact_sum_of_squares(integers: Tensor) -> int:
 
 
 def direction_vector(
-    direction: Direction, distribution: str, layout: list[tuple[int, int]], dtype=torch.float32
+    direction: Direction,
+    distribution: str,
+    layout: list[tuple[int, int]],
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The whole direction as one vector [d], for tests, small problems and explanations.
 

@@ -42,10 +42,10 @@ def shared(value: T) -> T:
     return box[0]
 
 
-def shared_from_main(make: Callable[[], T]) -> T | None:
+def shared_from_main(make: Callable[[], T]) -> T:
     """Calls `make` on the main process only and shares the result: noise is drawn once."""
     value = make() if not active() or dist.get_rank() == 0 else None
-    return shared(value)
+    return shared(value)  # type: ignore[return-value]
 
 
 def on_main(main: Callable[[], T], others: Callable[[], T]) -> T:

@@ -76,7 +76,7 @@ class FiniteDifferences:
         with self.prefix.installed():
             # One microbatch at a time, so that only its prefix is held in memory.
             parts = [self._sweep_with_prefix(m, directions) for m in microbatches]
-        plus, minus = zip(*parts)
+        plus, minus = zip(*parts, strict=True)
         return torch.cat(plus), torch.cat(minus)
 
     def _sweep_with_prefix(
@@ -92,7 +92,7 @@ class FiniteDifferences:
         """Perturbs once per direction and sign, and evaluates all microbatches there."""
         columns: tuple[list[Tensor], list[Tensor]] = ([], [])
         for direction in directions:
-            for column, sign in zip(columns, (1.0, -1.0)):
+            for column, sign in zip(columns, (1.0, -1.0), strict=True):
                 self.space.move_to_(((direction, sign * self.smoothing),))
                 column.append(torch.cat([self.evaluate(m) for m in microbatches]))
         return torch.stack(columns[0], dim=1), torch.stack(columns[1], dim=1)

@@ -336,7 +336,7 @@ class ParameterSpace:
     @property
     def layout(self) -> list[tuple[int, int]]:
         """(offset, size) of each tensor in the direction's index space."""
-        return [(o, t.numel()) for o, t in zip(self.offsets, self.tensors)]
+        return [(o, t.numel()) for o, t in zip(self.offsets, self.tensors, strict=True)]
 
     @property
     def snapped(self) -> bool:
@@ -362,7 +362,7 @@ class ParameterSpace:
         assert not self.position, "settle_() before saving"
         return {
             name: {"exponent": cell.exponent, "bound": cell.bound}
-            for name, cell in zip(self.names, self._cells)
+            for name, cell in zip(self.names, self._cells, strict=True)
         }
 
     @torch.no_grad()
@@ -560,7 +560,9 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _refuse_shared_memory(named: Sequence[tuple[str, Tensor]]) -> None:
-    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t), name) for name, t in named if t.numel())
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + _extent(t), name) for name, t in named if t.numel()
+    )
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(
@@ -587,7 +589,7 @@ def digest_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
         flat = tensor.detach().contiguous().view(-1)
         for start in range(0, flat.numel(), CHUNK):
             part = flat[start : start + CHUNK].cpu().view(torch.uint8)
-            digest.update(memoryview(part.numpy()))
+            digest.update(part.numpy().tobytes())
     return digest.hexdigest()
 
 

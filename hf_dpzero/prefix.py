@@ -35,7 +35,7 @@ class FrozenPrefix:
         self._outputs: list[tuple[nn.Module, Any, list[tuple[Tensor, int]]]] = []
         self._cursor = 0
         self._recording = True
-        self._tainted = False
+        self._tainted = self._inside = False
         self._frozen = _maximal_frozen_modules(model)
         self._owners = [m for m in model.modules() if _owns_trainable(m)]
 
@@ -78,11 +78,15 @@ class FrozenPrefix:
 
     def _remembering(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def remembered(*args: Any, **kwargs: Any) -> Any:
-            if self._tainted:
+            if self._tainted or self._inside:
                 return forward(*args, **kwargs)
             if not self._recording:
                 return self._recall(module)
-            output = forward(*args, **kwargs)
+            self._inside = True  # what runs inside belongs to this module's output
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                self._inside = False
             self._outputs.append((module, output, _versions(output)))
             return output
 
@@ -134,4 +138,4 @@ def _restore_forward(module: nn.Module, original: Callable[..., Any] | None) -> 
     if original is None:
         del module.forward
     else:
-        module.forward = original  # type: ignore[method-assign]
+        module.forward = original

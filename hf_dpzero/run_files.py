@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import logging
 
 from hf_dpzero import distributed
 from hf_dpzero.directions import new_key
@@ -46,9 +45,7 @@ def continue_ledger(output_dir: str, header: Mapping[str, Any]) -> Trajectory:
             f"{path} is missing: without the ledger nobody knows what was spent. Copy it beside "
             "the checkpoints, or start afresh in another output_dir."
         )
-    return distributed.on_main(
-        lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
-    )
+    return distributed.on_main(lambda: Trajectory.open(path, header), lambda: Trajectory.load(path))
 
 
 def new_secret(output_dir: str, given: str | None = None) -> bytes:

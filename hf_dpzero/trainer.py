@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from transformers.utils import logging
 
-from hf_dpzero import distributed, hub, run_files, validation
+from hf_dpzero import hub, run_files, validation
 from hf_dpzero.arguments import DPZeroConfig
 from hf_dpzero.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.callbacks import PrivacyCallback, PrivacyProgressCallback
@@ -29,14 +29,13 @@ from hf_dpzero.estimator import (
 from hf_dpzero.mechanisms import VectorMechanism
 from hf_dpzero.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.objectives import PerExampleLoss, check_per_example, select_objective
-from hf_dpzero.perturbation import digest_model
+from hf_dpzero.perturbation import ParameterSpace, digest_model
 from hf_dpzero.plan import PrivacyPlan
 from hf_dpzero.report import REPORT_FILE, BudgetMeter, PrivacyReport, versions
+from hf_dpzero.step import PrivateStep
 from hf_dpzero.trajectory import (
     SHIPPING_NAME,
-    Release,
     Trajectory,
-    apply_release,
     directions_of,
     space_from_header,
 )
@@ -63,6 +62,8 @@ class DPZeroTrainer(Trainer):
     """
 
     args: DPZeroConfig
+    model: Any
+    train_dataset: Any
 
     def __init__(
         self,
@@ -87,13 +88,17 @@ class DPZeroTrainer(Trainer):
         self.trajectory: Trajectory | None = None
         self._space_state: Mapping[str, Any] | None = None
         self._plan: PrivacyPlan | None = None
-        self._released: tuple[float, ...] | None = None
         self._diagnostics: dict[str, float] = {}
         self.remove_callback(ProgressCallback)
         shown = PrinterCallback in {type(c) for c in self.callback_handler.callbacks}
         if not args.disable_tqdm and not shown:
             self.add_callback(PrivacyProgressCallback(self))
         self.callback_handler.callbacks.insert(0, PrivacyCallback(self))
+
+    @property
+    def output_dir(self) -> str:
+        """Where the run keeps its files."""
+        return str(self.args.output_dir)
 
     # ------------------------------------------------------------------ the plan
 
@@ -112,7 +117,9 @@ class DPZeroTrainer(Trainer):
 
     # ------------------------------------------------------------------ before training
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **settings: Any):
+    def train(  # type: ignore[override]
+        self, resume_from_checkpoint: str | bool | None = None, **settings: Any
+    ) -> TrainOutput:
         """Trains as `Trainer.train` does; what cannot be accounted is refused before it starts.
 
         Args:
@@ -127,11 +134,12 @@ class DPZeroTrainer(Trainer):
         return output._replace(training_loss=math.nan)
 
     def _resolve_checkpoint(self, resume: str | bool | None) -> str | None:
-        if resume is True:
-            resume = get_last_checkpoint(self.args.output_dir)
-            if resume is None:
-                raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from.")
-        return resume or None
+        if resume is not True:
+            return resume or None
+        last = get_last_checkpoint(self.output_dir)
+        if last is None:
+            raise ValueError(f"{self.output_dir} has no checkpoint to resume from.")
+        return last
 
     def _validate(self) -> None:
         validation.num_examples(self.train_dataset)
@@ -152,7 +160,7 @@ class DPZeroTrainer(Trainer):
     def _try_objective(self) -> None:
         """One forward pass on two examples, released to nobody: is the loss [B]?"""
         assert self.per_example_loss is not None
-        inputs = self._prepare_inputs(self._probe())
+        inputs = self._prepare_inputs(dict(self._probe()))
         with evaluation_mode(self.model), self.compute_loss_context_manager():
             validation.check_evaluation_mode(self.model)
             losses = self.per_example_loss(self.model, inputs)
@@ -163,7 +171,7 @@ class DPZeroTrainer(Trainer):
         return self._training_rows().collate_rows([0, len(self.train_dataset) - 1])
 
     def _open_run(self, resume: str | None) -> None:
-        folder, header = self.args.output_dir, self._header()
+        folder, header = self.output_dir, self._header()
         if resume is None:
             digest = digest_model(self.model)
             self.trajectory = run_files.start_ledger(folder, header, digest)
@@ -227,23 +235,35 @@ class DPZeroTrainer(Trainer):
         """The parameter space, and an optimizer that only carries the learning rate."""
         if self.optimizer is None:
             assert self.trajectory is not None and self.per_example_loss is not None
-            self.space = space_from_header(self.model, self.trajectory.header)
-            if self._space_state is None:
-                self.space.snap_()
-            else:
-                self.space.load_state_dict(self._space_state)
-            self.differences = self._estimator(self.per_example_loss)
+            self.space = self._parameter_space()
+            self.step = PrivateStep(
+                mechanism=self.plan.mechanism,
+                space=self.space,
+                differences=self._estimator(self.per_example_loss),
+                noise=self.noise,
+                trajectory=self.trajectory,
+            )
             self.optimizer = _LearningRate(self.space.tensors, self.args.learning_rate)
         return self.optimizer
+
+    def _parameter_space(self) -> ParameterSpace:
+        assert self.trajectory is not None
+        space = space_from_header(self.model, self.trajectory.header)
+        if self._space_state is None:
+            space.snap_()
+        else:
+            space.load_state_dict(self._space_state)
+        return space
 
     def _estimator(self, objective: PerExampleLoss) -> FiniteDifferences:
         def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
             with self.compute_loss_context_manager():
-                return objective(model, self._prepare_inputs(inputs))
+                return objective(model, self._prepare_inputs(dict(inputs)))
 
         differences = FiniteDifferences(
             self.model, self.space, evaluate, self.args.smoothing, self.args.reuse_frozen_prefix
         )
+        assert self.trajectory is not None
         direction = directions_of(0, self.trajectory.header)[0]
         if not prefix_is_exact(differences, self._probe(), direction):
             logger.warning("reuse_frozen_prefix is off: it would not be exact for this model.")
@@ -252,60 +272,14 @@ class DPZeroTrainer(Trainer):
 
     # ------------------------------------------------------------------ one training step
 
-    def training_step(
+    def training_step(  # type: ignore[override]
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
     ) -> Tensor:
-        """One DPZero step (Algorithm 2, lines 2-3); returns 0, for the loss is private."""
-        assert self.trajectory is not None
-        step, header = inputs["step"], self.trajectory.header
-        release = self.trajectory.get(step)
-        if release is not None:  # paid for before a crash: apply it again, touch no data
-            return self._replay(release)
-        directions = directions_of(step, header)
-        differences = self.differences(inputs["microbatches"], directions)
-        if isinstance(self.plan.mechanism, VectorMechanism):
-            return self._dense_step(step, directions[0], differences)
-        total = distributed.sum_over_processes(self.plan.mechanism.clip_sum(differences))
-        values = distributed.shared_from_main(
-            lambda: self.plan.mechanism.release(total, step, self.noise)
-        )
-        release = Release(step, tuple(values), self._get_learning_rate())
-        self.trajectory.append(release)
-        apply_release(self.space, release, header)
-        self._after_release(release, differences)
-        return self._nothing()
-
-    def _replay(self, release: Release) -> Tensor:
-        assert self.trajectory is not None
-        if self.trajectory.header["replayable"]:
-            apply_release(self.space, release, self.trajectory.header)
-        else:
-            logger.warning("step %s was paid for but its update is lost.", release.step)
-        return self._nothing()
-
-    def _dense_step(self, step: int, direction: Any, differences: Tensor) -> Tensor:
-        """Algorithm 1 (DPGD-0th): the released thing is a d-vector with d-dimensional noise."""
-        assert self.trajectory is not None
-        mechanism, lr = self.plan.mechanism, self._get_learning_rate()
-        self.space.settle_()
-        total = mechanism.clip_sum(differences, self.space.direction_norm(direction))
-        self.trajectory.append(Release(step, (), lr))
-
-        def noise(part: int, count: int) -> Tensor:
-            return lr * torch.from_numpy(mechanism.noise_part(self.noise, count, step, part))
-
-        coefficient = -lr * total / mechanism.expected_batch_size
-        self.space.dense_step_(direction, coefficient, noise)
-        self._after_release(None, differences)
-        return self._nothing()
-
-    def _nothing(self) -> Tensor:
-        return torch.zeros((), device=self.args.device)
-
-    def _after_release(self, release: Release | None, differences: Tensor) -> None:
-        self._released = None if release is None else release.values
-        if self.args.log_private_diagnostics:
+        """One private step (see `hf_dpzero.step`); returns 0, for the loss is private."""
+        differences = self.step(inputs["step"], inputs["microbatches"], self._get_learning_rate())
+        if self.args.log_private_diagnostics and differences is not None:
             self._diagnostics = private_diagnostics(differences, self.plan.mechanism)
+        return torch.zeros((), device=self.args.device)
 
     # ------------------------------------------------------------------ logs, checkpoints, report
 
@@ -315,15 +289,17 @@ class DPZeroTrainer(Trainer):
             logs.pop(key, None)
         if self.trajectory is not None and "learning_rate" in logs:
             logs["epsilon"] = self.epsilon_spent
-            if self._released:
-                logs["released_value"] = math.sqrt(sum(v * v for v in self._released))
+            last = self.trajectory.get(self.state.global_step - 1)
+            if last is not None and last.values:
+                logs["released_value"] = math.hypot(*last.values)
             logs.update(self._diagnostics)
         super().log(logs, *args, **kwargs)
 
     @property
     def epsilon_spent(self) -> float:
         """An upper bound on the epsilon of the steps taken so far."""
-        return self.meter.at(min(self.trajectory.next_step, self.plan.steps))
+        taken = self.trajectory.next_step if self.trajectory else 0
+        return self.meter.at(min(taken, self.plan.steps))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.space.settle_()
@@ -335,7 +311,7 @@ class DPZeroTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
         if self.trajectory is not None and self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
+            folder = Path(output_dir or self.output_dir)
             self.privacy_report().save(folder / REPORT_FILE)
             self.trajectory.to_safetensors(folder / SHIPPING_NAME)
 
@@ -355,17 +331,19 @@ class DPZeroTrainer(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as README.md in output_dir."""
         if self.args.should_save:
-            hub.write_model_card(self.args.output_dir)
+            hub.write_model_card(self.output_dir)
 
-    def push_to_hub(self, commit_message: str = "End of training", **kwargs: Any) -> str | None:
+    def push_to_hub(  # type: ignore[override]
+        self, commit_message: str | None = "End of training", **kwargs: Any
+    ) -> str | None:
         """Saves, then uploads the weights, report, trajectory and card; nothing secret."""
         self.save_model(_internal_call=True)
         if not self.args.should_save:
             return None
-        repo = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        repo = self.args.hub_model_id or Path(self.output_dir).absolute().name
         token = kwargs.get("token") or self.args.hub_token
         private = self.args.hub_private_repo is not False
-        return hub.push(self.args.output_dir, repo, token=token, private=private)
+        return hub.push(self.output_dir, repo, token=token, private=private)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Nothing: checkpoints hold more than may be shipped; `push_to_hub` uses an allow list."""

@@ -195,9 +195,9 @@ class Trajectory:
         from safetensors.torch import save_file
 
         tensors = {
-            "values": torch.tensor(
-                [r.values for r in self.releases], dtype=torch.float32
-            ).reshape(len(self.releases), self.num_directions),
+            "values": torch.tensor([r.values for r in self.releases], dtype=torch.float32).reshape(
+                len(self.releases), self.num_directions
+            ),
             "steps": torch.tensor([r.step for r in self.releases], dtype=torch.int64),
             "learning_rates": torch.tensor(
                 [r.learning_rate for r in self.releases], dtype=torch.float64
@@ -226,7 +226,7 @@ class Trajectory:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, ValueError) as error:
             raise LedgerError(f"{path}: not a whole safetensors file ({error}).") from None
         if "header" not in metadata or set(tensors) != {"values", "steps", "learning_rates"}:
@@ -249,9 +249,10 @@ def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _is_float32(value: float) -> bool:
-    return abs(value) <= torch.finfo(torch.float32).max and value == _float32.unpack(
-        _float32.pack(value)
-    )[0]
+    return (
+        abs(value) <= torch.finfo(torch.float32).max
+        and value == _float32.unpack(_float32.pack(value))[0]
+    )
 
 
 _float32 = struct.Struct("<f")

@@ -58,7 +58,9 @@ def select_trainable(model: nn.Module, pattern: str | None) -> None:
         return
     names = [name for name, _ in model.named_parameters()]
     if not any(re.search(pattern, name) for name in names):
-        raise ValueError(f"trainable={pattern!r} matches no parameter; there are e.g. {names[-3:]}.")
+        raise ValueError(
+            f"trainable={pattern!r} matches no parameter; there are e.g. {names[-3:]}."
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search(pattern, name) is not None)
 

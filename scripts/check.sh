@@ -24,4 +24,4 @@ step mypy
 if command -v mkdocs >/dev/null; then
   step mkdocs build --strict --quiet --site-dir "$(mktemp -d)"
 fi
-step python -m pytest -n 2 "${select[@]}" "$@"
+step python -m pytest -n 2 ${select[@]+"${select[@]}"} "$@"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = '''
+SCRIPT = """
 import os, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
@@ -21,7 +21,7 @@ trainer = build(Path(sys.argv[1]), microbatch_size=1, num_directions=2, max_step
                 insecure_noise_seed={seed})
 trainer.train()
 print("DIGEST", trainer.args.world_size, digest_model(trainer.model), flush=True)
-'''
+"""
 
 
 def run(tmp_path: Path, processes: int, seed: int | None = 3) -> list[list[str]]:

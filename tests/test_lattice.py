@@ -11,7 +11,9 @@ import torch
 from hf_dpzero import lattice
 
 
-@pytest.mark.parametrize("largest", [0.0, 1e-9, 0.06, 0.125, 0.3, 0.5, 0.500001, 1.0, 7.9, 8.0, 1e6])
+@pytest.mark.parametrize(
+    "largest", [0.0, 1e-9, 0.06, 0.125, 0.3, 0.5, 0.500001, 1.0, 7.9, 8.0, 1e6]
+)
 def test_exponent_leaves_a_factor_two(largest: float):
     capacity = lattice.capacity(lattice.exponent_for(largest))
     assert capacity >= 2 * max(largest, 0.125)

@@ -427,7 +427,9 @@ def test_bfloat16_updates_are_unbiased_where_nearest_rounding_stands_still():
 def test_bfloat16_keeps_one_settled_copy_and_float32_none():
     wide = space_of({"w": torch.ones(1000)})
     half = space_of({"w": torch.ones(1000).bfloat16()})
-    assert not any(isinstance(v, Tensor) and v is not wide.tensors[0] for v in vars(wide._cells[0]).values())
+    assert not any(
+        isinstance(v, Tensor) and v is not wide.tensors[0] for v in vars(wide._cells[0]).values()
+    )
     assert half._cells[0].settled.dtype == torch.bfloat16
 
 
@@ -490,7 +492,9 @@ def test_non_contiguous_parameters_are_made_contiguous_in_place():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float64, torch.complex64])
 def test_unsupported_dtypes_are_named(dtype: torch.dtype):
-    with pytest.raises(ValueError, match=rf"w has dtype {re.escape(str(dtype))}.*float32 or bfloat16"):
+    with pytest.raises(
+        ValueError, match=rf"w has dtype {re.escape(str(dtype))}.*float32 or bfloat16"
+    ):
         ParameterSpace([("w", torch.zeros(3, dtype=dtype))])
 
 

@@ -84,7 +84,7 @@ def lora_on_the_last_layer(tiny_bert: Any) -> nn.Module:
     model = peft.get_peft_model(tiny_bert(), config).eval()
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_" in name:
             parameter.data.normal_(std=0.1, generator=generator)
     return model
 
@@ -194,7 +194,9 @@ def test_each_microbatch_has_its_own_prefix(tiny_bert: Any):
 
 def test_nothing_is_left_on_the_model(tiny_bert: Any):
     model = last_layer(tiny_bert)
-    before = {n: (m.__dict__.get("forward"), len(m._forward_pre_hooks)) for n, m in model.named_modules()}
+    before = {
+        n: (m.__dict__.get("forward"), len(m._forward_pre_hooks)) for n, m in model.named_modules()
+    }
     reuse = estimator(model, reuse=True)
     differences(reuse, [text_batch(2)])
 
@@ -205,7 +207,9 @@ def test_nothing_is_left_on_the_model(tiny_bert: Any):
     reuse.objective = failing
     with pytest.raises(RuntimeError, match="the forward raises"):
         differences(reuse, [text_batch(2)])
-    after = {n: (m.__dict__.get("forward"), len(m._forward_pre_hooks)) for n, m in model.named_modules()}
+    after = {
+        n: (m.__dict__.get("forward"), len(m._forward_pre_hooks)) for n, m in model.named_modules()
+    }
     assert after == before
     assert not reuse.prefix._outputs
 
@@ -322,7 +326,7 @@ class SharedFrozen(nn.Module):
         return self.head(self.stack(self.alone(x)))
 
 
-def test_shared_frozen_modules_are_right_or_refused():
+def test_a_frozen_module_inside_another_is_remembered_with_it():
     reuse = estimator(seeded(SharedFrozen), reuse=True, objective=squares)
     full = estimator(seeded(SharedFrozen), reuse=False, objective=squares)
     batch = {"x": torch.linspace(-1, 1, 12).view(4, 3)}

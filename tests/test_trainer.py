@@ -100,8 +100,13 @@ def same(a, b) -> bool:
 def test_limit_no_clip_no_noise_is_mezo_bit_for_bit(tmp_path):
     """MeZO written out here with torch only: same grid, same directions, no engine calls."""
     trainer = build(
-        tmp_path, method="mezo", noise_multiplier=None, sampling="full_batch", max_steps=4,
-        microbatch_size=200, lr_scheduler_type="constant",
+        tmp_path,
+        method="mezo",
+        noise_multiplier=None,
+        sampling="full_batch",
+        max_steps=4,
+        microbatch_size=200,
+        lr_scheduler_type="constant",
     )
     model, data = tiny_model().eval(), tiny_data()
     trainer.train()
@@ -151,9 +156,7 @@ def test_values_are_clipped_sum_plus_noise_over_expected_batch(tmp_path):
 
 
 def test_same_everything_gives_same_weights_and_microbatching_does_not_matter(tmp_path):
-    runs = [
-        build(tmp_path / str(size), microbatch_size=size, max_steps=5) for size in (1, 8, 64)
-    ]
+    runs = [build(tmp_path / str(size), microbatch_size=size, max_steps=5) for size in (1, 8, 64)]
     for trainer in runs:
         trainer.train()
     values = [[r.values[0] for r in t.trajectory.releases] for t in runs]
@@ -165,9 +168,7 @@ def test_same_everything_gives_same_weights_and_microbatching_does_not_matter(tm
 
 
 def test_same_direction_key_different_noise(tmp_path):
-    runs = [
-        build(tmp_path / str(i), insecure_noise_seed=None, max_steps=2) for i in range(2)
-    ]
+    runs = [build(tmp_path / str(i), insecure_noise_seed=None, max_steps=2) for i in range(2)]
     for trainer in runs:
         assert isinstance(trainer.noise, SecureNoise)
         trainer.train()
@@ -179,7 +180,11 @@ def test_same_direction_key_different_noise(tmp_path):
 @pytest.mark.parametrize("direction", ["rademacher", "gaussian", "sphere"])
 def test_replay_rebuilds_the_weights_bit_for_bit(tmp_path, direction):
     trainer = build(
-        tmp_path, direction=direction, num_directions=2, weight_decay=0.1, warmup_steps=2,
+        tmp_path,
+        direction=direction,
+        num_directions=2,
+        weight_decay=0.1,
+        warmup_steps=2,
         lr_scheduler_type="cosine",
     )
     trainer.train()
@@ -281,7 +286,9 @@ def test_only_released_values_are_logged(tmp_path):
     assert not keys & {"loss", "grad_norm", "train_loss"}
     assert "train_loss" not in output.metrics and math.isnan(output.training_loss)
     epsilons = [row["epsilon"] for row in trainer.state.log_history if "epsilon" in row]
-    assert epsilons == sorted(epsilons) and epsilons[-1] == pytest.approx(trainer.plan.epsilon(1e-3))
+    assert epsilons == sorted(epsilons) and epsilons[-1] == pytest.approx(
+        trainer.plan.epsilon(1e-3)
+    )
 
 
 def test_private_diagnostics_are_opt_in_and_reported(tmp_path):
@@ -433,7 +440,10 @@ def test_a_task_is_learnt_under_a_real_budget(tmp_path):
         ({"method": "dpgd-0th", "num_directions": 2}, "one direction"),
         ({"push_to_hub": True, "hub_strategy": "every_save"}, "allow list"),
         ({"fp16": True}, "bf16"),
-        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "trajectory"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+            "trajectory",
+        ),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, settings, message):

@@ -58,7 +58,9 @@ def header_for(model: nn.Module | None = None, **changes: object) -> dict[str, o
 
 def release_at(step: int, count: int = 2) -> Release:
     """Values and rates of every size: some updates far below a grid step, some that re-grid."""
-    values = tuple(float32(((7 * step + 3 * k) % 11 - 5) / 4 * 10.0 ** (k - 1)) for k in range(count))
+    values = tuple(
+        float32(((7 * step + 3 * k) % 11 - 5) / 4 * 10.0 ** (k - 1)) for k in range(count)
+    )
     return Release(step, values, learning_rate=[1e-7, 1e-5, 1e-3, 0.3][step % 4])
 
 
@@ -93,7 +95,11 @@ class Explicit(nn.Module):
 def test_ledger_round_trip(tmp_path: Path, count: int):
     path = tmp_path / "deep" / "trajectory.ledger"
     made = written(path, count)
-    for opened in (Trajectory.open(path), Trajectory.load(path), Trajectory.open(path, header_for())):
+    for opened in (
+        Trajectory.open(path),
+        Trajectory.load(path),
+        Trajectory.open(path, header_for()),
+    ):
         assert opened.header == made.header
         assert opened.releases == [release_at(step) for step in range(count)]
         assert opened.next_step == count
@@ -118,7 +124,9 @@ def test_shipping_form_is_plain_safetensors(tmp_path: Path):
     written(tmp_path / "a.ledger", 5).to_safetensors(tmp_path / "a.safetensors")
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
         header = json.loads(file.metadata()["header"])
-        shapes = {n: (file.get_tensor(n).dtype, tuple(file.get_tensor(n).shape)) for n in file.keys()}
+        shapes = {
+            n: (file.get_tensor(n).dtype, tuple(file.get_tensor(n).shape)) for n in file.keys()
+        }
     assert header["direction_key"] == f"{KEY:032x}"
     assert shapes == {
         "values": (torch.float32, (5, 2)),
@@ -411,9 +419,9 @@ def test_replay_is_the_equation():
         theta[name] = base[name].detach().double().view(-1)
     for step, values, rate in trajectory.releases:
         us = [
-            direction_vector(Direction(KEY, step, k), "rademacher", layout).double().split(
-                [size for _, size in layout]
-            )
+            direction_vector(Direction(KEY, step, k), "rademacher", layout)
+            .double()
+            .split([size for _, size in layout])
             for k in range(2)
         ]
         for i, name in enumerate(theta):
@@ -467,8 +475,11 @@ def golden(distribution: str) -> dict[str, object]:
     header = header_for(model, direction=distribution)
     replay(model, Trajectory(header, [release_at(step) for step in range(20)]))
     space = ParameterSpace.from_model(model, distribution=distribution)
-    starts = [direction_vector(u, distribution, space.layout)[:4].tolist() for t in range(20)
-              for u in directions_of(t, header)]
+    starts = [
+        direction_vector(u, distribution, space.layout)[:4].tolist()
+        for t in range(20)
+        for u in directions_of(t, header)
+    ]
     return {
         "base_model_digest": header["base_model_digest"],
         "final_model_digest": digest_model(model),

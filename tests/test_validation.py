@@ -22,7 +22,7 @@ class Rows:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, int]:
-        return {name: index for name in self.columns}
+        return dict.fromkeys(self.columns, index)
 
 
 # ---------------------------------------------------------------- data
@@ -57,7 +57,9 @@ def test_labels_are_looked_for_in_column_names_first():
     validation.check_labels(with_names)
     with pytest.raises(ValueError, match=r"\['idx', 'text'\] but no labels: name the label column"):
         validation.check_labels(SimpleNamespace(column_names=["text", "idx"]))
-    with pytest.raises(ValueError, match=r"\['input_ids'\] but no labels.*compute_per_example_loss"):
+    with pytest.raises(
+        ValueError, match=r"\['input_ids'\] but no labels.*compute_per_example_loss"
+    ):
         validation.check_labels(Rows(3, "input_ids"))
 
 
@@ -93,7 +95,9 @@ def test_a_pattern_that_matches_nothing_changes_nothing():
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm])
 def test_batch_statistics_are_refused(layer: type[nn.Module]):
     model = nn.Sequential(nn.Linear(2, 2), layer(2, track_running_stats=False))
-    with pytest.raises(ValueError, match=r"1 normalises with the statistics of its batch.*LayerNorm"):
+    with pytest.raises(
+        ValueError, match=r"1 normalises with the statistics of its batch.*LayerNorm"
+    ):
         validation.check_model(model, 1e-3)
     validation.check_model(nn.Sequential(layer(2)), 1e-3)  # running statistics couple nobody
 
@@ -134,7 +138,9 @@ def test_smoothing_that_vanishes_is_refused_only_where_it_trains():
     model = nn.Linear(4, 4).bfloat16()
     model.weight.data.fill_(1.0)
     model.bias.data.fill_(0.01)
-    with pytest.raises(ValueError, match=r"smoothing=0.001 vanishes in rounding for 100% of weight"):
+    with pytest.raises(
+        ValueError, match=r"smoothing=0.001 vanishes in rounding for 100% of weight"
+    ):
         validation.check_model(model, 1e-3)
     validation.check_model(model, 0.1)
     model.weight.requires_grad_(False)

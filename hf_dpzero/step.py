@@ -1,0 +1,100 @@
+"""One private step: evaluate, clip, sum, noise, write down, update. Knows nothing of transformers.
+
+x_ik = (f(theta + lambda u_k; xi_i) - f(theta - lambda u_k; xi_i)) / (2 lambda)
+value = (sum_i clip_C(x_i) + noise) / B
+theta <- (1 - alpha wd) theta - alpha sum_k value_k u_k           (DPZero, Algorithm 2)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dpzero.directions import Direction
+from hf_dpzero.distributed import shared_from_main, sum_over_processes
+from hf_dpzero.estimator import FiniteDifferences, Microbatch
+from hf_dpzero.mechanisms import Mechanism, VectorMechanism
+from hf_dpzero.noise import NoiseSource
+from hf_dpzero.perturbation import ParameterSpace
+from hf_dpzero.trajectory import Release, Trajectory, apply_release, directions_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrivateStep:
+    """What a step needs; calling it takes one.
+
+    Attributes:
+      mechanism: the plan's.
+      space: the trainable parameters.
+      differences: their finite differences.
+      noise: drawn once for each step, on the main process.
+      trajectory: the ledger; written before the update.
+    """
+
+    mechanism: Mechanism
+    space: ParameterSpace
+    differences: FiniteDifferences
+    noise: NoiseSource
+    trajectory: Trajectory
+
+    def __call__(
+        self, step: int, microbatches: Sequence[Microbatch], learning_rate: float
+    ) -> Tensor | None:
+        """Takes step number `step` on this process' microbatches, maybe none.
+
+        A step that the ledger holds already (it was paid for before a crash) is applied again from
+        there: no data, no noise.
+
+        Returns:
+          The un-noised differences, float64 [B, K] (private: for opt-in diagnostics only), or None
+          for a step taken from the ledger.
+        """
+        recorded = self.trajectory.get(step)
+        if recorded is not None:
+            self._repeat(recorded)
+            return None
+        directions = directions_of(step, self.trajectory.header)
+        x = self.differences(microbatches, directions)
+        if isinstance(self.mechanism, VectorMechanism):
+            self._release_vector(self.mechanism, step, directions[0], x, learning_rate)
+        else:
+            self._release_scalars(step, x, learning_rate)
+        return x
+
+    def _release_scalars(self, step: int, x: Tensor, learning_rate: float) -> None:
+        """Algorithm 2, line 3, for K directions."""
+        mechanism = self.mechanism
+        assert not isinstance(mechanism, VectorMechanism)
+        total: list[Any] = sum_over_processes(mechanism.clip_sum(x))
+        values = shared_from_main(lambda: mechanism.release(total, step, self.noise))
+        release = Release(step, tuple(values), learning_rate)
+        self.trajectory.append(release)
+        apply_release(self.space, release, self.trajectory.header)
+
+    def _release_vector(
+        self, mechanism: VectorMechanism, step: int, u: Direction, x: Tensor, learning_rate: float
+    ) -> None:
+        """Algorithm 1 (DPGD-0th): what is released is a d-vector with d-dimensional noise."""
+        self.space.settle_()
+        total = mechanism.clip_sum(x, self.space.direction_norm(u))
+        self.trajectory.append(Release(step, (), learning_rate))
+
+        def noise(part: int, count: int) -> Tensor:
+            drawn = torch.from_numpy(mechanism.noise_part(self.noise, count, step, part))
+            return drawn * learning_rate
+
+        coefficient = -learning_rate * total / mechanism.expected_batch_size
+        self.space.dense_step_(u, coefficient, noise)
+
+    def _repeat(self, release: Release) -> None:
+        if self.trajectory.header["replayable"]:
+            apply_release(self.space, release, self.trajectory.header)
+        else:
+            logger.warning("step %s was paid for but its update is lost.", release.step)
