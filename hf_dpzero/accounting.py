@@ -54,7 +54,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_dpzero.mechanisms import (
@@ -310,7 +310,7 @@ def _pld_on_fitted_grid(law: StepLaw, event: DpEvent, steps: int, delta: float) 
     """
     spread = _typical_loss(law)
     width = _largest_loss(law)
-    coarse_grid = max(spread / 4, width / 2**14, 1e-10)
+    coarse_grid = _coarse_grid(law)
     coarse = _pld_epsilon_on_grid(law, event, steps, delta, coarse_grid)
     total = coarse if math.isfinite(coarse) else 0.0
     grid = max(min(spread / 64, 1e-3), width / 2**17, total / 2**17, 1e-10)
@@ -450,7 +450,21 @@ def _first_guess(law: StepLaw, steps: int, epsilon: float, delta: float) -> floa
     mu = sensitivity_factor(law.relation) / float(get_sigma_gaussian(epsilon, max(delta, 1e-300)))
     # Central limit for subsampled Gaussians: mu = q sqrt(T (e^(1/sigma^2) - 1)), Dong et al. 2022.
     ratio = mu / (law.probability * math.sqrt(steps) * sensitivity_factor(law.relation))
-    return sensitivity_factor(law.relation) / math.sqrt(math.log1p(ratio**2))
+    guess = sensitivity_factor(law.relation) / math.sqrt(math.log1p(ratio**2))
+    if accountant_used(law) != "pld" or not math.isfinite(guess):
+        return guess
+    rough = partial(_rough_epsilon, law, steps, delta)
+    return smallest_argument(rough, epsilon, guess, tolerance=1e-3)
+
+
+def _rough_epsilon(law: StepLaw, steps: int, delta: float, noise_multiplier: float) -> float:
+    """Epsilon on the coarse grid: an upper bound within a percent or so, at a tenth of the cost."""
+    law = replace(law, noise_multiplier=noise_multiplier)
+    return _pld_epsilon_on_grid(law, step_event(law), steps, delta, _coarse_grid(law))
+
+
+def _coarse_grid(law: StepLaw) -> float:
+    return max(_typical_loss(law) / 4, _largest_loss(law) / 2**14, 1e-10)
 
 
 def smallest_argument(

@@ -177,7 +177,8 @@ class Step:
     def __call__(self, step: int) -> None:
         header = self.trajectory.header
         x = self.differences([self.batch], directions_of(step, header))
-        values = self.mechanism.release(self.mechanism.clip_sum(x), step, self.noise)
+        total: Any = self.mechanism.clip_sum(x)
+        values = self.mechanism.release(total, step, self.noise)
         release = Release(step, values, LEARNING_RATE)
         self.trajectory.append(release)
         apply_release(self.space, release, header)
@@ -192,7 +193,10 @@ class Step:
 
 
 def _mechanism(bench: StepBench) -> ScalarMechanism | NonPrivateMean:
-    sizes = {"expected_batch_size": bench.batch_size, "num_directions": bench.num_directions}
+    sizes: dict[str, Any] = {
+        "expected_batch_size": bench.batch_size,
+        "num_directions": bench.num_directions,
+    }
     if bench.method == "mezo":
         return NonPrivateMean(**sizes)
     return ScalarMechanism(clip=CLIP, noise_multiplier=1.0, **sizes)
@@ -347,7 +351,11 @@ def peak_bytes(bench: StepBench, phase: str) -> int:
     before = _resident(bench.device)
     model, batch = build_model(bench), build_batch(bench, build_config(bench.shape).vocab_size)
     _forget_peak(bench.device)
-    kinds = {"inference": Forwards, "step": Step, "reference": ReferenceStep}
+    kinds: dict[str, Callable[..., Callable[[int], None]]] = {
+        "inference": Forwards,
+        "step": Step,
+        "reference": ReferenceStep,
+    }
     work = kinds[phase](bench, model, batch)
     for step in range(2):
         work(step)
