@@ -160,6 +160,11 @@ class DPZeroConfig(TrainingArguments):
                 "load_best_model_at_end=True would ship weights that the trajectory does not end "
                 "in; evaluate checkpoints on public data and pass the one you want to save_model."
             )
+        if self.debug:
+            raise ValueError(
+                f"debug={self.debug!r} prints statistics of private activations; leave it empty, or "
+                "debug on public data with a plain Trainer."
+            )
         if self.auto_find_batch_size:
             raise ValueError("auto_find_batch_size=True: set microbatch_size instead.")
         if self.max_grad_norm:

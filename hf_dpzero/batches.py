@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from hf_dpzero.estimator import batch_size
+from hf_dpzero.isolation import isolated_randomness
+
 if TYPE_CHECKING:
     from hf_dpzero.plan import PrivacyPlan
 
@@ -33,10 +36,28 @@ class Rows:
     collate: Callable[[list[Any]], Mapping[str, Tensor]]
 
     def collate_rows(self, indices: list[int]) -> Mapping[str, Tensor]:
-        """The rows of `indices` as one microbatch; fetched together where the data set can."""
+        """The rows of `indices` as one microbatch: as many rows as examples, no more, no fewer.
+
+        Raises:
+          ValueError: the data set or the collator merges, splits or drops examples; then a row is
+            not an example, and clipping rows would not bound an example.
+        """
+        with isolated_randomness():
+            rows = self._fetch(indices)
+            batch = self.collate(rows)
+        found = batch_size(batch)
+        if len(rows) != len(indices) or found != len(indices):
+            raise ValueError(
+                f"{len(indices)} examples became {len(rows)} rows and a batch of {found}: use a data "
+                "set and a collator that keep one row for each example (no packing or flattening, "
+                "no overflowing windows, no pairs)."
+            )
+        return batch
+
+    def _fetch(self, indices: list[int]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
-            return self.collate(self.dataset.__getitems__(indices))
-        return self.collate([self.dataset[i] for i in indices])
+            return list(self.dataset.__getitems__(indices))
+        return [self.dataset[i] for i in indices]
 
 
 @dataclass(frozen=True)

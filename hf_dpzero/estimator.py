@@ -99,6 +99,8 @@ class FiniteDifferences:
 
     def evaluate(self, microbatch: Microbatch) -> Tensor:
         """Per-example losses of one microbatch at the present parameters, float32 [B] on the CPU."""
+        if self.prefix is not None:
+            self.prefix.begin_evaluation()
         losses = self.objective(self.model, microbatch)
         return check_per_example(losses, batch_size(microbatch)).detach().cpu()
 
@@ -138,7 +140,7 @@ def prefix_is_exact(
         return False
     finally:
         differences.prefix = prefix
-    return torch.equal(with_reuse.nan_to_num(), without.nan_to_num())
+    return torch.equal(with_reuse, without)
 
 
 def _settled(differences: FiniteDifferences, call: Callable[[], Tensor]) -> Tensor:

@@ -34,6 +34,7 @@ class FrozenPrefix:
         self.model = model
         self._outputs: list[tuple[nn.Module, Any, list[tuple[Tensor, int]]]] = []
         self._cursor = 0
+        self._forwards = 0
         self._recording = True
         self._tainted = self._inside = False
         self._frozen = _maximal_frozen_modules(model)
@@ -43,6 +44,10 @@ class FrozenPrefix:
     def worthwhile(self) -> bool:
         """Whether there is any frozen module with parameters of its own to skip."""
         return bool(self._frozen)
+
+    def begin_evaluation(self) -> None:
+        """Called before each evaluation of the objective, which may run the model once."""
+        self._forwards = 0
 
     def forget(self) -> None:
         """Drops what is remembered: the next pass is on another batch."""
@@ -68,6 +73,12 @@ class FrozenPrefix:
             self.forget()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
+        self._forwards += 1
+        if self._forwards > 1:
+            raise StalePrefix(
+                "the objective runs the model more than once for a microbatch, so its passes cannot "
+                "share a prefix; set reuse_frozen_prefix=False."
+            )
         self._tainted, self._cursor = _owns_trainable(module), 0
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -93,7 +104,8 @@ class FrozenPrefix:
         return remembered
 
     def _recall(self, module: nn.Module) -> Any:
-        owner, output, versions = self._outputs[self._cursor]
+        known = self._cursor < len(self._outputs)
+        owner, output, versions = self._outputs[self._cursor] if known else (None, None, [])
         self._cursor += 1
         if owner is not module or any(t._version != v for t, v in versions):
             raise StalePrefix(

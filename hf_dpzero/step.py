@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_dpzero.directions import Direction
 from hf_dpzero.distributed import shared_from_main, sum_over_processes
 from hf_dpzero.estimator import FiniteDifferences, Microbatch
+from hf_dpzero.isolation import isolated_randomness
 from hf_dpzero.mechanisms import Mechanism, VectorMechanism
 from hf_dpzero.noise import NoiseSource
 from hf_dpzero.perturbation import ParameterSpace
@@ -61,7 +62,8 @@ class PrivateStep:
             self._repeat(recorded)
             return None
         directions = directions_of(step, self.trajectory.header)
-        x = self.differences(microbatches, directions)
+        with isolated_randomness():
+            x = self.differences(microbatches, directions)
         if isinstance(self.mechanism, VectorMechanism):
             self._release_vector(self.mechanism, step, directions[0], x, learning_rate)
         else:

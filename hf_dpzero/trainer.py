@@ -26,10 +26,11 @@ from hf_dpzero.estimator import (
     evaluation_mode,
     prefix_is_exact,
 )
+from hf_dpzero.isolation import isolated_randomness
 from hf_dpzero.mechanisms import VectorMechanism
 from hf_dpzero.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.objectives import PerExampleLoss, check_per_example, select_objective
-from hf_dpzero.perturbation import ParameterSpace, digest_model
+from hf_dpzero.perturbation import ParameterSpace, digest_model, digest_tensors
 from hf_dpzero.plan import PrivacyPlan
 from hf_dpzero.report import REPORT_FILE, BudgetMeter, PrivacyReport, versions
 from hf_dpzero.step import PrivateStep
@@ -77,18 +78,21 @@ class DPZeroTrainer(Trainer):
         if not isinstance(args, DPZeroConfig):
             raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
         validation.check_single_strategy(args)
-        super().__init__(model, args, *positional, **settings)
-        if self.train_dataset is not None and self.train_dataset is self.eval_dataset:
+        if settings.get("model_init") is not None:
             raise ValueError(
-                "eval_dataset is train_dataset: evaluating on the private data would release "
-                "un-noised statistics of it. Pass public or separately budgeted data."
+                "model_init makes a new model after the checks: pass the model itself as `model`."
             )
+        super().__init__(model, args, *positional, **settings)
+        validation.check_launch(self)
+        self._refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss
         self.noise = noise or _noise_from(args)
         self.trajectory: Trajectory | None = None
         self._space_state: Mapping[str, Any] | None = None
         self._plan: PrivacyPlan | None = None
+        self._delta: float | None = None
         self._diagnostics: dict[str, float] = {}
+        self._buffers: str | None = None
         self.remove_callback(ProgressCallback)
         shown = PrinterCallback in {type(c) for c in self.callback_handler.callbacks}
         if not args.disable_tqdm and not shown:
@@ -112,8 +116,34 @@ class DPZeroTrainer(Trainer):
 
     @property
     def delta(self) -> float:
-        """The delta that epsilon is stated at."""
-        return self.args.delta(validation.num_examples(self.train_dataset))
+        """The delta that epsilon is stated at; fixed with the plan."""
+        if self._delta is None:
+            self._delta = self.args.delta(validation.num_examples(self.train_dataset))
+        return self._delta
+
+    # ------------------------------------------------------------------ evaluation: public data
+
+    def _refuse_private(self, dataset: Any) -> None:
+        for part in dataset.values() if isinstance(dataset, dict) else (dataset,):
+            validation.refuse_training_rows(part, self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As in Trainer; the private training rows are refused."""
+        if not isinstance(eval_dataset, str):  # a name stands for a part of self.eval_dataset
+            self._refuse_private(eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As in Trainer; the private training rows are refused."""
+        self._refuse_private(test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial would spend budget that no report counts."""
+        raise ValueError(
+            "hyperparameter_search on private data spends privacy in every trial: search on public "
+            "data, then train once."
+        )
 
     # ------------------------------------------------------------------ before training
 
@@ -129,7 +159,11 @@ class DPZeroTrainer(Trainer):
         resume = self._resolve_checkpoint(resume_from_checkpoint)
         self._validate()
         self._open_run(resume)
-        output = super().train(resume_from_checkpoint=resume, **settings)
+        try:
+            output = super().train(resume_from_checkpoint=resume, **settings)
+        finally:
+            if self.trajectory is not None:
+                self.trajectory.close()
         output.metrics.pop("train_loss", None)
         return output._replace(training_loss=math.nan)
 
@@ -153,18 +187,28 @@ class DPZeroTrainer(Trainer):
                 f"dpgd-0th on {self.args.world_size} processes: its d-dimensional noise is drawn in "
                 "one process only; run it in one, or use method='dpzero'."
             )
+        if self.plan.mechanism.private:
+            validation.check_precision(self.model, self.args)
         self.args.max_steps = self.plan.steps
         self._try_objective()
 
     @torch.no_grad()
     def _try_objective(self) -> None:
-        """One forward pass on two examples, released to nobody: is the loss [B]?"""
-        assert self.per_example_loss is not None
-        inputs = self._prepare_inputs(dict(self._probe()))
-        with evaluation_mode(self.model), self.compute_loss_context_manager():
+        """Losses of a few examples, released to nobody: is there one each, and of it alone?"""
+        indices = list(range(min(4, len(self.train_dataset))))
+        rows = self._training_rows()
+        with evaluation_mode(self.model), isolated_randomness():
             validation.check_evaluation_mode(self.model)
-            losses = self.per_example_loss(self.model, inputs)
-            check_per_example(losses, batch_size(inputs))
+            together = self._losses(rows.collate_rows(indices))
+            again = self._losses(rows.collate_rows(indices))
+            alone = torch.cat([self._losses(rows.collate_rows([i])) for i in indices])
+        validation.check_uncoupled(together, again, alone)
+
+    def _losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+        assert self.per_example_loss is not None
+        with self.compute_loss_context_manager():
+            losses = self.per_example_loss(self.model, self._prepare_inputs(dict(batch)))
+        return check_per_example(losses, batch_size(batch)).cpu()
 
     def _probe(self) -> Mapping[str, Tensor]:
         """The first and the last example, to try the model on; nothing of it is released."""
@@ -172,13 +216,19 @@ class DPZeroTrainer(Trainer):
 
     def _open_run(self, resume: str | None) -> None:
         folder, header = self.output_dir, self._header()
+        self.optimizer = self.lr_scheduler = None  # rebuilt on this run's ledger
         if resume is None:
+            if self.trajectory is not None and self.trajectory.releases:
+                raise ValueError(
+                    "this trainer's model was trained on the private data already: continue with "
+                    "resume_from_checkpoint, or build a trainer with the base model."
+                )
             digest = digest_model(self.model)
             self.trajectory = run_files.start_ledger(folder, header, digest)
             self._sampler_key = run_files.new_secret(folder, self.args.sampler_key)
         else:
-            self._space_state = run_files.load_state(resume)
             self.trajectory = run_files.continue_ledger(folder, header)
+            self._space_state = run_files.load_state(resume, self.trajectory)
             self._sampler_key = run_files.old_secret(folder, self.args.sampler_key)
 
     def _header(self) -> dict[str, Any]:
@@ -194,6 +244,7 @@ class DPZeroTrainer(Trainer):
             "decayed": sorted(set(decayed) & set(trainable)),
             "replayable": self.plan.mechanism.replayable,
             "plan": self.plan.to_dict(),
+            "target_delta": self.delta,
             "noise_source": self.noise.name,
             "sampler_key_is_secret": self.args.sampler_key is None,
             "log_private_diagnostics": self.args.log_private_diagnostics,
@@ -236,6 +287,7 @@ class DPZeroTrainer(Trainer):
         if self.optimizer is None:
             assert self.trajectory is not None and self.per_example_loss is not None
             self.space = self._parameter_space()
+            self._buffers = digest_tensors(self.model.named_buffers())
             self.step = PrivateStep(
                 mechanism=self.plan.mechanism,
                 space=self.space,
@@ -276,6 +328,7 @@ class DPZeroTrainer(Trainer):
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
     ) -> Tensor:
         """One private step (see `hf_dpzero.step`); returns 0, for the loss is private."""
+        assert self.step.trajectory is self.trajectory
         differences = self.step(inputs["step"], inputs["microbatches"], self._get_learning_rate())
         if self.args.log_private_diagnostics and differences is not None:
             self._diagnostics = private_diagnostics(differences, self.plan.mechanism)
@@ -306,9 +359,13 @@ class DPZeroTrainer(Trainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         super()._save_checkpoint(model, trial)
         if self.args.should_save and folder.exists():
-            run_files.save_state(folder, self.state.global_step, self.space.state_dict())
+            state = self.space.state_dict()
+            assert self.trajectory is not None
+            run_files.save_state(folder, self.state.global_step, state, self.trajectory)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self._buffers is not None:
+            validation.check_buffers(self.model, self._buffers)
         super()._save(output_dir, state_dict)
         if self.trajectory is not None and self.args.should_save:
             folder = Path(output_dir or self.output_dir)

@@ -13,6 +13,8 @@ and `crc32` (over header and tensors).
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import struct
@@ -73,6 +75,8 @@ class Trajectory:
                 f"{FORMAT!r} version {VERSION}: upgrade hf_dpzero."
             )
         self.path = path
+        self._lock: Any = None
+        self._size = 0
         self.releases: list[Release] = []
         self._by_step: dict[int, Release] = {}
         for release in releases:
@@ -92,6 +96,8 @@ class Trajectory:
                 f"{path} is the ledger of an earlier run: resume it (resume_from_checkpoint), or "
                 "train into another output_dir. Its privacy budget stays spent either way."
             ) from None
+        _flush_folder(Path(path).parent)
+        trajectory._hold()
         return trajectory
 
     @classmethod
@@ -104,9 +110,11 @@ class Trajectory:
         Raises:
           LedgerError: corrupt records, or a `header` that differs from the file's.
         """
+        lock = _locked(Path(path))
         raw = Path(path).read_bytes()
         found, body = _split_header(raw, path)
         trajectory = cls(found, path=Path(path))
+        trajectory._lock = lock
         trajectory._refuse_other(header)
         size = trajectory._record.size + 4
         whole = len(body) // size * size
@@ -114,7 +122,26 @@ class Trajectory:
             trajectory._remember(trajectory._unpack(body[start : start + size], path))
         if whole != len(body):
             os.truncate(path, len(raw) - len(body) + whole)
+        trajectory._size = os.path.getsize(path)
         return trajectory
+
+    def _hold(self) -> None:
+        assert self.path is not None
+        self._lock, self._size = _locked(self.path), os.path.getsize(self.path)
+
+    def close(self) -> None:
+        """Lets other processes continue the ledger; nothing can be appended here any more."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def digest(self, upto: int | None = None) -> str:
+        """SHA-256 (hex) of the header and the records before step `upto`: ties a state to a log."""
+        digest = hashlib.sha256(_header_lines(self.header))
+        for release in self.releases:
+            if upto is None or release.step < upto:
+                digest.update(self._pack(release))
+        return digest.hexdigest()
 
     def _refuse_other(self, header: Mapping[str, Any] | None) -> None:
         wanted = {} if header is None else json.loads(json.dumps(dict(header)))
@@ -152,8 +179,16 @@ class Trajectory:
         """
         self._refuse_misfit(release)
         if self.path is not None:
-            _append_whole(self.path, self._pack(release))
+            self._append_to_file(self.path, self._pack(release))
         self._remember(release)
+
+    def _append_to_file(self, path: Path, record: bytes) -> None:
+        if self._lock is None:
+            raise LedgerError(f"{path} was closed: open it again to continue it.")
+        if os.path.getsize(path) != self._size:
+            raise LedgerError(f"{path} was changed by somebody else while this run was writing it.")
+        _append_whole(path, record)
+        self._size += len(record)
 
     def _remember(self, release: Release) -> None:
         self._refuse_misfit(release)
@@ -161,7 +196,7 @@ class Trajectory:
         self._by_step[release.step] = release
 
     def _refuse_misfit(self, release: Release) -> None:
-        if release.step < self.next_step or len(release.values) != self.num_directions:
+        if release.step != self.next_step or len(release.values) != self.num_directions:
             raise LedgerError(
                 f"step {release.step} with {len(release.values)} values does not follow step "
                 f"{self.next_step - 1} of a ledger with {self.num_directions} values a step."
@@ -273,6 +308,38 @@ def _append_whole(path: Path, record: bytes) -> None:
 def _flush(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Makes a new file's name durable; a no-op where folders cannot be opened."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _locked(path: Path) -> Any:
+    """An open handle that holds the ledger for this run alone, until it is closed.
+
+    Raises:
+      LedgerError: another run holds it.
+    """
+    handle = open(path, "rb")  # noqa: SIM115
+    try:
+        import fcntl
+    except ImportError:  # no advisory locks on this platform
+        return handle
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise LedgerError(
+            f"{path} is being written by another run: two runs under one ledger would each spend "
+            "what it counts once. Wait for it, or stop it."
+        ) from None
+    return handle
 
 
 def _short(values: Mapping[str, Any]) -> str:

@@ -503,12 +503,35 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
         build(tmp_path).train()
 
 
-def test_training_data_as_evaluation_data_is_refused(tmp_path):
+def test_training_rows_as_evaluation_data_are_refused(tmp_path):
     data = tiny_data()
-    with pytest.raises(ValueError, match="eval_dataset is train_dataset"):
-        DPZeroTrainer(
-            model=tiny_model(), args=config(tmp_path), train_dataset=data, eval_dataset=data
-        )
+    split = data.train_test_split(0.2, seed=0)
+    cases = [
+        (data, data),
+        (data, {"public": tiny_data(9, seed=7), "seen": data}),
+        (data, data.select(range(5))),
+        (split["train"], data),
+        (torch.utils.data.Subset(data, [1, 2]), torch.utils.data.Subset(data, [2, 3])),
+    ]
+    for train, evaluation in cases:
+        with pytest.raises(ValueError, match="rows of train_dataset"):
+            DPZeroTrainer(
+                model=tiny_model(),
+                args=config(tmp_path),
+                train_dataset=train,
+                eval_dataset=evaluation,
+            )
+    trainer = DPZeroTrainer(
+        model=tiny_model(),
+        args=config(tmp_path),
+        train_dataset=split["train"],
+        eval_dataset=split["test"],
+        data_collator=default_data_collator,
+    )
+    assert trainer.evaluate()["eval_loss"] > 0
+    for call in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="rows of train_dataset"):
+            call(split["train"])
 
 
 def test_delta_above_one_over_n_warns(tmp_path, caplog):
@@ -542,3 +565,156 @@ def test_perturbations_follow_a_replaced_storage():
     model.classifier.weight = torch.nn.Parameter(model.classifier.weight.detach().clone())
     with pytest.raises(RuntimeError, match="were replaced"):
         space.check_is_of(model)
+
+
+# ---------------------------------------------------------------- attacks that were once open
+
+
+def test_resuming_with_the_same_trainer_reports_every_step(tmp_path):
+    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    settings = {"save_strategy": "steps", "save_steps": 2, **secret}
+    trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(2)]}, **settings)
+    trainer.train()
+    trainer.callback_handler.pop_callback(_StopAt)
+    trainer.train(resume_from_checkpoint=True)
+    assert (
+        trainer.privacy_report().steps
+        == 6
+        == len(Trajectory.load(trainer.trajectory.path).releases)
+    )
+    assert trainer.privacy_report().epsilon == trainer.plan.epsilon(1e-3)
+    trainer.args.output_dir = str(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="trained on the private data already"):
+        trainer.train()
+
+
+def test_a_collator_must_keep_one_row_for_each_example(tmp_path):
+    def flattening(rows):
+        batch = default_data_collator(rows)
+        return {k: v.reshape(1, -1) if v.dim() > 1 else v[:1] for k, v in batch.items()}
+
+    def windows(rows):
+        return {k: v.repeat_interleave(4, 0) for k, v in default_data_collator(rows).items()}
+
+    for number, collate in enumerate((flattening, windows)):
+        trainer = build(tmp_path / str(number))
+        trainer.data_collator = collate
+        with pytest.raises(ValueError, match="one row for each example"):
+            trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["centred", "in_batch"])
+def test_losses_that_couple_examples_are_refused(tmp_path, kind):
+    def loss(model, inputs):
+        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+        own = torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+        return own - own.mean() if kind == "centred" else own + logits.sum() * 0.1
+
+    with pytest.raises(ValueError, match="depends on the other examples"):
+        build(tmp_path, trainer_settings={"compute_per_example_loss": loss}).train()
+
+
+def test_data_cannot_move_the_global_generators(tmp_path):
+    """A randomly masking collator consumes random numbers; the checkpoint must not tell how many."""
+
+    def masking(rows):
+        batch = default_data_collator(rows)
+        torch.rand(int(batch["input_ids"].sum()) % 97)
+        return batch
+
+    states = []
+    for number in range(2):
+        trainer = build(tmp_path / str(number), data=tiny_data(120, seed=10 + number))
+        trainer.data_collator = masking
+        torch.manual_seed(5)
+        trainer.train()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_low_precision_needs_one_example_a_pass(tmp_path):
+    cases = [(tiny_model(), {"bf16": True}), (tiny_model().bfloat16(), {"smoothing": 0.05})]
+    for number, (model, settings) in enumerate(cases):
+        with pytest.raises(ValueError, match="microbatch_size=1"):
+            build(tmp_path / str(number), model, **settings).train()
+        alone = build(tmp_path / f"ok{number}", model, microbatch_size=1, max_steps=1, **settings)
+        alone.train()
+        assert alone.trajectory.next_step == 1
+
+
+def test_checkpoints_and_ledger_must_belong_together(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    build(tmp_path / "a", **settings).train()
+    build(tmp_path / "b", method="mezo", noise_multiplier=None, **settings).train()
+    foreign = str(tmp_path / "b" / "checkpoint-2")
+    with pytest.raises(LedgerError, match="made by another run"):
+        build(tmp_path / "a", **settings).train(resume_from_checkpoint=foreign)
+    ledger = tmp_path / "a" / "trajectory.ledger"
+    whole = ledger.read_bytes()
+    record = 8 + 8 + 4 + 4
+    ledger.write_bytes(whole[: -4 * record])
+    with pytest.raises(LedgerError, match="removed or rolled back"):
+        build(tmp_path / "a", **settings).train(
+            resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2")
+        )
+    ledger.unlink()
+    with pytest.raises(LedgerError, match="removed or rolled back"):
+        build(tmp_path / "a", **settings).train()
+
+
+def test_two_runs_cannot_share_a_ledger(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    first = build(tmp_path, trainer_settings={"callbacks": [_StopAt(2)]}, **settings)
+    first.train()
+    holder = Trajectory.open(tmp_path / "trajectory.ledger")
+    with pytest.raises(LedgerError, match="another run"):
+        build(tmp_path, **settings).train(resume_from_checkpoint=True)
+    holder.close()
+    build(tmp_path, **settings).train(resume_from_checkpoint=True)
+
+
+def test_changed_buffers_are_not_saved(tmp_path):
+    model = tiny_model()
+    model.register_buffer("seen", torch.zeros(1))
+    original = model.forward
+
+    def forward(*args, **kwargs):
+        model.seen += kwargs["input_ids"].sum()
+        return original(*args, **kwargs)
+
+    model.forward = forward
+    trainer = build(tmp_path, model, reuse_frozen_prefix=False, remove_unused_columns=False)
+    trainer.train()
+    with pytest.raises(ValueError, match="buffers"):
+        trainer.save_model()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_an_objective_of_several_passes_does_not_reuse_a_prefix(tmp_path, caplog):
+    def one_by_one(model, inputs):
+        rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(len(inputs["labels"]))]
+        logits = [
+            model(input_ids=r["input_ids"], attention_mask=r["attention_mask"]).logits for r in rows
+        ]
+        return torch.nn.functional.cross_entropy(
+            torch.cat(logits), inputs["labels"], reduction="none"
+        )
+
+    same_rows = Dataset.from_dict({k: v[:1] * 120 for k, v in tiny_data().to_dict().items()})
+    trainer = build(
+        tmp_path,
+        data=same_rows,
+        trainable="classifier",
+        trainer_settings={"compute_per_example_loss": one_by_one},
+    )
+    trainer.train()
+    assert trainer.step.differences.prefix is None
+
+
+def test_searches_and_late_models_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="model_init"):
+        DPZeroTrainer(args=config(tmp_path), model_init=tiny_model, train_dataset=tiny_data())
+    with pytest.raises(ValueError, match="every trial"):
+        build(tmp_path).hyperparameter_search()
+    with pytest.raises(ValueError, match="debug"):
+        config(tmp_path, debug="underflow_overflow")

@@ -95,11 +95,10 @@ class Explicit(nn.Module):
 def test_ledger_round_trip(tmp_path: Path, count: int):
     path = tmp_path / "deep" / "trajectory.ledger"
     made = written(path, count)
-    for opened in (
-        Trajectory.open(path),
-        Trajectory.load(path),
-        Trajectory.open(path, header_for()),
-    ):
+    made.close()
+    for reopen in (Trajectory.open, Trajectory.load, lambda p: Trajectory.open(p, header_for())):
+        opened = reopen(path)
+        opened.close()
         assert opened.header == made.header
         assert opened.releases == [release_at(step) for step in range(count)]
         assert opened.next_step == count
@@ -150,18 +149,44 @@ def test_releases_without_values_round_trip(tmp_path: Path):
     trajectory = Trajectory.create(path, header_for(replayable=False, num_directions=1))
     trajectory.append(Release(0, (), 0.1))
     trajectory.append(Release(1, (), 0.05))
+    trajectory.close()
     trajectory.to_safetensors(tmp_path / "t.safetensors")
     for found in (Trajectory.open(path), Trajectory.load(tmp_path / "t.safetensors")):
         assert found.releases == [Release(0, (), 0.1), Release(1, (), 0.05)]
 
 
-def test_get_finds_by_step_and_gaps_are_allowed():
+def test_get_finds_by_step_and_gaps_are_refused():
     trajectory = Trajectory(header_for())
-    for step in (0, 1, 5):
+    for step in (0, 1):
         trajectory.append(release_at(step))
-    assert trajectory.get(5) == release_at(5)
+    assert trajectory.get(1) == release_at(1)
     assert trajectory.get(3) is None
-    assert trajectory.next_step == 6
+    assert trajectory.next_step == 2
+    with pytest.raises(LedgerError, match="does not follow step 1"):
+        trajectory.append(release_at(5))
+
+
+def test_a_ledger_is_held_by_one_run_until_it_is_closed(tmp_path: Path):
+    path = tmp_path / "t.ledger"
+    held = written(path, 2)
+    with pytest.raises(LedgerError, match="written by another run"):
+        Trajectory.open(path)
+    held.close()
+    with pytest.raises(LedgerError, match="closed"):
+        held.append(release_at(2))
+    other = Trajectory.open(path)
+    other.append(release_at(2))
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(LedgerError, match="changed by somebody else"):
+        other.append(release_at(3))
+
+
+def test_digest_names_a_prefix(tmp_path: Path):
+    made = written(tmp_path / "t.ledger", 4)
+    shorter = Trajectory(made.header, made.releases[:2])
+    assert made.digest(2) == shorter.digest() != made.digest()
+    other = Trajectory({**made.header, "direction_key": "0"}, made.releases[:2])
+    assert other.digest() != shorter.digest()
 
 
 # ---------------------------------------------------------------- crash safety
@@ -177,7 +202,7 @@ def test_append_is_on_disk_before_it_returns(tmp_path: Path, monkeypatch: pytest
         trajectory.append(release_at(step))
         assert synced[-1] == path.stat().st_size
         assert Trajectory.load(path).releases == trajectory.releases
-    assert len(synced) == 5  # the header, too
+    assert len(synced) == 6  # the header and the folder, too
 
 
 @pytest.mark.parametrize("lost", [1, 11, 27])
