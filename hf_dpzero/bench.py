@@ -2,7 +2,7 @@
 
 Everything is measured in one run on random weights of a named architecture: bare forward passes and
 whole steps (perturb, evaluate, clip, noise, log, update) take turns, so that other load on the
-machine falls on both, and medians are compared. Beside them stands the loop of the published
+machine falls on both; a ratio is the median over the rounds of step over forwards. Beside them stands the loop of the published
 MeZO and DPZero implementations, as a yardstick: directions re-drawn from a re-seeded generator in
 four out-of-place passes.
 """
@@ -280,29 +280,30 @@ def interleaved(bench: StepBench, works: Sequence[Callable[[int], None]]) -> lis
 
 
 def measure_time(bench: StepBench) -> dict[str, Any]:
-    """Times of forwards, step and reference, the restore error and the dimension."""
+    """Times of forwards, step and reference, the restore errors and the dimension."""
     config = build_config(bench.shape)
     model, batch = build_model(bench), build_batch(bench, config.vocab_size)
+    kinds = {"step": Step, "reference": ReferenceStep}  # the inexact one last
+    if bench.method == "reference":
+        del kinds["step"]
     forwards, seconds = Forwards(bench, model, batch), {}
-    errors, dimension = {}, sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if bench.method != "reference":
-        step = Step(bench, model, batch)
-        seconds["two_forwards"], seconds["step"] = interleaved(bench, [forwards, step])
-        errors["restore_error"] = step.restore_error()
-    reference = ReferenceStep(bench, model, batch)
-    beside, seconds["reference"] = interleaved(bench, [forwards, reference])
-    seconds.setdefault("two_forwards", beside)
-    errors["reference_restore_error"] = reference.restore_error()
+    ratios, errors = {}, {}
+    for name, kind in kinds.items():
+        work = kind(bench, model, batch)
+        beside, own = interleaved(bench, [forwards, work])
+        seconds[f"two_forwards_beside_{name}"], seconds[name] = beside, own
+        ratios[name] = statistics.median(t / f for f, t in zip(beside, own, strict=True))
+        errors[name] = work.restore_error()
+    first = next(iter(kinds))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    ratio = statistics.median(seconds["reference"]) / statistics.median(beside)
     return {
-        "ratio_to_two_forwards": medians.get("step", 0.0) / medians["two_forwards"] or ratio,
-        "reference_ratio_to_two_forwards": ratio,
-        "seconds": medians,
+        "ratio_to_two_forwards": ratios[first],
+        "reference_ratio_to_two_forwards": ratios["reference"],
+        "seconds": {"two_forwards": medians[f"two_forwards_beside_{first}"], **medians},
         "all_seconds": seconds,
-        "restore_error": errors.get("restore_error", errors["reference_restore_error"]),
-        **errors,
-        "dimension": dimension,
+        "restore_error": errors[first],
+        "reference_restore_error": errors["reference"],
+        "dimension": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
 
 

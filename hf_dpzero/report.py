@@ -506,9 +506,11 @@ _COMMON_CAVEATS = (
     "The number of training examples is treated as public.",
     "The base model, the tokenizer and the settings are assumed to be independent of the training "
     "data.",
-    "Timing, memory use and other side channels of the machine are not covered.",
-    "An example's loss is assumed not to depend on the others in its microbatch; batched kernels "
-    "may couple them through float32 rounding, which is not accounted.",
+    "The guarantee is for the rows given to the trainer: a subset drawn from a larger private set "
+    "beforehand (few-shot, max_train_samples) is taken as fixed.",
+    "Timing, memory use, aborted runs and other side channels of the machine are not covered.",
+    "An example's loss is assumed not to depend on the others in its microbatch (tried on a few rows "
+    "before training); batched float32 kernels couple them by rounding, which is not accounted.",
 )
 
 
