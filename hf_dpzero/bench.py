@@ -2,9 +2,9 @@
 
 Everything is measured in one run on random weights of a named architecture: bare forward passes and
 whole steps (perturb, evaluate, clip, noise, log, update) take turns, so that other load on the
-machine falls on both; a ratio is the median over the rounds of step over forwards. Beside them stands the loop of the published
-MeZO and DPZero implementations, as a yardstick: directions re-drawn from a re-seeded generator in
-four out-of-place passes.
+machine falls on both; a ratio is the median over the rounds of step over forwards. Beside them
+stands the loop of the published MeZO and DPZero implementations, as a yardstick: directions drawn
+again from a re-seeded generator, in four out-of-place passes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from torch import Tensor, nn
 import hf_dpzero
 from hf_dpzero.directions import DISTRIBUTIONS, Direction
 from hf_dpzero.estimator import FiniteDifferences, evaluation_mode
-from hf_dpzero.mechanisms import NonPrivateMean, ScalarMechanism
+from hf_dpzero.mechanisms import Mechanism, NonPrivateMean, ScalarMechanism
 from hf_dpzero.noise import SecureNoise
 from hf_dpzero.objectives import PerExampleLoss, select_objective
 from hf_dpzero.perturbation import ParameterSpace
-from hf_dpzero.trajectory import Release, Trajectory, apply_release, directions_of
+from hf_dpzero.step import PrivateStep
+from hf_dpzero.trajectory import Trajectory
 from hf_dpzero.validation import select_trainable
 
 SMOOTHING, LEARNING_RATE, CLIP = 1e-3, 1e-6, 50.0  # DPZero's RoBERTa-large settings
@@ -155,33 +156,30 @@ class Forwards:
 
 
 class Step:
-    """A whole training step on the package's engine, with the ledger in memory."""
+    """A whole training step, the one that the trainer takes, with the ledger in memory."""
 
     def __init__(self, bench: StepBench, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
-        self.mechanism, self.noise = _mechanism(bench), SecureNoise()
         self.space = ParameterSpace.from_model(
             model, distribution=bench.direction, smoothing=SMOOTHING
         )
         self.space.snap_()
-        objective = select_objective(model)
-        self.differences = FiniteDifferences(model, self.space, objective, SMOOTHING)
+        header = {
+            "direction_key": f"{_KEY:032x}",
+            "num_directions": bench.num_directions,
+            "weight_decay": 0.0,
+            "replayable": True,
+        }
         self.batch = batch
-        self.trajectory = Trajectory(
-            {
-                "direction_key": f"{_KEY:032x}",
-                "num_directions": bench.num_directions,
-                "weight_decay": 0.0,
-            }
+        self.step = PrivateStep(
+            mechanism=_mechanism(bench),
+            space=self.space,
+            differences=FiniteDifferences(model, self.space, select_objective(model), SMOOTHING),
+            noise=SecureNoise(),
+            trajectory=Trajectory(header),
         )
 
     def __call__(self, step: int) -> None:
-        header = self.trajectory.header
-        x = self.differences([self.batch], directions_of(step, header))
-        total: Any = self.mechanism.clip_sum(x)
-        values = self.mechanism.release(total, step, self.noise)
-        release = Release(step, values, LEARNING_RATE)
-        self.trajectory.append(release)
-        apply_release(self.space, release, header)
+        self.step(self.step.trajectory.next_step, [self.batch], LEARNING_RATE)
 
     def restore_error(self) -> float:
         """max |theta after +lambda, -lambda, settle - theta before|: 0.0 if restoring is exact."""
@@ -192,7 +190,7 @@ class Step:
         return _largest_difference(before, self.space.tensors)
 
 
-def _mechanism(bench: StepBench) -> ScalarMechanism | NonPrivateMean:
+def _mechanism(bench: StepBench) -> Mechanism:
     sizes: dict[str, Any] = {
         "expected_batch_size": bench.batch_size,
         "num_directions": bench.num_directions,
@@ -283,7 +281,10 @@ def measure_time(bench: StepBench) -> dict[str, Any]:
     """Times of forwards, step and reference, the restore errors and the dimension."""
     config = build_config(bench.shape)
     model, batch = build_model(bench), build_batch(bench, config.vocab_size)
-    kinds = {"step": Step, "reference": ReferenceStep}  # the inexact one last
+    kinds: dict[str, type[Step | ReferenceStep]] = {
+        "step": Step,
+        "reference": ReferenceStep,
+    }  # the inexact one last
     if bench.method == "reference":
         del kinds["step"]
     forwards, seconds = Forwards(bench, model, batch), {}

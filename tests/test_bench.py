@@ -110,7 +110,7 @@ def test_the_step_really_updates_and_the_reference_loop_is_the_published_one():
     step = bench.Step(tiny(), model, batch)
     step(0)
     assert step.space.position == ()
-    assert step.trajectory.next_step == 1
+    assert step.step.trajectory.next_step == 1
     assert digest_tensors(model.named_parameters()) != before
 
     reference = bench.ReferenceStep(tiny(), model, batch)
