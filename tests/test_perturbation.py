@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero import perturbation
+from hf_dpzero import tensors as tensor_kinds
 from hf_dpzero.directions import DISTRIBUTIONS, Direction, direction_vector
 from hf_dpzero.perturbation import (
     ParameterSpace,
     digest_model,
     digest_tensors,
-    round_to_bfloat16_stochastically,
 )
+from hf_dpzero.tensors import round_to_bfloat16_stochastically
 
 KEY = 0xA5A5_0123_4567_89AB_CDEF_0000_FFFF_1234
 SMOOTHING = 1e-3
@@ -172,7 +173,8 @@ def test_update_is_the_float64_reference_within_a_grid_step(distribution: str):
 def test_chunk_size_does_not_matter(distribution: str, monkeypatch: pytest.MonkeyPatch):
     results = []
     for chunk in (8, 64, 264, 1 << 19):
-        monkeypatch.setattr(perturbation, "CHUNK", chunk)
+        for module in (perturbation, tensor_kinds):
+            monkeypatch.setattr(module, "CHUNK", chunk)
         tensors = some_tensors()
         tensors["half"] = torch.linspace(-1, 1, 777).bfloat16()
         space = space_of(tensors, distribution=distribution)
