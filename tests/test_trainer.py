@@ -718,3 +718,59 @@ def test_searches_and_late_models_are_refused(tmp_path):
         build(tmp_path).hyperparameter_search()
     with pytest.raises(ValueError, match="debug"):
         config(tmp_path, debug="underflow_overflow")
+
+
+# ---------------------------------------------------------------- adapters, language models, Laplace
+
+
+def lora_model():
+    import peft
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        settings = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+        return peft.get_peft_model(tiny_model(), settings)
+
+
+def test_adapters_train_alone_ship_alone_and_replay(tmp_path):
+    trainer = build(tmp_path, lora_model(), learning_rate=1e-1)
+    before = weights(trainer.model)
+    trainer.train()
+    trainer.save_model()
+    moved = {name for name, w in weights(trainer.model).items() if not torch.equal(w, before[name])}
+    assert moved == {n for n, p in trainer.model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or "classifier" in name for name in moved)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+    rebuilt = lora_model()
+    replay(rebuilt, Trajectory.load(tmp_path / "trajectory.safetensors"))
+    assert same(weights(rebuilt), weights(trainer.model))
+
+
+def test_a_causal_language_model_with_the_stock_collator(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        )
+    data = tiny_data().remove_columns("labels")
+    data = data.add_column("labels", data["input_ids"][:])
+    trainer = build(tmp_path, model, data=data)
+    trainer.train()
+    assert trainer.trajectory.next_step == 6
+    tied = [name for name in trainer.space.names if "wte" in name or "lm_head" in name]
+    assert len(tied) == 1  # the tied embedding is one tensor, moved once
+
+
+def test_laplace_noise_gives_a_pure_epsilon(tmp_path):
+    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    trainer = build(
+        tmp_path, noise_distribution="laplace", target_delta=0.0, num_directions=3, **secret
+    )
+    trainer.train()
+    report = trainer.privacy_report()
+    pure = 6 * math.log1p(12 / 120 * math.expm1(1.0))  # T log(1 + q (e^(1/b) - 1)), b = 1
+    assert report.private and report.delta == 0.0
+    assert report.epsilon == pytest.approx(pure, rel=1e-6)
