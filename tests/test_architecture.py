@@ -269,14 +269,19 @@ def project_files() -> list[Path]:
     names = [name for name in listed.stdout.split("\0") if name]
     paths = [ROOT / n for n in names] if names else [p for p in ROOT.rglob("*") if p.is_file()]
     suffixes = {".py", ".md", ".yaml", ".yml", ".toml", ".cfg", ".sh", ".txt", ".json", ""}
-    ignored = {".git", ".venv", "out", "build"}
     return [
         path
         for path in paths
         if path.is_file()
         and path.suffix in suffixes
-        and not ignored & set(path.relative_to(ROOT).parts)
+        and not any(_of_tools(part) for part in path.relative_to(ROOT).parts[:-1])
     ]
+
+
+def _of_tools(folder: str) -> bool:
+    """Whether a folder holds what tools left behind: caches, environments, runs."""
+    hidden = folder.startswith(".") and folder != ".ci"
+    return hidden or folder in {"out", "build", "venv"} or folder.endswith(".egg-info")
 
 
 def test_no_path_of_one_machine_is_in_the_project():
