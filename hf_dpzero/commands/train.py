@@ -27,7 +27,9 @@ def run(arguments: argparse.Namespace) -> None:
     _refuse_used_folder(output_dir(recipe), resume)
     trainer = build_trainer(recipe)
     train(trainer, recipe, resume)
-    print(trainer.privacy_report())
+    if trainer.is_world_process_zero():
+        print(trainer.privacy_report())
+    trainer.accelerator.end_training()
 
 
 def train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None = None) -> None:
