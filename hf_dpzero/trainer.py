@@ -180,7 +180,8 @@ class DPZeroTrainer(Trainer):
         validation.select_trainable(self.model, self.args.trainable)
         validation.check_model(self.model, self.args.smoothing)
         if self.per_example_loss is None:
-            validation.check_labels(self.train_dataset)
+            if not set(self._probe()) & set(validation.LABEL_COLUMNS):  # a collator may add them
+                validation.check_labels(self.train_dataset)
             self.per_example_loss = select_objective(self.model)
         if self.args.world_size > 1 and isinstance(self.plan.mechanism, VectorMechanism):
             raise ValueError(
