@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_dpzero.directions import check_distribution
+from hf_dpzero.estimator import STRATEGIES
 from hf_dpzero.mechanisms import NonPrivateMean, ScalarMechanism, VectorMechanism
 from hf_dpzero.plan import PrivacyPlan
 from hf_dpzero.sampling import (
@@ -74,6 +75,12 @@ class DPZeroConfig(TrainingArguments):
         None, "regular expression; only parameters whose name it finds are trained"
     )
     reuse_frozen_prefix: bool = _setting(True, "run frozen first layers once per batch")
+    perturbation_strategy: str = _setting(
+        "auto", "where the perturbation is during forward passes: " + ", ".join(STRATEGIES)
+    )
+    defer_updates: bool = _setting(
+        True, "make an update in the next step's first pass, or before anyone reads the weights"
+    )
     log_private_diagnostics: bool = _setting(
         False, "log un-noised training statistics; the report then says NOT PRIVATE"
     )
@@ -97,6 +104,7 @@ class DPZeroConfig(TrainingArguments):
         _choose("method", self.method, METHODS)
         _choose("sampling", self.sampling, SAMPLINGS)
         check_distribution(self.direction)
+        _choose("perturbation_strategy", self.perturbation_strategy, STRATEGIES)
         _positive("clip", self.clip)
         _positive("smoothing", self.smoothing)
         _positive("expected_batch_size", self.expected_batch_size)

@@ -4,9 +4,10 @@ Any coordinate of any direction can be computed alone, so the same numbers come 
 chunking, the thread count, the device or the order in which parameters are visited, and a release
 can be replayed elsewhere. Directions are public: they carry no secret and pay no privacy.
 
-The bit source is Philox4x64-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3")
-with the counter (call, step, query, domain); `numpy.random.Philox` computes it. All arithmetic
-after it is exact (sign bits, integer-valued tables), so no result depends on a maths library.
+The bit source is Philox4x32-10 (see `philox`). Everything after it is integer arithmetic and exact
+float32 values, so no result depends on a maths library. Coordinates are laid out so that 32
+consecutive ones come from 32 consecutive Philox calls: a vector register, or a warp, computes its
+calls side by side and reads and writes memory in order.
 """
 
 from __future__ import annotations
@@ -19,20 +20,29 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from hf_dpzero.philox import Words, philox_words, stream_key
 
 Distribution = Literal["rademacher", "gaussian", "sphere"]
 DISTRIBUTIONS: tuple[str, ...] = get_args(Distribution)
 
-ALIGNMENT = 256
-"""Coordinates served by one Philox call under `rademacher`; tensors start at multiples of it."""
+LANES = 32
+"""Coordinates in a row, one Philox call each; tensors start at multiples of it."""
+SIGNS_TILE = 4096
+"""Coordinates that 32 calls give as signs: 128 rows, one bit of every call each."""
+NORMALS_TILE = 128
+"""Coordinates that 32 calls give as normals: 4 rows, one word of every call each."""
+DITHER_STEP = 0x9E3779B9
+"""Between the 32-bit dithers of neighbouring coordinates: 2^32 over the golden ratio."""
 
-_WORDS_PER_CALL = 4
-_CACHED_WORDS = 1 << 16  # 512 KiB of random bits held at a time
-_PAIRS_TABLE_BITS = 16
-_TABLE_SCALE = 2.0**-20  # Gaussian values are integers times this
+NORMAL_UNIT = 2.0**-21  # normals are integers times this
+_CELLS = 3 * 255 + 1  # values of a sum of three bytes
+_DITHERS = 128  # equidistant points in a cell
+_PART = 1 << 16
 _SURE_DIMENSION = 149  # above it, a sphere's sqrt(d)/||z|| lies in [1/2, 2] whatever happens
-_DOMAIN_DIRECTION, _DOMAIN_ROUNDING, _DOMAIN_TENSOR, _DOMAIN_DECAY = 0, 1, 2, 3
+_DOMAIN_DIRECTION, _DOMAIN_TENSOR, _DOMAIN_PERTURBATION = 0, 1, 2
 
 
 class Direction(NamedTuple):
@@ -62,75 +72,60 @@ def check_distribution(name: str) -> None:
         )
 
 
-def random_words(direction: Direction, start: int, count: int, domain: int = 0) -> np.ndarray:
-    """Words start .. start+count of the direction's bit stream, uint64 [count].
-
-    Word w is word w % 4 of the Philox call with counter (w // 4 + 1, step, query, domain).
-    """
-    call, lead = divmod(start, _WORDS_PER_CALL)
-    counter = [call, direction.step, direction.query, domain]
-    generator = np.random.Philox(key=direction.key, counter=counter)
-    return generator.random_raw(lead + count)[lead:]
-
-
-class _BitCache:
-    """Serves slices of one bit stream, holding the words of one block (512 KiB at most).
-
-    Args:
-      direction, domain: which stream.
-      length: words that will be wanted; the last block ends there. More may be asked for.
-    """
-
-    def __init__(self, direction: Direction, domain: int, length: int) -> None:
-        self.direction, self.domain, self.length = direction, domain, length
-        self.block, self.words = -1, np.empty(0, np.uint64)
-
-    def _load(self, block: int, start: int, stop: int) -> np.ndarray:
-        if block != self.block:
-            self.words = random_words(self.direction, start, stop - start, self.domain)
-            self.block = block
-        return self.words
-
-    def get(self, start: int, count: int) -> np.ndarray:
-        """Words start .. start+count, uint64 [count]."""
-        block, lead = divmod(start, _CACHED_WORDS)
-        first = start - lead
-        stop = min(first + _CACHED_WORDS, self.length)
-        if start + count <= stop:
-            return self._load(block, first, stop)[lead : lead + count]
-        return random_words(self.direction, start, count, self.domain)
-
-
-def _as_indices(words: np.ndarray, dtype: type, device: torch.device) -> Tensor:
-    """The words' bytes (or 16-bit parts), least significant first, as int32 indices on `device`."""
-    return torch.from_numpy(words.view(dtype)).to(device).to(torch.int32)
+# ---------------------------------------------------------------- normals from 32 bits
 
 
 @functools.cache
-def _sign_table(device: torch.device) -> Tensor:
-    """float32 [256, 8]: row b holds 2 * bit_j(b) - 1 for j = 0..7."""
-    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-    return (2.0 * bits.float() - 1.0).to(device)
+def normal_tables() -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(center, half), int32 [766] each, in units of 2^-21: the normal's piecewise uniform quantiles.
 
-
-@functools.cache
-def _normal_table(device: torch.device) -> Tensor:
-    """float32 [65536]: normal quantiles at (j + 1/2) / 65536 over sqrt(2), on the grid 2^-20.
-
-    Scaled so that the sum of two independent entries has variance 1 (before the grid's rounding,
-    which moves it by less than 1e-8). Every entry and every sum of two is exact in float32.
+    A 32-bit word x gives s, the sum of its three low bytes, and b, the next 7 bits;
+    z = center[s] + (2 b - 127) half[s] is one of 128 equidistant points of the cell that holds the
+    normal's quantiles between P(S < s) and P(S <= s). Symmetric; mean 0 exactly, variance 1 to
+    1e-6, |z| < 6; the distribution function is off by less than 1e-4 anywhere.
     """
-    half = 1 << (_PAIRS_TABLE_BITS - 1)
+    pmf = functools.reduce(np.convolve, [np.full(256, 1 / 256)] * 3)
     inverse = statistics.NormalDist().inv_cdf
-    upper = np.array([inverse((j + 0.5) / (2 * half)) for j in range(half, 2 * half)])
-    upper *= math.sqrt(0.5 / np.mean(upper**2))
-    grid = np.rint(upper / _TABLE_SCALE) * _TABLE_SCALE
-    table = np.concatenate([-grid[::-1], grid]).astype(np.float32)
-    return torch.from_numpy(table).to(device)
+    inner = np.array([inverse(p) for p in np.cumsum(pmf)[: _CELLS // 2 - 1]])
+    edges = np.concatenate([[_outermost(pmf[0], float(inner[0]))], inner, [0.0]])
+    ratio, whole = 1.0, edges
+    for _ in range(20):  # the variance of what the grid can hold
+        whole = np.rint(edges * ratio / (2 * _DITHERS * NORMAL_UNIT)).astype(np.int64)
+        ratio *= (1.0 / _variance(_centers_and_halves(whole), pmf)) ** 0.5
+    center, half = _centers_and_halves(whole)
+    return center.astype(np.int32), half.astype(np.int32)
 
 
+def _centers_and_halves(edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """From the edges of the lower half's cells, in units of 256 * 2^-21; the rest by symmetry."""
+    half = np.diff(edges)
+    center = _DITHERS * (edges[1:] + edges[:-1])
+    return np.concatenate([center, -center[::-1]]), np.concatenate([half, half[::-1]])
+
+
+def _variance(tables: tuple[NDArray[np.int64], NDArray[np.int64]], pmf: NDArray) -> float:
+    center, half = (table * NORMAL_UNIT for table in tables)
+    return float(np.sum(pmf * (center**2 + half**2 * (_DITHERS**2 - 1) / 3)))
+
+
+def _outermost(tail: float, edge: float) -> float:
+    """Left end of the last cell, so that its mean is the normal's mean below `edge`."""
+    density = statistics.NormalDist().pdf(edge)
+    return 2 * (-density / tail) - edge
+
+
+def normals_of(words: Words) -> NDArray[np.int32]:
+    """z in units of 2^-21 for each 32-bit word, int32 of the same shape."""
+    center, half = normal_tables()
+    byte = np.uint32(255)
+    s = (words & byte) + ((words >> np.uint32(8)) & byte) + ((words >> np.uint32(16)) & byte)
+    b = ((words >> np.uint32(24)) & np.uint32(_DITHERS - 1)).astype(np.int32)
+    return center[s] + (2 * b - (_DITHERS - 1)) * half[s]
+
+
+@functools.cache
 def largest_coordinate(distribution: str) -> float:
-    """An upper bound on |u[i]|: 1 for rademacher, 2 max(table) for gaussian.
+    """An upper bound on |u[i]|: 1 for rademacher, the table's end for gaussian.
 
     The sphere rescales a Gaussian by sqrt(d)/||z|| and never passes sqrt(d), which is a bound for
     d <= 149. Beyond, a factor 2 covers it but for an event below 2^-64 (a chi-square of d degrees
@@ -138,8 +133,12 @@ def largest_coordinate(distribution: str) -> float:
     """
     if distribution == "rademacher":
         return 1.0
-    widest = 2.0 * float(_normal_table(torch.device("cpu"))[-1])
+    center, half = normal_tables()
+    widest = float(center[-1] + (_DITHERS - 1) * half[-1]) * NORMAL_UNIT
     return widest if distribution == "gaussian" else 2.0 * widest
+
+
+# ---------------------------------------------------------------- one direction
 
 
 class DirectionStream:
@@ -147,8 +146,8 @@ class DirectionStream:
 
     Args:
       direction: which direction.
-      distribution: `rademacher` (u[i] = +-1; ||u||^2 = d exactly), `gaussian` (N(0, 1), the sum
-        of two 65536-point normal quantiles: |u[i]| <= 6.1), `sphere` (sqrt(d) z / ||z||).
+      distribution: `rademacher` (u[i] = +-1; ||u||^2 = d exactly), `gaussian` (N(0, 1), see
+        `normal_tables`), `sphere` (sqrt(d) z / ||z||).
       layout: (offset, size) of every tensor that belongs to the direction; the sphere's norm is
         taken over exactly these coordinates.
 
@@ -161,17 +160,13 @@ class DirectionStream:
     ) -> None:
         check_distribution(distribution)
         self.direction, self.distribution, self.layout = direction, distribution, layout
-        end = max((offset + size for offset, size in layout), default=0)
-        self._bits = _BitCache(direction, _DOMAIN_DIRECTION, -(-end // self._per_word))
-        self._rounding = _BitCache(direction, _DOMAIN_ROUNDING, -(-end // 4))
-        self._decay = _BitCache(direction, _DOMAIN_DECAY, -(-end // 4))
-        self._tensors = _BitCache(direction, _DOMAIN_TENSOR, len(layout))
+        self.key = stream_key(*direction, _DOMAIN_DIRECTION)
 
     @functools.cached_property
     def scale(self) -> float:
         """What the raw coordinates are multiplied by: 1, or sqrt(d)/||z|| for the sphere.
 
-        0 if z = 0, which happens to one draw in 65536 at d = 1 and to none that matters beyond.
+        0 if z = 0, which does not happen: no raw coordinate is 0.
         """
         if self.distribution != "sphere":
             return 1.0
@@ -183,79 +178,65 @@ class DirectionStream:
             )
         return scale
 
-    @property
-    def _per_word(self) -> int:
-        """Coordinates in one random word: 64 sign bits, or two sums of two 16-bit quantiles."""
-        return 64 if self.distribution == "rademacher" else 2
-
     def squared_norm(self) -> float:
-        """||z||^2, summed in exact integers (multiples of 2^-40), so independent of chunking."""
+        """||z||^2, summed in exact integers (multiples of 2^-42), so independent of chunking."""
         total = 0
         for offset, size in self.layout:
-            for start in range(0, size, _CACHED_WORDS):
-                count = min(_CACHED_WORDS, size - start)
-                z = self.raw(offset + start, count, torch.device("cpu"))
-                total += _exact_sum_of_squares(z.double() / _TABLE_SCALE)
-        return total * _TABLE_SCALE**2
+            for start in range(0, size, _PART):
+                z = self.raw_integers(offset + start, min(_PART, size - start)).astype(np.int64)
+                total += int(np.dot(z, z))
+        return total * (1.0 if self.distribution == "rademacher" else NORMAL_UNIT**2)
 
-    def raw(self, start: int, count: int, device: torch.device) -> Tensor:
+    def raw_integers(self, start: int, count: int) -> NDArray[np.int32]:
+        """Coordinates start .. start+count, int32 [count]: signs, or normals in units of 2^-21."""
+        return coordinates(self.key, self.distribution != "rademacher", start, count)
+
+    def raw(self, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
         """Coordinates start .. start+count before `scale`, float32 [count], exact."""
-        if self.distribution == "rademacher":
-            return self._signs(start, count, device)
-        return self._normals(start, count, device)
+        values = torch.from_numpy(self.raw_integers(start, count)).to(device).float()
+        return values if self.distribution == "rademacher" else values.mul_(NORMAL_UNIT)
 
-    def signs_times_(self, out: Tensor, start: int, amount: float) -> Tensor:
-        """Writes +-amount into `out` (float32, contiguous); `start` and len(out) multiples of 8."""
-        words, lead = self._covering(start, out.numel())
-        index = _as_indices(words, np.uint8, out.device)[lead // 8 : (lead + out.numel()) // 8]
-        table = _sign_table(out.device) * amount
-        return torch.index_select(table, 0, index, out=out.view(-1, 8)).view(-1)
+    def tensor_words(self, numbers: NDArray[np.uint64]) -> Words:
+        """Four public words for each tensor of those numbers, uint32 [4, n].
 
-    def _covering(self, start: int, count: int) -> tuple[np.ndarray, int]:
-        first, lead = divmod(start, self._per_word)
-        return self._bits.get(first, -(-(lead + count) // self._per_word)), lead
+        Words 0 and 1 round a Rademacher update's coefficient, word 2 starts the dither of an update
+        and word 3 that of weight decay.
+        """
+        return philox_words(numbers, stream_key(*self.direction, _DOMAIN_TENSOR))
 
-    def _signs(self, start: int, count: int, device: torch.device) -> Tensor:
-        words, lead = self._covering(start, count)
-        signs = _sign_table(device).index_select(0, _as_indices(words, np.uint8, device))
-        return signs.view(-1)[lead : lead + count]
+    def coefficient_uniforms(self, numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
+        """One public uniform in [0, 1), a multiple of 2^-53, for each tensor; float64 [n]."""
+        words = self.tensor_words(numbers).astype(np.uint64)
+        return ((words[1] << np.uint64(32) | words[0]) >> np.uint64(11)) * 2.0**-53
 
-    def _normals(self, start: int, count: int, device: torch.device) -> Tensor:
-        words, lead = self._covering(start, count)
-        table = _normal_table(device)
-        halves = table.index_select(0, _as_indices(words, np.uint16, device)).view(-1, 2)
-        return (halves[:, 0] + halves[:, 1])[lead : lead + count]
-
-    def uniforms(self, start: int, count: int, device: torch.device) -> Tensor:
-        """Public uniforms (j + 1/2) / 65536 for stochastic rounding of updates, float32 [count]."""
-        return _uniforms(self._rounding, start, count, device)
-
-    def decay_uniforms(self, start: int, count: int, device: torch.device) -> Tensor:
-        """Like `uniforms`, independent of them: for weight decay."""
-        return _uniforms(self._decay, start, count, device)
-
-    def tensor_uniform(self, tensor: int) -> float:
-        """One public uniform in [0, 1), a multiple of 2^-53, for the tensor of that number."""
-        return float(self._tensors.get(tensor, 1)[0] >> np.uint64(11)) * 2.0**-53
+    def perturbation_dither(self, numbers: NDArray[np.uint64]) -> Words:
+        """Where each tensor's dither starts when a perturbation is rounded, uint32 [n]."""
+        return philox_words(numbers, stream_key(*self.direction, _DOMAIN_PERTURBATION))[0]
 
 
-def _uniforms(bits: _BitCache, start: int, count: int, device: torch.device) -> Tensor:
-    first, lead = divmod(start, 4)
-    words = bits.get(first, -(-(lead + count) // 4))
-    values = _as_indices(words, np.uint16, device)[lead : lead + count]
-    return values.to(torch.float32).add_(0.5).mul_(2.0**-16)
+def coordinates(key: Words, gaussian: bool, start: int, count: int) -> NDArray[np.int32]:
+    """Raw coordinates start .. start+count of a stream: signs, or normals in units of 2^-21."""
+    tile = NORMALS_TILE if gaussian else SIGNS_TILE
+    first, last = start // tile, -(-(start + count) // tile)
+    calls = np.arange(first * LANES, last * LANES, dtype=np.uint64)
+    words = philox_words(calls, key).reshape(4, -1, LANES).transpose(1, 0, 2)
+    rows = normals_of(words) if gaussian else _signs_of(words)
+    return rows.reshape(-1)[start - first * tile :][:count]
 
 
-def _exact_sum_of_squares(integers: Tensor) -> int:
-    """sum z^2 of float64 integers below 2^23, at most 2^16 of them, without rounding.
+def _signs_of(words: Words) -> NDArray[np.int32]:
+    """words [tiles, 4, 32] -> +-1 [tiles, 4, 32 bits, 32 lanes], int32."""
+    bits = (words[:, :, None, :] >> np.arange(32, dtype=np.uint32)[:, None]) & np.uint32(1)
+    return 2 * bits.astype(np.int32) - 1
 
-    Split as z = 2^12 h + l: every partial sum of the three dot products stays below 2^53.
+
+def dither(start: Tensor | int, index: Tensor) -> Tensor:
+    """The 32-bit dither of the coordinates `index` of a tensor, int64 of index's shape.
+
+    start + index * DITHER_STEP mod 2^32. With a uniform start every coordinate's dither is uniform;
+    neighbours' are spread evenly (Weyl, 1916), which costs one multiplication instead of a draw.
     """
-    high = torch.floor(integers * 2.0**-12)
-    low = integers - high * 2.0**12
-    parts = (torch.dot(high, high), torch.dot(high, low), torch.dot(low, low))
-    hh, hl, ll = (int(part) for part in parts)
-    return (hh << 24) + (hl << 13) + ll
+    return (start + (index & 0xFFFFFFFF) * DITHER_STEP) & 0xFFFFFFFF
 
 
 def direction_vector(
@@ -271,5 +252,5 @@ def direction_vector(
     [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
     stream = DirectionStream(direction, distribution, layout)
-    parts = [stream.raw(offset, size, torch.device("cpu")) for offset, size in layout]
+    parts = [stream.raw(offset, size) for offset, size in layout]
     return torch.cat(parts).to(dtype) * stream.scale

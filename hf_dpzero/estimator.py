@@ -2,25 +2,39 @@
 
 x[i, k] = (f(theta + lambda u_k; xi_i) - f(theta - lambda u_k; xi_i)) / (2 lambda)
 
-Forward passes only, in eval mode, over physical microbatches. The perturbation last used is left on
-the parameters, for the update to take off in the same pass; `ParameterSpace.settle_` takes it off
-when there is no update.
+Forward passes only, in eval mode, over physical microbatches. Where the perturbation is while they
+run is the strategy's business; every strategy gives the same bits:
+
+- `whole_model`: the parameters themselves are moved, once for each direction and sign. The last
+  perturbation is left on them, for the update to take off in the same pass; `settle_` takes it off
+  when there is no update.
+- `layerwise`: each module's parameters are copied and perturbed while that module runs (`layerwise`),
+  anew for every microbatch.
+- `paired`: the same with both signs in one pass over a doubled batch (`paired`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from hf_dpzero.directions import Direction
+from hf_dpzero.forwards import is_compiled
+from hf_dpzero.guard import ParameterGuard
+from hf_dpzero.layerwise import ModuleVisits
 from hf_dpzero.objectives import PerExampleLoss, check_per_example
+from hf_dpzero.paired import PairedVisits
 from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.prefix import FrozenPrefix
 
 Microbatch = Mapping[str, Tensor]
+Strategy = Literal["auto", "whole_model", "layerwise", "paired"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+_VISITS = {"layerwise": ModuleVisits, "paired": PairedVisits}
 
 
 class FiniteDifferences:
@@ -31,7 +45,20 @@ class FiniteDifferences:
       space: its trainable parameters.
       objective: (model, inputs) -> per-example losses [B] float.
       smoothing: lambda > 0.
-      reuse_frozen_prefix: run what precedes the first trainable parameter once per microbatch.
+      reuse_frozen_prefix: run what precedes the first trainable parameter once per microbatch. Off
+        for compiled models, and under `paired`, which runs another batch.
+      strategy: where the perturbation is (see the module). "auto" takes `whole_model` for float32
+        parameters, which are moved in place without extra memory, and for compiled models;
+        `layerwise` as soon as one trainable tensor is in half precision, whose settled values would
+        otherwise be kept beside it. `paired` is taken only when asked for: it saves half of the
+        generator's work and doubles the activations. Many microbatches a step make `whole_model`
+        the faster one in half precision too, at the price of that copy: ask for it.
+
+    Attributes:
+      strategy: the one in use, never "auto".
+
+    Raises:
+      ValueError: an unknown strategy, or one that the model does not allow.
     """
 
     def __init__(
@@ -41,11 +68,22 @@ class FiniteDifferences:
         objective: PerExampleLoss,
         smoothing: float,
         reuse_frozen_prefix: bool = True,
+        strategy: str = "auto",
     ) -> None:
         self.model, self.space, self.objective = model, space, objective
         self.smoothing = smoothing
+        self._guard = ParameterGuard(zip(space.names, space.tensors, strict=True))
+        self.chosen_automatically = strategy == "auto"
+        self.use(_resolved(strategy, model, space))
         prefix = FrozenPrefix(model)
-        self.prefix = prefix if reuse_frozen_prefix and prefix.worthwhile else None
+        reuse = reuse_frozen_prefix and prefix.worthwhile and not is_compiled(model)
+        self.prefix = prefix if reuse and self.strategy != "paired" else None
+
+    def use(self, strategy: str) -> None:
+        """Goes over to another strategy, not "auto"."""
+        kind = _VISITS.get(strategy)
+        self.visits = kind(self.model, self.space) if kind else None
+        self.strategy = strategy
 
     @torch.no_grad()
     def __call__(
@@ -53,29 +91,48 @@ class FiniteDifferences:
     ) -> Tensor:
         """x, float64 [B, K] on the CPU; B = 0 gives [0, K] and touches nothing.
 
-        On return the parameters stand at theta - lambda u_K (or at theta when B = 0); if anything
-        raises, at theta.
+        On return the parameters stand at theta - lambda u_K under `whole_model`, at theta otherwise
+        and when B = 0; if anything raises, at theta.
         """
         self.space.check_is_of(self.model)
         if not microbatches:
             return torch.zeros(0, len(directions), dtype=torch.float64)
+        plus, minus = self.losses(microbatches, directions)
+        return (plus.double() - minus.double()) / (2.0 * self.smoothing)
+
+    @torch.no_grad()
+    def losses(
+        self, microbatches: Sequence[Microbatch], directions: Sequence[Direction]
+    ) -> tuple[Tensor, Tensor]:
+        """(f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each on the CPU.
+
+        Leaves the parameters where a call leaves them.
+        """
         try:
-            with evaluation_mode(self.model):
-                plus, minus = self._losses(microbatches, directions)
+            with evaluation_mode(self.model), self._ready():
+                return self._all_losses(microbatches, directions)
         except BaseException:
             self.space.settle_()
             raise
-        return (plus.double() - minus.double()) / (2.0 * self.smoothing)
 
-    def _losses(
+    @contextlib.contextmanager
+    def _ready(self) -> Iterator[None]:
+        """What watches the model's modules is in place inside."""
+        with contextlib.ExitStack() as stack:
+            if self.visits is not None:
+                self.space.settle_()
+                stack.enter_context(self.visits.installed())
+            if self.prefix is not None:
+                stack.enter_context(self.prefix.installed())
+            yield
+
+    def _all_losses(
         self, microbatches: Sequence[Microbatch], directions: Sequence[Direction]
     ) -> tuple[Tensor, Tensor]:
-        """(f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each."""
         if self.prefix is None:
             return self._sweep(microbatches, directions)
-        with self.prefix.installed():
-            # One microbatch at a time, so that only its prefix is held in memory.
-            parts = [self._sweep_with_prefix(m, directions) for m in microbatches]
+        # One microbatch at a time, so that only its prefix is held in memory.
+        parts = [self._sweep_with_prefix(m, directions) for m in microbatches]
         plus, minus = zip(*parts, strict=True)
         return torch.cat(plus), torch.cat(minus)
 
@@ -84,25 +141,90 @@ class FiniteDifferences:
     ) -> tuple[Tensor, Tensor]:
         assert self.prefix is not None
         self.prefix.forget()
-        return self._sweep([microbatch], directions)
+        plus, minus = self._sweep([microbatch], directions)
+        if self.prefix.forgetful and bool((plus + minus).isnan().any()):
+            # Either the losses are NaN, or this pass reads what the trial pass did not.
+            self.prefix.keep_everything()
+            return self._sweep_with_prefix(microbatch, directions)
+        return plus, minus
 
     def _sweep(
         self, microbatches: Sequence[Microbatch], directions: Sequence[Direction]
     ) -> tuple[Tensor, Tensor]:
-        """Perturbs once per direction and sign, and evaluates all microbatches there."""
-        columns: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for direction in directions:
-            for column, sign in zip(columns, (1.0, -1.0), strict=True):
-                self.space.move_to_(((direction, sign * self.smoothing),))
-                column.append(torch.cat([self.evaluate(m) for m in microbatches]))
-        return torch.stack(columns[0], dim=1), torch.stack(columns[1], dim=1)
+        columns = [self._column(microbatches, direction) for direction in directions]
+        plus, minus = zip(*columns, strict=True)
+        return torch.stack(plus, dim=1), torch.stack(minus, dim=1)
+
+    def _column(
+        self, microbatches: Sequence[Microbatch], direction: Direction
+    ) -> tuple[Tensor, Tensor]:
+        """Losses [B] at both signs; the whole model is moved once for all microbatches."""
+        if isinstance(self.visits, PairedVisits):
+            pairs = [self._evaluate_pair(m, direction) for m in microbatches]
+            plus, minus = (torch.cat(part) for part in zip(*pairs, strict=True))
+            return plus, minus
+        found = []
+        for sign in (1.0, -1.0):
+            self._perturb(direction, sign * self.smoothing)
+            found.append(torch.cat([self.evaluate(m) for m in microbatches]))
+        return found[0], found[1]
+
+    def _perturb(self, direction: Direction, scale: float) -> None:
+        position = ((direction, scale),)
+        if self.visits is None:
+            self.space.move_to_(position)
+        else:
+            self.visits.position = position
 
     def evaluate(self, microbatch: Microbatch) -> Tensor:
-        """Per-example losses of one microbatch at the present parameters, float32 [B] on the CPU."""
+        """Per-example losses of one microbatch at the present parameters, float32 [B] on the CPU.
+
+        Raises:
+          ParameterChanged: the forward pass wrote to a trainable parameter.
+        """
         if self.prefix is not None:
             self.prefix.begin_evaluation()
-        losses = self.objective(self.model, microbatch)
+        with self._guard.watching():
+            losses = self.objective(self.model, microbatch)
         return check_per_example(losses, batch_size(microbatch)).detach().cpu()
+
+    def _evaluate_pair(self, microbatch: Microbatch, direction: Direction) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.visits, PairedVisits)
+        rows = batch_size(microbatch)
+        with self.visits.pair(direction, self.smoothing, rows):
+            plus, minus = self.evaluate(_doubled(microbatch, rows)).split(rows)
+        return plus, minus
+
+
+def _resolved(strategy: str, model: nn.Module, space: ParameterSpace) -> str:
+    """The strategy that "auto" stands for, or the one asked for if the model allows it."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is not known; choose one of {STRATEGIES}.")
+    if is_compiled(model):
+        return _for_compiled(strategy)
+    if strategy != "auto":
+        return strategy
+    half = any(tensor.dtype != torch.float32 for tensor in space.tensors)
+    return "layerwise" if half else "whole_model"
+
+
+def _for_compiled(strategy: str) -> str:
+    if strategy in _VISITS:
+        raise ValueError(
+            f"strategy={strategy!r} replaces modules' forwards and parameter storage, which compiled "
+            "code does not follow: use strategy='whole_model', or do not compile the model."
+        )
+    return "whole_model"
+
+
+def _doubled(microbatch: Microbatch, rows: int) -> Microbatch:
+    """[x; x] for every tensor with a batch dimension; the rest as it is."""
+
+    def twice(value: Tensor) -> Tensor:
+        batched = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
+        return torch.cat([value, value]) if batched else value
+
+    return {name: twice(value) for name, value in microbatch.items()}
 
 
 def batch_size(microbatch: Microbatch) -> int:
@@ -125,26 +247,121 @@ def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
             module.training = training
 
 
+def make_exact(
+    differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
+) -> list[str]:
+    """Tries the strategy and the frozen prefix on a microbatch; turns off what is not exact.
+
+    Also teaches the prefix what it may forget. Nothing is released; the parameters are at theta
+    before and after.
+
+    Returns:
+      what was turned off and why, for a log; [] if nothing was.
+
+    Raises:
+      ValueError: the strategy that was asked for by name is not exact for this model.
+    """
+    messages = []
+    reason = _inexactness(differences, microbatch, direction)
+    if reason is not None:
+        if not differences.chosen_automatically:
+            raise ValueError(f"strategy={differences.strategy!r} {reason}; use 'whole_model'.")
+        messages.append(f"the strategy is whole_model: {differences.strategy} {reason}.")
+        differences.use("whole_model")
+    if not _prefix_made_exact(differences, microbatch, direction):
+        messages.append("reuse_frozen_prefix is off: it would not be exact for this model.")
+        differences.prefix = None
+    return messages
+
+
+def strategy_is_exact(
+    differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
+) -> bool:
+    """Whether the strategy in use gives bit for bit `whole_model`'s losses (theta settled).
+
+    Meanwhile every trainable parameter is NaN outside its module's forward, so that no read there
+    passes unnoticed, however little it would matter.
+    """
+    return _inexactness(differences, microbatch, direction) is None
+
+
+def _inexactness(
+    differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
+) -> str | None:
+    """What is wrong with the strategy in use on this microbatch; None if nothing."""
+    visits = differences.visits
+    if visits is None:
+        return None
+    with _turned_off(differences, "prefix"):
+        with _turned_off(differences, "visits"):
+            expected = _settled_losses(differences, microbatch, direction)
+        visits.visited.clear()
+        try:
+            with visits.poisoned():
+                found = _settled_losses(differences, microbatch, direction)
+        except (RuntimeError, LookupError, TypeError, ValueError) as error:
+            return f"fails on a trial batch ({error})"
+    return None if torch.equal(found, expected) else _difference(visits.never_visited)
+
+
+def _difference(never_visited: Sequence[str]) -> str:
+    found = "does not give whole_model's losses on a trial batch"
+    if not never_visited:
+        return (
+            f"{found}: a parameter is read outside its module's forward, or losses are not finite"
+        )
+    return f"{found}: these were read outside their module's forward, or not at all: " + ", ".join(
+        never_visited
+    )
+
+
+def _prefix_made_exact(
+    differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
+) -> bool:
+    """Whether reuse is exact: with what the prefix learns here forgotten, or else with all kept."""
+    prefix = differences.prefix
+    if prefix is None:
+        return True
+    with contextlib.suppress(RuntimeError, LookupError, TypeError, ValueError):
+        with torch.no_grad(), evaluation_mode(differences.model):
+            prefix.learn(lambda: differences.evaluate(microbatch))
+        if prefix_is_exact(differences, microbatch, direction):
+            return True
+    prefix.keep_everything()
+    return prefix_is_exact(differences, microbatch, direction)
+
+
 def prefix_is_exact(
     differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
 ) -> bool:
     """Whether reuse gives bit for bit the losses of full passes on this microbatch (theta settled)."""
-    prefix = differences.prefix
-    if prefix is None:
+    if differences.prefix is None:
         return True
+    with _turned_off(differences, "prefix"):
+        without = _settled_losses(differences, microbatch, direction)
     try:
-        with_reuse = _settled(differences, lambda: differences([microbatch], [direction]))
-        differences.prefix = None
-        without = _settled(differences, lambda: differences([microbatch], [direction]))
-    except (RuntimeError, IndexError):
+        with_reuse = _settled_losses(differences, microbatch, direction)
+    except (RuntimeError, LookupError, TypeError, ValueError):
         return False
-    finally:
-        differences.prefix = prefix
     return torch.equal(with_reuse, without)
 
 
-def _settled(differences: FiniteDifferences, call: Callable[[], Tensor]) -> Tensor:
+@contextlib.contextmanager
+def _turned_off(differences: FiniteDifferences, name: str) -> Iterator[None]:
+    """differences.prefix or differences.visits is None inside."""
+    value = getattr(differences, name)
+    setattr(differences, name, None)
     try:
-        return call()
+        yield
+    finally:
+        setattr(differences, name, value)
+
+
+def _settled_losses(
+    differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
+) -> Tensor:
+    """Losses at both signs, float32 [2, B]; the parameters are at theta afterwards."""
+    try:
+        return torch.stack([part[:, 0] for part in differences.losses([microbatch], [direction])])
     finally:
         differences.space.settle_()

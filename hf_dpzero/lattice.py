@@ -9,13 +9,17 @@ snapped to its grid once; perturbation, restore and update are then exact in any
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MANTISSA_BITS = 24
 _SMALLEST_RANGE = 0.125  # a tensor of zeros (a LoRA B, a new bias) still gets room to grow
-STOCHASTIC_BELOW = 16.0  # updates under this many grid steps are rounded stochastically
+
+Doubles = NDArray[np.float64]
 
 
 def exponent_for(largest: float) -> int:
@@ -34,9 +38,14 @@ def quantum(exponent: int) -> float:
     return math.ldexp(1.0, exponent - _MANTISSA_BITS)
 
 
-def capacity(exponent: int) -> float:
-    """The largest magnitude at which every grid multiple is a float32: 2^e."""
-    return math.ldexp(1.0, exponent)
+def quanta(exponents: NDArray[np.int64]) -> Doubles:
+    """`quantum` of each exponent, float64 of the same shape."""
+    return np.ldexp(1.0, exponents - _MANTISSA_BITS)
+
+
+def capacities(exponents: NDArray[np.int64]) -> Doubles:
+    """The largest magnitude at which every grid multiple is a float32, 2^e, for each exponent."""
+    return np.ldexp(1.0, exponents)
 
 
 def snap_(values: Tensor, spacing: float) -> Tensor:
@@ -44,40 +53,24 @@ def snap_(values: Tensor, spacing: float) -> Tensor:
     return values.mul_(1.0 / spacing).round_().mul_(spacing)
 
 
-def snap_scalar(value: float, spacing: float) -> float:
-    """`value` rounded to the nearest multiple of `spacing` (ties to even).
+def snapped(value: float, spacing: Any) -> Any:
+    """`value` rounded to the nearest multiple of each spacing (ties to even).
 
-    >>> snap_scalar(0.3, 0.25)
-    0.25
+    >>> snapped(0.3, np.array([0.25, 0.5])).tolist()
+    [0.25, 0.5]
     """
-    return round(value / spacing) * spacing
+    return np.rint(value / spacing) * spacing
 
 
-def snap_scalar_stochastically(value: float, spacing: float, uniform: float) -> float:
-    """`value` rounded to a neighbouring grid multiple, up with probability equal to the fraction.
+def snapped_stochastically(value: float, spacing: Any, uniforms: Any) -> Any:
+    """`value` rounded to a neighbouring multiple, up with probability equal to the fraction.
 
-    Exactly unbiased for a uniform in [0, 1), to float64.
+    Unbiased for uniforms in [0, 1), to float64.
 
-    >>> snap_scalar_stochastically(0.3, 0.25, 0.9), snap_scalar_stochastically(0.3, 0.25, 0.7)
-    (0.5, 0.25)
+    >>> snapped_stochastically(0.3, np.array([0.25, 0.25]), np.array([0.9, 0.7])).tolist()
+    [0.5, 0.25]
     """
-    return math.floor(value / spacing + uniform) * spacing
-
-
-def snap_stochastically_(values: Tensor, spacing: float, uniforms: Tensor) -> Tensor:
-    """Rounds to a neighbouring grid multiple, up with probability equal to the fraction.
-
-    Unbiased to 2^-17 of a grid step, so that updates far below the spacing are not lost on
-    average. `uniforms` are public, so a replay rounds the same way.
-    """
-    below = values.mul_(1.0 / spacing).floor()
-    up = values.sub_(below).add_(uniforms).floor_()  # the fraction first: both sums keep every bit
-    return up.add_(below).mul_(spacing)
-
-
-def needs_stochastic_rounding(size: float, spacing: float) -> bool:
-    """Whether nearest rounding of an update of typical size `size` would distort it visibly."""
-    return 0.0 < abs(size) < STOCHASTIC_BELOW * spacing
+    return np.floor(value / spacing + uniforms) * spacing
 
 
 def largest_magnitude(values: Tensor) -> float:

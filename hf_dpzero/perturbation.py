@@ -3,8 +3,9 @@
 A `ParameterSpace` holds the trainable tensors as one long vector theta of dimension d (tied weights
 once) and remembers its `position`: the terms a_k u_k that currently stand on top of theta. Moving
 from one position to the next, restoring and updating are one pass over the parameters each, and
-are exact: float32 tensors live on a lattice (see `lattice`), lower precisions keep their settled
-values beside them. Extra memory is a few MB for float32.
+are exact: float32 tensors live on a lattice (see `lattice`), lower precisions are restored from a
+copy. An update may be deferred into the pass that perturbs next. Extra memory is less than a MB for
+float32.
 """
 
 from __future__ import annotations
@@ -16,31 +17,42 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_dpzero.directions import (
-    ALIGNMENT,
+    LANES,
     Direction,
     DirectionStream,
     check_distribution,
     largest_coordinate,
 )
-from hf_dpzero.tensors import CHUNK, Change, LatticeTensor, SnapshotTensor
+from hf_dpzero.tensors import CHUNK, SMALL, Change, LatticeSegment, RoundedSegment
 
+_address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # the fastest over many tensors
 _LARGEST_GROWTH = 2.0**100
+_SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 Position = tuple[tuple[Direction, float], ...]
+Move = tuple[float, float, float]  # a direction's old and new coefficient, and its update
+AnySegment = LatticeSegment | RoundedSegment
 
 
 class ParameterSpace:
     """The trainable coordinates of a model, perturbed and updated in place.
 
+    Neighbouring small tensors are moved into one storage, so that a pass over many costs what a
+    pass over one costs; they stay the same `Parameter` objects.
+
     Args:
       named_tensors: (name, tensor) of every trainable tensor, in the order that fixes the
-        coordinates. float32 or bfloat16, contiguous, none sharing memory with another.
+        coordinates. float32, bfloat16 or float16, none sharing memory with another.
       distribution: `rademacher`, `gaussian` or `sphere`.
       smoothing: lambda, the largest coefficient of a perturbation (the grids leave room for it).
       decayed: names of the tensors that weight decay applies to; None for all.
+
+    Attributes:
+      traffic: bytes of parameters read and written by passes so far.
 
     Raises:
       ValueError: nothing is trainable, an unsupported dtype, meta tensors, shared memory.
@@ -61,20 +73,23 @@ class ParameterSpace:
         for name, tensor in named:
             _check_supported(name, tensor)
         _refuse_shared_memory(named)
-        _make_contiguous_(named)
         self.distribution, self.smoothing = distribution, smoothing
         self.names = [name for name, _ in named]
         self.decayed = set(self.names if decayed is None else decayed)
         self.tensors = [tensor for _, tensor in named]
         self.offsets = _aligned_offsets(self.tensors)
         self.dimension = sum(tensor.numel() for tensor in self.tensors)
-        self._cells = [
-            (LatticeTensor if t.dtype == torch.float32 else SnapshotTensor)(t, number, offset)
-            for number, (t, offset) in enumerate(zip(self.tensors, self.offsets, strict=True))
-        ]
-        self._workspaces: dict[torch.device, Tensor] = {}
+        self._segments = _segments(self.tensors, self.offsets)
+        self._places = {
+            int(number): (segment, m)
+            for segment in self._segments
+            for m, number in enumerate(segment.numbers)
+        }
+        self._addresses = list(map(_address, self.tensors))
         self._streams: dict[Direction, DirectionStream] = {}
+        self._pending: dict[Direction, float] = {}
         self.position: Position = ()
+        self.traffic = 0
 
     @classmethod
     def from_model(cls, model: nn.Module, **settings: Any) -> ParameterSpace:
@@ -99,7 +114,7 @@ class ParameterSpace:
     @property
     def snapped(self) -> bool:
         """Whether `snap_` (or `load_state_dict`) has put the tensors on their grids."""
-        return all(cell.exponent is not None for cell in self._cells)
+        return all(segment.snapped for segment in self._segments)
 
     @torch.no_grad()
     def snap_(self) -> None:
@@ -107,8 +122,8 @@ class ParameterSpace:
 
         Moves weights by a relative rms of about 3e-6. Deterministic, so a replay does the same.
         """
-        for cell in self._cells:
-            cell.snap_(self._reach)
+        for segment in self._segments:
+            segment.snap_(self._reach)
 
     @property
     def _reach(self) -> float:
@@ -117,11 +132,9 @@ class ParameterSpace:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to stay on the same grids (public, JSON-safe)."""
-        assert not self.position, "settle_() before saving"
-        return {
-            name: {"exponent": cell.exponent, "bound": cell.bound}
-            for name, cell in zip(self.names, self._cells, strict=True)
-        }
+        assert self.settled, "settle_() before saving"
+        places = (self._places[number] for number in range(len(self.names)))
+        return {name: s.state(m) for name, (s, m) in zip(self.names, places, strict=True)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,27 +144,51 @@ class ParameterSpace:
                 f"the checkpoint's trainable tensors ({len(state)}) are not this model's "
                 f"({len(self.names)}): resume with the same model and `trainable`."
             )
-        for name, cell in zip(self.names, self._cells, strict=True):
+        for number, name in enumerate(self.names):
+            segment, m = self._places[number]
             try:
-                cell.load_(state[name]["exponent"], state[name]["bound"])
+                segment.load_(m, state[name])
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from None
+            segment.snapped = True
+
+    # ------------------------------------------------------------------ perturbation
+
+    @property
+    def settled(self) -> bool:
+        """Whether the tensors hold theta: no perturbation stands, no update waits."""
+        return not self.position and not self._pending
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a deferred update is still to be made."""
+        return bool(self._pending)
 
     @torch.no_grad()
     def move_to_(self, position: Position) -> None:
         """Makes the tensors theta + sum_k a_k u_k for the position's (u_k, a_k); () restores.
 
-        Exact: any sequence of moves that ends at () leaves theta bit for bit as it was.
+        Exact: any sequence of moves that ends at () leaves theta bit for bit as it was. An update
+        that waits is made in the same pass.
         """
         self._ensure_snapped()
-        old, new = dict(self.position), dict(position)
-        self._refuse_out_of_reach(position, new)
-        self._pass_({u: (old.get(u, 0.0), new.get(u, 0.0), 0.0) for u in {**old, **new}})
-        self.position = tuple(position)
+        self._refuse_out_of_reach(position)
+        old, new, update = dict(self.position), dict(position), self._pending
+        self._pass_(
+            {
+                u: (old.get(u, 0.0), new.get(u, 0.0), update.get(u, 0.0))
+                for u in {**update, **old, **new}
+            }
+        )
+        self.position, self._pending = tuple(position), {}
+        self._streams = {u: stream for u, stream in self._streams.items() if u in new}
 
     def settle_(self) -> None:
-        """Takes every perturbation off; afterwards the tensors may be read, saved, shared."""
-        if self.position:
+        """Takes every perturbation off and makes the update that waits, if any.
+
+        Afterwards the tensors may be read, saved, shared.
+        """
+        if not self.settled:
             self.move_to_(())
 
     @contextlib.contextmanager
@@ -165,8 +202,63 @@ class ParameterSpace:
             self.move_to_(before)
 
     @torch.no_grad()
+    def write_perturbed_(self, number: int, position: Position, out: Tensor) -> None:
+        """out = tensor `number` of theta + sum_k a_k u_k, as `move_to_` would leave it there.
+
+        Args:
+          number: place of the tensor among `tensors`.
+          position: as for `move_to_`; at least one term.
+          out: contiguous, of the tensor's shape, dtype and device. theta, settled, is untouched.
+        """
+        segment, m = self._places[number]
+        self._write(number, position, segment.member(m), out, None)
+
+    def write_perturbed_pair_(
+        self, number: int, direction: Direction, scale: float, plus: Tensor, minus: Tensor
+    ) -> None:
+        """plus = theta + scale u and minus = theta - scale u for one tensor."""
+        self.write_perturbed_(number, ((direction, scale),), plus)
+        if minus.dtype != torch.float32:
+            return self.write_perturbed_(number, ((direction, -scale),), minus)
+        segment, m = self._places[number]
+        theta = segment.member(m).view(minus.shape)
+        with torch.no_grad():  # on the grid both subtractions are exact, so u is drawn once
+            torch.sub(theta, plus, out=minus).add_(theta)
+
+    @torch.no_grad()
+    def write_perturbed_rows_(
+        self, number: int, rows: Tensor, position: Position, out: Tensor
+    ) -> None:
+        """As `write_perturbed_`, for the rows [U] (int64) of a tensor [V, h]; out is [U, h]."""
+        segment, m = self._places[number]
+        table, width = self.tensors[number], self.tensors[number].shape[1]
+        source = segment.member(m).view(table.shape).index_select(0, rows)
+        if width % LANES == 0:
+            return self._write(number, position, source, out, rows.cpu().numpy() * width)
+        whole = torch.empty_like(table)
+        self.write_perturbed_(number, position, whole)
+        out.copy_(whole.index_select(0, rows))
+
+    def _write(
+        self, number: int, position: Position, source: Tensor, out: Tensor, pieces: Any
+    ) -> None:
+        assert self.settled, "settle_() before writing perturbed copies"
+        self._ensure_snapped()
+        self._refuse_out_of_reach(position)
+        changes = [Change(self.stream(u), 0.0, a, 0.0) for u, a in position]
+        segment, m = self._places[number]
+        segment.write_(m, changes, source.view(-1), out.view(-1), pieces)
+        self.traffic += 2 * out.numel() * out.element_size()
+
+    # ------------------------------------------------------------------ updates
+
+    @torch.no_grad()
     def step_(
-        self, directions: Sequence[Direction], coefficients: Sequence[float], decay: float = 0.0
+        self,
+        directions: Sequence[Direction],
+        coefficients: Sequence[float],
+        decay: float = 0.0,
+        defer: bool = False,
     ) -> None:
         """theta <- (1 - decay) theta + sum_k c_k u_k, fused with the restore of the position.
 
@@ -174,27 +266,30 @@ class ParameterSpace:
           directions: the step's K directions.
           coefficients: c_k, for DPZero -learning_rate * value_k (Algorithm 2, line 3).
           decay: learning_rate * weight_decay; 0 skips that pass.
+          defer: leave restore and update to the next `move_to_` or `settle_`, which makes them in
+            its own pass, with the same result to the last bit. Until then the tensors may not be
+            read.
 
         Raises:
           ValueError: a coefficient that is not finite or absurdly large, a decay outside [0, 1];
             theta is settled and unchanged then.
         """
         self._ensure_snapped()
+        if self._pending:
+            self.settle_()
         self._refuse_update(directions, coefficients, decay)
         if decay:
             self._decay_(decay, self.stream(directions[0]))
         self._make_room_(coefficients)
-        old, update = dict(self.position), dict(zip(directions, coefficients, strict=True))
-        # The update's own order first: it must not depend on where the perturbation stood.
-        self._pass_({u: (old.get(u, 0.0), 0.0, update.get(u, 0.0)) for u in {**update, **old}})
-        self.position = ()
-        self._streams.clear()
+        self._pending = dict(zip(directions, coefficients, strict=True))
+        if not defer:
+            self.settle_()
 
     def _decay_(self, decay: float, stream: DirectionStream) -> None:
         self.settle_()
-        for name, cell in zip(self.names, self._cells, strict=True):
-            if name in self.decayed:
-                cell.decay_(decay, stream)
+        decayed = np.array([name in self.decayed for name in self.names])
+        for segment in self._segments:
+            segment.decay_(decay, stream, decayed[segment.numbers.astype(np.int64)])
 
     def _refuse_update(
         self, directions: Sequence[Direction], coefficients: Sequence[float], decay: float
@@ -233,18 +328,18 @@ class ParameterSpace:
         self._ensure_snapped()
         self.settle_()
         stream, part = self.stream(direction), 0
-        for cell in self._cells:
-            for start in range(0, cell.flat.numel(), CHUNK):
-                count = min(CHUNK, cell.flat.numel() - start)
-                u = stream.raw(cell.offset + start, count, cell.flat.device) * stream.scale
+        for number, (offset, size) in enumerate(self.layout):
+            segment, m = self._places[number]
+            for start in range(0, size, CHUNK):
+                count = min(CHUNK, size - start)
+                u = stream.raw(offset + start, count, segment.flat.device) * stream.scale
                 values = u.mul_(coefficient).add_(noise(part, count).to(u.device))
-                uniforms = stream.uniforms(cell.offset + start, count, u.device)
-                cell.add_dense_(start, values, uniforms, self._reach)
+                segment.add_dense_(m, start, values, stream, self._reach)
                 part += 1
         self._streams.clear()
 
     def stream(self, direction: Direction) -> DirectionStream:
-        """The coordinates of `direction` in this space (kept until the step ends)."""
+        """The coordinates of `direction` in this space (kept until another is perturbed along)."""
         if direction not in self._streams:
             self._streams[direction] = DirectionStream(direction, self.distribution, self.layout)
         return self._streams[direction]
@@ -255,10 +350,10 @@ class ParameterSpace:
             return math.sqrt(self.dimension)
         return math.sqrt(self.stream(direction).squared_norm())
 
-    def _refuse_out_of_reach(self, position: Position, new: Mapping[Direction, float]) -> None:
-        if len(new) != len(position):
+    def _refuse_out_of_reach(self, position: Position) -> None:
+        if len({u for u, _ in position}) != len(position):
             raise ValueError(f"position names a direction twice: {position}; add its coefficients.")
-        size = sum(abs(a) for a in new.values())
+        size = sum(abs(a) for _, a in position)
         if not size <= self.smoothing * (1 + 1e-12):
             raise ValueError(
                 f"a perturbation of {size} is larger than smoothing={self.smoothing}, for which the "
@@ -271,39 +366,74 @@ class ParameterSpace:
 
     def _make_room_(self, coefficients: Sequence[float]) -> None:
         wanted = (self._growth(coefficients), self._reach, len(coefficients))
-        if any(cell.is_short(*wanted) for cell in self._cells):
+        if any(segment.short(*wanted).any() for segment in self._segments):
             self.settle_()
-        for cell in self._cells:
-            cell.make_room_(*wanted)
+        for segment in self._segments:
+            segment.make_room_(*wanted)
 
-    def _pass_(self, moves: Mapping[Direction, tuple[float, float, float]]) -> None:
-        changes = [Change(self.stream(u), *m) for u, m in moves.items() if any(m)]
-        if not changes:
+    def _follow_storage_(self) -> None:
+        """Wrappers may give a parameter new storage: works on that, never on a stale view."""
+        if self._addresses == list(map(_address, self.tensors)):
             return
-        for cell in self._cells:
-            cell.apply_(changes, self._workspace(cell.flat.device))
+        for segment in self._segments:
+            numbers = segment.numbers.tolist()
+            moved = any(_address(self.tensors[n]) != self._addresses[n] for n in numbers)
+            if moved:
+                segment.flat = _gathered([self.tensors[n] for n in numbers], segment.starts)
+        self._addresses = list(map(_address, self.tensors))
 
-    def _workspace(self, device: torch.device) -> Tensor:
-        if device not in self._workspaces:
-            largest = min(CHUNK, max(t.numel() for t in self.tensors))
-            self._workspaces[device] = torch.empty(-(-largest // 8) * 8, device=device)
-        return self._workspaces[device]
+    def _pass_(self, moves: Mapping[Direction, Move]) -> None:
+        self._follow_storage_()
+        changes = [Change(self.stream(u), *move) for u, move in moves.items() if any(move)]
+        if changes:
+            self.traffic += sum(segment.apply_(changes) for segment in self._segments)
+
+
+def _segments(tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[AnySegment]:
+    """Every large tensor by itself; runs of small ones of one kind moved into one storage."""
+
+    def kind(number: int) -> tuple[Any, ...]:
+        tensor = tensors[number]
+        alone = number if tensor.numel() >= SMALL else -1
+        return alone, tensor.dtype, tensor.device
+
+    runs = [list(run) for _, run in itertools.groupby(range(len(tensors)), kind)]
+    return [_segment([tensors[n] for n in run], [offsets[n] for n in run], run) for run in runs]
+
+
+@torch.no_grad()
+def _segment(
+    tensors: Sequence[Tensor], offsets: Sequence[int], numbers: Sequence[int]
+) -> AnySegment:
+    starts = [offset - offsets[0] for offset in offsets]
+    flat = _gathered(tensors, starts)
+    kind = LatticeSegment if flat.dtype == torch.float32 else RoundedSegment
+    return kind(flat, offsets[0], [tensor.numel() for tensor in tensors], starts, numbers)
+
+
+@torch.no_grad()
+def _gathered(tensors: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
+    """One flat tensor that the tensors are views of from now on."""
+    if len(tensors) == 1:
+        if not tensors[0].is_contiguous():
+            tensors[0].data = tensors[0].data.contiguous()
+        return tensors[0].detach().view(-1)
+    flat = tensors[0].new_zeros(starts[-1] + tensors[-1].numel(), requires_grad=False)
+    for start, tensor in zip(starts, tensors, strict=True):
+        place = flat[start : start + tensor.numel()]
+        place.copy_(tensor.detach().reshape(-1))
+        tensor.data = place.view(tensor.shape)
+    return flat
 
 
 def _check_supported(name: str, tensor: Tensor) -> None:
     if tensor.device.type == "meta":
         raise ValueError(f"{name} is on the meta device: load its weights before training.")
-    if tensor.dtype not in (torch.float32, torch.bfloat16):
+    if tensor.dtype not in _SUPPORTED:
         raise ValueError(
             f"{name} has dtype {tensor.dtype}, which cannot be perturbed exactly: load the model "
-            "in float32 or bfloat16, or train float32 adapters on top of it."
+            "in float32, bfloat16 or float16, or train float32 adapters on top of it."
         )
-
-
-def _make_contiguous_(named: Sequence[tuple[str, Tensor]]) -> None:
-    for _, tensor in named:
-        if not tensor.is_contiguous():
-            tensor.data = tensor.data.contiguous()
 
 
 def _extent(tensor: Tensor) -> int:
@@ -325,11 +455,11 @@ def _refuse_shared_memory(named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _aligned_offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor starts in the index space: multiples of ALIGNMENT, in order."""
+    """Where each tensor starts in the index space: multiples of LANES, in order."""
     offsets, position = [], 0
     for tensor in tensors:
         offsets.append(position)
-        position += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+        position += -(-tensor.numel() // LANES) * LANES
     return offsets
 
 

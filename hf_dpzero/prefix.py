@@ -5,6 +5,9 @@ first touches a trainable parameter is the same in all of them, so its outputs a
 first pass runs the prefix, the others only the rest. Frozen modules are recognised by their
 parameters and their place in the execution order, so any architecture works; adapters in the first
 layer simply leave a short prefix.
+
+What only other remembered modules read need not be kept: `learn` finds out, in one trial pass, which
+outputs the rest of the model reads, and from then on only those take memory.
 """
 
 from __future__ import annotations
@@ -13,7 +16,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hf_dpzero.flow import Flow
+from hf_dpzero.forwards import Forward, replaced_forward
 
 
 class StalePrefix(RuntimeError):
@@ -33,6 +41,8 @@ class FrozenPrefix:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._outputs: list[tuple[nn.Module, Any, list[tuple[Tensor, int]]]] = []
+        self._wanted: list[tuple[nn.Module, set[int]]] | None = None  # None: everything is kept
+        self._flow: Flow | None = None
         self._cursor = 0
         self._forwards = 0
         self._recording = True
@@ -60,17 +70,51 @@ class FrozenPrefix:
         handles = [m.register_forward_pre_hook(self._taint) for m in self._owners]
         handles.append(self.model.register_forward_pre_hook(self._begin, prepend=True))
         handles.append(self.model.register_forward_hook(self._end))
-        originals = [(m, m.__dict__.get("forward")) for m in self._frozen]
-        for module in self._frozen:
-            module.forward = self._remembering(module, module.forward)
-        try:
-            yield self
-        finally:
+        with contextlib.ExitStack() as stack:
             for handle in handles:
-                handle.remove()
-            for module, original in originals:
-                _restore_forward(module, original)
-            self.forget()
+                stack.callback(handle.remove)
+            stack.callback(self.forget)
+            for module in self._frozen:
+                stack.enter_context(replaced_forward(module, self._wrapper(module)))
+            yield self
+
+    def learn(self, evaluate: Callable[[], object]) -> None:
+        """Runs `evaluate`, one forward pass, and keeps from now on only what it needs of the prefix.
+
+        An output is needed if code that is not remembered reads it, or something derived from it,
+        once a trainable parameter was met. The others are replaced by NaN that takes no memory, so a
+        pass that does read one shows it. A model that runs other modules in another pass keeps all.
+        """
+        self.keep_everything()
+        self._flow = Flow(lambda: self._inside, lambda: self._tainted)
+        try:
+            with self.installed(), self._flow:
+                self.begin_evaluation()
+                evaluate()
+                modules = [module for module, _, _ in self._outputs]
+            needed = self._flow.needed
+        finally:
+            self._flow = None
+        self._wanted = [
+            (module, {leaf for place, leaf in needed if place == index})
+            for index, module in enumerate(modules)
+        ]
+
+    @property
+    def forgetful(self) -> bool:
+        """Whether `learn` is in force."""
+        return self._wanted is not None
+
+    def keep_everything(self) -> None:
+        """Undoes `learn`."""
+        self._wanted = None
+
+    @property
+    def bytes_held(self) -> int:
+        """Memory of what is remembered now."""
+        leaves = pytree.tree_leaves([output for _, output, _ in self._outputs])
+        storages = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._forwards += 1
@@ -83,11 +127,15 @@ class FrozenPrefix:
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._recording = False
+        self._tainted = True  # what is read from here on is read by the objective
 
     def _taint(self, module: nn.Module, args: Any) -> None:
         self._tainted = True
 
-    def _remembering(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapper(self, module: nn.Module) -> Callable[[Forward], Forward]:
+        return lambda forward: self._remembering(module, forward)
+
+    def _remembering(self, module: nn.Module, forward: Forward) -> Forward:
         def remembered(*args: Any, **kwargs: Any) -> Any:
             if self._tainted or self._inside:
                 return forward(*args, **kwargs)
@@ -98,10 +146,28 @@ class FrozenPrefix:
                 output = forward(*args, **kwargs)
             finally:
                 self._inside = False
-            self._outputs.append((module, output, _versions(output)))
+            self._record(module, output)
             return output
 
         return remembered
+
+    def _record(self, module: nn.Module, output: Any) -> None:
+        index = len(self._outputs)
+        if self._flow is not None:
+            self._flow.remember(index, output)
+        kept = output
+        if self._as_learned(module, index):
+            assert self._wanted is not None
+            kept = _without_unwanted(output, self._wanted[index][1])
+        self._outputs.append((module, kept, _versions(kept)))
+
+    def _as_learned(self, module: nn.Module, index: int) -> bool:
+        """Whether this pass has run, so far, the modules that `learn` saw."""
+        if self._wanted is None or index >= len(self._wanted):
+            return False
+        return [*(m for m, _, _ in self._outputs), module] == [
+            m for m, _ in self._wanted[: index + 1]
+        ]
 
     def _recall(self, module: nn.Module) -> Any:
         known = self._cursor < len(self._outputs)
@@ -146,8 +212,15 @@ def _versions(output: Any) -> list[tuple[Tensor, int]]:
     return []
 
 
-def _restore_forward(module: nn.Module, original: Callable[..., Any] | None) -> None:
-    if original is None:
-        del module.forward
-    else:
-        module.forward = original
+def _without_unwanted(output: Any, wanted: set[int]) -> Any:
+    """The nested output with NaN that takes no memory for floating tensors not among `wanted`."""
+    leaves, structure = pytree.tree_flatten(output)
+    return structure.unflatten(
+        [leaf if i in wanted else _stand_in(leaf) for i, leaf in enumerate(leaves)]
+    )
+
+
+def _stand_in(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf.new_full((), torch.nan).expand(leaf.shape)

@@ -37,6 +37,8 @@ class PrivateStep:
       differences: their finite differences.
       noise: drawn once for each step, on the main process.
       trajectory: the ledger; written before the update.
+      defer: leave restore and update to the next step's first pass, or to whoever settles the space
+        before the parameters are read (see `deferral`).
     """
 
     mechanism: Mechanism
@@ -44,6 +46,7 @@ class PrivateStep:
     differences: FiniteDifferences
     noise: NoiseSource
     trajectory: Trajectory
+    defer: bool = False
 
     def __call__(
         self, step: int, microbatches: Sequence[Microbatch], learning_rate: float
@@ -78,7 +81,7 @@ class PrivateStep:
         values = shared_from_main(lambda: mechanism.release(total, step, self.noise))
         release = Release(step, tuple(values), learning_rate)
         self.trajectory.append(release)
-        apply_release(self.space, release, self.trajectory.header)
+        apply_release(self.space, release, self.trajectory.header, defer=self.defer)
 
     def _release_vector(
         self, mechanism: VectorMechanism, step: int, u: Direction, x: Tensor, learning_rate: float

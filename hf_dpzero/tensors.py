@@ -1,18 +1,29 @@
-"""One trainable tensor: how it is perturbed, restored and updated, exactly, in its precision."""
+"""Runs of trainable tensors: how they are perturbed, restored and updated exactly in their precision.
+
+A segment is one flat tensor that holds one large trainable tensor, or a run of small ones that were
+moved next to each other so that their number does not matter to the cost of a pass. Element e of a
+segment has index `offset + e` in the directions' index space.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_dpzero import lattice
-from hf_dpzero.directions import DirectionStream
+from hf_dpzero import lattice, passes
+from hf_dpzero.directions import LANES, DirectionStream, dither
+from hf_dpzero.passes import Members, Pieces
+from hf_dpzero.torch_passes import half_precision, stochastically_rounded
 
-CHUNK = 1 << 19  # coordinates worked on at a time: 2 MiB of float32
+CHUNK = 1 << 19  # coordinates worked on at a time where a pass is made of torch operations
+SMALL = 1 << 16  # elements below which neighbouring tensors share a segment
 _SLACK = 1.0 - 2.0**-10  # of a grid's range: room for the rounding of perturbations
+Doubles = NDArray[np.float64]
 
 
 class Change(NamedTuple):
@@ -24,237 +35,305 @@ class Change(NamedTuple):
     update: float
 
 
-class TrainableTensor:
+class Segment:
     """What the two kinds below share.
 
     Args:
-      tensor: contiguous.
-      number: its place among the space's tensors.
-      offset: of its first coordinate in the direction's index space.
+      flat: the values, one row.
+      offset: index of its first element, a multiple of 32.
+      sizes: elements of each tensor in it.
+      starts: first element of each, ascending multiples of 32 from 0.
+      numbers: each tensor's place among the space's tensors.
     """
 
-    def __init__(self, tensor: Tensor, number: int, offset: int) -> None:
-        self.tensor, self.number, self.offset = tensor, number, offset
-        self.exponent: int | None = None
-        self.bound = 0.0
+    def __init__(
+        self,
+        flat: Tensor,
+        offset: int,
+        sizes: Sequence[int],
+        starts: Sequence[int],
+        numbers: Sequence[int],
+    ) -> None:
+        self.flat, self.offset, self.sizes, self.starts = flat, offset, sizes, list(starts)
+        self.numbers = np.array(numbers, np.uint64)
+        self.members = Members.at(self.starts, flat.numel()) if len(starts) > 1 else None
+        self.snapped = False
 
-    @property
-    def flat(self) -> Tensor:
-        """The tensor as one row."""
-        return flat_view(self.tensor)
+    def member(self, m: int) -> Tensor:
+        """The values of the segment's m-th tensor, one row."""
+        return self.flat[self.starts[m] : self.starts[m] + self.sizes[m]]
+
+    def by_element(self, values: NDArray[Any], start: int, stop: int) -> Tensor:
+        """values [M], one a member, for each of the elements start .. stop (or [1] if M is 1)."""
+        chosen = values
+        if self.members is not None:
+            rows = self.members.rows[start // LANES : -(-stop // LANES)]
+            chosen = np.repeat(values[rows], LANES)[: stop - start]
+        return torch.from_numpy(chosen).to(self.flat.device)
+
+    def dithers(self, word: NDArray[np.uint32], start: int, stop: int) -> Tensor:
+        """The dither of the elements start .. stop, int64, from each member's starting word."""
+        index = torch.arange(start, stop, device=self.flat.device)
+        starts = self.by_element(np.array(self.starts, np.int64), start, stop)
+        return dither(self.by_element(word.astype(np.int64), start, stop), index - starts)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """(start, stop) of the parts that torch operations work on."""
+        size = self.flat.numel()
+        return [(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK)]
 
 
-class LatticeTensor(TrainableTensor):
-    """A float32 tensor on its grid: changes are added to it, exactly.
+class LatticeSegment(Segment):
+    """float32 tensors on their grids: changes are added to them, exactly.
 
-    `bound` is an upper bound on its magnitude computed from public numbers alone; when the next
-    update could pass the grid's range, the tensor is measured and, if need be, moved to a coarser
+    `bounds` are upper bounds on their magnitudes computed from public numbers alone; when the next
+    update could pass a grid's range, that tensor is measured and, if need be, moved to a coarser
     grid. Both depend only on theta and the updates, so a replay does the same at the same step.
     """
 
-    def snap_(self, reach: float) -> None:
-        self.bound = lattice.largest_magnitude(self.flat)
-        self.exponent = lattice.exponent_for(self.bound + reach)
-        lattice.snap_(self.flat, self.spacing)
-        self.bound += self.spacing
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.exponents = np.zeros(len(self.sizes), np.int64)
+        self.bounds = np.zeros(len(self.sizes))
 
-    def load_(self, exponent: int, bound: float) -> None:
-        self.exponent, self.bound = exponent, bound
-        if not self._fits():
+    @property
+    def spacing(self) -> Doubles:
+        """The grid spacing of each member, float64 [M], powers of two."""
+        return lattice.quanta(self.exponents)
+
+    def snap_(self, reach: float) -> None:
+        """Puts every member on its grid."""
+        for m in range(len(self.sizes)):
+            self.bounds[m] = lattice.largest_magnitude(self.member(m))
+            self.exponents[m] = lattice.exponent_for(self.bounds[m] + reach)
+            self._round_(m)
+        self.snapped = True
+
+    def _round_(self, m: int) -> None:
+        spacing = lattice.quantum(int(self.exponents[m]))
+        lattice.snap_(self.member(m), spacing)
+        self.bounds[m] += spacing
+
+    def state(self, m: int) -> dict[str, Any]:
+        """What `load_` needs, JSON-safe."""
+        return {"exponent": int(self.exponents[m]), "bound": float(self.bounds[m])}
+
+    def load_(self, m: int, state: dict[str, Any]) -> None:
+        """Restores member m's `state`; ValueError if its values are not on that grid."""
+        self.exponents[m], self.bounds[m] = state["exponent"], state["bound"]
+        if not self._fits(m):
             raise ValueError(
                 "holds values that are not on the grid of the saved state: load the very weights that "
                 "were saved with it, in float32."
             )
 
-    def _fits(self) -> bool:
-        parts = self.flat.split(CHUNK)
-        on_grid = (torch.equal(lattice.snap_(part.clone(), self.spacing), part) for part in parts)
-        return all(on_grid) and lattice.largest_magnitude(self.flat) <= self.bound
+    def _fits(self, m: int) -> bool:
+        spacing = lattice.quantum(int(self.exponents[m]))
+        parts = self.member(m).split(CHUNK)
+        on_grid = (torch.equal(lattice.snap_(part.clone(), spacing), part) for part in parts)
+        return all(on_grid) and lattice.largest_magnitude(self.member(m)) <= self.bounds[m]
 
-    @property
-    def spacing(self) -> float:
-        assert self.exponent is not None, "snap_() comes before the first perturbation"
-        return lattice.quantum(self.exponent)
-
-    def is_short(self, growth: float, reach: float, roundings: int) -> bool:
-        """Whether |theta| could pass the grid's range after growing and on a perturbation."""
-        assert self.exponent is not None
-        grown = self.bound + growth + roundings * self.spacing
-        return grown + reach > lattice.capacity(self.exponent) * _SLACK
+    def short(self, growth: float, reach: float, roundings: int) -> NDArray[np.bool_]:
+        """Which members could pass their grid's range after growing and on a perturbation."""
+        grown = self.bounds + growth + roundings * self.spacing
+        return grown + reach > lattice.capacities(self.exponents) * _SLACK
 
     def make_room_(self, growth: float, reach: float, roundings: int) -> None:
-        """Ensures that theta, settled now, may grow and be perturbed within the grid's range.
+        """Ensures that theta, settled where it is short, may grow and be perturbed within range.
 
         Args:
           growth: sum of the |c_k u_k[i]| that the update may add to a coordinate.
           reach: what perturbations may add beyond that, at any moment.
           roundings: terms of the update, each of which may round by up to one grid step.
         """
-        if self.is_short(growth, reach, roundings):
-            self._regrid_(growth, reach)
-        self.bound += growth + roundings * self.spacing
+        for m in np.flatnonzero(self.short(growth, reach, roundings)):
+            self._regrid_(int(m), growth, reach)
+        self.bounds += growth + roundings * self.spacing
 
-    def _regrid_(self, growth: float, reach: float) -> None:
-        assert self.exponent is not None
-        self.bound = lattice.largest_magnitude(self.flat)
-        needed = lattice.exponent_for(self.bound + growth + reach)
-        if needed > self.exponent:
-            self.exponent = needed
-            lattice.snap_(self.flat, self.spacing)
-            self.bound += self.spacing
+    def _regrid_(self, m: int, growth: float, reach: float) -> None:
+        self.bounds[m] = lattice.largest_magnitude(self.member(m))
+        needed = lattice.exponent_for(self.bounds[m] + growth + reach)
+        if needed > self.exponents[m]:
+            self.exponents[m] = needed
+            self._round_(m)
 
-    def apply_(self, changes: Sequence[Change], workspace: Tensor) -> None:
-        flat = self.flat
-        for start in range(0, flat.numel(), CHUNK):
-            values = flat[start : start + CHUNK]
-            for change in changes:
-                self._add_(values, self.offset + start, change, workspace)
+    def apply_(self, changes: Sequence[Change]) -> int:
+        """One pass in place; returns the bytes of parameters read and written."""
+        self._add(self.flat, self.flat, self.offset, changes, None)
+        return 2 * self.flat.numel() * self.flat.element_size()
 
-    def _add_(self, values: Tensor, start: int, change: Change, workspace: Tensor) -> None:
-        if change.stream.distribution == "rademacher":
-            self._add_signs_(values, start, change, workspace)
-        else:
-            self._add_normals_(values, start, change)
+    def write_(
+        self, m: int, changes: Sequence[Change], source: Tensor, out: Tensor, pieces: Pieces
+    ) -> None:
+        """out = source + the changes, for member m or the pieces of it that source holds."""
+        self._add(out, source, self.offset + self.starts[m], changes, m, pieces)
 
-    def _add_signs_(self, values: Tensor, start: int, change: Change, workspace: Tensor) -> None:
-        """All of a coordinate's change is +-amount: one pass, whatever it is made of."""
-        snap = lattice.snap_scalar
-        amount = snap(change.new, self.spacing) - snap(change.old, self.spacing)
-        amount += self._rounded_coefficient(change)
-        if amount:
-            padded = workspace[: -(-values.numel() // 8) * 8]
-            change.stream.signs_times_(padded, start, amount)
-            values.add_(padded[: values.numel()])
+    def _add(
+        self, out: Tensor, source: Tensor, offset: int, changes: Sequence[Change],
+        only: int | None, pieces: Pieces = None,
+    ) -> None:  # fmt: skip
+        keys = np.stack([change.stream.key for change in changes])
+        members = self.members if only is None else None
+        which = slice(None) if only is None else slice(only, only + 1)
+        if changes[0].stream.distribution == "rademacher":
+            amounts = np.stack([self._amounts(change)[which] for change in changes])
+            passes.add_signs(out, source, offset, keys, amounts.astype(np.float32), members, pieces)
+            return
+        spacing = self.spacing[which]
+        new, old, update = (
+            np.stack([_in_steps(getattr(c, part) * c.stream.scale, spacing) for c in changes])
+            for part in ("new", "old", "update")
+        )
+        dithers = np.stack(
+            [change.stream.tensor_words(self.numbers[which])[2] for change in changes]
+        )
+        passes.add_normals(
+            out, source, offset, keys, new, old, update, spacing.astype(np.float32), dithers,
+            members, pieces,
+        )  # fmt: skip
 
-    def _rounded_coefficient(self, change: Change) -> float:
-        """c in c u, u = +-1, on the grid; a small one stochastically, so that E[update] = c u.
+    def _amounts(self, change: Change) -> Doubles:
+        """All of a coordinate's change is +-amount, float64 [M] on the members' grids.
 
-        One rounding serves the tensor: as unbiased for a coordinate as one of its own, and free.
+        A small update's coefficient is rounded stochastically, one rounding for the tensor: as
+        unbiased for a coordinate (E[update] = c u) as one of its own, and free.
         """
-        if not lattice.needs_stochastic_rounding(change.update, self.spacing):
-            return lattice.snap_scalar(change.update, self.spacing)
-        uniform = change.stream.tensor_uniform(self.number)
-        return lattice.snap_scalar_stochastically(change.update, self.spacing, uniform)
+        spacing = self.spacing
+        amounts = lattice.snapped(change.new, spacing) - lattice.snapped(change.old, spacing)
+        if not change.update:
+            return amounts
+        uniforms = change.stream.coefficient_uniforms(self.numbers)
+        return amounts + lattice.snapped_stochastically(change.update, spacing, uniforms)
 
-    def _add_normals_(self, values: Tensor, start: int, change: Change) -> None:
-        raw = change.stream.raw(start, values.numel(), values.device)
-        for coefficient, times in _distinct(change.new, change.old):
-            step = raw * (coefficient * change.stream.scale)
-            values.add_(lattice.snap_(step, self.spacing), alpha=times)
-        if change.update:
-            step = raw.mul_(change.update * change.stream.scale)
-            values.add_(self._rounded_update(change, step, start))
+    def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
+        """theta <- (1 - decay) theta for those members, rounded stochastically to the grid."""
+        words = stream.tensor_words(self.numbers)[3]
+        for start, stop in self.chunks():
+            values = self.flat[start:stop]
+            spacing = self.by_element(self.spacing.astype(np.float32), start, stop)
+            rate = self.by_element(np.where(decayed, -decay, 0.0).astype(np.float32), start, stop)
+            steps = stochastically_rounded(
+                values * rate / spacing, self.dithers(words, start, stop)
+            )
+            values += steps * spacing
 
-    def _rounded_update(self, change: Change, step: Tensor, start: int) -> Tensor:
-        """`step` (float32, destroyed) on the grid; stochastically where it is small."""
-        if not lattice.needs_stochastic_rounding(change.update, self.spacing):
-            return lattice.snap_(step, self.spacing)
-        uniforms = change.stream.uniforms(start, step.numel(), step.device)
-        return lattice.snap_stochastically_(step, self.spacing, uniforms)
+    def add_dense_(
+        self, m: int, start: int, values: Tensor, stream: DirectionStream, reach: float
+    ) -> None:
+        """Member m's elements from `start` on gain `values` (float32), rounded stochastically."""
+        spacing = self._make_room_for_dense_(m, lattice.largest_magnitude(values), reach)
+        place = slice(self.starts[m] + start, self.starts[m] + start + values.numel())
+        dithers = self.dithers(stream.tensor_words(self.numbers)[2], place.start, place.stop)
+        self.flat[place] += stochastically_rounded(values / spacing, dithers) * spacing
 
-    def add_dense_(self, start: int, values: Tensor, uniforms: Tensor, reach: float) -> None:
-        self.make_room_(lattice.largest_magnitude(values), reach, 1)
-        step = lattice.snap_stochastically_(values, self.spacing, uniforms)
-        self.flat[start : start + values.numel()].add_(step)
-
-    def decay_(self, decay: float, stream: DirectionStream) -> None:
-        """theta <- (1 - decay) theta, rounded stochastically: nearest would lose decays < 2^-24."""
-        flat = self.flat
-        for start in range(0, flat.numel(), CHUNK):
-            values = flat[start : start + CHUNK]
-            uniforms = stream.decay_uniforms(self.offset + start, values.numel(), values.device)
-            values.add_(lattice.snap_stochastically_(values * -decay, self.spacing, uniforms))
-
-
-def _distinct(new: float, old: float) -> list[tuple[float, int]]:
-    """(coefficient, times) whose sum is new - old; rounding is odd, so -a costs no second pass.
-
-    >>> _distinct(-0.5, 0.5), _distinct(0.5, 0.0), _distinct(0.5, 0.5)
-    ([(-0.5, 2)], [(0.5, 1)], [])
-    """
-    if new == -old:
-        return [(new, 2)] if new else []
-    return [] if new == old else [(a, times) for a, times in ((new, 1), (old, -1)) if a]
+    def _make_room_for_dense_(self, m: int, growth: float, reach: float) -> float:
+        if self.short(growth, reach, 1)[m]:
+            self._regrid_(m, growth, reach)
+        spacing = lattice.quantum(int(self.exponents[m]))
+        self.bounds[m] += growth + spacing
+        return spacing
 
 
-class SnapshotTensor(TrainableTensor):
-    """A bfloat16 tensor: its settled values are kept beside it (one more copy of this tensor).
+def _in_steps(coefficient: float, spacing: Doubles) -> NDArray[np.float32]:
+    """A coefficient, rounded to float32, in units of each grid's spacing: float32 [M], exact."""
+    return (np.float32(coefficient) / spacing).astype(np.float32)
 
-    The bfloat16 grid is too coarse to perturb on, so theta + sum a_k u_k is computed in float32
-    from the settled values and rounded; restoring copies them back. Updates are rounded
-    stochastically with public uniforms, so that small ones are not lost on average.
+
+class RoundedSegment(Segment):
+    """bfloat16 or float16 tensors: perturbed out of place, restored from what was put aside.
+
+    These grids are too coarse to perturb on, so theta + sum a_k u_k is computed in float32 from the
+    settled values and rounded stochastically, with public dithers: small perturbations and updates
+    are not lost but right on average. While a perturbation stands in the tensors themselves, a copy
+    of the settled values is held; `write_` needs none.
     """
 
-    def __init__(self, tensor: Tensor, number: int, offset: int) -> None:
-        super().__init__(tensor, number, offset)
-        self.settled = self.flat.clone()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.settled: Tensor | None = None
 
     def snap_(self, reach: float) -> None:
-        self.load_(0, 0.0)
+        """Nothing to put on a grid; refuses weights that are not finite."""
+        lattice.exponent_for(lattice.largest_magnitude(self.flat.float()))
+        self.snapped = True
 
-    def load_(self, exponent: int, bound: float) -> None:
-        self.exponent, self.bound = exponent, bound
-        self.settled.copy_(self.flat)
+    def state(self, m: int) -> dict[str, Any]:
+        """Nothing: the values are all there is."""
+        return {}
 
-    def is_short(self, growth: float, reach: float, roundings: int) -> bool:
-        """Never: bfloat16 has float32's range."""
-        return False
+    def load_(self, m: int, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def short(self, growth: float, reach: float, roundings: int) -> NDArray[np.bool_]:
+        """Never: there is no grid to leave."""
+        return np.zeros(len(self.sizes), bool)
 
     def make_room_(self, growth: float, reach: float, roundings: int) -> None:
-        """Nothing to do: bfloat16 has float32's range."""
+        """Nothing to do."""
 
-    def apply_(self, changes: Sequence[Change], workspace: Tensor) -> None:
-        flat = self.flat
-        for start in range(0, flat.numel(), CHUNK):
-            settled = self.settled[start : start + CHUNK]
-            self._update_(settled, self.offset + start, changes)
-            moved = settled.float()
-            for change in changes:
-                if change.new:
-                    moved += self._term(change, change.new, self.offset + start, settled)
-            flat[start : start + CHUNK].copy_(moved)
+    def apply_(self, changes: Sequence[Change]) -> int:
+        """Update, then perturb anew from the settled values; returns the bytes read and written."""
+        source = self.flat if self.settled is None else self.settled
+        updates, standing = [c for c in changes if c.update], [c for c in changes if c.new]
+        moved = 0
+        if updates:
+            target = self.settled if standing and self.settled is not None else self.flat
+            words = updates[0].stream.tensor_words(self.numbers)[2]
+            moved += self._round(
+                target, source, self.offset, updates, "update", words, self.members
+            )
+            source = target
+        if standing:
+            if source is self.flat:
+                self.settled = source = self.flat.clone()
+                moved += 2 * source.numel() * source.element_size()
+            words = standing[0].stream.perturbation_dither(self.numbers)
+            return moved + self._round(
+                self.flat, source, self.offset, standing, "new", words, self.members
+            )
+        if source is not self.flat:
+            self.flat.copy_(source)
+            moved += 2 * source.numel() * source.element_size()
+        self.settled = None
+        return moved
+
+    def write_(
+        self, m: int, changes: Sequence[Change], source: Tensor, out: Tensor, pieces: Pieces
+    ) -> None:
+        """out = source + the changes, for member m or the pieces of it that source holds."""
+        words = changes[0].stream.perturbation_dither(self.numbers[m : m + 1])
+        offset = self.offset + self.starts[m]
+        self._round(out, source, offset, changes, "new", words, None, pieces)
 
     @staticmethod
-    def _term(change: Change, coefficient: float, start: int, like: Tensor) -> Tensor:
-        raw = change.stream.raw(start, like.numel(), like.device)
-        return raw * (coefficient * change.stream.scale)
+    def _round(
+        out: Tensor, source: Tensor, offset: int, changes: Sequence[Change], part: str,
+        words: NDArray[np.uint32], members: Members | None, pieces: Pieces = None,
+    ) -> int:  # fmt: skip
+        keys = np.stack([change.stream.key for change in changes])
+        coefficients = [getattr(change, part) * change.stream.scale for change in changes]
+        gaussian = changes[0].stream.distribution != "rademacher"
+        passes.add_rounded(
+            out, source, offset, keys, gaussian, np.array(coefficients, np.float32), words,
+            members, pieces,
+        )  # fmt: skip
+        return 2 * out.numel() * out.element_size()
 
-    def _update_(self, settled: Tensor, start: int, changes: Sequence[Change]) -> None:
-        updates = [change for change in changes if change.update]
-        if not updates:
-            return
-        target = settled.float()
-        for change in updates:
-            target += self._term(change, change.update, start, settled)
-        uniforms = updates[0].stream.uniforms(start, settled.numel(), settled.device)
-        settled.copy_(round_to_bfloat16_stochastically(target, uniforms))
+    def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
+        """theta <- (1 - decay) theta for those members, rounded stochastically."""
+        words = stream.tensor_words(self.numbers)[3]
+        for start, stop in self.chunks():
+            values = self.flat[start:stop].float()
+            rate = self.by_element(np.where(decayed, decay, 0.0).astype(np.float32), start, stop)
+            smaller = values - values * rate
+            rounded = half_precision(smaller, self.dithers(words, start, stop), self.flat.dtype)
+            self.flat[start:stop] = rounded
 
-    def add_dense_(self, start: int, values: Tensor, uniforms: Tensor, reach: float) -> None:
-        settled = self.settled[start : start + values.numel()]
-        settled.copy_(round_to_bfloat16_stochastically(settled.float() + values, uniforms))
-        self.flat[start : start + values.numel()].copy_(settled)
-
-    def decay_(self, decay: float, stream: DirectionStream) -> None:
-        """theta <- (1 - decay) theta, rounded stochastically; decays under 2^-25 are lost."""
-        for start in range(0, self.settled.numel(), CHUNK):
-            settled = self.settled[start : start + CHUNK]
-            uniforms = stream.decay_uniforms(self.offset + start, settled.numel(), settled.device)
-            decayed = settled.float()
-            decayed -= decayed * decay
-            settled.copy_(round_to_bfloat16_stochastically(decayed, uniforms))
-        self.flat.copy_(self.settled)
-
-
-def round_to_bfloat16_stochastically(values: Tensor, uniforms: Tensor) -> Tensor:
-    """float32 -> bfloat16, to either neighbour with probability by distance.
-
-    Adds a 16-bit public random integer below the mantissa's cut and truncates: exact, unbiased.
-    """
-    bits = values.contiguous().view(torch.int32)
-    random = (uniforms * 65536.0).to(torch.int32)
-    return (bits + random).bitwise_and_(-65536).view(torch.float32).to(torch.bfloat16)
-
-
-def flat_view(tensor: Tensor) -> Tensor:
-    """The tensor's present storage as one row; read anew each time, for wrappers may replace it."""
-    return tensor.detach().view(-1)
+    def add_dense_(
+        self, m: int, start: int, values: Tensor, stream: DirectionStream, reach: float
+    ) -> None:
+        """Member m's elements from `start` on gain `values` (float32), rounded stochastically."""
+        place = slice(self.starts[m] + start, self.starts[m] + start + values.numel())
+        dithers = self.dithers(stream.tensor_words(self.numbers)[2], place.start, place.stop)
+        summed = self.flat[place].float() + values
+        self.flat[place] = half_precision(summed, dithers, self.flat.dtype)

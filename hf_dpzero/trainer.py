@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,18 +17,23 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from transformers.utils import logging
 
-from hf_dpzero import hub, run_files, validation
+from hf_dpzero import diagnostics, hub, run_files, validation
 from hf_dpzero.arguments import DPZeroConfig
 from hf_dpzero.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.callbacks import PrivacyCallback, PrivacyProgressCallback
+from hf_dpzero.compilation import compile_
+from hf_dpzero.deferral import all_known, settled_before_reads
 from hf_dpzero.estimator import (
     FiniteDifferences,
     batch_size,
     evaluation_mode,
-    prefix_is_exact,
+    make_exact,
 )
+from hf_dpzero.forwards import is_compiled
+from hf_dpzero.guard import ParameterChanged
 from hf_dpzero.isolation import isolated_randomness
 from hf_dpzero.mechanisms import VectorMechanism
+from hf_dpzero.mixed_precision import check_mixed_precision, uncached_autocast
 from hf_dpzero.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.objectives import PerExampleLoss, check_per_example, select_objective
 from hf_dpzero.perturbation import ParameterSpace, digest_model, digest_tensors
@@ -93,6 +99,7 @@ class DPZeroTrainer(Trainer):
         self._delta: float | None = None
         self._diagnostics: dict[str, float] = {}
         self._buffers: str | None = None
+        self._reads = contextlib.ExitStack()
         self.remove_callback(ProgressCallback)
         shown = PrinterCallback in {type(c) for c in self.callback_handler.callbacks}
         if not args.disable_tqdm and not shown:
@@ -158,10 +165,11 @@ class DPZeroTrainer(Trainer):
         """
         resume = self._resolve_checkpoint(resume_from_checkpoint)
         self._validate()
-        self._open_run(resume)
         try:
+            self._open_run(resume)
             output = super().train(resume_from_checkpoint=resume, **settings)
         finally:
+            self._reads.close()
             if self.trajectory is not None:
                 self.trajectory.close()
         output.metrics.pop("train_loss", None)
@@ -188,9 +196,11 @@ class DPZeroTrainer(Trainer):
                 f"dpgd-0th on {self.args.world_size} processes: its d-dimensional noise is drawn in "
                 "one process only; run it in one, or use method='dpzero'."
             )
+        check_mixed_precision(self.args, self.args.device.type)
         if self.plan.mechanism.private:
             validation.check_precision(self.model, self.args)
         self.args.max_steps = self.plan.steps
+        compile_(self.model, self.args)
         self._try_objective()
 
     @torch.no_grad()
@@ -198,12 +208,19 @@ class DPZeroTrainer(Trainer):
         """Losses of a few examples, released to nobody: is there one each, and of it alone?"""
         indices = list(range(min(4, len(self.train_dataset))))
         rows = self._training_rows()
-        with evaluation_mode(self.model), isolated_randomness():
+        watched = validation.parameters_left_alone(self.model)
+        with watched, evaluation_mode(self.model), isolated_randomness():
             validation.check_evaluation_mode(self.model)
             together = self._losses(rows.collate_rows(indices))
             again = self._losses(rows.collate_rows(indices))
             alone = torch.cat([self._losses(rows.collate_rows([i])) for i in indices])
         validation.check_uncoupled(together, again, alone)
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> contextlib.AbstractContextManager[None]:
+        """The run's mixed precision, wherever losses are computed; see `mixed_precision`."""
+        return uncached_autocast(self.accelerator)
 
     def _losses(self, batch: Mapping[str, Tensor]) -> Tensor:
         assert self.per_example_loss is not None
@@ -276,12 +293,15 @@ class DPZeroTrainer(Trainer):
         )
 
     def _training_rows(self) -> Rows:
-        """The training set without the columns that the model does not take, and its collator."""
-        if isinstance(self.train_dataset, datasets.Dataset):
-            dataset = self._remove_unused_columns(self.train_dataset, description="training")
-            return Rows(dataset, self.data_collator)
+        return self._rows(self.train_dataset)
+
+    def _rows(self, dataset: Any) -> Rows:
+        """A data set without the columns that the model does not take, and its collator."""
+        if isinstance(dataset, datasets.Dataset):
+            kept = self._remove_unused_columns(dataset, description="training")
+            return Rows(kept, self.data_collator)
         collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        return Rows(self.train_dataset, collate)
+        return Rows(dataset, collate)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The parameter space, and an optimizer that only carries the learning rate."""
@@ -295,9 +315,55 @@ class DPZeroTrainer(Trainer):
                 differences=self._estimator(self.per_example_loss),
                 noise=self.noise,
                 trajectory=self.trajectory,
+                defer=self._may_defer(),
             )
+            self._reads.enter_context(settled_before_reads(self.model, self.space))
+            self._warn_of_rounding(self.step.differences)
             self.optimizer = _LearningRate(self.space.tensors, self.args.learning_rate)
         return self.optimizer
+
+    def _warn_of_rounding(self, differences: FiniteDifferences) -> None:
+        """In low precision: whether rounding drowns the differences, measured on public data."""
+        dtype = diagnostics.low_precision(self.model, self.args)
+        if dtype is None:
+            return
+        try:
+            with isolated_randomness():
+                public = self._public_microbatches()
+                found = diagnostics.measure(differences, public, dtype) if public else None
+        except ParameterChanged:
+            raise
+        except (RuntimeError, ValueError, LookupError, TypeError) as error:
+            logger.info(f"signal and rounding were not compared: {error}")
+            return
+        if found is None:
+            logger.info("signal and rounding were not compared: no public batch could be made.")
+        elif self.is_world_process_zero():
+            (logger.warning if found.ratio < 1.0 else logger.info)(str(found))
+
+    def _public_microbatches(self) -> list[Mapping[str, Tensor]]:
+        """A few rows of eval_dataset, or random tokens, split as the run splits its batches."""
+        evaluation: Any = self.eval_dataset
+        if isinstance(evaluation, dict):
+            evaluation = next(iter(evaluation.values()), None)
+        size = self.args.physical_batch_size
+        if hasattr(evaluation, "__len__") and len(evaluation):
+            self._refuse_private(evaluation)
+            rows, count = self._rows(evaluation), min(diagnostics.ROWS, len(evaluation))
+            starts = range(0, count, size)
+            return [rows.collate_rows(list(range(i, min(i + size, count)))) for i in starts]
+        batch = diagnostics.random_tokens(self._probe(), self.model)
+        if batch is None:
+            return []
+        return [
+            {name: value[i : i + size] for name, value in batch.items()}
+            for i in range(0, diagnostics.ROWS, size)
+        ]
+
+    def _may_defer(self) -> bool:
+        """Whether nobody reads the weights between steps but through a forward or a state dict."""
+        known = all_known(self.callback_handler.callbacks)
+        return self.args.defer_updates and known and not is_compiled(self.model)
 
     def _parameter_space(self) -> ParameterSpace:
         assert self.trajectory is not None
@@ -314,13 +380,17 @@ class DPZeroTrainer(Trainer):
                 return objective(model, self._prepare_inputs(dict(inputs)))
 
         differences = FiniteDifferences(
-            self.model, self.space, evaluate, self.args.smoothing, self.args.reuse_frozen_prefix
+            self.model,
+            self.space,
+            evaluate,
+            self.args.smoothing,
+            self.args.reuse_frozen_prefix,
+            self.args.perturbation_strategy,
         )
         assert self.trajectory is not None
         direction = directions_of(0, self.trajectory.header)[0]
-        if not prefix_is_exact(differences, self._probe(), direction):
-            logger.warning("reuse_frozen_prefix is off: it would not be exact for this model.")
-            differences.prefix = None
+        for message in make_exact(differences, self._probe(), direction):
+            logger.warning(message)
         return differences
 
     # ------------------------------------------------------------------ one training step

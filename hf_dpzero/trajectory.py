@@ -29,7 +29,7 @@ from torch import nn
 from hf_dpzero.directions import Direction
 from hf_dpzero.perturbation import ParameterSpace, digest_model
 
-FORMAT, VERSION = "hf_dpzero.trajectory", 1
+FORMAT, VERSION = "hf_dpzero.trajectory", 2  # 2: Philox4x32 directions
 LEDGER_NAME, SHIPPING_NAME = "trajectory.ledger", "trajectory.safetensors"
 
 
@@ -72,7 +72,8 @@ class Trajectory:
         if self.header["format"] != FORMAT or self.header["version"] != VERSION:
             raise LedgerError(
                 f"format {self.header['format']!r} version {self.header['version']} is not "
-                f"{FORMAT!r} version {VERSION}: upgrade hf_dpzero."
+                f"{FORMAT!r} version {VERSION}: another release of hf_dpzero wrote it, whose directions "
+                "have other numbers; use that release."
             )
         self.path = path
         self._lock: Any = None
@@ -391,13 +392,17 @@ def directions_of(step: int, header: Mapping[str, Any]) -> list[Direction]:
     return [Direction(key, step, k) for k in range(int(header["num_directions"]))]
 
 
-def apply_release(space: ParameterSpace, release: Release, header: Mapping[str, Any]) -> None:
+def apply_release(
+    space: ParameterSpace, release: Release, header: Mapping[str, Any], defer: bool = False
+) -> None:
     """One public update: theta <- (1 - lr wd) theta - lr sum_k value_k u_k (Algorithm 2, line 3).
 
-    Training and replay both go through here, so they cannot differ.
+    Training and replay both go through here, so they cannot differ. `defer` as in
+    `ParameterSpace.step_`.
     """
     decay = release.learning_rate * header["weight_decay"]
-    space.step_(directions_of(release.step, header), release.coefficients(), decay=decay)
+    directions = directions_of(release.step, header)
+    space.step_(directions, release.coefficients(), decay=decay, defer=defer)
 
 
 def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) -> None:

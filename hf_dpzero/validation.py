@@ -5,17 +5,21 @@ Nothing here releases anything: what is looked at decides only whether training 
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sized
-from typing import Any
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
+from hf_dpzero.guard import ParameterChanged, ParameterGuard, checksums, has_plain_storage
 from hf_dpzero.perturbation import digest_tensors
 
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LABEL_COLUMNS = ("labels", "label", "label_ids", "start_positions", "decoder_input_ids")
 
 
@@ -55,7 +59,7 @@ def select_trainable(model: nn.Module, pattern: str | None) -> None:
     """Freezes every parameter whose name `pattern` (re.search) does not find; None changes nothing.
 
     Raises:
-      ValueError: the pattern finds no parameter.
+      ValueError: the pattern finds no parameter, or one whose dtype cannot be trained.
     """
     if pattern is None:
         return
@@ -65,16 +69,33 @@ def select_trainable(model: nn.Module, pattern: str | None) -> None:
             f"trainable={pattern!r} matches no parameter; there are e.g. {names[-3:]}."
         )
     for name, parameter in model.named_parameters():
+        if re.search(pattern, name):  # before requires_grad_, which torch refuses for integers
+            _check_dtype(f"{name} (selected by trainable={pattern!r})", parameter)
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search(pattern, name) is not None)
 
 
 def check_model(model: nn.Module, smoothing: float) -> None:
-    """Refuses layers that couple examples, and half-precision weights that smoothing cannot move.
+    """Refuses what cannot be perturbed in place, layers that couple examples, lost smoothing.
 
     Raises:
-      ValueError: batch normalisation with batch statistics; a trainable tensor in which more than
-        half of the coordinates would not change under +-smoothing.
+      ValueError: weights that are not in memory (see `check_placement`); a trainable parameter of a
+        dtype other than float32, bfloat16 and float16, or with memory that something else uses too
+        (see `check_storage`); batch normalisation with batch statistics; a trainable tensor in
+        which more than half of the coordinates would not change under +-smoothing.
     """
+    check_placement(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            _check_dtype(name, parameter)
+    check_storage(model)
+    _check_batch_statistics(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            _check_smoothing(name, parameter, smoothing)
+
+
+def _check_batch_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (
             not module.track_running_stats or module.running_mean is None
@@ -84,9 +105,207 @@ def check_model(model: nn.Module, smoothing: float) -> None:
                 "on the others and cannot be clipped: use track_running_stats=True, LayerNorm or "
                 "GroupNorm."
             )
+
+
+def check_placement(model: nn.Module) -> None:
+    """Refuses weights that are not in memory during the whole run, trainable or frozen.
+
+    Several devices without offload (accelerate's `device_map`) are fine.
+
+    Raises:
+      ValueError: offload to the CPU or the disk, the meta device, lazy layers.
+    """
+    for name, module in model.named_modules():
+        if any(map(_offloads, _hooks(getattr(module, "_hf_hook", None)))):
+            raise ValueError(
+                f"{name or 'the model'} is offloaded (device_map, cpu_offload or disk_offload) and "
+                "comes into memory as a copy for each forward pass, which a perturbation in place "
+                "does not reach: load it without offload, in a smaller dtype, or freeze a base that "
+                "fits (quantised, say) and train adapters."
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet (a lazy layer): run one forward pass first.")
+        if tensor.device.type == "meta":
+            raise ValueError(
+                f"{name} is on the meta device, so it has no values: load its weights (and without "
+                "offload) before training."
+            )
+
+
+def _hooks(hook: Any) -> Iterator[Any]:
+    """An accelerate hook and the hooks inside it (`SequentialHook`)."""
+    if hook is not None:
+        yield hook
+        for inner in getattr(hook, "hooks", ()):
+            yield from _hooks(inner)
+
+
+def _offloads(hook: Any) -> bool:
+    return bool(getattr(hook, "offload", False)) or type(hook).__name__ == "CpuOffload"
+
+
+def _check_dtype(name: str, parameter: Tensor) -> None:
+    """Refuses a trainable parameter that has no exact in-place perturbation."""
+    kind = _quantised_kind(parameter)
+    if kind is not None:
+        raise ValueError(
+            f"{name} is quantised ({kind}), so it cannot be perturbed in place: leave it frozen and "
+            "train float adapters (LoRA) on top, or load the model without quantization."
+        )
+    if parameter.is_inference():
+        raise ValueError(
+            f"{name} was made under torch.inference_mode() and cannot be changed in place: load the "
+            "model outside of it."
+        )
+    if parameter.dtype not in TRAINABLE_DTYPES:
+        raise ValueError(f"{name} has dtype {parameter.dtype}, {_way_out(parameter.dtype)}")
+
+
+def _quantised_kind(parameter: Tensor) -> str | None:
+    """Its storage in words, or None: a quantisation may hide behind a floating-point dtype."""
+    classes = {kind.__name__ for kind in type(parameter).__mro__}
+    hidden = classes & {"Params4bit", "Int8Params"}  # bitsandbytes
+    if type(parameter.data) is not Tensor:
+        hidden.add(type(parameter.data).__name__)  # a tensor subclass, such as torchao's
+    if hidden or not (parameter.is_floating_point() or parameter.is_complex()):
+        return ", ".join([*sorted(hidden), str(parameter.dtype)])
+    return None
+
+
+def _way_out(dtype: torch.dtype) -> str:
+    if dtype == torch.float64:
+        return "more than the exact grids hold: load the model in float32 (model.float())."
+    if dtype.is_complex:
+        return (
+            "for which there are no directions: hold real and imaginary part as a float32 parameter "
+            "(torch.view_as_real), or freeze it."
+        )
+    return (
+        "too coarse to perturb: load it in bfloat16 or float32, or freeze it and train adapters on "
+        "top."
+    )
+
+
+class _Span(NamedTuple):
+    """The bytes [start, end) of a tensor on a device; sorts by place."""
+
+    device: str
+    start: int
+    end: int
+    name: str
+    trainable: bool
+
+
+def check_storage(model: nn.Module) -> None:
+    """Refuses trainable parameters whose memory something else uses: it would be perturbed too.
+
+    Looked at: parameters, buffers, and tensors kept as plain attributes of modules, also in lists,
+    tuples and dictionaries. A tied weight (one parameter under several names) is fine.
+
+    Raises:
+      ValueError: names both.
+    """
+    furthest: dict[tuple[str, bool], _Span] = {}  # the span that reaches furthest: any, trainable
+    for span in sorted(_spans(model)):
+        other = furthest.get((span.device, not span.trainable))
+        if other is not None and span.start < other.end:
+            one, two = (span, other) if span.trainable else (other, span)
+            raise ValueError(
+                f"the trainable {one.name} and {two.name} use the same memory without being one tied "
+                "parameter, so perturbing the first would change the second: clone() one of them, "
+                f"or freeze {one.name}."
+            )
+        for key in ((span.device, False), (span.device, True)):
+            reached = furthest.get(key)
+            if (span.trainable or not key[1]) and (reached is None or reached.end < span.end):
+                furthest[key] = span
+
+
+def _spans(model: nn.Module) -> list[_Span]:
+    seen: set[int] = set()
+    found = []
+    for name, tensor, trainable in _all_tensors(model):
+        if id(tensor) in seen or not tensor.numel() or not has_plain_storage(tensor):
+            continue
+        seen.add(id(tensor))
+        start = tensor.data_ptr()
+        found.append(_Span(str(tensor.device), start, start + _extent(tensor), name, trainable))
+    return found
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element of a tensor that is not empty to past its last."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, trainable); parameters first, so that an attribute that is one is skipped."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            _check_smoothing(name, parameter, smoothing)
+        yield f"parameter {name}", parameter, parameter.requires_grad
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", buffer, False
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                for tensor in _tensors_in(value):
+                    yield f"attribute {prefix}{'.' if prefix else ''}{key}", tensor, False
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a plain value: itself, or the items of a list, tuple or dictionary."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        yield from (item for item in value if isinstance(item, Tensor))
+    elif isinstance(value, Mapping):
+        yield from (item for item in value.values() if isinstance(item, Tensor))
+
+
+@contextlib.contextmanager
+def parameters_left_alone(model: nn.Module) -> Iterator[None]:
+    """Refuses a model whose forward passes inside the block write to its parameters.
+
+    All of them are compared by checksum, which also sees writes through `.data`; trainable ones also
+    by version counter and address, for a write that is undone again would stop every later step.
+
+    Raises:
+      ValueError: names the parameter.
+    """
+    named = list(model.named_parameters())
+    before = checksums(named)
+    guard = ParameterGuard((name, p) for name, p in named if p.requires_grad)
+    guard.arm()
+    yield
+    changed = _first_change(named, list(model.named_parameters()), before)
+    if changed is None:
+        try:
+            guard.check()
+        except ParameterChanged as error:
+            raise ValueError(str(error)) from None
+    else:
+        raise ValueError(
+            f"{changed} during a forward pass in eval mode: that would carry un-noised private data "
+            "into the weights. Load the model anew, and make forward() leave its parameters alone: "
+            "compute into new tensors, and keep what it must update in a buffer."
+        )
+
+
+def _first_change(
+    before: list[tuple[str, nn.Parameter]],
+    after: list[tuple[str, nn.Parameter]],
+    sums: Mapping[str, str],
+) -> str | None:
+    """What the forward passes did to the parameters, in words."""
+    known = {name: id(p) for name, p in before}
+    for name, parameter in after:
+        if known.pop(name, None) != id(parameter):
+            return f"{name} was replaced by another parameter"
+    if known:
+        return f"{next(iter(known))} was removed"
+    now = checksums(after)
+    return next((f"{name} changed its value" for name in now if now[name] != sums[name]), None)
 
 
 def check_evaluation_mode(model: nn.Module) -> None:
@@ -157,12 +376,15 @@ def check_precision(model: nn.Module, args: Any) -> None:
     With one example in each forward pass nothing of another example is in reach.
 
     Raises:
-      ValueError: bf16, tf32, or a half-precision or quantised parameter, with a larger microbatch.
+      ValueError: bf16 (from the arguments or from accelerate's configuration), tf32, or a
+        half-precision or quantised parameter, with a larger microbatch.
     """
     if args.physical_batch_size == 1:
         return
     odd = [name for name, p in model.named_parameters() if p.dtype != torch.float32]
     causes = [f"{name}=True" for name in ("bf16", "tf32") if getattr(args, name, False)]
+    if not causes and getattr(args, "mixed_precision", "no") != "no":
+        causes.append(f"mixed_precision={args.mixed_precision!r} (accelerate's configuration)")
     if odd:
         causes.append(f"parameters that are not float32 ({odd[0]}, ...)")
     if causes:

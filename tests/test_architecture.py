@@ -26,6 +26,7 @@ HEAVY = {
     "evaluate",
     "huggingface_hub",
     "matplotlib",
+    "numba",
     "opacus",
     "opendp",
     "pandas",

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -17,7 +18,7 @@ from transformers import (
 )
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
-from hf_dpzero.directions import Direction, direction_vector
+from hf_dpzero.directions import Direction, DirectionStream, direction_vector
 from hf_dpzero.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.perturbation import ParameterSpace, digest_model
 from hf_dpzero.trajectory import LedgerError, Trajectory, replay
@@ -114,7 +115,7 @@ def test_limit_no_clip_no_noise_is_mezo_bit_for_bit(tmp_path):
     labels = batch.pop("labels")
     space = ParameterSpace.from_model(model)  # only for its grid and layout
     space.snap_()
-    spacings = [cell.spacing for cell in space._cells]
+    spacings = [2.0 ** (state["exponent"] - 24) for state in space.state_dict().values()]
 
     @torch.no_grad()
     def losses(u, coefficient):
@@ -131,9 +132,12 @@ def test_limit_no_clip_no_noise_is_mezo_bit_for_bit(tmp_path):
         u = direction_vector(Direction(7, step), "rademacher", whole)
         difference = (losses(u, 1e-3) - losses(u, -1e-3)) / 2e-3
         value = float(torch.tensor(float(difference.sum()) / len(data), dtype=torch.float32))
+        stream = DirectionStream(Direction(7, step), "rademacher", whole)
+        uniforms = stream.coefficient_uniforms(np.arange(len(spacings), dtype=np.uint64))
         with torch.no_grad():
-            for p, o, q in zip(space.tensors, space.offsets, spacings):
-                p.add_(u[o : o + p.numel()].view_as(p) * (round(-1e-2 * value / q) * q))
+            for p, o, q, r in zip(space.tensors, space.offsets, spacings, uniforms):
+                steps = math.floor(-1e-2 * value / q + r)  # public stochastic rounding
+                p.add_(u[o : o + p.numel()].view_as(p) * (steps * q))
     assert same(weights(trainer.model), weights(model))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,313 @@ def test_smoothing_that_vanishes_is_refused_only_where_it_trains():
     model.weight.requires_grad_(False)
     validation.check_model(model, 1e-3)
     validation.check_model(model.float().requires_grad_(True), 1e-3)
+
+
+# ---------------------------------------------------------------- dtypes that cannot be perturbed
+
+
+def holding(parameter: nn.Parameter) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.odd = parameter
+    return model
+
+
+class Params4bit(nn.Parameter):
+    """Named as bitsandbytes' class, which may store its bits in a floating-point dtype."""
+
+
+class Packed(torch.Tensor):
+    """A tensor subclass that looks like float32, as torchao's quantised tensors do."""
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (nn.Parameter(torch.ones(2, dtype=torch.float64)), r"float64.*load the model in float32"),
+        (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "complex64.*view_as_real"),
+        (
+            nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn)),
+            "float8_e4m3fn, too coarse.*bfloat16 or float32",
+        ),
+        (
+            nn.Parameter(torch.ones(2).to(torch.float8_e5m2)),
+            "float8_e5m2, too coarse.*bfloat16 or float32",
+        ),
+        (
+            Params4bit(torch.ones(2).bfloat16()),
+            r"odd is quantised \(Params4bit, torch.bfloat16\).*adapters \(LoRA\)",
+        ),
+        (
+            nn.Parameter(torch.ones(2).as_subclass(Packed)),
+            r"odd is quantised \(Packed, torch.float32\).*without quantization",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(value.dtype),
+)
+def test_dtypes_without_exact_perturbations_are_refused_where_they_train(
+    parameter: nn.Parameter, message: str
+):
+    model = holding(parameter)
+    with pytest.raises(ValueError, match=rf"^odd .*{message.removeprefix('odd ')}"):
+        validation.check_model(model, 0.1)
+    parameter.requires_grad_(False)
+    validation.check_model(model, 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_three_dtypes_that_train_are_let_through(dtype: torch.dtype):
+    validation.check_model(holding(nn.Parameter(torch.ones(2, dtype=dtype))), 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_quantised_weights_selected_by_trainable_are_refused_and_stay_frozen(dtype: torch.dtype):
+    model = holding(nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False))
+    with pytest.raises(
+        ValueError, match=r"odd \(selected by trainable='odd\|bias'\) is quantised.*LoRA"
+    ):
+        validation.select_trainable(model, "odd|bias")
+    assert model.weight.requires_grad  # the refusal came before anything was frozen
+    validation.select_trainable(model, "bias")
+    validation.check_model(model, 0.1)
+
+
+def test_weights_made_in_inference_mode_are_refused():
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"weight was made under torch.inference_mode\(\)"):
+        validation.check_model(model, 0.1)
+
+
+# ---------------------------------------------------------------- where the weights are
+
+
+def test_meta_weights_and_lazy_layers_are_refused_also_where_frozen():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta").requires_grad_(False))
+    with pytest.raises(ValueError, match=r"1.weight is on the meta device.*load its weights"):
+        validation.check_model(model, 1e-3)
+    with pytest.raises(ValueError, match=r"0.weight has no shape yet"):
+        validation.check_model(nn.Sequential(nn.LazyLinear(2)), 1e-3)
+
+
+def offloaded_to_cpu(model: nn.Module, folder: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def offloaded_to_disk(model: nn.Module, folder: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+
+
+def offloaded_by_turns(model: nn.Module, folder: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload_with_hook(model, execution_device=torch.device("cpu"))
+
+
+def offloaded_under_another_hook(model: nn.Module, folder: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model[1], hooks.ModelHook())
+    hook = hooks.AlignDevicesHook(execution_device="cpu", offload=True, weights_map={})
+    model[1]._hf_hook = hooks.SequentialHook(model[1]._hf_hook, hook)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "offload",
+    [
+        offloaded_to_cpu,
+        offloaded_to_disk,
+        offloaded_by_turns,
+        offloaded_under_another_hook,
+    ],
+)
+def test_offloaded_weights_are_refused(tmp_path: Any, offload: Any, frozen: bool):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(not frozen)
+    offload(model, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"offloaded.*without offload, in a smaller dtype.*adapter"
+    ):
+        validation.check_model(model, 1e-3)
+
+
+def test_a_device_map_without_offload_is_let_through():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    hooks.attach_align_device_hook_on_blocks(
+        model, execution_device={"0": "cpu", "1": "cpu"}, offload={"0": False, "1": False}
+    )
+    assert model[0]._hf_hook is not None
+    validation.check_model(model, 1e-3)
+
+
+# ---------------------------------------------------------------- memory of a parameter's own
+
+
+class Shared(nn.Module):
+    """Each way of keeping a second tensor over `weight`'s memory."""
+
+    def __init__(self, kind: str, frozen: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=not frozen)
+        self.before = nn.Parameter(torch.ones(3), requires_grad=False)
+        view = self.weight.detach()[2:]
+        if kind == "buffer":
+            self.register_buffer("other", view)
+        elif kind == "frozen parameter":
+            self.other = nn.Parameter(view, requires_grad=False)
+        elif kind == "trainable parameter":
+            self.other = nn.Parameter(view)
+        elif kind == "attribute":
+            self.other = view
+        elif kind == "list":
+            self.other = [torch.zeros(1), view]
+        elif kind == "dictionary":
+            self.other = {"view": view.t()}
+
+
+KINDS = {
+    "buffer": "buffer m.other",
+    "frozen parameter": "parameter m.other",
+    "trainable parameter": "parameter m.other",
+    "attribute": "attribute m.other",
+    "list": "attribute m.other",
+    "dictionary": "attribute m.other",
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_memory_shared_with_what_is_not_a_tied_weight_is_refused(kind: str):
+    model = nn.ModuleDict({"m": Shared(kind), "free": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match="use the same memory.*clone") as error:
+        validation.check_model(model, 1e-3)
+    assert "parameter m.weight" in str(error.value)
+    assert KINDS[kind] in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "trainable parameter"])
+def test_shared_memory_of_frozen_weights_does_no_harm(kind: str):
+    validation.check_model(nn.ModuleDict({"m": Shared(kind, frozen=True)}), 1e-3)
+
+
+def test_tied_weights_neighbours_and_the_parameter_itself_as_attribute_are_fine():
+    model = nn.Module()
+    model.first = nn.Linear(4, 4)
+    model.tied = nn.Linear(4, 4)
+    model.tied.weight = model.first.weight
+    model.known = [model.first.weight]  # as nn.LSTM keeps its parameters
+    pool = torch.ones(8)
+    model.low, model.high = nn.Parameter(pool[:4]), nn.Parameter(pool[4:])
+    model.empty = nn.Parameter(pool[2:2])
+    validation.check_model(model, 1e-3)
+    validation.check_model(nn.LSTM(2, 2), 1e-3)
+
+
+def test_overlaps_are_found_whatever_lies_between():
+    """Against all pairs: random intervals of one pool, some trainable."""
+    generator = torch.Generator().manual_seed(0)
+    pool, verdicts = torch.ones(60), []
+    for _ in range(300):
+        model, spans = nn.Module(), []
+        for i in range(4):
+            start, size, trainable = torch.randint(0, 1 << 20, (3,), generator=generator).tolist()
+            start, size, trainable = start % 48, 1 + size % 12, trainable % 2 == 0
+            view = nn.Parameter(pool[start : start + size], requires_grad=trainable)
+            model.register_parameter(f"p{i}", view)
+            spans.append((start, start + size, trainable))
+        bad = any(
+            a[0] < b[1] and b[0] < a[1] and (a[2] or b[2])
+            for a, b in itertools.combinations(spans, 2)
+        )
+        verdicts.append(bad)
+        if bad:
+            with pytest.raises(ValueError, match="use the same memory"):
+                validation.check_storage(model)
+        else:
+            validation.check_storage(model)
+    assert 30 < sum(verdicts) < 270
+
+
+@pytest.mark.parametrize(
+    "factory", ["tiny_bert", "tiny_roberta", "tiny_masked_lm", "tiny_opt", "tiny_gpt2", "tiny_t5"]
+)
+def test_real_architectures_pass(factory: str, request: Any):
+    validation.check_model(request.getfixturevalue(factory)(), 1e-3)
+
+
+# ---------------------------------------------------------------- forward passes that write
+
+
+class Writer(nn.Module):
+    """A layer whose forward does `write(self)`."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.write = write
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self)
+        return x * self.weight + self.frozen
+
+
+def add_and_take_off(module: Writer) -> None:
+    module.weight.add_(1.0)
+    module.weight.sub_(1.0)
+
+
+def replace(module: Writer) -> None:
+    module.weight = nn.Parameter(module.weight.clone())
+
+
+def remove(module: Writer) -> None:
+    kept = module.frozen
+    del module.frozen
+    module.frozen = kept.detach()
+
+
+WRITES = {
+    "in place": (lambda m: m.weight.mul_(2.0), "weight changed its value"),
+    "through data": (lambda m: m.weight.data.mul_(2.0), "weight changed its value"),
+    "one element": (lambda m: m.weight.data[2:].add_(1e-7), "weight changed its value"),
+    "two swapped": (
+        lambda m: m.weight.data.copy_(torch.tensor([1.0, 2.0, 3.0]).roll(int(m.weight[0] == 1.0))),
+        "weight changed its value",
+    ),
+    "frozen": (lambda m: m.frozen.data.add_(1.0), "frozen changed its value"),
+    "new storage": (
+        lambda m: setattr(m.weight, "data", m.weight.data.clone()),
+        "weight was written to",
+    ),
+    "undone": (add_and_take_off, "weight was written to"),
+    "replaced": (replace, "weight was replaced by another parameter"),
+    "removed": (remove, "frozen was removed"),
+}
+
+
+@pytest.mark.parametrize("kind", list(WRITES))
+def test_a_forward_that_writes_to_its_parameters_is_refused(kind: str):
+    write, message = WRITES[kind]
+    model = nn.Sequential(Writer(write))
+    with (
+        pytest.raises(ValueError, match=rf"0\.{message}.*un-noised private data"),
+        validation.parameters_left_alone(model),
+    ):
+        model(torch.ones(3))
+
+
+def test_a_forward_that_reads_or_keeps_buffers_is_left_alone():
+    model = nn.Sequential(Writer(lambda m: m.calls.add_(1)))
+    with validation.parameters_left_alone(model):
+        model(torch.ones(3))
+    with (
+        pytest.raises(RuntimeError, match="from inside"),  # and hides nobody's exception
+        validation.parameters_left_alone(model),
+    ):
+        raise RuntimeError("from inside")
 
 
 # ---------------------------------------------------------------- ways of running

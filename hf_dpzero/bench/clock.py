@@ -1,0 +1,95 @@
+"""Seconds: of one call with the device's queue, of works that take turns, of a step's parts."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+Work = Callable[[int], None]
+
+
+def synchronize(device: str) -> None:
+    """Waits until the device has done what it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(work: Work, step: int, device: str) -> float:
+    """Seconds of one call, the device's queue included."""
+    synchronize(device)
+    start = time.perf_counter()
+    work(step)
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def interleaved(works: Sequence[Work], repeats: int, device: str) -> list[list[float]]:
+    """Seconds of each work in each round; they take turns, after one untimed round.
+
+    A work's context manager `as_in_training`, if it has one, is entered and left off the clock.
+    """
+    rounds = [[_prepared(w, t, device) for w in works] for t in range(repeats + 1)]
+    return [list(column) for column in zip(*rounds[1:], strict=True)]
+
+
+def _prepared(work: Work, step: int, device: str) -> float:
+    with getattr(work, "as_in_training", contextlib.nullcontext)():
+        return timed(work, step, device)
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Lower quartile, median, upper quartile, inclusive; of one value three times itself.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
+    [2.0, 3.0, 4.0]
+    """
+    if len(values) == 1:
+        return list(values) * 3
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+class Stopwatch:
+    """Exclusive seconds by label: what runs inside another label's call counts once, inside.
+
+    Args:
+      device: synchronised at every change of label, which costs a little: measure totals without.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self._labels: list[str] = []
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def running(self, label: str) -> Iterator[None]:
+        """Time inside goes to `label`, but for what runs under another one."""
+        self._turn()
+        self._labels.append(label)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._labels.pop()
+
+    def wrap(self, label: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call` with its time under `label`."""
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            with self.running(label):
+                return call(*args, **kwargs)
+
+        return measured
+
+    def _turn(self) -> None:
+        synchronize(self.device)
+        now = time.perf_counter()
+        if self._labels:
+            label = self._labels[-1]
+            self.seconds[label] = self.seconds.get(label, 0.0) + now - self._since
+        self._since = now

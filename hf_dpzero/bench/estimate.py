@@ -1,0 +1,181 @@
+"""Peak memory without memory: the real forward and backward passes on the meta device, counted.
+
+Tensors on the meta device have shapes and no data. A dispatch mode sees every tensor that an
+operation returns; its storage counts from then until Python and autograd have let go of it. What a
+kernel allocates and frees inside itself is not seen, nor what an allocator leaves unused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_dpzero.bench.shapes import empty_model, model_inputs
+from hf_dpzero.first_order import PerExampleGradients
+from hf_dpzero.objectives import select_objective
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that live, and their peak, from the operations inside the block.
+
+    Attributes:
+      live: bytes now; storages that existed before count once `hold` has named them.
+      peak: the largest `live` so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors that no operation inside the block returned: weights, inputs."""
+        for tensor in tensors:
+            self._see(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.hold(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        return output
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._freed, key, storage.nbytes())
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+class FusedAttention(TorchFunctionMode):
+    """Scaled dot product attention as the fused kernels allocate it: no matrix of scores.
+
+    On the meta device PyTorch takes its unfused path, which no real device of the bench takes.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _Fused.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+class _Fused(torch.autograd.Function):
+    """Output like the query, one float32 for each of its rows kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        normaliser = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, normaliser)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a model on one batch.
+
+    Attributes:
+      weights: parameters and buffers, tied ones once.
+      forward: peak of a forward pass without gradients, over the weights.
+      backward: peak of a forward and backward pass that leaves dense per-example gradients, over
+        the weights; 0 if it was not asked for.
+      dimension: number of parameters.
+      largest: elements of the largest parameter.
+      module: bytes of the largest single layer's own parameters; of an embedding twice the rows
+        that the batch can use, gathered and perturbed.
+    """
+
+    weights: int
+    forward: int
+    backward: int
+    dimension: int
+    largest: int
+    module: int
+
+
+def footprint(
+    shape: str,
+    dtype: str,
+    batch_size: int,
+    seq_length: int,
+    attention: str = "sdpa",
+    per_example: bool = True,
+) -> Footprint:
+    """Runs the shape on the meta device. Attributes and limits: see `Footprint` and this module."""
+    model = empty_model(shape, dtype, "meta", attention)
+    ids = torch.zeros(batch_size, seq_length, dtype=torch.int64, device="meta")
+    # No attention mask: without padding the models leave it out of the attention as well.
+    batch = {"input_ids": ids, "labels": ids[:, 0]}
+    parameters = list(model.parameters())
+    return Footprint(
+        weights=resident_bytes([*parameters, *model.buffers()]),
+        forward=forward_bytes(model, batch),
+        backward=backward_bytes(model, batch) if per_example else 0,
+        dimension=sum(p.numel() for p in parameters),
+        largest=max(p.numel() for p in parameters),
+        module=largest_layer_bytes(model, batch_size * seq_length),
+    )
+
+
+def resident_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, shared ones once."""
+    live = LiveBytes()
+    live.hold(tensors)
+    return live.live
+
+
+def forward_bytes(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
+    """Peak of one forward pass of a meta model without gradients, over weights and inputs."""
+    live = _holding(model, batch)
+    before = live.live
+    with torch.no_grad(), FusedAttention(), live:
+        model(**model_inputs(model, batch))
+    return live.peak - before
+
+
+def backward_bytes(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
+    """Peak while the per-example gradients of a meta model are computed, over weights and inputs."""
+    live = _holding(model, batch)
+    before = live.live
+    gradients = PerExampleGradients(model, select_objective(model))
+    with FusedAttention(), live:
+        gradients.per_example(batch)
+    return live.peak - before
+
+
+def _holding(model: nn.Module, batch: Mapping[str, Tensor]) -> LiveBytes:
+    live = LiveBytes()
+    live.hold([*model.parameters(), *model.buffers(), *batch.values()])
+    return live
+
+
+def largest_layer_bytes(model: nn.Module, tokens: int) -> int:
+    """The most that one layer's perturbed copy takes; of an embedding, `tokens` rows at most."""
+    return max(_layer_bytes(module, tokens) for module in model.modules())
+
+
+def _layer_bytes(module: nn.Module, tokens: int) -> int:
+    if isinstance(module, nn.Embedding):
+        rows, width = module.weight.shape
+        return 2 * min(rows, tokens) * width * module.weight.element_size()
+    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))

@@ -1,0 +1,123 @@
+"""Peak memory of a phase, measured in a process of its own so that none inherits another's caches."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dpzero.bench.settings import StepBench
+from hf_dpzero.bench.shapes import build_batch, build_config, build_model, empty_model
+from hf_dpzero.bench.works import FirstOrderStep, Forwards, ReferenceStep, Step
+from hf_dpzero.noise import SecureNoise
+
+_CPU_METHOD = (
+    "peak resident bytes (VmHWM, reset after the model was built) of a fresh process for each phase, "
+    "less what was resident before the model was built, libraries loaded"
+)
+_CUDA_METHOD = "torch.cuda.max_memory_allocated of each phase, weights included"
+
+
+def measure_memory(bench: StepBench) -> dict[str, Any]:
+    """Peak memory of inference, of the method and of the published loop, and their ratios."""
+    wanted = ["inference", bench.own_phase, *(["reference"] if bench.with_reference else [])]
+    peaks = {phase: in_fresh_process(bench, phase) for phase in dict.fromkeys(wanted)}
+    over = {phase: peak / peaks["inference"] for phase, peak in peaks.items()}
+    cuda = torch.device(bench.device).type == "cuda"
+    found = {
+        "peak_memory_over_inference": over[bench.own_phase],
+        "peak_bytes": peaks,
+        "memory_method": _CUDA_METHOD if cuda else _CPU_METHOD,
+    }
+    if bench.with_reference:
+        found["reference_peak_memory_over_inference"] = over["reference"]
+    return found
+
+
+def in_fresh_process(bench: StepBench, phase: str) -> int:
+    """`peak_bytes` in a new process.
+
+    Raises:
+      OSError: it failed (out of memory, say); carries the end of what it said.
+    """
+    command = [sys.executable, "-m", "hf_dpzero.bench", "step", "--phase", phase, *words_of(bench)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"measuring the memory of {phase} failed: {done.stderr.strip()[-500:]}")
+    return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+
+
+def words_of(bench: StepBench) -> list[str]:
+    """The command line that gives these settings again, without `memory`."""
+    words: list[str] = []
+    for name, value in asdict(bench).items():
+        if name == "memory" or value is None or value is False:
+            continue
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+def peak_bytes(bench: StepBench, phase: str) -> int:
+    """Runs two rounds of one phase in this process and returns their peak memory in bytes."""
+    _load_libraries(bench)
+    before = _resident(bench.device)
+    model, batch = build_model(bench), build_batch(bench, build_config(bench.shape).vocab_size)
+    _forget_peak(bench.device)
+    kinds: dict[str, Callable[..., Callable[[int], None]]] = {
+        "inference": Forwards,
+        "step": Step,
+        "reference": ReferenceStep,
+        "dp-adamw": FirstOrderStep,
+    }
+    work = kinds[phase](bench, model, batch)
+    for step in range(2):
+        work(step)
+    return _peak(bench.device) - before
+
+
+def _load_libraries(bench: StepBench) -> None:
+    """Code is no part of a step's memory: noise, the architecture's modules, first-order hooks."""
+    SecureNoise().gaussian(1e6, 1, 0)
+    empty_model(bench.shape, bench.dtype, "meta")
+    if bench.method == "dp-adamw":
+        from hf_dpzero.first_order import PerExampleGradients
+
+        PerExampleGradients(torch.nn.Linear(1, 1), lambda model, inputs: inputs["x"])
+
+
+def _resident(device: str) -> int:
+    """Bytes resident now, as the baseline; none on a GPU, where only torch's own are counted."""
+    if torch.device(device).type == "cuda":
+        return 0
+    _forget_peak(device)
+    return _peak(device)
+
+
+def _forget_peak(device: str) -> None:
+    """Starts the peak anew where the platform can; elsewhere building the model counts as well."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak(device: str) -> int:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        found = re.search(r"VmHWM:\s+(\d+) kB", status)
+        if found:
+            return int(found[1]) * 1024
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,161 @@
+"""One sweep over a flat tensor that adds multiples of directions to it, on whatever it lives on.
+
+Three passes are all that the engine does to parameters. Each reads an element once, adds its
+coordinates of T directions and writes it once, in place or to another tensor. On a CPU they run in
+`cpu_kernels` (numba), on CUDA in `kernels` (Triton), elsewhere in `torch_passes`; the numbers are
+the same to the last bit.
+
+Common arguments:
+  out, source: flat tensors of one shape, dtype and device; may be the same tensor, else disjoint.
+  offset: index of element 0 in the directions' index space, a multiple of 32.
+  keys: uint32 [T, 4], the directions' streams (see `philox.stream_key`).
+  members: None if the flat tensor is one tensor (M = 1), or where its M small ones lie.
+  pieces: None, or int64 [P]: `out` and `source` hold P equal parts of one tensor (rows of an
+    embedding), of which these are the first elements, multiples of 32; `offset` is the tensor's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_dpzero import torch_passes
+from hf_dpzero.directions import DITHER_STEP, LANES
+
+Floats = NDArray[np.float32]
+Unsigned = NDArray[np.uint32]
+Pieces = NDArray[np.int64] | None
+
+
+class Members(NamedTuple):
+    """Several tensors in one flat tensor, each from a multiple of 32 elements on.
+
+    Attributes:
+      rows: int32 [ceil(n / 32)], the member that each row of 32 elements belongs to.
+      starts: int64 [M], the first element of each member.
+    """
+
+    rows: NDArray[np.int32]
+    starts: NDArray[np.int64]
+
+    @classmethod
+    def at(cls, starts: list[int], size: int) -> Members:
+        """Members that begin at `starts` (ascending, the first 0) in a flat tensor of `size`."""
+        ends = [*starts[1:], -(-size // LANES) * LANES]
+        lengths = [(end - start) // LANES for start, end in zip(starts, ends, strict=True)]
+        rows = np.repeat(np.arange(len(starts), dtype=np.int32), lengths)
+        return cls(rows, np.array(starts, np.int64))
+
+
+_ONE = Members(np.empty(0, np.int32), np.zeros(1, np.int64))
+
+
+def add_signs(
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
+    members: Members | None = None, pieces: Pieces = None,
+) -> None:  # fmt: skip
+    """out = source + sum_t amounts[t, m] u_t, u = +-1, in float32.
+
+    Args:
+      amounts: float32 [T, M].
+    """
+    if backend := _cpu_backend(out):
+        rows = (members or _ONE).rows
+        return backend.add_signs(out.numpy(), source.numpy(), offset, keys, amounts, rows, pieces)
+    for at, o, s, _ in _each_piece(out, source, offset, pieces):
+        _backend(out).add_signs(o, s, at, keys, amounts, members)
+
+
+def add_normals(
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
+    update: Floats, spacing: Floats, dithers: Unsigned,
+    members: Members | None = None, pieces: Pieces = None,
+) -> None:  # fmt: skip
+    """out = source + spacing_m sum_t (rint(new z) - rint(old z) + round(update z)), in float32.
+
+    Args:
+      new, old, update: float32 [T, M], coefficients in units of the grid spacing; the first two are
+        rounded to nearest (ties to even), the last stochastically.
+      spacing: float32 [M], powers of two.
+      dithers: uint32 [T, M], where the members' dithers start.
+    """
+    rest = (keys, new, old, update, spacing)
+    if backend := _cpu_backend(out):
+        rows, starts = members or _ONE
+        return backend.add_normals(
+            out.numpy(), source.numpy(), offset, *rest, dithers, starts, rows, pieces
+        )
+    for at, o, s, first in _each_piece(out, source, offset, pieces):
+        _backend(out).add_normals(o, s, at, *rest, _moved(dithers, first), members)
+
+
+def add_rounded(
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
+    dithers: Unsigned, members: Members | None = None, pieces: Pieces = None,
+) -> None:  # fmt: skip
+    """out = source + sum_t coefficients[t] u_t, added in float32, rounded stochastically.
+
+    Args:
+      out, source: bfloat16 or float16.
+      gaussian: normals; False for signs.
+      coefficients: float32 [T].
+      dithers: uint32 [M], where the members' dithers start.
+    """
+    rest = (keys, gaussian, coefficients)
+    if backend := _cpu_backend(out):
+        rows, starts = members or _ONE
+        bits = (t.view(torch.uint16).numpy() for t in (out, source))
+        is_half = out.dtype == torch.float16
+        return backend.add_rounded(*bits, offset, *rest, dithers, starts, rows, is_half, pieces)
+    for at, o, s, first in _each_piece(out, source, offset, pieces):
+        _backend(out).add_rounded(o, s, at, *rest, _moved(dithers, first), members)
+
+
+def _each_piece(
+    out: Tensor, source: Tensor, offset: int, pieces: Pieces
+) -> Iterator[tuple[int, Tensor, Tensor, int]]:
+    """(offset, out, source, first element) of each piece."""
+    if pieces is None:
+        yield offset, out, source, 0
+        return
+    parts = (t.view(len(pieces), -1) for t in (out, source))
+    for first, o, s in zip(pieces.tolist(), *parts, strict=True):
+        yield offset + first, o, s, first
+
+
+def _moved(dithers: Unsigned, first: int) -> Unsigned:
+    """Where the dithers start for a piece that begins at element `first` of its tensor."""
+    return dithers + np.uint32(first * DITHER_STEP & 0xFFFFFFFF)
+
+
+def _cpu_backend(tensor: Tensor) -> Any:
+    return _cpu_kernels() if tensor.device.type == "cpu" else None
+
+
+def _backend(tensor: Tensor) -> Any:
+    """The passes for a tensor that `_cpu_backend` does not serve."""
+    return (_cuda_kernels() if tensor.device.type == "cuda" else None) or torch_passes
+
+
+@functools.cache
+def _cpu_kernels() -> Any:
+    try:
+        from hf_dpzero import cpu_kernels
+    except ImportError:
+        return None
+    return cpu_kernels
+
+
+@functools.cache
+def _cuda_kernels() -> Any:
+    try:
+        from hf_dpzero import kernels
+    except ImportError:
+        return None
+    return kernels
