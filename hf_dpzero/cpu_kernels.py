@@ -214,10 +214,12 @@ def _end_of_member(rows, e, end):  # type: ignore[no-untyped-def]
 @_jit
 def _row_amounts(amounts, row_amounts, rows, element):  # type: ignore[no-untyped-def]
     """The amount of each of a tile's 128 rows; the tile begins `element` elements into the tensor."""
+    if rows.size == 0:
+        row_amounts[:] = amounts[0]
+        return
     for r in range(row_amounts.size):
         row = element // 32 + r
-        inside = rows.size > 0 and 0 <= row < rows.size
-        row_amounts[r] = amounts[rows[row]] if inside else amounts[0]
+        row_amounts[r] = amounts[rows[row]] if 0 <= row < rows.size else amounts[0]
 
 
 @_jit

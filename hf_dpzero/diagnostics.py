@@ -8,6 +8,8 @@ The noise shows where f cannot: r = o(lambda) - 3 o(lambda / 3) is free of f's v
 curvature (a cubic term c a^3 leaves 8/9 c lambda^3), and its variance is 1 + 9 = 10 times that of the
 noise. So rounding^2 = mean(r^2) / 10 and signal^2 = mean(o(lambda)^2) - rounding^2, means over a few
 directions u, medians over examples. Both are functions of the data: measure on public data only.
+Below lambda = 1e-5 float32 weights cannot stand at lambda / 3 to within a few percent, and so much of
+the signal counts as rounding.
 """
 
 from __future__ import annotations

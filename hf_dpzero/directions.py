@@ -16,6 +16,7 @@ import functools
 import math
 import secrets
 import statistics
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -40,9 +41,12 @@ DITHER_STEP = 0x9E3779B9
 NORMAL_UNIT = 2.0**-21  # normals are integers times this
 _CELLS = 3 * 255 + 1  # values of a sum of three bytes
 _DITHERS = 128  # equidistant points in a cell
-_PART = 1 << 16
+_PART = 1 << 16  # squares below 2^47 that an int64 sum holds
 _SURE_DIMENSION = 149  # above it, a sphere's sqrt(d)/||z|| lies in [1/2, 2] whatever happens
 _DOMAIN_DIRECTION, _DOMAIN_TENSOR, _DOMAIN_PERTURBATION = 0, 1, 2
+
+
+SumOfSquares = Callable[[Words, int, int], int]
 
 
 class Direction(NamedTuple):
@@ -150,15 +154,21 @@ class DirectionStream:
         `normal_tables`), `sphere` (sqrt(d) z / ||z||).
       layout: (offset, size) of every tensor that belongs to the direction; the sphere's norm is
         taken over exactly these coordinates.
+      sum_of_squares: a quicker `sum_of_squared_normals`, for spheres and norms.
 
     All three satisfy E[u u^T] = I, what DPZero needs of a direction (Zhang et al., Algorithm 2 and
     the remark under Eq. 2).
     """
 
     def __init__(
-        self, direction: Direction, distribution: str, layout: list[tuple[int, int]]
+        self,
+        direction: Direction,
+        distribution: str,
+        layout: list[tuple[int, int]],
+        sum_of_squares: SumOfSquares | None = None,
     ) -> None:
         check_distribution(distribution)
+        self._sum_of_squares = sum_of_squares or sum_of_squared_normals
         self.direction, self.distribution, self.layout = direction, distribution, layout
         self.key = stream_key(*direction, _DOMAIN_DIRECTION)
 
@@ -180,12 +190,10 @@ class DirectionStream:
 
     def squared_norm(self) -> float:
         """||z||^2, summed in exact integers (multiples of 2^-42), so independent of chunking."""
-        total = 0
-        for offset, size in self.layout:
-            for start in range(0, size, _PART):
-                z = self.raw_integers(offset + start, min(_PART, size - start)).astype(np.int64)
-                total += int(np.dot(z, z))
-        return total * (1.0 if self.distribution == "rademacher" else NORMAL_UNIT**2)
+        if self.distribution == "rademacher":
+            return float(sum(size for _, size in self.layout))
+        total = sum(self._sum_of_squares(self.key, *place) for place in self.layout)
+        return total * NORMAL_UNIT**2
 
     def raw_integers(self, start: int, count: int) -> NDArray[np.int32]:
         """Coordinates start .. start+count, int32 [count]: signs, or normals in units of 2^-21."""
@@ -222,6 +230,15 @@ def coordinates(key: Words, gaussian: bool, start: int, count: int) -> NDArray[n
     words = philox_words(calls, key).reshape(4, -1, LANES).transpose(1, 0, 2)
     rows = normals_of(words) if gaussian else _signs_of(words)
     return rows.reshape(-1)[start - first * tile :][:count]
+
+
+def sum_of_squared_normals(key: Words, start: int, count: int) -> int:
+    """Sum of z^2 over start .. start+count, in units of 2^-42, exact."""
+    total = 0
+    for first in range(start, start + count, _PART):
+        z = coordinates(key, True, first, min(_PART, start + count - first)).astype(np.int64)
+        total += int(np.dot(z, z))
+    return total
 
 
 def _signs_of(words: Words) -> NDArray[np.int32]:

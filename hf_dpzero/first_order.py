@@ -115,7 +115,7 @@ class PerExampleGradients:
     def _add_clipped_(self, totals: Sequence[Tensor], size: int, clip: float) -> None:
         used = [n for n, p in enumerate(self.parameters) if p.grad is not None]
         samples = [_samples(self.parameters[n]).flatten(1) for n in used]
-        norms = torch.stack([g.norm(dim=1, dtype=torch.float32) for g in samples]).norm(dim=0)
+        norms = torch.stack([_norms(g) for g in samples]).norm(dim=0)
         weights = _clip_weights(norms, samples, clip)
         for n, g in zip(used, samples, strict=True):
             clipped, plain = torch.stack([weights, torch.ones_like(weights)]).to(g.dtype) @ g
@@ -138,6 +138,13 @@ def split(batch: Batch, size: int | None) -> list[dict[str, Tensor]]:
         {name: value[start : start + step] for name, value in batch.items()}
         for start in range(0, count, step)
     ]
+
+
+def _norms(gradients: Tensor) -> Tensor:
+    """float32 L2 norms [B] of `[B, n]`; half precision is widened for one example at a time."""
+    if gradients.dtype == torch.float32:
+        return gradients.norm(dim=1)
+    return torch.stack([row.norm(dtype=torch.float32) for row in gradients])
 
 
 def _clip_weights(norms: Tensor, gradients: Sequence[Tensor], clip: float) -> Tensor:

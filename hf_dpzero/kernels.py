@@ -18,6 +18,9 @@ Common arguments of the passes:
   members: None for one tensor (M = 1), or (rows, starts) for M tensors laid out in one, each from a
     multiple of 32 elements on: int32 [ceil(n / 32)], the member of each row of 32 elements, and
     int64 [M], the first element of each member; best kept on the device.
+  pieces: None, or int64 [P]: `out` and `source` hold P equal parts of one tensor (rows of an
+    embedding), which begin at these of its elements, multiples of 32; `offset` is then the
+    tensor's. One launch does them all. Not together with members.
 
 Every pass raises ValueError for an argument that does not fit this, before anything is written.
 """
@@ -94,6 +97,7 @@ def add_signs(
     keys: Numbers,
     amounts: Numbers,
     members: Members | None = None,
+    pieces: Numbers | None = None,
 ) -> None:
     """out = source + sum_t (+-amounts[t, m]), float32, the terms added in order.
 
@@ -101,7 +105,7 @@ def add_signs(
       amounts: float32 [T, M].
     """
     _check_dtype(out, torch.float32)
-    _launch(_Pass(gaussian=False), out, source, offset, keys, [amounts], members)
+    _launch(_Pass(gaussian=False), out, source, offset, keys, [amounts], members, pieces)
 
 
 def add_normals(
@@ -115,6 +119,7 @@ def add_normals(
     spacing: Numbers,
     dither: Numbers,
     members: Members | None = None,
+    pieces: Numbers | None = None,
 ) -> None:
     """out = source + sum_t spacing (rint(z new) - rint(z old) + stochastic rounding of z update).
 
@@ -126,7 +131,7 @@ def add_normals(
     _check_dtype(out, torch.float32)
     kind = _Pass(gaussian=True, grid=True, update=_any_nonzero(update))
     fields = [new, old, update, spacing, dither]
-    _launch(kind, out, source, offset, keys, fields, members)
+    _launch(kind, out, source, offset, keys, fields, members, pieces)
 
 
 def add_rounded(
@@ -138,6 +143,7 @@ def add_rounded(
     coefficients: Numbers,
     dither: Numbers,
     members: Members | None = None,
+    pieces: Numbers | None = None,
 ) -> None:
     """out = source + sum_t coefficients[t] u_t in float32, rounded stochastically once at the end.
 
@@ -150,13 +156,13 @@ def add_rounded(
     _check_dtype(out, torch.bfloat16, torch.float16)
     kind = _Pass(gaussian=bool(gaussian), rounded=True)
     each = _bits(coefficients).view(-1, 1)
-    _launch(kind, out, source, offset, keys, [each, dither], members)
+    _launch(kind, out, source, offset, keys, [each, dither], members, pieces)
 
 
 def _write(out: Tensor, offset: int, key: Numbers, *, gaussian: bool) -> None:
     _check_dtype(out, torch.float32)
     one = np.ones((1, 1), np.float32)
-    _launch(_Pass(gaussian=gaussian), out, None, offset, key, [one], None)
+    _launch(_Pass(gaussian=gaussian), out, None, offset, key, [one])
 
 
 # ---------------------------------------------------------------- refusals
@@ -186,6 +192,18 @@ def _check(out: Tensor, source: Tensor | None, offset: int, members: Members | N
         )
 
 
+def _check_pieces(out: Tensor, members: Members | None, pieces: Numbers | None) -> None:
+    if pieces is None:
+        return
+    if members is not None:
+        raise ValueError("a pass takes members or pieces, not both; give the pieces of one tensor.")
+    if not len(pieces) or out.numel() % len(pieces):
+        raise ValueError(
+            f"out has {out.numel()} elements, which are not {len(pieces)} equal pieces; pass the "
+            "first element of each."
+        )
+
+
 def _refuse_device(device: torch.device) -> None:
     if not available(device):
         raise ValueError(
@@ -204,9 +222,11 @@ def _launch(
     offset: int,
     keys: Numbers,
     fields: list[Numbers],
-    members: Members | None,
+    members: Members | None = None,
+    pieces: Numbers | None = None,
 ) -> None:
     _check(out, source, offset, members)
+    _check_pieces(out, members, pieces)
     _refuse_device(out.device)
     table, shape = _table(keys, fields, 1 if members is None else members[1].numel())
     if not out.numel():
@@ -214,7 +234,8 @@ def _launch(
     single = shape == (1, 1) and members is None and table.device.type == "cpu"
     words = table.tolist() if single else []
     words += [0] * (4 + _FIELDS - len(words))
-    pointers = (None if single else _sent(table, out.device), *_placed(members, out.device))
+    sent = None if single else _sent(table, out.device)
+    pointers = (sent, *_placed(members, out.device), _placed_pieces(pieces, out.device))
     with _on(out.device):
         _run(kind, out, source, offset, pointers, shape, words)
 
@@ -228,17 +249,24 @@ def _run(
     shape: tuple[int, int],
     words: list[int],
 ) -> None:
-    first_tile, lead = offset // SIGNS_TILE, offset % SIGNS_TILE // LANES
-    count = out.numel()
-    programs = -(-(lead * LANES + count) // SIGNS_TILE)
+    first_tile, lead = int(offset) // SIGNS_TILE, int(offset) % SIGNS_TILE // LANES
+    count, grid = _grid(out, lead, pointers[-1])
     tables = _tables(out.device) if kind.gaussian else None
-    _device_code().walk[(programs,)](
+    _device_code().walk[grid](
         _raw(out), None if source is None else _raw(source), *pointers, tables,
         *shape, count, first_tile, lead, *words,
         GAUSSIAN=kind.gaussian, GRID=kind.grid, UPDATE=kind.update,
         ROUND=_CODES[out.dtype] if kind.rounded else 0, EVEN=count % LANES == 0,
         num_warps=NORMALS_WARPS if kind.gaussian else SIGNS_WARPS, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _grid(out: Tensor, lead: int, pieces: Tensor | None) -> tuple[int, tuple[int, ...]]:
+    """(elements of the tensor or of a piece, programs): a program for every tile that they touch."""
+    if pieces is None:
+        return out.numel(), (-(-(lead * LANES + out.numel()) // SIGNS_TILE),)
+    count = out.numel() // len(pieces)
+    return count, (len(pieces), -(-(SIGNS_TILE - LANES + count) // SIGNS_TILE))
 
 
 def _table(keys: Numbers, fields: list[Numbers], members: int) -> tuple[Tensor, tuple[int, int]]:
@@ -296,6 +324,10 @@ def _placed(members: Members | None, device: torch.device) -> tuple[Tensor | Non
         return None, None
     rows, starts = members
     return _sent(rows.to(torch.int32), device), _sent(starts.to(torch.int64), device)
+
+
+def _placed_pieces(pieces: Numbers | None, device: torch.device) -> Tensor | None:
+    return None if pieces is None else _sent(torch.as_tensor(pieces, dtype=torch.int64), device)
 
 
 def _raw(tensor: Tensor) -> Tensor:

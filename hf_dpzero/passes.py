@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +27,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dpzero import torch_passes
-from hf_dpzero.directions import DITHER_STEP, LANES
+from hf_dpzero.directions import DITHER_STEP, LANES, NORMAL_UNIT
 
 Floats = NDArray[np.float32]
 Unsigned = NDArray[np.uint32]
 Pieces = NDArray[np.int64] | None
 
+_NORM_CHUNK = 1 << 20
+_SAFE_SUM = 1 << 16  # squares below 2^47 that an int64 sum holds
 
-class Members(NamedTuple):
+
+@dataclass(frozen=True, eq=False)
+class Members:
     """Several tensors in one flat tensor, each from a multiple of 32 elements on.
 
     Attributes:
@@ -43,6 +48,14 @@ class Members(NamedTuple):
 
     rows: NDArray[np.int32]
     starts: NDArray[np.int64]
+    _placed: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(rows, starts) as tensors on a device, kept for the next pass."""
+        if device not in self._placed:
+            both = torch.from_numpy(self.rows), torch.from_numpy(self.starts)
+            self._placed[device] = both[0].to(device), both[1].to(device)
+        return self._placed[device]
 
     @classmethod
     def at(cls, starts: list[int], size: int) -> Members:
@@ -68,8 +81,9 @@ def add_signs(
     if backend := _cpu_backend(out):
         rows = (members or _ONE).rows
         return backend.add_signs(out.numpy(), source.numpy(), offset, keys, amounts, rows, pieces)
+    backend, where = _backend(out, members)
     for at, o, s, _ in _each_piece(out, source, offset, pieces):
-        _backend(out).add_signs(o, s, at, keys, amounts, members)
+        backend.add_signs(o, s, at, keys, amounts, where)
 
 
 def add_normals(
@@ -87,12 +101,13 @@ def add_normals(
     """
     rest = (keys, new, old, update, spacing)
     if backend := _cpu_backend(out):
-        rows, starts = members or _ONE
+        m = members or _ONE
         return backend.add_normals(
-            out.numpy(), source.numpy(), offset, *rest, dithers, starts, rows, pieces
+            out.numpy(), source.numpy(), offset, *rest, dithers, m.starts, m.rows, pieces
         )
+    backend, where = _backend(out, members)
     for at, o, s, first in _each_piece(out, source, offset, pieces):
-        _backend(out).add_normals(o, s, at, *rest, _moved(dithers, first), members)
+        backend.add_normals(o, s, at, *rest, _moved(dithers, first), where)
 
 
 def add_rounded(
@@ -109,12 +124,39 @@ def add_rounded(
     """
     rest = (keys, gaussian, coefficients)
     if backend := _cpu_backend(out):
-        rows, starts = members or _ONE
+        m = members or _ONE
         bits = (t.view(torch.uint16).numpy() for t in (out, source))
         is_half = out.dtype == torch.float16
-        return backend.add_rounded(*bits, offset, *rest, dithers, starts, rows, is_half, pieces)
+        return backend.add_rounded(*bits, offset, *rest, dithers, m.starts, m.rows, is_half, pieces)
+    backend, where = _backend(out, members)
     for at, o, s, first in _each_piece(out, source, offset, pieces):
-        _backend(out).add_rounded(o, s, at, *rest, _moved(dithers, first), members)
+        backend.add_rounded(o, s, at, *rest, _moved(dithers, first), where)
+
+
+def coordinates(
+    key: Unsigned, gaussian: bool, start: int, count: int, device: torch.device
+) -> Tensor:
+    """Raw coordinates start .. start+count of a stream, float32 on `device`, exact."""
+    lead = start % LANES
+    out = torch.zeros(lead + count, device=device)
+    keys, one, zero = key[None], np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)
+    if gaussian:
+        unit = np.float32(NORMAL_UNIT)
+        rest = (one / unit, zero, zero, unit * one[0], np.zeros((1, 1), np.uint32))
+        add_normals(out, out, start - lead, keys, *rest)
+    else:
+        add_signs(out, out, start - lead, keys, one)
+    return out[lead:]
+
+
+def sum_of_squared_normals(key: Unsigned, start: int, count: int, device: torch.device) -> int:
+    """As `directions.sum_of_squared_normals`, computed on `device`."""
+    total = 0
+    for first in range(start, start + count, _NORM_CHUNK):
+        z = coordinates(key, True, first, min(_NORM_CHUNK, start + count - first), device)
+        squares = (z / NORMAL_UNIT).long().square_()
+        total += sum(int(part.sum()) for part in squares.split(_SAFE_SUM))
+    return total
 
 
 def _each_piece(
@@ -138,9 +180,12 @@ def _cpu_backend(tensor: Tensor) -> Any:
     return _cpu_kernels() if tensor.device.type == "cpu" else None
 
 
-def _backend(tensor: Tensor) -> Any:
-    """The passes for a tensor that `_cpu_backend` does not serve."""
-    return (_cuda_kernels() if tensor.device.type == "cuda" else None) or torch_passes
+def _backend(tensor: Tensor, members: Members | None) -> tuple[Any, Any]:
+    """The passes for a tensor that `_cpu_backend` does not serve, and the members as they take them."""
+    kernels = _cuda_kernels(tensor.device) if tensor.device.type == "cuda" else None
+    if kernels is None:
+        return torch_passes, members
+    return kernels, None if members is None else members.on(tensor.device)
 
 
 @functools.cache
@@ -153,9 +198,7 @@ def _cpu_kernels() -> Any:
 
 
 @functools.cache
-def _cuda_kernels() -> Any:
-    try:
-        from hf_dpzero import kernels
-    except ImportError:
-        return None
-    return kernels
+def _cuda_kernels(device: torch.device) -> Any:
+    from hf_dpzero import kernels
+
+    return kernels if kernels.available(device) else None

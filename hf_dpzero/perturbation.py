@@ -11,6 +11,7 @@ float32.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero import passes
 from hf_dpzero.directions import (
     LANES,
     Direction,
@@ -52,6 +54,7 @@ class ParameterSpace:
       decayed: names of the tensors that weight decay applies to; None for all.
 
     Attributes:
+      layout: (offset, size) of each tensor in the direction's index space.
       traffic: bytes of parameters read and written by passes so far.
 
     Raises:
@@ -78,7 +81,9 @@ class ParameterSpace:
         self.decayed = set(self.names if decayed is None else decayed)
         self.tensors = [tensor for _, tensor in named]
         self.offsets = _aligned_offsets(self.tensors)
-        self.dimension = sum(tensor.numel() for tensor in self.tensors)
+        sizes = [tensor.numel() for tensor in self.tensors]
+        self.layout = list(zip(self.offsets, sizes, strict=True))
+        self.dimension = sum(sizes)
         self._segments = _segments(self.tensors, self.offsets)
         self._places = {
             int(number): (segment, m)
@@ -105,11 +110,6 @@ class ParameterSpace:
                 "the model's trainable parameters were replaced after training was set up, so "
                 "perturbations would not reach it: wrap or move the model before the trainer."
             )
-
-    @property
-    def layout(self) -> list[tuple[int, int]]:
-        """(offset, size) of each tensor in the direction's index space."""
-        return [(o, t.numel()) for o, t in zip(self.offsets, self.tensors, strict=True)]
 
     @property
     def snapped(self) -> bool:
@@ -327,13 +327,14 @@ class ParameterSpace:
         """
         self._ensure_snapped()
         self.settle_()
-        stream, part = self.stream(direction), 0
+        stream, gaussian, part = self.stream(direction), self.distribution != "rademacher", 0
         for number, (offset, size) in enumerate(self.layout):
             segment, m = self._places[number]
+            device = segment.flat.device
             for start in range(0, size, CHUNK):
                 count = min(CHUNK, size - start)
-                u = stream.raw(offset + start, count, segment.flat.device) * stream.scale
-                values = u.mul_(coefficient).add_(noise(part, count).to(u.device))
+                u = passes.coordinates(stream.key, gaussian, offset + start, count, device)
+                values = u.mul_(coefficient * stream.scale).add_(noise(part, count).to(device))
                 segment.add_dense_(m, start, values, stream, self._reach)
                 part += 1
         self._streams.clear()
@@ -341,7 +342,11 @@ class ParameterSpace:
     def stream(self, direction: Direction) -> DirectionStream:
         """The coordinates of `direction` in this space (kept until another is perturbed along)."""
         if direction not in self._streams:
-            self._streams[direction] = DirectionStream(direction, self.distribution, self.layout)
+            device = self.tensors[0].device
+            squares = functools.partial(passes.sum_of_squared_normals, device=device)
+            self._streams[direction] = DirectionStream(
+                direction, self.distribution, self.layout, squares
+            )
         return self._streams[direction]
 
     def direction_norm(self, direction: Direction) -> float:

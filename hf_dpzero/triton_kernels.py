@@ -176,7 +176,10 @@ def _floor(x):
 
 @triton.jit
 def _dither(start, starts, member, first, word: tl.constexpr, GAUSSIAN: tl.constexpr):
-    """start + j * step mod 2^32 for the coordinates' indices j in their own tensor, uint32 [32, 32]."""
+    """start + j * step mod 2^32 for the coordinates' indices j in their own tensor, uint32 [32, 32].
+
+    first: of the program, in the (larger) tensor.
+    """
     index = _places(word, GAUSSIAN).to(tl.uint32) + first.to(tl.uint32)
     if starts is not None:
         index = index - tl.load(starts + member).to(tl.uint32)
@@ -216,7 +219,7 @@ def _update_steps(z, update, dither):
 
 @triton.jit
 def _add(
-    acc, words, normals, table, rows, starts, t, terms, members, first_row, begin, end,
+    acc, words, normals, table, rows, starts, t, terms, members, first_row, shift, begin, end,
     field0, field1, field2, field3, field4,
     word: tl.constexpr, GAUSSIAN: tl.constexpr, GRID: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
@@ -235,7 +238,7 @@ def _add(
             if UPDATE:
                 update = _field(table, field2, 2, t, terms, members, member)
                 start = _field(table, field4, 4, t, terms, members, member)
-                dither = _dither(start, starts, member, first_row * LANES, word, GAUSSIAN)
+                dither = _dither(start, starts, member, first_row * LANES + shift, word, GAUSSIAN)
                 steps += _update_steps(z, update.to(tl.float32, bitcast=True), dither)
             spacing = _field(table, field3, 3, t, terms, members, member)
             return acc + steps * spacing.to(tl.float32, bitcast=True)
@@ -264,14 +267,14 @@ def _round_float16(acc, dither):
 
 @triton.jit
 def _store(
-    out, acc, table, rows, starts, terms, members, first_row, begin, end, field1,
+    out, acc, table, rows, starts, terms, members, first_row, shift, begin, end, field1,
     word: tl.constexpr, GAUSSIAN: tl.constexpr, ROUND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Writes the tensor's share of a block, rounded to its precision."""
     if ROUND != 0:
         member = _members_of(rows, first_row, begin, end, word, GAUSSIAN)
         start = _field(table, field1, 1, 0, terms, members, member)
-        dither = _dither(start, starts, member, first_row * LANES, word, GAUSSIAN)
+        dither = _dither(start, starts, member, first_row * LANES + shift, word, GAUSSIAN)
         acc = _round_bfloat16(acc, dither) if ROUND == BFLOAT16 else _round_float16(acc, dither)
     where = _valid(word, begin, end, GAUSSIAN, EVEN)
     tl.store(out + first_row * LANES + _places(word, GAUSSIAN), acc, mask=where)
@@ -282,29 +285,40 @@ def _store(
 
 @triton.jit(do_not_specialize=_FREE)
 def walk(
-    out, source, table, rows, starts, normals,
+    out, source, table, rows, starts, pieces, normals,
     terms, members, count, first_tile, lead,
     key0, key1, key2, key3, field0, field1, field2, field3, field4,
     GAUSSIAN: tl.constexpr, GRID: tl.constexpr, UPDATE: tl.constexpr,
     ROUND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """out = source + its terms, for the 4096 coordinates of tile first_tile + program.
+    """out = source + its terms, for 4096 coordinates: the program's tile, counted from first_tile.
 
     Args:
       out, source: float32, float16, or the bits of bfloat16 as int16; None: a source of zeros.
       table: int32 bits [4 T + fields T M], the terms' keys [T, 4] and then their fields [T, M] one
         after another; None where T = M = 1: then key0.. and field0.. hold the same.
       rows, starts: int32 member of each row of 32 and int64 first element of each member, or None.
+      pieces: None, or int64 [P]: the tensor is P equal parts of a larger one, which begin at these
+        of its elements. Programs are then [P, tiles of a piece].
       normals: int64 [766] (see `_normal`); None for signs.
       terms, members: T, M.
-      count: elements of the tensor.
-      first_tile, lead: tile of the tensor's first element, and the rows of that tile before it.
+      count: elements of the tensor, or of a piece.
+      first_tile, lead: tile of the (larger) tensor's first element, and that tile's rows before it.
       GAUSSIAN, GRID, UPDATE, ROUND, EVEN: which pass; whether `count` is a multiple of 32.
 
     Fields: the amount and, if ROUND, the dither's start; if GRID new, old, update (in steps of the
     grid), the step, the dither's start.
     """
-    program = tl.program_id(0).to(tl.int64)
+    if pieces is None:
+        program, shift = tl.program_id(0).to(tl.int64), 0
+    else:
+        piece, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+        shift = tl.load(pieces + piece)
+        row = first_tile.to(tl.int64) * ROWS + lead + shift // LANES
+        first_tile, lead = row // ROWS, row % ROWS
+        skipped = piece * (count // LANES) * LANES if EVEN else piece * count
+        out += skipped
+        source += skipped
     tile = program + first_tile
     first_row = program * ROWS - lead
     first = first_row * LANES
@@ -320,35 +334,35 @@ def walk(
         n0, n1 = _key(table, key2, 2, t), _key(table, key3, 3, t)
         w0, w1, w2, w3 = _words(tile, n0, n1, k0, k1, GAUSSIAN)
         a0 = _add(
-            a0, w0, normals, table, rows, starts, t, terms, members, first_row, begin, end,
+            a0, w0, normals, table, rows, starts, t, terms, members, first_row, shift, begin, end,
             field0, field1, field2, field3, field4, 0, GAUSSIAN, GRID, UPDATE,
         )  # fmt: skip
         a1 = _add(
-            a1, w1, normals, table, rows, starts, t, terms, members, first_row, begin, end,
+            a1, w1, normals, table, rows, starts, t, terms, members, first_row, shift, begin, end,
             field0, field1, field2, field3, field4, 1, GAUSSIAN, GRID, UPDATE,
         )  # fmt: skip
         a2 = _add(
-            a2, w2, normals, table, rows, starts, t, terms, members, first_row, begin, end,
+            a2, w2, normals, table, rows, starts, t, terms, members, first_row, shift, begin, end,
             field0, field1, field2, field3, field4, 2, GAUSSIAN, GRID, UPDATE,
         )  # fmt: skip
         a3 = _add(
-            a3, w3, normals, table, rows, starts, t, terms, members, first_row, begin, end,
+            a3, w3, normals, table, rows, starts, t, terms, members, first_row, shift, begin, end,
             field0, field1, field2, field3, field4, 3, GAUSSIAN, GRID, UPDATE,
         )  # fmt: skip
         t += 1
     _store(
-        out, a0, table, rows, starts, terms, members, first_row, begin, end, field1,
+        out, a0, table, rows, starts, terms, members, first_row, shift, begin, end, field1,
         0, GAUSSIAN, ROUND, EVEN,
     )  # fmt: skip
     _store(
-        out, a1, table, rows, starts, terms, members, first_row, begin, end, field1,
+        out, a1, table, rows, starts, terms, members, first_row, shift, begin, end, field1,
         1, GAUSSIAN, ROUND, EVEN,
     )  # fmt: skip
     _store(
-        out, a2, table, rows, starts, terms, members, first_row, begin, end, field1,
+        out, a2, table, rows, starts, terms, members, first_row, shift, begin, end, field1,
         2, GAUSSIAN, ROUND, EVEN,
     )  # fmt: skip
     _store(
-        out, a3, table, rows, starts, terms, members, first_row, begin, end, field1,
+        out, a3, table, rows, starts, terms, members, first_row, shift, begin, end, field1,
         3, GAUSSIAN, ROUND, EVEN,
     )  # fmt: skip

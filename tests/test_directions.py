@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from test_philox import reference_words
 
 from hf_dpzero import directions
 from hf_dpzero.directions import (
@@ -22,7 +23,6 @@ from hf_dpzero.directions import (
     normal_tables,
     normals_of,
 )
-from tests.test_philox import reference_words
 
 KEY = 0x0123456789ABCDEF_FEDCBA9876543210
 UNIT = 2.0**-21
@@ -341,7 +341,7 @@ def test_coefficient_uniforms_are_uniform_and_differ_between_tensors_and_steps()
     assert values.min() >= 0.0
     assert values.max() < 1.0
     assert stats.kstest(values, "uniform").pvalue > 0.01
-    assert stats.kstest(values**1.05, "uniform").pvalue < stats.kstest(values, "uniform").pvalue
+    assert stats.kstest(values**1.2, "uniform").pvalue < 1e-6
 
 
 # ---------------------------------------------------------------- dithers
@@ -410,11 +410,12 @@ def test_squared_norm_is_the_exact_rational_sum():
 
 
 def test_small_spheres_never_raise_whatever_the_draw():
-    """sqrt(d)/||z|| passes 2 for one draw in a thousand at d = 16; that is no broken generator."""
-    scales = [stream("sphere", 16, step=t).scale for t in range(4000)]
-    assert max(scales) > 2.0
+    """sqrt(d)/||z|| passes 2 for 1.9 % of the draws at d = 8; that is no broken generator."""
+    n, p = 4000, float(stats.chi2.cdf(8 / 4, 8))
+    scales = np.array([stream("sphere", 8, step=t).scale for t in range(n)])
+    assert abs((scales > 2.0).sum() - n * p) < 5 * math.sqrt(n * p)
     for t in range(500):
-        assert float(whole("sphere", 16, step=t).abs().max()) <= largest_coordinate("sphere")
+        assert float(whole("sphere", 8, step=t).abs().max()) <= largest_coordinate("sphere")
 
 
 def test_a_broken_generator_is_noticed(monkeypatch: pytest.MonkeyPatch):

@@ -245,3 +245,78 @@ def test_a_model_whose_parameters_were_replaced_is_refused():
     model.theta = nn.Parameter(model.theta.detach().clone())
     with pytest.raises(RuntimeError, match="replaced"):
         estimate([rows(2, 4)], directions(1))
+
+
+# ---------------------------------------------------------------- which strategy
+
+
+def two_layers(*dtypes: torch.dtype) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(3, 3).to(dtype) for dtype in dtypes))
+
+
+FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ((FLOAT, FLOAT), "whole_model"),
+        ((BFLOAT, BFLOAT), "layerwise"),
+        ((FLOAT, HALF), "layerwise"),
+    ],
+)
+def test_auto_depends_on_the_trainable_dtypes(dtypes: tuple[torch.dtype, ...], expected: str):
+    estimate = estimator(two_layers(*dtypes), quadratic_loss)
+    assert estimate.strategy == expected
+    assert (estimate.visits is None) == (expected == "whole_model")
+
+
+def test_frozen_half_precision_does_not_count():
+    model = two_layers(FLOAT, BFLOAT)
+    model[1].requires_grad_(False)
+    assert estimator(model, quadratic_loss).strategy == "whole_model"
+
+
+@pytest.mark.parametrize("strategy", ["whole_model", "layerwise", "paired"])
+def test_a_strategy_that_is_asked_for_is_taken(strategy: str):
+    model = two_layers(FLOAT, BFLOAT)
+    space = ParameterSpace.from_model(model, smoothing=1e-3)
+    estimate = FiniteDifferences(model, space, quadratic_loss, 1e-3, strategy=strategy)
+    assert estimate.strategy == strategy
+
+
+def test_an_unknown_strategy_is_refused():
+    model = two_layers(FLOAT)
+    space = ParameterSpace.from_model(model, smoothing=1e-3)
+    with pytest.raises(ValueError, match="strategy='modulewise' is not known"):
+        FiniteDifferences(model, space, quadratic_loss, 1e-3, strategy="modulewise")
+
+
+@pytest.mark.parametrize("part", ["whole", "module"])
+def test_compiled_models_are_moved_as_a_whole(part: str):
+    model = two_layers(BFLOAT, BFLOAT)
+    compiled: Any = torch.compile(model, backend="eager") if part == "whole" else model
+    if part == "module":
+        model[0].compile(backend="eager")
+    space = ParameterSpace.from_model(compiled, smoothing=1e-3)
+    assert FiniteDifferences(compiled, space, quadratic_loss, 1e-3).strategy == "whole_model"
+    for strategy in ("layerwise", "paired"):
+        with pytest.raises(ValueError, match="compiled code does not follow: use strategy='whole"):
+            FiniteDifferences(compiled, space, quadratic_loss, 1e-3, strategy=strategy)
+
+
+def test_compiled_models_do_not_reuse_a_prefix():
+    model = two_layers(FLOAT, FLOAT)
+    model[0].requires_grad_(False)
+    space = ParameterSpace.from_model(model, smoothing=1e-3)
+    assert FiniteDifferences(model, space, quadratic_loss, 1e-3).prefix is not None
+    compiled: Any = torch.compile(model, backend="eager")
+    assert FiniteDifferences(compiled, space, quadratic_loss, 1e-3).prefix is None
+
+
+def test_whole_model_moves_once_per_sign_whatever_the_number_of_microbatches():
+    estimate = estimator(Quadratic(40), quadratic_loss)
+    moves, move = [], estimate.space.move_to_
+    estimate.space.move_to_ = lambda position: (moves.append(position), move(position))  # type: ignore[method-assign]
+    estimate([rows(2, 40), rows(1, 40), rows(3, 40)], directions(2))
+    assert moves == [((u, s * 1e-3),) for u in directions(2) for s in (1.0, -1.0)]

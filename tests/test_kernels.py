@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -446,6 +447,16 @@ def _next_down(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_sign_of_a_zero_sum_is_kept(device, dtype):
+    theta, keys = torch.full((32,), -0.0, dtype=dtype, device=device), draw_keys(1)
+    zero, start = np.zeros(1, np.float32), np.zeros(1, np.uint32)
+    kernels.add_rounded(theta, theta, 0, keys, False, zero, start)
+    negative = signs_at(indices(0, 32), keys[0]) < 0  # -0 + -0, else -0 + 0
+    assert theta.signbit().tolist() == negative.tolist()
+    assert not theta.any()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_stochastic_rounding_goes_up_as_often_as_the_distance_says(device, dtype):
     value = 1.0 + 0.3 * torch.finfo(dtype).eps
     theta, keys = torch.ones(4096, dtype=dtype, device=device), draw_keys(1)
@@ -482,6 +493,50 @@ def test_a_product_is_rounded_before_it_is_rounded_to_the_grid(device):
     zero, one, start = np.zeros((1, 1), np.float32), np.ones(1, np.float32), np.uint32([[5]])
     kernels.add_normals(theta, theta, 0, keys, new, zero, zero, one, start)
     assert np.array_equal(theta.cpu().numpy(), apart)
+
+
+# ---------------------------------------------------------------- pieces of a tensor
+
+
+PIECES = np.array([96, 5000 * 96, 0, 2 * 96, 96, 33 * 96])
+"""Rows 1, 5000, 0, 2, 1, 33 of a tensor with rows of 96 (three rows of lanes: tiles are cut)."""
+
+
+@pytest.mark.parametrize("size", [96, 90, 4128], ids=["rows", "short", "long"])
+def test_pieces_are_what_the_whole_tensor_has_there(device, size):
+    keys, offset = draw_keys(2), (1 << 33) + 64
+    source, amounts = draw((len(PIECES), size)), draw((2, 1), seed=3)
+    theta = torch.from_numpy(source.copy()).to(device)
+    kernels.add_signs(theta, theta, offset, keys, amounts, pieces=PIECES)
+    for row, first, values in zip(theta, PIECES, source):
+        assert same(row, reference_signs(values, offset + first, keys, amounts, Layout([size])))
+
+
+def test_the_dither_of_a_piece_is_the_whole_tensor_s(device):
+    keys, size, numbers = draw_keys(2), 96, grid_numbers(2, 1, True)
+    source = np.rint(draw((len(PIECES), size), 2.0**18)) * numbers["spacing"]
+    theta = torch.from_numpy(source.copy()).to(device)
+    half = torch.from_numpy(source).bfloat16()
+    rounded, start = half.clone().to(device), numbers["dither"][0]
+    kernels.add_normals(theta, theta, 32, keys, **numbers, pieces=torch.from_numpy(PIECES))
+    terms = (keys, True, draw((2,), 1e-2, seed=3))
+    kernels.add_rounded(rounded, rounded, 32, *terms, start, pieces=PIECES)
+    for row, first in enumerate(PIECES.tolist()):
+        moved = numbers | {"dither": numbers["dither"] + np.uint32(first * 0x9E3779B9 & LOW)}
+        place = (32 + first, keys)
+        expected = reference_normals(source[row], *place, **moved, layout=Layout([size]))
+        assert same(theta[row], expected)
+        dither = moved["dither"][0]
+        expected = reference_rounded(
+            half[row], 32 + first, *terms, dither, Layout([size]), half.dtype
+        )
+        assert same(rounded[row], expected)
+
+
+def test_all_pieces_are_one_launch(device, recorder):
+    out = torch.zeros(len(PIECES), 96, device=device)
+    kernels.add_signs(out, out, 0, draw_keys(1), np.ones((1, 1), np.float32), pieces=PIECES)
+    assert [launch.grid for launch in recorder.launches] == [(len(PIECES), 2)]
 
 
 # ---------------------------------------------------------------- how it is launched
@@ -527,7 +582,7 @@ class Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]):
         def launch(*arguments: object, **options: object) -> None:
-            table, integers = arguments[2], arguments[6:]
+            table, integers = arguments[2], arguments[7:]
             self.launches.append(
                 SimpleNamespace(grid=grid, table=table, integers=integers, options=options)
             )
@@ -607,6 +662,9 @@ def test_arguments_that_do_not_fit_are_refused(device):
     refused(device, "float64", amounts=np.ones((1, 1)))
     one_row = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
     refused(device, "name 1 rows, out has 2", members=one_row)
+    refused(device, "are not 3 equal pieces", pieces=np.zeros(3, np.int64))
+    two_rows = (torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    refused(device, "members or pieces", members=two_rows, pieces=np.zeros(1, np.int64))
 
 
 def test_half_precision_has_its_own_pass(device):
@@ -668,7 +726,7 @@ from triton.compiler import ASTSource, compile
 from hf_dpzero import kernels, triton_kernels as code
 
 def ptx(pointer, fusion, **variant):
-    names, absent = code.walk.arg_names, {"table", "rows", "starts"}
+    names, absent = code.walk.arg_names, {"table", "rows", "starts", "pieces"}
     if not variant["GAUSSIAN"]:
         absent = absent | {"normals"}
     kinds = dict.fromkeys(names, "i32") | {"out": pointer, "source": pointer, "normals": "*i64"}
@@ -706,10 +764,10 @@ FUSED = ("fma.", "mad.f32", "mad.rn.f32")
 
 
 def check_compiled(text: str) -> None:
-    """Nothing fused, no subnormal flushed, no register spilled, 16 bytes at a time."""
+    """Nothing fused, no subnormal flushed, no register spilled, 8 or 16 bytes at a time."""
     assert not any(name in text for name in FUSED)
     assert ".ftz" not in text and ".local" not in text
-    assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+    assert all(re.search(rf"{access}\.global\.v[24]\.b32", text) for access in ("ld", "st"))
     assert "add.rn.f32" in text and "mul.wide.u32" in text
 
 

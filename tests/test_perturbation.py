@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero import perturbation
+from hf_dpzero import passes, perturbation, torch_passes
 from hf_dpzero import tensors as tensor_kinds
 from hf_dpzero.directions import DISTRIBUTIONS, Direction, direction_vector
 from hf_dpzero.perturbation import (
@@ -22,10 +23,10 @@ from hf_dpzero.perturbation import (
     digest_model,
     digest_tensors,
 )
-from hf_dpzero.tensors import round_to_bfloat16_stochastically
 
 KEY = 0xA5A5_0123_4567_89AB_CDEF_0000_FFFF_1234
 SMOOTHING = 1e-3
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def directions_of(step: int, count: int) -> list[Direction]:
@@ -62,17 +63,17 @@ def flat(space: ParameterSpace) -> Tensor:
 
 def spacings(space: ParameterSpace) -> Tensor:
     """Each coordinate's grid step."""
-    parts = [
-        torch.full((t.numel(),), 2.0 ** (state["exponent"] - 24), dtype=torch.float64)
-        for t, state in zip(space.tensors, space.state_dict().values(), strict=True)
-    ]
+    parts = []
+    for number, tensor in enumerate(space.tensors):
+        segment, m = space._places[number]
+        parts.append(torch.full((tensor.numel(),), segment.spacing[m], dtype=torch.float64))
     return torch.cat(parts)
 
 
 # ---------------------------------------------------------------- exactness
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_restore_is_bit_exact_after_many_cycles(distribution: str, dtype: torch.dtype):
     space = space_of(some_tensors(dtype), distribution=distribution)
@@ -98,7 +99,7 @@ def test_plain_float_arithmetic_would_not_restore():
     assert float((theta != before).float().mean()) > 0.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_restore_after_an_exception_in_the_body(distribution: str, dtype: torch.dtype):
     space = space_of(some_tensors(dtype), distribution=distribution)
@@ -119,19 +120,11 @@ def test_perturbation_is_lambda_u_to_half_a_grid_step():
         before, (u,) = flat(space), directions_of(3, 1)
         expected = before + SMOOTHING * direction_vector(u, distribution, space.layout).double()
         with space.perturbed(u, SMOOTHING):
-            error = (flat(space) - expected).abs() / spacings_of_settled(space)
+            error = (flat(space) - expected).abs() / spacings(space)
         assert float(error.max()) <= 0.5 + 0.05  # float32 rounding of lambda u itself
 
 
-def spacings_of_settled(space: ParameterSpace) -> Tensor:
-    position, space.position = space.position, ()
-    try:
-        return spacings(space)
-    finally:
-        space.position = position
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_any_fusion_and_order_gives_the_same_weights(distribution: str, dtype: torch.dtype):
     """Updates from a settled start (a replay) and fused with three other positions are equal."""
@@ -169,20 +162,58 @@ def test_update_is_the_float64_reference_within_a_grid_step(distribution: str):
     assert float(error.mean()) < 1.5
 
 
+def mixed_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """Tensors of all three dtypes, next to each other and apart."""
+    made = some_tensors(seed=seed)
+    made["half"] = torch.linspace(-1, 1, 777).bfloat16()
+    made["short"] = torch.linspace(-2, 1e-3, 350).half()
+    made["norm"] = torch.ones(70).half()
+    made["last"] = torch.linspace(-1e-5, 1, 100)
+    return made
+
+
+def short_training(distribution: str, dense: bool = False) -> tuple[list[Tensor], dict]:
+    space = space_of(mixed_tensors(), distribution=distribution)
+    for step in range(3):
+        us = directions_of(step, 2)
+        space.move_to_(((us[0], SMOOTHING),))
+        space.step_(us, [1e-3, 2e-7], decay=1e-6)
+    if dense:
+        noise = lambda part, count: torch.linspace(-1e-4, 1e-4, count)  # noqa: E731
+        space.dense_step_(us[0], 1e-3, noise)
+    space.move_to_(((us[1], -SMOOTHING),))
+    standing = copies(space.tensors)
+    space.settle_()
+    return standing + copies(space.tensors), space.state_dict()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_chunk_size_does_not_matter(distribution: str, monkeypatch: pytest.MonkeyPatch):
+def test_chunk_size_does_not_matter(
+    distribution: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not compiled:
+        monkeypatch.setattr(passes, "_cpu_kernels", lambda: None)
+    expected = short_training(distribution)
+    for chunk in (32, 96, 4096):
+        for module, name in [(perturbation, "CHUNK"), (tensor_kinds, "CHUNK"),
+                             (torch_passes, "_CHUNK")]:  # fmt: skip
+            monkeypatch.setattr(module, name, chunk)
+        tensors, state = short_training(distribution)
+        assert same(tensors, expected[0])
+        assert state == expected[1]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_which_tensors_share_a_segment_does_not_matter(
+    distribution: str, monkeypatch: pytest.MonkeyPatch
+):
+    """All alone, some together, all of a kind together: the same bits, with dense steps too."""
     results = []
-    for chunk in (8, 64, 264, 1 << 19):
-        for module in (perturbation, tensor_kinds):
-            monkeypatch.setattr(module, "CHUNK", chunk)
-        tensors = some_tensors()
-        tensors["half"] = torch.linspace(-1, 1, 777).bfloat16()
-        space = space_of(tensors, distribution=distribution)
-        for step in range(2):
-            us = directions_of(step, 2)
-            space.move_to_(((us[0], SMOOTHING),))
-            space.step_(us, [1e-3, 2e-7], decay=1e-6)
-        results.append((copies(space.tensors), space.state_dict()))
+    for small, segments in [(0, 10), (500, 9), (1 << 16, 4)]:
+        monkeypatch.setattr(perturbation, "SMALL", small)
+        assert len(space_of(mixed_tensors())._segments) == segments
+        results.append(short_training(distribution, dense=True))
     for tensors, state in results[1:]:
         assert same(tensors, results[0][0])
         assert state == results[0][1]
@@ -397,42 +428,128 @@ def test_decay_of_one_is_zero_weights():
     assert float(space.tensors[0].abs().max()) <= float(spacings(space)[0])
 
 
-# ---------------------------------------------------------------- bfloat16
+# ---------------------------------------------------------------- 10 000 updates of one sign
+
+STEPS = 10_000
 
 
-def test_bfloat16_rounding_is_unbiased_over_all_uniforms():
-    """bfloat16 neighbours of 1 are 2^-7 apart; 0.3 of the way up must come up 0.3 of the times."""
-    uniforms = (torch.arange(65_536) + 0.5) / 65_536
-    for value, low, high in [(1.0 + 0.3 * 2**-7, 1.0, 1.0 + 2**-7), (-3.003, -3.015625, -3.0)]:
-        rounded = round_to_bfloat16_stochastically(torch.full((65_536,), value), uniforms).double()
-        assert set(rounded.unique().tolist()) == {low, high}
-        assert abs(float(rounded.mean()) - value) < (high - low) / 65_536
+@functools.cache
+def first_coordinates(distribution: str) -> list[float]:
+    """u(KEY, t)[0] for every step t."""
+    layout = [(0, 1)]
+    return [float(direction_vector(Direction(KEY, t), distribution, layout)) for t in range(STEPS)]
 
 
-def test_bfloat16_updates_are_unbiased_where_nearest_rounding_stands_still():
-    """1000 updates of 2 % of a bfloat16 step, all one way: 20 steps, within 5 sigma."""
-    space = space_of({"w": torch.ones(64).bfloat16()})
-    step_size, c = 2.0**-7, 0.02 * 2.0**-7
-    assert torch.equal((torch.ones(1).bfloat16() + c).bfloat16(), torch.ones(1).bfloat16())
-    total = torch.zeros(64, dtype=torch.float64)
+def drifted(space: ParameterSpace, size: float) -> tuple[float, float]:
+    """(how far the one coordinate went, how far it should have), all moves of one sign."""
+    before, wanted = float(space.tensors[0]), 0.0
+    for step, u in enumerate(first_coordinates(space.distribution)):
+        space.step_([Direction(KEY, step)], [math.copysign(size, u)])
+        wanted += size * abs(u)
+    return float(space.tensors[0]) - before, wanted
+
+
+def drifted_by_nearest(dtype: torch.dtype, size: float) -> float:
+    """The same by plain arithmetic in the parameters' own precision."""
+    weight = torch.ones(1, dtype=dtype)
+    for _ in range(STEPS):
+        weight = (weight.float() + size).to(dtype)
+    return float(weight) - 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "distribution"),
+    [(d, "rademacher") for d in DTYPES] + [(d, "gaussian") for d in DTYPES],
+)
+def test_updates_of_one_hundredth_of_a_step_add_up(dtype: torch.dtype, distribution: str):
+    """From 1, where the spacing is 2^-7 (bfloat16), 2^-10 (float16), the lattice's (float32).
+
+    A move is one spacing with probability f = 0.01 |u|, else none: variance f (1 - f) <= f, so the
+    total has a standard error of at most sqrt(wanted / spacing) spacings: 10 of 100. Plain rounding
+    to nearest moves nothing, ten standard errors off.
+    """
+    space = space_of({"w": torch.ones(1, dtype=dtype)}, distribution=distribution)
+    spacing = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}.get(dtype)
+    spacing = float(spacings(space)[0]) if spacing is None else spacing
+    moved, wanted = (part / spacing for part in drifted(space, 0.01 * spacing))
+    assert moved == pytest.approx(wanted, abs=5 * math.sqrt(wanted))
+    assert wanted > 9 * math.sqrt(wanted - 20)
+    if dtype != torch.float32:
+        assert drifted_by_nearest(dtype, 0.01 * spacing) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_half_precision_updates_are_unbiased_coordinate_by_coordinate(
+    distribution: str, dtype: torch.dtype
+):
+    """400 updates of 5 % of a step in 4096 coordinates: the slope of done on wanted is 1.
+
+    A coordinate's rounding error over T steps has variance below f T E|u| steps^2; what was wanted has
+    deviation f sqrt(T), so the slope's standard error is at most 1 / sqrt(f n). Nearest gives 0.
+    """
+    f, steps, n = 0.05, 400, 4096
+    spacing = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10
+    space = space_of({"w": torch.full((n,), 1.5, dtype=dtype)}, distribution=distribution)
+    done, wanted = (part / spacing for part in drift_of(space, f * spacing, steps))
+    slope = float((done * wanted).sum() / wanted.square().sum())
+    assert slope == pytest.approx(1, abs=5 / math.sqrt(f * n))
+    assert 5 / math.sqrt(f * n) < 0.36
+    assert float((done - wanted).abs().max()) < 6 * math.sqrt(f * steps)
+
+
+def test_bfloat16_layer_norm_weights_of_one_are_perturbed_right_on_average():
+    """lambda = 1e-3 at a spacing of 2^-7: nearest rounding leaves every weight where it is.
+
+    theta+ moves by 2^-7 with probability p = lambda 2^7, theta- by 2^-8 with q = lambda 2^8, so that
+    (theta+ - theta-) u / (2 lambda) has mean 1 and, whatever their dependence, a deviation of at most
+    (2^-7 sqrt(p (1 - p)) + 2^-8 sqrt(q (1 - q))) / (2 lambda) < 2.2. The mean over the coordinates of
+    one direction has no more, and directions are independent.
+    """
+    ones, count = torch.ones(96).bfloat16(), 2000
+    assert torch.equal((ones + SMOOTHING).bfloat16(), ones)
+    space = space_of({"w": ones})
+    means = []
+    for step in range(count):
+        u = Direction(KEY, step)
+        space.move_to_(((u, SMOOTHING),))
+        plus = space.tensors[0].double()
+        space.move_to_(((u, -SMOOTHING),))
+        difference = (plus - space.tensors[0].double()) / (2 * SMOOTHING)
+        means.append(float(difference @ direction_vector(u, "rademacher", [(0, 96)]).double()) / 96)
+    space.settle_()
+    assert torch.equal(space.tensors[0], torch.ones(96).bfloat16())
+    p, q = SMOOTHING * 2**7, SMOOTHING * 2**8
+    deviation = 2**-7 * math.sqrt(p * (1 - p)) + 2**-8 * math.sqrt(q * (1 - q))
+    deviation /= 2 * SMOOTHING
+    assert deviation < 2.2
+    assert float(np.mean(means)) == pytest.approx(1, abs=5 * deviation / math.sqrt(count))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_thousand_cycles_without_an_update_change_no_bit(dtype: torch.dtype):
+    space = space_of(some_tensors(dtype))
+    before = copies(space.tensors)
     for step in range(1000):
-        (u,) = directions_of(step, 1)
-        sign = direction_vector(u, "rademacher", space.layout).double()
-        space.step_([u], [c * float(sign[0])])
-        total += c * sign[0] * sign
-    error = (flat(space) - 1 - total) / step_size
-    assert float(error[0]) == pytest.approx(0, abs=5 * math.sqrt(0.02 * 1000))
-    assert float(total[0]) / step_size == pytest.approx(20)
-    assert abs(float(error.mean())) < 5 * math.sqrt(0.04 * 1000 / 64)
+        u = Direction(KEY, step)
+        space.move_to_(((u, SMOOTHING),))
+        space.move_to_(((u, -SMOOTHING),))
+        space.step_([u], [0.0], defer=step % 2 == 0)
+    space.settle_()
+    assert same(space.tensors, before)
 
 
-def test_bfloat16_keeps_one_settled_copy_and_float32_none():
+def test_half_precision_puts_a_copy_aside_and_float32_none():
     wide = space_of({"w": torch.ones(1000)})
     half = space_of({"w": torch.ones(1000).bfloat16()})
-    assert not any(
-        isinstance(v, Tensor) and v is not wide.tensors[0] for v in vars(wide._cells[0]).values()
-    )
-    assert half._cells[0].settled.dtype == torch.bfloat16
+    for space in (wide, half):
+        space.move_to_(((Direction(KEY, 0), SMOOTHING),))
+    own = [v for v in vars(wide._segments[0]).values() if isinstance(v, Tensor)]
+    assert [v.data_ptr() for v in own] == [wide.tensors[0].data_ptr()]
+    assert half._segments[0].settled.dtype == torch.bfloat16
+    half.settle_()
+    assert half._segments[0].settled is None
 
 
 # ---------------------------------------------------------------- what is refused, what counts once
@@ -475,9 +592,10 @@ def test_shared_memory_that_is_not_one_parameter_is_refused(view):
 
 def test_neighbours_in_one_buffer_are_fine():
     buffer = torch.zeros(10)
-    space = space_of({"a": buffer[:5], "b": buffer[5:]})
+    tensors = {"a": buffer[:5], "b": buffer[5:]}
+    space = space_of(tensors)
     with space.perturbed(Direction(KEY, 0), SMOOTHING):
-        assert float(buffer.abs().min()) > 0
+        assert all(float(tensor.abs().min()) > 0 for tensor in tensors.values())
 
 
 def test_non_contiguous_parameters_are_made_contiguous_in_place():
@@ -492,10 +610,10 @@ def test_non_contiguous_parameters_are_made_contiguous_in_place():
         assert not torch.equal(layer.weight, value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float64, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.complex64])
 def test_unsupported_dtypes_are_named(dtype: torch.dtype):
     with pytest.raises(
-        ValueError, match=rf"w has dtype {re.escape(str(dtype))}.*float32 or bfloat16"
+        ValueError, match=rf"w has dtype {re.escape(str(dtype))}.*float32, bfloat16 or float16"
     ):
         ParameterSpace([("w", torch.zeros(3, dtype=dtype))])
 
@@ -505,8 +623,10 @@ def test_meta_nan_and_nothing_trainable_are_refused():
         ParameterSpace([("w", torch.zeros(3, device="meta"))])
     with pytest.raises(ValueError, match="no parameter is trainable"):
         ParameterSpace.from_model(nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(ValueError, match="finite weights"):
-        ParameterSpace([("w", torch.tensor([1.0, math.nan]))]).snap_()
+    for dtype in DTYPES:
+        for bad in (math.nan, math.inf):
+            with pytest.raises(ValueError, match="finite weights"):
+                ParameterSpace([("w", torch.tensor([1.0, bad], dtype=dtype))]).snap_()
     with pytest.raises(ValueError, match="direction='cauchy'"):
         ParameterSpace([("w", torch.zeros(3))], distribution="cauchy")
 
@@ -620,6 +740,11 @@ def peak_resident_bytes() -> int:
         return int(re.search(r"VmHWM:\s+(\d+) kB", status.read())[1]) * 1024
 
 
+def resident_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return int(re.search(r"VmRSS:\s+(\d+) kB", status.read())[1]) * 1024
+
+
 def forget_peak() -> None:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
@@ -629,21 +754,38 @@ def forget_peak() -> None:
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
 def test_no_copy_of_the_model_is_made(distribution: str):
     """128 MiB of weights: snapping, perturbing and updating may not take 24 MiB more."""
+    short_training(distribution)  # so that compiling is not counted
     weights = torch.full((1 << 25,), 0.5)
     gc.collect()
     forget_peak()
     before = peak_resident_bytes()
     space = space_of({"w": weights}, distribution=distribution)
     u = Direction(KEY, 0)
-    if distribution == "rademacher":  # the others take the same path, slower
-        space.move_to_(((u, SMOOTHING),))
-        space.move_to_(((u, -SMOOTHING),))
-        space.step_([u], [1e-4])
-    else:
-        space._cells[0].tensor = weights[: 1 << 22]
-        space.move_to_(((u, SMOOTHING),))
-        space.step_([u], [1e-4])
+    space.move_to_(((u, SMOOTHING),))
+    space.step_([u], [1e-4], decay=1e-6, defer=True)
+    space.settle_()
     assert peak_resident_bytes() - before < 24 << 20
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux /proc")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_holds_one_copy_while_perturbed_and_none_when_settled(dtype: torch.dtype):
+    """64 MiB of weights: snapping and updating take no copy; a perturbation one, until it is off."""
+    short_training("rademacher")
+    weights, size = torch.full((1 << 25,), 0.5, dtype=dtype), 64 << 20
+    gc.collect()
+    forget_peak()
+    before, now = peak_resident_bytes(), resident_bytes()
+    space = space_of({"w": weights})
+    u, v = directions_of(0, 2)
+    space.step_([u], [1e-4], decay=1e-6)
+    assert peak_resident_bytes() - before < 24 << 20
+    for position in [((u, SMOOTHING),), ((v, -SMOOTHING),)]:
+        space.move_to_(position)
+        assert size - (8 << 20) < resident_bytes() - now < size + (24 << 20)
+    space.settle_()
+    assert resident_bytes() - now < 24 << 20
+    assert peak_resident_bytes() - before < size + (24 << 20)
 
 
 def test_power_of_the_memory_test():

@@ -13,7 +13,6 @@ from hf_dpzero.bench.estimate import Footprint, footprint
 from hf_dpzero.bench.memory import in_fresh_process
 from hf_dpzero.bench.settings import StepBench
 from hf_dpzero.bench.shapes import PUBLISHED
-from hf_dpzero.tensors import CHUNK
 
 GIB = 1 << 30
 COLUMNS = {
@@ -114,19 +113,21 @@ def dpzero_bytes(
 ) -> int:
     """Weights, a forward pass and what the strategy keeps (`auto`: layerwise in half precision).
 
-    whole_model keeps working buffers of one chunk, and in half precision a second copy of the
-    weights; layerwise keeps a copy of one layer's; paired keeps two, and runs twice the batch.
+    whole_model keeps nothing in float32, and in half precision a second copy of the weights.
+    layerwise keeps a copy of one layer's; paired keeps two, and runs twice the batch; before the
+    first step both are compared with whole_model on one example, which the copy may make the peak.
+    Working buffers of a few MB, where passes are made of torch operations, are not counted.
     """
     size = int(getattr(torch, dtype).itemsize)
     if strategy == "auto":
         strategy = "whole_model" if dtype == "float32" else "layerwise"
-    if strategy == "paired":
-        assert doubled is not None
-        return found.weights + doubled.forward + 2 * found.module
-    if strategy == "layerwise":
-        return found.weights + found.forward + found.module
     copy = 0 if dtype == "float32" else found.dimension * size
-    return found.weights + found.forward + 4 * min(CHUNK, found.largest) + copy
+    if strategy == "whole_model":
+        return found.weights + found.forward + copy
+    if strategy == "layerwise":
+        return found.weights + max(found.forward + found.module, copy)
+    assert doubled is not None
+    return found.weights + max(doubled.forward + 2 * found.module, copy)
 
 
 def reference_bytes(found: Footprint, dtype: str) -> int:

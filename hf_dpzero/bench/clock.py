@@ -28,13 +28,15 @@ def timed(work: Work, step: int, device: str) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(works: Sequence[Work], repeats: int, device: str) -> list[list[float]]:
-    """Seconds of each work in each round; they take turns, after one untimed round.
+def interleaved(
+    works: Sequence[Work], repeats: int, device: str, untimed: int = 1
+) -> list[list[float]]:
+    """Seconds of each work in each round; they take turns, after `untimed` rounds.
 
     A work's context manager `as_in_training`, if it has one, is entered and left off the clock.
     """
-    rounds = [[_prepared(w, t, device) for w in works] for t in range(repeats + 1)]
-    return [list(column) for column in zip(*rounds[1:], strict=True)]
+    rounds = [[_prepared(w, t, device) for w in works] for t in range(untimed + repeats)]
+    return [list(column) for column in zip(*rounds[untimed:], strict=True)]
 
 
 def _prepared(work: Work, step: int, device: str) -> float:

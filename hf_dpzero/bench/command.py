@@ -94,10 +94,11 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _heading(result: Mapping[str, Any]) -> list[str]:
     s = result["settings"]
+    directions = f"{s['direction']}, K = {s['num_directions']}, " * (s["method"] != "dp-adamw")
     how = [s["dtype"], *[word for word in ("autocast", "compile") if s[word]], s["attention"]]
     return [
         f"{s['shape']} {' '.join(how)}, {s['batch_size']} x {s['seq_length']} tokens, "
-        f"{s['direction']}, K = {s['num_directions']}, d = {result['dimension']:,}",
+        f"{directions}d = {result['dimension']:,}",
         f"{result['machine']}, {result['threads']} threads, {s['device']}",
     ]
 

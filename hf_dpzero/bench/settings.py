@@ -31,7 +31,7 @@ class StepBench:
       dtype: of the weights, which are created in it.
       batch_size, seq_length: of the one microbatch.
       num_directions: K; the yardstick is then 2K forward passes.
-      repeats: timed rounds, after one untimed.
+      repeats: timed rounds, after one untimed (three if compiled).
       cycles: evaluations without an update after which the weights are compared.
       trainable: regular expression of the parameters that train; None for all.
       device: torch device.
