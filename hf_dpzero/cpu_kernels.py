@@ -18,6 +18,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_dpzero.directions import (
     _DITHERS,
@@ -130,7 +131,7 @@ def _normals(z, words, first, count, key, table):  # type: ignore[no-untyped-def
 def _move_normals(out, source, z, new, old, spacing):  # type: ignore[no-untyped-def]
     for e in range(out.size):
         n = _f32(np.rint(z[e] * new)) - _f32(np.rint(z[e] * old))
-        out[e] = source[e] + n * spacing
+        out[e] = source[e] + (n + _f32(0)) * spacing  # the update that is 0: -0 becomes +0
 
 
 @_jit
@@ -386,44 +387,56 @@ def _rounded_pieces(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
+_NO_ROWS, _FROM_0 = np.empty(0, np.int32), np.zeros(1, np.int64)
+
+
+def _places(members: Any) -> tuple[Any, Any]:
+    """(starts, rows) as the compiled passes take them."""
+    return (_FROM_0, _NO_ROWS) if members is None else (members.starts, members.rows)
+
+
 def add_signs(
-    out: Any, source: Any, offset: int, keys: Any, amounts: Any, rows: Any, firsts: Any
+    out: Tensor, source: Tensor, offset: int, keys: Any, amounts: Any, members: Any, pieces: Any
 ) -> None:
-    """See `passes.add_signs`; numpy arrays."""
-    if firsts is not None:
-        return _signs_pieces(out, source, offset, firsts, keys, amounts, rows)
-    _in_parallel(
-        lambda begin, end: _signs_range(out, source, offset, begin, end, keys, amounts, rows),
-        out.size,
-        offset % _TILE,
-    )
+    """See `passes.add_signs`."""
+    flat, given, (_, rows) = out.numpy(), source.numpy(), _places(members)
+    if pieces is not None:
+        return _signs_pieces(flat, given, offset, pieces, keys, amounts, rows)
+
+    def work(begin: int, end: int) -> None:
+        _signs_range(flat, given, offset, begin, end, keys, amounts, rows)
+
+    _in_parallel(work, flat.size, offset % _TILE)
 
 
 def add_normals(
-    out: Any, source: Any, offset: int, keys: Any, new: Any, old: Any, update: Any,
-    spacing: Any, dithers: Any, starts: Any, rows: Any, firsts: Any,
+    out: Tensor, source: Tensor, offset: int, keys: Any, new: Any, old: Any, update: Any,
+    spacing: Any, dithers: Any, members: Any, pieces: Any,
 ) -> None:  # fmt: skip
-    """See `passes.add_normals`; numpy arrays."""
+    """See `passes.add_normals`."""
+    flat, given, (starts, rows) = out.numpy(), source.numpy(), _places(members)
     rest = (keys, new, old, update, spacing, dithers)
-    if firsts is not None:
-        return _normals_pieces(out, source, offset, firsts, *rest, rows, _table())
+    if pieces is not None:
+        return _normals_pieces(flat, given, offset, pieces, *rest, rows, _table())
 
     def work(begin: int, end: int) -> None:
-        _normals_range(out, source, offset, begin, end, *rest, starts, rows, _table())
+        _normals_range(flat, given, offset, begin, end, *rest, starts, rows, _table())
 
-    _in_parallel(work, out.size, offset % _TILE)
+    _in_parallel(work, flat.size, offset % _TILE)
 
 
 def add_rounded(
-    out: Any, source: Any, offset: int, keys: Any, gaussian: bool, coefficients: Any,
-    dithers: Any, starts: Any, rows: Any, is_half: bool, firsts: Any,
+    out: Tensor, source: Tensor, offset: int, keys: Any, gaussian: bool, coefficients: Any,
+    dithers: Any, members: Any, pieces: Any,
 ) -> None:  # fmt: skip
-    """See `passes.add_rounded`; numpy arrays, half-precision numbers as their bits (uint16)."""
-    rest = (keys, gaussian, coefficients, dithers)
-    if firsts is not None:
-        return _rounded_pieces(out, source, offset, firsts, *rest, rows, is_half, _table())
+    """See `passes.add_rounded`."""
+    flat, given = (tensor.view(torch.uint16).numpy() for tensor in (out, source))
+    rest, (starts, rows) = (keys, gaussian, coefficients, dithers), _places(members)
+    is_half = out.dtype == torch.float16
+    if pieces is not None:
+        return _rounded_pieces(flat, given, offset, pieces, *rest, rows, is_half, _table())
 
     def work(begin: int, end: int) -> None:
-        _rounded_range(out, source, offset, begin, end, *rest, starts, rows, is_half, _table())
+        _rounded_range(flat, given, offset, begin, end, *rest, starts, rows, is_half, _table())
 
-    _in_parallel(work, out.size, offset % _TILE)
+    _in_parallel(work, flat.size, offset % _TILE)

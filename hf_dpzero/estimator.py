@@ -121,6 +121,8 @@ class FiniteDifferences:
         with contextlib.ExitStack() as stack:
             if self.visits is not None:
                 self.space.settle_()
+                if not self.space.snapped:
+                    self.space.snap_()  # now, while every parameter is at home
                 stack.enter_context(self.visits.installed())
             if self.prefix is not None:
                 stack.enter_context(self.prefix.installed())

@@ -157,9 +157,9 @@ def _clip_weights(norms: Tensor, gradients: Sequence[Tensor], clip: float) -> Te
 
 
 def _check_sum(name: str, parameter: nn.Parameter, total: Tensor, norms: Tensor) -> None:
-    """The examples' gradients must add up to the gradient of the summed loss."""
+    """The examples' gradients must add up to the gradient of the summed loss; overwrites `total`."""
     assert parameter.grad is not None
-    error = float((total.float() - parameter.grad.flatten().float()).norm())
+    error = float(total.sub_(parameter.grad.flatten()).norm(dtype=torch.float32))
     tolerance = 1e-3 if parameter.dtype == torch.float32 else 5e-2
     if error > tolerance * float(norms.norm()) + 1e-12:  # never when either is not finite
         raise ValueError(

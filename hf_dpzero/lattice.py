@@ -49,8 +49,11 @@ def capacities(exponents: NDArray[np.int64]) -> Doubles:
 
 
 def snap_(values: Tensor, spacing: float) -> Tensor:
-    """Rounds float32 `values` to the nearest multiple of `spacing` (a power of two), in place."""
-    return values.mul_(1.0 / spacing).round_().mul_(spacing)
+    """Rounds float32 `values` to the nearest multiple of `spacing` (a power of two), in place.
+
+    -0 becomes +0, which is what sums come back to.
+    """
+    return values.mul_(1.0 / spacing).round_().mul_(spacing).add_(0.0)
 
 
 def snapped(value: float, spacing: Any) -> Any:

@@ -132,7 +132,7 @@ class ModuleVisits:
                 yield
 
     def fresh(self, parameters: dict[int, Tensor]) -> list[int]:
-        """The numbers of those that no running call has perturbed yet."""
+        """The numbers of those that no running call has perturbed yet; another copy would be equal."""
         return [number for number in parameters if number not in self._standing]
 
     @contextlib.contextmanager
@@ -146,13 +146,13 @@ class ModuleVisits:
         try:
             for number in numbers:
                 parameters[number].data = copies[number]
-            _forget_casts()
+            torch.clear_autocast_cache()  # its casts of parameters know nothing of new storage
             yield
         finally:
             for parameter, home in homes:
                 parameter.data = home
             self._standing.difference_update(numbers)
-            _forget_casts()
+            torch.clear_autocast_cache()
 
 
 class _RowLookup(TorchFunctionMode):
@@ -241,14 +241,8 @@ def owners_of(model: nn.Module, space: ParameterSpace) -> list[Owner]:
 
 
 def _refuse_renormalising(owner: Owner) -> None:
-    if getattr(owner.module, "max_norm", None) is not None:
+    if owner.parameters and getattr(owner.module, "max_norm", None) is not None:
         raise ValueError(
             f"{type(owner.module).__name__} with max_norm={owner.module.max_norm} rewrites its own "
             "weight in forward: set max_norm=None, or freeze it."
         )
-
-
-def _forget_casts() -> None:
-    """Autocast keeps low-precision casts of parameters, which a new storage does not renew."""
-    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
-        torch.clear_autocast_cache()

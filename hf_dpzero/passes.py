@@ -17,7 +17,6 @@ Common arguments:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dpzero import torch_passes
-from hf_dpzero.directions import DITHER_STEP, LANES, NORMAL_UNIT
+from hf_dpzero.directions import LANES, NORMAL_UNIT
 
 Floats = NDArray[np.float32]
 Unsigned = NDArray[np.uint32]
@@ -66,9 +65,6 @@ class Members:
         return cls(rows, np.array(starts, np.int64))
 
 
-_ONE = Members(np.empty(0, np.int32), np.zeros(1, np.int64))
-
-
 def add_signs(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
     members: Members | None = None, pieces: Pieces = None,
@@ -78,12 +74,8 @@ def add_signs(
     Args:
       amounts: float32 [T, M].
     """
-    if backend := _cpu_backend(out):
-        rows = (members or _ONE).rows
-        return backend.add_signs(out.numpy(), source.numpy(), offset, keys, amounts, rows, pieces)
-    backend, where = _backend(out, members)
-    for at, o, s, _ in _each_piece(out, source, offset, pieces):
-        backend.add_signs(o, s, at, keys, amounts, where)
+    backend, where = _backend(out.device, members)
+    backend.add_signs(out, source, offset, keys, amounts, where, pieces)
 
 
 def add_normals(
@@ -99,15 +91,9 @@ def add_normals(
       spacing: float32 [M], powers of two.
       dithers: uint32 [T, M], where the members' dithers start.
     """
-    rest = (keys, new, old, update, spacing)
-    if backend := _cpu_backend(out):
-        m = members or _ONE
-        return backend.add_normals(
-            out.numpy(), source.numpy(), offset, *rest, dithers, m.starts, m.rows, pieces
-        )
-    backend, where = _backend(out, members)
-    for at, o, s, first in _each_piece(out, source, offset, pieces):
-        backend.add_normals(o, s, at, *rest, _moved(dithers, first), where)
+    backend, where = _backend(out.device, members)
+    rest = (keys, new, old, update, spacing, dithers)
+    backend.add_normals(out, source, offset, *rest, where, pieces)
 
 
 def add_rounded(
@@ -122,15 +108,9 @@ def add_rounded(
       coefficients: float32 [T].
       dithers: uint32 [M], where the members' dithers start.
     """
-    rest = (keys, gaussian, coefficients)
-    if backend := _cpu_backend(out):
-        m = members or _ONE
-        bits = (t.view(torch.uint16).numpy() for t in (out, source))
-        is_half = out.dtype == torch.float16
-        return backend.add_rounded(*bits, offset, *rest, dithers, m.starts, m.rows, is_half, pieces)
-    backend, where = _backend(out, members)
-    for at, o, s, first in _each_piece(out, source, offset, pieces):
-        backend.add_rounded(o, s, at, *rest, _moved(dithers, first), where)
+    backend, where = _backend(out.device, members)
+    rest = (keys, gaussian, coefficients, dithers)
+    backend.add_rounded(out, source, offset, *rest, where, pieces)
 
 
 def coordinates(
@@ -159,33 +139,14 @@ def sum_of_squared_normals(key: Unsigned, start: int, count: int, device: torch.
     return total
 
 
-def _each_piece(
-    out: Tensor, source: Tensor, offset: int, pieces: Pieces
-) -> Iterator[tuple[int, Tensor, Tensor, int]]:
-    """(offset, out, source, first element) of each piece."""
-    if pieces is None:
-        yield offset, out, source, 0
-        return
-    parts = (t.view(len(pieces), -1) for t in (out, source))
-    for first, o, s in zip(pieces.tolist(), *parts, strict=True):
-        yield offset + first, o, s, first
-
-
-def _moved(dithers: Unsigned, first: int) -> Unsigned:
-    """Where the dithers start for a piece that begins at element `first` of its tensor."""
-    return dithers + np.uint32(first * DITHER_STEP & 0xFFFFFFFF)
-
-
-def _cpu_backend(tensor: Tensor) -> Any:
-    return _cpu_kernels() if tensor.device.type == "cpu" else None
-
-
-def _backend(tensor: Tensor, members: Members | None) -> tuple[Any, Any]:
-    """The passes for a tensor that `_cpu_backend` does not serve, and the members as they take them."""
-    kernels = _cuda_kernels(tensor.device) if tensor.device.type == "cuda" else None
+def _backend(device: torch.device, members: Members | None) -> tuple[Any, Any]:
+    """The fastest passes for a device, and the members as they take them."""
+    if device.type == "cpu":
+        return _cpu_kernels() or torch_passes, members
+    kernels = _cuda_kernels(device) if device.type == "cuda" else None
     if kernels is None:
         return torch_passes, members
-    return kernels, None if members is None else members.on(tensor.device)
+    return kernels, None if members is None else members.on(device)
 
 
 @functools.cache

@@ -122,6 +122,7 @@ class ParameterSpace:
 
         Moves weights by a relative rms of about 3e-6. Deterministic, so a replay does the same.
         """
+        self._follow_storage_()
         for segment in self._segments:
             segment.snap_(self._reach)
 
@@ -144,6 +145,7 @@ class ParameterSpace:
                 f"the checkpoint's trainable tensors ({len(state)}) are not this model's "
                 f"({len(self.names)}): resume with the same model and `trainable`."
             )
+        self._follow_storage_()
         for number, name in enumerate(self.names):
             segment, m = self._places[number]
             try:
@@ -171,13 +173,14 @@ class ParameterSpace:
         Exact: any sequence of moves that ends at () leaves theta bit for bit as it was. An update
         that waits is made in the same pass.
         """
+        self._follow_storage_()
         self._ensure_snapped()
         self._refuse_out_of_reach(position)
         old, new, update = dict(self.position), dict(position), self._pending
         self._pass_(
             {
                 u: (old.get(u, 0.0), new.get(u, 0.0), update.get(u, 0.0))
-                for u in {**update, **old, **new}
+                for u in sorted({**update, **old, **new})  # whatever the order or the path here
             }
         )
         self.position, self._pending = tuple(position), {}
@@ -194,7 +197,7 @@ class ParameterSpace:
     @contextlib.contextmanager
     def perturbed(self, direction: Direction, scale: float) -> Iterator[None]:
         """theta + scale * u inside, theta bit for bit on exit, also after an exception."""
-        before = self.position
+        before = () if self.waiting else self.position
         try:
             self.move_to_((*before, (direction, scale)))
             yield
@@ -208,8 +211,10 @@ class ParameterSpace:
         Args:
           number: place of the tensor among `tensors`.
           position: as for `move_to_`; at least one term.
-          out: contiguous, of the tensor's shape, dtype and device. theta, settled, is untouched.
+          out: contiguous, of the tensor's shape, dtype and device. theta, settled, is untouched,
+            and read where it was, though the parameter may hold such a copy for the moment.
         """
+        self._ensure_snapped()
         segment, m = self._places[number]
         self._write(number, position, segment.member(m), out, None)
 
@@ -230,6 +235,7 @@ class ParameterSpace:
         self, number: int, rows: Tensor, position: Position, out: Tensor
     ) -> None:
         """As `write_perturbed_`, for the rows [U] (int64) of a tensor [V, h]; out is [U, h]."""
+        self._ensure_snapped()
         segment, m = self._places[number]
         table, width = self.tensors[number], self.tensors[number].shape[1]
         source = segment.member(m).view(table.shape).index_select(0, rows)
@@ -243,9 +249,8 @@ class ParameterSpace:
         self, number: int, position: Position, source: Tensor, out: Tensor, pieces: Any
     ) -> None:
         assert self.settled, "settle_() before writing perturbed copies"
-        self._ensure_snapped()
         self._refuse_out_of_reach(position)
-        changes = [Change(self.stream(u), 0.0, a, 0.0) for u, a in position]
+        changes = [Change(self.stream(u), 0.0, a, 0.0) for u, a in sorted(position)]
         segment, m = self._places[number]
         segment.write_(m, changes, source.view(-1), out.view(-1), pieces)
         self.traffic += 2 * out.numel() * out.element_size()
@@ -274,6 +279,7 @@ class ParameterSpace:
           ValueError: a coefficient that is not finite or absurdly large, a decay outside [0, 1];
             theta is settled and unchanged then.
         """
+        self._follow_storage_()
         self._ensure_snapped()
         if self._pending:
             self.settle_()
@@ -325,6 +331,7 @@ class ParameterSpace:
           coefficient: of u; private until the noise is on it.
           noise: (part, count) -> float32 [count], fresh for every part.
         """
+        self._follow_storage_()
         self._ensure_snapped()
         self.settle_()
         stream, gaussian, part = self.stream(direction), self.distribution != "rademacher", 0
@@ -382,13 +389,21 @@ class ParameterSpace:
             return
         for segment in self._segments:
             numbers = segment.numbers.tolist()
+            self._refuse_other_dtype(numbers, segment.flat.dtype)
             moved = any(_address(self.tensors[n]) != self._addresses[n] for n in numbers)
             if moved:
                 segment.flat = _gathered([self.tensors[n] for n in numbers], segment.starts)
         self._addresses = list(map(_address, self.tensors))
 
+    def _refuse_other_dtype(self, numbers: Sequence[int], dtype: torch.dtype) -> None:
+        for n in numbers:
+            if self.tensors[n].dtype != dtype:
+                raise RuntimeError(
+                    f"{self.names[n]} was {dtype} when training was set up and is "
+                    f"{self.tensors[n].dtype} now: convert the model before the trainer."
+                )
+
     def _pass_(self, moves: Mapping[Direction, Move]) -> None:
-        self._follow_storage_()
         changes = [Change(self.stream(u), *move) for u, move in moves.items() if any(move)]
         if changes:
             self.traffic += sum(segment.apply_(changes) for segment in self._segments)

@@ -21,6 +21,7 @@ from hf_dpzero.passes import Members, Pieces
 from hf_dpzero.torch_passes import half_precision, stochastically_rounded
 
 CHUNK = 1 << 19  # coordinates worked on at a time where a pass is made of torch operations
+_SLICE = 1 << 16  # the same, where a dozen temporaries of that size are made
 SMALL = 1 << 16  # elements below which neighbouring tensors share a segment
 _SLACK = 1.0 - 2.0**-10  # of a grid's range: room for the rounding of perturbations
 Doubles = NDArray[np.float64]
@@ -80,7 +81,7 @@ class Segment:
     def chunks(self) -> list[tuple[int, int]]:
         """(start, stop) of the parts that torch operations work on."""
         size = self.flat.numel()
-        return [(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK)]
+        return [(start, min(start + _SLICE, size)) for start in range(0, size, _SLICE)]
 
 
 class LatticeSegment(Segment):
@@ -254,7 +255,7 @@ class RoundedSegment(Segment):
 
     def snap_(self, reach: float) -> None:
         """Nothing to put on a grid; refuses weights that are not finite."""
-        lattice.exponent_for(lattice.largest_magnitude(self.flat.float()))
+        lattice.exponent_for(lattice.largest_magnitude(self.flat))
         self.snapped = True
 
     def state(self, m: int) -> dict[str, Any]:

@@ -21,10 +21,15 @@ Floats = NDArray[np.float32]
 
 
 class Part:
-    """Elements start .. stop of a flat tensor, with their members' parameters spread over them."""
+    """Elements start .. stop of a flat tensor, with their members' parameters spread over them.
 
-    def __init__(self, start: int, stop: int, members: Any, device: torch.device) -> None:
-        self.start, self.stop, self.device = start, stop, device
+    The first of them is element `first` of its tensor (its segment, under members).
+    """
+
+    def __init__(
+        self, start: int, stop: int, first: int, members: Any, device: torch.device
+    ) -> None:
+        self.start, self.stop, self.first, self.device = start, stop, first, device
         rows = None if members is None else members.rows[start // LANES : -(-stop // LANES)]
         self.rows = None if rows is None else np.repeat(rows, LANES)[: stop - start]
         self.starts = None if members is None else members.starts
@@ -37,28 +42,33 @@ class Part:
 
     def dither(self, starts: NDArray[np.uint32]) -> Tensor:
         """The 32-bit dither of each element, int64."""
-        index = torch.arange(self.start, self.stop, device=self.device)
+        last = self.first + self.stop - self.start
+        index = torch.arange(self.first, last, device=self.device)
         if self.starts is not None:
             index = index - self.of(self.starts)
         return dither(self.of(starts.astype(np.int64)), index)
 
     def raw(self, offset: int, key: NDArray[np.uint32], gaussian: bool) -> Tensor:
         """The elements' coordinates of a stream, float32."""
-        u = coordinates(key, gaussian, offset + self.start, self.stop - self.start)
+        u = coordinates(key, gaussian, offset + self.first, self.stop - self.start)
         values = torch.from_numpy(u).to(self.device).float()
         return values * NORMAL_UNIT if gaussian else values
 
 
-def _parts(out: Tensor, members: Any) -> Iterator[Part]:
-    for start in range(0, out.numel(), _CHUNK):
-        yield Part(start, min(start + _CHUNK, out.numel()), members, out.device)
+def _parts(out: Tensor, members: Any, pieces: Any) -> Iterator[Part]:
+    firsts = [0] if pieces is None else pieces.tolist()
+    width = out.numel() // len(firsts)
+    for piece, first in enumerate(firsts):
+        for start in range(0, width, _CHUNK):
+            place = piece * width + start, piece * width + min(start + _CHUNK, width)
+            yield Part(*place, first + start, members, out.device)
 
 
 def add_signs(
-    out: Tensor, source: Tensor, offset: int, keys: Any, amounts: Floats, members: Any
+    out: Tensor, source: Tensor, offset: int, keys: Any, amounts: Floats, members: Any, pieces: Any
 ) -> None:
     """See `passes.add_signs`."""
-    for part in _parts(out, members):
+    for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].clone()
         for t in range(len(keys)):
             total += part.raw(offset, keys[t], gaussian=False) * part.of(amounts[t])
@@ -67,10 +77,10 @@ def add_signs(
 
 def add_normals(
     out: Tensor, source: Tensor, offset: int, keys: Any, new: Floats, old: Floats, update: Floats,
-    spacing: Floats, dithers: NDArray[np.uint32], members: Any,
+    spacing: Floats, dithers: NDArray[np.uint32], members: Any, pieces: Any,
 ) -> None:  # fmt: skip
     """See `passes.add_normals`."""
-    for part in _parts(out, members):
+    for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].clone()
         for t in range(len(keys)):
             z = part.raw(offset, keys[t], gaussian=True)
@@ -82,10 +92,10 @@ def add_normals(
 
 def add_rounded(
     out: Tensor, source: Tensor, offset: int, keys: Any, gaussian: bool, coefficients: Floats,
-    dithers: NDArray[np.uint32], members: Any,
+    dithers: NDArray[np.uint32], members: Any, pieces: Any,
 ) -> None:  # fmt: skip
     """See `passes.add_rounded`."""
-    for part in _parts(out, members):
+    for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].float()
         for t in range(len(keys)):
             total = total + part.raw(offset, keys[t], gaussian) * float(coefficients[t])
@@ -119,7 +129,7 @@ def half_precision(values: Tensor, dithers: Tensor, dtype: torch.dtype) -> Tenso
     return torch.copysign(rounded, values).to(dtype)
 
 
-def _cut(values: Tensor, random: Tensor, bits: int) -> Tensor:
-    """Adds `random` to the float32 bits and clears the lowest `bits` of them."""
-    raw = values.contiguous().view(torch.int32) + random.to(torch.int32)
+def _cut(values: Tensor, added: Tensor, bits: int) -> Tensor:
+    """Adds integers to the float32 bits and clears the lowest `bits` of them."""
+    raw = values.contiguous().view(torch.int32) + added.to(torch.int32)
     return raw.bitwise_and_(-(1 << bits)).view(torch.float32)

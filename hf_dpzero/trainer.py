@@ -17,11 +17,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from transformers.utils import logging
 
-from hf_dpzero import diagnostics, hub, run_files, validation
+from hf_dpzero import hub, run_files, validation
 from hf_dpzero.arguments import DPZeroConfig
 from hf_dpzero.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.callbacks import PrivacyCallback, PrivacyProgressCallback
-from hf_dpzero.compilation import compile_
+from hf_dpzero.compilation import compile_, unwrapped
 from hf_dpzero.deferral import all_known, settled_before_reads
 from hf_dpzero.estimator import (
     FiniteDifferences,
@@ -39,6 +39,7 @@ from hf_dpzero.objectives import PerExampleLoss, check_per_example, select_objec
 from hf_dpzero.perturbation import ParameterSpace, digest_model, digest_tensors
 from hf_dpzero.plan import PrivacyPlan
 from hf_dpzero.report import REPORT_FILE, BudgetMeter, PrivacyReport, versions
+from hf_dpzero.rounding_warning import warn_of_rounding
 from hf_dpzero.step import PrivateStep
 from hf_dpzero.trajectory import (
     SHIPPING_NAME,
@@ -88,9 +89,12 @@ class DPZeroTrainer(Trainer):
             raise ValueError(
                 "model_init makes a new model after the checks: pass the model itself as `model`."
             )
+        if model is not None:
+            validation.check_placement(model)
+            model = unwrapped(model)
         super().__init__(model, args, *positional, **settings)
         validation.check_launch(self)
-        self._refuse_private(self.eval_dataset)
+        self.refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss
         self.noise = noise or _noise_from(args)
         self.trajectory: Trajectory | None = None
@@ -100,6 +104,7 @@ class DPZeroTrainer(Trainer):
         self._diagnostics: dict[str, float] = {}
         self._buffers: str | None = None
         self._reads = contextlib.ExitStack()
+        self._tainted = False
         self.remove_callback(ProgressCallback)
         shown = PrinterCallback in {type(c) for c in self.callback_handler.callbacks}
         if not args.disable_tqdm and not shown:
@@ -130,19 +135,20 @@ class DPZeroTrainer(Trainer):
 
     # ------------------------------------------------------------------ evaluation: public data
 
-    def _refuse_private(self, dataset: Any) -> None:
+    def refuse_private(self, dataset: Any) -> None:
+        """Raises ValueError if any part of `dataset` holds rows of the private training data."""
         for part in dataset.values() if isinstance(dataset, dict) else (dataset,):
             validation.refuse_training_rows(part, self.train_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in Trainer; the private training rows are refused."""
         if not isinstance(eval_dataset, str):  # a name stands for a part of self.eval_dataset
-            self._refuse_private(eval_dataset)
+            self.refuse_private(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As in Trainer; the private training rows are refused."""
-        self._refuse_private(test_dataset)
+        self.refuse_private(test_dataset)
         return super().get_test_dataloader(test_dataset)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +194,7 @@ class DPZeroTrainer(Trainer):
         validation.select_trainable(self.model, self.args.trainable)
         validation.check_model(self.model, self.args.smoothing)
         if self.per_example_loss is None:
-            if not set(self._probe()) & set(validation.LABEL_COLUMNS):  # a collator may add them
+            if not set(self.probe()) & set(validation.LABEL_COLUMNS):  # a collator may add them
                 validation.check_labels(self.train_dataset)
             self.per_example_loss = select_objective(self.model)
         if self.args.world_size > 1 and isinstance(self.plan.mechanism, VectorMechanism):
@@ -228,7 +234,7 @@ class DPZeroTrainer(Trainer):
             losses = self.per_example_loss(self.model, self._prepare_inputs(dict(batch)))
         return check_per_example(losses, batch_size(batch)).cpu()
 
-    def _probe(self) -> Mapping[str, Tensor]:
+    def probe(self) -> Mapping[str, Tensor]:
         """The first and the last example, to try the model on; nothing of it is released."""
         return self._training_rows().collate_rows([0, len(self.train_dataset) - 1])
 
@@ -293,9 +299,9 @@ class DPZeroTrainer(Trainer):
         )
 
     def _training_rows(self) -> Rows:
-        return self._rows(self.train_dataset)
+        return self.rows_of(self.train_dataset)
 
-    def _rows(self, dataset: Any) -> Rows:
+    def rows_of(self, dataset: Any) -> Rows:
         """A data set without the columns that the model does not take, and its collator."""
         if isinstance(dataset, datasets.Dataset):
             kept = self._remove_unused_columns(dataset, description="training")
@@ -318,47 +324,9 @@ class DPZeroTrainer(Trainer):
                 defer=self._may_defer(),
             )
             self._reads.enter_context(settled_before_reads(self.model, self.space))
-            self._warn_of_rounding(self.step.differences)
+            warn_of_rounding(self, self.step.differences)
             self.optimizer = _LearningRate(self.space.tensors, self.args.learning_rate)
         return self.optimizer
-
-    def _warn_of_rounding(self, differences: FiniteDifferences) -> None:
-        """In low precision: whether rounding drowns the differences, measured on public data."""
-        dtype = diagnostics.low_precision(self.model, self.args)
-        if dtype is None:
-            return
-        try:
-            with isolated_randomness():
-                public = self._public_microbatches()
-                found = diagnostics.measure(differences, public, dtype) if public else None
-        except ParameterChanged:
-            raise
-        except (RuntimeError, ValueError, LookupError, TypeError) as error:
-            logger.info(f"signal and rounding were not compared: {error}")
-            return
-        if found is None:
-            logger.info("signal and rounding were not compared: no public batch could be made.")
-        elif self.is_world_process_zero():
-            (logger.warning if found.ratio < 1.0 else logger.info)(str(found))
-
-    def _public_microbatches(self) -> list[Mapping[str, Tensor]]:
-        """A few rows of eval_dataset, or random tokens, split as the run splits its batches."""
-        evaluation: Any = self.eval_dataset
-        if isinstance(evaluation, dict):
-            evaluation = next(iter(evaluation.values()), None)
-        size = self.args.physical_batch_size
-        if hasattr(evaluation, "__len__") and len(evaluation):
-            self._refuse_private(evaluation)
-            rows, count = self._rows(evaluation), min(diagnostics.ROWS, len(evaluation))
-            starts = range(0, count, size)
-            return [rows.collate_rows(list(range(i, min(i + size, count)))) for i in starts]
-        batch = diagnostics.random_tokens(self._probe(), self.model)
-        if batch is None:
-            return []
-        return [
-            {name: value[i : i + size] for name, value in batch.items()}
-            for i in range(0, diagnostics.ROWS, size)
-        ]
 
     def _may_defer(self) -> bool:
         """Whether nobody reads the weights between steps but through a forward or a state dict."""
@@ -389,7 +357,7 @@ class DPZeroTrainer(Trainer):
         )
         assert self.trajectory is not None
         direction = directions_of(0, self.trajectory.header)[0]
-        for message in make_exact(differences, self._probe(), direction):
+        for message in make_exact(differences, self.probe(), direction):
             logger.warning(message)
         return differences
 
@@ -400,7 +368,12 @@ class DPZeroTrainer(Trainer):
     ) -> Tensor:
         """One private step (see `hf_dpzero.step`); returns 0, for the loss is private."""
         assert self.step.trajectory is self.trajectory
-        differences = self.step(inputs["step"], inputs["microbatches"], self._get_learning_rate())
+        try:
+            rate = self._get_learning_rate()
+            differences = self.step(inputs["step"], inputs["microbatches"], rate)
+        except ParameterChanged:
+            self._tainted = True
+            raise
         if self.args.log_private_diagnostics and differences is not None:
             self._diagnostics = private_diagnostics(differences, self.plan.mechanism)
         return torch.zeros((), device=self.args.device)
@@ -435,6 +408,7 @@ class DPZeroTrainer(Trainer):
             run_files.save_state(folder, self.state.global_step, state, self.trajectory)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        validation.refuse_tainted(self._tainted)
         if self._buffers is not None:
             validation.check_buffers(self.model, self._buffers)
         super()._save(output_dir, state_dict)

@@ -408,6 +408,19 @@ def check_buffers(model: nn.Module, digest: str) -> None:
         )
 
 
+def refuse_tainted(tainted: bool) -> None:
+    """Refuses to save after a forward pass wrote into the parameters.
+
+    Raises:
+      ValueError: the weights carry un-noised private data.
+    """
+    if tainted:
+        raise ValueError(
+            "a forward pass wrote into the trained parameters, which now carry un-noised private data "
+            "and are not saved: make the module leave them alone and start again from the base model."
+        )
+
+
 def refuse_training_rows(dataset: Any, private: Any) -> None:
     """Refuses evaluation on rows of the training set: the metrics would be un-noised releases.
 

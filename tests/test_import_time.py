@@ -17,9 +17,11 @@ LAZY = (
     "dp_accounting",
     "evaluate",
     "matplotlib",
+    "numba",
     "opacus",
     "opendp",
     "peft",
+    "triton",
     "sklearn",
     "transformers",
 )

@@ -498,8 +498,8 @@ def test_a_product_is_rounded_before_it_is_rounded_to_the_grid(device):
 # ---------------------------------------------------------------- pieces of a tensor
 
 
-PIECES = np.array([96, 5000 * 96, 0, 2 * 96, 96, 33 * 96])
-"""Rows 1, 5000, 0, 2, 1, 33 of a tensor with rows of 96 (three rows of lanes: tiles are cut)."""
+PIECES = np.array([42 * 96, 5000 * 96, 0])
+"""Rows 42 (which straddles two tiles), 5000 and 0 of a tensor with rows of 96."""
 
 
 @pytest.mark.parametrize("size", [96, 90, 4128], ids=["rows", "short", "long"])

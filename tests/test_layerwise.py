@@ -205,10 +205,8 @@ def test_autocast_keeps_no_stale_casts():
 
     bench = Bench(model, under_autocast)
     found = bench.assert_alike(microbatches(task))
-    assert not torch.equal(found, Bench(transformer("roberta-mlm")[0]).x("whole_model", []))
-    assert not torch.equal(
-        found, Bench(transformer("roberta-mlm")[0]).x("layerwise", microbatches(task))
-    )
+    plain = Bench(transformer("roberta-mlm")[0])
+    assert not torch.equal(found, plain.x("whole_model", microbatches(task)))
 
 
 # ---------------------------------------------------------------- where theta is
@@ -306,6 +304,16 @@ def test_an_exception_in_the_middle_restores(strategy: str, error: type[BaseExce
 
 
 @pytest.mark.parametrize("strategy", OTHERS)
+def test_a_space_that_was_not_snapped_yet(strategy: str):
+    """The first evaluation puts theta on its grid before anything is copied."""
+    bench, fresh = Bench(seeded(Layers), squares), seeded(Layers)
+    space = ParameterSpace.from_model(fresh, smoothing=SMOOTHING)
+    estimate = FiniteDifferences(fresh, space, squares, SMOOTHING, strategy=strategy)
+    assert torch.equal(estimate([vectors()], us(2)), bench.x("whole_model", [vectors()], 2))
+    assert same(bits(space.tensors), bits(bench.space.tensors))
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
 def test_an_empty_batch_touches_nothing(strategy: str):
     bench = Bench(seeded(Layers), squares)
     assert bench.estimator(strategy)([], us(2)).shape == (0, 2)
@@ -373,6 +381,21 @@ def test_nested_tied_and_shared_owners(build: Build, dtype: torch.dtype):
     bench.assert_alike(batches)
     for strategy in OTHERS:
         assert strategy_is_exact(bench.estimator(strategy), batches[0], us(1)[0])
+
+
+def test_a_tied_weight_is_copied_once_while_its_outer_owner_runs(monkeypatch: pytest.MonkeyPatch):
+    """Wrapped holds four tensors, one of them its child's weight; the child, called twice, a bias."""
+    bench, written = Bench(seeded(Wrapped), squares), []
+    write = ParameterSpace.write_perturbed_
+
+    def spied(self: ParameterSpace, number: int, *rest: Any) -> None:
+        written.append(self.names[number])
+        write(self, number, *rest)
+
+    monkeypatch.setattr(ParameterSpace, "write_perturbed_", spied)
+    bench.x("layerwise", [vectors()], count=1)
+    once = sorted(["tied", "scales.0", "scales.1", "named.shift", "child.bias", "child.bias"])
+    assert sorted(written[:6]) == sorted(written[6:]) == once
 
 
 def test_parametrized_weights():

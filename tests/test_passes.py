@@ -24,7 +24,6 @@ from hf_dpzero.torch_passes import half_precision, stochastically_rounded
 HALVES = [torch.bfloat16, torch.float16]
 KINDS = ["signs", "normals", "bfloat16 signs", "bfloat16 normals", "float16 signs",
          "float16 normals"]  # fmt: skip
-ONE = Members(np.empty(0, np.int32), np.zeros(1, np.int64))
 
 
 class Case(NamedTuple):
@@ -36,9 +35,9 @@ class Case(NamedTuple):
     rest: tuple[Any, ...]
     members: Members | None
 
-    def run(self, backend: Any, out: Tensor, source: Tensor, **pieces: Any) -> Tensor:
+    def run(self, backend: Any, out: Tensor, source: Tensor, pieces: Any = None) -> Tensor:
         name = {"signs": "add_signs", "normals": "add_normals"}.get(self.kind, "add_rounded")
-        getattr(backend, name)(out, source, self.offset, *self.rest, self.members, **pieces)
+        getattr(backend, name)(out, source, self.offset, *self.rest, self.members, pieces)
         return out
 
     def of(self, backend: Any) -> Tensor:
@@ -134,9 +133,9 @@ def test_pieces_are_rows_of_the_dense_pass(kind: str, width: int, monkeypatch: p
     source = made.source.view(9, width)[rows].reshape(-1)
     for backend in (cpu_kernels, None):
         monkeypatch.setattr(passes, "_cpu_kernels", lambda backend=backend: backend)
-        found = made.run(passes, torch.zeros_like(source), source, pieces=rows * width)
+        found = made.run(passes, torch.zeros_like(source), source, rows * width)
         assert same_bits(found.view(5, width), dense)
-        found = made.run(passes, torch.zeros_like(source), source, pieces=(rows + 1) * width)
+        found = made.run(passes, torch.zeros_like(source), source, (rows + 1) * width)
         assert not same_bits(found.view(5, width), dense)
 
 

@@ -137,14 +137,16 @@ def reference_bytes(found: Footprint, dtype: str) -> int:
 
 
 def dp_adamw_bytes(found: Footprint, dtype: str) -> int:
-    """Weights, two moments, the float32 sums, and per-example gradients at their peak.
+    """Weights, two moments, the float32 sums, and the largest of what three phases add to these.
 
-    The peak of the update itself (gradients, sums, one more copy of the gradients in torch's fused
-    loops) is smaller as soon as the batch has two examples; the larger of the two counts.
+    Differentiating: activations and dense per-example gradients, as counted. Clipping: all of the
+    latter, one gradient, and of the largest tensor two sums and a float32 copy in half precision.
+    Updating: the gradients and one more copy of them in torch's fused loops.
     """
-    size = found.dimension * int(getattr(torch, dtype).itemsize)
-    sums = 4 * found.dimension
-    return found.weights + 2 * size + max(sums + found.backward, sums + 2 * size)
+    w = int(getattr(torch, dtype).itemsize)
+    size, widened = found.dimension * w, 0 if dtype == "float32" else 4
+    clipping = (found.examples + 1) * size + (2 * w + widened) * found.largest
+    return found.weights + 2 * size + 4 * found.dimension + max(found.backward, clipping, 2 * size)
 
 
 # ---------------------------------------------------------------- for people

@@ -99,6 +99,7 @@ class Footprint:
       forward: peak of a forward pass without gradients, over the weights.
       backward: peak of a forward and backward pass that leaves dense per-example gradients, over
         the weights; 0 if it was not asked for.
+      examples: B.
       dimension: number of parameters.
       largest: elements of the largest parameter.
       module: bytes of the largest single layer's own parameters; of an embedding twice the rows
@@ -108,6 +109,7 @@ class Footprint:
     weights: int
     forward: int
     backward: int
+    examples: int
     dimension: int
     largest: int
     module: int
@@ -131,6 +133,7 @@ def footprint(
         weights=resident_bytes([*parameters, *model.buffers()]),
         forward=forward_bytes(model, batch),
         backward=backward_bytes(model, batch) if per_example else 0,
+        examples=batch_size,
         dimension=sum(p.numel() for p in parameters),
         largest=max(p.numel() for p in parameters),
         module=largest_layer_bytes(model, batch_size * seq_length),

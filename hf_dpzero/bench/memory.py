@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 from hf_dpzero.bench.settings import StepBench
 from hf_dpzero.bench.shapes import build_batch, build_config, build_model, empty_model
 from hf_dpzero.bench.works import FirstOrderStep, Forwards, ReferenceStep, Step
-from hf_dpzero.noise import SecureNoise
 
 _CPU_METHOD = (
     "peak resident bytes (VmHWM, reset after the model was built) of a fresh process for each phase, "
@@ -58,39 +58,48 @@ def in_fresh_process(bench: StepBench, phase: str) -> int:
 def words_of(bench: StepBench) -> list[str]:
     """The command line that gives these settings again, without `memory`."""
     words: list[str] = []
-    for name, value in asdict(bench).items():
+    for name, value in dataclasses.asdict(bench).items():
         if name == "memory" or value is None or value is False:
             continue
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return words
 
 
+_WORKS: dict[str, Callable[..., Callable[[int], None]]] = {
+    "inference": Forwards,
+    "step": Step,
+    "reference": ReferenceStep,
+    "dp-adamw": FirstOrderStep,
+}
+
+
 def peak_bytes(bench: StepBench, phase: str) -> int:
-    """Runs two rounds of one phase in this process and returns their peak memory in bytes."""
-    _load_libraries(bench)
+    """Runs two rounds of one phase in this process and returns their peak memory in bytes.
+
+    Code is no part of it: a tiny shape goes through the same phase first, so that libraries are
+    loaded and kernels compiled.
+    """
+    _two_rounds(_tiny(bench), phase)
+    empty_model(bench.shape, bench.dtype, "meta")
+    gc.collect()
     before = _resident(bench.device)
-    model, batch = build_model(bench), build_batch(bench, build_config(bench.shape).vocab_size)
-    _forget_peak(bench.device)
-    kinds: dict[str, Callable[..., Callable[[int], None]]] = {
-        "inference": Forwards,
-        "step": Step,
-        "reference": ReferenceStep,
-        "dp-adamw": FirstOrderStep,
-    }
-    work = kinds[phase](bench, model, batch)
-    for step in range(2):
-        work(step)
+    _two_rounds(bench, phase)
     return _peak(bench.device) - before
 
 
-def _load_libraries(bench: StepBench) -> None:
-    """Code is no part of a step's memory: noise, the architecture's modules, first-order hooks."""
-    SecureNoise().gaussian(1e6, 1, 0)
-    empty_model(bench.shape, bench.dtype, "meta")
-    if bench.method == "dp-adamw":
-        from hf_dpzero.first_order import PerExampleGradients
+def _two_rounds(bench: StepBench, phase: str) -> None:
+    """The model is built before the peak is forgotten."""
+    model, batch = build_model(bench), build_batch(bench, build_config(bench.shape).vocab_size)
+    _forget_peak(bench.device)
+    work = _WORKS[phase](bench, model, batch)
+    for step in range(2):
+        work(step)
 
-        PerExampleGradients(torch.nn.Linear(1, 1), lambda model, inputs: inputs["x"])
+
+def _tiny(bench: StepBench) -> StepBench:
+    """The same settings for a tiny shape of the same family."""
+    shape = "tiny-opt" if bench.shape.startswith(("opt", "tiny-opt")) else "tiny"
+    return dataclasses.replace(bench, shape=shape, batch_size=2, seq_length=8, trainable=None)
 
 
 def _resident(device: str) -> int:

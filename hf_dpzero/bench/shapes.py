@@ -99,10 +99,13 @@ def empty_model(shape: str, dtype: str, device: str, attention: str = "sdpa") ->
 
 @torch.no_grad()
 def fill_(model: nn.Module) -> None:
-    """Normal weights of standard deviation 0.02, around 1 for the scales of layer norms."""
+    """Normal weights of standard deviation 0.02, around 1 for the scales of layer norms.
+
+    All on one device, drawn there from a generator with a fixed seed.
+    """
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            generator = torch.Generator(parameter.device).manual_seed(parameter.numel())
             scale = isinstance(module, nn.LayerNorm) and name == "weight"
             parameter.normal_(float(scale), 0.02, generator=generator)
 
