@@ -171,6 +171,7 @@ class DirectionStream:
         self._sum_of_squares = sum_of_squares or sum_of_squared_normals
         self.direction, self.distribution, self.layout = direction, distribution, layout
         self.key = stream_key(*direction, _DOMAIN_DIRECTION)
+        self._words: dict[int, Words] = {}
 
     @functools.cached_property
     def scale(self) -> float:
@@ -208,9 +209,16 @@ class DirectionStream:
         """Four public words for each tensor of those numbers, uint32 [4, n].
 
         Words 0 and 1 round a Rademacher update's coefficient, word 2 starts the dither of an update
-        and word 3 that of weight decay.
+        and word 3 that of weight decay. A tensor's number is its place in `layout`.
         """
-        return philox_words(numbers, stream_key(*self.direction, _DOMAIN_TENSOR))
+        return self._words_of_all(_DOMAIN_TENSOR)[:, numbers.astype(np.int64)]
+
+    def _words_of_all(self, domain: int) -> Words:
+        """Those of every tensor of the layout, computed once for each domain."""
+        if domain not in self._words:
+            calls = np.arange(len(self.layout), dtype=np.uint64)
+            self._words[domain] = philox_words(calls, stream_key(*self.direction, domain))
+        return self._words[domain]
 
     def coefficient_uniforms(self, numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
         """One public uniform in [0, 1), a multiple of 2^-53, for each tensor; float64 [n]."""
@@ -219,7 +227,7 @@ class DirectionStream:
 
     def perturbation_dither(self, numbers: NDArray[np.uint64]) -> Words:
         """Where each tensor's dither starts when a perturbation is rounded, uint32 [n]."""
-        return philox_words(numbers, stream_key(*self.direction, _DOMAIN_PERTURBATION))[0]
+        return self._words_of_all(_DOMAIN_PERTURBATION)[0, numbers.astype(np.int64)]
 
 
 def coordinates(key: Words, gaussian: bool, start: int, count: int) -> NDArray[np.int32]:

@@ -188,8 +188,7 @@ class _RowLookup(TorchFunctionMode):
         self.copied = True
 
     def _embedding(self, ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if weight is not self.weight or ids.device.type != "cpu" or not ids.numel():
-            # Off the CPU, rows would be asked for one by one: a whole copy is faster.
+        if weight is not self.weight or not ids.numel():
             self._copy()
             return F.embedding(ids, weight, *args, **kwargs)
         rows, inverse = torch.unique(ids.long(), return_inverse=True)

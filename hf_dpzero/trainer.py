@@ -27,8 +27,8 @@ from hf_dpzero.estimator import (
     FiniteDifferences,
     batch_size,
     evaluation_mode,
-    make_exact,
 )
+from hf_dpzero.exactness import make_exact
 from hf_dpzero.forwards import is_compiled
 from hf_dpzero.guard import ParameterChanged
 from hf_dpzero.isolation import isolated_randomness

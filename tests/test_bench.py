@@ -36,7 +36,7 @@ REFERENCE = {
     "reference_ratio_quartiles",
     "reference_restore_error",
 }
-STEP = {"strategy", "bytes_per_parameter", "breakdown", "restore_error_after_3_cycles"}
+STEP = {"strategy", "notes", "bytes_per_parameter", "breakdown", "restore_error_after_3_cycles"}
 MARGINAL = {"seconds_per_direction", "marginal_ratio_per_direction"}
 MEMORY = {
     "peak_memory_over_inference",
@@ -74,6 +74,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 )
 def test_the_command_prints_the_documented_keys(words: list[str], capsys: Any):
     result = run(capsys, *words)
+    assert result["notes"] == []
     expected = COMMON | REFERENCE | STEP | (MARGINAL if "gaussian" in words else set())
     assert set(result) == expected
     assert result["restore_error"] == result["restore_error_after_3_cycles"] == 0.0

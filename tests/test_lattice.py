@@ -53,6 +53,12 @@ def test_snap_is_nearest_with_ties_to_even():
     assert lattice.snapped(0.3, np.array([0.25, 0.5, 8.0])).tolist() == [0.25, 0.5, 0.0]
 
 
+def test_snap_leaves_no_negative_zero():
+    """Sums come back to +0, so a grid that kept -0 would not be restored to the bit."""
+    values = lattice.snap_(torch.tensor([-0.0, -0.1, 0.0, 0.1, -0.2]), 0.25)
+    assert torch.signbit(values).tolist() == [False, False, False, False, True]
+
+
 def test_snap_moves_by_at_most_half_a_step_and_once():
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(1))
     spacing = lattice.quantum(lattice.exponent_for(lattice.largest_magnitude(values)))

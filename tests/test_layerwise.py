@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dpzero.directions import Direction
-from hf_dpzero.estimator import FiniteDifferences, make_exact, strategy_is_exact
+from hf_dpzero.estimator import FiniteDifferences
+from hf_dpzero.exactness import make_exact, strategy_is_exact
 from hf_dpzero.guard import ParameterChanged
 from hf_dpzero.layerwise import ModuleVisits
 from hf_dpzero.objectives import select_objective

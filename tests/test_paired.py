@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.directions import Direction
-from hf_dpzero.estimator import FiniteDifferences, make_exact
+from hf_dpzero.estimator import FiniteDifferences
+from hf_dpzero.exactness import make_exact
 from hf_dpzero.paired import NotPairable, halves, joined
 from hf_dpzero.perturbation import ParameterSpace
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_dpzero import cpu_kernels, passes, torch_passes
+from hf_dpzero import cpu_kernels, directions, passes, torch_passes
 from hf_dpzero.directions import DITHER_STEP
 from hf_dpzero.passes import Members
 from hf_dpzero.torch_passes import half_precision, stochastically_rounded
@@ -137,6 +137,39 @@ def test_pieces_are_rows_of_the_dense_pass(kind: str, width: int, monkeypatch: p
         assert same_bits(found.view(5, width), dense)
         found = made.run(passes, torch.zeros_like(source), source, (rows + 1) * width)
         assert not same_bits(found.view(5, width), dense)
+
+
+# ---------------------------------------------------------------- coordinates by themselves
+
+
+@pytest.mark.parametrize("gaussian", [False, True])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_coordinates_made_by_a_pass_are_the_directions(
+    gaussian: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """From any start, aligned or not, in the units of the direction; norms in exact integers."""
+    if not compiled:
+        monkeypatch.setattr(passes, "_cpu_kernels", lambda: None)
+    key, unit = np.arange(4, dtype=np.uint32), 2.0**-21 if gaussian else 1.0
+    for start, count in [(0, 1), (7, 100), (4090, 5000), ((1 << 33) + 31, 1), (32, 0)]:
+        found = passes.coordinates(key, gaussian, start, count, torch.device("cpu"))
+        assert found.dtype == torch.float32
+        expected = directions.coordinates(key, gaussian, start, count)
+        assert torch.equal(found.double() / unit, torch.from_numpy(expected).double())
+
+
+@pytest.mark.parametrize("chunk", [96, 1 << 20])
+def test_sums_of_squares_are_the_same_integers(chunk: int, monkeypatch: pytest.MonkeyPatch):
+    """Whatever the chunks; and no sum that int64 holds can overflow, at the widest normal."""
+    monkeypatch.setattr(passes, "_NORM_CHUNK", chunk)
+    key, n = np.arange(4, dtype=np.uint32), 3000 if chunk == 96 else 300_000
+    z = directions.coordinates(key, True, 17, n).astype(object)
+    exact = int((z * z).sum())
+    assert passes.sum_of_squared_normals(key, 17, n, torch.device("cpu")) == exact
+    assert directions.sum_of_squared_normals(key, 17, n) == exact
+    widest = round(directions.largest_coordinate("gaussian") * 2**21)
+    assert passes._SAFE_SUM * widest**2 < 2**63  # what is summed in int64 cannot overflow
+    assert directions._PART * widest**2 < 2**63
 
 
 # ---------------------------------------------------------------- threads

@@ -36,7 +36,7 @@ def directions_of(step: int, count: int) -> list[Direction]:
 
 
 def some_tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
-    """Five shapes, scales from 1e-3 to 30, one all zero, one empty."""
+    """Five shapes, scales from 1e-3 to 30, one all zeros of both signs, one empty."""
     generator = torch.Generator().manual_seed(seed)
     sizes = {"matrix": (33, 17), "row": (1000,), "tiny": (1,), "large": (3000,), "zero": (40,)}
     scales = {"matrix": 0.05, "row": 1e-3, "tiny": 1.0, "large": 30.0, "zero": 0.0}
@@ -56,7 +56,12 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    """Bit for bit: -0 is not +0."""
+    pairs = [[t.detach().contiguous() for t in pair] for pair in zip(left, right, strict=True)]
+    return all(
+        a.dtype == b.dtype and torch.equal(a.view(torch.int16), b.view(torch.int16))
+        for a, b in pairs
+    )
 
 
 def flat(space: ParameterSpace) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_dpzero.directions import Direction
-from hf_dpzero.estimator import FiniteDifferences, make_exact, prefix_is_exact
+from hf_dpzero.estimator import FiniteDifferences
+from hf_dpzero.exactness import make_exact, prefix_is_exact
 from hf_dpzero.objectives import select_objective
 from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.prefix import FrozenPrefix, StalePrefix

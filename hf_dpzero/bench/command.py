@@ -127,7 +127,7 @@ def _details(result: Mapping[str, Any]) -> list[str]:
     for name in ("restore_error", cycles):
         if result.get(name) is not None:
             lines.append(f"{name.replace('_', ' '):<28}{result[name]:>9.2g}")
-    return lines
+    return lines + result.get("notes", [])
 
 
 # ---------------------------------------------------------------- options

@@ -66,7 +66,7 @@ def _measure_step(
     _note_ratios("", _beside_forwards(bench, works, forwards, found), found)
     if bench.num_directions > 1:
         found |= marginal(found["all_seconds"], bench.num_directions)
-    found["strategy"] = step.differences.strategy
+    found["strategy"], found["notes"] = step.differences.strategy, step.notes
     found["breakdown"] = breakdown(bench, step)
     found["bytes_per_parameter"] = bytes_per_parameter(step)
     one, many = step.restore_errors(bench.cycles)

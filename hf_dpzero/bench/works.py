@@ -22,7 +22,8 @@ from hf_dpzero.bench.settings import (
 )
 from hf_dpzero.bench.shapes import model_inputs
 from hf_dpzero.directions import Direction
-from hf_dpzero.estimator import FiniteDifferences, evaluation_mode, make_exact
+from hf_dpzero.estimator import FiniteDifferences, evaluation_mode
+from hf_dpzero.exactness import make_exact
 from hf_dpzero.first_order import PerExampleGradients
 from hf_dpzero.mechanisms import Mechanism, NonPrivateMean, ScalarMechanism
 from hf_dpzero.noise import SecureNoise
@@ -89,7 +90,7 @@ class Step:
         self.differences = FiniteDifferences(
             model, self.space, self._objective, SMOOTHING, strategy=bench.strategy
         )
-        make_exact(self.differences, self._probe, Direction(_KEY, _PROBE))
+        self.notes = make_exact(self.differences, self._probe, Direction(_KEY, _PROBE))
         self.step = self.of(bench.num_directions)
 
     def _objective(self, model: nn.Module, inputs: Inputs) -> Tensor:
