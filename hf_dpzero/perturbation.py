@@ -4,7 +4,7 @@ A `ParameterSpace` holds the trainable tensors as one long vector theta of dimen
 once) and remembers its `position`: the terms a_k u_k that currently stand on top of theta. Moving
 from one position to the next, restoring and updating are one pass over the parameters each, and
 are exact: float32 tensors live on a lattice (see `lattice`), lower precisions are restored from a
-copy. An update may be deferred into the pass that perturbs next. Extra memory is less than a MB for
+copy. An update may be deferred into the pass that perturbs next. Extra memory is a MB or two for
 float32.
 """
 
@@ -110,6 +110,7 @@ class ParameterSpace:
                 "the model's trainable parameters were replaced after training was set up, so "
                 "perturbations would not reach it: wrap or move the model before the trainer."
             )
+        self._follow_storage_()
 
     @property
     def snapped(self) -> bool:

@@ -413,12 +413,25 @@ def test_peak_memory_of_every_phase_is_a_number_of_bytes():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpzero", "dp-adamw"])
 def test_memory_is_measured_in_fresh_processes(method: str, capsys: Any):
-    assert cli.main([*TINY, "--repeats", "1", "--method", method, "--json"]) == 0
+    words = [*TINY, "--shape", "minilm", "--repeats", "1", "--method", method, "--json"]
+    assert cli.main(words) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result) == COMMON | REFERENCE | MEMORY | (STEP if method == "dpzero" else set())
     own = "step" if method == "dpzero" else "dp-adamw"
     assert set(result["peak_bytes"]) == {"inference", own, "reference"}
-    assert 0.2 < result["peak_memory_over_inference"] < 20
+    weights = result["dimension"] * 4  # MiniLM's, 91 MB
+    assert 0.9 * weights < result["peak_bytes"]["inference"] < 1.6 * weights
+    low, high = (0.8, 1.6) if method == "dpzero" else (5, 14)  # B + 5 copies with B = 2, at least
+    assert low < result["peak_memory_over_inference"] < high
+
+
+def test_memory_that_cannot_be_measured_has_no_ratio(monkeypatch: Any):
+    from hf_dpzero.bench import memory
+
+    monkeypatch.setattr(memory, "in_fresh_process", lambda bench_, phase: len(phase) - 9)
+    found = memory.measure_memory(tiny())
+    assert found["peak_bytes"] == {"inference": 0, "step": -5, "reference": 0}
+    assert found["peak_memory_over_inference"] is None
 
 
 @pytest.mark.slow

@@ -27,10 +27,14 @@ _CUDA_METHOD = "torch.cuda.max_memory_allocated of each phase, weights included"
 
 
 def measure_memory(bench: StepBench) -> dict[str, Any]:
-    """Peak memory of inference, of the method and of the published loop, and their ratios."""
+    """Peak memory of inference, of the method and of the published loop, and their ratios.
+
+    A ratio is None where inference takes no measurable memory.
+    """
     wanted = ["inference", bench.own_phase, *(["reference"] if bench.with_reference else [])]
     peaks = {phase: in_fresh_process(bench, phase) for phase in dict.fromkeys(wanted)}
-    over = {phase: peak / peaks["inference"] for phase, peak in peaks.items()}
+    base = peaks["inference"]  # a tiny shape may fit into what was resident: no ratio then
+    over = {phase: peak / base if base > 0 else None for phase, peak in peaks.items()}
     cuda = torch.device(bench.device).type == "cuda"
     found = {
         "peak_memory_over_inference": over[bench.own_phase],
