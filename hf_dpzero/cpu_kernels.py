@@ -39,6 +39,7 @@ _W0, _W1 = _u32(WEYL[0]), _u32(WEYL[1])
 _STEP = _u32(DITHER_STEP)
 _HALF = _u64(32)
 _TILE = SIGNS_TILE  # coordinates worked on at a time: 16 KiB of float32, in the first-level cache
+_ROWS = _TILE // LANES
 _UNIT = _f32(NORMAL_UNIT)
 _ODD = np.int64(_DITHERS - 1)
 _SMALLEST_SHARE = 1 << 16  # coordinates below which a second thread is not worth waking
@@ -89,6 +90,13 @@ def _fill_words(words, calls, call, key):  # type: ignore[no-untyped-def]
 
 # ---------------------------------------------------------------- one direction over one tile
 # Every loop reads one array and writes another: the compiler vectorises these, and few others.
+
+
+@_jit
+def _copy(out, source):  # type: ignore[no-untyped-def]
+    """out[:] = source, which numba compiles to something five times as slow."""
+    for e in range(out.size):
+        out[e] = source[e]
 
 
 @_jit
@@ -213,34 +221,36 @@ def _end_of_member(rows, e, end):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _row_amounts(amounts, row_amounts, rows, element):  # type: ignore[no-untyped-def]
-    """The amount of each of a tile's 128 rows; the tile begins `element` elements into the tensor."""
+def _row_amounts(amounts, row_amounts, rows, first):  # type: ignore[no-untyped-def]
+    """The amount of each of a tile's 128 rows, the flat tensor's rows first, first + 1, ..."""
+    begin, end = max(0, -first), min(_ROWS, rows.size - first)
     if rows.size == 0:
-        row_amounts[:] = amounts[0]
-        return
-    for r in range(row_amounts.size):
-        row = element // 32 + r
-        row_amounts[r] = amounts[rows[row]] if 0 <= row < rows.size else amounts[0]
+        for r in range(_ROWS):
+            row_amounts[r] = amounts[0]
+    else:
+        here, inside = rows[first + begin : first + end], row_amounts[begin:end]
+        for r in range(here.size):
+            inside[r] = amounts[_u32(here[r])]
 
 
 @_jit
 def _signs_range(out, source, offset, begin, end, keys, amounts, rows):  # type: ignore[no-untyped-def]
     first, second = np.zeros(_TILE, _f32), np.zeros(_TILE, _f32)
-    words, row_amounts = np.empty((4, LANES), _u32), np.empty(128, _f32)
+    words, row_amounts = np.empty((4, LANES), _u32), np.zeros(_ROWS, _f32)
     e = begin
     while e < end:
         tile, shift = (offset + e) // _TILE, (offset + e) % _TILE
         count = min(_TILE - shift, end - e)
         whole = count == _TILE
         if not whole:
-            first[shift : shift + count] = source[e : e + count]
+            _copy(first[shift : shift + count], source[e : e + count])
         for t in range(keys.shape[0]):
             _fill_words(words, LANES, _u64(tile * LANES), keys[t])
-            _row_amounts(amounts[t], row_amounts, rows, e - shift)
+            _row_amounts(amounts[t], row_amounts, rows, (e - shift) // LANES)
             given = source[e : e + count] if whole and t == 0 else first
             _add_signs(second, given, words, row_amounts)
             first, second = second, first
-        out[e : e + count] = first[shift : shift + count]
+        _copy(out[e : e + count], first[shift : shift + count])
         e += count
 
 
@@ -254,7 +264,7 @@ def _normals_range(  # type: ignore[no-untyped-def]
     while e < end:
         m = _member(rows, e)
         count = min(_TILE, _end_of_member(rows, e, min(end, e + _TILE)) - e)
-        first[:count] = source[e : e + count]
+        _copy(first[:count], source[e : e + count])
         for t in range(keys.shape[0]):
             z = _normals(z_buffer, words, offset + e, count, keys[t], table)
             target, given = second[:count], first[:count]
@@ -264,7 +274,7 @@ def _normals_range(  # type: ignore[no-untyped-def]
                 d = _u32(dithers[t, m] + _u32(e - starts[m]) * _STEP)
                 _update_normals(target, given, z, new[t, m], old[t, m], update[t, m], spacing[m], d)
             first, second = second, first
-        out[e : e + count] = first[:count]
+        _copy(out[e : e + count], first[:count])
         e += count
 
 
@@ -305,7 +315,8 @@ def _rounded_range(  # type: ignore[no-untyped-def]
                 row_amounts[:] = coefficients[t]
                 _fill_words(sign_words, LANES, _u64(tile * LANES), keys[t])
                 _add_signs(scratch, values, sign_words, row_amounts)
-            values[here] = scratch[here]
+            values, scratch = scratch, values
+            bits, scratch_bits = scratch_bits, bits
         stop = e + count
         while e < stop:
             m, upto = _member(rows, e), _end_of_member(rows, e, stop)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_dpzero.directions import Direction
 from hf_dpzero.estimator import FiniteDifferences, Microbatch, evaluation_mode
+from hf_dpzero.layerwise import ModuleVisits
 
 
 def make_exact(
@@ -58,7 +60,7 @@ def _inexactness(
     if visits is None:
         return None
     with _turned_off(differences, "prefix"):
-        with _turned_off(differences, "visits"):
+        with _replaced(differences, "visits", _yardstick(differences)):
             expected = _settled_losses(differences, microbatch, direction)
         visits.visited.clear()
         try:
@@ -69,8 +71,19 @@ def _inexactness(
     return None if torch.equal(found, expected) else _difference(visits.never_visited)
 
 
+def _yardstick(differences: FiniteDifferences) -> ModuleVisits | None:
+    """What the strategy is compared with: whole_model, where that takes no copy of the weights.
+
+    In half precision it is `layerwise`: what is read outside its module's forward is theta there and
+    NaN in the trial, so the two agree only if nothing is.
+    """
+    space = differences.space
+    wide = all(tensor.dtype == torch.float32 for tensor in space.tensors)
+    return None if wide else ModuleVisits(differences.model, space)
+
+
 def _difference(never_visited: Sequence[str]) -> str:
-    found = "does not give whole_model's losses on a trial batch"
+    found = "does not give the losses of full perturbation on a trial batch"
     if not never_visited:
         return (
             f"{found}: a parameter is read outside its module's forward, or losses are not finite"
@@ -111,11 +124,18 @@ def prefix_is_exact(
     return torch.equal(with_reuse, without)
 
 
-@contextlib.contextmanager
-def _turned_off(differences: FiniteDifferences, name: str) -> Iterator[None]:
+def _turned_off(
+    differences: FiniteDifferences, name: str
+) -> contextlib.AbstractContextManager[None]:
     """differences.prefix or differences.visits is None inside."""
+    return _replaced(differences, name, None)
+
+
+@contextlib.contextmanager
+def _replaced(differences: FiniteDifferences, name: str, other: Any) -> Iterator[None]:
+    """An attribute of `differences` is another inside."""
     value = getattr(differences, name)
-    setattr(differences, name, None)
+    setattr(differences, name, other)
     try:
         yield
     finally:

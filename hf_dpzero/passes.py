@@ -59,8 +59,8 @@ class Members:
     @classmethod
     def at(cls, starts: list[int], size: int) -> Members:
         """Members that begin at `starts` (ascending, the first 0) in a flat tensor of `size`."""
-        ends = [*starts[1:], -(-size // LANES) * LANES]
-        lengths = [(end - start) // LANES for start, end in zip(starts, ends, strict=True)]
+        end = -(-size // LANES) * LANES
+        lengths = np.diff([*starts, end]) // LANES
         rows = np.repeat(np.arange(len(starts), dtype=np.int32), lengths)
         return cls(rows, np.array(starts, np.int64))
 

@@ -174,7 +174,8 @@ class ParameterSpace:
         Exact: any sequence of moves that ends at () leaves theta bit for bit as it was. An update
         that waits is made in the same pass.
         """
-        self._follow_storage_()
+        if self.settled:
+            self._follow_storage_()
         self._ensure_snapped()
         self._refuse_out_of_reach(position)
         old, new, update = dict(self.position), dict(position), self._pending
@@ -280,7 +281,8 @@ class ParameterSpace:
           ValueError: a coefficient that is not finite or absurdly large, a decay outside [0, 1];
             theta is settled and unchanged then.
         """
-        self._follow_storage_()
+        if self.settled:
+            self._follow_storage_()
         self._ensure_snapped()
         if self._pending:
             self.settle_()
@@ -332,7 +334,8 @@ class ParameterSpace:
           coefficient: of u; private until the noise is on it.
           noise: (part, count) -> float32 [count], fresh for every part.
         """
-        self._follow_storage_()
+        if self.settled:
+            self._follow_storage_()
         self._ensure_snapped()
         self.settle_()
         stream, gaussian, part = self.stream(direction), self.distribution != "rademacher", 0
@@ -385,7 +388,10 @@ class ParameterSpace:
             segment.make_room_(*wanted)
 
     def _follow_storage_(self) -> None:
-        """Wrappers may give a parameter new storage: works on that, never on a stale view."""
+        """Wrappers may give a parameter new storage: works on that, never on a stale view.
+
+        Looked at once a step, by `check_is_of` or when a settled space moves.
+        """
         if self._addresses == list(map(_address, self.tensors)):
             return
         for segment in self._segments:

@@ -892,7 +892,7 @@ def give_new_storage(model: nn.Module) -> None:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("defer", [False, True])
 def test_new_storage_is_followed_by_every_operation(distribution: str, defer: bool):
-    """All that touches parameters is done to the tensors the model has now, with the same result."""
+    """What touches parameters is done to those the model has when `check_is_of` looks, once a step."""
 
     def operations(space: ParameterSpace, between) -> list[Tensor]:
         u, v = directions_of(0, 2)
@@ -922,7 +922,12 @@ def test_new_storage_is_followed_by_every_operation(distribution: str, defer: bo
             torch.manual_seed(0)
             model = Blocks()
         space = ParameterSpace.from_model(model, smoothing=SMOOTHING, distribution=distribution)
-        results.append(operations(space, lambda m=model, b=between: b(m)))
+
+        def exchanged(model=model, space=space, between=between) -> None:
+            between(model)
+            space.check_is_of(model)
+
+        results.append(operations(space, exchanged))
         space.check_is_of(model)
     assert same(*results)
 

@@ -132,7 +132,7 @@ def test_limit_no_clip_no_noise_is_mezo_bit_for_bit(tmp_path):
         u = direction_vector(Direction(7, step), "rademacher", whole)
         difference = (losses(u, 1e-3) - losses(u, -1e-3)) / 2e-3
         value = float(torch.tensor(float(difference.sum()) / len(data), dtype=torch.float32))
-        stream = DirectionStream(Direction(7, step), "rademacher", whole)
+        stream = DirectionStream(Direction(7, step), "rademacher", space.layout)
         uniforms = stream.coefficient_uniforms(np.arange(len(spacings), dtype=np.uint64))
         with torch.no_grad():
             for p, o, q, r in zip(space.tensors, space.offsets, spacings, uniforms):

@@ -114,20 +114,19 @@ def dpzero_bytes(
     """Weights, a forward pass and what the strategy keeps (`auto`: layerwise in half precision).
 
     whole_model keeps nothing in float32, and in half precision a second copy of the weights.
-    layerwise keeps a copy of one layer's; paired keeps two, and runs twice the batch; before the
-    first step both are compared with whole_model on one example, which the copy may make the peak.
+    layerwise keeps a copy of one layer's; paired keeps two, and runs twice the batch.
     Working buffers of a few MB, where passes are made of torch operations, are not counted.
     """
     size = int(getattr(torch, dtype).itemsize)
     if strategy == "auto":
         strategy = "whole_model" if dtype == "float32" else "layerwise"
-    copy = 0 if dtype == "float32" else found.dimension * size
     if strategy == "whole_model":
+        copy = 0 if dtype == "float32" else found.dimension * size
         return found.weights + found.forward + copy
     if strategy == "layerwise":
-        return found.weights + max(found.forward + found.module, copy)
+        return found.weights + found.forward + found.module
     assert doubled is not None
-    return found.weights + max(doubled.forward + 2 * found.module, copy)
+    return found.weights + doubled.forward + 2 * found.module
 
 
 def reference_bytes(found: Footprint, dtype: str) -> int:
