@@ -192,7 +192,7 @@ class DPZeroTrainer(Trainer):
     def _validate(self) -> None:
         validation.num_examples(self.train_dataset)
         validation.select_trainable(self.model, self.args.trainable)
-        validation.check_model(self.model, self.args.smoothing)
+        validation.check_model(self.model)
         if self.per_example_loss is None:
             if not set(self.probe()) & set(validation.LABEL_COLUMNS):  # a collator may add them
                 validation.check_labels(self.train_dataset)

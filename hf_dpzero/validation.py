@@ -75,14 +75,13 @@ def select_trainable(model: nn.Module, pattern: str | None) -> None:
         parameter.requires_grad_(re.search(pattern, name) is not None)
 
 
-def check_model(model: nn.Module, smoothing: float) -> None:
-    """Refuses what cannot be perturbed in place, layers that couple examples, lost smoothing.
+def check_model(model: nn.Module) -> None:
+    """Refuses what cannot be perturbed exactly, and layers that couple examples.
 
     Raises:
       ValueError: weights that are not in memory (see `check_placement`); a trainable parameter of a
         dtype other than float32, bfloat16 and float16, or with memory that something else uses too
-        (see `check_storage`); batch normalisation with batch statistics; a trainable tensor in
-        which more than half of the coordinates would not change under +-smoothing.
+        (see `check_storage`); batch normalisation with batch statistics.
     """
     check_placement(model)
     for name, parameter in model.named_parameters():
@@ -90,9 +89,6 @@ def check_model(model: nn.Module, smoothing: float) -> None:
             _check_dtype(name, parameter)
     check_storage(model)
     _check_batch_statistics(model)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            _check_smoothing(name, parameter, smoothing)
 
 
 def _check_batch_statistics(model: nn.Module) -> None:
@@ -320,26 +316,6 @@ def check_evaluation_mode(model: nn.Module) -> None:
                 f"{name} stays in training mode after model.eval(): its batch statistics couple the "
                 "examples. Do not override its train()/eval()."
             )
-
-
-@torch.no_grad()
-def vanishing_fraction(parameter: Tensor, smoothing: float) -> float:
-    """The fraction of coordinates that theta + smoothing leaves unchanged in the tensor's dtype."""
-    if parameter.numel() == 0:
-        return 0.0
-    moved = (parameter.float() + smoothing).to(parameter.dtype)
-    return float((moved == parameter).float().mean())
-
-
-def _check_smoothing(name: str, parameter: Tensor, smoothing: float) -> None:
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
-        return
-    fraction = vanishing_fraction(parameter, smoothing)
-    if fraction > 0.5:
-        raise ValueError(
-            f"smoothing={smoothing} vanishes in rounding for {fraction:.0%} of {name} "
-            f"({parameter.dtype}): load the trainable weights in float32, or raise smoothing."
-        )
 
 
 def check_uncoupled(together: Tensor, again: Tensor, alone: Tensor) -> None:

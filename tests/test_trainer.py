@@ -481,9 +481,19 @@ def test_batch_norm_with_batch_statistics_is_refused(tmp_path):
         build(tmp_path, model).train()
 
 
-def test_vanishing_smoothing_in_bfloat16_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="vanishes in rounding"):
-        build(tmp_path, tiny_model().bfloat16(), smoothing=1e-6).train()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_layer_norms_at_one_are_trained(tmp_path, dtype):
+    """In bfloat16 the neighbours of 1 are 2^-7 away: rounded to nearest, 1e-3 would do nothing."""
+    model = tiny_model().to(dtype)
+    assert bool((model.bert.embeddings.LayerNorm.weight == 1).all())
+    settings = {"max_steps": 40, "learning_rate": 2e-3, "microbatch_size": 1}
+    trainer = build(tmp_path, model, expected_batch_size=4, **settings)
+    trainer.train()
+    assert trainer.step.differences.strategy == "layerwise"
+    assert bool((model.bert.embeddings.LayerNorm.weight != 1).any())
+    rebuilt = tiny_model().to(dtype)
+    replay(rebuilt, trainer.trajectory)
+    assert same(weights(rebuilt), weights(trainer.model))
 
 
 def test_a_resume_with_another_plan_is_refused(tmp_path):

@@ -99,8 +99,8 @@ def test_batch_statistics_are_refused(layer: type[nn.Module]):
     with pytest.raises(
         ValueError, match=r"1 normalises with the statistics of its batch.*LayerNorm"
     ):
-        validation.check_model(model, 1e-3)
-    validation.check_model(nn.Sequential(layer(2)), 1e-3)  # running statistics couple nobody
+        validation.check_model(model)
+    validation.check_model(nn.Sequential(layer(2)))  # running statistics couple nobody
 
 
 def test_batch_norm_without_statistics_does_couple_examples():
@@ -121,32 +121,6 @@ def test_batch_norm_that_stays_in_training_mode_is_refused():
     with pytest.raises(ValueError, match=r"1 stays in training mode after model.eval\(\)"):
         validation.check_evaluation_mode(model)
     validation.check_evaluation_mode(nn.Sequential(nn.BatchNorm1d(2)).eval())
-
-
-def test_vanishing_fraction_is_what_the_dtype_says():
-    """bfloat16 has 8 bits: near 1 the neighbours are 2^-7 apart, so +1e-3 vanishes and +0.01 not."""
-    ones, small = torch.ones(10).bfloat16(), torch.full((10,), 0.01).bfloat16()
-    assert validation.vanishing_fraction(ones, 1e-3) == 1.0
-    assert validation.vanishing_fraction(ones, 1e-2) == 0.0
-    assert validation.vanishing_fraction(small, 1e-3) == 0.0
-    assert validation.vanishing_fraction(torch.ones(10), 1e-3) == 0.0
-    assert validation.vanishing_fraction(torch.empty(0), 1e-3) == 0.0
-    half = torch.cat([ones, small])
-    assert validation.vanishing_fraction(half, 1e-3) == 0.5
-
-
-def test_smoothing_that_vanishes_is_refused_only_where_it_trains():
-    model = nn.Linear(4, 4).bfloat16()
-    model.weight.data.fill_(1.0)
-    model.bias.data.fill_(0.01)
-    with pytest.raises(
-        ValueError, match=r"smoothing=0.001 vanishes in rounding for 100% of weight"
-    ):
-        validation.check_model(model, 1e-3)
-    validation.check_model(model, 0.1)
-    model.weight.requires_grad_(False)
-    validation.check_model(model, 1e-3)
-    validation.check_model(model.float().requires_grad_(True), 1e-3)
 
 
 # ---------------------------------------------------------------- dtypes that cannot be perturbed
@@ -195,14 +169,14 @@ def test_dtypes_without_exact_perturbations_are_refused_where_they_train(
 ):
     model = holding(parameter)
     with pytest.raises(ValueError, match=rf"^odd .*{message.removeprefix('odd ')}"):
-        validation.check_model(model, 0.1)
+        validation.check_model(model)
     parameter.requires_grad_(False)
-    validation.check_model(model, 0.1)
+    validation.check_model(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_three_dtypes_that_train_are_let_through(dtype: torch.dtype):
-    validation.check_model(holding(nn.Parameter(torch.ones(2, dtype=dtype))), 0.1)
+    validation.check_model(holding(nn.Parameter(torch.ones(2, dtype=dtype))))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
@@ -214,14 +188,14 @@ def test_quantised_weights_selected_by_trainable_are_refused_and_stay_frozen(dty
         validation.select_trainable(model, "odd|bias")
     assert model.weight.requires_grad  # the refusal came before anything was frozen
     validation.select_trainable(model, "bias")
-    validation.check_model(model, 0.1)
+    validation.check_model(model)
 
 
 def test_weights_made_in_inference_mode_are_refused():
     with torch.inference_mode():
         model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"weight was made under torch.inference_mode\(\)"):
-        validation.check_model(model, 0.1)
+        validation.check_model(model)
 
 
 # ---------------------------------------------------------------- where the weights are
@@ -230,9 +204,9 @@ def test_weights_made_in_inference_mode_are_refused():
 def test_meta_weights_and_lazy_layers_are_refused_also_where_frozen():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta").requires_grad_(False))
     with pytest.raises(ValueError, match=r"1.weight is on the meta device.*load its weights"):
-        validation.check_model(model, 1e-3)
+        validation.check_model(model)
     with pytest.raises(ValueError, match=r"0.weight has no shape yet"):
-        validation.check_model(nn.Sequential(nn.LazyLinear(2)), 1e-3)
+        validation.check_model(nn.Sequential(nn.LazyLinear(2)))
 
 
 def offloaded_to_cpu(model: nn.Module, folder: Any) -> None:
@@ -274,7 +248,7 @@ def test_offloaded_weights_are_refused(tmp_path: Any, offload: Any, frozen: bool
     with pytest.raises(
         ValueError, match=r"offloaded.*without offload, in a smaller dtype.*adapter"
     ):
-        validation.check_model(model, 1e-3)
+        validation.check_model(model)
 
 
 def test_a_device_map_without_offload_is_let_through():
@@ -284,7 +258,7 @@ def test_a_device_map_without_offload_is_let_through():
         model, execution_device={"0": "cpu", "1": "cpu"}, offload={"0": False, "1": False}
     )
     assert model[0]._hf_hook is not None
-    validation.check_model(model, 1e-3)
+    validation.check_model(model)
 
 
 # ---------------------------------------------------------------- memory of a parameter's own
@@ -326,14 +300,14 @@ KINDS = {
 def test_memory_shared_with_what_is_not_a_tied_weight_is_refused(kind: str):
     model = nn.ModuleDict({"m": Shared(kind), "free": nn.Linear(2, 2)})
     with pytest.raises(ValueError, match="use the same memory.*clone") as error:
-        validation.check_model(model, 1e-3)
+        validation.check_model(model)
     assert "parameter m.weight" in str(error.value)
     assert KINDS[kind] in str(error.value)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "trainable parameter"])
 def test_shared_memory_of_frozen_weights_does_no_harm(kind: str):
-    validation.check_model(nn.ModuleDict({"m": Shared(kind, frozen=True)}), 1e-3)
+    validation.check_model(nn.ModuleDict({"m": Shared(kind, frozen=True)}))
 
 
 def test_tied_weights_neighbours_and_the_parameter_itself_as_attribute_are_fine():
@@ -345,8 +319,8 @@ def test_tied_weights_neighbours_and_the_parameter_itself_as_attribute_are_fine(
     pool = torch.ones(8)
     model.low, model.high = nn.Parameter(pool[:4]), nn.Parameter(pool[4:])
     model.empty = nn.Parameter(pool[2:2])
-    validation.check_model(model, 1e-3)
-    validation.check_model(nn.LSTM(2, 2), 1e-3)
+    validation.check_model(model)
+    validation.check_model(nn.LSTM(2, 2))
 
 
 def test_overlaps_are_found_whatever_lies_between():
@@ -378,7 +352,7 @@ def test_overlaps_are_found_whatever_lies_between():
     "factory", ["tiny_bert", "tiny_roberta", "tiny_masked_lm", "tiny_opt", "tiny_gpt2", "tiny_t5"]
 )
 def test_real_architectures_pass(factory: str, request: Any):
-    validation.check_model(request.getfixturevalue(factory)(), 1e-3)
+    validation.check_model(request.getfixturevalue(factory)())
 
 
 # ---------------------------------------------------------------- forward passes that write
