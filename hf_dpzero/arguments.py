@@ -128,6 +128,12 @@ class DPZeroConfig(TrainingArguments):
                 f"max_batch_size={self.max_batch_size} is for sampling='truncated_poisson'; a cap on "
                 f"sampling={self.sampling!r} would not be the sampler that is accounted."
             )
+        if self.perturbation_strategy == "paired" and self.method != "mezo":
+            raise ValueError(
+                "perturbation_strategy='paired' divides a doubled batch in every module, and where "
+                "routing depends on the data an example could end up in another's half: it is for "
+                "method='mezo' only; use 'auto', 'layerwise' or 'whole_model'."
+            )
         if self.method == "dpgd-0th" and self.num_directions != 1:
             raise ValueError(
                 f"num_directions={self.num_directions}: dpgd-0th (Algorithm 1) has one direction a "

@@ -332,6 +332,24 @@ def _rounded_range(  # type: ignore[no-untyped-def]
             e = upto
 
 
+@_jit
+def _squares_range(first, begin, end, key, table):  # type: ignore[no-untyped-def]
+    """(low, high) with low + 2^32 high = the sum of squares, in units of 2^-42; exact."""
+    z_buffer, words = np.empty(_TILE + 128, _f32), np.empty((4, _TILE // 4 + 32), _u32)
+    low, high, e = np.int64(0), np.int64(0), begin
+    while e < end:
+        count = min(_TILE, end - e)
+        z = _normals(z_buffer, words, first + e, count, key, table)
+        total = np.int64(0)  # 4096 squares below 2^48
+        for i in range(count):
+            n = np.int64(z[i] / _UNIT)
+            total += n * n
+        low += total & np.int64(0xFFFFFFFF)
+        high += total >> np.int64(32)
+        e += count
+    return low, high
+
+
 # ---------------------------------------------------------------- called by `passes`
 
 
@@ -396,6 +414,18 @@ def _rounded_pieces(  # type: ignore[no-untyped-def]
             out[a:b], source[a:b], offset + firsts[p], 0, width, keys, gaussian, coefficients,
             dithers, -firsts[p : p + 1], rows, is_half, table,
         )  # fmt: skip
+
+
+def sum_of_squared_normals(key: Any, start: int, count: int) -> int:
+    """See `directions.sum_of_squared_normals`."""
+    sums: list[int] = []  # integers: their order does not matter
+
+    def work(begin: int, end: int) -> None:
+        low, high = _squares_range(start, begin, end, key, _table())
+        sums.append(int(low) + (int(high) << 32))
+
+    _in_parallel(work, count, start % _TILE)
+    return sum(sums)
 
 
 _NO_ROWS, _FROM_0 = np.empty(0, np.int32), np.zeros(1, np.int64)

@@ -38,7 +38,7 @@ def settled_before_reads(model: nn.Module, space: ParameterSpace) -> Iterator[No
         space.settle_()
 
 
-def all_known(callbacks: Iterable[Any]) -> bool:
-    """Whether every callback is Hugging Face's or this package's: others may read the weights."""
-    packages = {type(callback).__module__.split(".")[0] for callback in callbacks}
+def all_known(watchers: Iterable[Any]) -> bool:
+    """Whether every callback or trainer is Hugging Face's or ours: others may read the weights."""
+    packages = {type(watcher).__module__.split(".")[0] for watcher in watchers}
     return packages <= {"transformers", "hf_dpzero"}

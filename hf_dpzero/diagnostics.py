@@ -61,12 +61,17 @@ class PrecisionDiagnostic:
         return self.signal / self.rounding if self.rounding else math.inf
 
     @property
+    def sufficient(self) -> bool:
+        """Whether the signal stands out: ratio >= 3."""
+        return self.ratio >= _WANTED_RATIO
+
+    @property
     def suggestion(self) -> float | None:
         """The smallest smoothing * 2^k, k >= 0, with ratio >= 3 if the signal grows linearly.
 
         None where no signal was seen, for nothing can be told from it then.
 
-        >>> PrecisionDiagnostic(signal=0.3, rounding=0.4, dtype="", smoothing=0.001).suggestion
+        >>> PrecisionDiagnostic(signal=0.5, rounding=0.5, dtype="", smoothing=0.001).suggestion
         0.004
         """
         if self.ratio == 0.0:
@@ -80,7 +85,7 @@ class PrecisionDiagnostic:
             f"{self.dtype}: on public data smoothing={self.smoothing} changes the loss by "
             f"{self.signal:.2g} (median), and rounding by {self.rounding:.2g}; ratio {self.ratio:.2g}."
         )
-        if self.ratio >= _WANTED_RATIO:
+        if self.sufficient:
             return numbers
         if self.suggestion is None:
             return f"{numbers} No signal is visible: raise smoothing a lot, or train in float32."

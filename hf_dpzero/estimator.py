@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.directions import Direction
 from hf_dpzero.forwards import is_compiled
-from hf_dpzero.guard import ParameterGuard
+from hf_dpzero.guard import ParameterGuard, has_plain_storage
 from hf_dpzero.layerwise import ModuleVisits
 from hf_dpzero.objectives import PerExampleLoss, check_per_example
 from hf_dpzero.paired import PairedVisits
@@ -54,6 +54,9 @@ class FiniteDifferences:
         generator's work and doubles the activations. Many microbatches a step make `whole_model`
         the faster one in half precision too, at the price of that copy: ask for it.
 
+      forget_unread: of the frozen prefix, keep only the outputs that a trial batch read. Not for
+        private runs: a batch on which other code runs could be computed from stand-ins.
+
     Attributes:
       strategy: the one in use, never "auto".
 
@@ -69,10 +72,14 @@ class FiniteDifferences:
         smoothing: float,
         reuse_frozen_prefix: bool = True,
         strategy: str = "auto",
+        forget_unread: bool = False,
     ) -> None:
         self.model, self.space, self.objective = model, space, objective
+        self.forget_unread = forget_unread
         self.smoothing = smoothing
-        self._guard = ParameterGuard(zip(space.names, space.tensors, strict=True))
+        self._guard = ParameterGuard(
+            (name, p) for name, p in model.named_parameters() if has_plain_storage(p)
+        )
         self.chosen_automatically = strategy == "auto"
         self.use(_resolved(strategy, model, space))
         prefix = FrozenPrefix(model)

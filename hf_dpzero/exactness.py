@@ -19,8 +19,8 @@ def make_exact(
 ) -> list[str]:
     """Tries the strategy and the frozen prefix on a microbatch; turns off what is not exact.
 
-    Also teaches the prefix what it may forget. Nothing is released; the parameters are at theta
-    before and after.
+    Also teaches the prefix what it may forget, under `forget_unread`. Nothing is released; the
+    parameters are at theta before and after.
 
     Returns:
       what was turned off and why, for a log; [] if nothing was.
@@ -67,8 +67,18 @@ def _inexactness(
             with visits.poisoned():
                 found = _settled_losses(differences, microbatch, direction)
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
-            return f"fails on a trial batch ({error})"
-    return None if torch.equal(found, expected) else _difference(visits.never_visited)
+            return f"fails on a trial batch ({type(error).__name__})"  # its text may hold rows
+    if _equal(found, expected):
+        return None
+    named = () if differences.chosen_automatically else visits.never_visited
+    return _difference(named)
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    """Bit for bit, NaN being equal to NaN: one row's NaN loss decides nothing."""
+    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(
+        found.nan_to_num(), expected.nan_to_num()
+    )
 
 
 def _yardstick(differences: FiniteDifferences) -> ModuleVisits | None:
@@ -85,9 +95,7 @@ def _yardstick(differences: FiniteDifferences) -> ModuleVisits | None:
 def _difference(never_visited: Sequence[str]) -> str:
     found = "does not give the losses of full perturbation on a trial batch"
     if not never_visited:
-        return (
-            f"{found}: a parameter is read outside its module's forward, or losses are not finite"
-        )
+        return f"{found}: a parameter is read outside its module's forward"
     return f"{found}: these were read outside their module's forward, or not at all: " + ", ".join(
         never_visited
     )
@@ -100,12 +108,13 @@ def _prefix_made_exact(
     prefix = differences.prefix
     if prefix is None:
         return True
-    with contextlib.suppress(RuntimeError, LookupError, TypeError, ValueError):
-        with torch.no_grad(), evaluation_mode(differences.model):
-            prefix.learn(lambda: differences.evaluate(microbatch))
-        if prefix_is_exact(differences, microbatch, direction):
-            return True
-    prefix.keep_everything()
+    if differences.forget_unread:
+        with contextlib.suppress(RuntimeError, LookupError, TypeError, ValueError):
+            with torch.no_grad(), evaluation_mode(differences.model):
+                prefix.learn(lambda: differences.evaluate(microbatch))
+            if prefix_is_exact(differences, microbatch, direction):
+                return True
+        prefix.keep_everything()
     return prefix_is_exact(differences, microbatch, direction)
 
 
@@ -121,7 +130,7 @@ def prefix_is_exact(
         with_reuse = _settled_losses(differences, microbatch, direction)
     except (RuntimeError, LookupError, TypeError, ValueError):
         return False
-    return torch.equal(with_reuse, without)
+    return _equal(with_reuse, without)
 
 
 def _turned_off(

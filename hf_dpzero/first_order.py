@@ -240,7 +240,12 @@ def _forget(model: nn.Module) -> None:
 @functools.lru_cache(maxsize=1)
 def _hooks_class() -> Any:
     """Opacus' hooks, for eval mode, flattened rows and subclasses of nn.Embedding."""
-    from opacus.grad_sample.grad_sample_module import GradSampleHooks
+    try:
+        from opacus.grad_sample.grad_sample_module import GradSampleHooks
+    except ImportError:
+        raise ImportError(
+            "per-example gradients need opacus: pip install -c constraints.txt '.[first-order]'."
+        ) from None
 
     class Hooks(GradSampleHooks):
         GRAD_SAMPLERS = {**GradSampleHooks.GRAD_SAMPLERS, nn.Embedding: _embedding_gradients}  # noqa: RUF012

@@ -131,6 +131,9 @@ def coordinates(
 
 def sum_of_squared_normals(key: Unsigned, start: int, count: int, device: torch.device) -> int:
     """As `directions.sum_of_squared_normals`, computed on `device`."""
+    compiled = _cpu_kernels() if device.type == "cpu" else None
+    if compiled is not None:
+        return compiled.sum_of_squared_normals(key, start, count)
     total = 0
     for first in range(start, start + count, _NORM_CHUNK):
         z = coordinates(key, True, first, min(_NORM_CHUNK, start + count - first), device)

@@ -30,6 +30,7 @@ from hf_dpzero.directions import (
     check_distribution,
     largest_coordinate,
 )
+from hf_dpzero.interrupts import held_back
 from hf_dpzero.tensors import CHUNK, SMALL, Change, LatticeSegment, RoundedSegment
 
 _address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # the fastest over many tensors
@@ -94,6 +95,7 @@ class ParameterSpace:
         self._streams: dict[Direction, DirectionStream] = {}
         self._pending: dict[Direction, float] = {}
         self.position: Position = ()
+        self._failed = False
         self.traffic = 0
 
     @classmethod
@@ -160,7 +162,7 @@ class ParameterSpace:
     @property
     def settled(self) -> bool:
         """Whether the tensors hold theta: no perturbation stands, no update waits."""
-        return not self.position and not self._pending
+        return not self.position and not self._pending and not self._failed
 
     @property
     def waiting(self) -> bool:
@@ -179,14 +181,28 @@ class ParameterSpace:
         self._ensure_snapped()
         self._refuse_out_of_reach(position)
         old, new, update = dict(self.position), dict(position), self._pending
-        self._pass_(
-            {
-                u: (old.get(u, 0.0), new.get(u, 0.0), update.get(u, 0.0))
-                for u in sorted({**update, **old, **new})  # whatever the order or the path here
-            }
-        )
-        self.position, self._pending = tuple(position), {}
+        moves = {
+            u: (old.get(u, 0.0), new.get(u, 0.0), update.get(u, 0.0))
+            for u in sorted({**update, **old, **new})  # whatever the order or the path here
+        }
+        with self._whole():
+            self._pass_(moves)
+            self.position, self._pending = tuple(position), {}
         self._streams = {u: stream for u, stream in self._streams.items() if u in new}
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What happens inside happens to all tensors: not interrupted, and never carried on after a
+        failure half-way."""
+        if self._failed:
+            raise RuntimeError(
+                "a pass over the parameters failed half-way, so they hold neither the old nor the new "
+                "values: load the model anew and resume from a checkpoint."
+            )
+        with held_back():
+            self._failed = True
+            yield
+            self._failed = False
 
     def settle_(self) -> None:
         """Takes every perturbation off and makes the update that waits, if any.
@@ -288,14 +304,16 @@ class ParameterSpace:
             self.settle_()
         self._refuse_update(directions, coefficients, decay)
         if decay:
-            self._decay_(decay, self.stream(directions[0]))
-        self._make_room_(coefficients)
-        self._pending = dict(zip(directions, coefficients, strict=True))
+            self.settle_()
+        with held_back():
+            if decay:
+                self._decay_(decay, self.stream(directions[0]))
+            self._make_room_(coefficients)
+            self._pending = dict(zip(directions, coefficients, strict=True))
         if not defer:
             self.settle_()
 
     def _decay_(self, decay: float, stream: DirectionStream) -> None:
-        self.settle_()
         decayed = np.array([name in self.decayed for name in self.names])
         for segment in self._segments:
             segment.decay_(decay, stream, decayed[segment.numbers.astype(np.int64)])
@@ -339,15 +357,16 @@ class ParameterSpace:
         self._ensure_snapped()
         self.settle_()
         stream, gaussian, part = self.stream(direction), self.distribution != "rademacher", 0
-        for number, (offset, size) in enumerate(self.layout):
-            segment, m = self._places[number]
-            device = segment.flat.device
-            for start in range(0, size, CHUNK):
-                count = min(CHUNK, size - start)
-                u = passes.coordinates(stream.key, gaussian, offset + start, count, device)
-                values = u.mul_(coefficient * stream.scale).add_(noise(part, count).to(device))
-                segment.add_dense_(m, start, values, stream, self._reach)
-                part += 1
+        with self._whole():
+            for number, (offset, size) in enumerate(self.layout):
+                segment, m = self._places[number]
+                device = segment.flat.device
+                for start in range(0, size, CHUNK):
+                    count = min(CHUNK, size - start)
+                    u = passes.coordinates(stream.key, gaussian, offset + start, count, device)
+                    values = u.mul_(coefficient * stream.scale).add_(noise(part, count).to(device))
+                    segment.add_dense_(m, start, values, stream, self._reach)
+                    part += 1
         self._streams.clear()
 
     def stream(self, direction: Direction) -> DirectionStream:

@@ -33,7 +33,7 @@ def warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:
     if found is None:
         logger.info("signal and rounding were not compared: no public batch could be made.")
     elif trainer.is_world_process_zero():
-        (logger.warning if found.ratio < 1.0 else logger.info)(str(found))
+        (logger.info if found.sufficient else logger.warning)(str(found))
 
 
 def _public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:

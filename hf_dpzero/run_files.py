@@ -28,7 +28,8 @@ def start_ledger(output_dir: str, header: dict[str, Any], base_digest: str) -> T
       LedgerError: the folder holds a ledger already.
     """
     path = Path(output_dir) / LEDGER_NAME
-    _refuse_orphaned_checkpoints(Path(output_dir), -1)
+    if not path.exists():  # one that exists is refused below, for what it is
+        _refuse_orphaned_checkpoints(Path(output_dir), -1)
     key = header.get("direction_key") or f"{new_key():032x}"
     header = {**header, "base_model_digest": base_digest, "direction_key": distributed.shared(key)}
     return distributed.on_main(lambda: Trajectory.create(path, header), lambda: Trajectory(header))

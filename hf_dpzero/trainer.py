@@ -330,7 +330,7 @@ class DPZeroTrainer(Trainer):
 
     def _may_defer(self) -> bool:
         """Whether nobody reads the weights between steps but through a forward or a state dict."""
-        known = all_known(self.callback_handler.callbacks)
+        known = all_known([self, *self.callback_handler.callbacks])
         return self.args.defer_updates and known and not is_compiled(self.model)
 
     def _parameter_space(self) -> ParameterSpace:
@@ -354,10 +354,13 @@ class DPZeroTrainer(Trainer):
             self.args.smoothing,
             self.args.reuse_frozen_prefix,
             self.args.perturbation_strategy,
+            forget_unread=not self.plan.mechanism.private,
         )
         assert self.trajectory is not None
         direction = directions_of(0, self.trajectory.header)[0]
-        for message in make_exact(differences, self.probe(), direction):
+        with isolated_randomness():
+            messages = make_exact(differences, self.probe(), direction)
+        for message in messages:
             logger.warning(message)
         return differences
 
@@ -374,6 +377,8 @@ class DPZeroTrainer(Trainer):
         except ParameterChanged:
             self._tainted = True
             raise
+        if self.step.defer and not all_known(self.callback_handler.callbacks):
+            self.space.settle_()  # a callback came in after the start
         if self.args.log_private_diagnostics and differences is not None:
             self._diagnostics = private_diagnostics(differences, self.plan.mechanism)
         return torch.zeros((), device=self.args.device)

@@ -81,7 +81,8 @@ def check_model(model: nn.Module) -> None:
     Raises:
       ValueError: weights that are not in memory (see `check_placement`); a trainable parameter of a
         dtype other than float32, bfloat16 and float16, or with memory that something else uses too
-        (see `check_storage`); batch normalisation with batch statistics.
+        (see `check_storage`); batch normalisation with batch statistics; an embedding that
+        renormalises its weight.
     """
     check_placement(model)
     for name, parameter in model.named_parameters():
@@ -89,6 +90,16 @@ def check_model(model: nn.Module) -> None:
             _check_dtype(name, parameter)
     check_storage(model)
     _check_batch_statistics(model)
+    _check_renormalisation(model)
+
+
+def _check_renormalisation(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and hasattr(module, "weight"):
+            raise ValueError(
+                f"{name} with max_norm={module.max_norm} rewrites the rows of its weight that private "
+                "examples look up: set max_norm=None."
+            )
 
 
 def _check_batch_statistics(model: nn.Module) -> None:
@@ -263,15 +274,15 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 def parameters_left_alone(model: nn.Module) -> Iterator[None]:
     """Refuses a model whose forward passes inside the block write to its parameters.
 
-    All of them are compared by checksum, which also sees writes through `.data`; trainable ones also
-    by version counter and address, for a write that is undone again would stop every later step.
+    They are compared by checksum, which also sees writes through `.data`, and by version counter and
+    address, for a write that is undone again would stop every later step.
 
     Raises:
       ValueError: names the parameter.
     """
     named = list(model.named_parameters())
     before = checksums(named)
-    guard = ParameterGuard((name, p) for name, p in named if p.requires_grad)
+    guard = ParameterGuard((name, p) for name, p in named if has_plain_storage(p))
     guard.arm()
     yield
     changed = _first_change(named, list(model.named_parameters()), before)

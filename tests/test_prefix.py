@@ -41,7 +41,8 @@ def estimator(
     space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
     space.snap_()
     chosen = objective or select_objective(model)
-    return FiniteDifferences(model, space, chosen, SMOOTHING, reuse_frozen_prefix=reuse)
+    settings = {"reuse_frozen_prefix": reuse, "forget_unread": True}
+    return FiniteDifferences(model, space, chosen, SMOOTHING, **settings)
 
 
 def differences(estimate: FiniteDifferences, batches: list[Batch], count: int = 3) -> Tensor:

@@ -19,6 +19,7 @@ from transformers import (
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.directions import Direction, DirectionStream, direction_vector
+from hf_dpzero.guard import ParameterChanged
 from hf_dpzero.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.perturbation import ParameterSpace, digest_model
 from hf_dpzero.trajectory import LedgerError, Trajectory, replay
@@ -788,3 +789,75 @@ def test_laplace_noise_gives_a_pure_epsilon(tmp_path):
     pure = 6 * math.log1p(12 / 120 * math.expm1(1.0))  # T log(1 + q (e^(1/b) - 1)), b = 1
     assert report.private and report.delta == 0.0
     assert report.epsilon == pytest.approx(pure, rel=1e-6)
+
+
+# ---------------------------------------------------------------- what frozen parts may do
+
+
+def test_a_renormalising_embedding_is_refused_though_frozen(tmp_path):
+    """It rewrites the rows that private examples look up, whether it trains or not."""
+    model = tiny_model()
+    model.bert.embeddings.word_embeddings.max_norm = 1.0
+    model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="word_embeddings with max_norm=1.0.*set max_norm=None"):
+        build(tmp_path, model).train()
+
+
+def test_a_frozen_parameter_that_a_later_batch_changes_stops_the_run(tmp_path):
+    model = tiny_model()
+    frozen = model.bert.embeddings.LayerNorm.weight.requires_grad_(False)
+    forward, calls = model.bert.forward, []
+
+    def writing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 40:  # the trial and the first steps are innocent
+            with torch.no_grad():
+                frozen.add_(1.0)
+        return forward(*args, **kwargs)
+
+    model.bert.forward = writing
+    trainer = build(tmp_path, model, max_steps=60, reuse_frozen_prefix=False)
+    with pytest.raises(ParameterChanged, match="LayerNorm.weight was written to"):
+        trainer.train()
+    with pytest.raises(ValueError, match="un-noised private data"):
+        trainer.save_model()
+
+
+def test_paired_is_for_runs_that_are_not_private(tmp_path):
+    with pytest.raises(ValueError, match="'paired'.*method='mezo' only"):
+        build(tmp_path, perturbation_strategy="paired")
+    settings = {"method": "mezo", "noise_multiplier": None, "max_steps": 2}
+    trainer = build(tmp_path / "mezo", perturbation_strategy="paired", **settings)
+    trainer.train()
+    assert trainer.step.differences.strategy == "paired"
+
+
+def test_a_row_whose_loss_is_nan_changes_neither_strategy_nor_prefix(tmp_path, caplog):
+    """What is set up may not tell data sets apart."""
+    seen = []
+    for bad in (False, True):
+        model = tiny_model()
+        model.bert.encoder.layer[0].requires_grad_(False)
+        model.bert.embeddings.requires_grad_(False)
+
+        def loss(m, inputs, bad=bad):
+            out = torch.nn.functional.cross_entropy(
+                m(input_ids=inputs["input_ids"]).logits, inputs["labels"], reduction="none"
+            )
+            return torch.where(torch.arange(len(out)) == 0, math.nan, out) if bad else out
+
+        given = {"compute_per_example_loss": loss}
+        trainer = build(tmp_path / str(bad), model, trainer_settings=given, max_steps=1)
+        trainer.train()
+        differences = trainer.step.differences
+        seen.append((differences.strategy, differences.prefix is None, differences.forget_unread))
+    assert seen[0] == seen[1] == ("whole_model", False, False)
+    assert "reuse_frozen_prefix is off" not in caplog.text
+
+
+def test_a_second_run_beside_checkpoints_is_refused_for_what_it_is(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    build(tmp_path, **settings).train()
+    with pytest.raises(LedgerError) as refused:
+        build(tmp_path, **settings).train()
+    assert "rolled back" not in str(refused.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,9 +93,9 @@ def available_bytes(device: str) -> int:
 
 
 def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
-    """Peak bytes by memory phase; dp-adamw is left out for float16, where it is refused."""
+    """Peak bytes by memory phase; no dp-adamw for float16 or without opacus."""
     sizes = (asked.dtype, asked.batch_size, asked.seq_length, asked.attention)
-    first_order = asked.dtype != "float16"
+    first_order = asked.dtype != "float16" and importlib.util.find_spec("opacus") is not None
     found = footprint(shape, *sizes, per_example=first_order)
     doubled = None
     if asked.strategy == "paired":
