@@ -1217,6 +1217,6 @@ def test_power_of_the_memory_test():
         pytest.skip("needs Linux /proc")
     forget_peak()
     before = peak_resident_bytes()
-    copy = np.ones(1 << 23, np.float32)  # 32 MiB, a quarter of the model above
+    copy = np.ones(1 << 25, np.float32)  # a copy of the model above, too large for the heap
     assert peak_resident_bytes() - before > 24 << 20
     del copy
