@@ -18,7 +18,17 @@ from hf_dpzero.perturbation import ParameterSpace
 
 @contextlib.contextmanager
 def settled_before_reads(model: nn.Module, space: ParameterSpace) -> Iterator[None]:
-    """Inside, forward passes see no waiting update and state dicts see theta; settled on exit."""
+    """`reads_watched`, and settled on exit."""
+    try:
+        with reads_watched(model, space):
+            yield
+    finally:
+        space.settle_()
+
+
+@contextlib.contextmanager
+def reads_watched(model: nn.Module, space: ParameterSpace) -> Iterator[None]:
+    """Inside, forward passes see no waiting update and state dicts see theta."""
 
     def before_forward(module: nn.Module, args: Any) -> None:
         if space.waiting:
@@ -35,7 +45,6 @@ def settled_before_reads(model: nn.Module, space: ParameterSpace) -> Iterator[No
     finally:
         for handle in handles:
             handle.remove()
-        space.settle_()
 
 
 def all_known(watchers: Iterable[Any]) -> bool:

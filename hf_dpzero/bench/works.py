@@ -21,6 +21,7 @@ from hf_dpzero.bench.settings import (
     StepBench,
 )
 from hf_dpzero.bench.shapes import model_inputs
+from hf_dpzero.deferral import reads_watched
 from hf_dpzero.directions import Direction
 from hf_dpzero.estimator import FiniteDifferences, evaluation_mode
 from hf_dpzero.exactness import make_exact
@@ -127,25 +128,14 @@ class Step:
 
     @contextlib.contextmanager
     def as_in_training(self) -> Iterator[None]:
-        """Inside, the model carries the hooks that watch for reads where updates are deferred.
+        """Inside, reads are watched as in training where updates are deferred.
 
-        Those of `deferral.settled_before_reads`, which would settle on leaving the block and so move
-        the waiting update out of the step.
+        Not settled on leaving, which would move the waiting update out of the step.
         """
-        trainable = [
-            m for m in self.model.modules() if any(p.requires_grad for p in m.parameters())
-        ]
-        watched = trainable if self.bench.deferred else []
-        handles = [m.register_forward_pre_hook(self._before_forward) for m in watched]
-        try:
+        with contextlib.ExitStack() as stack:
+            if self.bench.deferred:
+                stack.enter_context(reads_watched(self.model, self.space))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self.space.waiting:
-            self.space.settle_()
 
     def restore_errors(self, cycles: int) -> tuple[float, float]:
         """max |theta after evaluations without an update - theta before|: after one, after all.
