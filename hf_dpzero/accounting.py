@@ -1,48 +1,6 @@
 """From what a run does to the epsilon that it costs, and back to the noise that it needs.
 
-The numbers come from Google's `dp-accounting` 0.6. This module decides which of its events and
-accountants is a sound description of a run, and refuses every combination for which it has none.
-
-| sampler | relation | noise | event, accountant |
-|---|---|---|---|
-| poisson | add_or_remove_one, replace_special | Gaussian | PoissonSampled(Gaussian), PLD or RDP |
-| poisson | replace_one | Gaussian | the same event, PLD with REPLACE_ONE |
-| poisson | add_or_remove_one, replace_special | Laplace | PoissonSampled(Laplace), PLD |
-| truncated_poisson | all three | Gaussian | TruncatedSubsampledGaussian, PLD |
-| fixed_size_without_replacement | replace_one | Gaussian | SampledWithoutReplacement, RDP |
-| full_batch | all three | Gaussian | T Gaussians = one Gaussian; exact, or RDP |
-| full_batch | all three | Laplace | Laplace, PLD or RDP |
-| full_batch | replace_one | Gaussian | `advanced_composition`: Lemma 2.2 of the DPZero paper |
-
-Notes on soundness
-------------------
-*Vectors under replace_one.* With P = (1-q) N(0) + q N(a) and Q = (1-q) N(0) + q N(b), a and b in
-the unit ball of R^K, every hockey-stick divergence is largest at b = -a, |a| = 1, which is the
-one-dimensional pair that the PLD uses. Proof: for alpha >= 1, H_alpha(P || Q) is q times the
-divergence of N(a) from w1 N(b) + w0 N(0), w1 + w0 >= 1. Its optimal set S = {c1 exp<b-a, x> +
-c0 exp<-a, x> <= 1} has an outward normal that is a positive combination of b - a and -a, so by the
-envelope theorem and the divergence theorem turning b away from a at fixed |b| increases the
-divergence; once b points against a the problem is one-dimensional and grows with |a| and |b|.
-alpha < 1 follows by exchanging P and Q.
-
-*Truncation.* `TruncatedSubsampledGaussianDpEvent` describes what `TruncatedPoissonSampler` does: a
-uniformly random subset, without replacement, of an oversized Poisson sample. Condition on the
-sample of the other examples. If it is below the cap, the step is ordinary Poisson sampling. If not,
-the batch without example x is a uniform cap-subset of the others, and with x, whatever the number
-sampled, is that or, with the event's conditional probability, a uniform (cap-1)-subset plus x: a
-batch in which x has replaced another example. That moves the sum by at most 2C from the untouched
-batch and by at most 2C between two values of x, which the library bounds by a replace-one pair with
-noise sigma / 2, under all three relations. The event's `dataset_size` counts x. For
-add_or_remove_one a data set of n has neighbours on both sides, so epsilon is the larger of those
-for dataset_size n and n + 1.
-
-*Laplace vectors.* A product of Laplace shifts s_1..s_K (in units of b) is dominated by one shift
-S = sum s_i. Proof for two, s >= t: the curve of one shift s is
-d(eps; s) = max(0, 1 - e^((eps - s)/2), 1 - e^eps). By symmetry take eps >= 0. The product's
-divergence is E[d(eps - L; s)] over the second loss |L| <= t <= s; there eps - L >= -s, so the third
-branch is never the larger one, and pointwise
-d(eps - L; s) <= max(0, 1 - e^((eps - t - s)/2)) = d(eps; s + t). Induction gives K, and Poisson
-sampling preserves domination.
+Which event and accountant describe a step is decided in `step_law.py`.
 
 *Numerical error.* PLD results are pessimistic in their discretisation and tail truncation. Their
 floating-point error grows as the grid is refined and acts mostly upwards; grids here stay near 1/64
@@ -53,181 +11,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.mechanisms import (
-    MAX_NOISE_MULTIPLIER,
-    MIN_NOISE_MULTIPLIER,
-    RELATIONS,
-    Relation,
-    discretisation_slack,
-    sensitivity_factor,
-)
+from hf_dpzero.integer_grid import discretisation_slack
+from hf_dpzero.mechanism_base import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER
+from hf_dpzero.step_law import Accountant, StepLaw, accountant_used, check_sound, step_event
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-Accountant = Literal["pld", "rdp", "advanced_composition"]
-ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp", "advanced_composition")
+__all__ = [
+    "Accountant",
+    "StepLaw",
+    "accountant_used",
+    "calibrated_noise_multiplier",
+    "check_sound",
+    "epsilon_after",
+    "lemma_noise_multiplier",
+    "smallest_argument",
+    "step_event",
+]
 
 MIN_DELTA = 1e-12
 """The PLD accountant truncates tails at 1e-15; below this delta its answers mean nothing."""
-
-LAPLACE_MARGIN = 1.0 - 1e-12
-"""Shrinks b for the discreteness of the noise; see the docstring of `mechanisms.py`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepLaw:
-    """Everything about one step that its privacy depends on. Hashable.
-
-    Attributes:
-      sampling: name of the sampler.
-      num_examples: n.
-      batch_size: expected batch size B; q = B / n.
-      max_batch_size: the cap of truncated_poisson, else 0.
-      distribution: "gaussian" or "laplace".
-      noise_multiplier: sigma, noise scale over C.
-      num_directions: K, the number of noise draws in a step.
-      relation: the neighbouring relation.
-      accountant: the accountant asked for.
-    """
-
-    sampling: str
-    num_examples: int
-    batch_size: float
-    max_batch_size: int = 0
-    distribution: str = "gaussian"
-    noise_multiplier: float = 1.0
-    num_directions: int = 1
-    relation: Relation = "add_or_remove_one"
-    accountant: Accountant = "pld"
-
-    @property
-    def probability(self) -> float:
-        """q, the chance that one example is in the batch."""
-        return 1.0 if self.sampling == "full_batch" else self.batch_size / self.num_examples
-
-
-def check_sound(law: StepLaw) -> None:
-    """Refuses, with what to use instead, every combination that has no sound event here.
-
-    Raises:
-      ValueError: unknown names, or a combination outside the table in the module docstring.
-    """
-    if law.relation not in RELATIONS:
-        raise ValueError(f"relation={law.relation!r} is unknown; use one of {RELATIONS}.")
-    if law.accountant not in ACCOUNTANTS:
-        raise ValueError(f"accountant={law.accountant!r} is unknown; use one of {ACCOUNTANTS}.")
-    for applies, message in _refusals(law):
-        if applies:
-            raise ValueError(message)
-
-
-def _refusals(law: StepLaw) -> list[tuple[bool, str]]:
-    fixed = law.sampling == "fixed_size_without_replacement"
-    poisson = law.sampling == "poisson"
-    truncated = law.sampling == "truncated_poisson"
-    laplace = law.distribution == "laplace"
-    replace_one = law.relation == "replace_one"
-    lemma = law.accountant == "advanced_composition"
-    rdp = law.accountant == "rdp"
-    return [
-        (
-            lemma and law.sampling != "full_batch",
-            f"accountant='advanced_composition' (Lemma 2.2 of the DPZero paper) gives no "
-            f"amplification by sampling, and sampling={law.sampling!r} has a larger sensitivity "
-            "per step than it assumes; use accountant='pld', or the full_batch sampler.",
-        ),
-        (
-            lemma and laplace,
-            "accountant='advanced_composition' is stated for Gaussian noise; "
-            "use accountant='pld' with distribution='laplace'.",
-        ),
-        (
-            lemma and not replace_one,
-            f"accountant='advanced_composition' is stated for replace_one neighbours, not "
-            f"{law.relation!r}; use relation='replace_one', or accountant='pld'.",
-        ),
-        (
-            fixed and not replace_one,
-            f"fixed_size_without_replacement sampling has no sound event under "
-            f"relation={law.relation!r} (its batch size reveals that an example is missing); use "
-            "relation='replace_one', or the poisson sampler.",
-        ),
-        (
-            fixed and laplace,
-            "fixed_size_without_replacement sampling has no event for Laplace noise; use "
-            "distribution='gaussian', or the poisson sampler with relation='add_or_remove_one'.",
-        ),
-        (
-            truncated and laplace,
-            "truncated_poisson sampling has no event for Laplace noise; use "
-            "distribution='gaussian', or the poisson sampler.",
-        ),
-        (
-            truncated and rdp,
-            "accountant='rdp' does not support truncated_poisson sampling; use accountant='pld', "
-            "or the poisson sampler.",
-        ),
-        (
-            poisson and laplace and replace_one,
-            "poisson sampling of a Laplace mechanism has no event under relation='replace_one'; "
-            "use relation='add_or_remove_one', or distribution='gaussian'.",
-        ),
-        (
-            poisson and laplace and rdp,
-            "accountant='rdp' does not support poisson sampling of Laplace noise; "
-            "use accountant='pld'.",
-        ),
-        (
-            poisson and replace_one and rdp,
-            "accountant='rdp' does not support poisson sampling under relation='replace_one'; "
-            "use accountant='pld', or relation='add_or_remove_one'.",
-        ),
-    ]
-
-
-def accountant_used(law: StepLaw) -> str:
-    """The accountant whose number is reported: `gaussian_exact`, `pld`, `rdp` or the lemma.
-
-    Fixed-size sampling is always RDP (a PLD for it is not in the library); a Gaussian full batch
-    under "pld" is exact, because T Gaussians compose to one.
-    """
-    if law.sampling == "fixed_size_without_replacement":
-        return "rdp"
-    if law.accountant == "pld" and law.sampling == "full_batch" and law.distribution == "gaussian":
-        return "gaussian_exact"
-    return law.accountant
-
-
-def step_event(law: StepLaw) -> DpEvent:
-    """The `DpEvent` of one step, in the convention of the accountant that reads it.
-
-    The PLD accountant doubles the sensitivity of a Gaussian by itself under REPLACE_ONE; the RDP
-    accountant and Laplace events do not, so there the factor is divided out of the noise. For
-    truncated_poisson under add_or_remove_one this is the event of the pair (n + 1, n).
-    """
-    import dp_accounting as dp
-
-    check_sound(law)
-    sigma, q = law.noise_multiplier, law.probability
-    if law.distribution == "laplace":
-        b = sigma * LAPLACE_MARGIN / sensitivity_factor(law.relation)
-        inner: DpEvent = dp.LaplaceDpEvent(b)
-        return inner if law.sampling == "full_batch" else dp.PoissonSampledDpEvent(q, inner)
-    if law.sampling == "truncated_poisson":
-        larger = law.num_examples + (law.relation == "add_or_remove_one")
-        return dp.TruncatedSubsampledGaussianDpEvent(larger, q, law.max_batch_size, sigma)
-    if law.sampling == "poisson":
-        return dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma))
-    if law.sampling == "fixed_size_without_replacement":
-        gaussian = dp.GaussianDpEvent(sigma / 2)
-        return dp.SampledWithoutReplacementDpEvent(law.num_examples, int(law.batch_size), gaussian)
-    pld_convention = accountant_used(law) == "gaussian_exact"
-    return dp.GaussianDpEvent(sigma if pld_convention else sigma / sensitivity_factor(law.relation))
 
 
 @lru_cache(maxsize=4096)
@@ -262,7 +70,7 @@ def _continuous_epsilon(law: StepLaw, steps: int, delta: float) -> float:
     if used == "gaussian_exact":
         return _gaussian_epsilon(law, steps, delta)
     if used == "advanced_composition":
-        lemma = _lemma_epsilon(law.noise_multiplier, steps, delta)
+        lemma = _lemma_epsilon(law.noise_multiplier * 2 / law.factor, steps, delta)
         return max(lemma, _gaussian_epsilon(law, steps, delta))
     if used == "rdp":
         return _rdp_epsilon(law, steps, delta)
@@ -273,7 +81,7 @@ def _gaussian_epsilon(law: StepLaw, steps: int, delta: float) -> float:
     """T full-batch Gaussians are one with sigma / sqrt(T) (Balle and Wang 2018 for its epsilon)."""
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
-    sigma = law.noise_multiplier / sensitivity_factor(law.relation) / math.sqrt(steps)
+    sigma = law.noise_multiplier / law.factor / math.sqrt(steps)
     found = float(get_epsilon_gaussian(sigma, delta))
     return found * (1 + 1e-9) + 1e-11 if found > 0 else 0.0
 
@@ -330,9 +138,19 @@ def _pld_epsilon_on_grid(
     return float(accountant.get_epsilon(delta))
 
 
+def _rough_epsilon(law: StepLaw, steps: int, delta: float, noise_multiplier: float) -> float:
+    """Epsilon on the coarse grid: an upper bound within a percent or so, at a tenth of the cost."""
+    law = replace(law, noise_multiplier=noise_multiplier)
+    return _pld_epsilon_on_grid(law, step_event(law), steps, delta, _coarse_grid(law))
+
+
+def _coarse_grid(law: StepLaw) -> float:
+    return max(_typical_loss(law) / 4, _largest_loss(law) / 2**14, 1e-10)
+
+
 def _typical_loss(law: StepLaw) -> float:
     """Standard deviation of one step's privacy loss, roughly: q sqrt(chi^2), capped."""
-    u = sensitivity_factor(law.relation) / law.noise_multiplier
+    u = law.factor / law.noise_multiplier
     if law.distribution == "laplace":
         u = min(u, 4.0)
         chi2 = (2 * math.exp(u) + math.exp(-2 * u)) / 3 - 1
@@ -343,7 +161,7 @@ def _typical_loss(law: StepLaw) -> float:
 
 def _largest_loss(law: StepLaw) -> float:
     """Width of the loss range that one step's discretisation covers (ten deviations)."""
-    factor = 2.0 if law.sampling == "truncated_poisson" else sensitivity_factor(law.relation)
+    factor = 2.0 if law.sampling == "truncated_poisson" else law.factor
     u = factor / law.noise_multiplier
     tail = u if law.distribution == "laplace" else u * (10.0 + u / 2)
     q = 1.0 if law.sampling == "truncated_poisson" else law.probability
@@ -352,7 +170,7 @@ def _largest_loss(law: StepLaw) -> float:
 
 def _pure_epsilon(law: StepLaw, steps: int) -> float:
     """Pure epsilon of T Laplace releases, each amplified to log(1 + q (e^eps - 1))."""
-    one = sensitivity_factor(law.relation) / law.noise_multiplier
+    one = law.factor / law.noise_multiplier
     if law.probability == 1.0:
         return steps * one * (1 + 1e-12)
     if one > 500:
@@ -439,7 +257,7 @@ def calibrated_noise_multiplier(
 def _first_guess(law: StepLaw, steps: int, epsilon: float, delta: float) -> float:
     """A multiplier of the right size, from a cheaper question with nearly the same answer."""
     if law.accountant == "advanced_composition":
-        return lemma_noise_multiplier(epsilon, steps, delta)
+        return lemma_noise_multiplier(epsilon, steps, delta) * law.factor / 2
     if law.sampling == "truncated_poisson":
         plain = replace(law, sampling="poisson", max_batch_size=0)
         return calibrated_noise_multiplier(plain, steps, epsilon=epsilon, delta=delta)
@@ -447,24 +265,14 @@ def _first_guess(law: StepLaw, steps: int, epsilon: float, delta: float) -> floa
         return max(1.0, law.probability * math.sqrt(steps)) / epsilon
     from dp_accounting.gaussian_mechanism import get_sigma_gaussian
 
-    mu = sensitivity_factor(law.relation) / float(get_sigma_gaussian(epsilon, max(delta, 1e-300)))
+    mu = law.factor / float(get_sigma_gaussian(epsilon, max(delta, 1e-300)))
     # Central limit for subsampled Gaussians: mu = q sqrt(T (e^(1/sigma^2) - 1)), Dong et al. 2022.
-    ratio = mu / (law.probability * math.sqrt(steps) * sensitivity_factor(law.relation))
-    guess = sensitivity_factor(law.relation) / math.sqrt(math.log1p(ratio**2))
+    ratio = mu / (law.probability * math.sqrt(steps) * law.factor)
+    guess = law.factor / math.sqrt(math.log1p(ratio**2))
     if accountant_used(law) != "pld" or not math.isfinite(guess):
         return guess
     rough = partial(_rough_epsilon, law, steps, delta)
     return smallest_argument(rough, epsilon, guess, tolerance=1e-3)
-
-
-def _rough_epsilon(law: StepLaw, steps: int, delta: float, noise_multiplier: float) -> float:
-    """Epsilon on the coarse grid: an upper bound within a percent or so, at a tenth of the cost."""
-    law = replace(law, noise_multiplier=noise_multiplier)
-    return _pld_epsilon_on_grid(law, step_event(law), steps, delta, _coarse_grid(law))
-
-
-def _coarse_grid(law: StepLaw) -> float:
-    return max(_typical_loss(law) / 4, _largest_loss(law) / 2**14, 1e-10)
 
 
 def smallest_argument(

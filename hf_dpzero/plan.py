@@ -21,12 +21,7 @@ from hf_dpzero.accounting import (
     epsilon_after,
     step_event,
 )
-from hf_dpzero.mechanisms import (
-    Mechanism,
-    NonPrivateMean,
-    Relation,
-    mechanism_from_dict,
-)
+from hf_dpzero.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
 from hf_dpzero.sampling import Sampler, TruncatedPoissonSampler, sampler_from_dict
 
 if TYPE_CHECKING:
@@ -79,7 +74,7 @@ class PrivacyPlan:
                 f"divides by {self.mechanism.expected_batch_size}; give both the same "
                 "expected_batch_size."
             )
-        if not isinstance(self.mechanism, NonPrivateMean):
+        if not isinstance(self.mechanism, NotNoised):
             check_sound(self.law)
 
     @property
@@ -92,10 +87,11 @@ class PrivacyPlan:
             batch_size=float(self.sampler.expected_batch_size),
             max_batch_size=cap.max_batch_size if isinstance(cap, TruncatedPoissonSampler) else 0,
             distribution=self.mechanism.distribution,
-            noise_multiplier=self.mechanism.noise_multiplier,
-            num_directions=self.mechanism.num_directions,
+            noise_multiplier=self.mechanism.effective_noise_multiplier,
+            num_directions=self.mechanism.noise_draws,
             relation=self.relation,
             accountant=self.accountant,
+            replacement=self.mechanism.replacement_factor // self.mechanism.presence_factor,
         )
 
     @property
@@ -110,20 +106,27 @@ class PrivacyPlan:
 
     @property
     def sensitivity(self) -> float:
-        """Sensitivity of the clipped sum under the plan's relation, in the units of the clip."""
+        """Sensitivity of the clipped sum under the plan's relation, in the units of the clip.
+
+        Under adaptive clipping, of the first step's.
+        """
         return self.mechanism.sensitivity(self.relation)
 
-    def event(self, at: int | None = None) -> DpEvent:
+    def event(self, at: int | None = None, *, joint: bool = False) -> DpEvent:
         """The `dp_accounting` event of the first `at` steps (default: all of them).
 
-        It is written in the convention of the accountant named by `accountant_used`.
+        It is written in the convention of the accountant named by `accountant_used`. A step with
+        several noises (adaptive clipping) is shown as the composition that it is, or, with
+        `joint=True`, as the one Gaussian that they amount to (see `step_law`), which is what its
+        epsilon is computed from: the PLD accountant takes no composition inside a sampled event.
         """
         import dp_accounting as dp
 
         count = self._count(at)
         if not self.private:
             return dp.NonPrivateDpEvent() if count else dp.NoOpDpEvent()
-        return dp.SelfComposedDpEvent(step_event(self.law), count) if count else dp.NoOpDpEvent()
+        once = step_event(self.law) if joint else step_event(self.law, self._parts)
+        return dp.SelfComposedDpEvent(once, count) if count else dp.NoOpDpEvent()
 
     def epsilon(self, delta: float, at: int | None = None) -> float:
         """Epsilon spent at `delta` after `at` steps (default: all); an upper bound.
@@ -151,15 +154,18 @@ class PrivacyPlan:
         Guarantee: `plan.calibrate(epsilon=e, delta=d).epsilon(d) <= e`, evaluated before return.
 
         Raises:
-          ValueError: the mechanism has no noise to calibrate, or no noise reaches the target.
+          ValueError: the mechanism has no noise to calibrate, no noise reaches the target, or
+            (adaptive clipping) it is more than `clip_count_noise` allows.
         """
-        if isinstance(self.mechanism, NonPrivateMean):
+        mechanism = self.mechanism
+        if isinstance(mechanism, NotNoised):
             raise ValueError(
-                f"target epsilon={epsilon} with method 'mezo', which has no noise to calibrate; "
-                "use method 'dpzero', or drop the target."
+                f"target epsilon={epsilon} with method {mechanism.name!r}, which has no noise to "
+                f"calibrate; use method {mechanism.private_counterpart!r}, or drop the target."
             )
-        sigma = calibrated_noise_multiplier(self.law, self.steps, epsilon=epsilon, delta=delta)
-        plan = replace(self, mechanism=replace(self.mechanism, noise_multiplier=sigma))
+        found = calibrated_noise_multiplier(self.law, self.steps, epsilon=epsilon, delta=delta)
+        sigma = found * mechanism.presence_factor
+        plan = replace(self, mechanism=replace(mechanism, noise_multiplier=sigma))
         assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
         return plan
 
@@ -192,6 +198,12 @@ class PrivacyPlan:
         """SHA-256 (hex) of the canonical JSON: equal plans, equal digests, on every machine."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        """The multipliers of a step's noises over that of the one Gaussian they amount to."""
+        whole = self.mechanism.effective_noise_multiplier
+        return tuple(part / whole for part in self.mechanism.event_multipliers)
 
     def _count(self, at: int | None) -> int:
         count = self.steps if at is None else at

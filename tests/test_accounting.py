@@ -199,6 +199,63 @@ def test_one_step_in_every_small_universe_keeps_to_the_claim(changes, tight, del
         assert truth >= delta * 0.97
 
 
+def grouped_sum_law(data: dict[int, int], step: StepLaw, groups: int) -> dict[float, float]:
+    """Law of the sum over groups (index mod groups) of mean values clipped to C = 1.
+
+    `data` maps indices 0..n-1 to values; who is missing is not sampled.
+    """
+    total: dict[float, float] = defaultdict(float)
+    present = sorted(data)
+    for p, places in batches_for(step, len(present)):
+        batch = [present[i] for i in places]
+        means = [
+            np.mean(values)
+            for g in range(groups)
+            if (values := [data[i] for i in batch if i % groups == g])
+        ]
+        total[float(np.clip(means, -1, 1).sum())] += p
+    return total
+
+
+def grouped_neighbours(n: int, relation: str) -> Iterable[tuple[dict[int, int], dict[int, int]]]:
+    """Data sets over {-9, 0, 9} but for example 0, which outweighs the others together."""
+    for values in itertools.product((-90, 0, 90), *[(-9, 0, 9)] * (n - 1)):
+        data = dict(enumerate(values))
+        if relation == "replace_one":
+            yield from ((data, {**data, 0: v}) for v in (-90, 0, 90))
+        else:
+            yield data, {i: v for i, v in data.items() if i}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("changes", "relations"),
+    [
+        ({"sampling": "poisson"}, ["add_or_remove_one", "replace_one", "replace_special"]),
+        ({"sampling": "full_batch", "batch_size": 3.0}, ["add_or_remove_one", "replace_one"]),
+        ({"sampling": "truncated_poisson", "max_batch_size": 2}, ["replace_one"]),
+        ({**FIXED, "batch_size": 2.0}, ["replace_one"]),
+    ],
+)
+def test_averaged_clipping_in_every_small_universe_keeps_to_the_claim(changes, relations, groups):
+    """Noise sigma C, accounted as sigma / 2 relative to the move 2C by an example's presence.
+
+    A full batch attains the claim: the mean goes from -C to +C by one example.
+    """
+    for relation in relations:
+        settings = {**SMALL, **changes, "relation": relation, "replacement": 1}
+        step = StepLaw(**{**settings, "noise_multiplier": 1.8 / 2})
+        grid = Grid(1.8, "gaussian")
+        claim = epsilon_after(step, 1, 1e-2)
+        worst = 0.0
+        for pair in grouped_neighbours(3, relation):
+            a, b = (grid.density(grouped_sum_law(data, step, groups)) for data in pair)
+            worst = max(worst, grid.divergence(a, b, claim), grid.divergence(b, a, claim))
+        assert worst <= 1e-2 * (1 + 1e-5)
+        if step.sampling == "full_batch":
+            assert worst >= 1e-2 * 0.97
+
+
 # --- Independent accountants ---------------------------------------------------------------------
 
 

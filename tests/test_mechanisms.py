@@ -13,8 +13,8 @@ import torch
 from scipy import stats
 
 from hf_dpzero.accounting import StepLaw, epsilon_after
+from hf_dpzero.integer_grid import GRID_RADIUS
 from hf_dpzero.mechanisms import (
-    GRID_RADIUS,
     NonPrivateMean,
     ScalarMechanism,
     VectorMechanism,
@@ -232,30 +232,128 @@ def test_two_releases_of_the_same_total_differ():
     assert mechanism.release([0] * 4, 3, NOISE) == mechanism.release([0] * 4, 3, NOISE)
 
 
+def vector(k: int = 1, clip: float = 6.0, **more) -> VectorMechanism:
+    more = {"noise_multiplier": 1.0, "expected_batch_size": 2, **more}
+    return VectorMechanism(clip=clip, num_directions=k, **more)
+
+
+def along(norm: float) -> np.ndarray:
+    return np.array([[norm**2]])
+
+
 def test_vector_mechanism_clips_along_the_direction():
-    mechanism = VectorMechanism(clip=6.0, noise_multiplier=1.0, expected_batch_size=2)
+    mechanism = vector()
     bound = 6.0 / 4.0
     x = torch.tensor([[1.0], [1e30], [-0.25], [math.nan]])
-    assert mechanism.clip_sum(x, direction_norm=4.0) == 1.0 + bound - 0.25
-    assert mechanism.clip_sum(torch.empty(0, 1), direction_norm=4.0) == 0.0
+    assert mechanism.clip_sum(x, along(4.0)) == (1.0 + bound - 0.25,)
+    assert mechanism.clip_sum(torch.empty(0, 1), along(4.0)) == (0.0,)
     for norm in (1.0, 3.0, math.sqrt(7), 1e4, 355e6**0.5):
         for value in (1e30, -1e30, 6.0 / norm):
-            s = mechanism.clip_sum(torch.tensor([[value]], dtype=torch.float64), norm)
+            (s,) = mechanism.clip_sum(torch.tensor([[value]], dtype=torch.float64), along(norm))
             assert abs(s) * norm <= 6.0 * (1 + 1e-15)
             assert abs(s) * norm >= 6.0 * (1 - 2.0**-29)
-    with pytest.raises(ValueError, match=r"direction_norm=0\.0 must be finite and positive"):
-        mechanism.clip_sum(x, direction_norm=0.0)
 
 
-def test_vector_mechanism_adds_up_exactly_and_scales_its_noise():
-    mechanism = VectorMechanism(clip=0.3, noise_multiplier=2.0, expected_batch_size=5)
-    x = torch.randn(64, 1, generator=torch.Generator().manual_seed(3))
-    whole = mechanism.clip_sum(x, 2.3)
-    assert sum(mechanism.clip_sum(part, 2.3) for part in x.split(5)) == whole
+def test_vector_mechanism_with_one_direction_is_what_it_was():
+    """|s| clipped at C / ||u||, each term truncated to 2^-30 of the power of two below the bound."""
+    x = torch.randn(64, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for norm in (2.3, 17.0, math.sqrt(11)):
+        bound = 0.3 / norm
+        grid = 2.0 ** (math.floor(math.log2(bound)) - 30)
+        terms = [int(min(max(s, -bound), bound) / grid) for s in x[:, 0].tolist()]
+        assert vector(1, 0.3).clip_sum(x, along(norm)) == (sum(terms) * grid,)
+
+
+def directions(k: int, kind: str) -> np.ndarray:
+    """[K, 6] rows: independent signs, or directions that almost coincide."""
+    rng = np.random.default_rng(k)
+    if kind == "signs":
+        return rng.choice([-1.0, 1.0], size=(k, 6))
+    scale = {"close": 1e-3, "nearly equal": 1e-9, "equal": 0.0}[kind]
+    return np.ones((k, 6)) + scale * rng.standard_normal((k, 6))
+
+
+def squared_norm(coefficients: tuple[float, ...], u: np.ndarray) -> Fraction:
+    """||sum_k c_k u_k||^2 in exact arithmetic."""
+    coordinates = [
+        sum(Fraction(c) * Fraction(v) for c, v in zip(coefficients, column, strict=True))
+        for column in u.T.tolist()
+    ]
+    return sum((v * v for v in coordinates), Fraction(0))
+
+
+@pytest.mark.parametrize("kind", ["signs", "close", "nearly equal", "equal"])
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_one_vector_never_exceeds_the_clip_in_exact_arithmetic(k, kind):
+    u = directions(k, kind)
+    mechanism, gram = vector(k, 0.7), u @ u.T
+    cancelling = np.zeros((4, k))
+    cancelling[:, 0], cancelling[:, 1] = [1, 1e5, 1e12, 1e30], [-1, -1e5, -1e12, -1e30]
+    rows = np.concatenate([adversarial_rows(k, 0.7, "gaussian")[::17], cancelling])
+    worst = Fraction(0)
+    for row in torch.from_numpy(rows):
+        squared = squared_norm(mechanism.clip_sum(row[None], gram), u)
+        assert squared <= Fraction(0.7) ** 2
+        worst = max(worst, squared)
+    assert worst >= (Fraction(0.7) * Fraction(1 - 2.0**-19)) ** 2
+
+
+def test_several_directions_clip_the_vector_that_they_span():
+    """Against d-vectors made in full: scaled to norm C as wholes, then added."""
+    u = directions(3, "signs")
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    vectors = x.numpy() @ u
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    assert (norms > 2).sum() > 5
+    assert (norms < 2).sum() > 5
+    expected = (vectors * np.minimum(1, 2.0 / norms)).sum(axis=0)
+    found = np.array(vector(3, 2.0).clip_sum(x, torch.from_numpy(u @ u.T))) @ u
+    assert np.abs(found - expected).max() < 40 * 2.0 * 2.0**-20
+    bad = torch.tensor([[math.nan, 0, 0], [0, math.inf, 0]], dtype=torch.float64)
+    mixed = vector(3, 2.0).clip_sum(torch.cat([bad, x]), u @ u.T)
+    assert mixed == vector(3, 2.0).clip_sum(x, u @ u.T)
+
+
+def test_orthogonal_directions_are_clipped_as_dpzero_clips_them():
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    scalars = scalar(4, 1.5)
+    expected = np.array(scalars.clip_sum(x / 3.0)) * scalars.granularity
+    found = np.array(vector(4, 4.5).clip_sum(x / 3.0, 9.0 * np.eye(4)))
+    assert np.abs(found - expected).max() < 40 * 1.5 * 2.0**-20
+
+
+@pytest.mark.parametrize(
+    ("gram", "message"),
+    [
+        (np.eye(3), r"gram of shape \(3, 3\) for num_directions=2"),
+        (np.diag([1.0, 0.0]), "finite with a positive diagonal"),
+        (np.diag([1.0, math.nan]), "finite with a positive diagonal"),
+        (np.array([[1.0, 2.0], [2.0, 1.0]]), "not symmetric and positive semi-definite"),
+        (np.array([[1.0, 0.5], [0.4, 1.0]]), "not symmetric and positive semi-definite"),
+    ],
+)
+def test_what_is_no_gram_matrix_is_refused(gram, message):
+    with pytest.raises(ValueError, match=message):
+        vector(2).clip_sum(torch.zeros(1, 2), gram)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_vector_mechanism_adds_up_exactly(k):
+    mechanism = vector(k, 0.3)
+    u = directions(4, "signs")[:k]
+    x = torch.randn(64, k, generator=torch.Generator().manual_seed(3))
+    whole = mechanism.clip_sum(x, u @ u.T)
+    for size in (1, 5, 13):
+        parts = [mechanism.clip_sum(part, u @ u.T) for part in x.split(size)]
+        assert tuple(sum(column) for column in zip(*parts, strict=True)) == whole
+
+
+def test_vector_mechanism_scales_its_noise():
+    mechanism = vector(1, 0.3, noise_multiplier=2.0, expected_batch_size=5)
     noise = mechanism.noise_part(InsecureSeededNoise(1), 20_000, 0, 0).astype(float)
     assert stats.kstest(noise / (2.0 * 0.3 / 5), "norm").pvalue > 1e-7
     assert stats.kstest(noise / (2.0 * 0.3 / 5), "norm", args=(0, 1.5)).pvalue < 1e-50
-    silent = VectorMechanism(clip=0.3, noise_multiplier=0.0, expected_batch_size=5)
+    silent = vector(noise_multiplier=0.0)
     assert not silent.noise_part(SecureNoise(), 4, 0, 0).any()
     assert mechanism.caveats
     assert not mechanism.replayable

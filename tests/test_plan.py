@@ -10,7 +10,16 @@ import math
 import pytest
 
 from hf_dpzero.accounting import StepLaw, epsilon_after
-from hf_dpzero.mechanisms import NonPrivateMean, ScalarMechanism, VectorMechanism
+from hf_dpzero.mechanisms import (
+    DPSGD,
+    AdaptiveScalarMechanism,
+    DPAdamW,
+    NonPrivateMean,
+    PlainAdamW,
+    PlainSGD,
+    ScalarMechanism,
+    VectorMechanism,
+)
 from hf_dpzero.plan import PrivacyPlan
 from hf_dpzero.sampling import (
     FixedSizeSampler,
@@ -128,7 +137,7 @@ def test_accountant_in_the_report():
     assert lemma.accountant_used == "advanced_composition"
 
 
-@pytest.mark.parametrize("cls", [ScalarMechanism, VectorMechanism])
+@pytest.mark.parametrize("cls", [ScalarMechanism, VectorMechanism, DPSGD, DPAdamW])
 def test_calibrate_returns_a_new_plan_that_keeps_the_target(cls):
     before = plan(mechanism=cls(clip=3.0, noise_multiplier=7.0, expected_batch_size=16))
     after = before.calibrate(epsilon=2.0, delta=DELTA)
@@ -145,9 +154,72 @@ def test_calibrate_starts_from_no_noise_too():
     assert plan(mechanism=silent).calibrate(epsilon=1.0, delta=DELTA).epsilon(DELTA) <= 1.0
 
 
-def test_mezo_cannot_be_calibrated():
-    with pytest.raises(ValueError, match=r"'mezo', which has no noise to calibrate; use method"):
-        plan(mechanism=NonPrivateMean(expected_batch_size=16)).calibrate(epsilon=1.0, delta=DELTA)
+@pytest.mark.parametrize(
+    ("cls", "name", "instead"),
+    [(NonPrivateMean, "mezo", "dpzero"), (PlainSGD, "sgd", "dp-sgd"),
+     (PlainAdamW, "adamw", "dp-adamw")],
+)  # fmt: skip
+def test_what_is_not_private_cannot_be_calibrated(cls, name, instead):
+    p = plan(mechanism=cls(expected_batch_size=16))
+    assert not p.private
+    assert p.epsilon(DELTA) == math.inf
+    message = rf"'{name}', which has no noise to calibrate; use method '{instead}', or drop"
+    with pytest.raises(ValueError, match=message):
+        p.calibrate(epsilon=1.0, delta=DELTA)
+
+
+def test_all_gaussian_methods_cost_the_same():
+    """One clipped contribution, one Gaussian: scalars, d-vectors and gradients alike."""
+    sizes = {"clip": 3.0, "noise_multiplier": 2.0, "expected_batch_size": 16}
+    more = [VectorMechanism(**sizes, num_directions=5), DPSGD(**sizes), DPAdamW(**sizes),
+            DPSGD(**sizes, clipping="automatic")]  # fmt: skip
+    costs = {round(plan(mechanism=m).epsilon(DELTA), 9) for m in more}
+    assert costs == {round(plan().epsilon(DELTA), 9)}
+
+
+def test_averaged_clipping_costs_twice_the_bound():
+    """Its sum moves by 2C: as much as an ordinary mechanism with half the noise."""
+    sizes = {"clip": 3.0, "noise_multiplier": 4.0, "expected_batch_size": 16}
+    averaged = DPSGD(**sizes, clipping="averaged", clip_groups=4)
+    for relation in ("add_or_remove_one", "replace_one", "replace_special"):
+        p = plan(mechanism=averaged, relation=relation)
+        assert p.sensitivity == 6.0
+        assert p.epsilon(DELTA) == plan(relation=relation).epsilon(DELTA)
+    calibrated = plan(mechanism=averaged).calibrate(epsilon=1.0, delta=DELTA)
+    assert 0.99 < calibrated.epsilon(DELTA) <= 1.0
+    ordinary = plan().calibrate(epsilon=1.0, delta=DELTA).mechanism.noise_multiplier
+    assert calibrated.mechanism.noise_multiplier == 2 * ordinary
+
+
+def test_averaged_clipping_on_a_full_batch_gains_what_replacement_allows():
+    """A replacement moves the sum by 2C, not by 4C: the cost is that of the presence."""
+    sizes = {"clip": 3.0, "noise_multiplier": 4.0, "expected_batch_size": 16}
+    full = {"sampler": FullBatchSampler(num_examples=16, expected_batch_size=16), "steps": 5}
+    averaged = DPSGD(**sizes, clipping="averaged")
+    costs = [plan(mechanism=averaged, relation=r, **full).epsilon(DELTA)
+             for r in ("add_or_remove_one", "replace_one")]  # fmt: skip
+    assert costs[0] == costs[1] == plan(**full).epsilon(DELTA)
+    ordinary = DPSGD(**sizes)
+    for accountant in ("pld", "rdp", "advanced_composition"):
+        same = {"relation": "replace_one", "accountant": accountant, **full}
+        costs = [plan(mechanism=m, **same).epsilon(DELTA) for m in (averaged, ordinary)]
+        assert costs[0] == pytest.approx(costs[1], rel=1e-12)
+        goal = plan(mechanism=averaged, **same).calibrate(epsilon=3.0, delta=DELTA)
+        assert 2.99 < goal.epsilon(DELTA) <= 3.0
+
+
+def test_the_event_on_a_full_batch_read_by_the_library_is_ours():
+    from dp_accounting import NeighboringRelation, pld
+
+    full = {"sampler": FullBatchSampler(num_examples=16, expected_batch_size=16), "steps": 5}
+    sizes = {"clip": 3.0, "noise_multiplier": 8.0, "expected_batch_size": 16}
+    for mechanism in (DPSGD(**sizes), DPSGD(**sizes, clipping="averaged"),
+                      AdaptiveScalarMechanism(**sizes, clip_count_noise=6.0)):  # fmt: skip
+        for relation in ("add_or_remove_one", "replace_one"):
+            p = plan(mechanism=mechanism, relation=relation, **full)
+            accountant = pld.PLDAccountant(NeighboringRelation[relation.upper()])
+            accountant.compose(p.event())
+            assert p.epsilon(DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-3)
 
 
 def test_batch_sizes_must_agree():
@@ -185,6 +257,30 @@ def test_round_trip_through_json_and_digest():
     )
     digests = {dataclasses.replace(original, **change).digest() for change in changes}
     assert len(digests | {original.digest()}) == 5
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "digest"),
+    [
+        (ScalarMechanism(clip=3, noise_multiplier=2, expected_batch_size=16),
+         "580a684ce55faadfc1d967f1ed4cabc92b56f884fb165ce5566c2b248c2923ca"),
+        (ScalarMechanism(clip=3, noise_multiplier=2, expected_batch_size=16, num_directions=4),
+         "fb13d6086257a0ac22c0cd7f670ba6275ddad397b60b3c6afd26453809a2165f"),
+        (NonPrivateMean(expected_batch_size=16),
+         "20c973377a0cf7062caa48206e36858dc35f22d8440bd14165a7943bc68029af"),
+        (VectorMechanism(clip=3, noise_multiplier=2, expected_batch_size=16),
+         "67497f12ec6a35d7611f970f6135fcb124034765add161fa5ee4817c74582dab"),
+    ],
+)  # fmt: skip
+def test_digests_of_old_plans_hold(mechanism, digest):
+    """A ledger refuses another plan than its own, so fields added later must not show."""
+    assert plan(mechanism=mechanism).digest() == digest
+
+
+def test_a_later_field_shows_once_it_is_used():
+    sizes = {"clip": 3, "noise_multiplier": 2, "expected_batch_size": 16}
+    assert "num_directions" not in VectorMechanism(**sizes).to_dict()
+    assert VectorMechanism(**sizes, num_directions=2).to_dict()["num_directions"] == 2
 
 
 def test_integers_and_floats_make_the_same_plan():
