@@ -16,7 +16,7 @@ import functools
 import math
 import secrets
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -38,12 +38,13 @@ NORMALS_TILE = 128
 DITHER_STEP = 0x9E3779B9
 """Between the 32-bit dithers of neighbouring coordinates: 2^32 over the golden ratio."""
 
+_UNIFORM_STEP = 0x13C6EF372FE950  # 2^53 over the golden ratio
 NORMAL_UNIT = 2.0**-21  # normals are integers times this
 _CELLS = 3 * 255 + 1  # values of a sum of three bytes
 _DITHERS = 128  # equidistant points in a cell
 _PART = 1 << 16  # squares below 2^47 that an int64 sum holds
 _SURE_DIMENSION = 149  # above it, a sphere's sqrt(d)/||z|| lies in [1/2, 2] whatever happens
-_DOMAIN_DIRECTION, _DOMAIN_TENSOR, _DOMAIN_PERTURBATION = 0, 1, 2
+_DOMAIN_DIRECTION, _DOMAIN_TENSOR, _DOMAIN_PERTURBATION, DOMAIN_HELD = 0, 1, 2, 3
 
 
 SumOfSquares = Callable[[Words, int, int], int]
@@ -220,14 +221,40 @@ class DirectionStream:
             self._words[domain] = philox_words(calls, stream_key(*self.direction, domain))
         return self._words[domain]
 
-    def coefficient_uniforms(self, numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """One public uniform in [0, 1), a multiple of 2^-53, for each tensor; float64 [n]."""
+    def coefficient_uniforms(
+        self, numbers: NDArray[np.uint64], age: int = 0
+    ) -> NDArray[np.float64]:
+        """One public uniform in [0, 1), a multiple of 2^-53, for each tensor; float64 [n].
+
+        Those of each `age` are the golden ratio apart (Weyl, 1916), so that the roundings of many
+        updates along one direction are spread evenly and cancel instead of adding up.
+        """
         words = self.tensor_words(numbers).astype(np.uint64)
-        return ((words[1] << np.uint64(32) | words[0]) >> np.uint64(11)) * 2.0**-53
+        first = (words[1] << np.uint64(32) | words[0]) >> np.uint64(11)
+        moved = first + np.uint64(age * _UNIFORM_STEP % 2**53)
+        return (moved % np.uint64(2**53)) * 2.0**-53
+
+    def update_dither(self, numbers: NDArray[np.uint64], age: int = 0) -> Words:
+        """Where each tensor's dither starts when an update is rounded, uint32 [n]; by age likewise."""
+        return self.tensor_words(numbers)[2] + np.uint32(age * DITHER_STEP % 2**32)
 
     def perturbation_dither(self, numbers: NDArray[np.uint64]) -> Words:
         """Where each tensor's dither starts when a perturbation is rounded, uint32 [n]."""
         return self._words_of_all(_DOMAIN_PERTURBATION)[0, numbers.astype(np.int64)]
+
+
+def draw_words_together(streams: Sequence[DirectionStream]) -> None:
+    """Has the `tensor_words` of directions of one layout ready, in one draw: K small ones cost K times
+    the overhead otherwise. Directions that have theirs already are left out."""
+    missing = [stream for stream in streams if _DOMAIN_TENSOR not in stream._words]
+    if len(missing) < 2:
+        return
+    tensors = len(missing[0].layout)
+    keys = np.stack([stream_key(*stream.direction, _DOMAIN_TENSOR) for stream in missing], axis=1)
+    calls = np.tile(np.arange(tensors, dtype=np.uint64), len(missing))
+    words = philox_words(calls, np.repeat(keys, tensors, axis=1))
+    for stream, own in zip(missing, np.split(words, len(missing), axis=1), strict=True):
+        stream._words[_DOMAIN_TENSOR] = own
 
 
 def coordinates(key: Words, gaussian: bool, start: int, count: int) -> NDArray[np.int32]:

@@ -1,4 +1,8 @@
-"""Checks before training that a strategy and the frozen prefix give the very losses of full passes."""
+"""Checks before training that a strategy and the frozen prefix give the very losses of full passes.
+
+The very losses are the same bits; for `stacked`, whose kernels round in another order, the same to
+`STACKED_TOLERANCE`.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,29 @@ from torch import Tensor
 
 from hf_dpzero.directions import Direction
 from hf_dpzero.estimator import FiniteDifferences, Microbatch, evaluation_mode
+from hf_dpzero.forwards import is_compiled
 from hf_dpzero.layerwise import ModuleVisits
+from hf_dpzero.stacked import AUTO_FLOATS, small_enough
+
+STACKED_TOLERANCE = 1e-5
+"""Largest difference of a loss under `stacked`, relative to the trial batch's largest loss, or to 0.1
+if all are below: the rounding of logits does not shrink with the loss."""
 
 
 def make_exact(
-    differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
+    differences: FiniteDifferences,
+    microbatch: Microbatch,
+    direction: Direction,
+    num_directions: int = 1,
 ) -> list[str]:
     """Tries the strategy and the frozen prefix on a microbatch; turns off what is not exact.
 
-    Also teaches the prefix what it may forget, under `forget_unread`. Nothing is released; the
-    parameters are at theta before and after.
+    Where "auto" stands for `whole_model`, goes over to `stacked` if that pays (see `stacked`) and its
+    trial passes. Also teaches the prefix what it may forget, under `forget_unread`. Nothing is
+    released; the parameters are at theta before and after.
+
+    Args:
+      num_directions: K of the steps to come; 1 never stacks by itself.
 
     Returns:
       what was turned off and why, for a log; [] if nothing was.
@@ -35,16 +52,34 @@ def make_exact(
             raise ValueError(f"strategy={differences.strategy!r} {reason}; use 'whole_model'.")
         messages.append(f"the strategy is whole_model: {differences.strategy} {reason}.")
         differences.use("whole_model")
+    _stack_if_it_pays(differences, microbatch, direction, num_directions)
     if not _prefix_made_exact(differences, microbatch, direction):
         messages.append("reuse_frozen_prefix is off: it would not be exact for this model.")
         differences.prefix = None
     return messages
 
 
+def _stack_if_it_pays(
+    differences: FiniteDifferences,
+    microbatch: Microbatch,
+    direction: Direction,
+    num_directions: int,
+) -> None:
+    automatic = differences.chosen_automatically and differences.strategy == "whole_model"
+    compiled = is_compiled(differences.model)
+    if not automatic or compiled or not small_enough(differences.space, num_directions):
+        return
+    differences.use("stacked")
+    assert differences.stack is not None
+    failed = _inexactness(differences, microbatch, direction) is not None
+    if failed or (differences.stack.floats_per_example or 0.0) > AUTO_FLOATS:
+        differences.use("whole_model")
+
+
 def strategy_is_exact(
     differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
 ) -> bool:
-    """Whether the strategy in use gives bit for bit `whole_model`'s losses (theta settled).
+    """Whether the strategy in use gives `whole_model`'s losses (theta settled; see the module).
 
     Meanwhile every trainable parameter is NaN outside its module's forward, so that no read there
     passes unnoticed, however little it would matter.
@@ -56,22 +91,38 @@ def _inexactness(
     differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
 ) -> str | None:
     """What is wrong with the strategy in use on this microbatch; None if nothing."""
-    visits = differences.visits
-    if visits is None:
+    beside = differences.visits or differences.stack
+    if beside is None:
         return None
     with _turned_off(differences, "prefix"):
-        with _replaced(differences, "visits", _yardstick(differences)):
+        yardstick = _replaced(differences, "visits", _yardstick(differences))
+        with yardstick, _turned_off(differences, "stack"):
             expected = _settled_losses(differences, microbatch, direction)
-        visits.visited.clear()
+        if differences.visits is not None:
+            differences.visits.visited.clear()
         try:
-            with visits.poisoned():
+            with beside.poisoned():
                 found = _settled_losses(differences, microbatch, direction)
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
-            return f"fails on a trial batch ({type(error).__name__})"  # its text may hold rows
+            return _failure(differences, error)
+    if differences.stack is not None:
+        return None if _close(found, expected) else _STACKED_DIFFERENCE
     if _equal(found, expected):
         return None
-    named = () if differences.chosen_automatically else visits.never_visited
+    assert differences.visits is not None
+    named = () if differences.chosen_automatically else differences.visits.never_visited
     return _difference(named)
+
+
+def _failure(differences: FiniteDifferences, error: Exception) -> str:
+    """The error's kind alone: its text may hold rows."""
+    found = f"fails on a trial batch ({type(error).__name__})"
+    if differences.stack is None:
+        return found
+    return (
+        f"{found}: torch.func.vmap takes no random numbers, no writes into shared tensors or "
+        "parameters, no Python decisions on a loss, logit or weight, and not every custom kernel"
+    )
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:
@@ -79,6 +130,16 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.isnan(), expected.isnan()) and torch.equal(
         found.nan_to_num(), expected.nan_to_num()
     )
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Within `STACKED_TOLERANCE`, and equal where a loss is not finite."""
+    finite = expected.isfinite()
+    if not _equal(found[~finite], expected[~finite]):
+        return False
+    found, expected = found[finite], expected[finite]
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return bool(((found - expected).abs() <= STACKED_TOLERANCE * max(0.1, scale)).all())
 
 
 def _yardstick(differences: FiniteDifferences) -> ModuleVisits | None:
@@ -90,6 +151,13 @@ def _yardstick(differences: FiniteDifferences) -> ModuleVisits | None:
     space = differences.space
     wide = all(tensor.dtype == torch.float32 for tensor in space.tensors)
     return None if wide else ModuleVisits(differences.model, space)
+
+
+_STACKED_DIFFERENCE = (
+    f"gives other losses than full perturbation on a trial batch (beyond {STACKED_TOLERANCE} "
+    "relative): a parameter is read by another way than as an attribute of its module, or a result "
+    "is rounded to less than float32"
+)
 
 
 def _difference(never_visited: Sequence[str]) -> str:
@@ -136,7 +204,7 @@ def prefix_is_exact(
 def _turned_off(
     differences: FiniteDifferences, name: str
 ) -> contextlib.AbstractContextManager[None]:
-    """differences.prefix or differences.visits is None inside."""
+    """differences.prefix, .visits or .stack is None inside."""
     return _replaced(differences, name, None)
 
 

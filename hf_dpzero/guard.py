@@ -7,17 +7,12 @@ and would leave the finite differences of something else than the model that is 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
-
-_CHUNK = 1 << 24  # bytes on their way to the CPU, for each thread
-_THREADS = 4
 
 # Called through `map`: the cheapest way over ten thousand tensors.
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
@@ -32,7 +27,7 @@ class ParameterGuard:
     """Notices that tensors were written to between two moments: version counters and addresses.
 
     About a millisecond for 10,000 tensors, whatever their size. Writes through `tensor.data` move
-    neither and go unseen here; `checksums` sees them.
+    neither and go unseen here; `digests.checksums` sees them.
 
     Args:
       named_tensors: (name, tensor); not inference tensors, which keep no version counter.
@@ -83,26 +78,6 @@ def _message(name: str) -> str:
         "the weights. Discard these weights; make forward() leave its parameters alone (compute into "
         "new tensors), or freeze and register what it must update as a buffer."
     )
-
-
-def checksums(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """SHA-256 (hex) of every tensor's bytes in the order of its indices, by name.
-
-    A few tensors at a time, in chunks of 16 MiB. Tensors without plain storage (see
-    `has_plain_storage`) are left out.
-    """
-    named = [(name, tensor) for name, tensor in named_tensors if has_plain_storage(tensor)]
-    with ThreadPoolExecutor(_THREADS) as pool:  # hashlib works outside the interpreter's lock
-        sums = pool.map(_checksum, (tensor.detach() for _, tensor in named))
-        return {name: value for (name, _), value in zip(named, sums, strict=True)}
-
-
-def _checksum(tensor: Tensor) -> str:
-    digest = hashlib.sha256()
-    content = tensor.contiguous().view(-1).view(torch.uint8)
-    for start in range(0, content.numel(), _CHUNK):
-        digest.update(content[start : start + _CHUNK].cpu().numpy().data)
-    return digest.hexdigest()
 
 
 def has_plain_storage(tensor: Any) -> bool:

@@ -56,7 +56,7 @@ def snap_(values: Tensor, spacing: float) -> Tensor:
     return values.mul_(1.0 / spacing).round_().mul_(spacing).add_(0.0)
 
 
-def snapped(value: float, spacing: Any) -> Any:
+def snapped(value: Any, spacing: Any) -> Any:
     """`value` rounded to the nearest multiple of each spacing (ties to even).
 
     >>> snapped(0.3, np.array([0.25, 0.5])).tolist()
@@ -65,7 +65,7 @@ def snapped(value: float, spacing: Any) -> Any:
     return np.rint(value / spacing) * spacing
 
 
-def snapped_stochastically(value: float, spacing: Any, uniforms: Any) -> Any:
+def snapped_stochastically(value: Any, spacing: Any, uniforms: Any) -> Any:
     """`value` rounded to a neighbouring multiple, up with probability equal to the fraction.
 
     Unbiased for uniforms in [0, 1), to float64.

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,14 +29,29 @@ from hf_dpzero.directions import (
     largest_coordinate,
 )
 from hf_dpzero.interrupts import held_back
-from hf_dpzero.tensors import CHUNK, SMALL, Change, LatticeSegment, RoundedSegment
+from hf_dpzero.storage import aligned_offsets, check_trainable, gathered
+from hf_dpzero.tensors import CHUNK, AnySegment, Change, LatticeSegment, runs, segment_of
+from hf_dpzero.vectors import combination, inner_products
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # the fastest over many tensors
 _LARGEST_GROWTH = 2.0**100
-_SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 Position = tuple[tuple[Direction, float], ...]
 Move = tuple[float, float, float]  # a direction's old and new coefficient, and its update
-AnySegment = LatticeSegment | RoundedSegment
+
+
+class Stack(NamedTuple):
+    """Copies of a space's tensors.
+
+    Attributes:
+      flats: [copies, n] of each segment.
+      tensors: [copies, *shape] of each tensor, in the flats' memory.
+    """
+
+    flats: list[Tensor]
+    tensors: list[Tensor]
 
 
 class ParameterSpace:
@@ -72,20 +85,16 @@ class ParameterSpace:
     ) -> None:
         check_distribution(distribution)
         named = list(named_tensors)
-        if not named:
-            raise ValueError("no parameter is trainable: set requires_grad or loosen `trainable`.")
-        for name, tensor in named:
-            _check_supported(name, tensor)
-        _refuse_shared_memory(named)
+        check_trainable(named)
         self.distribution, self.smoothing = distribution, smoothing
         self.names = [name for name, _ in named]
         self.decayed = set(self.names if decayed is None else decayed)
         self.tensors = [tensor for _, tensor in named]
-        self.offsets = _aligned_offsets(self.tensors)
+        self.offsets = aligned_offsets(self.tensors)
         sizes = [tensor.numel() for tensor in self.tensors]
         self.layout = list(zip(self.offsets, sizes, strict=True))
         self.dimension = sum(sizes)
-        self._segments = _segments(self.tensors, self.offsets)
+        self._segments = self._make_segments()
         self._places = {
             int(number): (segment, m)
             for segment in self._segments
@@ -93,13 +102,18 @@ class ParameterSpace:
         }
         self._addresses = list(map(_address, self.tensors))
         self._streams: dict[Direction, DirectionStream] = {}
+        self._last_update: dict[Direction, float] = {}
         self._pending: dict[Direction, float] = {}
         self.position: Position = ()
         self._failed = False
         self.traffic = 0
 
+    def _make_segments(self) -> Sequence[AnySegment]:
+        """Every large tensor by itself; runs of small ones of one kind moved into one storage."""
+        return [segment_of(self.tensors, self.offsets, run) for run in runs(self.tensors)]
+
     @classmethod
-    def from_model(cls, model: nn.Module, **settings: Any) -> ParameterSpace:
+    def from_model(cls, model: nn.Module, **settings: Any) -> Self:
         """The space of the parameters with requires_grad; tied weights count once."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return cls(trainable, **settings)
@@ -188,7 +202,9 @@ class ParameterSpace:
         with self._whole():
             self._pass_(moves)
             self.position, self._pending = tuple(position), {}
-        self._streams = {u: stream for u, stream in self._streams.items() if u in new}
+        self._last_update = update or self._last_update  # the next shares its window's directions
+        kept = {**new, **self._last_update}
+        self._streams = {u: stream for u, stream in self._streams.items() if u in kept}
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -202,7 +218,11 @@ class ParameterSpace:
         with held_back():
             self._failed = True
             yield
+            self._written_()
             self._failed = False
+
+    def _written_(self) -> None:
+        """Called when the segments hold new values, before anyone may read them."""
 
     def settle_(self) -> None:
         """Takes every perturbation off and makes the update that waits, if any.
@@ -247,6 +267,36 @@ class ParameterSpace:
         theta = segment.member(m).view(minus.shape)
         with torch.no_grad():  # on the grid both subtractions are exact, so u is drawn once
             torch.sub(theta, plus, out=minus).add_(theta)
+
+    def new_stack(self, copies: int) -> Stack:
+        """Memory for that many copies of all tensors, uninitialised."""
+        flats = [segment.flat.new_empty(copies, segment.flat.numel()) for segment in self._segments]
+        place = {id(segment): flat for segment, flat in zip(self._segments, flats, strict=True)}
+        tensors = []
+        for number, tensor in enumerate(self.tensors):
+            segment, m = self._places[number]
+            part = place[id(segment)].narrow(1, segment.starts[m], tensor.numel())
+            tensors.append(part.view(copies, *tensor.shape).data)  # each with its own version
+        return Stack(flats, tensors)
+
+    @torch.no_grad()
+    def write_stack_(self, directions: Sequence[Direction], scale: float, stack: Stack) -> None:
+        """The stack's first K copies become theta + scale u_k, the last K theta - scale u_k.
+
+        The bits of `write_perturbed_pair_`, with little overhead for many small tensors.
+
+        Args:
+          directions: the K of them, distinct.
+          stack: of 2K copies, from `new_stack`; float32.
+        """
+        self._ensure_snapped()
+        assert self.settled, "settle_() before writing perturbed copies"
+        self._refuse_out_of_reach(((directions[0], scale),))
+        changes = [Change(self.stream(u), 0.0, scale, 0.0) for u in directions]
+        for segment, flat in zip(self._segments, stack.flats, strict=True):
+            assert isinstance(segment, LatticeSegment), "stacks are of float32 tensors"
+            segment.write_stack_(changes, *flat.chunk(2))
+            self.traffic += 2 * flat.numel() * flat.element_size()
 
     @torch.no_grad()
     def write_perturbed_rows_(
@@ -321,17 +371,22 @@ class ParameterSpace:
     def _refuse_update(
         self, directions: Sequence[Direction], coefficients: Sequence[float], decay: float
     ) -> None:
-        if len({*directions}) != len(coefficients) or len(directions) != len(coefficients):
-            self.settle_()
-            raise ValueError(
-                f"{len(coefficients)} coefficients for {len(directions)} directions: an update needs "
-                "as many distinct directions as coefficients."
-            )
+        self._refuse_mismatch(directions, coefficients)
         if not (self._growth(coefficients) <= _LARGEST_GROWTH and 0.0 <= decay <= 1.0):
             self.settle_()
             raise ValueError(
                 f"update coefficients {tuple(coefficients)} with decay {decay} are not finite, or "
                 "out of range; nothing was changed. Lower learning_rate (or weight_decay)."
+            )
+
+    def _refuse_mismatch(
+        self, directions: Sequence[Direction], coefficients: Sequence[float]
+    ) -> None:
+        if len({*directions}) != len(coefficients) or len(directions) != len(coefficients):
+            self.settle_()
+            raise ValueError(
+                f"{len(coefficients)} coefficients for {len(directions)} directions: an update needs "
+                "as many distinct directions as coefficients."
             )
 
     def _growth(self, coefficients: Sequence[float]) -> float:
@@ -340,32 +395,39 @@ class ParameterSpace:
 
     @torch.no_grad()
     def dense_step_(
-        self, direction: Direction, coefficient: float, noise: Callable[[int, int], Tensor]
+        self,
+        directions: Sequence[Direction],
+        coefficients: Sequence[float],
+        noise: Callable[[int, int], Tensor],
     ) -> None:
-        """theta <- theta + coefficient * u + noise, noise a dense vector (DPGD-0th, Algorithm 1).
+        """theta <- theta + sum_k c_k u_k + noise, noise a dense vector (DPGD-0th, Algorithm 1).
 
-        The noise joins coefficient * u before anything is rounded, so that the rounding is a
-        function of the noised vector alone and costs no privacy.
+        The noise joins the sum before anything is rounded to the parameters' precision, so that this
+        rounding is a function of the noised vector alone and costs no privacy.
 
         Args:
-          direction: u.
-          coefficient: of u; private until the noise is on it.
+          directions: u_k, at least one, distinct.
+          coefficients: c_k; private until the noise is on them.
           noise: (part, count) -> float32 [count], fresh for every part.
+
+        Raises:
+          ValueError: as many coefficients as directions are needed; theta is settled then.
         """
         if self.settled:
             self._follow_storage_()
         self._ensure_snapped()
         self.settle_()
-        stream, gaussian, part = self.stream(direction), self.distribution != "rademacher", 0
+        self._refuse_mismatch(directions, coefficients)
+        streams, part = [self.stream(u) for u in directions], 0
         with self._whole():
             for number, (offset, size) in enumerate(self.layout):
                 segment, m = self._places[number]
                 device = segment.flat.device
                 for start in range(0, size, CHUNK):
                     count = min(CHUNK, size - start)
-                    u = passes.coordinates(stream.key, gaussian, offset + start, count, device)
-                    values = u.mul_(coefficient * stream.scale).add_(noise(part, count).to(device))
-                    segment.add_dense_(m, start, values, stream, self._reach)
+                    values = combination(streams, coefficients, offset + start, count, device)
+                    values.add_(noise(part, count).to(device))
+                    segment.add_dense_(m, start, values, streams[0], self._reach)
                     part += 1
         self._streams.clear()
 
@@ -381,9 +443,31 @@ class ParameterSpace:
 
     def direction_norm(self, direction: Direction) -> float:
         """||u||_2: sqrt(d) for rademacher and sphere, the drawn norm for gaussian."""
+        return math.sqrt(self._squared_norm(direction))
+
+    def _squared_norm(self, direction: Direction) -> float:
         if self.distribution != "gaussian":
-            return math.sqrt(self.dimension)
-        return math.sqrt(self.stream(direction).squared_norm())
+            return float(self.dimension)
+        return self.stream(direction).squared_norm()
+
+    @torch.no_grad()
+    def gram(self, directions: Sequence[Direction]) -> Tensor:
+        """<u_k, u_l>, float64 [K, K] on the CPU; the diagonal is `direction_norm` squared.
+
+        Exact for rademacher. One direction costs what its norm costs, more a pass over all
+        coordinates, a few MB at a time.
+        """
+        norms = torch.tensor([self._squared_norm(u) for u in directions], dtype=torch.float64)
+        if len(directions) == 1:
+            return norms.diag()
+        streams = [self.stream(u) for u in directions]
+        scales = torch.tensor([stream.scale for stream in streams], dtype=torch.float64)
+        products = sum(self._products(n, streams) for n in range(len(self.layout)))
+        return (products * scales.outer(scales)).fill_diagonal_(0.0) + norms.diag()
+
+    def _products(self, number: int, streams: Sequence[DirectionStream]) -> Tensor:
+        """Inner products of the raw coordinates of one tensor, float64 [K, K] on the CPU."""
+        return inner_products(streams, *self.layout[number], self.tensors[number].device)
 
     def _refuse_out_of_reach(self, position: Position) -> None:
         if len({u for u, _ in position}) != len(position):
@@ -418,7 +502,7 @@ class ParameterSpace:
             self._refuse_other_dtype(numbers, segment.flat.dtype)
             moved = any(_address(self.tensors[n]) != self._addresses[n] for n in numbers)
             if moved:
-                segment.flat = _gathered([self.tensors[n] for n in numbers], segment.starts)
+                segment.flat = gathered([self.tensors[n] for n in numbers], segment.starts)
         self._addresses = list(map(_address, self.tensors))
 
     def _refuse_other_dtype(self, numbers: Sequence[int], dtype: torch.dtype) -> None:
@@ -430,98 +514,11 @@ class ParameterSpace:
                 )
 
     def _pass_(self, moves: Mapping[Direction, Move]) -> None:
-        changes = [Change(self.stream(u), *move) for u, move in moves.items() if any(move)]
+        present = max((u.step for u, move in moves.items() if move[2]), default=0)
+        changes = [
+            Change(self.stream(u), *move, age=present - u.step if move[2] else 0)
+            for u, move in moves.items()
+            if any(move)
+        ]
         if changes:
             self.traffic += sum(segment.apply_(changes) for segment in self._segments)
-
-
-def _segments(tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[AnySegment]:
-    """Every large tensor by itself; runs of small ones of one kind moved into one storage."""
-
-    def kind(number: int) -> tuple[Any, ...]:
-        tensor = tensors[number]
-        alone = number if tensor.numel() >= SMALL else -1
-        return alone, tensor.dtype, tensor.device
-
-    runs = [list(run) for _, run in itertools.groupby(range(len(tensors)), kind)]
-    return [_segment([tensors[n] for n in run], [offsets[n] for n in run], run) for run in runs]
-
-
-@torch.no_grad()
-def _segment(
-    tensors: Sequence[Tensor], offsets: Sequence[int], numbers: Sequence[int]
-) -> AnySegment:
-    starts = [offset - offsets[0] for offset in offsets]
-    flat = _gathered(tensors, starts)
-    kind = LatticeSegment if flat.dtype == torch.float32 else RoundedSegment
-    return kind(flat, offsets[0], [tensor.numel() for tensor in tensors], starts, numbers)
-
-
-@torch.no_grad()
-def _gathered(tensors: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
-    """One flat tensor that the tensors are views of from now on."""
-    if len(tensors) == 1:
-        if not tensors[0].is_contiguous():
-            tensors[0].data = tensors[0].data.contiguous()
-        return tensors[0].detach().view(-1)
-    flat = tensors[0].new_zeros(starts[-1] + tensors[-1].numel(), requires_grad=False)
-    for start, tensor in zip(starts, tensors, strict=True):
-        place = flat[start : start + tensor.numel()]
-        place.copy_(tensor.detach().reshape(-1))
-        tensor.data = place.view(tensor.shape)
-    return flat
-
-
-def _check_supported(name: str, tensor: Tensor) -> None:
-    if tensor.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device: load its weights before training.")
-    if tensor.dtype not in _SUPPORTED:
-        raise ValueError(
-            f"{name} has dtype {tensor.dtype}, which cannot be perturbed exactly: load the model "
-            "in float32, bfloat16 or float16, or train float32 adapters on top of it."
-        )
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to past its last, whatever its strides."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size() if tensor.numel() else 0
-
-
-def _refuse_shared_memory(named: Sequence[tuple[str, Tensor]]) -> None:
-    spans = sorted(
-        (t.data_ptr(), t.data_ptr() + _extent(t), name) for name, t in named if t.numel()
-    )
-    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
-        if start < end:
-            raise ValueError(
-                f"{first} and {second} share memory without being one tied parameter: "
-                "freeze one of them or clone it."
-            )
-
-
-def _aligned_offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor starts in the index space: multiples of LANES, in order."""
-    offsets, position = [], 0
-    for tensor in tensors:
-        offsets.append(position)
-        position += -(-tensor.numel() // LANES) * LANES
-    return offsets
-
-
-@torch.no_grad()
-def digest_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 (hex) over name, dtype, shape and bytes of every tensor, in order."""
-    digest = hashlib.sha256()
-    for name, tensor in named_tensors:
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        flat = tensor.detach().contiguous().view(-1)
-        for start in range(0, flat.numel(), CHUNK):
-            part = flat[start : start + CHUNK].cpu().view(torch.uint8)
-            digest.update(part.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def digest_model(model: nn.Module) -> str:
-    """SHA-256 (hex) over every parameter of `model`, frozen ones included, tied ones once."""
-    return digest_tensors(model.named_parameters())

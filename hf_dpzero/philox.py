@@ -39,16 +39,17 @@ def philox_words(calls: NDArray[np.uint64], key: Words) -> Words:
 
     Args:
       calls: uint64 [n], the low half of the counter; the nonce is the high half.
-      key: uint32 [4] as `stream_key` gives it.
+      key: uint32 [4] as `stream_key` gives it, or [4, n], one for each call.
     """
-    c = [calls & _LOW, calls >> _HALF, np.full_like(calls, key[2]), np.full_like(calls, key[3])]
+    wide = key.astype(np.uint64)
+    c = [calls & _LOW, calls >> _HALF, np.full_like(calls, wide[2]), np.full_like(calls, wide[3])]
     for turn in range(ROUNDS):
-        low, high = ((int(k) + turn * w) & 0xFFFFFFFF for k, w in zip(key[:2], WEYL, strict=True))
+        low, high = ((k + np.uint64(turn * w)) & _LOW for k, w in zip(wide, WEYL, strict=False))
         first, second = (np.uint64(m) * c[i] for m, i in zip(MULTIPLIERS, (0, 2), strict=True))
         c = [
-            (second >> _HALF) ^ c[1] ^ np.uint64(low),
+            (second >> _HALF) ^ c[1] ^ low,
             second & _LOW,
-            (first >> _HALF) ^ c[3] ^ np.uint64(high),
+            (first >> _HALF) ^ c[3] ^ high,
             first & _LOW,
         ]
     return np.stack(c).astype(np.uint32)

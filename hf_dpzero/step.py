@@ -7,6 +7,7 @@ theta <- (1 - alpha wd) theta - alpha sum_k value_k u_k           (DPZero, Algor
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dpzero.adaptive_clipping import Following
 from hf_dpzero.directions import Direction
 from hf_dpzero.distributed import shared_from_main, sum_over_processes
 from hf_dpzero.estimator import FiniteDifferences, Microbatch
@@ -68,38 +70,46 @@ class PrivateStep:
         with isolated_randomness():
             x = self.differences(microbatches, directions)
         if isinstance(self.mechanism, VectorMechanism):
-            self._release_vector(self.mechanism, step, directions[0], x, learning_rate)
+            self._release_vector(self.mechanism, step, directions, x, learning_rate)
         else:
             self._release_scalars(step, x, learning_rate)
         return x
 
+    @functools.cached_property
+    def _current(self) -> Following[Any]:
+        return Following(self.mechanism)
+
     def _release_scalars(self, step: int, x: Tensor, learning_rate: float) -> None:
         """Algorithm 2, line 3, for K directions."""
-        mechanism = self.mechanism
-        assert not isinstance(mechanism, VectorMechanism)
+        mechanism = self._current.after(self.trajectory.releases)
         total: list[Any] = sum_over_processes(mechanism.clip_sum(x))
         values = shared_from_main(lambda: mechanism.release(total, step, self.noise))
         release = Release(step, tuple(values), learning_rate)
         self.trajectory.append(release)
-        apply_release(self.space, release, self.trajectory.header, defer=self.defer)
+        apply_release(self.space, self.trajectory, release, defer=self.defer)
 
     def _release_vector(
-        self, mechanism: VectorMechanism, step: int, u: Direction, x: Tensor, learning_rate: float
+        self,
+        mechanism: VectorMechanism,
+        step: int,
+        directions: Sequence[Direction],
+        x: Tensor,
+        learning_rate: float,
     ) -> None:
         """Algorithm 1 (DPGD-0th): what is released is a d-vector with d-dimensional noise."""
         self.space.settle_()
-        total = mechanism.clip_sum(x, self.space.direction_norm(u))
+        totals = mechanism.clip_sum(x, self.space.gram(directions))
         self.trajectory.append(Release(step, (), learning_rate))
 
         def noise(part: int, count: int) -> Tensor:
             drawn = torch.from_numpy(mechanism.noise_part(self.noise, count, step, part))
             return drawn * learning_rate
 
-        coefficient = -learning_rate * total / mechanism.expected_batch_size
-        self.space.dense_step_(u, coefficient, noise)
+        coefficients = [-learning_rate * t / mechanism.expected_batch_size for t in totals]
+        self.space.dense_step_(directions, coefficients, noise)
 
     def _repeat(self, release: Release) -> None:
         if self.trajectory.header["replayable"]:
-            apply_release(self.space, release, self.trajectory.header)
+            apply_release(self.space, self.trajectory, release)
         else:
             logger.warning("step %s was paid for but its update is lost.", release.step)

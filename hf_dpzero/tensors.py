@@ -7,7 +7,8 @@ segment has index `offset + e` in the directions' index space.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dpzero import lattice, passes
-from hf_dpzero.directions import LANES, DirectionStream, dither
+from hf_dpzero.directions import LANES, DirectionStream, dither, draw_words_together
 from hf_dpzero.passes import Members, Pieces
+from hf_dpzero.storage import gathered
 from hf_dpzero.torch_passes import half_precision, stochastically_rounded
 
 CHUNK = 1 << 19  # coordinates worked on at a time where a pass is made of torch operations
@@ -28,12 +30,16 @@ Doubles = NDArray[np.float64]
 
 
 class Change(NamedTuple):
-    """One direction's share of a pass: its coefficient goes old -> new, theta gains `update`."""
+    """One direction's share of a pass: its coefficient goes old -> new, theta gains `update`.
+
+    `age` is how many steps ago the direction was released: each update along it rounds anew.
+    """
 
     stream: DirectionStream
     old: float
     new: float
     update: float
+    age: int = 0
 
 
 class Segment:
@@ -90,7 +96,14 @@ class LatticeSegment(Segment):
     `bounds` are upper bounds on their magnitudes computed from public numbers alone; when the next
     update could pass a grid's range, that tensor is measured and, if need be, moved to a coarser
     grid. Both depend only on theta and the updates, so a replay does the same at the same step.
+
+    Attributes:
+      unit, most: a coordinate of a direction is at most `unit` x an integer up to `most` times what
+        the space takes for its largest (1 and 1 but for factored directions).
     """
+
+    unit: float = 1.0
+    most: int = 1
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -106,7 +119,7 @@ class LatticeSegment(Segment):
         """Puts every member on its grid."""
         for m in range(len(self.sizes)):
             self.bounds[m] = lattice.largest_magnitude(self.member(m))
-            self.exponents[m] = lattice.exponent_for(self.bounds[m] + reach)
+            self.exponents[m] = lattice.exponent_for(self.bounds[m] + reach * self._widest)
             self._round_(m)
         self.snapped = True
 
@@ -136,8 +149,16 @@ class LatticeSegment(Segment):
 
     def short(self, growth: float, reach: float, roundings: int) -> NDArray[np.bool_]:
         """Which members could pass their grid's range after growing and on a perturbation."""
-        grown = self.bounds + growth + roundings * self.spacing
-        return grown + reach > lattice.capacities(self.exponents) * _SLACK
+        grown = self.bounds + self._grown(growth, roundings)
+        return grown + reach * self._widest > lattice.capacities(self.exponents) * _SLACK
+
+    @property
+    def _widest(self) -> float:
+        return self.unit * self.most
+
+    def _grown(self, growth: float, roundings: int) -> Doubles:
+        """What an update adds to a coordinate at most, float64 [M]."""
+        return growth * self._widest + roundings * self.most * self.spacing
 
     def make_room_(self, growth: float, reach: float, roundings: int) -> None:
         """Ensures that theta, settled where it is short, may grow and be perturbed within range.
@@ -149,11 +170,11 @@ class LatticeSegment(Segment):
         """
         for m in np.flatnonzero(self.short(growth, reach, roundings)):
             self._regrid_(int(m), growth, reach)
-        self.bounds += growth + roundings * self.spacing
+        self.bounds += self._grown(growth, roundings)
 
     def _regrid_(self, m: int, growth: float, reach: float) -> None:
         self.bounds[m] = lattice.largest_magnitude(self.member(m))
-        needed = lattice.exponent_for(self.bounds[m] + growth + reach)
+        needed = lattice.exponent_for(self.bounds[m] + (growth + reach) * self._widest)
         if needed > self.exponents[m]:
             self.exponents[m] = needed
             self._round_(m)
@@ -177,8 +198,8 @@ class LatticeSegment(Segment):
         members = self.members if only is None else None
         which = slice(None) if only is None else slice(only, only + 1)
         if changes[0].stream.distribution == "rademacher":
-            amounts = np.stack([self._amounts(change)[which] for change in changes])
-            passes.add_signs(out, source, offset, keys, amounts.astype(np.float32), members, pieces)
+            amounts = self._amounts(changes)[:, which].astype(np.float32)
+            passes.add_signs(out, source, offset, keys, amounts, members, pieces)
             return
         spacing = self.spacing[which]
         new, old, update = (
@@ -186,25 +207,43 @@ class LatticeSegment(Segment):
             for part in ("new", "old", "update")
         )
         dithers = np.stack(
-            [change.stream.tensor_words(self.numbers[which])[2] for change in changes]
+            [change.stream.update_dither(self.numbers[which], change.age) for change in changes]
         )
         passes.add_normals(
             out, source, offset, keys, new, old, update, spacing.astype(np.float32), dithers,
             members, pieces,
         )  # fmt: skip
 
-    def _amounts(self, change: Change) -> Doubles:
-        """All of a coordinate's change is +-amount, float64 [M] on the members' grids.
+    def _amounts(self, changes: Sequence[Change]) -> Doubles:
+        """All of a coordinate's change is +-amount, float64 [T, M] on the members' grids.
 
         A small update's coefficient is rounded stochastically, one rounding for the tensor: as
         unbiased for a coordinate (E[update] = c u) as one of its own, and free.
         """
         spacing = self.spacing
-        amounts = lattice.snapped(change.new, spacing) - lattice.snapped(change.old, spacing)
-        if not change.update:
-            return amounts
-        uniforms = change.stream.coefficient_uniforms(self.numbers)
-        return amounts + lattice.snapped_stochastically(change.update, spacing, uniforms)
+        old, new, update = (np.array([[c[i]] for c in changes]) * self.unit for i in (1, 2, 3))
+        amounts = lattice.snapped(new, spacing) - lattice.snapped(old, spacing)
+        updated = np.flatnonzero(update)
+        if updated.size:
+            moved = [changes[t] for t in updated.tolist()]
+            draw_words_together([change.stream for change in moved])
+            uniforms = np.stack([c.stream.coefficient_uniforms(self.numbers, c.age) for c in moved])
+            amounts[updated] += lattice.snapped_stochastically(update[updated], spacing, uniforms)
+        return amounts
+
+    def write_stack_(self, changes: Sequence[Change], plus: Tensor, minus: Tensor) -> None:
+        """plus[k] = theta + change k, minus[k] = theta - change k, for all members; [K, n] each."""
+        if changes[0].stream.distribution == "rademacher":
+            amounts = self._amounts(changes).astype(np.float32)
+            for k, change in enumerate(changes):
+                key = change.stream.key[None]
+                passes.add_signs(
+                    plus[k], self.flat, self.offset, key, amounts[k : k + 1], self.members
+                )
+        else:
+            for k, change in enumerate(changes):
+                self._add(plus[k], self.flat, self.offset, [change], None)
+        torch.sub(self.flat, plus, out=minus).add_(self.flat)  # exact on the grid
 
     def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
         """theta <- (1 - decay) theta for those members, rounded stochastically to the grid."""
@@ -279,7 +318,7 @@ class RoundedSegment(Segment):
         moved = 0
         if updates:
             target = self.settled if standing and self.settled is not None else self.flat
-            words = updates[0].stream.tensor_words(self.numbers)[2]
+            words = updates[0].stream.update_dither(self.numbers, updates[0].age)
             moved += self._round(
                 target, source, self.offset, updates, "update", words, self.members
             )
@@ -338,3 +377,34 @@ class RoundedSegment(Segment):
         dithers = self.dithers(stream.tensor_words(self.numbers)[2], place.start, place.stop)
         summed = self.flat[place].float() + values
         self.flat[place] = half_precision(summed, dithers, self.flat.dtype)
+
+
+# ---------------------------------------------------------------- which tensors, where
+
+AnySegment = LatticeSegment | RoundedSegment
+
+
+def runs(tensors: Sequence[Tensor], apart: Collection[int] = ()) -> list[list[int]]:
+    """Numbers of the tensors that share a segment: neighbouring small ones of one kind.
+
+    Args:
+      apart: numbers that get a segment of their own, however small.
+    """
+
+    def kind(number: int) -> tuple[Any, ...]:
+        tensor = tensors[number]
+        alone = number if tensor.numel() >= SMALL or number in apart else -1
+        return alone, tensor.dtype, tensor.device
+
+    return [list(run) for _, run in itertools.groupby(range(len(tensors)), kind)]
+
+
+def segment_of(
+    tensors: Sequence[Tensor], offsets: Sequence[int], numbers: Sequence[int]
+) -> AnySegment:
+    """The segment of the tensors of those numbers, which become views of it."""
+    chosen = [tensors[n] for n in numbers]
+    starts = [offsets[n] - offsets[numbers[0]] for n in numbers]
+    flat = gathered(chosen, starts)
+    kind = LatticeSegment if flat.dtype == torch.float32 else RoundedSegment
+    return kind(flat, offsets[numbers[0]], [t.numel() for t in chosen], starts, numbers)

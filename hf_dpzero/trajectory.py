@@ -5,15 +5,16 @@ a ledger (what privacy was spent, in order), a resume point, and a proof: replay
 base model gives the final weights bit for bit.
 
 On disk while running, `trajectory.ledger`: a line of JSON (the header), a line with its CRC-32 in hex,
-then fixed-size little-endian records (step u64, learning rate f64, K x f32 values, CRC-32 u32), each
+then fixed-size little-endian records (step u64, learning rate f64, N x f32 values, CRC-32 u32), each
 flushed to disk before the update that it pays for. For shipping, `trajectory.safetensors`: tensors
-`values` float32 [T, K], `steps` int64 [T], `learning_rates` float64 [T]; metadata `header` (JSON)
-and `crc32` (over header and tensors).
+`values` float32 [T, N], `steps` int64 [T], `learning_rates` float64 [T]; metadata `header` (JSON)
+and `crc32` (over header and tensors). N is K, and one more where the clip adapts: the K scalars of
+the update come first. The header's `update_rule` says what an update makes of the releases so far.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -26,8 +27,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_dpzero.adaptive_clipping import Following
+from hf_dpzero.digests import digest_model
 from hf_dpzero.directions import Direction
-from hf_dpzero.perturbation import ParameterSpace, digest_model
+from hf_dpzero.ledger_files import (
+    LedgerError,
+    append_whole,
+    flush,
+    flush_folder,
+    header_lines,
+    locked,
+    split_header,
+)
+from hf_dpzero.mechanisms import Mechanism, mechanism_from_dict
+from hf_dpzero.perturbation import ParameterSpace
+from hf_dpzero.subspaces import subspace_from_dict
+from hf_dpzero.update_rules import Term, UpdateTerms, update_rule_from_dict
 
 FORMAT, VERSION = "hf_dpzero.trajectory", 2  # 2: Philox4x32 directions
 LEDGER_NAME, SHIPPING_NAME = "trajectory.ledger", "trajectory.safetensors"
@@ -38,8 +53,9 @@ class Release(NamedTuple):
 
     Attributes:
       step: from 0.
-      values: the K noised means, each a float32 number; none for a mechanism that cannot be
-        replayed (DPGD-0th releases a d-vector, which only the weights hold).
+      values: the K noised means, each a float32 number, and what else the step released (the count
+        that an adaptive clip follows); no means for a mechanism that cannot be replayed (DPGD-0th
+        releases a d-vector, which only the weights hold).
       learning_rate: of this step.
     """
 
@@ -47,21 +63,13 @@ class Release(NamedTuple):
     values: tuple[float, ...]
     learning_rate: float
 
-    def coefficients(self) -> list[float]:
-        """c_k = -learning_rate * value_k: theta <- theta + sum_k c_k u_k."""
-        return [-self.learning_rate * value for value in self.values]
-
-
-class LedgerError(ValueError):
-    """A ledger that is corrupt, truncated or of another run."""
-
 
 class Trajectory:
     """An append-only list of releases under a header, in memory and, if opened so, on disk.
 
     Attributes:
       header: base model digest, direction key, distribution, K, smoothing, weight decay, trainable
-        names, plan, versions; all public and JSON-safe.
+        names, plan, update rule, versions; all public and JSON-safe.
       releases: the records, steps strictly increasing.
     """
 
@@ -80,6 +88,7 @@ class Trajectory:
         self._size = 0
         self.releases: list[Release] = []
         self._by_step: dict[int, Release] = {}
+        self._before: list[Release] = []
         for release in releases:
             self._remember(release)
 
@@ -90,14 +99,14 @@ class Trajectory:
         trajectory.path.parent.mkdir(parents=True, exist_ok=True)  # type: ignore[union-attr]
         try:
             with open(path, "xb") as file:
-                file.write(_header_lines(trajectory.header))
-                _flush(file)
+                file.write(header_lines(trajectory.header))
+                flush(file)
         except FileExistsError:
             raise LedgerError(
                 f"{path} is the ledger of an earlier run: resume it (resume_from_checkpoint), or "
                 "train into another output_dir. Its privacy budget stays spent either way."
             ) from None
-        _flush_folder(Path(path).parent)
+        flush_folder(Path(path).parent)
         trajectory._hold()
         return trajectory
 
@@ -111,9 +120,9 @@ class Trajectory:
         Raises:
           LedgerError: corrupt records, or a `header` that differs from the file's.
         """
-        lock = _locked(Path(path))
+        lock = locked(Path(path))
         raw = Path(path).read_bytes()
-        found, body = _split_header(raw, path)
+        found, body = split_header(raw, path)
         trajectory = cls(found, path=Path(path))
         trajectory._lock = lock
         trajectory._refuse_other(header)
@@ -128,7 +137,7 @@ class Trajectory:
 
     def _hold(self) -> None:
         assert self.path is not None
-        self._lock, self._size = _locked(self.path), os.path.getsize(self.path)
+        self._lock, self._size = locked(self.path), os.path.getsize(self.path)
 
     def close(self) -> None:
         """Lets other processes continue the ledger; nothing can be appended here any more."""
@@ -138,17 +147,18 @@ class Trajectory:
 
     def digest(self, upto: int | None = None) -> str:
         """SHA-256 (hex) of the header and the records before step `upto`: ties a state to a log."""
-        digest = hashlib.sha256(_header_lines(self.header))
+        digest = hashlib.sha256(header_lines(self.header))
         for release in self.releases:
             if upto is None or release.step < upto:
                 digest.update(self._pack(release))
         return digest.hexdigest()
 
     def _refuse_other(self, header: Mapping[str, Any] | None) -> None:
-        wanted = {} if header is None else json.loads(json.dumps(dict(header)))
-        changed = [k for k in wanted if k != "versions" and wanted[k] != self.header.get(k)]
+        wanted = {} if header is None else json.loads(json.dumps(_explicit(header)))
+        own = _explicit(self.header)
+        changed = [k for k in wanted if k != "versions" and wanted[k] != own.get(k)]
         if changed:
-            found = {k: self.header.get(k) for k in changed}
+            found = {k: own.get(k) for k in changed}
             raise LedgerError(
                 f"{self.path} belongs to a run with other {', '.join(changed)}: it has {_short(found)}"
                 f", this run has {_short({k: wanted[k] for k in changed})}. A ledger continues only "
@@ -157,8 +167,14 @@ class Trajectory:
 
     @property
     def num_directions(self) -> int:
-        """K, the number of values in each record (0 when a release is not a list of scalars)."""
-        return int(self.header["num_directions"]) if self.header.get("replayable", True) else 0
+        """K."""
+        return int(self.header["num_directions"])
+
+    @property
+    def num_values(self) -> int:
+        """How many values a record holds: K; K + 1 where the clip adapts; without the K where a
+        release is a d-vector."""
+        return int(_explicit(self.header)["num_values"])
 
     @property
     def next_step(self) -> int:
@@ -168,6 +184,38 @@ class Trajectory:
     def get(self, step: int) -> Release | None:
         """The release of `step`, or None."""
         return self._by_step.get(step)
+
+    def update_terms(self, step: int) -> list[Term]:
+        """What the update of `step` is made of, by the header's rule; see `update_rules`.
+
+        A function of the header and the releases up to that step alone, at the cost of the rule's
+        window.
+
+        Raises:
+          LedgerError: the step was not released, or no rule of that name is known.
+        """
+        if step not in self._by_step:
+            raise LedgerError(
+                f"step {step} has no update: the last release is of {self.next_step - 1}."
+            )
+        return self._updates(self.releases, step)
+
+    @functools.cached_property
+    def _updates(self) -> UpdateTerms:
+        try:
+            rule = update_rule_from_dict(self.header.get("update_rule"))
+        except ValueError as error:
+            raise LedgerError(f"the header's {error}") from None
+        return UpdateTerms(rule, self.num_directions, self._noise_variance)
+
+    @functools.cached_property
+    def _mechanism(self) -> Following[Mechanism]:
+        return Following(mechanism_from_dict(self.header["plan"]["mechanism"]))
+
+    def _noise_variance(self, step: int) -> float:
+        """Of the noise on each of a step's K values, public; asked for in the order of steps."""
+        self._before.extend(self.releases[len(self._before) : step])
+        return _noise_variance(self._mechanism.after(self._before))
 
     def append(self, release: Release) -> None:
         """Adds a record; on return it is on disk (flushed and synced).
@@ -188,7 +236,7 @@ class Trajectory:
             raise LedgerError(f"{path} was closed: open it again to continue it.")
         if os.path.getsize(path) != self._size:
             raise LedgerError(f"{path} was changed by somebody else while this run was writing it.")
-        _append_whole(path, record)
+        append_whole(path, record)
         self._size += len(record)
 
     def _remember(self, release: Release) -> None:
@@ -197,10 +245,10 @@ class Trajectory:
         self._by_step[release.step] = release
 
     def _refuse_misfit(self, release: Release) -> None:
-        if release.step != self.next_step or len(release.values) != self.num_directions:
+        if release.step != self.next_step or len(release.values) != self.num_values:
             raise LedgerError(
                 f"step {release.step} with {len(release.values)} values does not follow step "
-                f"{self.next_step - 1} of a ledger with {self.num_directions} values a step."
+                f"{self.next_step - 1} of a ledger with {self.num_values} values a step."
             )
         if not all(_is_float32(value) for value in release.values):
             raise LedgerError(
@@ -210,7 +258,7 @@ class Trajectory:
 
     @property
     def _record(self) -> struct.Struct:
-        return struct.Struct(f"<Qd{self.num_directions}f")
+        return struct.Struct(f"<Qd{self.num_values}f")
 
     def _pack(self, release: Release) -> bytes:
         body = self._record.pack(release.step, release.learning_rate, *release.values)
@@ -232,7 +280,7 @@ class Trajectory:
 
         tensors = {
             "values": torch.tensor([r.values for r in self.releases], dtype=torch.float32).reshape(
-                len(self.releases), self.num_directions
+                len(self.releases), self.num_values
             ),
             "steps": torch.tensor([r.step for r in self.releases], dtype=torch.int64),
             "learning_rates": torch.tensor(
@@ -276,6 +324,36 @@ class Trajectory:
         return trajectory
 
 
+def _explicit(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The header with the keys that it may leave out, as headers older than them do."""
+    mechanism = header.get("plan", {}).get("mechanism", {})
+    replayable = header.get("replayable", True)
+    meant = {
+        "method": mechanism.get("name"),
+        "num_values": header.get("num_directions", 0) if replayable else 0,
+        "update_rule": {"name": "sgd"},
+        "subspace": {"name": "full"},
+    }
+    return {**header, **{key: value for key, value in meant.items() if key not in header}}
+
+
+def num_values_entry(mechanism: Mechanism) -> dict[str, int]:
+    """The header's `num_values`, where a record holds more than the mechanism's directions say."""
+    usual = getattr(mechanism, "num_directions", 0) if mechanism.replayable else 0
+    found = mechanism.values_per_release
+    return {} if found == usual else {"num_values": found}
+
+
+def _noise_variance(mechanism: Mechanism) -> float:
+    """(sigma C / B)^2; twice that for Laplace noise, of which sigma C is the scale.
+
+    As a float32 number: an adaptive C is an exponential, whose last bit may differ elsewhere.
+    """
+    deviation = mechanism.noise_scale / mechanism.expected_batch_size
+    variance = deviation * deviation * (2.0 if mechanism.distribution == "laplace" else 1.0)
+    return torch.tensor(variance, dtype=torch.float32).item()
+
+
 def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> int:
     crc = zlib.crc32(header.encode())
     for name, tensor in sorted(tensors.items()):
@@ -294,79 +372,13 @@ def _is_float32(value: float) -> bool:
 _float32 = struct.Struct("<f")
 
 
-def _append_whole(path: Path, record: bytes) -> None:
-    """Appends to the file and syncs it; if that fails, the file is left as it was."""
-    with open(path, "ab") as file:
-        size = file.tell()
-        try:
-            file.write(record)
-            _flush(file)
-        except BaseException:
-            os.truncate(path, size)
-            raise
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """Makes a new file's name durable; a no-op where folders cannot be opened."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _locked(path: Path) -> Any:
-    """An open handle that holds the ledger for this run alone, until it is closed.
-
-    Raises:
-      LedgerError: another run holds it.
-    """
-    handle = open(path, "rb")  # noqa: SIM115
-    try:
-        import fcntl
-    except ImportError:  # no advisory locks on this platform
-        return handle
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.close()
-        raise LedgerError(
-            f"{path} is being written by another run: two runs under one ledger would each spend "
-            "what it counts once. Wait for it, or stop it."
-        ) from None
-    return handle
-
-
 def _short(values: Mapping[str, Any]) -> str:
     text = json.dumps(values, sort_keys=True)
     return text if len(text) < 400 else text[:400] + "..."
 
 
-def _header_lines(header: Mapping[str, Any]) -> bytes:
-    text = json.dumps(header, sort_keys=True).encode()
-    return text + b"\n%08x\n" % zlib.crc32(text)
-
-
-def _split_header(raw: bytes, path: str | os.PathLike) -> tuple[dict[str, Any], bytes]:
-    """(the checked header, the records' bytes)."""
-    text, _, rest = raw.partition(b"\n")
-    crc, body = rest[:9], rest[9:]
-    if crc != b"%08x\n" % zlib.crc32(text):
-        raise LedgerError(
-            f"{path}: its header is cut short or does not match its checksum; not a ledger, or "
-            "corrupt: restore the file from a copy."
-        )
-    return dict(json.loads(text)), body
-
-
 def _read_only(path: str | os.PathLike) -> Trajectory:
-    header, body = _split_header(Path(path).read_bytes(), path)
+    header, body = split_header(Path(path).read_bytes(), path)
     trajectory = Trajectory(header)
     size = trajectory._record.size + 4
     if len(body) % size:
@@ -378,7 +390,7 @@ def _read_only(path: str | os.PathLike) -> Trajectory:
 
 def space_from_header(model: nn.Module, header: Mapping[str, Any]) -> ParameterSpace:
     """The parameter space a trajectory's releases act on: `model`'s parameters that train."""
-    return ParameterSpace.from_model(
+    return subspace_from_dict(header.get("subspace")).space_of(
         model,
         distribution=header["direction"],
         smoothing=header["smoothing"],
@@ -393,16 +405,24 @@ def directions_of(step: int, header: Mapping[str, Any]) -> list[Direction]:
 
 
 def apply_release(
-    space: ParameterSpace, release: Release, header: Mapping[str, Any], defer: bool = False
+    space: ParameterSpace, trajectory: Trajectory, release: Release, defer: bool = False
 ) -> None:
-    """One public update: theta <- (1 - lr wd) theta - lr sum_k value_k u_k (Algorithm 2, line 3).
+    """One public update: theta <- (1 - lr wd) theta + sum_{s,k} c_{s,k} u_{s,k}.
 
-    Training and replay both go through here, so they cannot differ. `defer` as in
-    `ParameterSpace.step_`.
+    The terms are the header's rule's; for sgd, -lr value_k along the K directions of this step
+    (Algorithm 2, line 3). Training and replay both go through here, so they cannot differ.
+
+    Args:
+      space: the parameters.
+      trajectory: holds the release and those before it.
+      release: of the step whose update is made.
+      defer: as in `ParameterSpace.step_`.
     """
-    decay = release.learning_rate * header["weight_decay"]
-    directions = directions_of(release.step, header)
-    space.step_(directions, release.coefficients(), decay=decay, defer=defer)
+    header = trajectory.header
+    terms = trajectory.update_terms(release.step)
+    key, decay = int(header["direction_key"], 16), release.learning_rate * header["weight_decay"]
+    directions = [Direction(key, term.step, term.query) for term in terms]
+    space.step_(directions, [term.coefficient for term in terms], decay=decay, defer=defer)
 
 
 def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) -> None:
@@ -433,7 +453,7 @@ def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) ->
     for release in trajectory.releases:
         if upto is not None and release.step >= upto:
             break
-        apply_release(space, release, header)
+        apply_release(space, trajectory, release)
 
 
 def _train_only(model: nn.Module, names: Sequence[str]) -> None:

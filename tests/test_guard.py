@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpzero import guard
-from hf_dpzero.guard import ParameterChanged, ParameterGuard, checksums
+from hf_dpzero import digests
+from hf_dpzero.digests import checksums
+from hf_dpzero.guard import ParameterChanged, ParameterGuard
 
 
 def two() -> list[tuple[str, nn.Parameter]]:
@@ -95,7 +96,7 @@ def test_ten_thousand_tensors_cost_about_a_millisecond():
 )
 @pytest.mark.parametrize("size", [0, 1, 40])
 def test_checksum_is_sha256_of_the_bytes(dtype: torch.dtype, size: int, monkeypatch):
-    monkeypatch.setattr(guard, "_CHUNK", 16)
+    monkeypatch.setattr(digests, "_CHUNK", 16)
     generator = torch.Generator().manual_seed(size)
     tensor = torch.randint(0, 99, (size,), generator=generator).to(dtype)
     expected = hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -19,12 +19,9 @@ from torch import Tensor, nn
 
 from hf_dpzero import passes, perturbation, torch_passes
 from hf_dpzero import tensors as tensor_kinds
+from hf_dpzero.digests import digest_model, digest_tensors
 from hf_dpzero.directions import DISTRIBUTIONS, Direction, direction_vector
-from hf_dpzero.perturbation import (
-    ParameterSpace,
-    digest_model,
-    digest_tensors,
-)
+from hf_dpzero.perturbation import ParameterSpace
 
 KEY = 0xA5A5_0123_4567_89AB_CDEF_0000_FFFF_1234
 SMOOTHING = 1e-3
@@ -187,7 +184,7 @@ def short_training(distribution: str, dense: bool = False) -> tuple[list[Tensor]
         space.step_(us, [1e-3, 2e-7], decay=1e-6)
     if dense:
         noise = lambda part, count: torch.linspace(-1e-4, 1e-4, count)  # noqa: E731
-        space.dense_step_(us[0], 1e-3, noise)
+        space.dense_step_([us[0]], [1e-3], noise)
     space.move_to_(((us[1], -SMOOTHING),))
     standing = copies(space.tensors)
     space.settle_()
@@ -218,7 +215,7 @@ def test_which_tensors_share_a_segment_does_not_matter(
     """All alone, some together, all of a kind together: the same bits, with dense steps too."""
     results = []
     for small, segments in [(0, 10), (500, 8), (1 << 16, 4)]:
-        monkeypatch.setattr(perturbation, "SMALL", small)
+        monkeypatch.setattr(tensor_kinds, "SMALL", small)
         assert len(space_of(mixed_tensors())._segments) == segments
         results.append(short_training(distribution, dense=True))
     for tensors, state in results[1:]:
@@ -584,7 +581,7 @@ def operate(space: ParameterSpace, seed: int, step: int, defer: bool) -> tuple[s
         space.step_([us[i] for i in draw.permutation(2)], coefficients, decay=decay, defer=defer)
         return name, []
     if name == "dense":
-        space.dense_step_(us[0], coefficients[0], dense_noise)
+        space.dense_step_([us[0]], [coefficients[0]], dense_noise)
     elif name == "move":
         space.move_to_(position)
     elif name == "perturbed":
@@ -637,7 +634,7 @@ def test_deferred_updates_equal_eager_ones_bit_for_bit(distribution: str, block:
         lambda s, u, v, w: (s.step_([w], [1e-3], defer=not s.settled), s.settle_()),
         lambda s, u, v, w: s.step_([w], [1e-3], decay=0.01),
         lambda s, u, v, w: s.step_([w], [5.0]),
-        lambda s, u, v, w: s.dense_step_(w, 1e-3, dense_noise),
+        lambda s, u, v, w: s.dense_step_([w], [1e-3], dense_noise),
     ],
 )
 def test_whatever_follows_a_deferred_step_sees_its_update(follow, distribution: str, dtype):
@@ -910,7 +907,7 @@ def test_new_storage_is_followed_by_every_operation(distribution: str, defer: bo
         between()
         space.step_([v], [1e-3], decay=0.125, defer=defer)
         between()
-        space.dense_step_(u, 1e-3, dense_noise)
+        space.dense_step_([u], [1e-3], dense_noise)
         between()
         space.load_state_dict(space.state_dict())
         between()
@@ -1143,7 +1140,7 @@ def test_dense_step_adds_u_and_the_noise_within_a_grid_step():
         return drawn[-1][1].clone()
 
     space.move_to_(((u, SMOOTHING),))
-    space.dense_step_(u, 1e-3, noise)
+    space.dense_step_([u], [1e-3], noise)
     assert [part for part, _ in drawn] == list(range(5))
     noises = torch.cat([values for _, values in drawn]).double()
     expected = before + 1e-3 * direction_vector(u, "gaussian", space.layout).double() + noises

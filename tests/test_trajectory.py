@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpzero import trajectory as trajectory_module
+from hf_dpzero import ledger_files
+from hf_dpzero.digests import digest_model
 from hf_dpzero.directions import DISTRIBUTIONS, Direction, direction_vector
-from hf_dpzero.perturbation import ParameterSpace, digest_model
+from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.trajectory import (
     LedgerError,
     Release,
@@ -67,7 +68,7 @@ def release_at(step: int, count: int = 2) -> Release:
 def written(path: Path, count: int = 3, **changes: object) -> Trajectory:
     trajectory = Trajectory.create(path, header_for(**changes))
     for step in range(count):
-        trajectory.append(release_at(step, trajectory.num_directions))
+        trajectory.append(release_at(step, trajectory.num_values))
     return trajectory
 
 
@@ -231,7 +232,7 @@ def test_a_failed_write_leaves_neither_half_a_record_nor_a_claim(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(trajectory_module, "_flush", full)
+        patch.setattr(ledger_files, "flush", full)
         with pytest.raises(OSError, match="No space left"):
             trajectory.append(release_at(2))
     assert path.read_bytes() == before
@@ -351,7 +352,7 @@ def test_a_changed_plan_is_refused_by_name(tmp_path: Path, key: str, value: obje
     path = tmp_path / "t.ledger"
     written(path, 2)
     before = path.read_bytes()
-    with pytest.raises(LedgerError, match=f"other {key}: it has .*this run has"):
+    with pytest.raises(LedgerError, match=f"other {key}.*: it has .*this run has"):
         Trajectory.open(path, header_for(**{key: value}))
     assert path.read_bytes() == before
 
@@ -397,7 +398,7 @@ def train(model: nn.Module, header: dict[str, object], steps: int) -> Trajectory
             space.move_to_(((direction, header["smoothing"]),))
             space.move_to_(((direction, -header["smoothing"]),))
         trajectory.append(release_at(step, header["num_directions"]))
-        apply_release(space, trajectory.releases[-1], header)
+        apply_release(space, trajectory, trajectory.releases[-1])
     return trajectory
 
 

@@ -1,0 +1,83 @@
+"""The bytes of a ledger: its header's lines, whole appends, durability, one writer at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class LedgerError(ValueError):
+    """A ledger that is corrupt, truncated or of another run."""
+
+
+def append_whole(path: Path, record: bytes) -> None:
+    """Appends to the file and syncs it; if that fails, the file is left as it was."""
+    with open(path, "ab") as file:
+        size = file.tell()
+        try:
+            file.write(record)
+            flush(file)
+        except BaseException:
+            os.truncate(path, size)
+            raise
+
+
+def flush(file: Any) -> None:
+    """On return what was written is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes a new file's name durable; a no-op where folders cannot be opened."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def locked(path: Path) -> Any:
+    """An open handle that holds the ledger for this run alone, until it is closed.
+
+    Raises:
+      LedgerError: another run holds it.
+    """
+    handle = open(path, "rb")  # noqa: SIM115
+    try:
+        import fcntl
+    except ImportError:  # no advisory locks on this platform
+        return handle
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise LedgerError(
+            f"{path} is being written by another run: two runs under one ledger would each spend "
+            "what it counts once. Wait for it, or stop it."
+        ) from None
+    return handle
+
+
+def header_lines(header: Mapping[str, Any]) -> bytes:
+    """JSON with sorted keys, and its CRC-32 in hex."""
+    text = json.dumps(header, sort_keys=True).encode()
+    return text + b"\n%08x\n" % zlib.crc32(text)
+
+
+def split_header(raw: bytes, path: str | os.PathLike) -> tuple[dict[str, Any], bytes]:
+    """(the checked header, the records' bytes)."""
+    text, _, rest = raw.partition(b"\n")
+    crc, body = rest[:9], rest[9:]
+    if crc != b"%08x\n" % zlib.crc32(text):
+        raise LedgerError(
+            f"{path}: its header is cut short or does not match its checksum; not a ledger, or "
+            "corrupt: restore the file from a copy."
+        )
+    return dict(json.loads(text)), body
