@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
@@ -21,6 +22,7 @@ class LogicalBatch(TypedDict):
 
     step: int
     microbatches: list[Mapping[str, Tensor]]
+    groups: list[int]  # averaged clipping: the group of each microbatch's examples; else empty
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,21 @@ class StepBatches(Dataset):
         return self.plan.steps
 
     def __getitem__(self, step: int) -> LogicalBatch:
-        chosen = self.plan.sampler.batch(step, self.key)[self.rank :: self.world_size].tolist()
-        size = self.microbatch_size
-        parts = (chosen[start : start + size] for start in range(0, len(chosen), size))
-        return {"step": step, "microbatches": [self.rows.collate_rows(part) for part in parts]}
+        chosen = self.plan.sampler.batch(step, self.key)[self.rank :: self.world_size]
+        mechanism = self.plan.mechanism
+        if getattr(mechanism, "clipping", "fixed") != "averaged":
+            return self._batch(step, {-1: chosen.tolist()})
+        assert self.world_size == 1, "a group's mean is taken in one process"
+        of = mechanism.group_of(chosen, self.key)  # type: ignore[union-attr]
+        return self._batch(step, {int(g): chosen[of == g].tolist() for g in np.unique(of)})
+
+    def _batch(self, step: int, chosen: Mapping[int, list[int]]) -> LogicalBatch:
+        size, microbatches, groups = self.microbatch_size, [], []
+        for group, indices in chosen.items():
+            for start in range(0, len(indices), size):
+                microbatches.append(self.rows.collate_rows(indices[start : start + size]))
+                groups.append(group)
+        return {"step": step, "microbatches": microbatches, "groups": groups}
 
 
 class StepSampler(Sampler[int]):

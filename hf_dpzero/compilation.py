@@ -40,6 +40,19 @@ def compile_(model: nn.Module, args: Any) -> None:
         )
 
 
+def refuse_compiled(model: nn.Module, method: str) -> None:
+    """Refuses compiled models where hooks must see every layer.
+
+    Raises:
+      ValueError: the model is compiled.
+    """
+    if is_compiled(model):
+        raise ValueError(
+            f"method={method!r} takes per-example gradients by hooks, which compiled code does not "
+            "call: turn torch_compile off, or use method='dpzero'."
+        )
+
+
 def _folds_weights() -> bool:
     import torch._inductor.config as inductor
 

@@ -33,6 +33,17 @@ def sum_over_processes(values: Sequence[N]) -> list[N]:
     return total.tolist()
 
 
+def sum_tensor_(tensor: torch.Tensor) -> None:
+    """Replaces a float tensor by its sum over processes, the same on each; in place."""
+    if active():
+        dist.all_reduce(tensor)
+
+
+def is_main() -> bool:
+    """Whether this is the process that draws noise and writes files."""
+    return not active() or dist.get_rank() == 0
+
+
 def shared(value: T) -> T:
     """The main process' value, on every process."""
     if not active():
@@ -44,7 +55,7 @@ def shared(value: T) -> T:
 
 def shared_from_main(make: Callable[[], T]) -> T:
     """Calls `make` on the main process only and shares the result: noise is drawn once."""
-    value = make() if not active() or dist.get_rank() == 0 else None
+    value = make() if is_main() else None
     return shared(value)  # type: ignore[return-value]
 
 

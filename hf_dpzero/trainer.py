@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +18,23 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from transformers.utils import logging
 
 from hf_dpzero import hub, run_files, validation
+from hf_dpzero.adapters import check_adapters
 from hf_dpzero.arguments import DPZeroConfig
+from hf_dpzero.arms import Arm, FirstOrderArm, ZerothOrderArm
 from hf_dpzero.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.callbacks import PrivacyCallback, PrivacyProgressCallback
 from hf_dpzero.compilation import compile_, unwrapped
-from hf_dpzero.deferral import all_known, settled_before_reads
-from hf_dpzero.estimator import (
-    FiniteDifferences,
-    batch_size,
-    evaluation_mode,
-)
-from hf_dpzero.exactness import make_exact
-from hf_dpzero.forwards import is_compiled
+from hf_dpzero.digests import digest_model, digest_tensors
+from hf_dpzero.estimator import batch_size, evaluation_mode
 from hf_dpzero.guard import ParameterChanged
 from hf_dpzero.isolation import isolated_randomness
-from hf_dpzero.mechanisms import VectorMechanism
 from hf_dpzero.mixed_precision import check_mixed_precision, uncached_autocast
 from hf_dpzero.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.objectives import PerExampleLoss, check_per_example, select_objective
-from hf_dpzero.perturbation import ParameterSpace, digest_model, digest_tensors
+from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.plan import PrivacyPlan
 from hf_dpzero.report import REPORT_FILE, BudgetMeter, PrivacyReport, versions
-from hf_dpzero.rounding_warning import warn_of_rounding
-from hf_dpzero.step import PrivateStep
-from hf_dpzero.trajectory import (
-    SHIPPING_NAME,
-    Trajectory,
-    directions_of,
-    space_from_header,
-)
+from hf_dpzero.trajectory import SHIPPING_NAME, Trajectory, num_values_entry
 
 logger = logging.get_logger(__name__)
 
@@ -98,7 +86,7 @@ class DPZeroTrainer(Trainer):
         self.per_example_loss = compute_per_example_loss
         self.noise = noise or _noise_from(args)
         self.trajectory: Trajectory | None = None
-        self._space_state: Mapping[str, Any] | None = None
+        self._arm_state: Mapping[str, Any] | None = None
         self._plan: PrivacyPlan | None = None
         self._delta: float | None = None
         self._diagnostics: dict[str, float] = {}
@@ -192,16 +180,13 @@ class DPZeroTrainer(Trainer):
     def _validate(self) -> None:
         validation.num_examples(self.train_dataset)
         validation.select_trainable(self.model, self.args.trainable)
+        check_adapters(self.model)
         validation.check_model(self.model)
         if self.per_example_loss is None:
             if not set(self.probe()) & set(validation.LABEL_COLUMNS):  # a collator may add them
                 validation.check_labels(self.train_dataset)
             self.per_example_loss = select_objective(self.model)
-        if self.args.world_size > 1 and isinstance(self.plan.mechanism, VectorMechanism):
-            raise ValueError(
-                f"dpgd-0th on {self.args.world_size} processes: its d-dimensional noise is drawn in "
-                "one process only; run it in one, or use method='dpzero'."
-            )
+        validation.check_processes(self.args)
         check_mixed_precision(self.args, self.args.device.type)
         if self.plan.mechanism.private:
             validation.check_precision(self.model, self.args)
@@ -252,7 +237,7 @@ class DPZeroTrainer(Trainer):
             self._sampler_key = run_files.new_secret(folder, self.args.sampler_key)
         else:
             self.trajectory = run_files.continue_ledger(folder, header)
-            self._space_state = run_files.load_state(resume, self.trajectory)
+            self._arm_state = run_files.load_state(resume, self.trajectory)
             self._sampler_key = run_files.old_secret(folder, self.args.sampler_key)
 
     def _header(self) -> dict[str, Any]:
@@ -260,9 +245,7 @@ class DPZeroTrainer(Trainer):
         trainable = [n for n, p in self.model.named_parameters() if p.requires_grad]
         decayed = self.get_decay_parameter_names(self.model) if self.args.weight_decay else []
         header = {
-            "direction": self.args.direction,
-            "num_directions": self.args.num_directions,
-            "smoothing": self.args.smoothing,
+            **self.args.direction_settings(),
             "weight_decay": self.args.weight_decay,
             "trainable": trainable,
             "decayed": sorted(set(decayed) & set(trainable)),
@@ -274,6 +257,7 @@ class DPZeroTrainer(Trainer):
             "log_private_diagnostics": self.args.log_private_diagnostics,
             "versions": versions(),
         }
+        header |= num_values_entry(self.plan.mechanism)
         if self.args.direction_key is not None:
             header["direction_key"] = f"{self.args.direction_key:032x}"
         return header
@@ -310,59 +294,40 @@ class DPZeroTrainer(Trainer):
         return Rows(dataset, collate)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The parameter space, and an optimizer that only carries the learning rate."""
+        """The run's arm, and its optimizer: one that only carries the learning rate, or `optim`."""
         if self.optimizer is None:
             assert self.trajectory is not None and self.per_example_loss is not None
-            self.space = self._parameter_space()
             self._buffers = digest_tensors(self.model.named_buffers())
-            self.step = PrivateStep(
-                mechanism=self.plan.mechanism,
-                space=self.space,
-                differences=self._estimator(self.per_example_loss),
-                noise=self.noise,
-                trajectory=self.trajectory,
-                defer=self._may_defer(),
-            )
-            self._reads.enter_context(settled_before_reads(self.model, self.space))
-            warn_of_rounding(self, self.step.differences)
-            self.optimizer = _LearningRate(self.space.tensors, self.args.learning_rate)
+            kind: type[Arm] = FirstOrderArm if self.args.first_order else ZerothOrderArm
+            self.arm: Arm = kind(self, self._arm_state)
+            self.optimizer = self.arm.optimizer or super().create_optimizer(model)
         return self.optimizer
 
-    def _may_defer(self) -> bool:
-        """Whether nobody reads the weights between steps but through a forward or a state dict."""
-        known = all_known([self, *self.callback_handler.callbacks])
-        return self.args.defer_updates and known and not is_compiled(self.model)
+    @property
+    def space(self) -> ParameterSpace:
+        """The trainable coordinates of a zeroth-order run."""
+        assert isinstance(self.arm, ZerothOrderArm)
+        return self.arm.space
 
-    def _parameter_space(self) -> ParameterSpace:
-        assert self.trajectory is not None
-        space = space_from_header(self.model, self.trajectory.header)
-        if self._space_state is None:
-            space.snap_()
-        else:
-            space.load_state_dict(self._space_state)
-        return space
+    @property
+    def step(self) -> Any:
+        """What takes a step: a `PrivateStep` or a `GradientStep`."""
+        return self.arm.step
 
-    def _estimator(self, objective: PerExampleLoss) -> FiniteDifferences:
+    def while_training(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        """Enters `context` until `train` returns or raises."""
+        self._reads.enter_context(context)
+
+    def evaluated_objective(self) -> PerExampleLoss:
+        """(model, inputs) -> losses [B], on the run's device and in its precision."""
+        objective = self.per_example_loss
+        assert objective is not None
+
         def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
             with self.compute_loss_context_manager():
                 return objective(model, self._prepare_inputs(dict(inputs)))
 
-        differences = FiniteDifferences(
-            self.model,
-            self.space,
-            evaluate,
-            self.args.smoothing,
-            self.args.reuse_frozen_prefix,
-            self.args.perturbation_strategy,
-            forget_unread=not self.plan.mechanism.private,
-        )
-        assert self.trajectory is not None
-        direction = directions_of(0, self.trajectory.header)[0]
-        with isolated_randomness():
-            messages = make_exact(differences, self.probe(), direction)
-        for message in messages:
-            logger.warning(message)
-        return differences
+        return evaluate
 
     # ------------------------------------------------------------------ one training step
 
@@ -373,14 +338,12 @@ class DPZeroTrainer(Trainer):
         assert self.step.trajectory is self.trajectory
         try:
             rate = self._get_learning_rate()
-            differences = self.step(inputs["step"], inputs["microbatches"], rate)
+            statistics = self.arm.take(inputs, rate)
         except ParameterChanged:
             self._tainted = True
             raise
-        if self.step.defer and not all_known(self.callback_handler.callbacks):
-            self.space.settle_()  # a callback came in after the start
-        if self.args.log_private_diagnostics and differences is not None:
-            self._diagnostics = private_diagnostics(differences, self.plan.mechanism)
+        if self.args.log_private_diagnostics and statistics is not None:
+            self._diagnostics = private_diagnostics(statistics, self.plan.mechanism)
         return torch.zeros((), device=self.args.device)
 
     # ------------------------------------------------------------------ logs, checkpoints, report
@@ -392,8 +355,8 @@ class DPZeroTrainer(Trainer):
         if self.trajectory is not None and "learning_rate" in logs:
             logs["epsilon"] = self.epsilon_spent
             last = self.trajectory.get(self.state.global_step - 1)
-            if last is not None and last.values:
-                logs["released_value"] = math.hypot(*last.values)
+            if last is not None and self.plan.mechanism.replayable:
+                logs["released_value"] = math.hypot(*last.values[: self.args.num_directions])
             logs.update(self._diagnostics)
         super().log(logs, *args, **kwargs)
 
@@ -404,11 +367,11 @@ class DPZeroTrainer(Trainer):
         return self.meter.at(min(taken, self.plan.steps))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.space.settle_()
+        self.arm.settle_()
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         super()._save_checkpoint(model, trial)
         if self.args.should_save and folder.exists():
-            state = self.space.state_dict()
+            state = self.arm.state_dict()
             assert self.trajectory is not None
             run_files.save_state(folder, self.state.global_step, state, self.trajectory)
 
@@ -430,10 +393,10 @@ class DPZeroTrainer(Trainer):
             target_epsilon=self.args.target_epsilon,
             steps_completed=self.trajectory.next_step if self.trajectory else 0,
             noise=self.noise,
-            direction=self.args.direction,
+            direction=self.args.direction_settings()["direction"],
             log_private_diagnostics=self.args.log_private_diagnostics,
             sampler_key_is_secret=self.args.sampler_key is None,
-        )
+        ).with_tuning(self.args.tuning, self.plan)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as README.md in output_dir."""
@@ -454,16 +417,6 @@ class DPZeroTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Nothing: checkpoints hold more than may be shipped; `push_to_hub` uses an allow list."""
-
-
-class _LearningRate(torch.optim.Optimizer):
-    """Carries the learning rate for Hugging Face's schedulers; the update happens in the step."""
-
-    def __init__(self, tensors: list[Tensor], learning_rate: float) -> None:
-        super().__init__(tensors, {"lr": learning_rate})
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing: `training_step` has updated the parameters."""
 
 
 def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]:

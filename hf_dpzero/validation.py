@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
-from hf_dpzero.guard import ParameterChanged, ParameterGuard, checksums, has_plain_storage
-from hf_dpzero.perturbation import digest_tensors
+from hf_dpzero.digests import checksums, digest_tensors
+from hf_dpzero.guard import ParameterChanged, ParameterGuard, has_plain_storage
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LABEL_COLUMNS = ("labels", "label", "label_ids", "start_positions", "decoder_input_ids")
@@ -473,6 +473,26 @@ def check_launch(trainer: Any) -> None:
         raise ValueError(
             f"distributed_type={kind} shards or copies parameters in ways that the in-place "
             "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process."
+        )
+
+
+def check_processes(args: Any) -> None:
+    """Refuses methods that work in one process only.
+
+    Raises:
+      ValueError: dpgd-0th or averaged clipping on several processes.
+    """
+    if args.world_size == 1:
+        return
+    if args.method == "dpgd-0th":
+        raise ValueError(
+            f"dpgd-0th on {args.world_size} processes: its d-dimensional noise is drawn in one "
+            "process only; run it in one, or use method='dpzero'."
+        )
+    if args.clipping == "averaged":
+        raise ValueError(
+            f"clipping='averaged' on {args.world_size} processes: a group's mean is clipped in one "
+            "process only; run it in one, or use clipping='fixed'."
         )
 
 

@@ -14,7 +14,7 @@ import os, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_trainer import build
-from hf_dpzero.perturbation import digest_model
+from hf_dpzero.digests import digest_model
 
 trainer = build(Path(sys.argv[1]), microbatch_size=1, num_directions=2, max_steps=3,
                 eval_strategy="no", ddp_backend="gloo" if "RANK" in os.environ else None,
@@ -60,3 +60,41 @@ def test_one_process_equals_two_bit_for_bit(tmp_path):
 def test_processes_agree_under_secret_noise(tmp_path):
     digests = {digest for _, digest in run(tmp_path, 2, seed=None)}
     assert len(digests) == 1
+
+
+GRADIENTS = """
+import os, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import torch
+from test_trainer import build
+
+trainer = build(Path(sys.argv[1]), method="dp-sgd", microbatch_size=4, max_steps=3, clip=0.5,
+                learning_rate=0.1, eval_strategy="no",
+                ddp_backend="gloo" if "RANK" in os.environ else None)
+trainer.train()
+flat = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])
+torch.save(flat, f"{{sys.argv[1]}}.weights{{trainer.args.process_index}}")
+Path(f"{{sys.argv[1]}}.rank{{trainer.args.process_index}}").write_text(
+    f"{{trainer.args.world_size}} {{len(trainer.trajectory.releases)}}")
+if trainer.args.world_size > 1:
+    trainer.accelerator.wait_for_everyone()
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_gradients_and_noise_of_two_processes_add_up_to_those_of_one(tmp_path, monkeypatch):
+    """The clipped sums and one draw of noise: equal up to the order of float32 additions."""
+    import torch
+
+    monkeypatch.setitem(globals(), "SCRIPT", GRADIENTS)
+    assert run(tmp_path, 1) == [["1", "3"]]
+    assert run(tmp_path, 2) == [["2", "3"], ["2", "3"]]
+    one, *both = (torch.load(tmp_path / f"out{n}.weights{r}") for n, r in ((1, 0), (2, 0), (2, 1)))
+    assert torch.equal(*both)
+    torch.testing.assert_close(one, both[0], atol=1e-6, rtol=1e-5)
+    import test_trainer
+
+    base = torch.cat([p.detach().view(-1) for p in test_trainer.tiny_model().parameters()])
+    assert float((one - base).abs().max()) > 1e-3

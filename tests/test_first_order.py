@@ -1,4 +1,4 @@
-"""Per-example gradients against a loop that differentiates one example at a time."""
+"""Per-example gradients, kept or ghostly, against a loop that takes one example at a time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ from torch import Tensor, nn
 pytest.importorskip("opacus")
 
 from hf_dpzero.first_order import PerExampleGradients
+from hf_dpzero.ghost import GhostGradients
+from hf_dpzero.gradient_mechanisms import CLIP_MARGIN
 from hf_dpzero.objectives import select_objective
+from hf_dpzero.sentence_classifier import SentenceClassifier
 
 Batch = Mapping[str, Tensor]
+Gradients = Callable[..., Any]
+
+
+@pytest.fixture(params=[PerExampleGradients, GhostGradients], ids=["dense", "ghost"])
+def kind(request: Any) -> Gradients:
+    """Both ways of taking per-example gradients: same sums, same norms, same refusals."""
+    return request.param
 
 
 def batch_of(rows: int = 4, language: bool = False) -> dict[str, Tensor]:
@@ -42,21 +52,62 @@ def opt_classifier() -> nn.Module:
         return OPTForSequenceClassification(config).eval()
 
 
-@pytest.fixture(params=["bert", "roberta", "opt", "opt-lm", "bert-mlm"])
+def lora(model: nn.Module) -> nn.Module:
+    """The paper's adapters, r = 8 and alpha = 16, none of them zero."""
+    import peft
+
+    modules = ["query", "value"]
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=8, lora_alpha=16, target_modules=modules, task_type="SEQ_CLS")
+    )
+    generator = torch.Generator().manual_seed(4)
+    for name, p in adapted.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(p, std=0.3, generator=generator)
+    return adapted.eval()
+
+
+def sentences(model: Any, pair_features: str) -> nn.Module:
+    """A sentence classifier on a tiny RoBERTa's encoder with a random head."""
+    settings = {"num_labels": 2, "pair_features": pair_features, "logit_scale": 5.0}
+    classifier = SentenceClassifier.from_encoder(model.roberta, **settings)
+    nn.init.normal_(classifier.classifier.weight, generator=torch.Generator().manual_seed(5))
+    return classifier
+
+
+def second_texts(batch: Batch) -> dict[str, Tensor]:
+    """The batch with other rows as second texts."""
+    pair = {f"{name}_pair": batch[name].flip(0) for name in ("input_ids", "attention_mask")}
+    return {**batch, **pair}
+
+
+MODELS = {
+    "bert": lambda get: get("tiny_bert")(),
+    "roberta": lambda get: get("tiny_roberta")(),
+    "opt": lambda get: opt_classifier(),
+    "opt-lm": lambda get: get("tiny_opt")(),
+    "bert-mlm": lambda get: get("tiny_masked_lm")(),
+    "lora": lambda get: lora(get("tiny_roberta")()),
+    "sentences": lambda get: sentences(get("tiny_roberta")(), "joint"),
+    "siamese": lambda get: sentences(get("tiny_roberta")(), "siamese"),
+}
+
+
+@pytest.fixture(params=MODELS)
 def case(request: Any) -> tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]:
     """(model, objective, batch) of every kind that the bench and the trainer meet."""
-    fixtures = {"bert": "tiny_bert", "roberta": "tiny_roberta", "opt-lm": "tiny_opt",
-                "bert-mlm": "tiny_masked_lm"}  # fmt: skip
-    kind = request.param
-    model = opt_classifier() if kind == "opt" else request.getfixturevalue(fixtures[kind])()
-    return model, select_objective(model), batch_of(language="lm" in kind)
+    model = MODELS[request.param](request.getfixturevalue)
+    batch = batch_of(language="lm" in request.param)
+    if request.param == "siamese":
+        batch = second_texts(batch)
+    return model, select_objective(model), batch
 
 
 def gradients_one_by_one(model: nn.Module, objective: Any, batch: Batch) -> list[list[Tensor]]:
     """grad f(theta; xi_i) for each i by plain autograd, zeros where the loss does not depend."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = []
-    for i in range(batch["input_ids"].shape[0]):
+    for i in range(len(next(iter(batch.values())))):
         loss = objective(model, {name: value[i : i + 1] for name, value in batch.items()}).sum()
         own = torch.autograd.grad(loss, parameters, allow_unused=True)
         found.append(
@@ -70,7 +121,7 @@ def norm(gradient: list[Tensor]) -> float:
 
 
 def clipped_one_by_one(examples: list[list[Tensor]], clip: float) -> list[Tensor]:
-    factors = [min(1.0, clip / norm(g)) for g in examples]
+    factors = [min(1.0, clip * CLIP_MARGIN / norm(g)) for g in examples]
     return [
         sum(f * g for f, g in zip(factors, column, strict=True))
         for column in zip(*examples, strict=True)
@@ -84,13 +135,15 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 1, 3])
-def test_the_clipped_sum_is_that_of_single_examples(case: Any, microbatch_size: int | None):
+def test_the_clipped_sum_is_that_of_single_examples(
+    case: Any, kind: Gradients, microbatch_size: int | None
+):
     model, objective, batch = case
     examples = gradients_one_by_one(model, objective, batch)
     norms = sorted(norm(g) for g in examples)
     clip = (norms[0] + norms[-1]) / 2  # some are clipped, some are not
     assert norms[0] < clip < norms[-1]
-    found = PerExampleGradients(model, objective).clipped_sum(batch, clip, microbatch_size)
+    found = kind(model, objective).clipped_sum(batch, clip, microbatch_size)
     assert all(part.dtype == torch.float32 for part in found)
     assert_close(found, clipped_one_by_one(examples, clip))
 
@@ -103,40 +156,51 @@ def test_every_examples_gradient_is_its_own(case: Any):
         assert_close(own, expected)
 
 
-def test_one_example_moves_the_sum_by_at_most_the_clip(case: Any):
+def test_one_example_moves_the_sum_by_at_most_the_clip(case: Any, kind: Gradients):
     model, objective, batch = case
     one = {name: value[:1] for name, value in batch.items()}
-    found = PerExampleGradients(model, objective).clipped_sum(one, clip=1e-3)
+    found = kind(model, objective).clipped_sum(one, clip=1e-3)
     assert norm(found) == pytest.approx(1e-3, rel=1e-4)  # and its own norm is larger: not zero
 
 
-def test_an_empty_batch_gives_zeros(tiny_bert: Any):
+def test_an_empty_batch_gives_zeros(tiny_bert: Any, kind: Gradients):
     model = tiny_bert()
     empty = {name: value[:0] for name, value in batch_of().items()}
-    found = PerExampleGradients(model, select_objective(model)).clipped_sum(empty, 1.0)
+    found = kind(model, select_objective(model)).clipped_sum(empty, 1.0)
     assert all(not part.any() for part in found)
     assert [part.shape for part in found] == [p.shape for p in model.parameters()]
 
 
-def test_an_example_without_a_finite_gradient_counts_as_zero(tiny_bert: Any):
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("bad", [{2}, {0, 1, 2, 3}])
+def test_an_example_without_a_finite_gradient_counts_as_zero(
+    tiny_bert: Any, kind: Gradients, value: float, bad: set[int]
+):
+    """A loss that is not finite, and one that is though its activations are not."""
     model, batch = tiny_bert(), batch_of()
     plain = select_objective(model)
+    rows = batch["input_ids"][sorted(bad)]
 
     def objective(model: nn.Module, inputs: Batch) -> Tensor:
-        bad = (inputs["input_ids"] == batch["input_ids"][2]).all(dim=1)
-        return plain(model, inputs) * torch.where(bad, torch.inf, 1.0)
+        same = (inputs["input_ids"].unsqueeze(1) == rows).all(dim=2).any(dim=1)
+        return plain(model, inputs) * torch.where(same, value, 1.0)
 
-    expected = gradients_one_by_one(model, plain, batch)
-    del expected[2]
-    found = PerExampleGradients(model, objective).clipped_sum(batch, 0.5)
-    assert_close(found, clipped_one_by_one(expected, 0.5))
+    examples = gradients_one_by_one(model, plain, batch)
+    expected = [g for i, g in enumerate(examples) if i not in bad]
+    totals, norms = kind(model, objective).weighted_sum([batch], lambda norms: 0.5 / norms)
+    assert [i for i, n in enumerate(norms.tolist()) if not math.isfinite(n)] == sorted(bad)
+    if not expected:
+        assert not any(part.any() for part in totals)
+    else:
+        weighted = [[g * (0.5 / norm(e)) for g in e] for e in expected]
+        assert_close(totals, [sum(column) for column in zip(*weighted, strict=True)])
 
 
-def test_frozen_parameters_are_left_out(tiny_bert: Any):
+def test_frozen_parameters_are_left_out(tiny_bert: Any, kind: Gradients):
     model = tiny_bert()
     for name, p in model.named_parameters():
         p.requires_grad_("classifier" in name)
-    gradients = PerExampleGradients(model, select_objective(model))
+    gradients = kind(model, select_objective(model))
     assert gradients.names == ["classifier.weight", "classifier.bias"]
     examples = gradients_one_by_one(model, select_objective(model), batch_of())
     expected = clipped_one_by_one(examples, 0.1)
@@ -144,7 +208,7 @@ def test_frozen_parameters_are_left_out(tiny_bert: Any):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_the_model_is_left_as_it_was(tiny_opt: Any, broken: bool):
+def test_the_model_is_left_as_it_was(tiny_opt: Any, kind: Gradients, broken: bool):
     model = tiny_opt().train()
     before = copy.deepcopy(model)
     plain = select_objective(model)
@@ -155,7 +219,7 @@ def test_the_model_is_left_as_it_was(tiny_opt: Any, broken: bool):
             raise RuntimeError("no loss today")
         return losses
 
-    gradients = PerExampleGradients(model, objective)
+    gradients = kind(model, objective)
     if broken:
         with pytest.raises(RuntimeError, match="no loss today"):
             gradients.clipped_sum(batch_of(language=True), 1.0)
@@ -167,6 +231,188 @@ def test_the_model_is_left_as_it_was(tiny_opt: Any, broken: bool):
     for now, then in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(now, then) and now.grad is None
         assert vars(now) == vars(then)
+
+
+# ---------------------------------------------------------------- layer by layer
+
+TOKENS, WIDTH, OUT = 6, 20, 30  # OUT * WIDTH > 2 TOKENS^2: where norms are taken without gradients
+GENERATOR = torch.Generator().manual_seed(8)
+LAYER_BATCH = {
+    "row": torch.randn(5, WIDTH, generator=GENERATOR),
+    "tokens": torch.randn(5, TOKENS, WIDTH, generator=GENERATOR),
+    "grid": torch.randn(5, 2, TOKENS // 2, WIDTH, generator=GENERATOR),
+    "ids": torch.randint(0, 4, (5, TOKENS), generator=GENERATOR),  # every row repeats some
+}
+
+
+def flattened(layer: nn.Module, x: Batch) -> Tensor:
+    """OPT's way: one row for each token of all examples."""
+    return layer(x["tokens"].flatten(0, 1)).unflatten(0, x["tokens"].shape[:2])
+
+
+def of_positions(layer: nn.Module, x: Batch) -> Tensor:
+    """BERT's way: positions looked up once for all examples."""
+    return layer(torch.arange(TOKENS)[None]) * x["tokens"]
+
+
+def lora_linear() -> nn.Module:
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+
+    base = nn.Linear(WIDTH, OUT).requires_grad_(False)
+    config = LoraConfig(r=3, lora_alpha=6, init_lora_weights=False)
+    return Linear(base, "default", config, r=3, lora_alpha=6, init_lora_weights=False)
+
+
+class Repeated(nn.Module):
+    """One layer, several times in a forward pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+class Tied(nn.Module):
+    """A language model's way: the weight that looks tokens up predicts them."""
+
+    def __init__(self, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.lookup = nn.Embedding(OUT, WIDTH, padding_idx=padding_idx)
+        self.predict = nn.Linear(WIDTH, OUT, bias=False)
+        self.predict.weight = self.lookup.weight
+        nn.init.normal_(self.lookup.weight, std=0.3)
+
+    def forward(self, x: Batch) -> Tensor:
+        return self.predict(self.lookup(x["ids"]).tanh() + x["tokens"])
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "Linear [B, h]": (lambda: nn.Linear(WIDTH, OUT), lambda m, x: m(x["row"])),
+    "Linear [B, T, h]": (lambda: nn.Linear(WIDTH, OUT), lambda m, x: m(x["tokens"])),
+    "Linear [B, S, T, h]": (lambda: nn.Linear(WIDTH, OUT), lambda m, x: m(x["grid"])),
+    "Linear [B * T, h]": (lambda: nn.Linear(WIDTH, OUT), flattened),
+    "Linear without bias": (lambda: nn.Linear(WIDTH, OUT, False), lambda m, x: m(x["tokens"])),
+    "Linear, small": (lambda: nn.Linear(WIDTH, 2), lambda m, x: m(x["tokens"])),
+    "Linear, bias only": (
+        lambda: frozen_weight(nn.Linear(WIDTH, OUT)),
+        lambda m, x: m(x["tokens"]),
+    ),
+    "Embedding": (lambda: nn.Embedding(4, WIDTH), lambda m, x: m(x["ids"])),
+    "Embedding, padded": (lambda: nn.Embedding(4, WIDTH, 1), lambda m, x: m(x["ids"])),
+    "Embedding of positions": (lambda: nn.Embedding(TOKENS + 2, WIDTH), of_positions),
+    "LayerNorm [B, h]": (lambda: nn.LayerNorm(WIDTH), lambda m, x: m(x["row"]).exp()),
+    "LayerNorm [B, T, h]": (lambda: nn.LayerNorm(WIDTH), lambda m, x: m(x["tokens"]).exp()),
+    "LoRA": (lora_linear, lambda m, x: m(x["tokens"])),
+    "Linear, twice": (
+        lambda: Repeated(nn.Linear(WIDTH, OUT)),
+        lambda m, x: m.layer(x["tokens"]).tanh() - m.layer(x["tokens"] ** 2),
+    ),
+    "Embedding, twice": (
+        lambda: Repeated(nn.Embedding(4, WIDTH, 1)),
+        lambda m, x: m.layer(x["ids"]) * (m.layer(x["ids"].flip(1)) + 1.0),
+    ),
+    "LayerNorm, twice": (
+        lambda: Repeated(nn.LayerNorm(WIDTH)),
+        lambda m, x: m.layer(m.layer(x["tokens"]).exp()),
+    ),
+    "tied": (Tied, lambda m, x: m(x)),
+    "tied and padded": (lambda: Tied(padding_idx=2), lambda m, x: m(x)),
+}
+
+
+def frozen_weight(layer: nn.Linear) -> nn.Linear:
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+@pytest.fixture(params=LAYERS)
+def layer_case(request: Any) -> tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]:
+    """(layer, objective, batch) of one layer type: the table above names them."""
+    build, run = LAYERS[request.param]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)
+        layer = build()
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return (run(model, inputs) + 0.3).square().flatten(1).mean(dim=1)
+
+    return layer, objective, LAYER_BATCH
+
+
+def in_double(model: nn.Module, objective: Any, batch: Batch) -> list[list[Tensor]]:
+    """The naive loop in float64: the truth to float32."""
+    wide = {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
+    return gradients_one_by_one(copy.deepcopy(model).double(), objective, wide)
+
+
+def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    return norm([f - e for f, e in zip(found, expected, strict=True)]) / norm(expected)
+
+
+def test_a_layers_per_example_gradients_are_those_of_a_naive_loop(layer_case: Any):
+    """Opacus' gradients, parameter by parameter and example by example."""
+    layer, objective, batch = layer_case
+    found = PerExampleGradients(layer, objective).per_example(batch)
+    examples = in_double(layer, objective, batch)
+    assert len(examples) == 5 and found
+    for n, samples in enumerate(found):
+        for i, expected in enumerate(examples):
+            assert relative_error([samples[i]], [expected[n]]) < 1e-5
+
+
+def test_a_layers_norms_and_weighted_sum_are_those_of_a_naive_loop(
+    layer_case: Any, kind: Gradients
+):
+    check_against_naive_loop(*layer_case, kind)
+
+
+def check_against_naive_loop(model: nn.Module, objective: Any, batch: Batch, kind: Any) -> None:
+    """Norms and the sum of w_i g_i, w_i = 1 / (||g_i|| + 0.1), to 1e-5, from two microbatches."""
+    parts = [{n: v[:3] for n, v in batch.items()}, {n: v[3:] for n, v in batch.items()}]
+    totals, norms = kind(model, objective).weighted_sum(parts, lambda norms: 1 / (norms + 0.1))
+    examples = in_double(model, objective, batch)
+    weights = [1 / (norm(g) + 0.1) for g in examples]
+    expected = [
+        sum(w * g for w, g in zip(weights, column, strict=True))
+        for column in zip(*examples, strict=True)
+    ]
+    assert norms.tolist() == pytest.approx([norm(g) for g in examples], rel=1e-5)
+    assert relative_error(totals, expected) < 1e-5
+    assert norms.dtype == totals[0].dtype == torch.float32
+
+
+def test_a_models_norms_and_weighted_sum_are_those_of_a_naive_loop(case: Any, kind: Gradients):
+    check_against_naive_loop(*case, kind)
+
+
+def test_every_layer_type_of_the_models_is_in_the_table(case: Any):
+    """What trains in the models belongs to layers that the table compares with the loop."""
+    compared = (nn.Linear, nn.Embedding, nn.LayerNorm)
+    in_table = {type(m) for build, _ in LAYERS.values() for m in build().modules()}
+    assert in_table >= set(compared)
+    layers = [m for m in case[0].modules() if isinstance(m, compared)]
+    covered = {p for m in layers for p in m.parameters(recurse=False)}
+    trained = {p for p in case[0].parameters() if p.requires_grad}
+    assert trained and trained <= covered
+
+
+def test_outputs_that_the_loss_does_not_read(kind: Gradients):
+    """Right where the layer's calls can be told apart, refused where they cannot."""
+
+    def objective(model: Any, inputs: Batch) -> Tensor:
+        calls = model.layer(inputs["row"]), model.layer(inputs["row"] ** 2)
+        return calls[read].square().sum(dim=1)
+
+    model = Repeated(nn.Linear(WIDTH, OUT))
+    read = 0
+    with pytest.raises(ValueError, match="layer.weight.* (do not add up|of shape NoneType)"):
+        kind(model, objective).clipped_sum(LAYER_BATCH, 1.0)
+    read = 1
+    if kind is GhostGradients:
+        check_against_naive_loop(model, objective, LAYER_BATCH, kind)
+    else:
+        with pytest.raises(ValueError, match="layer.weight.* of shape NoneType"):
+            kind(model, objective).clipped_sum(LAYER_BATCH, 1.0)
 
 
 # ---------------------------------------------------------------- refusals
@@ -206,10 +452,10 @@ TOY_BATCH = {"x": torch.linspace(-1, 1, 15).reshape(5, 3)}
         ("for_all", "a Linear sees 1 rows in a batch of 5 examples"),
     ],
 )
-def test_weights_used_in_other_ways_are_refused(how: str, message: str):
+def test_weights_used_in_other_ways_are_refused(kind: Gradients, how: str, message: str):
     with pytest.raises(ValueError, match=message):
-        PerExampleGradients(Toy(how), toy_objective).clipped_sum(TOY_BATCH, 1.0)
-    PerExampleGradients(Toy("plain"), toy_objective).clipped_sum(TOY_BATCH, 1.0)
+        kind(Toy(how), toy_objective).clipped_sum(TOY_BATCH, 1.0)
+    kind(Toy("plain"), toy_objective).clipped_sum(TOY_BATCH, 1.0)
 
 
 class Scale(nn.Module):
@@ -231,34 +477,82 @@ class ScaledEmbedding(nn.Embedding):
         (nn.Embedding(5, 3, max_norm=1.0), r"0 \(Embedding\)"),
     ],
 )
-def test_layers_without_per_example_gradients_are_refused_by_name(layer: nn.Module, message: str):
+def test_layers_without_per_example_gradients_are_refused_by_name(
+    kind: Gradients, layer: nn.Module, message: str
+):
+    layer = copy.deepcopy(layer)
     with pytest.raises(ValueError, match=message):
-        PerExampleGradients(nn.Sequential(layer), toy_objective)
+        kind(nn.Sequential(layer), toy_objective)
     for p in layer.parameters():
         p.requires_grad_(False)
-    PerExampleGradients(nn.Sequential(layer, nn.Linear(3, 3)), toy_objective)  # frozen is fine
+    kind(nn.Sequential(layer, nn.Linear(3, 3)), toy_objective)  # frozen is fine
 
 
-def test_an_embedding_that_does_more_than_look_up_is_refused():
+def test_gpt2s_own_linear_layers_are_refused_by_name(tiny_gpt2: Any, kind: Gradients):
+    """transformers' Conv1D is no nn.Linear; a head on a frozen GPT-2 is fine."""
+    model = tiny_gpt2()
+    with pytest.raises(
+        ValueError, match=r"h\.0\.attn\.c_attn \(Conv1D\).*freeze them, or use dpzero"
+    ):
+        kind(model, select_objective(model))
+    for name, p in model.named_parameters():
+        p.requires_grad_("ln_f" in name)
+    gradients = kind(model, select_objective(model))
+    expected = gradients_one_by_one(model, select_objective(model), batch_of(language=True))
+    found = gradients.clipped_sum(batch_of(language=True), 1e6)
+    assert_close(found, [sum(column) for column in zip(*expected, strict=True)])
+
+
+def test_an_embedding_that_does_more_than_look_up_is_refused(kind: Gradients):
     batch = {"x": torch.arange(4)}
     with pytest.raises(ValueError, match="ScaledEmbedding does more than look up rows"):
-        PerExampleGradients(ScaledEmbedding(5, 3), toy_objective).clipped_sum(batch, 1.0)
+        kind(ScaledEmbedding(5, 3), toy_objective).clipped_sum(batch, 1.0)
 
 
-def test_settings_that_mean_nothing_are_refused():
-    gradients = PerExampleGradients(Toy("plain"), toy_objective)
+def test_settings_that_mean_nothing_are_refused(kind: Gradients):
+    gradients = kind(Toy("plain"), toy_objective)
     for clip in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="must be positive"):
             gradients.clipped_sum(TOY_BATCH, clip)
     with pytest.raises(ValueError, match="microbatch_size=0"):
         gradients.clipped_sum(TOY_BATCH, 1.0, microbatch_size=0)
     with pytest.raises(ValueError, match="no parameter is trainable"):
-        PerExampleGradients(Toy("plain").requires_grad_(False), toy_objective)
+        kind(Toy("plain").requires_grad_(False), toy_objective)
 
 
-def test_a_mean_over_the_batch_is_refused():
+def test_a_mean_over_the_batch_is_refused(kind: Gradients):
     def mean(model: nn.Module, inputs: Batch) -> Tensor:
         return toy_objective(model, inputs).mean()
 
     with pytest.raises(ValueError, match="never a mean over the batch"):
-        PerExampleGradients(Toy("plain"), mean).clipped_sum(TOY_BATCH, 1.0)
+        kind(Toy("plain"), mean).clipped_sum(TOY_BATCH, 1.0)
+
+
+# ---------------------------------------------------------------- precision of norms and sums
+
+
+def test_norms_of_long_rows_are_not_short():
+    """torch's own norm on a CPU loses squares that are small against their running sum: 0.3%."""
+    model = nn.Linear(1 << 22, 1, bias=False)
+    batch = {"x": torch.ones(2, 1 << 22)}
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return model(inputs["x"]).flatten()
+
+    _, norms = PerExampleGradients(model, objective).weighted_sum([batch], torch.ones_like)
+    assert norms.tolist() == [2.0**11] * 2
+
+
+def test_half_precision_gradients_are_added_up_in_float32():
+    """In bfloat16, 1 + 2^-9 is 1: an example would vanish from the sum or move it by more."""
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    values = torch.tensor([[1.0], *[[2.0**-9]] * 64], dtype=torch.bfloat16)
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return model(inputs["x"]).float().sum(dim=1)
+
+    totals, norms = PerExampleGradients(model, objective).weighted_sum(
+        [{"x": values}], lambda norms: torch.full_like(norms, 1 + 2.0**-12)
+    )
+    assert totals[0].item() == (1 + 2.0**-12) * (1 + 64 * 2.0**-9)
+    assert norms.tolist() == values.flatten().tolist()

@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
+from hf_dpzero.digests import digest_model
 from hf_dpzero.directions import Direction, DirectionStream, direction_vector
 from hf_dpzero.guard import ParameterChanged
 from hf_dpzero.noise import InsecureSeededNoise, SecureNoise
-from hf_dpzero.perturbation import ParameterSpace, digest_model
+from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.trajectory import LedgerError, Trajectory, replay
 
 KEY = "ab" * 32
