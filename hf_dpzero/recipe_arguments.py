@@ -13,6 +13,7 @@ from typing import Any, Literal
 Architecture = Literal["auto", "sentence_classifier"]
 Pooling = Literal["mean", "cls"]
 HeadInit = Literal["random", "zero", "label_text"]
+PairFeatures = Literal["joint", "siamese"]
 PeftMethod = Literal["lora", "bitfit", "prefix"]
 
 
@@ -31,6 +32,10 @@ class ModelArguments:
       pooling: how a sentence_classifier turns token states into one vector: "mean" over the
         attended tokens, or the first token ("cls").
       normalize: scale the pooled vector to Euclidean length 1 before the head.
+      pair_features: what the head sees of a pair of texts: "joint" encodes both as one sequence;
+        "siamese" encodes each alone, to a and b, and shows the head [a; b; |a - b|; a * b], four
+        times as wide (Conneau et al. 2017, InferSent). sentence_classifier only; what a frozen
+        sentence encoder needs, since it was not trained on joint sequences.
       head_init: start of the linear head: "random" (HF's initialiser), "zero", or "label_text":
         row c is the embedding of `label_texts[c]`, which gives a zero-shot classifier
         (sentence_classifier only).
@@ -38,7 +43,10 @@ class ModelArguments:
         entry may hold several phrasings separated by "|", whose embeddings are averaged.
       logit_scale: the head's logits are multiplied by this; > 0. A larger scale makes losses
         react more to the same perturbation. sentence_classifier only.
-      peft_method: null trains what `trainable` selects; "lora", "bitfit" (biases) or "prefix".
+      peft_method: null trains what `trainable` (of DPZeroConfig) selects, a regular expression
+        over parameter names: `^classifier` is the head of a sentence_classifier alone,
+        `layer\\.5\\.|^classifier` the last of six BERT layers and the head; "lora" trains adapters
+        and the head, "bitfit" the biases and the head, "prefix" a prefix and the head.
       lora_r: rank of the LoRA matrices, >= 1.
       lora_alpha: LoRA scale; the adapter is multiplied by lora_alpha / lora_r.
       lora_target_modules: module names that get LoRA; null takes PEFT's default for the model.
@@ -55,6 +63,7 @@ class ModelArguments:
     architecture: Architecture = "auto"
     pooling: Pooling = "mean"
     normalize: bool = True
+    pair_features: PairFeatures = "joint"
     head_init: HeadInit = "random"
     label_texts: list[str] | None = None
     logit_scale: float = 1.0
@@ -74,6 +83,7 @@ class ModelArguments:
             self, "architecture", ("auto", "sentence_classifier"), "auto suits whole checkpoints"
         )
         _one_of(self, "pooling", ("mean", "cls"), "sentence encoders mostly use mean")
+        _one_of(self, "pair_features", ("joint", "siamese"), "siamese encodes each text alone")
         _one_of(self, "head_init", ("random", "zero", "label_text"), "random is HF's own")
         _one_of(self, "peft_method", (None, "lora", "bitfit", "prefix"), "null trains the model")
         _positive(self, "logit_scale", "lora_r", "lora_alpha", "num_virtual_tokens")
@@ -82,6 +92,11 @@ class ModelArguments:
                 "head_init='label_text' needs label_texts, one description for each label; "
                 "add them, or set head_init to random or zero."
             )
+        if self.head_init == "label_text" and self.pair_features == "siamese":
+            raise ValueError(
+                "head_init='label_text' describes one text, and with pair_features='siamese' the "
+                "head compares two: set head_init to zero or random, or pair_features to joint."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +104,10 @@ class DataArguments:
     """Which rows a recipe trains and evaluates on.
 
     Attributes:
-      task: name in the task registry: "sst2", "quickstart" (generated, no network) or
-        "text_classification" (any text column with a label column).
+      task: name in the task registry: "sst2", "sst5", "trec", "rte", "snli", "mnli", "quickstart"
+        (generated, no network) or "text_classification" (any text column with a label column).
       dataset_name: Hub data set; null takes the task's own.
-      dataset_config_name: its configuration, for example "sst2" of "glue".
+      dataset_config_name: its configuration, for example "qqp" of "nyu-mll/glue".
       train_file: local JSON lines or CSV instead of the Hub; the private rows.
       validation_file: the same for evaluation, which is assumed public (see the privacy report).
       text_column: column with the text; null takes the task's own.
@@ -103,6 +118,8 @@ class DataArguments:
       max_eval_samples: the same for evaluation.
       num_examples_per_class: keep this many training rows of each class (few-shot, as in the
         paper's RoBERTa experiments); null keeps all.
+      allow_fewer_per_class: where a class has fewer rows than num_examples_per_class, take all of
+        them and say so (TREC's ABBR has 86); without it, such a class is refused.
       subset_seed: seed of the choice of rows, independent of every seed in the training arguments
         (`data_seed` is already the name of an argument of HF's Trainer).
     """
@@ -119,6 +136,7 @@ class DataArguments:
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
     num_examples_per_class: int | None = None
+    allow_fewer_per_class: bool = False
     subset_seed: int = 0
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from hf_dpzero.recipe import Recipe, load_recipe, parse_overrides
+from hf_dpzero.recipe import Recipe, load_recipe, parse_overrides, read_recipe
 from hf_dpzero.recipe_arguments import DataArguments, ModelArguments
 from hf_dpzero.recipe_values import coerce, nearest, parse_yaml
 
@@ -118,6 +118,85 @@ def test_recipe_is_frozen(write):
     assert isinstance(recipe, Recipe)
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.model.lora_r = 3  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------- recipes that extend others
+
+
+def test_a_recipe_lays_its_keys_over_those_it_extends(tmp_path, write):
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases" / "_model.yaml").write_text(
+        "model_name_or_path: some/model\nclip: 5\nmax_seq_length: 32\nmax_train_samples: 9\n"
+    )
+    (tmp_path / "bases" / "_task.yaml").write_text(
+        "extends: _model.yaml\ntask: sst2\nclip: 4\nmax_seq_length: 64\n"
+    )
+    recipe = load_recipe(
+        write(
+            "extends: bases/_task.yaml\ntarget_epsilon: 2\ntarget_delta: 1e-5\nclip: 3\n"
+            "max_train_samples: null\nmax_steps: 7\nuse_cpu: true\n"
+        ),
+        {"max_steps": 6},
+    )
+    assert recipe.model.model_name_or_path == "some/model"
+    assert (recipe.data.task, recipe.data.max_seq_length) == ("sst2", 64)  # the nearer base wins
+    assert recipe.training.clip == 3.0
+    assert recipe.data.max_train_samples is None
+    assert recipe.training.max_steps == 6
+
+
+def test_what_is_written_down_stands_alone(tmp_path, write):
+    (tmp_path / "_base.yaml").write_text(MINIMAL)
+    path = write("extends: _base.yaml\nclip: 3\n")
+    recipe = load_recipe(path)
+    assert "extends" not in recipe.values
+    alone = tmp_path / "elsewhere" / "recipe.yaml"
+    alone.parent.mkdir()
+    alone.write_text(recipe.to_yaml(), encoding="utf-8")
+    again = load_recipe(alone)
+    assert again.values == recipe.values
+    assert (again.training.clip, again.model) == (3.0, recipe.model)
+    assert read_recipe(path) == {**parse_yaml(MINIMAL), **read_recipe(alone)}
+
+
+def test_recipes_in_a_circle_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: ./a.yaml\n")
+    with pytest.raises(ValueError, match=r"in a circle: \S*a\.yaml -> \S*b\.yaml -> \S*a\.yaml"):
+        load_recipe(tmp_path / "a.yaml")
+    (tmp_path / "self.yaml").write_text("extends: self.yaml\n")
+    with pytest.raises(ValueError, match=r"in a circle: \S*self\.yaml -> \S*self\.yaml"):
+        read_recipe(tmp_path / "self.yaml")
+
+
+def test_an_unknown_key_names_the_file_it_stands_in(tmp_path, write):
+    base = tmp_path / "_base.yaml"
+    base.write_text(MINIMAL + "lerning_rate: 1\n")
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(base))}: unknown key 'lerning_rate'"):
+        load_recipe(write("extends: _base.yaml\n"))
+    base.write_text(MINIMAL + "clip: high\n")
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(base))}: clip: 'high' is not a number"):
+        load_recipe(write("extends: _base.yaml\n"))
+
+
+@pytest.mark.parametrize("base", ["[]", "[_a.yaml, 3]", "null", "''", "3"])
+def test_a_recipe_extends_files(write, base):
+    with pytest.raises(
+        ValueError, match=r"recipe\.yaml: extends: .* is not the path of one recipe"
+    ):
+        load_recipe(write(f"extends: {base}\n"))
+
+
+def test_a_base_that_is_not_there_names_both_files(write):
+    path = write("extends: ../_base.yaml\n")
+    with pytest.raises(FileNotFoundError) as error:
+        load_recipe(path)
+    assert str(error.value).startswith(f"{path}: extends: '../_base.yaml' not found")
+
+
+def test_only_files_extend(write):
+    with pytest.raises(ValueError, match="command line: unknown key 'extends'"):
+        load_recipe(write(MINIMAL), ["--extends", "other.yaml"])
 
 
 # ---------------------------------------------------------------- refusals
@@ -333,3 +412,17 @@ def test_yaml_scalars(text, expected):
 
 def test_nearest_gives_nothing_for_nothing_close():
     assert nearest("qqq", ["learning_rate"]) is None
+
+
+def test_a_recipe_may_extend_several_each_over_those_before(tmp_path):
+    (tmp_path / "_data.yaml").write_text("model_name_or_path: m\ntask: quickstart\nclip: 1.0\n")
+    (tmp_path / "_arm.yaml").write_text("clip: 2.0\ntarget_epsilon: 3.0\nmax_steps: 5\n")
+    path = tmp_path / "both.yaml"
+    path.write_text("extends: [_data.yaml, _arm.yaml]\nmax_steps: 7\n")
+    recipe = load_recipe(path)
+    assert (recipe.training.clip, recipe.training.max_steps) == (2.0, 7)
+    assert recipe.data.task == "quickstart"
+
+
+def test_report_to_none_is_hugging_faces_word(write):
+    assert load_recipe(write(MINIMAL + "report_to: none\n")).training.report_to == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from hf_dpzero.recipe_arguments import DataArguments
 from hf_dpzero.tasks import TASKS, build_task, quickstart
 from hf_dpzero.tasks.base import Task, subset
 
-SST2 = Path(__file__).parent.parent.parent / "shared" / "data" / "sst2"
+DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
 def tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
@@ -143,12 +145,181 @@ def test_sst2_from_local_files(tmp_path: Path) -> None:
     assert task.text_columns == ("sentence",)
 
 
-@pytest.mark.skipif(not SST2.is_dir(), reason="the SST-2 files are not here")
-def test_sst2_real_validation_rows() -> None:
-    path = str(SST2 / "validation.jsonl")
-    task = build_task(DataArguments(task="sst2", train_file=path, validation_file=path))
-    assert len(task.splits["validation"]) == 872
-    assert 0.4 < np.mean(task.splits["validation"]["label"][:]) < 0.6
+# ---------------------------------------------------------------- the paper's tasks
+
+PREMISES = ("premise", "hypothesis")
+SENTENCES = ("sentence1", "sentence2")
+NAMES = {
+    "sst2": ("negative", "positive"),
+    "sst5": ("very negative", "negative", "neutral", "positive", "very positive"),
+    "trec": ("ABBR", "ENTY", "DESC", "HUM", "LOC", "NUM"),
+    "rte": ("entailment", "not_entailment"),
+    "snli": ("entailment", "neutral", "contradiction"),
+    "mnli": ("entailment", "neutral", "contradiction"),
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "label"),
+    [
+        ("sst2", ("sentence",), "label"),
+        ("sst5", ("sentence",), "label"),
+        ("sst5", ("text",), "label"),  # as SetFit/sst5 has it
+        ("trec", ("text",), "label"),
+        ("trec", ("text",), "coarse_label"),  # as CogComp/trec has it
+        ("rte", PREMISES, "label"),
+        ("rte", SENTENCES, "label"),  # as GLUE has it
+        ("snli", PREMISES, "label"),
+        ("mnli", PREMISES, "label"),
+    ],
+)
+def test_a_task_knows_its_columns_and_labels(
+    tmp_path: Path, task: str, columns: tuple[str, ...], label: str
+) -> None:
+    size = len(NAMES[task])
+    rows = [
+        {**{c: f"{c} {i}" for c in columns}, label: i % size, "fine_label": "x", "idx": i}
+        for i in range(2 * size)
+    ]
+    loaded = build_task(files(tmp_path, rows, task=task))
+    assert loaded.name == task
+    assert loaded.label_names == NAMES[task]
+    assert loaded.text_columns == columns
+    assert loaded.splits["train"].column_names == [*columns, "label"]
+    assert loaded.splits["train"]["label"][:] == [row[label] for row in rows]
+    assert loaded.splits["train"][columns[-1]][1] == f"{columns[-1]} 1"
+
+
+def test_label_names_may_stand_for_labels(tmp_path: Path) -> None:
+    rows = [{"text": "x", "label": name} for name in reversed(NAMES["trec"])]
+    assert build_task(files(tmp_path, rows, task="trec")).splits["train"]["label"][:] == [
+        5,
+        4,
+        3,
+        2,
+        1,
+        0,
+    ]
+
+
+def test_settings_name_other_columns(tmp_path: Path) -> None:
+    rows = [{"a": "1", "b": "2", "premise": "no", "hypothesis": "no", "gold": i} for i in (0, 1)]
+    named = files(
+        tmp_path, rows, task="rte", text_column="b", text_pair_column="a", label_column="gold"
+    )
+    assert build_task(named).text_columns == ("b", "a")
+    half = files(tmp_path, rows, task="rte", text_pair_column="a", label_column="gold")
+    assert build_task(half).text_columns == ("premise", "a")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a", "label": 0}, r"no column 'premise' \(they have text, label\).*text_column"),
+        ({"premise": "a", "label": 0}, r"no column 'hypothesis'.*set text_pair_column"),
+        ({"premise": "a", "hypothesis": "b"}, r"no column 'label'.*set label_column"),
+    ],
+)
+def test_missing_columns_of_a_pair(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_task(files(tmp_path, [row] * 4, task="rte"))
+
+
+def test_snli_leaves_out_rows_without_a_label_and_others_refuse_them(tmp_path: Path) -> None:
+    labels = [0, -1, 1, 2, -1, 0]
+    rows = [
+        {"premise": f"p{i}", "hypothesis": "h", "label": label} for i, label in enumerate(labels)
+    ]
+    splits = build_task(files(tmp_path, rows, task="snli")).splits
+    assert splits["train"]["label"][:] == [0, 1, 2, 0]
+    assert splits["train"]["premise"][:] == ["p0", "p2", "p3", "p5"]
+    assert splits["validation"]["label"][:] == [0, 1, 2]  # `files` gives it the first four rows
+    with pytest.raises(ValueError, match="holds the label -1"):
+        build_task(files(tmp_path, rows, task="mnli"))
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "expected"),
+    [
+        ("sst2", {}, ("stanfordnlp/sst2", None, None)),
+        ("sst5", {}, ("SetFit/sst5", None, None)),
+        ("trec", {}, ("CogComp/trec", None, "refs/convert/parquet")),
+        ("rte", {}, ("nyu-mll/glue", "rte", None)),
+        ("snli", {}, ("stanfordnlp/snli", None, None)),
+        ("mnli", {}, ("nyu-mll/glue", "mnli", None)),
+        ("rte", {"dataset_config_name": "wnli"}, ("nyu-mll/glue", "wnli", None)),
+        ("trec", {"dataset_name": "my/trec"}, ("my/trec", None, None)),
+        (
+            "rte",
+            {"dataset_name": "super_glue", "dataset_config_name": "rte"},
+            ("super_glue", "rte", None),
+        ),
+    ],
+)
+def test_where_rows_come_from_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    settings: dict[str, str],
+    expected: tuple[str | None, ...],
+) -> None:
+    """Offline: the call to `datasets` is recorded, and answered with a small set of rows."""
+    calls = []
+    column = "sentence" if task.startswith("sst") else "text"
+    row = {column: "a", "premise": "a", "hypothesis": "b", "label": 0}
+    train = datasets.Dataset.from_list([row] * 3)
+
+    def load_dataset(name: str, config: str | None, revision: str | None) -> datasets.DatasetDict:
+        calls.append((name, config, revision))
+        held_out = {"trec": "test", "mnli": "validation_matched"}.get(task, "validation")
+        return datasets.DatasetDict({"train": train, held_out: train.select([0]), "other": train})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    splits = build_task(DataArguments(task=task, **settings)).splits
+    assert calls == [expected]
+    assert (len(splits["train"]), len(splits["validation"])) == (3, 1)
+
+
+def test_an_unreachable_task_names_its_revision() -> None:
+    with pytest.raises(OSError, match=r"CogComp/trec --repo-type dataset --revision refs/convert"):
+        build_task(DataArguments(task="trec"))
+
+
+def test_a_hub_data_set_without_the_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = datasets.Dataset.from_list([{"premise": "a", "hypothesis": "b", "label": 0}])
+    there = datasets.DatasetDict(train=train, validation=train)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **settings: there)
+    with pytest.raises(ValueError, match=r"has splits \['train', 'validation'\].*_matched' \(or"):
+        build_task(DataArguments(task="mnli"))
+
+
+REAL = {  # rows, classes' counts of the training rows
+    "sst2": (65_349, 872, None),
+    "sst5": (8_544, 1_101, [1092, 2218, 1624, 2322, 1288]),
+    "trec": (5_452, 500, [86, 1250, 1162, 1223, 835, 896]),
+    "rte": (2_490, 277, [1249, 1241]),
+    "snli": (1_666, 4_000, [562, 554, 550]),
+}
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the real data is not here")
+@pytest.mark.parametrize("task", REAL)
+def test_real_rows(task: str) -> None:
+    train, validation = (str(DATA / task / f"{split}.jsonl") for split in ("train", "validation"))
+    loaded = build_task(DataArguments(task=task, train_file=train, validation_file=validation))
+    size, held_out, counts = REAL[task]
+    assert (len(loaded.splits["train"]), len(loaded.splits["validation"])) == (size, held_out)
+    found = np.bincount(loaded.splits["train"]["label"][:], minlength=loaded.num_labels)
+    assert len(found) == loaded.num_labels
+    assert min(found) > 0
+    assert counts is None or found.tolist() == counts
+    assert all(text for text in loaded.splits["validation"][loaded.text_columns[-1]][:])
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the real data is not here")
+def test_real_mnli_rows() -> None:
+    path = str(DATA / "mnli" / "validation.jsonl")
+    loaded = build_task(DataArguments(task="mnli", train_file=path, validation_file=path))
+    assert len(loaded.splits["validation"]) == 3_000
 
 
 # ---------------------------------------------------------------- subsets
@@ -177,6 +348,30 @@ def test_few_shot_refuses_a_class_that_is_too_small(tmp_path: Path) -> None:
     data = files(tmp_path, ROWS, num_examples_per_class=11)
     with pytest.raises(ValueError, match=r"num_examples_per_class=11, but label 0 has 10"):
         build_task(data)
+
+
+def test_few_shot_takes_what_there_is_if_told_to_and_says_so(tmp_path: Path) -> None:
+    rows = [{"text": str(i), "label": name} for i, name in enumerate("aabbbbbbcc")]
+    data = files(tmp_path, rows, num_examples_per_class=3)
+    with pytest.raises(
+        ValueError,
+        match=r"=3, but label a has 2 training rows, label c has 2 training rows; lower.*allow_fewer",
+    ):
+        build_task(data)
+    with pytest.warns(
+        UserWarning, match=r"=3, but label a has 2 training rows, label c has 2 .*all"
+    ):
+        train = build_task(dataclasses.replace(data, allow_fewer_per_class=True)).splits["train"]
+    assert np.bincount(train["label"][:]).tolist() == [2, 3, 2]  # n = 7 is what is accounted
+    assert len(set(train["text"][:])) == 7
+
+
+def test_the_choice_of_rows_does_not_depend_on_being_allowed_fewer(tmp_path: Path) -> None:
+    data = files(tmp_path, ROWS, num_examples_per_class=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        allowed = build_task(dataclasses.replace(data, allow_fewer_per_class=True))
+    assert allowed.splits["train"][:] == build_task(data).splits["train"][:]
 
 
 def test_asking_for_more_rows_than_there_are_keeps_all(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tasks by name: one file each, registered by one line in `TASKS`."""
+"""Tasks by name, registered by one line in `TASKS`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ if TYPE_CHECKING:
     from hf_dpzero.tasks.base import Task
 
 TASKS = {
+    "mnli": "hf_dpzero.tasks.benchmarks",
     "quickstart": "hf_dpzero.tasks.quickstart",
-    "sst2": "hf_dpzero.tasks.sst2",
+    "rte": "hf_dpzero.tasks.benchmarks",
+    "snli": "hf_dpzero.tasks.benchmarks",
+    "sst2": "hf_dpzero.tasks.benchmarks",
+    "sst5": "hf_dpzero.tasks.benchmarks",
     "text_classification": "hf_dpzero.tasks.text_classification",
+    "trec": "hf_dpzero.tasks.benchmarks",
 }
 """Task name -> module with `build(DataArguments) -> Task`, imported on first use."""
 

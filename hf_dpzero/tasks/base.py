@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "validation")
 PAD_TO_MULTIPLE_OF = 8
+PAIR_SUFFIX = "_pair"
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -46,10 +49,28 @@ class Task:
         """The number of classes."""
         return len(self.label_names)
 
-    def tokenize(self, tokenizer: PreTrainedTokenizerBase) -> datasets.DatasetDict:
-        """The rows as input_ids, attention_mask (and what else the model takes) and labels."""
+    def tokenize(
+        self, tokenizer: PreTrainedTokenizerBase, pair_features: str = "joint"
+    ) -> datasets.DatasetDict:
+        """The rows as input_ids, attention_mask (and what else the model takes) and labels.
+
+        Args:
+          tokenizer: the model's.
+          pair_features: as in `ModelArguments`: "joint" puts both texts of a pair into input_ids,
+            cut together to `max_seq_length`; "siamese" cuts each to `max_seq_length` and puts the
+            second into input_ids_pair, attention_mask_pair, ...
+        Raises:
+          ValueError: siamese without two text columns.
+        """
+        siamese = pair_features == "siamese"
+        if siamese and len(self.text_columns) != 2:
+            raise ValueError(
+                f"pair_features=siamese compares two texts, but task {self.name!r} has the text "
+                f"columns {', '.join(self.text_columns)}; use pair_features: joint, or set "
+                "text_pair_column."
+            )
         return self.splits.map(
-            _encode,
+            _encode_apart if siamese else _encode,
             batched=True,
             remove_columns=self.splits["train"].column_names,
             desc="tokenizing",
@@ -79,7 +100,8 @@ class Task:
 class Collator:
     """Pads token rows to the longest of the batch, rounded up to a multiple of 8.
 
-    Rows of precomputed features have nothing to pad and are stacked.
+    The second texts of pairs (columns that end in "_pair") are padded by themselves. Rows of
+    precomputed features have nothing to pad and are stacked.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -89,9 +111,19 @@ class Collator:
 
         if "input_ids" not in rows[0]:
             return default_data_collator(rows)
-        examples: Any = rows
+        first = [{k: v for k, v in row.items() if not k.endswith(PAIR_SUFFIX)} for row in rows]
+        second = [
+            {k.removesuffix(PAIR_SUFFIX): v for k, v in row.items() if k.endswith(PAIR_SUFFIX)}
+            for row in rows
+        ]
+        if not second[0]:
+            return self._padded(first)
+        pair = {key + PAIR_SUFFIX: value for key, value in self._padded(second).items()}
+        return {**self._padded(first), **pair}
+
+    def _padded(self, rows: Any) -> dict[str, Any]:
         return dict(
-            self.tokenizer.pad(examples, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt")
+            self.tokenizer.pad(rows, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt")
         )
 
 
@@ -106,11 +138,44 @@ def _encode(
     return {**encoded, "labels": rows["label"]}
 
 
+def _encode_apart(
+    rows: Mapping[str, list[Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Sequence[str],
+    max_length: int,
+) -> dict[str, Any]:
+    """The two texts of each row as two texts: input_ids, ... and input_ids_pair, ..."""
+    first, second = (
+        tokenizer(rows[column], truncation=True, max_length=max_length) for column in columns
+    )
+    pair = {key + PAIR_SUFFIX: value for key, value in second.items()}
+    return {**first, **pair, "labels": rows["label"]}
+
+
 # ---------------------------------------------------------------- where rows come from
 
 
-def load_splits(data: DataArguments, hub_name: str | None) -> datasets.DatasetDict:
+@dataclass(frozen=True)
+class HubSource:
+    """Where a task's rows are on the Hub.
+
+    Attributes:
+      name: the data set.
+      config: its configuration, if it has several.
+      revision: branch, tag or commit; None is the default branch.
+      validation: the split that is evaluated on; "test" is taken where there is none.
+    """
+
+    name: str
+    config: str | None = None
+    revision: str | None = None
+    validation: str = "validation"
+
+
+def load_splits(data: DataArguments, source: HubSource | None) -> datasets.DatasetDict:
     """The raw "train" and "validation" rows: local files if given, else the Hub.
+
+    `dataset_name` replaces the task's own `source` altogether.
 
     Raises:
       ValueError: only one of the two files, no source at all, or a missing split.
@@ -119,13 +184,16 @@ def load_splits(data: DataArguments, hub_name: str | None) -> datasets.DatasetDi
     """
     if data.train_file or data.validation_file:
         return _load_files(data)
-    name = data.dataset_name or hub_name
-    if name is None:
+    if data.dataset_name is not None:
+        source = HubSource(data.dataset_name, data.dataset_config_name)
+    elif source is not None and data.dataset_config_name is not None:
+        source = dataclasses.replace(source, config=data.dataset_config_name)
+    if source is None:
         raise ValueError(
             f"task={data.task!r} has no data of its own: set train_file and validation_file "
             "(.jsonl, .csv or .parquet), or dataset_name."
         )
-    return _load_hub(name, data.dataset_config_name)
+    return _load_hub(source)
 
 
 def _load_files(data: DataArguments) -> datasets.DatasetDict:
@@ -154,25 +222,27 @@ def read_file(path: str) -> datasets.Dataset:
     return datasets.load_dataset(kind, data_files={"rows": path}, split="rows")
 
 
-def _load_hub(name: str, config: str | None) -> datasets.DatasetDict:
+def _load_hub(source: HubSource) -> datasets.DatasetDict:
     try:
-        loaded = datasets.load_dataset(name, config)
+        loaded = datasets.load_dataset(source.name, source.config, revision=source.revision)
     except (ConnectionError, FileNotFoundError) as error:
+        revision = f" --revision {source.revision}" if source.revision else ""
         raise OSError(
-            f"data set {name!r} is neither cached nor reachable ({type(error).__name__}); fetch it "
-            f"once with `hf download {name} --repo-type dataset`, or set train_file and "
-            "validation_file to local files."
+            f"data set {source.name!r} is neither cached nor reachable ({type(error).__name__}); "
+            f"fetch it once with `hf download {source.name} --repo-type dataset{revision}`, or set "
+            "train_file and validation_file to local files."
         ) from error
-    return _public_splits(loaded, name)
+    return _public_splits(loaded, source)
 
 
-def _public_splits(loaded: datasets.DatasetDict, name: str) -> datasets.DatasetDict:
+def _public_splits(loaded: datasets.DatasetDict, source: HubSource) -> datasets.DatasetDict:
     """ "train" and "validation" ("test" where there is none) of a Hub data set."""
-    held_out = "validation" if "validation" in loaded else "test"
+    held_out = source.validation if source.validation in loaded else "test"
     if "train" not in loaded or held_out not in loaded:
         raise ValueError(
-            f"data set {name!r} has splits {sorted(loaded)}; 'train' and 'validation' (or 'test') "
-            "are needed. Save them as files and set train_file and validation_file."
+            f"data set {source.name!r} has splits {sorted(loaded)}; 'train' and "
+            f"{source.validation!r} (or 'test') are needed. Save them as files and set train_file "
+            "and validation_file."
         )
     return datasets.DatasetDict(train=loaded["train"], validation=loaded[held_out])
 
@@ -189,8 +259,10 @@ def check_columns(
       ValueError: a column is missing, or some row of it is empty (None).
     """
     for split, rows in splits.items():
-        for column in (*text_columns, label_column):
-            setting = "label_column" if column == label_column else "text_column"
+        settings = ("text_column", "text_pair_column")[: len(text_columns)]
+        for column, setting in zip(
+            (*text_columns, label_column), (*settings, "label_column"), strict=True
+        ):
             if column not in rows.column_names:
                 raise ValueError(
                     f"the {split} rows have no column {column!r} (they have "
@@ -206,16 +278,18 @@ def check_columns(
 def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.DatasetDict:
     """The rows that a recipe asks for, drawn by `subset_seed`, never by position.
 
-    `num_examples_per_class` is drawn first, `max_train_samples` from what it leaves.
+    `num_examples_per_class` is drawn first, `max_train_samples` from what it leaves. The rows that
+    are left are the n of the accounting.
 
     Raises:
-      ValueError: a class has fewer rows than num_examples_per_class.
+      ValueError: a class has fewer rows than num_examples_per_class, and no
+        `allow_fewer_per_class`.
     """
     train, validation = splits["train"], splits["validation"]
     seeds = ([data.subset_seed, split] for split in range(2))
     generators = [np.random.Generator(np.random.PCG64(seed)) for seed in seeds]
     if data.num_examples_per_class is not None:
-        train = _few_shot(train, data.num_examples_per_class, generators[0])
+        train = _few_shot(train, data, generators[0])
     return datasets.DatasetDict(
         train=_at_most(train, data.max_train_samples, generators[0]),
         validation=_at_most(validation, data.max_eval_samples, generators[1]),
@@ -232,18 +306,35 @@ def _at_most(
 
 
 def _few_shot(
-    rows: datasets.Dataset, per_class: int, generator: np.random.Generator
+    rows: datasets.Dataset, data: DataArguments, generator: np.random.Generator
 ) -> datasets.Dataset:
-    labels = np.asarray(rows["label"][:])
-    chosen = [_draw(labels, label, per_class, generator) for label in np.unique(labels)]
+    """`num_examples_per_class` rows of each class, in their old order."""
+    labels, wanted = np.asarray(rows["label"][:]), int(data.num_examples_per_class or 0)
+    classes, sizes = np.unique(labels, return_counts=True)
+    counts = dict(zip(classes.tolist(), sizes.tolist(), strict=True))
+    _check_class_sizes(counts, data, rows.features["label"])
+    chosen = [
+        generator.choice(np.flatnonzero(labels == label), min(wanted, count), replace=False)
+        for label, count in counts.items()
+    ]
     return rows.select(np.sort(np.concatenate(chosen)))
 
 
-def _draw(labels: np.ndarray, label: int, size: int, generator: np.random.Generator) -> np.ndarray:
-    of_class = np.flatnonzero(labels == label)
-    if len(of_class) < size:
+def _check_class_sizes(counts: Mapping[int, int], data: DataArguments, feature: Any) -> None:
+    """Refuses, or with `allow_fewer_per_class` names, classes with too few rows."""
+    wanted = int(data.num_examples_per_class or 0)
+    few = {label: count for label, count in counts.items() if count < wanted}
+    if not few:
+        return
+    names = getattr(feature, "names", list(range(max(counts) + 1)))
+    said = ", ".join(
+        f"label {names[label]} has {count} training rows" for label, count in few.items()
+    )
+    if not data.allow_fewer_per_class:
         raise ValueError(
-            f"num_examples_per_class={size}, but label {label} has {len(of_class)} training rows; "
-            "lower it."
+            f"num_examples_per_class={wanted}, but {said}; lower it, or set allow_fewer_per_class "
+            "to take all rows of such a class."
         )
-    return generator.choice(of_class, size, replace=False)
+    warnings.warn(
+        f"num_examples_per_class={wanted}, but {said}, all of which are taken.", stacklevel=2
+    )

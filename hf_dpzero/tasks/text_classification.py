@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import datasets
 import numpy as np
 
 from hf_dpzero.recipe_arguments import DataArguments
-from hf_dpzero.tasks.base import Task, check_columns, load_splits, subset
+from hf_dpzero.tasks.base import HubSource, Task, check_columns, load_splits, subset
 
 _MAX_CLASSES = 1000
 
@@ -26,19 +27,33 @@ def build(data: DataArguments) -> Task:
     return classification_task(data, "text_classification")
 
 
-def classification_task(
-    data: DataArguments,
-    name: str,
-    *,
-    hub_name: str | None = None,
-    label_names: Sequence[str] | None = None,
-) -> Task:
-    """Loads, checks, labels and subsets the rows; `label_names=None` reads them from the data."""
-    splits = load_splits(data, hub_name)
-    first, label = data.text_column or "text", data.label_column or "label"
-    columns = (first,) if data.text_pair_column is None else (first, data.text_pair_column)
+@dataclass(frozen=True, kw_only=True)
+class KnownLabels:
+    """What a named task knows about its rows.
+
+    Attributes:
+      source: where they are on the Hub.
+      label_names: names of the labels 0, 1, ...
+      text_columns: namings of the text columns; the first whose columns are all there is taken.
+      label_columns: names of the label column; the first that is there is taken.
+      drop_unlabelled: leave out rows with the label -1, instead of refusing them.
+    """
+
+    source: HubSource
+    label_names: tuple[str, ...]
+    text_columns: tuple[tuple[str, ...], ...]
+    label_columns: tuple[str, ...] = ("label",)
+    drop_unlabelled: bool = False
+
+
+def classification_task(data: DataArguments, name: str, known: KnownLabels | None = None) -> Task:
+    """Loads, checks, labels and subsets the rows; without `known`, the data names the labels."""
+    splits = load_splits(data, known.source if known else None)
+    columns, label = _text_columns(data, splits, known), _label_column(data, splits, known)
     check_columns(splits, columns, label)
-    names = tuple(label_names or read_label_names(splits, label))
+    if known and known.drop_unlabelled:
+        splits = _labelled(splits, label)
+    names = tuple(known.label_names if known else read_label_names(splits, label))
     return Task(
         name=name,
         label_names=names,
@@ -46,6 +61,35 @@ def classification_task(
         max_seq_length=data.max_seq_length,
         splits=subset(_with_class_labels(splits, columns, label, names), data),
     )
+
+
+def _text_columns(
+    data: DataArguments, splits: datasets.DatasetDict, known: KnownLabels | None
+) -> tuple[str, ...]:
+    """The settings' columns; where they are silent, the first known naming that is there."""
+    namings = known.text_columns if known else (("text",),)
+    there = set(splits["train"].column_names)
+    usual = next((naming for naming in namings if there.issuperset(naming)), namings[0])
+    first = data.text_column or usual[0]
+    second = (data.text_pair_column,) if data.text_pair_column else usual[1:]
+    return (first, *second)
+
+
+def _label_column(
+    data: DataArguments, splits: datasets.DatasetDict, known: KnownLabels | None
+) -> str:
+    namings = known.label_columns if known else ("label",)
+    there = splits["train"].column_names
+    return data.label_column or next((naming for naming in namings if naming in there), namings[-1])
+
+
+def _labelled(splits: datasets.DatasetDict, column: str) -> datasets.DatasetDict:
+    """The rows whose label is not -1, which is how the Hub marks those without one."""
+    kept = {
+        split: rows.select(np.flatnonzero(np.asarray(rows[column][:]) != -1))
+        for split, rows in splits.items()
+    }
+    return datasets.DatasetDict(kept)
 
 
 def read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
