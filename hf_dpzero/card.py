@@ -70,7 +70,7 @@ def model_card(
         _privacy_section(report),
         _results_section(metrics or {}, dataset, plot),
         _use_section(name, base_model, task, peft, model_type),
-        _verify_section(RECIPE_FILE if recipe else _shown(base_model), trajectory),
+        _verify_section(RECIPE_FILE if recipe else _shown(base_model), trajectory, report),
         "## Limitations\n\n" + "\n".join(f"- {caveat}" for caveat in report.caveats),
         f"## Settings\n\n```yaml\n{recipe.rstrip()}\n```" if recipe else "",
     ]
@@ -229,9 +229,11 @@ def _shown(base_model: str | None) -> str:
     return Path(base_model).name if Path(base_model).is_absolute() else base_model
 
 
-def _verify_section(base: str, trajectory: Trajectory | None) -> str:
+def _verify_section(base: str, trajectory: Trajectory | None, report: PrivacyReport) -> str:
     if trajectory is None or not trajectory.header.get("replayable", True):
         return ""
+    tuned = isinstance(report.tuning, dict)
+    tuning = f", with the tuning entry of `{REPORT_FILE}`," if tuned else ""
     return (
         "## How to verify\n\n"
         f"`{TRAJECTORY_FILE}` holds the {len(trajectory.releases)} noised releases of the run. "
@@ -241,8 +243,8 @@ def _verify_section(base: str, trajectory: Trajectory | None) -> str:
         f"  --trajectory {TRAJECTORY_FILE} --output_dir rebuilt\n"
         "```\n\n"
         f"Base model digest (SHA-256): `{trajectory.header['base_model_digest']}`. This shows that "
-        "nothing but the listed releases went into the weights, and the plan in the header gives "
-        "the epsilon. It cannot show that the noise was drawn as stated: that rests on the "
+        f"nothing but the listed releases went into the weights, and the plan in the header{tuning} "
+        "gives the epsilon. It cannot show that the noise was drawn as stated: that rests on the "
         "software listed above."
     )
 

@@ -1,4 +1,4 @@
-"""`hf-dpzero`: train, evaluate, plan, replay, push, bench.
+"""`hf-dpzero`: train, evaluate, plan, replay, push, sweep, bench.
 
 This module only parses words and dispatches; each command's work is a module in
 `hf_dpzero.commands` (and `hf_dpzero.bench`), imported when it runs, so that `--help` is instant.
@@ -75,6 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_replay(commands)
     _add_push(commands)
+    _add_sweep(commands)
+    _add_compare(commands)
     _add_command(commands, "bench", "measure the cost of a step (see hf-dpzero bench --help)")
     return parser
 
@@ -178,6 +180,70 @@ def _add_push(commands: _Commands) -> None:
         action="store_true",
         help="publish a run whose report says NOT PRIVATE",
     )
+
+
+def _add_compare(commands: _Commands) -> None:
+    parser = _add_command(
+        commands,
+        "compare",
+        "train several methods on the same data and write a table and a plot",
+        overrides=True,
+    )
+    add = parser.add_argument
+    add(
+        "recipes",
+        metavar="RECIPE",
+        nargs="+",
+        help="YAML file, before any option; with --merge the folders of comparisons",
+    )
+    add(
+        "--methods",
+        help="with commas; M takes NAME-M.yaml beside RECIPE (NAME-dpzero.yaml, say), else the "
+        "recipe file M, else RECIPE with method: M",
+    )
+    add("--epsilons", help="with commas; default the recipe's target_epsilon")
+    add("--seeds", help="with commas: of the few-shot draw, initial weights and directions")
+    add("--output_dir", help="continued if it exists; default out/compare-RECIPE")
+    add("--jobs", type=_whole, default=1, help="runs at once, each with its share of the cores")
+    add("--retry_failed", action="store_true", help="run again what has a row without success")
+    add("--discard_weights", action="store_true", help="keep results and ledgers, not the models")
+    add("--merge", action="store_true", help="one table from the folders of several tasks")
+
+
+def _add_sweep(commands: _Commands) -> None:
+    parser = _add_command(
+        commands, "sweep", "try settings of a recipe and state what choosing costs", overrides=True
+    )
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="YAML file")
+    add(
+        "--grid",
+        action="append",
+        metavar="FIELD=V,V",
+        help="a field and the values to try; repeat for more fields",
+    )
+    add("--grid_file", help="YAML file of `field: [value, value]` (see configs/sweep)")
+    add(
+        "--tuning",
+        required=True,
+        help="composed: the total epsilon includes the search; public: the training data is "
+        "declared public; not_accounted: the search is not in any epsilon",
+    )
+    add(
+        "--selection",
+        default="random",
+        help="for composed. random (default): a secret random number of trials, only the best is "
+        "released; all: the whole grid is run, accounted and released",
+    )
+    add("--mean_trials", type=float, help="expected number of trials; default the grid's size")
+    add(
+        "--trial_count",
+        default="geometric",
+        help="its law: geometric (default), poisson, logarithmic, or a shape such as 0.5",
+    )
+    add("--metric", help="result that scores a trial, such as eval_accuracy; default the task's")
+    add("--output_dir", help="the sweep's folder; default the recipe's with -sweep behind it")
+    add("--dry_run", action="store_true", help="only print the plan and its cost")
 
 
 def _whole(word: str) -> int:

@@ -28,10 +28,12 @@ from hf_dpzero.report import (
     plan_facts,
     write_atomically,
 )
+from hf_dpzero.tuning import total_epsilon
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
+    from hf_dpzero.plan import PrivacyPlan
     from hf_dpzero.trajectory import Trajectory
 
 CARD_FILE, RESULTS_FILE = "README.md", "all_results.json"
@@ -232,6 +234,9 @@ def _refuse_disagreement(report: PrivacyReport, trajectory: Trajectory) -> None:
     facts = plan_facts(plan, report.delta, min(steps, plan.steps))
     facts["steps"] = steps
     facts.update({name: header[name] for name in _LOGGED if name in header})
+    if isinstance(report.tuning, dict):
+        _refuse_unfinished(report)
+        facts["epsilon"] = _tuned_epsilon(report, plan)
     wrong = [name for name, value in facts.items() if not _same(getattr(report, name), value)]
     if wrong:
         stated = ", ".join(f"{name}: {getattr(report, name)} / {facts[name]}" for name in wrong)
@@ -239,6 +244,24 @@ def _refuse_disagreement(report: PrivacyReport, trajectory: Trajectory) -> None:
             f"{REPORT_FILE} and {TRAJECTORY_FILE} are not of the same run (report / trajectory): "
             f"{stated}. Write the report again from the run that made the weights."
         )
+
+
+def _refuse_unfinished(report: PrivacyReport) -> None:
+    if report.steps != report.planned_steps:
+        raise ValueError(
+            f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
+            f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
+        )
+
+
+def _tuned_epsilon(report: PrivacyReport, plan: PrivacyPlan) -> float:
+    """What run and tuning cost together, from the public plan; a report may state more, not less.
+
+    The report's own number is returned where it is the larger one: a stricter claim about the
+    sweep (trials of other settings, with more discrete noise) agrees with this run.
+    """
+    total = total_epsilon(plan, report.tuning, report.delta)
+    return report.epsilon if report.epsilon >= total else total
 
 
 def _same(stated: Any, found: Any) -> bool:

@@ -9,7 +9,6 @@ sentence claims more than the record.
 from __future__ import annotations
 
 import contextlib
-import decimal
 import functools
 import importlib.metadata
 import json
@@ -17,9 +16,21 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hf_dpzero.statements import (
+    caveats,
+    not_private_statement,
+    number,
+    relation_words,
+    round_up,
+    statement,
+    tuning_words,
+    why_not_private,
+)
+from hf_dpzero.tuning import WORDS, check_tuning, total_epsilon
 
 if TYPE_CHECKING:
     from hf_dpzero.noise import NoiseSource
@@ -37,18 +48,6 @@ _PACKAGES = {
     "numpy": "numpy",
 }
 
-RELATIONS = {
-    "add_or_remove_one": "adding or removing one {unit}",
-    "replace_one": "replacing one {unit} by another",
-    "replace_special": "replacing one {unit} by an empty one",
-}
-SAMPLERS = {
-    "poisson": "Poisson sampling with probability {q}",
-    "truncated_poisson": "Poisson sampling with probability {q}, truncated at a maximum batch size",
-    "fixed_size_without_replacement": "batches of a fixed size drawn without replacement",
-    "full_batch": "every example in every step",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyReport:
@@ -57,7 +56,8 @@ class PrivacyReport:
     Attributes:
       target_epsilon: what the noise was calibrated for; None where the noise was given.
       target_delta: the delta of that target.
-      epsilon: spent by the completed steps, at `delta`; inf when nothing bounds it.
+      epsilon: spent by the completed steps, at `delta`, and by the choice of settings where
+        `tuning` accounts for it; inf when nothing bounds it.
       delta: the probability outside the bound, in [0, 1).
       accountant: what computed `epsilon`: "pld", "rdp", "gaussian_exact", "advanced_composition",
         or "none" for a method that is not private.
@@ -71,12 +71,17 @@ class PrivacyReport:
       planned_steps: steps the plan allowed.
       noise_multiplier: noise scale on the sum, in units of `clip`.
       clip: bound C on one example's contribution, in loss units per unit of smoothing; inf if none.
-      direction: distribution of the public directions.
+      direction: distribution of the public directions; "none" for first-order methods.
       num_directions: K, directions in a step.
       noise_source: where the noise came from.
       private: True only if (epsilon, delta) holds for everything that the run put out.
-      method: "dpzero", "dpgd-0th" or "mezo".
+      method: the mechanism's name: "dpzero", "dpgd-0th", "dp-sgd", "dp-adamw", with "-adaptive" where
+        the clip adapts; "mezo", "sgd" and "adamw" are not private.
       log_private_diagnostics: un-noised statistics of the training data went to the logs.
+      tuning: how the settings were chosen, as far as this run knows. "none": epsilon is for this
+        run alone; "public": on data declared public; "not_accounted": on the same data, for which
+        nothing is claimed; or an entry of `hf-dpzero sweep` ("repeat_and_select", "composition")
+        whose cost is in `epsilon`.
       statement: the guarantee in one sentence.
       caveats: what the guarantee assumes and does not cover.
       versions: package name -> version.
@@ -106,6 +111,7 @@ class PrivacyReport:
     private: bool
     method: str
     log_private_diagnostics: bool
+    tuning: Any
     statement: str
     caveats: list[str]
     versions: dict[str, str]
@@ -119,6 +125,7 @@ class PrivacyReport:
             raise ValueError(
                 f"steps={self.steps} is outside 0..{self.planned_steps}, the steps of the plan."
             )
+        check_tuning(self.tuning)
         if self.private and (reason := self._why_not_private()):
             raise ValueError(
                 f"The report says private=true, but {reason}. It was edited or damaged; "
@@ -126,7 +133,7 @@ class PrivacyReport:
             )
 
     def _why_not_private(self) -> str | None:
-        return _why_not_private(
+        return why_not_private(
             method=self.method,
             epsilon=self.epsilon,
             noise_secure=not self.noise_source.lower().startswith("insecure"),
@@ -172,7 +179,7 @@ class PrivacyReport:
                 "plan; report the plan that ran."
             )
         facts = plan_facts(plan, delta, steps_completed)
-        why_not = _why_not_private(
+        why_not = why_not_private(
             method=mechanism.name,
             epsilon=facts["epsilon"] if mechanism.private else math.inf,
             noise_secure=noise.secure,
@@ -188,14 +195,40 @@ class PrivacyReport:
                 "noise_source": noise.name if mechanism.private else "none",
                 "private": why_not is None,
                 "log_private_diagnostics": log_private_diagnostics,
+                "tuning": "none",
             }
         )
-        return cls(
-            **facts,
-            statement=_statement(facts, why_not, mechanism.distribution),
-            caveats=_caveats(facts, plan),
-            versions=versions(),
+        words = (
+            statement(facts, mechanism.distribution)
+            if why_not is None
+            else not_private_statement(why_not)
         )
+        return cls(**facts, statement=words, caveats=caveats(facts, plan), versions=versions())
+
+    def with_tuning(self, tuning: Any, plan: PrivacyPlan) -> PrivacyReport:
+        """The same run, and how its settings were chosen: numbers, statement and caveats.
+
+        Args:
+          tuning: "none", "public", "not_accounted", or an entry made by `hf_dpzero.tuning`, whose
+            total epsilon replaces the run's own.
+          plan: the plan that ran.
+
+        Raises:
+          ValueError: an unknown entry; or one that accounts for whole runs, for a part of a run.
+        """
+        check_tuning(tuning)
+        if tuning not in WORDS and self.steps != self.planned_steps:
+            raise ValueError(
+                f"steps={self.steps} of {self.planned_steps}: tuning is accounted for whole runs; "
+                "finish the run first."
+            )
+        facts = {**asdict(self), "tuning": tuning}
+        if tuning not in WORDS:
+            facts["epsilon"] = total_epsilon(plan, tuning, self.delta)
+        if self.private:
+            facts["statement"] = statement(facts, plan.mechanism.distribution, tuning)
+        facts["caveats"] = caveats(facts, plan, tuning)
+        return replace(self, **facts)
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of `privacy_report.json`, JSON-safe: infinite numbers are the string "inf"."""
@@ -208,6 +241,7 @@ class PrivacyReport:
         Raises:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
+        values = {"tuning": "none", **values}  # reports before there were sweeps lack it
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:
@@ -255,33 +289,35 @@ class PrivacyReport:
     def _headline(self) -> str:
         if not self.private:
             return self.statement
-        target = "" if self.target_epsilon is None else f" (target {_number(self.target_epsilon)})"
+        target = "" if self.target_epsilon is None else f" (target {number(self.target_epsilon)})"
         return (
-            f"(epsilon = {round_up(self.epsilon)}, delta = {_number(self.delta)})"
+            f"(epsilon = {round_up(self.epsilon)}, delta = {number(self.delta)})"
             f"-differentially private{target}"
         )
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line under the headline; the model card shows them as a table."""
         return [
-            ("neighbours", _relation(self.neighboring_relation, self.privacy_unit)),
+            ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
             ("mechanism", self._mechanism()),
             ("sampling", self._sampling()),
             ("steps", f"{self.steps} of {self.planned_steps} planned"),
             ("accountant", self.accountant),
             ("noise", self.noise_source),
+            ("tuning", tuning_words(self.tuning)),
             ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),
         ]
 
     def _mechanism(self) -> str:
-        clip = "no clipping" if math.isinf(self.clip) else f"clip C = {_number(self.clip)}"
-        noise = f"noise multiplier {_number(self.noise_multiplier)}"
-        return f"{self.method}, K = {self.num_directions} {self.direction}, {clip}, {noise}"
+        clip = "no clipping" if math.isinf(self.clip) else f"clip C = {number(self.clip)}"
+        noise = f"noise multiplier {number(self.noise_multiplier)}"
+        along = f"K = {self.num_directions} {self.direction}, " if self.direction != "none" else ""
+        return f"{self.method}, {along}{clip}, {noise}"
 
     def _sampling(self) -> str:
         return (
-            f"{self.sampling}, q = {_number(self.sampling_probability)} (expected batch "
-            f"{_number(self.expected_batch_size)} of {self.num_examples} examples)"
+            f"{self.sampling}, q = {number(self.sampling_probability)} (expected batch "
+            f"{number(self.expected_batch_size)} of {self.num_examples} examples)"
         )
 
 
@@ -355,18 +391,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def round_up(value: float, digits: int = 4) -> str:
-    """`value` >= 0 with at most `digits` significant digits, rounded up.
-
-    >>> round_up(1.99811), round_up(2.0), round_up(12.00001), round_up(math.inf)
-    ('1.999', '2', '12.01', 'inf')
-    """
-    if math.isinf(value):
-        return "inf"
-    context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
-    return _plain(context.create_decimal(decimal.Decimal(value)))
-
-
 def plot_run(
     log_history: Sequence[Mapping[str, Any]], output_dir: str | os.PathLike[str]
 ) -> Path | None:
@@ -438,95 +462,3 @@ def _encode(value: Any) -> Any:
 
 def _decode(value: Any) -> Any:
     return math.inf if value == "inf" else value
-
-
-def _number(value: float) -> str:
-    """At most 6 significant digits, without a trailing ".0".
-
-    >>> _number(64.0), _number(0.0625), _number(1e-5)
-    ('64', '0.0625', '1e-05')
-    """
-    return f"{value:.6g}"
-
-
-def _plain(value: decimal.Decimal) -> str:
-    text = f"{value:f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def _relation(relation: str, unit: str) -> str:
-    return RELATIONS.get(relation, relation).format(unit=f"training {unit}")
-
-
-def _why_not_private(
-    *,
-    method: str,
-    epsilon: float,
-    noise_secure: bool,
-    log_private_diagnostics: bool,
-    batches_secret: bool = True,
-) -> str | None:
-    """The first reason why no (epsilon, delta) may be claimed for the run's output, or None."""
-    if method == "mezo":
-        return "the method mezo neither clips nor adds noise"
-    if math.isinf(epsilon):
-        return "no finite epsilon bounds what the run released"
-    if not noise_secure:
-        return "the noise came from a seeded generator, so anyone with the seed can subtract it"
-    if not batches_secret:
-        return "sampler_key was set by hand, so the batches can be known and are not amplified"
-    if log_private_diagnostics:
-        return "un-noised statistics of the training data were logged (log_private_diagnostics)"
-    return None
-
-
-def _statement(facts: Mapping[str, Any], why_not: str | None, distribution: str) -> str:
-    if why_not is not None:
-        return f"NOT PRIVATE: {why_not}; no differential privacy is claimed for this run."
-    sampling = SAMPLERS.get(facts["sampling"], facts["sampling"])
-    return (
-        f"The weights and the trajectory of this run are ({round_up(facts['epsilon'])}, "
-        f"{_number(facts['delta'])})-differentially private under "
-        f"{_relation(facts['neighboring_relation'], facts['privacy_unit'])}: "
-        f"{facts['steps']} steps of {facts['method']} with "
-        f"{sampling.format(q=_number(facts['sampling_probability']))}, {distribution} noise of "
-        f"multiplier {_number(facts['noise_multiplier'])}, accountant {facts['accountant']}."
-    )
-
-
-def _caveats(facts: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:
-    return [*_COMMON_CAVEATS, *_own_caveats(facts, plan)]
-
-
-_COMMON_CAVEATS = (
-    "Evaluation data is assumed public, or paid for elsewhere: its metrics are published without "
-    "noise and may have chosen the checkpoint.",
-    "Hyper-parameter search is not accounted: epsilon covers this one run. Settings picked by "
-    "looking at other runs on the same data spend budget of their own.",
-    "The number of training examples is treated as public.",
-    "The base model, the tokenizer and the settings are assumed to be independent of the training "
-    "data.",
-    "The guarantee is for the rows given to the trainer: a subset drawn from a larger private set "
-    "beforehand (few-shot, max_train_samples) is taken as fixed.",
-    "Timing, memory use, aborted runs and other side channels of the machine are not covered.",
-    "An example's loss is assumed not to depend on the others in its microbatch (tried on a few rows "
-    "before training); batched float32 kernels couple them by rounding, which is not accounted.",
-)
-
-
-def _own_caveats(facts: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:
-    caveats = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]
-    if facts["private"] and facts["steps"] < facts["planned_steps"]:
-        planned = round_up(plan.epsilon(facts["delta"]))
-        caveats.append(
-            f"Training stopped after {facts['steps']} of {facts['planned_steps']} steps. The spent "
-            "epsilon holds if the decision to stop did not depend on released values or metrics; "
-            f"otherwise claim the epsilon of the whole plan, {planned}."
-        )
-    if facts["private"] and facts["delta"] * facts["num_examples"] > 1:
-        caveats.append(
-            f"delta = {_number(facts['delta'])} is above 1/n = "
-            f"{_number(1 / facts['num_examples'])}: the definition then allows a mechanism that "
-            "publishes a random example."
-        )
-    return caveats

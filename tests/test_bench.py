@@ -17,7 +17,7 @@ from hf_dpzero.bench import StepBench, capacity, clock, estimate, timing
 from hf_dpzero.bench.memory import words_of
 from hf_dpzero.bench.shapes import PUBLISHED, empty_model
 from hf_dpzero.bench.works import largest_difference
-from hf_dpzero.perturbation import digest_tensors
+from hf_dpzero.digests import digest_tensors
 
 COMMON = {
     "ratio_to_two_forwards",

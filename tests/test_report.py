@@ -39,6 +39,7 @@ KEYS = [
     "private",
     "method",
     "log_private_diagnostics",
+    "tuning",
     "statement",
     "caveats",
     "versions",

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_dpzero import meter
 from hf_dpzero.bench.settings import StepBench
 from hf_dpzero.bench.shapes import build_batch, build_config, build_model, empty_model
 from hf_dpzero.bench.works import FirstOrderStep, Forwards, ReferenceStep, Step
@@ -88,13 +86,13 @@ def peak_bytes(bench: StepBench, phase: str) -> int:
     gc.collect()
     before = _resident(bench.device)
     _two_rounds(bench, phase)
-    return _peak(bench.device) - before
+    return meter.peak_bytes(bench.device) - before
 
 
 def _two_rounds(bench: StepBench, phase: str) -> None:
     """The model is built before the peak is forgotten."""
     model, batch = build_model(bench), build_batch(bench, build_config(bench.shape).vocab_size)
-    _forget_peak(bench.device)
+    meter.forget_peak(bench.device)
     work = _WORKS[phase](bench, model, batch)
     for step in range(2):
         work(step)
@@ -110,27 +108,5 @@ def _resident(device: str) -> int:
     """Bytes resident now, as the baseline; none on a GPU, where only torch's own are counted."""
     if torch.device(device).type == "cuda":
         return 0
-    _forget_peak(device)
-    return _peak(device)
-
-
-def _forget_peak(device: str) -> None:
-    """Starts the peak anew where the platform can; elsewhere building the model counts as well."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak(device: str) -> int:
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    with contextlib.suppress(OSError):
-        status = Path("/proc/self/status").read_text()
-        found = re.search(r"VmHWM:\s+(\d+) kB", status)
-        if found:
-            return int(found[1]) * 1024
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    meter.forget_peak(device)
+    return meter.peak_bytes(device)

@@ -50,7 +50,7 @@ def _rows(recipe: Recipe, task: Task, model: Any, tokenizer: Any) -> datasets.Da
     """Tokenised rows, or with `precompute_features` the frozen encoder's vectors."""
     from hf_dpzero.models import precompute_features
 
-    rows = task.tokenize(tokenizer)
+    rows = task.tokenize(tokenizer, recipe.model.pair_features)
     if not recipe.model.precompute_features:
         return rows
     for split in rows:

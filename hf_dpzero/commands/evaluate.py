@@ -42,7 +42,7 @@ def evaluate(recipe: Recipe, base: str, quiet: bool = False) -> dict[str, float]
 
     task = build_task(recipe.data)
     model, tokenizer = load_trained(recipe.model, task, base)
-    rows = task.tokenize(tokenizer)["validation"]
+    rows = task.tokenize(tokenizer, recipe.model.pair_features)["validation"]
     trainer = Trainer(
         model=model,
         args=recipe.training,

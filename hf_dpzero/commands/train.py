@@ -35,16 +35,22 @@ def run(arguments: argparse.Namespace) -> None:
 def train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None = None) -> None:
     """Writes {train,eval,zero_shot,all}_results.json, the model, its report and the recipe.
 
-    `zero_shot_accuracy` is the untrained model's, on the rows that `eval_accuracy` is taken on. All
+    `zero_shot_accuracy` is the untrained model's, on the rows that `eval_accuracy` is taken on;
+    `seconds_per_step` and `peak_memory_bytes` are those of training steps alone (`StepMeter`). All
     files are written after training, so a run that is refused or interrupted leaves no results.
     """
+    from hf_dpzero.meter import StepMeter
+
     zero_shot = trainer.evaluate(metric_key_prefix="zero_shot")
+    meter = StepMeter()
+    trainer.add_callback(meter)
     output = trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.save_state()
     evaluated = trainer.evaluate()
-    train_metrics = {**output.metrics, "train_samples": trainer.plan.sampler.num_examples}
-    for split, metrics in (("zero_shot", zero_shot), ("train", train_metrics), ("eval", evaluated)):
+    samples = {"train_samples": trainer.plan.sampler.num_examples}
+    trained = {**output.metrics, **meter.metrics(), **samples}
+    for split, metrics in (("zero_shot", zero_shot), ("train", trained), ("eval", evaluated)):
         trainer.log_metrics(split, metrics)
         trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():

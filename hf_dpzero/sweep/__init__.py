@@ -1,0 +1,1 @@
+"""`hf-dpzero sweep`: try settings, say what choosing among them costs, keep the secrets secret."""
