@@ -1,0 +1,247 @@
+"""The quadratic study of the DPZero paper (Section 5, Figures 1 and 2, Table 6).
+
+F(x) = (1/2n) sum_i (x - x_i)^T A (x - x_i),   A = diag(a),   coordinates of x_i ~ N(1, 1)
+
+DPZero (Algorithm 2), DPGD-0th (Algorithm 1) and DP-GD are run from 0 over a grid of steps T, step sizes
+alpha and clips C, and the best gradient norm and loss over the grid are kept, as the paper does. On a
+quadratic the central difference equals the directional derivative whatever the smoothing:
+s_i = u^T A (x - x_i). All cells of a grid share the directions and the noise vectors of a step, so
+that a step needs one projection of the data; each cell by itself is a run of its algorithm.
+
+This simulates the algorithms from seeded generators: nothing here is a private release.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_dpzero.accounting import lemma_noise_multiplier
+
+Floats = NDArray[np.float32]
+
+METHODS = ("dpzero", "dpgd-0th", "dp-gd")
+EPSILON, DELTA = 2.0, 1e-6
+NUM_EXAMPLES = 10_000
+DIMENSIONS = (20, 50, 100, 200, 500, 1000, 2000)
+STEPS = tuple(10 * 2**k for k in range(10))  # 10, 20, ..., 5120
+RATES = (*(c * 10.0**e for e in range(-5, 0) for c in (1, 3)), 1.0)  # 1e-5, 3e-5, ..., 1
+CLIPS = tuple(c * 10.0**e for e in range(-1, 3) for c in (1, 3))  # 0.1, 0.3, ..., 300
+GRADIENT_STEPS = tuple(t for t in STEPS if t <= 160)
+BLOCK = 16  # directions that are projected at a time
+
+
+def _exponent(power: float) -> Callable[[int], Floats]:
+    return lambda d: (np.arange(1, d + 1, dtype=np.float64) ** -power).astype(np.float32)
+
+
+SPECTRA: dict[str, Callable[[int], Floats]] = {
+    "d": _exponent(0.0),
+    "sqrt(d)": _exponent(0.5),
+    "log(d)": _exponent(1.0),
+}
+"""Order of the effective rank Tr(A) / ||A|| -> the diagonal of A: 1, 1/sqrt(i), 1/i."""
+
+
+class Cell(NamedTuple):
+    """One run of a grid: T, alpha, C."""
+
+    steps: int
+    rate: float
+    clip: float
+
+
+class Best(NamedTuple):
+    """The best over a grid, each figure by itself, and the cell with the best train gradient."""
+
+    train_gradient: float
+    test_gradient: float
+    train_loss: float
+    test_loss: float
+    cell: Cell
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """Data and Hessian.
+
+    Attributes:
+      spectrum: the diagonal a of A, float32 [d].
+      train, test: x_i, float32 [n, d].
+    """
+
+    spectrum: Floats
+    train: Floats
+    test: Floats
+
+    @classmethod
+    def draw(cls, spectrum: Floats, num_examples: int, seed: int) -> Quadratic:
+        """Train and test data, coordinates N(1, 1), from a generator of their own."""
+        generator = _generator(seed, 0)
+        shape = (2, num_examples, len(spectrum))
+        train, test = generator.standard_normal(shape, dtype=np.float32) + np.float32(1.0)
+        return cls(spectrum, train, test)
+
+    def measure(self, x: Floats) -> NDArray[np.float64]:
+        """[P, 4]: train and test gradient norm, train and test loss at the points x [P, d]."""
+        figures = [_gradient_and_loss(x, data, self.spectrum) for data in (self.train, self.test)]
+        (train_gradient, train_loss), (test_gradient, test_loss) = figures
+        return np.stack([train_gradient, test_gradient, train_loss, test_loss], axis=1)
+
+
+def _gradient_and_loss(
+    x: Floats, data: Floats, spectrum: Floats
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """||A (x - mean)||, and F(x) = (||x - mean||_A^2 + mean_i ||x_i - mean||_A^2) / 2."""
+    a, mean = spectrum.astype(np.float64), data.mean(axis=0, dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        away = x.astype(np.float64) - mean
+        spread = float(a @ data.var(axis=0, dtype=np.float64))
+        return np.linalg.norm(a * away, axis=1), ((away**2) @ a + spread) / 2
+
+
+def noise_std(clip: float, steps: int, num_examples: int) -> float:
+    """Deviation of the noise on the clipped mean: 4 C sqrt(2 T log(e + eps/delta)) / (n eps).
+
+    The paper's calibration (Lemma 2.2): replace-one neighbours, full batch.
+    """
+    return clip * lemma_noise_multiplier(EPSILON, steps, DELTA) / num_examples
+
+
+def zeroth_order(
+    problem: Quadratic, cells: Sequence[Cell], *, vector_noise: bool, seed: int
+) -> Floats:
+    """Last iterates [P, d] of Algorithm 2, or with `vector_noise` of Algorithm 1, from 0.
+
+    Directions are uniform on the sphere of radius sqrt(d). Algorithm 1 clips |s_i| at C / ||u||.
+    """
+    d, n = len(problem.spectrum), len(problem.train)
+    x = np.zeros((len(cells), d), np.float32)
+    rates, clips, noises = _columns(cells, n)
+    bounds = clips / math.sqrt(d) if vector_noise else clips
+    ends = np.array([cell.steps for cell in cells])
+    noise = _generator(seed, 2)
+    for step, (u, projected) in enumerate(_projections(problem, int(ends.max()), seed)):
+        on = np.flatnonzero(ends > step)
+        at = x[on] @ (problem.spectrum * u)
+        mean = clipped_mean(at.astype(np.float64), projected, bounds[on])
+        z = noise.standard_normal(d if vector_noise else 1, dtype=np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            amounts, spread = rates[on] * mean, rates[on] * noises[on]
+            if not vector_noise:
+                amounts += spread * float(z[0])
+            x[on] -= amounts.astype(np.float32)[:, None] * u
+            if vector_noise:
+                x[on] -= spread.astype(np.float32)[:, None] * z
+    return x
+
+
+def _projections(
+    problem: Quadratic, steps: int, seed: int
+) -> Iterator[tuple[Floats, NDArray[np.float64]]]:
+    """(u [d], the sorted u^T A x_i [n]) of each step, computed for a block of steps at a time."""
+    d, generator = len(problem.spectrum), _generator(seed, 1)
+    for start in range(0, steps, BLOCK):
+        drawn = generator.standard_normal((min(BLOCK, steps - start), d), dtype=np.float32)
+        block = drawn * (math.sqrt(d) / np.linalg.norm(drawn, axis=1, keepdims=True))
+        block = block.astype(np.float32)
+        projected = np.sort((problem.train @ (problem.spectrum * block).T).T.astype(np.float64))
+        yield from zip(block, projected, strict=True)
+
+
+def clipped_mean(
+    at: NDArray[np.float64], projected: NDArray[np.float64], bounds: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """mean_i clip(at - projected_i, +-bound) for each cell, float64 [P].
+
+    Args:
+      at: u^T A x of each cell, [P].
+      projected: u^T A x_i in ascending order, [n].
+      bounds: [P], > 0.
+
+    >>> clipped_mean(np.array([1.0]), np.array([-9.0, 0.0, 3.0]), np.array([4.0]))
+    array([1.])
+    """
+    sums = np.concatenate([[0.0], np.cumsum(projected)])
+    n = len(projected)
+    with np.errstate(over="ignore", invalid="ignore"):
+        low = np.searchsorted(projected, at - bounds)  # before it: clipped to +bound
+        high = np.searchsorted(projected, at + bounds)  # from it on: clipped to -bound
+        inside = at * (high - low) - (sums[high] - sums[low])
+        found = (inside + bounds * low - bounds * (n - high)) / n
+    return np.where(np.isfinite(at), found, np.nan)
+
+
+def gradient_descent(problem: Quadratic, cells: Sequence[Cell], *, seed: int) -> Floats:
+    """Last iterates [P, d] of DP-GD: per-example gradients A (x - x_i) clipped to norm C, from 0."""
+    a, n = problem.spectrum, len(problem.train)
+    x = np.zeros((len(cells), len(a)), np.float32)
+    rates, clips, noises = _columns(cells, n)
+    ends = np.array([cell.steps for cell in cells])
+    squares = (problem.train**2) @ a**2
+    noise = _generator(seed, 3)
+    for step in range(int(ends.max())):
+        on = np.flatnonzero(ends > step)
+        z = noise.standard_normal(len(a), dtype=np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = _clipped_gradients(problem, x[on], clips[on].astype(np.float32), squares)
+            spread = (rates[on] * noises[on]).astype(np.float32)
+            x[on] -= rates[on].astype(np.float32)[:, None] * mean + spread[:, None] * z
+    return x
+
+
+def _clipped_gradients(problem: Quadratic, x: Floats, clips: Floats, squares: Floats) -> Floats:
+    """mean_i min(1, C / ||g_i||) g_i with g_i = A (x - x_i), float32 [P, d]."""
+    a, data = problem.spectrum, problem.train
+    norms = squares[:, None] - 2 * (data @ (a**2 * x).T) + ((a * x) ** 2).sum(axis=1)
+    weights = np.minimum(1.0, clips / np.sqrt(np.maximum(norms, 1e-12)))
+    return np.asarray(a * (x * weights.sum(axis=0)[:, None] - weights.T @ data) / len(data))
+
+
+def grid(steps: Sequence[int], rates: Sequence[float], clips: Sequence[float]) -> list[Cell]:
+    """Every combination."""
+    return [Cell(*values) for values in itertools.product(steps, rates, clips)]
+
+
+def useful(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of a DP-GD grid that move at all: alpha T >= 1/2 (the largest curvature is 1).
+
+    A step shrinks the distance along that axis by at most 1 - alpha, so the others end at more than
+    half of the initial gradient there.
+    """
+    return [cell for cell in cells if cell.rate * cell.steps >= 0.5]
+
+
+def figures(problem: Quadratic, method: str, cells: Sequence[Cell], seed: int) -> NDArray[Any]:
+    """Runs a method over a grid: [P, 4] as `Quadratic.measure`, infinite where a run diverged."""
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is not one of {', '.join(METHODS)}.")
+    if method == "dp-gd":
+        x = gradient_descent(problem, cells, seed=seed)
+    else:
+        x = zeroth_order(problem, cells, vector_noise=method == "dpgd-0th", seed=seed)
+    return np.nan_to_num(problem.measure(x), nan=np.inf)
+
+
+def best(found: NDArray[Any], cells: Sequence[Cell]) -> Best:
+    """The best of each column of `figures` (of their mean over seeds, if there are several)."""
+    gradients, test_gradients, losses, test_losses = found.min(axis=0).tolist()
+    winner = cells[int(found[:, 0].argmin())]
+    return Best(gradients, test_gradients, losses, test_losses, winner)
+
+
+def _columns(cells: Sequence[Cell], n: int) -> tuple[NDArray[np.float64], ...]:
+    """(alpha, C, noise deviation) of the cells, float64 [P] each."""
+    rows = [(cell.rate, cell.clip, noise_std(cell.clip, cell.steps, n)) for cell in cells]
+    rates, clips, noises = np.array(rows, dtype=np.float64).T
+    return rates, clips, noises
+
+
+def _generator(seed: int, stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, stream])))

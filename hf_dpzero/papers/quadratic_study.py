@@ -1,0 +1,153 @@
+"""Runs the quadratic study over dimensions and spectra, resumably, and draws its two figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_dpzero.papers import quadratic
+from hf_dpzero.papers.quadratic import METHODS, SPECTRA, Best, Cell, Quadratic
+
+ROWS_FILE, TABLE_FILE = "rows.jsonl", "table.md"
+FIGURES = {
+    "figure1.png": (
+        ("train_gradient", "train gradient norm"),
+        ("test_gradient", "test gradient norm"),
+    ),
+    "figure2.png": (("train_loss", "train loss"), ("test_loss", "test loss")),
+}
+LABELS = {"dpzero": "DPZero", "dpgd-0th": "DPGD-0th", "dp-gd": "DP-GD"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What is run.
+
+    Attributes:
+      dimensions: d.
+      seeds: the figures of a cell are averaged over them before the best is taken.
+      steps, gradient_steps: T of the zeroth-order methods and of DP-GD.
+      rates, clips: alpha and C.
+      num_examples: n, of the train and of the test data.
+    """
+
+    dimensions: tuple[int, ...] = quadratic.DIMENSIONS
+    seeds: tuple[int, ...] = (1,)
+    steps: tuple[int, ...] = quadratic.STEPS
+    gradient_steps: tuple[int, ...] = quadratic.GRADIENT_STEPS
+    rates: tuple[float, ...] = quadratic.RATES
+    clips: tuple[float, ...] = quadratic.CLIPS
+    num_examples: int = quadratic.NUM_EXAMPLES
+
+    def cells(self, method: str) -> list[Cell]:
+        """The grid of a method."""
+        if method == "dp-gd":
+            return quadratic.useful(quadratic.grid(self.gradient_steps, self.rates, self.clips))
+        return quadratic.grid(self.steps, self.rates, self.clips)
+
+    def points(self) -> list[tuple[str, int, str]]:
+        """(spectrum, d, method), small dimensions first."""
+        return [(s, d, m) for d in self.dimensions for s in SPECTRA for m in METHODS]
+
+
+QUICK = Study(
+    dimensions=(20, 200, 2000),
+    steps=(40, 160, 640, 2560),
+    gradient_steps=(10, 40, 160),
+    rates=(0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+    clips=(0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
+    num_examples=2000,
+)
+"""A coarse grid on fewer examples: the shape of the figures in about a minute."""
+
+
+def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
+    """Rows for every point of the study; those that `output_dir` holds already are not run again.
+
+    Raises:
+      ValueError: the folder holds rows of another study.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    rows = _read_rows(output_dir / ROWS_FILE, study)
+    done = {(row["spectrum"], row["dimension"], row["method"]) for row in rows}
+    for spectrum, dimension, method in _progress(study, done):
+        found = _run_point(study, spectrum, dimension, method)
+        row = {"spectrum": spectrum, "dimension": dimension, "method": method, **found._asdict()}
+        rows.append(json.loads(json.dumps(row)))
+        with open(output_dir / ROWS_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
+def _run_point(study: Study, spectrum: str, dimension: int, method: str) -> Best:
+    cells, total = study.cells(method), np.zeros(())
+    for seed in study.seeds:
+        problem = Quadratic.draw(SPECTRA[spectrum](dimension), study.num_examples, seed)
+        total = total + quadratic.figures(problem, method, cells, seed) / len(study.seeds)
+    return quadratic.best(total, cells)
+
+
+def _read_rows(path: Path, study: Study) -> list[dict[str, Any]]:
+    """The rows after the first line, which names the study."""
+    settings = json.loads(json.dumps(study.__dict__))
+    if not path.exists():
+        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+        return []
+    first, *rows = path.read_text(encoding="utf-8").splitlines()
+    if json.loads(first) != settings:
+        raise ValueError(f"{path} holds rows of a study with other settings: use another folder.")
+    return [json.loads(row) for row in rows]
+
+
+def _progress(study: Study, done: set[tuple[str, int, str]]) -> Iterator[tuple[str, int, str]]:
+    from rich.progress import track
+
+    points = [point for point in study.points() if point not in done]
+    yield from track(points, description=f"{len(points)} points")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Train gradient norms as Markdown: a row for each spectrum and dimension."""
+    found = {(r["spectrum"], r["dimension"], r["method"]): r["train_gradient"] for r in rows}
+    lines = [
+        "| Tr(A) | d | " + " | ".join(LABELS[m] for m in METHODS) + " |",
+        "|---|---|---|---|---|",
+    ]
+    for spectrum, dimension in dict.fromkeys((s, d) for s, d, _ in found):
+        values = [found.get((spectrum, dimension, m)) for m in METHODS]
+        shown = ["" if v is None else f"{v:.4g}" for v in values]
+        lines.append(f"| {spectrum} | {dimension} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: Sequence[dict[str, Any]], output_dir: Path) -> list[Path]:
+    """The paper's Figures 1 (gradient norms) and 2 (losses), train above test."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    paths = []
+    for name, quantities in FIGURES.items():
+        figure = Figure(figsize=(11.0, 6.0), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(2, len(SPECTRA), sharex=True)
+        for line, (key, label) in zip(panels, quantities, strict=True):
+            for axes, spectrum in zip(line, SPECTRA, strict=True):
+                _draw(axes, [row for row in rows if row["spectrum"] == spectrum], key)
+                axes.set(xscale="log", yscale="log", xlabel="d", ylabel=label)
+                axes.set_title(f"Tr(A) = O({spectrum})", fontsize=10)
+        panels[0][0].legend()
+        figure.savefig(output_dir / name, dpi=120)
+        paths.append(output_dir / name)
+    return paths
+
+
+def _draw(axes: Any, rows: Sequence[dict[str, Any]], key: str) -> None:
+    for method, marker in zip(METHODS, "o^s", strict=True):
+        points = sorted((r["dimension"], r[key]) for r in rows if r["method"] == method)
+        axes.plot(*zip(*points, strict=True), marker=marker, label=LABELS[method])
+    axes.grid(alpha=0.3)
