@@ -34,9 +34,9 @@ from hf_dpzero.first_order import (
     forget_gradients,
     hooks_class,
     lookup_norms,
-    sample_norms,
     without_padding,
 )
+from hf_dpzero.gradient_mechanisms import row_norms
 from hf_dpzero.objectives import PerExampleLoss
 
 Batch = Mapping[str, Tensor]
@@ -131,7 +131,7 @@ class GhostGradients(HookedGradients):
         """||g|| of a microbatch of one."""
         loss = self._losses(hooks, example)
         found = torch.autograd.grad(loss.sum(), self.parameters, allow_unused=True)
-        return torch.cat([sample_norms(g.reshape(1, -1)) for g in found if g is not None]).norm()
+        return torch.cat([row_norms(g.reshape(1, -1)) for g in found if g is not None]).norm()
 
     def _add_gradient_(self, totals: Sequence[Tensor], losses: Tensor, weights: Tensor) -> None:
         """totals += grad sum_i weights_i losses_i."""
@@ -233,7 +233,7 @@ def _inner_product(looked_up: Products, multiplied: Products) -> Tensor:
 
 def _dense_squares(samples: Tensor) -> Tensor:
     """float64 [B]."""
-    return sample_norms(samples.flatten(1)).square()
+    return row_norms(samples.flatten(1)).square()
 
 
 def _added(tensors: Iterable[Tensor]) -> Tensor:

@@ -67,25 +67,25 @@ CLIPPINGS: tuple[Clipping, ...] = ("fixed", "automatic", "averaged")
 
 KEY_BYTES = 32
 
-NORM_PIECE = 1 << 18
-"""Coordinates of a row that `row_norms` holds in float64 at a time."""
+NORM_PIECE = 1 << 16
+"""Coordinates of a row whose norm is taken in float32; the pieces are joined in float64."""
 
 CLIP_MARGIN = 1.0 - 2.0**-16
 """Weights aim at this share of C: room for the rounding of norms, weights and products."""
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """L2 norms of the rows of [B, n], summed in float64, a piece at a time: float64 [B].
+    """L2 norms of the rows of [B, n], right to a relative 1e-6 whatever n: float64 [B].
 
-    The rows may have any float dtype; one with NaN or infinity has no finite norm.
+    Piece by piece: on a CPU, torch's float32 norm of 4e7 numbers at once is 0.3 % short, and a clip by
+    it that much too loose. The rows may have any float dtype; one with NaN or infinity (or a norm
+    beyond float32) has no finite norm.
 
     >>> row_norms(torch.tensor([[3.0, 4.0], [0.0, float("inf")]])).tolist()
     [5.0, inf]
     """
-    squares = torch.zeros(rows.shape[0], dtype=torch.float64, device=rows.device)
-    for piece in rows.detach().split(NORM_PIECE, dim=1):
-        squares += piece.double().square().sum(dim=1)
-    return squares.sqrt()
+    pieces = [p.norm(dim=1, dtype=torch.float32) for p in rows.detach().split(NORM_PIECE, dim=1)]
+    return torch.stack(pieces).double().norm(dim=0)
 
 
 def clip_factors(norms: Tensor, clip: float) -> Tensor:
