@@ -31,6 +31,10 @@ from hf_dpzero.trajectory import Release, Trajectory
 logger = logging.getLogger(__name__)
 
 Microbatch = Mapping[str, Tensor]
+_ONLOOKER = (
+    "{} has a backward hook, which would see private gradients before clipping and noise (a logger that "
+    "watches gradients, such as wandb.watch): take it off."
+)
 CHUNK = 1 << 19  # noise is drawn for this many coordinates at a time
 
 
@@ -149,6 +153,8 @@ class GradientStep:
             logger.warning("step %s was paid for but its update is lost.", step)
             self._hand_on([None] * len(self.gradients.parameters))
             return None
+        if self.mechanism.private:
+            self._refuse_onlookers()
         mechanism = self._current.after(self.trajectory.releases)
         with isolated_randomness(), self._guarded():
             totals, norms = self.gradients.weighted_sum(microbatches, mechanism.weights)
@@ -160,6 +166,18 @@ class GradientStep:
     @functools.cached_property
     def _current(self) -> Following[Any]:
         return Following(self.mechanism)
+
+    def _refuse_onlookers(self) -> None:
+        """Refuses hooks that would be shown gradients before they are clipped and noised.
+
+        At every step, because callbacks may add them late.
+        """
+        for name, parameter in self.gradients.model.named_parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ValueError(_ONLOOKER.format(name))
+        for name, module in self.gradients.model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise ValueError(_ONLOOKER.format(name or "the model"))
 
     def _guarded(self) -> Any:
         everything = self.gradients.model.named_parameters()

@@ -234,6 +234,7 @@ def _refuse_disagreement(report: PrivacyReport, trajectory: Trajectory) -> None:
     facts = plan_facts(plan, report.delta, min(steps, plan.steps))
     facts["steps"] = steps
     facts.update({name: header[name] for name in _LOGGED if name in header})
+    facts.update(_promises(plan, header))
     if isinstance(report.tuning, dict):
         _refuse_unfinished(report)
         facts["epsilon"] = _tuned_epsilon(report, plan)
@@ -244,6 +245,25 @@ def _refuse_disagreement(report: PrivacyReport, trajectory: Trajectory) -> None:
             f"{REPORT_FILE} and {TRAJECTORY_FILE} are not of the same run (report / trajectory): "
             f"{stated}. Write the report again from the run that made the weights."
         )
+
+
+def _promises(plan: PrivacyPlan, header: Mapping[str, Any]) -> dict[str, Any]:
+    """The noise's name, and whether the run is private, from what its header says."""
+    from hf_dpzero.report import noise_name
+    from hf_dpzero.statements import needs_secret_batches, why_not_private
+
+    if "noise_source" not in header:
+        return {}
+    source = str(header["noise_source"])
+    broken = why_not_private(
+        method=plan.mechanism.name,
+        epsilon=0.0 if plan.private else math.inf,
+        noise_secure=not source.lower().startswith("insecure"),
+        log_private_diagnostics=bool(header.get("log_private_diagnostics")),
+        batches_secret=bool(header.get("sampler_key_is_secret", True))
+        or not needs_secret_batches(plan),
+    )
+    return {"noise_source": noise_name(plan, source), "private": broken is None}
 
 
 def _refuse_unfinished(report: PrivacyReport) -> None:

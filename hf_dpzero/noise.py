@@ -89,15 +89,21 @@ class SecureNoise:
     def dense_gaussian(self, scale: float, size: int, step: int, part: int) -> np.ndarray:
         """Floating-point Gaussian noise for d-dimensional mechanisms (DPZero, Algorithm 1).
 
-        Every call keys a new Philox generator with 128 bits of operating-system entropy, so
-        `step` and `part` are ignored. NOT exact: the samples are float32, which the accounting
-        treats as real numbers.
+        Box-Muller on the operating system's cryptographic random bits, 53 for each uniform; `step`
+        and `part` are ignored. Coordinates whose signal is zero publish their noise as it is, so the
+        bits must be unpredictable from each other. NOT exact: the samples are rounded to float32,
+        which the accounting treats as real numbers.
 
         Returns:
           float32, shape [size].
         """
-        generator = _philox(int.from_bytes(os.urandom(16), "little"))
-        return _dense(generator, scale, size)
+        _check_dense(scale)
+        pairs = (size + 1) // 2
+        bits = np.frombuffer(os.urandom(16 * pairs), dtype=np.uint64) >> np.uint64(11)
+        radius = np.sqrt(-2.0 * np.log((bits[:pairs] + np.uint64(1)) * 2.0**-53))
+        angle = bits[pairs:] * (2.0 * math.pi * 2.0**-53)
+        draws = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
+        return (scale * draws).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -181,13 +187,12 @@ def _measurement(distribution: Literal["gaussian", "laplace"], scale: float) -> 
     return dp.m.make_laplace(domain, dp.l1_distance(T="f64"), scale=scale)
 
 
-def _philox(key: int) -> np.random.Generator:
-    words = np.array([key & (2**64 - 1), key >> 64], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=words))
-
-
 def _dense(generator: np.random.Generator, scale: float, size: int) -> np.ndarray:
-    if not (math.isfinite(scale) and scale >= 0.0):
-        raise ValueError(f"noise scale {scale} is not a finite number >= 0.")
+    _check_dense(scale)
     draws = generator.standard_normal(size, dtype=np.float32)
     return np.multiply(draws, np.float32(scale), out=draws)
+
+
+def _check_dense(scale: float) -> None:
+    if not (math.isfinite(scale) and scale >= 0.0):
+        raise ValueError(f"noise scale {scale} is not a finite number >= 0.")

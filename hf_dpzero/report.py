@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.statements import (
     caveats,
+    needs_secret_batches,
     not_private_statement,
     number,
     relation_words,
@@ -184,7 +185,7 @@ class PrivacyReport:
             epsilon=facts["epsilon"] if mechanism.private else math.inf,
             noise_secure=noise.secure,
             log_private_diagnostics=log_private_diagnostics,
-            batches_secret=sampler_key_is_secret or plan.sampler.name == "full_batch",
+            batches_secret=sampler_key_is_secret or not needs_secret_batches(plan),
         )
         facts.update(
             {
@@ -192,7 +193,7 @@ class PrivacyReport:
                 "target_delta": delta if mechanism.private else None,
                 "privacy_unit": "example",
                 "direction": direction,
-                "noise_source": noise.name if mechanism.private else "none",
+                "noise_source": noise_name(plan, noise.name),
                 "private": why_not is None,
                 "log_private_diagnostics": log_private_diagnostics,
                 "tuning": "none",
@@ -356,6 +357,14 @@ class BudgetMeter:
             return 0.0
         index = -(-step * self._points // steps)  # the first grid point at or after `step`
         return self._epsilon_at(-(-index * steps // self._points))
+
+
+def noise_name(plan: PrivacyPlan, source: str) -> str:
+    """What the report calls the noise: d-dimensional noise is floating-point, not exact."""
+    if not plan.private:
+        return "none"
+    dense = not plan.mechanism.replayable
+    return source.replace("_exact", "_floating_point") if dense else source
 
 
 def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:

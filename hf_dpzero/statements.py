@@ -82,6 +82,12 @@ def not_private_statement(why_not: str) -> str:
     return f"NOT PRIVATE: {why_not}; no differential privacy is claimed for this run."
 
 
+def needs_secret_batches(plan: PrivacyPlan) -> bool:
+    """Whether the guarantee rests on a secret sampler key: for sampled batches, or drawn groups."""
+    averaged = getattr(plan.mechanism, "clipping", "fixed") == "averaged"
+    return averaged or plan.sampler.name != "full_batch"
+
+
 def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none") -> str:
     """The guarantee in one sentence, and one more where settings were tuned.
 

@@ -326,3 +326,42 @@ def test_the_noise_on_the_weights_has_the_stated_deviation(tmp_path):
     for wrong in (2 / 3, 3 / 2):
         assert stats.kstest(scaled * wrong, "norm").pvalue < 1e-9
     assert abs(float(np.mean(scaled))) < 5 / math.sqrt(len(scaled))
+
+
+@pytest.mark.parametrize("place", ["parameter", "module"])
+def test_backward_hooks_that_see_raw_gradients_are_refused(tmp_path, place):
+    """A logger that watches gradients would see them before clipping and noise."""
+    from transformers import TrainerCallback
+
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            if place == "parameter":
+                next(model.parameters()).register_hook(seen.append)
+            else:
+                model.classifier.register_full_backward_hook(lambda *a: seen.append(a))
+
+    trainer = build(tmp_path, method="dp-sgd", **FIRST)
+    trainer.add_callback(Watch())
+    with pytest.raises(ValueError, match=r"backward hook.*take it off"):
+        trainer.train()
+    assert not seen and not trainer.trajectory.releases
+    free = build(tmp_path / "free", method="sgd", noise_multiplier=None, **FIRST)
+    free.add_callback(Watch())
+    free.train()  # nothing private to see
+
+
+def test_groups_drawn_by_a_known_key_are_not_private(tmp_path):
+    settings = {"method": "dp-sgd", "sampling": "full_batch", "insecure_noise_seed": None, **FIRST}
+    averaged = build(tmp_path / "a", clipping="averaged", clip_groups=4, **settings)
+    fixed = build(tmp_path / "b", **settings)
+    assert averaged.args.sampler_key is not None
+    assert not averaged.privacy_report().private
+    assert "sampler_key" in averaged.privacy_report().statement
+    assert fixed.privacy_report().private
+
+
+def test_dense_noise_is_not_called_exact(tmp_path):
+    trainer = build(tmp_path, method="dp-adamw", insecure_noise_seed=None, **FIRST)
+    assert trainer.privacy_report().noise_source == "os_entropy_floating_point"

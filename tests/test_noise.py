@@ -136,3 +136,19 @@ def test_edges_and_refusals(source, method):
         draw(1.0, -1, 0)
     with pytest.raises(ValueError, match="noise scale nan"):
         source.dense_gaussian(math.nan, 1, 0, 0)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("size", [1, 2, 200_001])
+def test_dense_noise_from_the_system_is_standard_normal(size):
+    from scipy import stats
+
+    draws = np.concatenate(
+        [SecureNoise().dense_gaussian(3.0, size, 0, 0) for _ in range(max(1, 2000 // size))]
+    )
+    assert draws.dtype == np.float32 and len(draws) % size == 0
+    assert stats.kstest(draws / 3.0, "norm").pvalue > 1e-4
+    for wrong in (2 / 3, 3 / 2):
+        assert stats.kstest(draws / 3.0 * wrong, "norm").pvalue < 1e-6
+    half = len(draws) // 2  # cosines and sines of the same radii must not be correlated
+    assert abs(np.corrcoef(draws[:half], draws[half : 2 * half])[0, 1]) < 6 / np.sqrt(half)

@@ -157,7 +157,8 @@ def _caption(records: Records) -> list[str]:
         f"epsilons are rounded up. {per_task}.",
         f"Each epsilon is that of one run{told}; it does not add up the runs of the table. Private "
         "runs cannot be repeated bit for bit, by design: noise and batches come from the operating "
-        "system's entropy.",
+        "system's entropy. Their seconds and memory depend on the secret batches; no epsilon covers "
+        "them.",
     ]
     if shared > 1:
         texts.append("Some runs shared their machine: seconds per step are noisy.")

@@ -72,6 +72,8 @@ def row_of(
     )
     if ended.status != 0:
         status, error = why(ended.status, errors)
+        if run.arm.private and status != "refused":
+            error = error_kind(error)
         return dataclasses.replace(row, status=status, error=error)
     try:
         return _with_results(row, run, folder)
@@ -105,6 +107,18 @@ def error_line(text: str) -> str:
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     telling = [line for line in lines if _AN_ERROR.match(line)] or lines or ["it said nothing"]
     return telling[-1][:_LONGEST_ERROR]
+
+
+def error_kind(line: str) -> str:
+    """What an error is called, without what it says: that may quote a private row.
+
+    >>> error_kind("KeyError: 'Dear doctor'")
+    'KeyError (its message may be private: see the log)'
+    """
+    kind = _AN_ERROR.search(line)
+    named = kind[0].removesuffix(": ") if kind else "an error"
+    ended = f"{line.split(';')[0]}; " if ";" in line else ""
+    return f"{ended}{named} (its message may be private: see the log)"
 
 
 def zero_shot_group(model: ModelArguments) -> str:

@@ -173,7 +173,8 @@ def caption(record: Record) -> list[str]:
         "s/step is the mean over runs of the median training step, evaluation left out. Peak memory "
         f"is that of the training steps, {_memory(record)}. Example-forwards are steps x B x 2K "
         "for zeroth-order methods and steps x B for first-order ones, which take as many backward "
-        "passes too, counted beside them.",
+        "passes too, counted beside them. Seconds and memory of private runs depend on their secret "
+        "batches, and no epsilon covers them.",
     ]
     jobs = max((row.jobs for row in record.rows), default=1)
     if jobs > 1:

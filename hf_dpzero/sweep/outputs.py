@@ -215,8 +215,7 @@ def best_recipe(settings: SweepSettings, prepared: Prepared, best: Row) -> str:
     plain = dataclasses.replace(settings, overrides=overrides)
     values = yaml.safe_load(plain.load(best.settings).to_yaml())
     values.pop("output_dir", None)
-    if settings.tuning in WORDS:
-        values["tuning"] = settings.tuning
+    values["tuning"] = settings.tuning if settings.tuning in WORDS else "not_accounted"
     score = "-" if best.score is None else f"{best.score:.4g}"
     header = (
         f"The best of {len(settings.points)} settings of a sweep over {', '.join(settings.grid)}: "

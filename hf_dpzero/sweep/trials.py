@@ -157,7 +157,9 @@ def _progress(row: Row, workspace: Workspace) -> str:
 def _run_trial(workspace: Workspace, trial: int, point: Mapping[str, Any]) -> Row:
     folder, log = workspace.folder(trial), workspace.base / "trials" / f"{trial:03d}.log"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    recipe = workspace.settings.load(point, {**workspace.prepared.extra, "output_dir": str(folder)})
+    unless_told = {"tuning": "not_accounted"}  # until the whole sweep is accounted, if it ever is
+    extra = {**workspace.prepared.extra, **unless_told, "output_dir": str(folder)}
+    recipe = workspace.settings.load(point, extra)
     path = folder.with_suffix(".yaml")
     path.write_text(recipe.to_yaml(), encoding="utf-8")
     resume = _resume(workspace, folder)
