@@ -21,7 +21,8 @@ from hf_dpzero.trajectory import Trajectory
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").rglob("[!_]*.yaml"))
-BASES = sorted((ROOT / "recipes").rglob("_*.yaml"))  # what several recipes extend
+ARMS = sorted((ROOT / "recipes" / "arms").glob("_*.yaml"))  # methods that the tasks' recipes extend
+BASES = sorted({*(ROOT / "recipes").rglob("_*.yaml")} - {*ARMS})  # models and data that they extend
 NOT_PRIVATE = ("mezo", "sgd", "adamw")
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "great", "bad", "awful", "film", "it", "was")
 
@@ -470,6 +471,18 @@ def test_a_recipe_says_how_to_run_it_and_what_to_expect(path):
     assert "xpect" in text
     training = load_recipe(path, {"use_cpu": True}).training
     assert (training.target_epsilon is None) == (training.method in NOT_PRIVATE)
+
+
+def test_every_arm_is_extended_by_full_and_few_shot_recipes_of_all_five_tasks():
+    names = {path.stem.removeprefix("_minilm-") for path in ARMS} - {"_minilm", "_fewshot"}
+    assert {"dpzero", "dpgd-0th", "mezo", "dp-sgd", "dp-adamw", "dp-lora", "adamw"} <= names
+    for task in ("sst2", "sst5", "trec", "rte", "snli"):
+        for name in names:
+            full, few = (f"{task}/minilm-{few}{name}.yaml" for few in ("", "fewshot-"))
+            assert {full, few} <= {recipe_name(path) for path in RECIPES}
+            few_values = read_recipe(ROOT / "recipes" / few)
+            assert few_values["num_examples_per_class"] == 512
+            assert "num_examples_per_class" not in read_recipe(ROOT / "recipes" / full)
 
 
 @pytest.mark.parametrize("path", BASES, ids=recipe_name)
