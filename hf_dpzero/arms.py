@@ -153,13 +153,18 @@ class FirstOrderArm(Arm):
             plain = PlainGradients(model, objective)
             return GroupMeans(plain) if args.clipping == "averaged" else plain
         refuse_compiled(model, args.method)
-        return per_example_gradients(
+        gradients = per_example_gradients(
             model,
             objective,
             args.per_example_gradients,
             args.physical_batch_size,
             autocast=args.mixed_precision != "no",
         )
+        rows = self.trainer._training_rows()
+        tried = [i % len(self.trainer.train_dataset) for i in range(3)]
+        with isolated_randomness():
+            gradients.check_attribution(rows.collate_rows(tried))
+        return gradients
 
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """Leaves the noised gradient in the parameters (see `hf_dpzero.gradient_step`)."""

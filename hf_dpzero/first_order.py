@@ -5,7 +5,8 @@ g_i = grad f(theta; xi_i),   sum_i min(1, C / ||g_i||) g_i      (Abadi et al. 20
 The gradients of each layer come from Opacus' hooks. Three things that Hugging Face models do are put
 right around them: positions looked up once for the whole batch, embeddings called with more than
 their ids, and layers that see `[B * T, h]` rows instead of `[B, T, h]`. What cannot be attributed
-to single examples is refused by name, never skipped.
+to single examples is refused by name, never skipped: shapes alone do not tell `[T, B, h]` from
+`[B, T, h]`, so `check_attribution` tries the layers on a few rows before the first step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ from hf_dpzero.gradient_mechanisms import clip_factors, row_norms
 from hf_dpzero.objectives import PerExampleLoss, check_per_example
 
 Batch = Mapping[str, Tensor]
+Seen = Mapping[str, Sequence[int]]
+"""Leading dimensions of what a layer was given in each of its calls, by the layer's name."""
+WAY_OUT = "Freeze it, or use dpzero, which needs no gradients."
 
 
 class HookedGradients:
@@ -91,6 +94,45 @@ class HookedGradients:
                 norms.append(self._add_weighted_(totals, hooks, part, weigh))
         return totals, torch.cat(norms)
 
+    def check_attribution(self, batch: Batch) -> None:
+        """Tries the hooks on a few rows: is what they give an example that example's own gradient?
+
+        What a layer sees must grow with the number of examples, and each example's gradient must
+        have, parameter by parameter, the norm that plain autograd finds for the example alone (to
+        1e-3; to 5e-2 in half precision or TF32). Layers that are fed `[T, B, h]`, look up `[T]` or
+        `[T, T]` positions for all examples at once, or mix examples do not pass. Nothing is kept.
+
+        Args:
+          batch: B >= 2 examples, better 3, padded together.
+
+        Raises:
+          ValueError: a layer or parameter that does not pass, by its name; B < 2.
+        """
+        size = batch_size(batch)
+        if size < 2:
+            raise ValueError("attribution is tried on at least 2 examples: repeat one.")
+        with self._hooked() as hooks:
+            norms = self._norms_by_parameter(hooks, batch)
+            seen, coarse = dict(hooks.seen), hooks.coarse or rounds_products()
+            self._norms_by_parameter(hooks, _part(batch, 0, size - 1))
+            _check_scaling(seen, size, hooks.seen, size - 1)
+            for i in range(size):
+                alone = self._alone(hooks, _part(batch, i, i + 1))
+                _check_own(self.names, norms[:, i], parameter_norms(alone), coarse)
+
+    def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
+        """Norms `[parameters, B]` float64, on the CPU, of what the hooks attribute to examples."""
+        raise NotImplementedError
+
+    def _alone(self, hooks: Any, example: Batch) -> list[Tensor | None]:
+        """The gradient of a microbatch of one, by plain autograd."""
+        hooks.disable_hooks()
+        try:
+            loss = self._losses(hooks, example).sum()
+            return list(torch.autograd.grad(loss, self.parameters, allow_unused=True))
+        finally:
+            hooks.enable_hooks()
+
     def _hooks_class(self) -> Any:
         raise NotImplementedError
 
@@ -146,6 +188,16 @@ class PerExampleGradients(HookedGradients):
         for name, p in zip(self.names, self.parameters, strict=True):
             check_complete(name, p, hooks.size)
 
+    def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
+        self._differentiate(hooks, part)
+        none = torch.zeros(hooks.size, dtype=torch.float64)
+        found = [
+            none if p.grad is None else row_norms(_samples(p).flatten(1)).cpu()
+            for p in self.parameters
+        ]
+        forget_gradients(self.parameters)
+        return torch.stack(found)
+
     @torch.no_grad()
     def _add_weighted_(
         self,
@@ -180,19 +232,34 @@ def split(batch: Batch, size: int | None) -> list[dict[str, Tensor]]:
     if size is not None and size < 1:
         raise ValueError(f"microbatch_size={size}: it must be at least 1.")
     step = size or max(count, 1)
-    return [
-        {name: value[start : start + step] for name, value in batch.items()}
-        for start in range(0, count, step)
-    ]
+    return [_part(batch, start, start + step) for start in range(0, count, step)]
+
+
+def _part(batch: Batch, start: int, stop: int) -> dict[str, Tensor]:
+    return {name: value[start:stop] for name, value in batch.items()}
+
+
+def rounds_products() -> bool:
+    """Whether float32 matrix products may be taken in TF32 or bfloat16 (errors of 2^-11 or more).
+
+    >>> rounds_products()
+    False
+    """
+    try:
+        allowed = torch.backends.cuda.matmul.allow_tf32
+        return allowed or torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # precision was set per backend, which these getters do not express
+        return True
 
 
 def _sums(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """(sum_i w_i g_i, sum_i g_i) float32 [n] of `[B, n]`.
 
     Half precision is added up in float32 too: to round the sum would move it, as the examples come
-    and go, by more than their clip.
+    and go, by more than their clip. Nor are weights and gradients rounded to TF32, which is coarser
+    than the clip's margin.
     """
-    if gradients.dtype == torch.float32:
+    if gradients.dtype == torch.float32 and not rounds_products():
         weighted, plain = torch.stack([weights, torch.ones_like(weights)]) @ gradients
         return weighted, plain
     weighted = torch.zeros_like(gradients[0], dtype=torch.float32)
@@ -232,8 +299,33 @@ def check_total(
     tolerance = 5e-2 if coarse else 1e-3
     if error > tolerance * float(norms.norm()) + 1e-12:  # never when either is not finite
         raise ValueError(
-            f"{name}: the per-example gradients do not add up to the gradient of their loss (off by "
-            f"{error:.3g}): it is also used outside its own layer's forward. Freeze it."
+            f"{name}: the per-example gradients do not add up to the gradient of their loss: it is "
+            f"also used outside its own layer's forward. {WAY_OUT}"
+        )
+
+
+def parameter_norms(gradient: Sequence[Tensor | None]) -> Tensor:
+    """Norms [parameters] float64, on the CPU, of one example's gradient."""
+    none = torch.zeros(1, dtype=torch.float64)
+    return torch.cat([none if g is None else row_norms(g.reshape(1, -1)).cpu() for g in gradient])
+
+
+def _check_scaling(more: Seen, many: int, less: Seen, few: int) -> None:
+    """Every call of every layer must see rows in proportion to the number of examples."""
+    for name in [*more, *(name for name in less if name not in more)]:
+        first, second = more.get(name, []), less.get(name, [])
+        alike = len(first) == len(second)
+        if not alike or any(a * few != b * many for a, b in zip(first, second, strict=True)):
+            raise ValueError(f"{name}: what it sees does not grow with the examples. {WAY_OUT}")
+
+
+def _check_own(names: Sequence[str], found: Tensor, alone: Tensor, coarse: bool) -> None:
+    """Norms [parameters] of an example in a batch must be those of the example alone."""
+    own, share = (5e-2, 5e-2) if coarse else (1e-3, 1e-5)
+    wrong = (found - alone).abs() > own * alone + share * alone.norm()
+    for n in wrong.nonzero().flatten().tolist():  # none where either is not finite
+        raise ValueError(
+            f"{names[n]}: an example's gradient in a batch is not its gradient alone. {WAY_OUT}"
         )
 
 
@@ -279,10 +371,9 @@ def check_complete(name: str, parameter: nn.Parameter, size: int) -> None:
     if parameter.grad is None:
         return  # not part of this loss
     if not isinstance(sample, Tensor) or list(sample.shape) != shape:
-        found = list(sample.shape) if isinstance(sample, Tensor) else type(sample).__name__
         raise ValueError(
-            f"{name} has per-example gradients of shape {found} where {shape} is needed: it is used "
-            "outside its own layer's forward, or for all examples at once. Freeze it."
+            f"{name} does not have one gradient for each example: it is used outside its own layer's "
+            f"forward, or for all examples at once. {WAY_OUT}"
         )
 
 
@@ -323,12 +414,18 @@ def hooks_class() -> Any:
 
         def __init__(self, model: nn.Module, **settings: Any) -> None:
             self.ids: dict[nn.Module, list[Tensor]] = {}
+            self.rows: dict[nn.Module, list[int]] = {}
+            """Leading dimensions of the recorded activations, of all calls whose turn is to come."""
+            self.seen: dict[str, list[int]] = {}
+            self.layer_names = {module: name for name, module in model.named_modules()}
             super().__init__(model, **settings)
 
         def begin(self, size: int) -> None:
             """Forgets the last microbatch, outputs that its loss did not read included."""
             self.size, self.coarse = size, False
             self.ids.clear()
+            self.rows.clear()
+            self.seen = {}
             _forget(self._module)
             for p in self._module.parameters():
                 if p.requires_grad:
@@ -343,35 +440,48 @@ def hooks_class() -> Any:
         def capture_activations_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
             """Opacus records in training mode only; a recorded layer behaves alike in both."""
             seen = [self.ids[module].pop()] if isinstance(module, nn.Embedding) else inputs
+            if not self.hooks_enabled:
+                return
+            recorded = len(getattr(module, "activations", ()))
             mode, module.training = module.training, True
             try:
-                super().capture_activations_hook(module, self._rows(module, seen), output)
+                super().capture_activations_hook(module, self._by_example(module, seen), output)
             finally:
                 module.training = mode
+            if len(getattr(module, "activations", ())) > recorded:
+                self.rows.setdefault(module, []).append(seen[0].shape[0])
 
         def rearrange_grad_samples(
             self, *, module: nn.Module, backprops: Tensor, **how: Any
         ) -> Any:
-            (backprops,) = self._rows(module, [backprops])
+            if not self.rows.get(module) or self.rows[module].pop() != backprops.shape[0]:
+                raise ValueError(f"{self._described(module)} {UNATTRIBUTED}")
+            (backprops,) = self._by_example(module, [backprops])
             self.coarse |= backprops.element_size() < 4
             return super().rearrange_grad_samples(module=module, backprops=backprops, **how)
 
-        def _rows(self, module: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [_by_example(module, t, self.size) for t in tensors]
+        def _by_example(self, module: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+            name = self._described(module)
+            self.seen.setdefault(name, []).extend(t.shape[0] for t in tensors if t.dim())
+            return [_by_example(name, t, self.size) for t in tensors]
+
+        def _described(self, module: nn.Module) -> str:
+            name = self.layer_names.get(module) or "the model itself"
+            return f"{name} ({type(module).__name__})"
 
     return Hooks
 
 
-def _by_example(module: nn.Module, tensor: Tensor, size: int) -> Tensor:
+UNATTRIBUTED = f"sees rows that cannot be attributed to single examples. {WAY_OUT}"
+
+
+def _by_example(name: str, tensor: Tensor, size: int) -> Tensor:
     """`[B, ...]` as it is; rows flattened to `[B * T, h]` as `[B, T, h]` again."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if rows == size:
         return tensor
     if rows % size or rows == 0:
-        raise ValueError(
-            f"a {type(module).__name__} sees {rows} rows in a batch of {size} examples, so its "
-            "gradient cannot be attributed to single examples: freeze it."
-        )
+        raise ValueError(f"{name} {UNATTRIBUTED}")
     return tensor.reshape(size, rows // size, *tensor.shape[1:])
 
 
@@ -397,15 +507,6 @@ def without_padding(layer: nn.Embedding, ids: Tensor, backprops: Tensor) -> Tens
     return backprops.masked_fill((ids == layer.padding_idx).unsqueeze(-1), 0.0)
 
 
-def lookup_norms(weight: nn.Parameter, ids: Tensor, backprops: Tensor) -> Tensor:
-    """Norms [B] of an embedding's gradients by Opacus' ghost rule, from ids `[B, T]`, `[B, T, h]`."""
-    from opacus.grad_sample.embedding import compute_embedding_norm_sample
-
-    layer: Any = SimpleNamespace(weight=weight)
-    norms: Tensor = compute_embedding_norm_sample(layer, [ids], backprops)[weight]
-    return norms
-
-
 @contextlib.contextmanager
 def _watched(module: nn.Embedding, hooks: Any) -> Iterator[None]:
     """Notes the ids that an embedding looks up; what it finds once for all is given to each."""
@@ -415,7 +516,7 @@ def _watched(module: nn.Embedding, hooks: Any) -> Iterator[None]:
             with _Lookups(module.weight) as lookups:
                 output = forward(*args, **kwargs)
             ids = _only_lookup(module, lookups.seen, output)
-            if ids.shape[0] == 1 < hooks.size:
+            if ids.dim() > 1 and ids.shape[0] == 1 < hooks.size:
                 ids, output = (t.expand(hooks.size, *t.shape[1:]) for t in (ids, output))
             hooks.ids.setdefault(module, []).append(ids)
             return output

@@ -1,6 +1,4 @@
-"""Ghost clipping: the norms of per-example gradients first, then one weighted backward pass.
-
-sum_i w_i g_i = grad sum_i w_i f(theta; xi_i),   w_i = w(||g_i||) held fixed
+"""Ghost clipping: norms of per-example gradients without the gradients, then one weighted sum.
 
 (Li et al. 2022, arXiv:2110.05679.) The gradient of a weight that meets the tokens of an
 example is a sum of outer products, sum_t left_t right_t^T, and its norm needs none of them:
@@ -11,21 +9,33 @@ A weight with fewer numbers than the two `[T, T]` tables takes its gradient inst
 smaller (mixed ghost clipping, Bu et al. 2022, arXiv:2205.10683); so do biases and norm layers. The
 norm is that of all uses of a weight together: of a layer that runs twice, of a tied embedding.
 
-In float32 only: the backward pass adds the examples up, and a sum that is rounded to half precision
-moves by more than the clip when an example comes or goes.
+The sum is made of what was measured: the backward pass is not repeated with weighted losses, but its
+left_t and right_t are kept and multiplied once more, sum_i w_i sum_t left_it right_it^T (book-keeping,
+Bu et al. 2023, arXiv:2210.00038). A second pass would round differently, and where huge terms cancel
+on the way back it gives a gradient that nobody measured.
+
+Rounding
+--------
+Norm and sum round in proportion to S = sum_t |left_t| |right_t|, not to the norm. With float32's
+2^-24, a squared norm is off by no more than about 2^-23 S^2, and a sum over n tokens (of all examples)
+by sqrt(n) 2^-25 S. While S <= 16 ||g|| that is 2^-16 of the norm at the very worst, for each. Where S
+is larger, or where numbers come near the end of float32's range, the example's gradient is multiplied
+out by itself, and what is added is w times that very array. Gradients that were taken for their norms
+are added as they are.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.estimator import batch_size
 from hf_dpzero.first_order import (
     HookedGradients,
     PerExampleGradients,
@@ -33,7 +43,8 @@ from hf_dpzero.first_order import (
     check_total,
     forget_gradients,
     hooks_class,
-    lookup_norms,
+    parameter_norms,
+    rounds_products,
     without_padding,
 )
 from hf_dpzero.gradient_mechanisms import row_norms
@@ -42,9 +53,10 @@ from hf_dpzero.objectives import PerExampleLoss
 Batch = Mapping[str, Tensor]
 DENSE_BYTES = 1 << 28
 """Per-example gradients of a microbatch that `auto` still holds."""
-CANCELLED = 2.0**-6
-"""Share of sum_t |left_t|^2 |right_t|^2 (1 for tokens without relation) that a squared norm must keep
-to be right to 2^-16 after float32's rounding of 2^-24: what `CLIP_MARGIN` leaves room for."""
+CANCELLED = 16.0
+"""Largest S / ||g|| that products without the gradient are trusted with."""
+VANISHING = 2.0**-36
+"""Share of max |left| max |right| that counts as rounding, for products below float32's range."""
 
 
 def per_example_gradients(
@@ -58,46 +70,43 @@ def per_example_gradients(
 
     Args:
       how: "dense", "ghost", or "auto": dense while the float32 gradients of one microbatch take less
-        than 256 MiB, for they need one forward and one backward pass only, and in half precision;
-        ghost otherwise.
+        than 256 MiB, for they need no tables, and in half precision or TF32; ghost otherwise.
       microbatch_size: examples differentiated at a time.
       autocast: whether the objective computes in half precision.
 
     Raises:
-      ValueError: a trainable layer that neither supports, by its name; another `how`; ghost in half
-        precision (under autocast, at the first backward pass).
+      ValueError: a trainable layer that neither supports, by its name; another `how`; ghost with
+        parameters that are not float32, frozen ones included, under autocast or with TF32.
     """
     kinds = {"dense": PerExampleGradients, "ghost": GhostGradients}
     if how == "auto":
         trained = [p for p in model.parameters() if p.requires_grad]
         few = 4 * sum(p.numel() for p in trained) * microbatch_size < DENSE_BYTES
-        half = autocast or any(p.dtype != torch.float32 for p in trained)
-        how = "dense" if few or half else "ghost"
+        how = "dense" if few or autocast or _coarse(model) else "ghost"
     if how not in kinds:
         raise ValueError(f"per_example_gradients={how!r} is not one of auto, dense, ghost.")
+    if how == "ghost" and autocast:
+        _refuse_coarse("the run computes in half precision (autocast)")
     return kinds[how](model, objective)
 
 
 class GhostGradients(HookedGradients):
     """Weighted sums without per-example gradients of large weights.
 
-    Two backward passes through one forward pass. Memory: the plain gradient, the inputs of every
-    layer (which autograd keeps as well) and, in turn, two `[B, T, T]` tables for each weight.
-
-    A squared norm from T^2 products has the rounding of the largest of them. Where an example's
-    tokens cancel so far that little else is left, its gradient is taken by itself. The products are
-    added up here in float64: Opacus' rule for linear layers does it in one float32 chain, which is
-    2e-5 off at 512 tokens, more than the clip's margin.
+    One forward and one backward pass. Memory: the plain gradient, the inputs and output gradients of
+    every trained layer and, in turn, two `[B, T, T]` tables for each weight; one example's gradient
+    where that is taken by itself (see the module's docstring). A microbatch of one is differentiated
+    without any of it.
 
     Raises:
-      ValueError: as for dense gradients; a trainable parameter that is not float32.
+      ValueError: as for dense gradients; a parameter that is not float32, frozen ones included;
+        TF32; at the first pass, a layer under autocast.
     """
 
     def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
         super().__init__(model, objective)
-        for name, p in zip(self.names, self.parameters, strict=True):
-            if p.dtype != torch.float32:
-                _refuse_coarse(f"{name} is {str(p.dtype).removeprefix('torch.')}")
+        if what := _coarse(model):
+            _refuse_coarse(what)
 
     def _hooks_class(self) -> Any:
         return _norm_hooks_class()
@@ -109,38 +118,40 @@ class GhostGradients(HookedGradients):
         part: Batch,
         weigh: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        losses = self._losses(hooks, part)
-        losses.sum().backward(retain_graph=True)
-        norms, cancelled = hooks.norms()
-        self._check(hooks, norms)
+        if rounds_products():
+            _refuse_coarse("float32 products are taken in TF32 or bfloat16")
+        if batch_size(part) == 1:
+            return _add_gradient_(totals, self._alone(hooks, part), weigh).float().cpu()
+        self._differentiate(hooks, part)
+        with torch.no_grad():
+            return self._add_seen_(totals, hooks, weigh).float().cpu()
+
+    def _add_seen_(
+        self, totals: Sequence[Tensor], hooks: Any, weigh: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """totals += sum_i w_i g_i of what the hooks saw; norms [B] float64."""
+        norms, scales, reach = hooks.norms()
+        weights = weigh(norms).to(norms)
+        trusted = (scales <= CANCELLED * norms) & (reach <= weights * norms)
+        finite = scales.isfinite()
+        for i in (finite & ~trusted).nonzero().flatten().tolist():
+            norms[i] = _add_gradient_(totals, hooks.gradient(self.parameters, i), weigh)[0]
+        kept = finite & trusted & norms.isfinite()
+        hooks.add_weighted_(totals, self.parameters, kept, weights.float())
+        return torch.where(finite, norms, torch.nan)
+
+    def _differentiate(self, hooks: Any, part: Batch) -> None:
+        self._losses(hooks, part).sum().backward()
+        norms, scales, _ = hooks.norms()
+        self._check(hooks, norms + 1e-3 * scales)
         forget_gradients(self.parameters)
-        with _paused(hooks):
-            for i in cancelled:
-                norms[i] = self._norm_alone(hooks, {n: v[i : i + 1] for n, v in part.items()})
-            finite = norms.isfinite()
-            weights = torch.where(finite, weigh(norms).float(), 0.0)
-            if not bool(finite.all()):  # zero weights would not do: 0 * inf is not 0
-                del losses
-                part = {name: value[finite.to(value.device)] for name, value in part.items()}
-                weights = weights[finite]
-                losses = self._losses(hooks, part) if len(weights) else weights
-            self._add_gradient_(totals, losses, weights)
-        return norms.float().cpu()
 
-    def _norm_alone(self, hooks: Any, example: Batch) -> Tensor:
-        """||g|| of a microbatch of one."""
-        loss = self._losses(hooks, example)
-        found = torch.autograd.grad(loss.sum(), self.parameters, allow_unused=True)
-        return torch.cat([row_norms(g.reshape(1, -1)) for g in found if g is not None]).norm()
-
-    def _add_gradient_(self, totals: Sequence[Tensor], losses: Tensor, weights: Tensor) -> None:
-        """totals += grad sum_i weights_i losses_i."""
-        if not len(losses):
-            return
-        found = torch.autograd.grad(losses, self.parameters, weights, allow_unused=True)
-        for total, gradient in zip(totals, found, strict=True):
-            if gradient is not None:
-                total.add_(gradient)
+    def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
+        self._differentiate(hooks, part)
+        rows = range(hooks.size)
+        return torch.stack(
+            [parameter_norms(hooks.gradient(self.parameters, i)) for i in rows], dim=1
+        )
 
     def _check(self, hooks: Any, norms: Tensor) -> None:
         """What the hooks saw of each parameter must be all that the loss depends on."""
@@ -150,6 +161,33 @@ class GhostGradients(HookedGradients):
             if p not in hooks.totals:
                 check_complete(name, p, hooks.size)  # there is no gradient at all: it raises
             check_total(name, p, hooks.totals[p], norms, hooks.coarse, _projected)
+
+
+def _add_gradient_(
+    totals: Sequence[Tensor],
+    gradient: Sequence[Tensor | None],
+    weigh: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """totals += w g for one example's gradient, w = weigh(||g||) of that very array; ||g|| [1].
+
+    One that is not finite adds nothing.
+    """
+    used = [(total, g) for total, g in zip(totals, gradient, strict=True) if g is not None]
+    none = torch.zeros(1, dtype=torch.float64, device=totals[0].device)
+    norm = torch.stack([none, *(row_norms(g.reshape(1, -1)) for _, g in used)]).norm(dim=0)
+    if bool(norm.isfinite()):
+        weight = float(weigh(norm).float())
+        for total, g in used:
+            total.add_(g.view(total.shape), alpha=weight)
+    return norm
+
+
+def _coarse(model: nn.Module) -> str | None:
+    """Why sums over examples would be coarser than the clip's margin; None if they are not."""
+    for name, p in model.named_parameters():
+        if p.dtype != torch.float32:
+            return f"{name} is {str(p.dtype).removeprefix('torch.')}"
+    return "float32 products are taken in TF32 or bfloat16" if rounds_products() else None
 
 
 # ---------------------------------------------------------------- what one use of a weight adds
@@ -174,19 +212,53 @@ class Products:
         found = self.right.new_zeros(len(self.right), *weight.shape)
         return found.scatter_add_(1, self.left.unsqueeze(-1).expand_as(self.right), self.right)
 
-    def lengths(self) -> Tensor:
-        """sum_t |left_t|^2 |right_t|^2 [B], the scale of the largest products."""
-        lengths = self.right.square().sum(dim=2)
+    def scaled(self) -> tuple[Products, Tensor]:
+        """Factors of size at most 1, and what their products are to be multiplied by: float64 [B].
+
+        Squares of small numbers, or of large ones, leave float32's range before the numbers do.
+        """
+        right, factor = _scaled(self.right)
+        if not self.left.is_floating_point():
+            return Products(self.left, right), factor
+        left, other = _scaled(self.left)
+        return Products(left, right), factor * other
+
+    def scale(self) -> Tensor:
+        """sum_t |left_t| |right_t| [B] float64: what the rounding of norm and sum goes by."""
+        lengths = self.right.norm(dim=2, dtype=torch.float64)
         if self.left.is_floating_point():
-            lengths = lengths * self.left.square().sum(dim=2)
+            lengths = lengths * self.left.norm(dim=2, dtype=torch.float64)
         return lengths.sum(dim=1)
 
-    def squared_norm(self, weight: nn.Parameter) -> Tensor:
-        """||sum_t left_t right_t^T||_F^2 [B] float64 without that sum."""
+    def reach(self) -> Tensor:
+        """Bound [B] float64 on what w left_t below 2^-126, rounded to 0, takes from the sum."""
         if not self.left.is_floating_point():
-            return lookup_norms(weight, self.left, self.right).double().square()
-        lefts, rights = self.left @ self.left.mT, self.right @ self.right.mT
-        return (lefts.double() * rights).sum(dim=(1, 2)).clamp(min=0)
+            return torch.zeros(len(self.right), dtype=torch.float64, device=self.right.device)
+        lengths = self.right.norm(dim=2, dtype=torch.float64).sum(dim=1)
+        return 2.0**-106 * math.sqrt(self.left.shape[2]) * lengths
+
+    def squared_norm(self) -> Tensor:
+        """||sum_t left_t right_t^T||_F^2 [B] float64 without that sum."""
+        rights = self.right @ self.right.mT
+        if self.left.is_floating_point():
+            lefts = (self.left @ self.left.mT).double()
+        else:
+            lefts = (self.left.unsqueeze(2) == self.left.unsqueeze(1)).double()
+        return (lefts * rights).sum(dim=(1, 2)).clamp(min=0)
+
+    def add_weighted_(self, total: Tensor, weights: Tensor) -> None:
+        """total += sum_i weights_i sum_t left_it right_it^T, `[n, m]`."""
+        right = self.right.flatten(0, 1)
+        if self.left.is_floating_point():
+            left = (self.left * weights[:, None, None]).flatten(0, 1)
+            total.addmm_(left.mT, right)
+        else:
+            scaled = (self.right * weights[:, None, None]).flatten(0, 1)
+            total.index_add_(0, self.left.flatten(), scaled)
+
+    def of(self, rows: Tensor | slice) -> Products:
+        """Of some examples only."""
+        return Products(self.left[rows], self.right[rows])
 
     def total(self, weight: Tensor) -> Tensor:
         """Their sum over the examples, projected: `[n]`."""
@@ -208,20 +280,26 @@ def _joined(uses: Sequence[Products]) -> list[Products]:
     ]
 
 
-def _squared_norms(weight: nn.Parameter, uses: Sequence[Products]) -> tuple[Tensor, Tensor]:
-    """||sum over the uses||_F^2 [B] float64, without the gradients if that takes less memory.
+def _scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B, T, n]` over the largest number of each example; these [B] float64."""
+    largest = rows.abs().amax(dim=(1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
+    return rows / largest[:, None, None], largest.double()
 
-    And `lengths`, the scale of its rounding; 0 with gradients.
-    """
-    tokens = sum(u.right.shape[1] for u in uses)
-    joined = _joined(uses)
-    if joined[-1].left.is_floating_point() and weight.numel() < 2 * tokens**2:
-        squares = _dense_squares(_added(u.dense(weight) for u in joined))
-        return squares, torch.zeros_like(squares)
-    squares = _added(u.squared_norm(weight) for u in joined)
-    if len(joined) == 2:
-        squares = (squares + 2 * _inner_product(*joined)).clamp(min=0)
-    return squares, _added(u.lengths() for u in joined).double()
+
+def _is_small(weight: Tensor, uses: Sequence[Products]) -> bool:
+    """Whether a weight's gradient takes less memory than its tables."""
+    return weight.numel() < 2 * sum(u.right.shape[1] for u in uses) ** 2
+
+
+def _squared_norms(joined: Sequence[Products]) -> tuple[Tensor, Tensor]:
+    """||sum over the uses||_F^2 [B] float64 without the gradients, and the scale of its rounding."""
+    scaled = [u.scaled() for u in joined]
+    squares = _added(u.squared_norm() * f.square() for u, f in scaled)
+    if len(scaled) == 2:
+        (looked_up, f), (multiplied, g) = scaled
+        squares = (squares + 2 * f * g * _inner_product(looked_up, multiplied)).clamp(min=0)
+    lengths = _added(u.scale() for u in joined)
+    return squares, lengths + VANISHING * _added(f for _, f in scaled)
 
 
 def _inner_product(looked_up: Products, multiplied: Products) -> Tensor:
@@ -265,12 +343,14 @@ def _norm_hooks_class() -> Any:
         def begin(self, size: int) -> None:
             super().begin(size)
             device = next(self._module.parameters()).device
-            self.squares = [torch.zeros(size, dtype=torch.float64, device=device)]
-            self.scales = self.squares[:]
+            self.none = torch.zeros(size, dtype=torch.float64, device=device)
+            self.measured: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor]] = {}
+            """Squared norm, scale and reach of each parameter, [B] float64."""
             self.totals: dict[nn.Parameter, Tensor] = {}
             """What was seen of the plain gradient, projected."""
             self.uses: dict[nn.Parameter, list[Products]] = {}
             self.samples: dict[nn.Parameter, Tensor] = {}
+            """Per-example gradients `[B, *shape]` of small parameters."""
 
         def capture_backprops_hook(
             self, module: nn.Module, _: Any, outputs: Any, **how: Any
@@ -304,50 +384,79 @@ def _norm_hooks_class() -> Any:
         def _use(self, weight: Any, left: Tensor, right: Tensor) -> None:
             if weight.requires_grad:
                 self.uses.setdefault(weight, []).append(Products(left, right))
+                self.measured.pop(weight, None)
 
         def _sample(self, p: nn.Parameter | None, samples: Tensor) -> None:
             if p is not None and p.requires_grad:
                 self.samples[p] = self.samples[p] + samples if p in self.samples else samples
+                self.measured.pop(p, None)
 
         def _finish(self, p: nn.Parameter) -> None:
-            uses, samples = self.uses.pop(p, []), self.samples.pop(p, None)
-            if samples is None:
-                squares, scale = _squared_norms(p, uses)
-                self.squares.append(squares)
-                self.scales.append(scale)
+            """Measures what was seen of a parameter; a small one's products are multiplied out."""
+            uses = _joined(self.uses.pop(p, []))
+            if uses and (p in self.samples or _is_small(p, uses)):
+                for use in uses:
+                    self._sample(p, use.dense(p))
+                uses = []
+            if uses:
+                self.uses[p] = uses
+                reach = _added(u.reach() for u in uses)
+                self.measured[p] = (*_squared_norms(uses), reach)
                 self.totals[p] = _added(u.total(p) for u in uses)
             else:
-                samples = _added([samples, *(u.dense(p) for u in uses)])
-                self.squares.append(_dense_squares(samples))
-                self.totals[p] = _projected(samples.sum(0))
+                self.measured[p] = (_dense_squares(self.samples[p]), self.none, self.none)
+                self.totals[p] = _projected(self.samples[p].sum(0))
 
-        def norms(self) -> tuple[Tensor, list[int]]:
-            """||g_i|| float64 [B] over all parameters; the examples whose terms cancelled."""
-            for p in list({**self.uses, **self.samples}):  # some outputs were not read
-                self._finish(p)
-            squares, scales = torch.stack(self.squares).sum(0), torch.stack(self.scales).sum(0)
-            cancelled = (squares < CANCELLED * scales).nonzero().flatten()
-            return squares.sqrt(), cancelled.tolist()
+        def norms(self) -> tuple[Tensor, Tensor, Tensor]:
+            """||g_i||, the scale S_i of its rounding, the reach: float64 [B], of all parameters.
+
+            The scale is not finite where something that was seen is not.
+            """
+            for p in {**self.uses, **self.samples}:  # some outputs were not read
+                if p not in self.measured:
+                    self._finish(p)
+            columns = zip((self.none,) * 3, *self.measured.values(), strict=True)
+            squares, scales, reach = (torch.stack(column) for column in columns)
+            return squares.sum(0).sqrt(), scales.norm(dim=0), reach.sum(0)
+
+        def gradient(self, parameters: Sequence[nn.Parameter], i: int) -> list[Tensor | None]:
+            """Example i's own gradient, multiplied out; None where nothing was seen."""
+            return [self._gradient_of(p, i) for p in parameters]
+
+        def _gradient_of(self, p: nn.Parameter, i: int) -> Tensor | None:
+            if p in self.samples:
+                return self.samples[p][i]
+            uses = [u.of(slice(i, i + 1)).dense(p)[0] for u in self.uses.get(p, [])]
+            return _added(uses) if uses else None
+
+        def add_weighted_(
+            self,
+            totals: Sequence[Tensor],
+            parameters: Sequence[nn.Parameter],
+            kept: Tensor,
+            weights: Tensor,
+        ) -> None:
+            """totals += sum_i weights_i g_i over the examples in `kept` [B] bool."""
+            if not bool(kept.any()):
+                return
+            rows: Any = slice(None) if bool(kept.all()) else kept
+            for total, p in zip(totals, parameters, strict=True):
+                if p in self.samples:
+                    found = self.samples[p][rows].flatten(1)
+                    total.add_((weights[rows] @ found).view(total.shape))
+                for use in self.uses.get(p, []):
+                    use.of(rows).add_weighted_(total, weights[rows])
 
     return NormHooks
 
 
 def _refuse_coarse(what: str) -> None:
     raise ValueError(
-        f"{what}, and ghost clipping adds examples up in the precision of the backward pass, where "
-        "rounding exceeds the clip: use per_example_gradients: dense, or float32."
+        f"{what}, and ghost clipping rounds sums over examples in that precision, which is coarser "
+        "than the clip's margin: use per_example_gradients: dense, or float32 throughout."
     )
 
 
 def _by_token(rows: Tensor) -> Tensor:
     """`[B, ..., h]` as `[B, T, h]`; T = 1 for `[B, h]`."""
     return rows.reshape(len(rows), -1, rows.shape[-1])
-
-
-@contextlib.contextmanager
-def _paused(hooks: Any) -> Iterator[None]:
-    hooks.disable_hooks()
-    try:
-        yield
-    finally:
-        hooks.enable_hooks()

@@ -73,6 +73,9 @@ NORM_PIECE = 1 << 16
 CLIP_MARGIN = 1.0 - 2.0**-16
 """Weights aim at this share of C: room for the rounding of norms, weights and products."""
 
+SMALLEST_FACTOR = 2.0**-100
+"""Smaller factors are 0: float32 numbers below 2^-126 have fewer bits than the margin needs."""
+
 
 def row_norms(rows: Tensor) -> Tensor:
     """L2 norms of the rows of [B, n], right to a relative 1e-6 whatever n: float64 [B].
@@ -91,14 +94,20 @@ def row_norms(rows: Tensor) -> Tensor:
 def clip_factors(norms: Tensor, clip: float) -> Tensor:
     """min(1, C / norm), a little less where it binds: float32, of the shape of `norms`.
 
-    Guarantee: factor * norm <= C; 0 where the norm is not finite.
+    Guarantee: factor * norm <= C; 0 where the norm is not finite, and where the factor is below
+    2^-100: subnormal factors, or products with them, round by more than the margin.
 
     >>> clip_factors(torch.tensor([0.5, 4.0, float("nan")]), clip=1.0).round(decimals=4).tolist()
     [1.0, 0.25, 0.0]
     """
     wide = norms.detach().double()
-    factors = (clip * CLIP_MARGIN / wide).clamp(max=1.0)
-    return torch.where(wide.isfinite(), factors, 0.0).float()
+    return _usable((clip * CLIP_MARGIN / wide).clamp(max=1.0), wide)
+
+
+def _usable(factors: Tensor, norms: Tensor) -> Tensor:
+    """Factors [B] float64 as float32; 0 where they, or the norms, have no use."""
+    usable = norms.isfinite() & (factors >= SMALLEST_FACTOR)
+    return torch.where(usable, factors, 0.0).float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +149,15 @@ class GradientMechanism(NoisedSum):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Its noise is floating-point."""
-        return (floating_point_caveat(self.name),)
+        """Its noise is floating-point; what averaged clipping's multiplier means."""
+        averaged = (
+            "clipping='averaged' moves a group's mean by up to 2C, so the accounting uses half of the "
+            "stated noise multiplier",
+        )
+        return (
+            floating_point_caveat(self.name),
+            *(averaged if self.clipping == "averaged" else ()),
+        )
 
     @property
     def divisor(self) -> float:
@@ -157,7 +173,8 @@ class GradientMechanism(NoisedSum):
     def weights(self, norms: Tensor) -> Tensor:
         """Factors of the gradients (averaged clipping: of the groups' mean gradients).
 
-        Guarantee: factor * norm <= clip; 0 where the norm is NaN or infinite.
+        Guarantee: factor * norm <= clip; 0 where the norm is NaN or infinite, or the factor below
+        2^-100 (see `clip_factors`).
 
         Args:
           norms: L2 norms over all parameters, [B] (averaged: [k]), any float dtype and device.
@@ -171,8 +188,7 @@ class GradientMechanism(NoisedSum):
         """
         if self.clipping == "automatic":
             wide = norms.detach().double()
-            factors = self.clip * CLIP_MARGIN / (wide + self.clip_stability)
-            return torch.where(wide.isfinite(), factors, 0.0).float()
+            return _usable(self.clip * CLIP_MARGIN / (wide + self.clip_stability), wide)
         return clip_factors(norms, self.clip)
 
     def group_of(self, indices: Sequence[int] | np.ndarray, key: bytes) -> np.ndarray:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("opacus")
 
+from hf_dpzero import first_order
 from hf_dpzero.first_order import PerExampleGradients
 from hf_dpzero.ghost import GhostGradients
 from hf_dpzero.gradient_mechanisms import CLIP_MARGIN
@@ -405,13 +406,13 @@ def test_outputs_that_the_loss_does_not_read(kind: Gradients):
 
     model = Repeated(nn.Linear(WIDTH, OUT))
     read = 0
-    with pytest.raises(ValueError, match="layer.weight.* (do not add up|of shape NoneType)"):
+    with pytest.raises(ValueError, match="layer.weight.* (do not add up|does not have one)"):
         kind(model, objective).clipped_sum(LAYER_BATCH, 1.0)
     read = 1
     if kind is GhostGradients:
         check_against_naive_loop(model, objective, LAYER_BATCH, kind)
     else:
-        with pytest.raises(ValueError, match="layer.weight.* of shape NoneType"):
+        with pytest.raises(ValueError, match="layer.weight does not have one gradient"):
             kind(model, objective).clipped_sum(LAYER_BATCH, 1.0)
 
 
@@ -447,9 +448,12 @@ TOY_BATCH = {"x": torch.linspace(-1, 1, 15).reshape(5, 3)}
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("outside", "second.weight has per-example gradients of shape NoneType"),
+        ("outside", "second.weight does not have one gradient for each example"),
         ("both", "second.weight: the per-example gradients do not add up"),
-        ("for_all", "a Linear sees 1 rows in a batch of 5 examples"),
+        (
+            "for_all",
+            r"second \(Linear\) sees rows that cannot be attributed.* Freeze it, or use dpzero",
+        ),
     ],
 )
 def test_weights_used_in_other_ways_are_refused(kind: Gradients, how: str, message: str):
@@ -520,6 +524,14 @@ def test_settings_that_mean_nothing_are_refused(kind: Gradients):
         kind(Toy("plain").requires_grad_(False), toy_objective)
 
 
+@pytest.mark.parametrize("how", ["outside", "both", "for_all"])
+def test_refusals_tell_no_number_of_the_data(kind: Gradients, how: str):
+    """They reach logs: no sizes of batches or sequences, no distances."""
+    with pytest.raises(ValueError, match="Freeze it") as refused:
+        kind(Toy(how), toy_objective).clipped_sum(TOY_BATCH, 1.0)
+    assert not any(c.isdigit() for c in str(refused.value))
+
+
 def test_a_mean_over_the_batch_is_refused(kind: Gradients):
     def mean(model: nn.Module, inputs: Batch) -> Tensor:
         return toy_objective(model, inputs).mean()
@@ -556,3 +568,139 @@ def test_half_precision_gradients_are_added_up_in_float32():
     )
     assert totals[0].item() == (1 + 2.0**-12) * (1 + 64 * 2.0**-9)
     assert norms.tolist() == values.flatten().tolist()
+
+
+def test_sums_are_not_rounded_to_tf32(monkeypatch: pytest.MonkeyPatch):
+    """Where products may be, no product is taken: weights would lose 2^-11, the margin is 2^-16."""
+    weights, gradients = torch.tensor([1 + 2.0**-12, 1.0]), torch.tensor([[1.0, 2.0], [0.0, 3.0]])
+    monkeypatch.setattr(first_order, "rounds_products", lambda: True)
+    monkeypatch.setattr(Tensor, "__matmul__", lambda *_: pytest.fail("a product was taken"))
+    weighted, plain = first_order._sums(weights, gradients)
+    assert weighted.tolist() == [1 + 2.0**-12, 5 + 2.0**-11]
+    assert plain.tolist() == [1.0, 5.0]
+
+
+def test_products_in_tf32_are_noticed():
+    assert not first_order.rounds_products()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert first_order.rounds_products()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not first_order.rounds_products()
+
+
+# ---------------------------------------------------------------- attribution, tried on three rows
+
+
+class Ordered(nn.Module):
+    """A layer over sequences, fed in one order or another; positions looked up in one way or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(4, 3)
+        self.positions = nn.Embedding(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, 6, 4]` -> [B]."""
+        if self.how == "positions [T]":
+            x = x + self.positions(torch.arange(6))
+        elif self.how == "positions [T, T]":
+            x = x + self.positions((torch.arange(6)[:, None] - torch.arange(6)).abs()).mean(1)
+        else:
+            x = x + self.positions(torch.arange(6)[None])
+        if self.how == "[T, B, h]":
+            return self.layer(x.transpose(0, 1)).tanh().sum(dim=(0, 2))
+        if self.how == "[T * B, h]":
+            rows = self.layer(x.transpose(0, 1).flatten(0, 1)).tanh()
+            return rows.unflatten(0, (6, -1)).sum(dim=(0, 2))
+        if self.how == "mixed":
+            x = x + x.mean(dim=0, keepdim=True)
+        if self.how == "[B * T, h]":
+            return self.layer(x.flatten(0, 1)).tanh().unflatten(0, (-1, 6)).sum(dim=(1, 2))
+        return self.layer(x).tanh().sum(dim=(1, 2))
+
+
+def ordered_objective(model: nn.Module, inputs: Batch) -> Tensor:
+    return model(inputs["x"])
+
+
+def ordered(how: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        return Ordered(how), {"x": torch.randn(3, 6, 4)}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("[T, B, h]", r"layer \(Linear\): what it sees does not grow with the examples"),
+        ("[T * B, h]", "(layer|positions).*: an example's gradient in a batch is not its gradient"),
+        ("mixed", "(layer|positions).*: an example's gradient in a batch is not its gradient"),
+        ("positions [T]", r"positions \(Embedding\): what it sees does not grow"),
+        ("positions [T, T]", r"positions \(Embedding\): what it sees does not grow"),
+    ],
+)
+def test_what_is_in_another_order_is_refused_before_the_first_step(
+    kind: Gradients, how: str, message: str
+):
+    """Six positions divide by 3 and by 2 examples: no single shape gives them away."""
+    model, batch = ordered(how)
+    with pytest.raises(ValueError, match=message + ".* Freeze it, or use dpzero"):
+        kind(model, ordered_objective).check_attribution(batch)
+
+
+@pytest.mark.parametrize("how", ["plain", "[B * T, h]"])
+def test_what_is_in_order_passes_and_leaves_nothing(kind: Gradients, how: str):
+    model, batch = ordered(how)
+    gradients = kind(model, ordered_objective)
+    gradients.check_attribution(batch)
+    gradients.check_attribution({"x": batch["x"][:1].repeat(3, 1, 1)})  # a data set of one row
+    assert all(p.grad is None and not hasattr(p, "grad_sample") for p in model.parameters())
+    with pytest.raises(ValueError, match="at least 2 examples"):
+        gradients.check_attribution({"x": batch["x"][:1]})
+
+
+def test_the_models_pass(case: Any, kind: Gradients):
+    model, objective, batch = case
+    kind(model, objective).check_attribution({name: v[:3] for name, v in batch.items()})
+
+
+def test_layers_pass(layer_case: Any, kind: Gradients):
+    layer, objective, batch = layer_case
+    kind(layer, objective).check_attribution({name: v[:3] for name, v in batch.items()})
+
+
+def test_inputs_and_outputs_of_a_layer_must_have_the_same_rows(kind: Gradients):
+    """[B, h] in, [2 B, h] out: both are multiples of B, and no token belongs to another."""
+
+    model = nn.Sequential(nn.Linear(3, 3))
+    plain = model[0].forward
+    model[0].forward = lambda x: plain(x).repeat_interleave(2, dim=0)
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return model(inputs["x"]).unflatten(0, (-1, 2)).sum(dim=(1, 2))
+
+    with pytest.raises(ValueError, match=r"0 \(Linear\) sees rows that cannot be attributed"):
+        kind(model, objective).clipped_sum(TOY_BATCH, 1.0)
+
+
+@pytest.mark.parametrize("tokens", [6, 7])
+def test_mpnets_relative_positions_are_refused_by_name(kind: Gradients, tokens: int):
+    """Looked up once, `[T, T]`: with 6 tokens, rows for 3 examples and for 2, and wrong ones."""
+    from transformers import MPNetConfig, MPNetForSequenceClassification
+
+    config = MPNetConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=40,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = MPNetForSequenceClassification(config).eval()
+    batch = {name: v[:3, :tokens] if v.dim() == 2 else v[:3] for name, v in batch_of().items()}
+    objective = select_objective(model)
+    with pytest.raises(ValueError, match=r"relative_attention_bias \(Embedding\).* Freeze it"):
+        kind(model, objective).check_attribution(batch)
+    for name, p in model.named_parameters():
+        p.requires_grad_("relative_attention_bias" not in name)
+    kind(model, objective).check_attribution(batch)

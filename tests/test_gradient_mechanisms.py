@@ -52,6 +52,19 @@ def test_no_contribution_exceeds_the_clip_and_some_attain_it(clip, clipping):
     assert sizes.max() >= clip * (1 - 2.0**-15)
 
 
+@pytest.mark.parametrize("clipping", ["fixed", "automatic", "averaged"])
+def test_factors_that_float32_rounds_coarsely_are_zero(clipping):
+    """1e-6 / 3e38 is 2^-148: as float32 it is 1.31 times too large."""
+    bound = 2.0**-100
+    m = mechanism(clip=1e-6, clipping=clipping)
+    norms = torch.tensor([3e38, 1e-6 / bound * 1.01, 1e-6 / bound * 0.99], dtype=torch.float64)
+    weights = m.weights(norms)
+    assert weights[:2].tolist() == [0.0, 0.0]
+    assert weights[2] >= bound
+    gradient = torch.full((1, 1), 3e38)
+    assert float(m.weights(row_norms(gradient)).double() * 3e38) <= m.clip
+
+
 def test_fixed_weights_are_abadis():
     """min(1, C / norm): nothing is touched below the bound, everything is on it above."""
     m = mechanism(clip=2.0)

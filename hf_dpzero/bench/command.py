@@ -19,7 +19,15 @@ import torch
 import hf_dpzero
 from hf_dpzero.bench.capacity import CapacityTable, capacity, capacity_table
 from hf_dpzero.bench.memory import measure_memory, peak_bytes
-from hf_dpzero.bench.settings import ATTENTIONS, DTYPES, METHODS, PHASES, STRATEGIES, StepBench
+from hf_dpzero.bench.settings import (
+    ATTENTIONS,
+    DTYPES,
+    GRADIENTS,
+    METHODS,
+    PHASES,
+    STRATEGIES,
+    StepBench,
+)
 from hf_dpzero.bench.shapes import PUBLISHED, SHAPES
 from hf_dpzero.bench.timing import measure_time
 from hf_dpzero.directions import DISTRIBUTIONS
@@ -29,6 +37,7 @@ _CHOICES: dict[str, Any] = {
     "direction": DISTRIBUTIONS,
     "dtype": DTYPES,
     "strategy": STRATEGIES,
+    "per_example_gradients": GRADIENTS,
     "attention": ATTENTIONS,
 }
 

@@ -15,6 +15,7 @@ METHODS = ("dpzero", "mezo", "reference", "dp-adamw")
 DTYPES = ("float32", "bfloat16", "float16")
 STRATEGIES = ("auto", "whole_model", "layerwise", "paired")
 ATTENTIONS = ("sdpa", "eager")
+GRADIENTS = ("dense", "ghost")
 PHASES = ("inference", "step", "reference", "dp-adamw")
 """What memory is measured of, each in a process of its own."""
 
@@ -39,6 +40,7 @@ class StepBench:
       attention: implementation, `sdpa` or `eager`.
       threads: of torch on the CPU; None leaves them.
       microbatch_size: examples that dp-adamw differentiates at a time; None for the whole batch.
+      per_example_gradients: how dp-adamw clips: dense or ghost.
       compile: torch.compile the model, for the yardsticks as well.
       autocast: bfloat16 autocast around every forward pass, the yardsticks' as well.
       update_at_once: restore and update in a pass of their own, not in the next step's first pass
@@ -62,6 +64,7 @@ class StepBench:
     attention: str = "sdpa"
     threads: int | None = None
     microbatch_size: int | None = None
+    per_example_gradients: str = "dense"
     compile: bool = False
     autocast: bool = False
     update_at_once: bool = False
@@ -115,6 +118,9 @@ def _check_together(bench: StepBench) -> None:
          "parameters; use whole_model."),
         (first_order and bench.strategy != "auto",
          f"strategy={bench.strategy} with method=dp-adamw: it perturbs nothing."),
+        (not first_order and bench.per_example_gradients != "dense",
+         f"per_example_gradients={bench.per_example_gradients} with method={bench.method}: it takes "
+         "no gradients."),
         (not first_order and bench.microbatch_size is not None,
          f"microbatch_size={bench.microbatch_size} with method={bench.method}: only dp-adamw splits "
          "its batch."),

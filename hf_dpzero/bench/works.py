@@ -25,7 +25,9 @@ from hf_dpzero.deferral import reads_watched
 from hf_dpzero.directions import Direction
 from hf_dpzero.estimator import FiniteDifferences, evaluation_mode
 from hf_dpzero.exactness import make_exact
-from hf_dpzero.first_order import PerExampleGradients
+from hf_dpzero.first_order import split
+from hf_dpzero.ghost import per_example_gradients
+from hf_dpzero.gradient_mechanisms import clip_factors
 from hf_dpzero.mechanisms import Mechanism, NonPrivateMean, ScalarMechanism
 from hf_dpzero.noise import SecureNoise
 from hf_dpzero.objectives import Inputs, PerExampleLoss, select_objective
@@ -248,13 +250,19 @@ class FirstOrderStep:
 
     def __init__(self, bench: StepBench, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         self.bench, self.batch = bench, batch
-        self.gradients = PerExampleGradients(model, objective_of(bench, model))
+        size = bench.microbatch_size or bench.batch_size
+        self.gradients = per_example_gradients(
+            model, objective_of(bench, model), bench.per_example_gradients, size
+        )
         self.optimizer = torch.optim.AdamW(self.gradients.parameters, lr=LEARNING_RATE)
         self.generator = torch.Generator(device=bench.device).manual_seed(secrets.randbits(63))
 
     def __call__(self, step: int) -> None:
         bench = self.bench
-        sums = self.gradients.clipped_sum(self.batch, GRADIENT_CLIP, bench.microbatch_size)
+        parts = split(self.batch, bench.microbatch_size)
+        sums, _ = self.gradients.weighted_sum(
+            parts, lambda norms: clip_factors(norms, GRADIENT_CLIP)
+        )
         for p, total in zip(self.gradients.parameters, sums, strict=True):
             p.grad = self._noised_mean(total).to(p.dtype)
         del sums, total
