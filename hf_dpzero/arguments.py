@@ -83,7 +83,8 @@ class DPZeroConfig(TrainingArguments):
     clip_stability: float = _setting(0.01, "automatic: gamma in C / (norm + gamma)")
     clip_groups: int = _setting(1, "averaged: k, number of fixed groups of examples")
     per_example_gradients: str = _setting(
-        "auto", "first order: dense, ghost (norms first, then one weighted sum of what was seen) or auto"
+        "auto",
+        "first order: dense, ghost (norms first, then one weighted sum of what was seen) or auto",
     )
     smoothing: float = _setting(1e-3, "lambda, the size of the perturbation, > 0")
     direction: str = _setting("rademacher", "rademacher, gaussian or sphere")

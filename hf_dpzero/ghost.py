@@ -42,13 +42,12 @@ from hf_dpzero.first_order import (
     check_complete,
     check_total,
     forget_gradients,
-    hooks_class,
     parameter_norms,
     rounds_products,
-    without_padding,
 )
 from hf_dpzero.gradient_mechanisms import row_norms
 from hf_dpzero.objectives import PerExampleLoss
+from hf_dpzero.opacus_hooks import hooks_class, without_padding
 
 Batch = Mapping[str, Tensor]
 DENSE_BYTES = 1 << 28

@@ -186,9 +186,9 @@ def test_the_package_itself_imports_nothing_on_loading():
     assert eager <= {"__future__", "importlib", "typing"}
 
 
-def test_only_first_order_imports_opacus():
+def test_one_module_imports_opacus():
     users = [p.stem for p in modules() for item in imports(p) if item.name.startswith("opacus")]
-    assert set(users) <= {"first_order"}
+    assert set(users) == {"opacus_hooks"}
 
 
 # ---------------------------------------------------------------- no global generator
