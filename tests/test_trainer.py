@@ -440,10 +440,10 @@ def test_a_task_is_learnt_under_a_real_budget(tmp_path):
         ({"max_batch_size": 5}, "truncated_poisson"),
         ({"sampling": "shuffle"}, "sampling='shuffle'"),
         ({"direction": "cauchy"}, "direction='cauchy'"),
-        ({"method": "sgd"}, "method='sgd'"),
+        ({"method": "newton"}, "method='newton'"),
         ({"trainable": "("}, "regular expression"),
         ({"num_directions": 0}, "num_directions=0"),
-        ({"method": "dpgd-0th", "num_directions": 2}, "one direction"),
+        ({"method": "dpgd-0th", "subspace": "low_rank"}, "low_rank"),
         ({"push_to_hub": True, "hub_strategy": "every_save"}, "allow list"),
         ({"fp16": True}, "bf16"),
         (
