@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ Seen = Mapping[str, Sequence[int]]
 """Leading dimensions of what a layer was given in each of its calls, by the layer's name."""
 
 
-class HookedGradients:
+class HookedGradients(ABC):
     """Weighted sums of per-example gradients: what keeping them (dense) and not (ghost) share.
 
     Args:
@@ -117,9 +118,9 @@ class HookedGradients:
                 alone = self._alone(hooks, _part(batch, i, i + 1))
                 _check_own(self.names, norms[:, i], parameter_norms(alone), coarse)
 
+    @abstractmethod
     def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
         """Norms `[parameters, B]` float64, on the CPU, of what the hooks attribute to examples."""
-        raise NotImplementedError
 
     def _alone(self, hooks: Any, example: Batch) -> list[Tensor | None]:
         """The gradient of a microbatch of one, by plain autograd."""
@@ -130,9 +131,11 @@ class HookedGradients:
         finally:
             hooks.enable_hooks()
 
+    @abstractmethod
     def _hooks_class(self) -> Any:
-        raise NotImplementedError
+        """The class of Opacus' hooks that gather what is needed."""
 
+    @abstractmethod
     def _add_weighted_(
         self,
         totals: Sequence[Tensor],
@@ -141,7 +144,6 @@ class HookedGradients:
         weigh: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Adds the weighted gradients of a microbatch; its norms [b], on the CPU."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[Any]:
