@@ -89,14 +89,8 @@ class ModuleVisits:
     @contextlib.contextmanager
     def poisoned(self) -> Iterator[None]:
         """Inside, parameters are NaN outside their owners' forwards: no stray read goes unnoticed."""
-        thetas = [tensor.data for tensor in self.space.tensors]
-        try:
-            for tensor in self.space.tensors:
-                tensor.data = not_a_number(tensor)
+        with poisoned_tensors(self.space.tensors):
             yield
-        finally:
-            for tensor, theta in zip(self.space.tensors, thetas, strict=True):
-                tensor.data = theta
 
     def _wrapper(self, owner: Owner) -> Callable[[Forward], Forward]:
         def wrap(forward: Forward) -> Forward:
@@ -208,6 +202,19 @@ def _among(weight: Tensor, values: Sequence[Any]) -> bool:
         v is weight or (isinstance(v, (tuple, list)) and any(part is weight for part in v))
         for v in values
     )
+
+
+@contextlib.contextmanager
+def poisoned_tensors(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the tensors are NaN; their values come back on exit."""
+    thetas = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = not_a_number(tensor)
+        yield
+    finally:
+        for tensor, theta in zip(tensors, thetas, strict=True):
+            tensor.data = theta
 
 
 def not_a_number(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.func import functional_call, vmap
 
 from hf_dpzero.directions import Direction
 from hf_dpzero.guard import ParameterChanged, ParameterGuard
-from hf_dpzero.layerwise import not_a_number
+from hf_dpzero.layerwise import poisoned_tensors
 from hf_dpzero.objectives import PerExampleLoss
 from hf_dpzero.perturbation import ParameterSpace, Stack
 from hf_dpzero.stacked_kernels import StackedKernels
@@ -90,14 +90,8 @@ class StackedCopies:
     @contextlib.contextmanager
     def poisoned(self) -> Iterator[None]:
         """Inside, the model's own trainable tensors are NaN: losses that read them show it."""
-        thetas = [tensor.data for tensor in self.space.tensors]
-        try:
-            for tensor in self.space.tensors:
-                tensor.data = not_a_number(tensor)
+        with poisoned_tensors(self.space.tensors):
             yield
-        finally:
-            for tensor, theta in zip(self.space.tensors, thetas, strict=True):
-                tensor.data = theta
 
     def losses(
         self,
