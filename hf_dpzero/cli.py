@@ -108,11 +108,17 @@ def _add_evaluate(commands: _Commands) -> None:
     parser = _add_command(
         commands,
         "evaluate",
-        "evaluate a recipe's model, zero-shot or with --model_name_or_path OUT a trained one",
+        "evaluate a recipe's model: zero-shot, with --num_demonstrations K in context, or with "
+        "--model_name_or_path OUT a trained one",
         overrides=True,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--zero_shot",
+        action="store_true",
+        help="the recipe's base model, untrained (also what happens without --model_name_or_path)",
+    )
 
 
 def _add_plan(commands: _Commands) -> None:

@@ -30,7 +30,7 @@ from hf_dpzero.directions import Direction
 from hf_dpzero.forwards import is_compiled
 from hf_dpzero.guard import ParameterGuard, has_plain_storage
 from hf_dpzero.layerwise import ModuleVisits
-from hf_dpzero.objectives import PerExampleLoss, check_per_example
+from hf_dpzero.objectives import PerExampleLoss, check_per_example, single_pass
 from hf_dpzero.paired import PairedVisits
 from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.prefix import FrozenPrefix
@@ -51,7 +51,8 @@ class FiniteDifferences:
       objective: (model, inputs) -> per-example losses [B] float.
       smoothing: lambda > 0.
       reuse_frozen_prefix: run what precedes the first trainable parameter once per microbatch. Off
-        for compiled models, and under `paired`, which runs another batch.
+        for compiled models, under `paired`, which runs another batch, and for objectives that are
+        not `single_pass`.
       strategy: where the perturbation is (see the module). "auto" takes `whole_model` for float32
         parameters, which are moved in place without extra memory, and for compiled models;
         `layerwise` as soon as one trainable tensor is in half precision, whose settled values would
@@ -66,7 +67,7 @@ class FiniteDifferences:
       strategy: the one in use, never "auto".
 
     Raises:
-      ValueError: an unknown strategy, or one that the model does not allow.
+      ValueError: an unknown strategy, or one that the model or the objective does not allow.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class FiniteDifferences:
             (name, p) for name, p in model.named_parameters() if has_plain_storage(p)
         )
         self.chosen_automatically = strategy == "auto"
-        self.use(_resolved(strategy, model, space))
+        self.use(_resolved(strategy, model, space, objective))
         prefix = FrozenPrefix(model)
         reuse = reuse_frozen_prefix and prefix.worthwhile and not is_compiled(model)
+        reuse = reuse and single_pass(objective)
         self.prefix = prefix if reuse and self.strategy != "paired" else None
 
     def use(self, strategy: str) -> None:
@@ -225,10 +227,17 @@ class FiniteDifferences:
         return plus, minus
 
 
-def _resolved(strategy: str, model: nn.Module, space: ParameterSpace) -> str:
+def _resolved(
+    strategy: str, model: nn.Module, space: ParameterSpace, objective: PerExampleLoss
+) -> str:
     """The strategy that "auto" stands for, or the one asked for if the model allows it."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is not known; choose one of {STRATEGIES}.")
+    if strategy in ("paired", "stacked") and not single_pass(objective):
+        raise ValueError(
+            f"strategy={strategy!r} runs several perturbed models in one pass over a batch, but this "
+            "objective runs every example by itself: use 'whole_model' or 'layerwise'."
+        )
     if is_compiled(model):
         return _for_compiled(strategy)
     if strategy != "auto":

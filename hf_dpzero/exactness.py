@@ -1,7 +1,8 @@
 """Checks before training that a strategy and the frozen prefix give the very losses of full passes.
 
 The very losses are the same bits; for `stacked`, whose kernels round in another order, the same to
-`STACKED_TOLERANCE`.
+`STACKED_TOLERANCE`. Losses that hide what they are made of, such as 0/1 losses, are compared by their
+objective's `trial` (see `objectives.trial`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hf_dpzero.directions import Direction
 from hf_dpzero.estimator import FiniteDifferences, Microbatch, evaluation_mode
 from hf_dpzero.forwards import is_compiled
 from hf_dpzero.layerwise import ModuleVisits
+from hf_dpzero.objectives import single_pass, trial
 from hf_dpzero.stacked import AUTO_FLOATS, small_enough
 
 STACKED_TOLERANCE = 1e-5
@@ -66,8 +68,8 @@ def _stack_if_it_pays(
     num_directions: int,
 ) -> None:
     automatic = differences.chosen_automatically and differences.strategy == "whole_model"
-    compiled = is_compiled(differences.model)
-    if not automatic or compiled or not small_enough(differences.space, num_directions):
+    fits = single_pass(differences.objective) and not is_compiled(differences.model)
+    if not automatic or not fits or not small_enough(differences.space, num_directions):
         return
     differences.use("stacked")
     assert differences.stack is not None
@@ -222,8 +224,10 @@ def _replaced(differences: FiniteDifferences, name: str, other: Any) -> Iterator
 def _settled_losses(
     differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
 ) -> Tensor:
-    """Losses at both signs, float32 [2, B]; the parameters are at theta afterwards."""
+    """The trial's losses at both signs, float32 [2, B]; the parameters are at theta afterwards."""
     try:
-        return torch.stack([part[:, 0] for part in differences.losses([microbatch], [direction])])
+        with _replaced(differences, "objective", trial(differences.objective)):
+            found = differences.losses([microbatch], [direction])
+        return torch.stack([part[:, 0] for part in found])
     finally:
         differences.space.settle_()

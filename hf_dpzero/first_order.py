@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.estimator import batch_size, evaluation_mode
 from hf_dpzero.gradient_mechanisms import clip_factors, row_norms
-from hf_dpzero.objectives import PerExampleLoss, check_per_example
+from hf_dpzero.objectives import PerExampleLoss, check_differentiable, check_per_example
 from hf_dpzero.opacus_hooks import WAY_OUT, forget, hooks_class, owned, supported, watched
 
 Batch = Mapping[str, Tensor]
@@ -42,13 +42,14 @@ class HookedGradients(ABC):
       parameters: the trainable parameters, tied ones once, in `named_parameters` order.
 
     Raises:
-      ValueError: nothing is trainable, or a layer with trainable parameters that Opacus has no
-        per-example gradient for.
+      ValueError: nothing is trainable, a layer with trainable parameters that Opacus has no
+        per-example gradient for, or an objective that is not differentiable.
       ImportError: Opacus is not installed.
     """
 
     def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
         self.model, self.objective = model, objective
+        check_differentiable(objective)
         self.names, self.parameters = _trainable(model)
         _refuse_unsupported(model)
         self._embeddings = [

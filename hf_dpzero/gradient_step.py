@@ -25,7 +25,7 @@ from hf_dpzero.guard import ParameterGuard, has_plain_storage
 from hf_dpzero.isolation import isolated_randomness
 from hf_dpzero.mechanisms import Mechanism
 from hf_dpzero.noise import NoiseSource
-from hf_dpzero.objectives import PerExampleLoss, check_per_example
+from hf_dpzero.objectives import PerExampleLoss, check_differentiable, check_per_example
 from hf_dpzero.trajectory import Release, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,13 @@ class PlainGradients:
     Args:
       model: run in eval mode, as the private methods do.
       objective: (model, inputs) -> per-example losses [B].
+
+    Raises:
+      ValueError: the objective is not differentiable.
     """
 
     def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
+        check_differentiable(objective)
         self.model, self.objective = model, objective
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]

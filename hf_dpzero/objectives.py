@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ Inputs = Mapping[str, Tensor]
 PerExampleLoss = Callable[[nn.Module, Inputs], Tensor]
 
 IGNORE_INDEX = -100
-_TOKEN_KEYS = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask")
+TOKEN_KEYS = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask")
 
 
 # ---------------------------------------------------------------- losses from logits and labels
@@ -120,9 +121,9 @@ def causal_lm_losses(logits: Tensor, labels: Tensor) -> Tensor:
 def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     """`[B]` float32 losses of any `...ForSequenceClassification` (see `classification_losses`)."""
     batch = right_padded(inputs)
-    logits = _logits(model, _without_labels(batch))
+    logits = model_logits(model, without_labels(batch))
     problem_type = getattr(getattr(base_model(model), "config", None), "problem_type", None)
-    return classification_losses(logits, _labels(inputs), problem_type)
+    return classification_losses(logits, labels_of(inputs), problem_type)
 
 
 def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -130,23 +131,23 @@ def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
 
     Where the model takes `logits_to_keep`, logits before the batch's first label are not computed.
     """
-    labels = _labels(inputs)
-    batch = right_padded(inputs, token_keys=(*_TOKEN_KEYS, "labels"))
+    labels = labels_of(inputs)
+    batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
     labels = batch["labels"]
     kept: dict[str, Any] = {}
     if _accepts(model, "logits_to_keep"):
         kept = {"logits_to_keep": _positions_needed(labels)}
-    logits = _logits(model, {**_without_labels(batch), **kept})
+    logits = model_logits(model, {**without_labels(batch), **kept})
     # Prompt tuning puts virtual tokens in front: only the last T positions answer for the labels.
     return causal_lm_losses(logits[:, -labels.shape[1] :], labels)
 
 
 def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     """`[B]` float32 losses of a masked language model over the labels != -100."""
-    _labels(inputs)
-    batch = right_padded(inputs, token_keys=(*_TOKEN_KEYS, "labels"))
+    labels_of(inputs)
+    batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
     labels = batch["labels"]
-    logits = _logits(model, _without_labels(batch))
+    logits = model_logits(model, without_labels(batch))
     return token_losses(logits[:, -labels.shape[1] :], labels)
 
 
@@ -155,11 +156,11 @@ def seq2seq_objective(model: nn.Module, inputs: Inputs) -> Tensor:
 
     `decoder_input_ids` in the inputs are used as they are. Labels are padded on the right, by -100.
     """
-    labels = _labels(inputs)
-    batch = dict(_without_labels(right_padded(inputs)))
+    labels = labels_of(inputs)
+    batch = dict(without_labels(right_padded(inputs)))
     if "decoder_input_ids" not in batch:
         batch["decoder_input_ids"] = _decoder_inputs(base_model(model), labels)
-    return token_losses(_logits(model, batch)[:, -labels.shape[1] :], labels)
+    return token_losses(model_logits(model, batch)[:, -labels.shape[1] :], labels)
 
 
 _OBJECTIVES: tuple[tuple[str, PerExampleLoss], ...] = (
@@ -196,6 +197,78 @@ def select_objective(model: nn.Module) -> PerExampleLoss:
 def _decoder_only(base: nn.Module) -> PerExampleLoss:
     is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     return seq2seq_objective if is_encoder_decoder else causal_lm_objective
+
+
+# ---------------------------------------------------------------- what an objective says of itself
+
+
+def single_pass(objective: PerExampleLoss) -> bool:
+    """Whether an evaluation runs the model once, on the batch as a whole: `objective.single_pass`.
+
+    True unless it says otherwise. Passes over parts of a batch cannot share a frozen prefix, be
+    doubled for both signs, or stand for all copies of a stack.
+    """
+    return bool(getattr(objective, "single_pass", True))
+
+
+def differentiable(objective: PerExampleLoss) -> bool:
+    """Whether the losses have useful gradients: `objective.differentiable`, True if it has none."""
+    return bool(getattr(objective, "differentiable", True))
+
+
+def check_differentiable(objective: PerExampleLoss) -> None:
+    """Raises ValueError for an objective without useful gradients (see `differentiable`)."""
+    if not differentiable(objective):
+        raise ValueError(
+            "this objective counts right answers, which has no gradient: train on the loss "
+            "(objective: loss), or use a zeroth-order method such as dpzero."
+        )
+
+
+def trial(objective: PerExampleLoss) -> PerExampleLoss:
+    """What stands for the objective where two ways of evaluating it are compared.
+
+    `objective.trial`, per-example numbers that every bit of its forward passes has a share in, for
+    losses that do not move with them, such as 0/1 losses. The objective itself if it has none.
+    """
+    found: PerExampleLoss = getattr(objective, "trial", objective)
+    return found
+
+
+@dataclass(frozen=True)
+class Within:
+    """An objective evaluated in another way, with what it says of itself.
+
+    Attributes:
+      objective: whose losses these are.
+      around: turns an objective into one that is evaluated on some device, in some precision, ...
+
+    >>> def twice(objective):
+    ...     return lambda model, inputs: 2 * objective(model, inputs)
+    >>> Within(lambda model, inputs: inputs["x"], twice)(None, {"x": torch.ones(2)})
+    tensor([2., 2.])
+    """
+
+    objective: PerExampleLoss
+    around: Callable[[PerExampleLoss], PerExampleLoss]
+
+    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Per-example losses `[B]`."""
+        return self.around(self.objective)(model, inputs)
+
+    def trial(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """See `trial`."""
+        return self.around(trial(self.objective))(model, inputs)
+
+    @property
+    def single_pass(self) -> bool:
+        """See `single_pass`."""
+        return single_pass(self.objective)
+
+    @property
+    def differentiable(self) -> bool:
+        """See `differentiable`."""
+        return differentiable(self.objective)
 
 
 def check_per_example(losses: Any, batch_size: int) -> Tensor:
@@ -245,7 +318,7 @@ def base_model(model: nn.Module) -> nn.Module:
             return base
 
 
-def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = _TOKEN_KEYS) -> Inputs:
+def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> Inputs:
     """Rolls rows that are padded on the left so that every row starts with its first token.
 
     Positions are then counted from the first real token in every architecture, so that an example
@@ -270,15 +343,16 @@ def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = _TOKEN_KEYS) -> I
     length = mask.shape[1]
     index = (torch.arange(length, device=mask.device) + start) % length
     present = (key for key in token_keys if inputs.get(key) is not None)
-    return {**inputs, **{key: _take_columns(inputs[key], index) for key in present}}
+    return {**inputs, **{key: take_columns(inputs[key], index) for key in present}}
 
 
-def _take_columns(tensor: Tensor, index: Tensor) -> Tensor:
+def take_columns(tensor: Tensor, index: Tensor) -> Tensor:
     """`tensor[b, index[b, t], ...]` for a `[B, T, ...]` tensor."""
     return tensor[torch.arange(index.shape[0], device=index.device).unsqueeze(1), index]
 
 
-def _labels(inputs: Inputs) -> Tensor:
+def labels_of(inputs: Inputs) -> Tensor:
+    """`inputs["labels"]`; ValueError if there are none."""
     labels = inputs.get("labels")
     if labels is None:
         raise ValueError(
@@ -288,7 +362,8 @@ def _labels(inputs: Inputs) -> Tensor:
     return labels
 
 
-def _without_labels(inputs: Inputs) -> dict[str, Tensor]:
+def without_labels(inputs: Inputs) -> dict[str, Tensor]:
+    """What of a batch goes to the model: given its labels it would compute a loss of its own."""
     return {key: value for key, value in inputs.items() if key != "labels" and value is not None}
 
 
@@ -310,8 +385,8 @@ def _decoder_inputs(base: Any, labels: Tensor) -> Tensor:
     return shifted
 
 
-def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """The model's logits; no key-value cache is kept where the model takes `use_cache`."""
+def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """The model's logits `[B, T, V]`; no key-value cache is kept where the model takes `use_cache`."""
     cache = {"use_cache": False} if _accepts(model, "use_cache") else {}
     outputs = model(**{**cache, **inputs})
     if isinstance(outputs, tuple):

@@ -15,6 +15,8 @@ Pooling = Literal["mean", "cls"]
 HeadInit = Literal["random", "zero", "label_text"]
 PairFeatures = Literal["joint", "siamese"]
 PeftMethod = Literal["lora", "bitfit", "prefix"]
+PromptKind = Literal["masked_lm", "causal_lm"]
+Objective = Literal["loss", "accuracy", "f1"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,19 @@ class ModelArguments:
       model_name_or_path: Hub id or local folder of the base model; `package:NAME/SUBFOLDER` is the
         folder SUBFOLDER inside the installed Python package NAME (weights that come through pip).
       model_revision: Hub branch, tag or commit; pin a commit to reproduce a number.
-      torch_dtype: "float32" (default), "bfloat16" or "float16"; trainable parameters must be
-        float32, so half precision suits a frozen base only.
+      torch_dtype: "float32" (default), "bfloat16", "float16", or "auto": the one that the checkpoint
+        was saved in. Parameters of all three can be trained (half precision is perturbed and updated
+        with unbiased rounding); adapters are float32 in any case. A private run with half-precision
+        or quantised weights takes one example in each forward pass (microbatch_size: 1), for
+        low-precision rounding depends on what else is in the batch. bfloat16 has float32's range;
+        float16 has the finer steps and overflows beyond 65504, and an example whose loss is not
+        finite counts as zero.
+      load_in_4bit: quantise the frozen base while it is loaded to 4 bits (NormalFloat, as QLoRA),
+        which takes an eighth of float32's memory; sums are computed in torch_dtype. Needs bitsandbytes
+        (pip install 'hf-dpzero[quantization]') and peft_method lora or prefix, whose float32 weights
+        are what is trained.
+      load_in_8bit: the same in 8 bits (LLM.int8()); products are computed in float16, so
+        torch_dtype: float16 saves conversions.
       architecture: "auto" takes the `AutoModelFor...` class of the task; "sentence_classifier"
         puts pooling and a linear head on a bare encoder.
       pooling: how a sentence_classifier turns token states into one vector: "mean" over the
@@ -46,11 +59,15 @@ class ModelArguments:
       peft_method: null trains what `trainable` (of DPZeroConfig) selects, a regular expression
         over parameter names: `^classifier` is the head of a sentence_classifier alone,
         `layer\\.5\\.|^classifier` the last of six BERT layers and the head; "lora" trains adapters
-        and the head, "bitfit" the biases and the head, "prefix" a prefix and the head.
+        and the head, "bitfit" the biases and the head, "prefix" a prefix and the head. With a prompt
+        there is no new head: they train the adapters, biases or prefix alone, and the pretrained
+        output matrix stays as it is.
       lora_r: rank of the LoRA matrices, >= 1.
       lora_alpha: LoRA scale; the adapter is multiplied by lora_alpha / lora_r.
       lora_target_modules: module names that get LoRA; null takes PEFT's default for the model.
-      num_virtual_tokens: length of the trained prefix, >= 1; for peft_method=prefix.
+      num_virtual_tokens: length m of the trained prefix, >= 1; for peft_method=prefix. With a prompt
+        it starts as the keys and values of m tokens drawn from the vocabulary by `init_seed` (Li &
+        Liang 2021, Malladi et al. 2023), otherwise at N(0, 1). It takes m of the model's positions.
       init_seed: seed of freshly drawn weights (random head, adapters), so that the base model of a
         trajectory can be rebuilt from the recipe.
       precompute_features: run a frozen encoder once over the data and train the rest on the
@@ -67,6 +84,8 @@ class ModelArguments:
     head_init: HeadInit = "random"
     label_texts: list[str] | None = None
     logit_scale: float = 1.0
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
     peft_method: PeftMethod | None = None
     lora_r: int = 8
     lora_alpha: float = 16.0
@@ -76,9 +95,8 @@ class ModelArguments:
     precompute_features: bool = False
 
     def __post_init__(self) -> None:
-        _one_of(
-            self, "torch_dtype", ("float32", "bfloat16", "float16"), "trainable weights are float32"
-        )
+        dtypes = ("float32", "bfloat16", "float16", "auto")
+        _one_of(self, "torch_dtype", dtypes, "auto takes the checkpoint's")
         _one_of(
             self, "architecture", ("auto", "sentence_classifier"), "auto suits whole checkpoints"
         )
@@ -87,6 +105,7 @@ class ModelArguments:
         _one_of(self, "head_init", ("random", "zero", "label_text"), "random is HF's own")
         _one_of(self, "peft_method", (None, "lora", "bitfit", "prefix"), "null trains the model")
         _positive(self, "logit_scale", "lora_r", "lora_alpha", "num_virtual_tokens")
+        self._check_quantisation()
         if self.head_init == "label_text" and not self.label_texts:
             raise ValueError(
                 "head_init='label_text' needs label_texts, one description for each label; "
@@ -98,14 +117,42 @@ class ModelArguments:
                 "head compares two: set head_init to zero or random, or pair_features to joint."
             )
 
+    @property
+    def quantised(self) -> int:
+        """Bits of the quantised base, 4 or 8; 0 where it is not quantised."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else 0
+
+    def _check_quantisation(self) -> None:
+        """Refuses a base in 4 and 8 bits at once, and one that would itself be trained."""
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ValueError("load_in_4bit and load_in_8bit are both set; set one of them.")
+        if self.quantised and self.peft_method not in ("lora", "prefix"):
+            raise ValueError(
+                f"load_in_{self.quantised}bit=True with peft_method={self.peft_method or 'null'}: a "
+                "quantised base cannot be trained itself; set peft_method: lora (or prefix), which "
+                "trains float32 weights on top of it."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataArguments:
     """Which rows a recipe trains and evaluates on.
 
     Attributes:
-      task: name in the task registry: "sst2", "sst5", "trec", "rte", "snli", "mnli", "quickstart"
-        (generated, no network) or "text_classification" (any text column with a label column).
+      task: name in the task registry: "sst2", "sst5", "trec", "rte", "snli", "mnli", "boolq",
+        "squad", "drop", "quickstart" (generated, no network) or "text_classification" (any text
+        column with a label column); or the path of a YAML file that describes a task.
+      prompt: null trains a classification head; "masked_lm" asks a masked language model for the
+        word at the mask, "causal_lm" a decoder for the words that follow the prompt.
+      template: the prompt instead of the task's own: text with {field}s, and {mask} for masked_lm;
+        for causal_lm with {answer} at its end.
+      label_words: the words that stand for the labels, in label order, instead of the task's.
+      objective: per example "loss" (cross entropy), or what cannot be differentiated: "accuracy"
+        (1 - [right]) of a classification, "f1" (1 - F1) of a generated answer. Zeroth order only.
+      max_new_tokens: most tokens of a generated answer, >= 1; room for them is kept in
+        max_seq_length.
+      num_demonstrations: training rows, drawn by `subset_seed`, put in front of each prompt; for
+        `hf-dpzero evaluate` only, whose result is then not private.
       dataset_name: Hub data set; null takes the task's own.
       dataset_config_name: its configuration, for example "qqp" of "nyu-mll/glue".
       train_file: local JSON lines or CSV instead of the Hub; the private rows.
@@ -138,12 +185,40 @@ class DataArguments:
     num_examples_per_class: int | None = None
     allow_fewer_per_class: bool = False
     subset_seed: int = 0
+    prompt: PromptKind | None = None
+    template: str | None = None
+    label_words: list[str] | None = None
+    objective: Objective = "loss"
+    max_new_tokens: int = 50
+    num_demonstrations: int = 0
 
     def __post_init__(self) -> None:
         _positive(self, "max_train_samples", "max_eval_samples", "num_examples_per_class")
+        _positive(self, "max_new_tokens")
+        _one_of(self, "prompt", (None, "masked_lm", "causal_lm"), "null trains a head")
+        _one_of(self, "objective", ("loss", "accuracy", "f1"), "loss suits every method")
+        self._check_prompt_settings()
         if self.max_seq_length < 2:
             raise ValueError(
                 f"max_seq_length={self.max_seq_length} leaves no room for text; use at least 2."
+            )
+
+    def _check_prompt_settings(self) -> None:
+        """Refuses settings of prompts where there is no prompt."""
+        if self.num_demonstrations < 0:
+            raise ValueError(f"num_demonstrations={self.num_demonstrations} must be 0 or more.")
+        if self.prompt is not None:
+            return
+        for name in ("template", "label_words", "num_demonstrations"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} needs a prompt: set prompt to masked_lm or "
+                    "causal_lm."
+                )
+        if self.objective != "loss":
+            raise ValueError(
+                f"objective={self.objective!r} needs a prompt: set prompt to masked_lm or causal_lm, "
+                "or objective to loss."
             )
 
 

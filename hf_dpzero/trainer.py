@@ -12,7 +12,6 @@ import datasets
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from transformers.utils import logging
@@ -33,13 +32,14 @@ from hf_dpzero.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.objectives import PerExampleLoss, check_per_example, select_objective
 from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.plan import PrivacyPlan
+from hf_dpzero.prediction import PredictingTrainer
 from hf_dpzero.report import REPORT_FILE, BudgetMeter, PrivacyReport, versions
 from hf_dpzero.trajectory import SHIPPING_NAME, Trajectory, num_values_entry
 
 logger = logging.get_logger(__name__)
 
 
-class DPZeroTrainer(Trainer):
+class DPZeroTrainer(PredictingTrainer):
     """Fine-tunes a model with differentially private zeroth-order steps (DPZero, Algorithm 2).
 
     A drop-in for `transformers.Trainer`: `train`, `evaluate`, `predict`, callbacks, `report_to`,
@@ -50,7 +50,7 @@ class DPZeroTrainer(Trainer):
         requires_grad (and found by `args.trainable`) are trained.
       args: a `DPZeroConfig`.
       compute_per_example_loss: optional (model, inputs) -> losses [B] float, each a function of its
-        own example alone.
+        own example alone. A `PromptObjective` is also what evaluation predicts with.
       noise: optional `NoiseSource`; default operating-system entropy.
 
     Raises:

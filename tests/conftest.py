@@ -90,6 +90,18 @@ def tiny_masked_lm() -> ModelFactory:
 
 
 @pytest.fixture(scope="session")
+def tiny_masked_roberta() -> ModelFactory:
+    """(seed=0) -> RobertaForMaskedLM; its output matrix and bias are tied."""
+
+    def make(seed: int = 0) -> PreTrainedModel:
+        from transformers import RobertaConfig, RobertaForMaskedLM
+
+        return _seeded(lambda: RobertaForMaskedLM(RobertaConfig(**_small_encoder())), seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def tiny_opt() -> ModelFactory:
     """(seed=0) -> OPTForCausalLM with tied embeddings."""
 
@@ -135,6 +147,37 @@ def tiny_gpt2() -> ModelFactory:
     return make
 
 
+def _small_decoder() -> dict[str, Any]:
+    """Two attention heads that share one key and value head."""
+    return {**_small_encoder(), "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> ModelFactory:
+    """(seed=0) -> LlamaForCausalLM, with an output matrix of its own."""
+
+    def make(seed: int = 0) -> PreTrainedModel:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(**_small_decoder(), tie_word_embeddings=False)
+        return _seeded(lambda: LlamaForCausalLM(config), seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2() -> ModelFactory:
+    """(seed=0) -> Qwen2ForCausalLM with tied embeddings, as its small checkpoints have."""
+
+    def make(seed: int = 0) -> PreTrainedModel:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        config = Qwen2Config(**_small_decoder(), tie_word_embeddings=True)
+        return _seeded(lambda: Qwen2ForCausalLM(config), seed)
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def tiny_t5() -> ModelFactory:
     """(seed=0) -> T5ForConditionalGeneration."""
@@ -154,6 +197,32 @@ def tiny_t5() -> ModelFactory:
             decoder_start_token_id=0,
         )
         return _seeded(lambda: T5ForConditionalGeneration(config), seed)
+
+    return make
+
+
+LANGUAGE_MODELS = {
+    "bert": "tiny_masked_lm",
+    "roberta": "tiny_masked_roberta",
+    "opt": "tiny_opt",
+    "gpt2": "tiny_gpt2",
+    "llama": "tiny_llama",
+    "qwen2": "tiny_qwen2",
+}
+
+
+@pytest.fixture(scope="session")
+def language_model(request: pytest.FixtureRequest) -> Callable[[str], PreTrainedModel]:
+    """(family of LANGUAGE_MODELS) -> a tiny one whose weights are large enough to tell rows apart."""
+
+    def make(family: str) -> PreTrainedModel:
+        model = request.getfixturevalue(LANGUAGE_MODELS[family])()
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.3, generator=generator)
+        return model
 
     return make
 

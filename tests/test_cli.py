@@ -512,7 +512,7 @@ def rows_of(task: str, folder: Path) -> dict[str, str]:
     """train_file and validation_file with the columns and all labels of a paper's task."""
     labels = range(len(BENCHMARKS[task].label_names))
     texts = ("it was good", "bad film", "awful it was", "great")
-    columns = BENCHMARKS[task].text_columns[0]
+    columns = [names[0] for names in BENCHMARKS[task].fields.values()]
     lines = [
         json.dumps(
             {

@@ -17,7 +17,8 @@ from transformers import EvalPrediction, PreTrainedTokenizerFast
 
 from hf_dpzero.recipe_arguments import DataArguments
 from hf_dpzero.tasks import TASKS, build_task, quickstart
-from hf_dpzero.tasks.base import Task, subset
+from hf_dpzero.tasks.base import Task
+from hf_dpzero.tasks.subsets import subset
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 

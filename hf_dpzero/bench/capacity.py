@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,9 +89,13 @@ def _measured(asked: CapacityTable, shape: str, room: float) -> dict[str, int]:
 
 
 def available_bytes(device: str) -> int:
-    """Memory that a new process could have."""
+    """Memory that a new process could have; on Linux with what caches would give back."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    with contextlib.suppress(OSError):
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        if found:
+            return int(found[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -136,17 +143,18 @@ def reference_bytes(found: Footprint, dtype: str) -> int:
     return found.weights + max(found.forward, temporary)
 
 
-def dp_adamw_bytes(found: Footprint, dtype: str) -> int:
-    """Weights, two moments, the float32 sums, and the largest of what three phases add to these.
+def dp_adamw_bytes(found: Footprint, dtype: str, moments: int = 2) -> int:
+    """Weights, AdamW's moments, the float32 sums, and the most of what three phases add to these.
 
     Differentiating: activations and dense per-example gradients, as counted. Clipping: all of the
     latter, one gradient, and of the largest tensor two sums and a float32 copy in half precision.
-    Updating: the gradients and one more copy of them in torch's fused loops.
+    Updating: the gradients and one more copy of them in torch's fused loops. `moments` is 0 for SGD.
     """
     w = int(getattr(torch, dtype).itemsize)
     size, widened = found.dimension * w, 0 if dtype == "float32" else 4
     clipping = (found.examples + 1) * size + (2 * w + widened) * found.largest
-    return found.weights + 2 * size + 4 * found.dimension + max(found.backward, clipping, 2 * size)
+    phases = max(found.backward, clipping, 2 * size)
+    return found.weights + moments * size + 4 * found.dimension + phases
 
 
 # ---------------------------------------------------------------- for people

@@ -100,10 +100,10 @@ class Footprint:
       backward: peak of a forward and backward pass that leaves dense per-example gradients, over
         the weights; 0 if it was not asked for.
       examples: B.
-      dimension: number of parameters.
-      largest: elements of the largest parameter.
-      module: bytes of the largest single layer's own parameters; of an embedding twice the rows
-        that the batch can use, gathered and perturbed.
+      dimension: number of trained parameters.
+      largest: elements of the largest of them.
+      module: bytes of the largest single layer's own trained parameters; of an embedding twice the
+        rows that the batch can use, gathered and perturbed.
     """
 
     weights: int
@@ -149,7 +149,7 @@ def resident_bytes(tensors: Iterable[Tensor]) -> int:
 
 def forward_bytes(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
     """Peak of one forward pass of a meta model without gradients, over weights and inputs."""
-    live = _holding(model, batch)
+    live = holding(model, batch)
     before = live.live
     with torch.no_grad(), FusedAttention(), live:
         model(**model_inputs(model, batch))
@@ -158,7 +158,7 @@ def forward_bytes(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
 
 def backward_bytes(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
     """Peak while the per-example gradients of a meta model are computed, over weights and inputs."""
-    live = _holding(model, batch)
+    live = holding(model, batch)
     before = live.live
     gradients = PerExampleGradients(model, select_objective(model))
     with FusedAttention(), live:
@@ -166,19 +166,21 @@ def backward_bytes(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
     return live.peak - before
 
 
-def _holding(model: nn.Module, batch: Mapping[str, Tensor]) -> LiveBytes:
+def holding(model: nn.Module, batch: Mapping[str, Tensor]) -> LiveBytes:
+    """A counter that already holds the weights and the batch."""
     live = LiveBytes()
     live.hold([*model.parameters(), *model.buffers(), *batch.values()])
     return live
 
 
 def largest_layer_bytes(model: nn.Module, tokens: int) -> int:
-    """The most that one layer's perturbed copy takes; of an embedding, `tokens` rows at most."""
+    """The most that a layer's perturbed copy takes; of an embedding, `tokens` rows. 0: none trains."""
     return max(_layer_bytes(module, tokens) for module in model.modules())
 
 
 def _layer_bytes(module: nn.Module, tokens: int) -> int:
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) and module.weight.requires_grad:
         rows, width = module.weight.shape
         return 2 * min(rows, tokens) * width * module.weight.element_size()
-    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+    own = (p for p in module.parameters(recurse=False) if p.requires_grad)
+    return sum(p.numel() * p.element_size() for p in own)

@@ -12,7 +12,7 @@ from hf_dpzero.recipe_arguments import ModelArguments
 if TYPE_CHECKING:
     import datasets
 
-    from hf_dpzero.tasks.base import Task
+    from hf_dpzero.tasks import AnyTask
     from hf_dpzero.trainer import DPZeroTrainer
 
 ADAPTER_FILE = "adapter_config.json"
@@ -31,9 +31,11 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     from hf_dpzero.tasks import build_task
     from hf_dpzero.trainer import DPZeroTrainer
 
+    check_objective(recipe)
     task = build_task(recipe.data)
     recipe.training.plan(len(task.splits["train"]))
     model, tokenizer = load_model(recipe.model, task)
+    check_context(model, recipe.data.max_seq_length)
     rows = _rows(recipe, task, model, tokenizer)
     return DPZeroTrainer(
         model=model,
@@ -42,11 +44,56 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
         eval_dataset=rows["validation"],
         processing_class=tokenizer,
         data_collator=task.collator(tokenizer),
-        compute_metrics=task.compute_metrics,
+        compute_metrics=task.metrics(tokenizer),
+        compute_per_example_loss=task.objective(tokenizer),
     )
 
 
-def _rows(recipe: Recipe, task: Task, model: Any, tokenizer: Any) -> datasets.DatasetDict:
+def check_objective(recipe: Recipe) -> None:
+    """Refuses what cannot be trained on.
+
+    Raises:
+      ValueError: an objective without gradients for a first-order method, or demonstrations.
+    """
+    data, method = recipe.data, recipe.training.method
+    if data.objective != "loss" and recipe.training.first_order:
+        raise ValueError(
+            f"objective={data.objective!r} has no gradient, which method={method!r} needs: use "
+            "method: dpzero, mezo or dpgd-0th, or objective: loss."
+        )
+    if data.num_demonstrations:
+        raise ValueError(
+            f"num_demonstrations={data.num_demonstrations} would put these training rows into every "
+            "example's loss, so that no clip bounds them: it is for `hf-dpzero evaluate` only."
+        )
+
+
+def check_context(model: Any, max_seq_length: int) -> None:
+    """Refuses texts that are longer than the model's positions.
+
+    Raises:
+      ValueError: names the most that fits.
+    """
+    from hf_dpzero.objectives import base_model
+
+    config: Any = base_model(model).config
+    most = _context_length(getattr(config, "encoder", config))
+    if most is not None and max_seq_length > most:
+        raise ValueError(
+            f"max_seq_length={max_seq_length}, but {config.model_type} models of this size take "
+            f"{most} tokens; lower it."
+        )
+
+
+def _context_length(config: Any) -> int | None:
+    """Positions of a model; RoBERTa and its kin spend the first ones on padding."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or config.model_type not in ("roberta", "xlm-roberta", "camembert"):
+        return positions
+    return int(positions) - config.pad_token_id - 1
+
+
+def _rows(recipe: Recipe, task: AnyTask, model: Any, tokenizer: Any) -> datasets.DatasetDict:
     """Tokenised rows, or with `precompute_features` the frozen encoder's vectors."""
     from hf_dpzero.models import precompute_features
 
@@ -70,7 +117,7 @@ def output_dir(recipe: Recipe) -> Path:
     return Path(str(recipe.training.output_dir))
 
 
-def load_trained(arguments: ModelArguments, task: Task, base: str) -> tuple[Any, Any]:
+def load_trained(arguments: ModelArguments, task: AnyTask, base: str) -> tuple[Any, Any]:
     """The model and tokenizer at `arguments.model_name_or_path`, which may be an adapter's folder.
 
     Args:

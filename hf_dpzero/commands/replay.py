@@ -74,13 +74,15 @@ def labels_of(recipe: Recipe, beside: Path) -> Task:
     """
     from hf_dpzero.tasks import build_task
 
+    if recipe.data.prompt is not None:  # a language model's head has no labels
+        return _without_rows(recipe, ())
     config = beside / "config.json"
     if config.is_file():
         names = json.loads(config.read_text(encoding="utf-8")).get("id2label") or {}
         if names:
             return _without_rows(recipe, [names[key] for key in sorted(names, key=int)])
     try:
-        return build_task(recipe.data)
+        return build_task(recipe.data)  # type: ignore[return-value]
     except (OSError, ValueError):
         if not recipe.model.label_texts:
             raise
@@ -98,6 +100,7 @@ def _without_rows(recipe: Recipe, label_names: Sequence[str]) -> Task:
         label_names=tuple(label_names),
         text_columns=(),
         splits=datasets.DatasetDict(),
+        head=recipe.data.prompt or "sequence_classification",
     )
 
 

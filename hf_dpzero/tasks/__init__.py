@@ -1,4 +1,4 @@
-"""Tasks by name, registered by one line in `TASKS`."""
+"""Tasks by name, registered by one line in `TASKS`, or by `register_task`, or in a YAML file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from hf_dpzero.recipe_arguments import DataArguments
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks.base import Task
+    from hf_dpzero.tasks.description import TaskDescription
+    from hf_dpzero.tasks.prompted import PromptTask
+
+    AnyTask = Task | PromptTask
 
 TASKS = {
+    "boolq": "hf_dpzero.tasks.benchmarks",
+    "drop": "hf_dpzero.tasks.benchmarks",
     "mnli": "hf_dpzero.tasks.benchmarks",
     "quickstart": "hf_dpzero.tasks.quickstart",
     "rte": "hf_dpzero.tasks.benchmarks",
     "snli": "hf_dpzero.tasks.benchmarks",
+    "squad": "hf_dpzero.tasks.benchmarks",
     "sst2": "hf_dpzero.tasks.benchmarks",
     "sst5": "hf_dpzero.tasks.benchmarks",
     "text_classification": "hf_dpzero.tasks.text_classification",
@@ -22,14 +29,44 @@ TASKS = {
 }
 """Task name -> module with `build(DataArguments) -> Task`, imported on first use."""
 
+_REGISTERED: dict[str, TaskDescription] = {}
 
-def build_task(data: DataArguments) -> Task:
-    """Loads the task that a recipe names.
+
+def register_task(description: TaskDescription) -> None:
+    """Makes a task known by its name, for this process.
+
+    Raises:
+      ValueError: a task of this name comes with the package.
+    """
+    if description.name in TASKS:
+        raise ValueError(
+            f"task {description.name!r} comes with this package; give yours another name."
+        )
+    _REGISTERED[description.name] = description
+
+
+def build_task(data: DataArguments) -> AnyTask:
+    """Loads the task that a recipe names: of the package, registered, or in a .yaml file.
 
     Raises:
       ValueError: an unknown task, or rows that the task refuses.
-      OSError: data that can be found neither locally nor on the Hub.
+      OSError: data that can be found neither locally nor on the Hub, or no such .yaml file.
     """
-    if data.task not in TASKS:
-        raise ValueError(f"task={data.task!r} is not one of {', '.join(TASKS)}.")
-    return importlib.import_module(TASKS[data.task]).build(data)
+    if data.task in TASKS:
+        return importlib.import_module(TASKS[data.task]).build(data)
+    from hf_dpzero.tasks.benchmarks import build_described
+
+    return build_described(data, _described(data.task))
+
+
+def _described(name: str) -> TaskDescription:
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    if name.endswith((".yaml", ".yml")):
+        from hf_dpzero.tasks.task_files import read_task
+
+        return read_task(name)
+    raise ValueError(
+        f"task={name!r} is not one of {', '.join([*TASKS, *_REGISTERED])}; a task of your own is a "
+        ".yaml file (see docs/tasks.md)."
+    )

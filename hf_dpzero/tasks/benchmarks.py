@@ -1,64 +1,195 @@
-"""The paper's classification tasks (DPZero, Zhang et al. 2024, Table 2): one row of a table each.
+"""The paper's tasks (DPZero, Zhang et al. 2024, Tables 2, 4 and 5): a description each.
 
-SST-2, SST-5 (sentiment), TREC (kind of question), RTE, SNLI and MNLI (does a premise entail a
-hypothesis?), from the Hub or from local files with the same columns.
+Classification: SST-2, SST-5 (sentiment), TREC (kind of question), RTE, SNLI and MNLI (does a premise
+entail a hypothesis?), BoolQ (does a passage say yes?). Generated answers: SQuAD and DROP. Rows come
+from the Hub or from local files with the same columns.
+
+The prompts are those that the paper used: for masked language models LM-BFF's (Gao et al. 2021,
+arXiv:2012.15723, Table 1 and Appendix), for decoders MeZO's (Malladi et al. 2023, arXiv:2305.17333,
+Appendix E). The prompts for decoders on SST-5, TREC, SNLI and MNLI are ours.
 """
 
 from __future__ import annotations
 
 from hf_dpzero.recipe_arguments import DataArguments
 from hf_dpzero.tasks import text_classification
-from hf_dpzero.tasks.base import HubSource, Task
-from hf_dpzero.tasks.text_classification import KnownLabels
+from hf_dpzero.tasks.base import Task
+from hf_dpzero.tasks.description import Prompt, TaskDescription
+from hf_dpzero.tasks.prompted import PromptTask
+from hf_dpzero.tasks.prompted_generation import prompted_generation
+from hf_dpzero.tasks.sources import HubSource
+
+LM_BFF = "Gao et al. 2021 (LM-BFF), arXiv:2012.15723"
+MEZO = "Malladi et al. 2023 (MeZO), arXiv:2305.17333, Appendix E"
+OURS = "this project"
+
+_SENTENCE = {"sentence": ("sentence", "text")}
+_PAIR = {"premise": ("premise", "sentence1"), "hypothesis": ("hypothesis", "sentence2")}
 
 _INFERENCE = ("entailment", "neutral", "contradiction")
-_PAIR = (("premise", "hypothesis"), ("sentence1", "sentence2"))
+_FIVE_FOLD = ("very negative", "negative", "neutral", "positive", "very positive")
+
+
+def _inference_prompts(words: tuple[str, ...], answers: str, source: str) -> dict[str, Prompt]:
+    """Does the premise entail the hypothesis? `answers` offers a decoder the words."""
+    return {
+        "masked_lm": Prompt(
+            template="{premise:no_stop}? {mask}, {hypothesis:lower_first}",
+            label_words=words,
+            passage="premise",
+            source=LM_BFF,
+        ),
+        "causal_lm": Prompt(
+            template=f'{{premise}}\nDoes this mean that "{{hypothesis}}" is true? {answers}\n{{answer}}',
+            label_words=words,
+            passage="premise",
+            source=source,
+        ),
+    }
+
+
+def _sentiment_prompts(words: tuple[str, ...], decoder_source: str) -> dict[str, Prompt]:
+    return {
+        "masked_lm": Prompt(template="{sentence} It was {mask}.", label_words=words, source=LM_BFF),
+        "causal_lm": Prompt(
+            template="{sentence} It was {answer}", label_words=words, source=decoder_source
+        ),
+    }
+
+
+_TREC_WORDS = ("Expression", "Entity", "Description", "Human", "Location", "Number")
 
 BENCHMARKS = {
-    "sst2": KnownLabels(
-        source=HubSource("stanfordnlp/sst2"),
-        label_names=("negative", "positive"),
-        text_columns=(("sentence",), ("text",)),
-    ),
-    "sst5": KnownLabels(
-        source=HubSource("SetFit/sst5"),
-        label_names=("very negative", "negative", "neutral", "positive", "very positive"),
-        text_columns=(("sentence",), ("text",)),
-    ),
-    "trec": KnownLabels(
-        source=HubSource("CogComp/trec", revision="refs/convert/parquet"),  # main is a script
-        label_names=("ABBR", "ENTY", "DESC", "HUM", "LOC", "NUM"),
-        text_columns=(("text",),),
-        label_columns=("coarse_label", "label"),
-    ),
-    "rte": KnownLabels(
-        source=HubSource("nyu-mll/glue", config="rte"),
-        label_names=("entailment", "not_entailment"),
-        text_columns=_PAIR,
-    ),
-    "snli": KnownLabels(
-        source=HubSource("stanfordnlp/snli"),
-        label_names=_INFERENCE,
-        text_columns=_PAIR,
-        drop_unlabelled=True,
-    ),
-    "mnli": KnownLabels(
-        source=HubSource("nyu-mll/glue", config="mnli", validation="validation_matched"),
-        label_names=_INFERENCE,
-        text_columns=_PAIR,
-    ),
+    task.name: task
+    for task in (
+        TaskDescription(
+            name="sst2",
+            source=HubSource("stanfordnlp/sst2"),
+            fields=_SENTENCE,
+            label_names=("negative", "positive"),
+            prompts=_sentiment_prompts(("terrible", "great"), MEZO),
+        ),
+        TaskDescription(
+            name="sst5",
+            source=HubSource("SetFit/sst5"),
+            fields=_SENTENCE,
+            label_names=_FIVE_FOLD,
+            prompts=_sentiment_prompts(("terrible", "bad", "okay", "good", "great"), OURS),
+        ),
+        TaskDescription(
+            name="trec",
+            source=HubSource("CogComp/trec", revision="refs/convert/parquet"),  # main is a script
+            fields={"text": ("text",)},
+            label_names=("ABBR", "ENTY", "DESC", "HUM", "LOC", "NUM"),
+            label_columns=("coarse_label", "label"),
+            prompts={
+                "masked_lm": Prompt(
+                    template="{mask}: {text}", label_words=_TREC_WORDS, source=LM_BFF
+                ),
+                "causal_lm": Prompt(
+                    template="Question: {text}\nKind of answer: {answer}",
+                    label_words=_TREC_WORDS,
+                    source=OURS,
+                ),
+            },
+        ),
+        TaskDescription(
+            name="rte",
+            source=HubSource("nyu-mll/glue", config="rte"),
+            fields=_PAIR,
+            label_names=("entailment", "not_entailment"),
+            prompts=_inference_prompts(("Yes", "No"), "Yes or No?", MEZO),
+        ),
+        TaskDescription(
+            name="snli",
+            source=HubSource("stanfordnlp/snli"),
+            fields=_PAIR,
+            label_names=_INFERENCE,
+            drop_unlabelled=True,
+            prompts=_inference_prompts(("Yes", "Maybe", "No"), "Yes, Maybe or No?", OURS),
+        ),
+        TaskDescription(
+            name="mnli",
+            source=HubSource("nyu-mll/glue", config="mnli", validation="validation_matched"),
+            fields=_PAIR,
+            label_names=_INFERENCE,
+            prompts=_inference_prompts(("Yes", "Maybe", "No"), "Yes, Maybe or No?", OURS),
+        ),
+        TaskDescription(
+            name="boolq",
+            source=HubSource("google/boolq"),
+            fields={"passage": ("passage",), "question": ("question",)},
+            label_names=("no", "yes"),
+            label_columns=("answer", "label"),
+            prompts={
+                "masked_lm": Prompt(
+                    template="{passage} {question:no_question_mark:upper_first}? {mask}.",
+                    label_words=("No", "Yes"),
+                    passage="passage",
+                    source=OURS,
+                ),
+                "causal_lm": Prompt(
+                    template="{passage} {question:no_question_mark:upper_first}?\n{answer}",
+                    label_words=("No", "Yes"),
+                    passage="passage",
+                    source=MEZO,
+                ),
+            },
+        ),
+        TaskDescription(
+            name="squad",
+            source=HubSource("rajpurkar/squad"),
+            fields={"title": ("title",), "context": ("context",), "question": ("question",)},
+            optional_fields=("title",),
+            answer_columns=("answers",),
+            metric="squad",
+            prompts={
+                "causal_lm": Prompt(
+                    template="Title: {title}\nContext: {context}\n"
+                    "Question: {question}\nAnswer: {answer}",
+                    passage="context",
+                    source=MEZO,
+                ),
+            },
+        ),
+        TaskDescription(
+            name="drop",
+            source=HubSource("ucinlp/drop"),
+            fields={"passage": ("passage",), "question": ("question",)},
+            answer_columns=("answers_spans", "answers"),
+            metric="drop",
+            prompts={
+                "causal_lm": Prompt(
+                    template="Passage: {passage}\nQuestion: {question}\nAnswer: {answer}",
+                    passage="passage",
+                    source=MEZO,
+                ),
+            },
+        ),
+    )
 }
-"""Task name -> where its rows are, what the columns are called, and its labels in order."""
+"""Task name -> its description."""
 
 
-def build(data: DataArguments) -> Task:
+def build(data: DataArguments) -> Task | PromptTask:
     """The task `data.task` from the Hub, or from `train_file` and `validation_file`.
 
-    Files have the columns of one of the task's namings (sentence or text; premise and hypothesis,
-    or sentence1 and sentence2) and "label", unless `text_column`, `text_pair_column` or
-    `label_column` say otherwise.
+    Files have the columns that the description names (sentence or text; premise and hypothesis, or
+    sentence1 and sentence2; passage and question; ...) and labels or answers, unless `text_column`,
+    `text_pair_column` or `label_column` say otherwise.
 
     Raises:
-      ValueError, OSError: as `text_classification.build`.
+      ValueError, OSError: as `build_described`.
     """
-    return text_classification.classification_task(data, data.task, BENCHMARKS[data.task])
+    return build_described(data, BENCHMARKS[data.task])
+
+
+def build_described(data: DataArguments, description: TaskDescription) -> Task | PromptTask:
+    """The rows of a description, for a classification head or as prompts.
+
+    Raises:
+      ValueError, OSError: as `text_classification.build` and `prompted_generation`.
+    """
+    if description.generates:
+        return prompted_generation(data, description)
+    return text_classification.classification_task(data, description.name, description)

@@ -19,7 +19,10 @@ from typing import NamedTuple
 import datasets
 
 from hf_dpzero.recipe_arguments import DataArguments
-from hf_dpzero.tasks.base import Task, subset
+from hf_dpzero.tasks.base import Task
+from hf_dpzero.tasks.description import Prompt, TaskDescription
+from hf_dpzero.tasks.prompted_classification import PromptedClassification, prompted_classification
+from hf_dpzero.tasks.subsets import subset
 
 LABEL_NAMES = ("routine", "urgent")
 TRAIN_SIZE, VALIDATION_SIZE = 8192, 1024
@@ -137,7 +140,7 @@ _VALIDATION = Fillings(
 )
 
 
-def build(data: DataArguments) -> Task:
+def build(data: DataArguments) -> Task | PromptedClassification:
     """The quickstart task; `max_train_samples` and `max_eval_samples` draw subsets by subset_seed.
 
     Raises:
@@ -149,13 +152,27 @@ def build(data: DataArguments) -> Task:
                 f"{name}={getattr(data, name)!r}: the quickstart task generates its own text; "
                 "set task to text_classification to use your data."
             )
-    return Task(
+    task = Task(
         name="quickstart",
         label_names=LABEL_NAMES,
         text_columns=("text",),
         max_seq_length=data.max_seq_length,
         splits=subset(generate(), data),
     )
+    if data.prompt is None:
+        return task
+    described = TaskDescription(
+        name=task.name,
+        fields={"text": ("text",)},
+        label_names=LABEL_NAMES,
+        prompts={"masked_lm": _prompt("{mask}"), "causal_lm": _prompt("{answer}")},
+    )
+    return prompted_classification(task, data, described)
+
+
+def _prompt(place: str) -> Prompt:
+    template = "{text} Is this urgent? " + place
+    return Prompt(template=template, label_words=("No", "Yes"), source="this project")
 
 
 def generate(seed: int = GENERATOR_SEED) -> datasets.DatasetDict:

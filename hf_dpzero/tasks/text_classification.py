@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import datasets
 import numpy as np
 
 from hf_dpzero.recipe_arguments import DataArguments
-from hf_dpzero.tasks.base import HubSource, Task, check_columns, load_splits, subset
+from hf_dpzero.tasks.base import Task
+from hf_dpzero.tasks.description import TaskDescription
+from hf_dpzero.tasks.prompted_classification import PromptedClassification, prompted_classification
+from hf_dpzero.tasks.sources import load_splits
+from hf_dpzero.tasks.subsets import check_columns, column_of, subset
 
 _MAX_CLASSES = 1000
 
 
-def build(data: DataArguments) -> Task:
+def build(data: DataArguments) -> Task | PromptedClassification:
     """A task from `train_file`/`validation_file` or `dataset_name`.
 
     Text is in `text_column` ("text") and, for pairs, `text_pair_column`; the label in
@@ -27,60 +30,67 @@ def build(data: DataArguments) -> Task:
     return classification_task(data, "text_classification")
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownLabels:
-    """What a named task knows about its rows.
+def classification_task(
+    data: DataArguments, name: str, known: TaskDescription | None = None
+) -> Task | PromptedClassification:
+    """Loads, checks, labels and subsets the rows; without `known`, the data names the labels.
 
-    Attributes:
-      source: where they are on the Hub.
-      label_names: names of the labels 0, 1, ...
-      text_columns: namings of the text columns; the first whose columns are all there is taken.
-      label_columns: names of the label column; the first that is there is taken.
-      drop_unlabelled: leave out rows with the label -1, instead of refusing them.
+    With `data.prompt` they become prompts; see `prompted_classification`.
     """
-
-    source: HubSource
-    label_names: tuple[str, ...]
-    text_columns: tuple[tuple[str, ...], ...]
-    label_columns: tuple[str, ...] = ("label",)
-    drop_unlabelled: bool = False
-
-
-def classification_task(data: DataArguments, name: str, known: KnownLabels | None = None) -> Task:
-    """Loads, checks, labels and subsets the rows; without `known`, the data names the labels."""
     splits = load_splits(data, known.source if known else None)
     columns, label = _text_columns(data, splits, known), _label_column(data, splits, known)
     check_columns(splits, columns, label)
     if known and known.drop_unlabelled:
         splits = _labelled(splits, label)
     names = tuple(known.label_names if known else read_label_names(splits, label))
-    return Task(
+    task = Task(
         name=name,
         label_names=names,
         text_columns=columns,
         max_seq_length=data.max_seq_length,
         splits=subset(_with_class_labels(splits, columns, label, names), data),
+        metric=known.metric if known else "accuracy",
+    )
+    if data.prompt is None:
+        return _with_a_head(task)
+    return prompted_classification(task, data, known or described(task))
+
+
+def described(task: Task) -> TaskDescription:
+    """A task that only its data describes: its columns are its fields."""
+    return TaskDescription(
+        name=task.name,
+        fields={column: (column,) for column in task.text_columns},
+        label_names=task.label_names,
+        metric=task.metric,
     )
 
 
+def _with_a_head(task: Task) -> Task:
+    if len(task.text_columns) > 2:
+        raise ValueError(
+            f"task {task.name!r} has {len(task.text_columns)} texts ({', '.join(task.text_columns)}) "
+            "and a classification head reads one or two: set prompt to masked_lm or causal_lm."
+        )
+    return task
+
+
 def _text_columns(
-    data: DataArguments, splits: datasets.DatasetDict, known: KnownLabels | None
+    data: DataArguments, splits: datasets.DatasetDict, known: TaskDescription | None
 ) -> tuple[str, ...]:
     """The settings' columns; where they are silent, the first known naming that is there."""
-    namings = known.text_columns if known else (("text",),)
-    there = set(splits["train"].column_names)
-    usual = next((naming for naming in namings if there.issuperset(naming)), namings[0])
+    namings = list(known.fields.values()) if known else [("text",)]
+    usual = [column_of(splits, names) for names in namings]
     first = data.text_column or usual[0]
-    second = (data.text_pair_column,) if data.text_pair_column else usual[1:]
-    return (first, *second)
+    second = [data.text_pair_column] if data.text_pair_column else usual[1:2]
+    return (first, *second, *usual[2:])
 
 
 def _label_column(
-    data: DataArguments, splits: datasets.DatasetDict, known: KnownLabels | None
+    data: DataArguments, splits: datasets.DatasetDict, known: TaskDescription | None
 ) -> str:
     namings = known.label_columns if known else ("label",)
-    there = splits["train"].column_names
-    return data.label_column or next((naming for naming in namings if naming in there), namings[-1])
+    return data.label_column or column_of(splits, namings)
 
 
 def _labelled(splits: datasets.DatasetDict, column: str) -> datasets.DatasetDict:

@@ -1,4 +1,4 @@
-"""Accuracy as an `evaluate` metric defined here, because `evaluate.load` asks the network."""
+"""Accuracy: the share of rows whose predicted class is the true one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import datasets
 import evaluate
 import numpy as np
+
+from hf_dpzero.tasks.metrics.class_labels import class_labels
 
 
 class Accuracy(evaluate.Metric):
@@ -31,6 +33,10 @@ class Accuracy(evaluate.Metric):
 
 
 def accuracy(predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
-    """{"accuracy": share of equal entries} of two `[N]` integer arrays."""
-    metric = Accuracy(keep_in_memory=True)
-    return metric.compute(predictions=predictions, references=references)
+    """{"accuracy": share of equal entries} of two `[N]` integer arrays.
+
+    Raises:
+      ValueError: no integers, different lengths, or no rows.
+    """
+    said, true = class_labels(predictions, references)
+    return Accuracy(keep_in_memory=True).compute(predictions=said, references=true)

@@ -1,0 +1,234 @@
+"""What classification and generation by prompts have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+
+from hf_dpzero.recipe_arguments import DataArguments
+from hf_dpzero.tasks.description import Prompt, TaskDescription
+from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder
+from hf_dpzero.tasks.templates import Template, checked_template
+
+if TYPE_CHECKING:
+    from transformers import EvalPrediction, PreTrainedTokenizerBase
+
+    from hf_dpzero.prompt_objectives import PromptObjective
+
+logger = logging.getLogger(__name__)
+
+_NOTES = ("cut", "left_out")  # columns that are counted and dropped
+_BATCH = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTask(ABC):
+    """A task whose rows become prompts for a language model.
+
+    Attributes:
+      name: its name in the task registry.
+      head: "masked_lm" or "causal_lm": what kind of model it is for.
+      prompt: template, label words, and which field may be cut.
+      template: the prompt's, parsed.
+      columns: field -> its column in `splits`.
+      splits: "train" (the private rows) and "validation" (assumed public).
+      data: the recipe's settings: lengths, objective, demonstrations.
+      label_names: of a classification, in label order; assumed public.
+      metric: the name of what evaluation returns.
+    """
+
+    name: str
+    head: str
+    prompt: Prompt
+    template: Template
+    columns: Mapping[str, str]
+    splits: datasets.DatasetDict
+    data: DataArguments
+    label_names: tuple[str, ...] = ()
+    metric: str = "accuracy"
+
+    @property
+    def num_labels(self) -> int:
+        """The number of classes; 0 where answers are generated."""
+        return len(self.label_names)
+
+    @abstractmethod
+    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
+        """Encoded rows -> one padded batch, a row an example."""
+
+    @abstractmethod
+    def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
+        """What is minimised, and what a model predicts."""
+
+    @abstractmethod
+    def metrics(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> Callable[[EvalPrediction], dict[str, float]]:
+        """Predictions of the objective -> named scores in [0, 1]."""
+
+    @abstractmethod
+    def example(self, encoder: PromptEncoder, row: Mapping[str, Any]) -> str:
+        """A row with its answer, as a demonstration."""
+
+    @abstractmethod
+    def encode(
+        self, rows: list[dict[str, Any]], encoder: PromptEncoder, places: list[int]
+    ) -> dict[str, list[Any]]:
+        """Columns of encoded rows; `places` are the rows' numbers among those of both splits."""
+
+    # ---------------------------------------------------------------- rows -> tokens
+
+    def tokenize(
+        self, tokenizer: PreTrainedTokenizerBase, pair_features: str = "joint"
+    ) -> datasets.DatasetDict:
+        """The rows as `collator` takes them; kept by `datasets` beside rows that come from files.
+
+        Passages that are too long are cut, and how many were is logged.
+
+        Raises:
+          ValueError: label words that the tokenizer cannot spell, no room for the template, or
+            max_seq_length beyond what the tokenizer allows.
+        """
+        self._check_length(tokenizer)
+        encoder = self.encoder(tokenizer)
+        found, start = {}, 0
+        for split, rows in self.splits.items():
+            found[split] = self._tokenized(rows, encoder, split, start)
+            start += len(rows)
+        return datasets.DatasetDict(found)
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
+        """How prompts become tokens, with the demonstrations that the recipe asks for."""
+        encoder = PromptEncoder(tokenizer, self.template, self.head, self.prompt.passage)
+        shown = [self.example(encoder, row) for row in self._demonstrations()]
+        return dataclasses.replace(encoder, demonstrations=tuple(shown))
+
+    def texts(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """A row's fields, "" for those that it does not have."""
+        return {name: str(row.get(column) or "") for name, column in self.columns.items()}
+
+    def _demonstrations(self) -> list[Mapping[str, Any]]:
+        """Training rows, drawn by subset_seed."""
+        train, wanted = self.splits.get("train"), self.data.num_demonstrations
+        if not wanted:
+            return []
+        if train is None or wanted > len(train):
+            raise ValueError(
+                f"num_demonstrations={wanted}, but there are {len(train or ())} training rows; lower it."
+            )
+        generator = np.random.Generator(np.random.PCG64([self.data.subset_seed, 2]))
+        return [train[int(i)] for i in generator.choice(len(train), wanted, replace=False)]
+
+    def _tokenized(
+        self, rows: datasets.Dataset, encoder: PromptEncoder, split: str, start: int
+    ) -> datasets.Dataset:
+        def encode(batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+            values = zip(*batch.values(), strict=True)
+            listed = [dict(zip(batch, row, strict=True)) for row in values]
+            return self.encode(listed, encoder, [start + index for index in indices])
+
+        encoded = rows.map(
+            encode,
+            with_indices=True,
+            batched=True,
+            batch_size=_BATCH,
+            remove_columns=rows.column_names,
+            new_fingerprint=self._fingerprint(rows, encoder, start),
+            desc=f"prompts ({split})",
+        )
+        self._say_what_was_cut(encoded, split)
+        return encoded.remove_columns(list(_NOTES))
+
+    def _fingerprint(self, rows: datasets.Dataset, encoder: PromptEncoder, start: int) -> str:
+        """Names the result by all that it depends on, so that another run finds it."""
+        from datasets.fingerprint import Hasher
+
+        return Hasher.hash(
+            (
+                rows._fingerprint,
+                tokenizer_state(encoder.tokenizer),
+                (self.head, self.template.text, self.prompt.label_words, self.prompt.passage),
+                encoder.demonstrations,
+                (sorted(self.columns.items()), start),
+                (self.data.max_seq_length, self.data.max_new_tokens, type(self).__name__),
+            )
+        )
+
+    def _say_what_was_cut(self, encoded: datasets.Dataset, split: str) -> None:
+        cut, left_out = (int(np.sum(encoded[name][:], dtype=np.int64)) for name in _NOTES)
+        if cut:
+            logger.warning(
+                "%s of %s %s prompts have more than max_seq_length=%s tokens: they are cut at the "
+                "end of their %s%s.",
+                cut,
+                len(encoded),
+                split,
+                self.data.max_seq_length,
+                self.prompt.passage or "longest field",
+                " (a count of private rows: do not publish it)" if split == "train" else "",
+            )
+        if left_out:
+            logger.warning(
+                "%s demonstrations were left out of %s %s prompts for lack of room.",
+                left_out,
+                len(encoded),
+                split,
+            )
+
+    def _check_length(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if self.data.max_seq_length > tokenizer.model_max_length:
+            raise ValueError(
+                f"max_seq_length={self.data.max_seq_length} is beyond the "
+                f"{tokenizer.model_max_length} tokens that the model takes; lower it."
+            )
+
+
+def notes(encoded: list[Encoded]) -> dict[str, list[Any]]:
+    """What was cut off or left out, for `PromptTask` to count."""
+    return {"cut": [e.cut for e in encoded], "left_out": [e.left_out for e in encoded]}
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The padding token, or where there is none the end token: the attention mask leaves it out."""
+    found = tokenizer.pad_token_id
+    return int(found if found is not None else tokenizer.eos_token_id or 0)
+
+
+def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Everything that decides which tokens come out, as text; not what padding was last asked for."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
+    state = json.loads(backend.to_str())
+    return json.dumps({**state, "truncation": None, "padding": None}, sort_keys=True)
+
+
+def prompt_of(data: DataArguments, description: TaskDescription) -> tuple[Prompt, Template]:
+    """The task's prompt of the kind that a recipe asks for, with the recipe's own template and words.
+
+    Raises:
+      ValueError: the task has no such prompt and the recipe no template, or the template drops the
+        label or the text.
+    """
+    kind = str(data.prompt)
+    known = description.prompts.get(kind)
+    if known is None and data.template is None:
+        others = ", ".join(description.prompts) or "none"
+        raise ValueError(
+            f"task {description.name!r} has no template for prompt={kind} (it has: {others}); set "
+            "template (and label_words), or another prompt."
+        )
+    known = known or Prompt(template="")
+    words = tuple(data.label_words) if data.label_words is not None else known.label_words
+    text = known.template if data.template is None else data.template
+    template = checked_template(text, kind, tuple(description.fields), description.optional_fields)
+    passage = known.passage if known.passage in template.used_fields else None
+    return Prompt(template=text, label_words=words, passage=passage, source=known.source), template

@@ -1,0 +1,133 @@
+"""Classification by prompts: which of the label words does the language model expect?
+
+A masked language model is asked for the word at the mask (Gao et al. 2021, LM-BFF,
+arXiv:2012.15723), a decoder for the words after the prompt: one pass over the prompt where every
+label is one token, one over each candidate where not (Malladi et al. 2023, MeZO, arXiv:2305.17333).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_dpzero.recipe_arguments import DataArguments
+from hf_dpzero.tasks.base import Task, classification_scores
+from hf_dpzero.tasks.collation import CandidateCollator, LabelWordCollator
+from hf_dpzero.tasks.description import TaskDescription
+from hf_dpzero.tasks.label_words import distinct, mask_word_ids
+from hf_dpzero.tasks.prompt_encoding import PromptEncoder
+from hf_dpzero.tasks.prompted import PromptTask, notes, padding_id, prompt_of
+
+if TYPE_CHECKING:
+    from transformers import EvalPrediction, PreTrainedTokenizerBase
+
+    from hf_dpzero.prompt_objectives import PromptObjective
+
+
+def prompted_classification(
+    task: Task, data: DataArguments, description: TaskDescription
+) -> PromptedClassification:
+    """A classification task's rows as prompts.
+
+    Raises:
+      ValueError: as `prompt_of`; label words missing or of another number than the labels; an
+        objective other than loss and accuracy.
+    """
+    prompt, template = prompt_of(data, description)
+    if len(prompt.label_words) != task.num_labels:
+        raise ValueError(
+            f"label_words has {len(prompt.label_words)} words ({', '.join(prompt.label_words)}) for "
+            f"the {task.num_labels} labels {', '.join(task.label_names)}; give one each, in this order."
+        )
+    if data.objective == "f1":
+        raise ValueError(
+            f"objective='f1' scores generated answers, and {task.name!r} is a classification: use "
+            "accuracy or loss."
+        )
+    return PromptedClassification(
+        name=task.name,
+        head=str(data.prompt),
+        prompt=prompt,
+        template=template,
+        columns=dict(zip(description.fields, task.text_columns, strict=True)),
+        splits=task.splits,
+        data=data,
+        label_names=task.label_names,
+        metric=task.metric,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptedClassification(PromptTask):
+    """See `PromptTask`; rows have an integer column "label"."""
+
+    def encode(
+        self, rows: list[dict[str, Any]], encoder: PromptEncoder, places: list[int]
+    ) -> dict[str, list[Any]]:
+        """Columns input_ids, positions, labels."""
+        longest = max(map(len, self.words(encoder.tokenizer))) if self.head == "causal_lm" else 0
+        limits = [self.data.max_seq_length - longest] * len(rows)
+        found = encoder.encode([self.texts(row) for row in rows], limits)
+        return {
+            "input_ids": [e.input_ids for e in found],
+            "positions": [e.position for e in found],
+            "labels": [row["label"] for row in rows],
+            **notes(found),
+        }
+
+    def example(self, encoder: PromptEncoder, row: Mapping[str, Any]) -> str:
+        """The prompt with its label word."""
+        return encoder.example(self.texts(row), self.prompt.label_words[row["label"]])
+
+    def words(self, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each label's words.
+
+        Raises:
+          ValueError: words that cannot be told apart; for a masked model also words of several tokens.
+        """
+        words = self.prompt.label_words
+        if self.head == "masked_lm":
+            return tuple((token,) for token in mask_word_ids(tokenizer, words))
+        encoder = PromptEncoder(tokenizer, self.template, self.head)
+        sample = dict.fromkeys(self.columns, "x")
+        found = [tuple(ids) for ids in encoder.answer_ids(sample, words)]
+        distinct(found, words)
+        return tuple(found)
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
+        """One row of tokens an example, or L where label words have several tokens."""
+        padding: dict[str, Any] = {
+            "pad_token_id": padding_id(tokenizer),
+            "side": tokenizer.padding_side,
+        }
+        words = self.words(tokenizer)
+        if _single(words):
+            return LabelWordCollator(**padding)
+        return CandidateCollator(answers=words, **padding)
+
+    def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
+        """Cross entropy over the labels, or with objective: accuracy 1 - [right]."""
+        from hf_dpzero.bounded_objectives import ZeroOne
+        from hf_dpzero.prompt_objectives import Candidates, LabelWords
+
+        words = self.words(tokenizer)
+        scored: Any = LabelWords(tuple(w[0] for w in words)) if _single(words) else Candidates()
+        return ZeroOne(scored) if self.data.objective == "accuracy" else scored
+
+    def metrics(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> Callable[[EvalPrediction], dict[str, float]]:
+        """{"accuracy": ...}, and {"macro_f1": ...} where that is the task's metric."""
+
+        def compute(prediction: EvalPrediction) -> dict[str, float]:
+            chosen = np.argmax(np.asarray(prediction.predictions), axis=-1)
+            return classification_scores(chosen, np.asarray(prediction.label_ids), self.metric)
+
+        return compute
+
+
+def _single(words: Sequence[Sequence[int]]) -> bool:
+    return all(len(word) == 1 for word in words)

@@ -1,0 +1,216 @@
+"""Question answering by generation: the answer's tokens are trained on, and decoded greedily.
+
+The loss is the mean over an answer's own tokens; an answer ends with a new line (Malladi et al. 2023,
+MeZO, arXiv:2305.17333, Appendix E).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_dpzero.recipe_arguments import DataArguments
+from hf_dpzero.tasks.collation import AnswerCollator
+from hf_dpzero.tasks.description import TaskDescription
+from hf_dpzero.tasks.prompt_encoding import PromptEncoder
+from hf_dpzero.tasks.prompted import PromptTask, notes, padding_id, prompt_of
+from hf_dpzero.tasks.sources import load_splits
+from hf_dpzero.tasks.subsets import column_of, require_columns, subset
+
+if TYPE_CHECKING:
+    from transformers import EvalPrediction, PreTrainedTokenizerBase
+
+    from hf_dpzero.prompt_objectives import PromptObjective
+
+END = "\n"
+Golds = list[list[str]]
+
+
+def prompted_generation(data: DataArguments, description: TaskDescription) -> PromptedGeneration:
+    """A question answering task from the Hub or from local files.
+
+    Raises:
+      ValueError: no prompt, a masked one, a class-wise subset, label words, objective accuracy,
+        missing columns, rows without an answer.
+      OSError: the data cannot be found.
+    """
+    _check(data, description)
+    prompt, template = prompt_of(data, description)
+    splits = load_splits(data, description.source)
+    columns = {name: column_of(splits, known) for name, known in description.fields.items()}
+    answers = column_of(splits, description.answer_columns)
+    needed = [c for name, c in columns.items() if name not in description.optional_fields]
+    require_columns(splits, [*needed, answers])
+    return PromptedGeneration(
+        name=description.name,
+        head="causal_lm",
+        prompt=prompt,
+        template=template,
+        columns=columns,
+        answers=answers,
+        splits=subset(splits, data),
+        data=data,
+        metric="f1",
+        scored_as=description.metric,
+    )
+
+
+def _check(data: DataArguments, description: TaskDescription) -> None:
+    if data.prompt != "causal_lm":
+        raise ValueError(
+            f"task {description.name!r} generates its answers, which needs prompt: causal_lm, not "
+            f"{data.prompt or 'a classification head'}."
+        )
+    if data.objective == "accuracy":
+        raise ValueError("objective='accuracy' is for label words: use f1 or loss here.")
+    for name in ("num_examples_per_class", "label_words"):
+        if getattr(data, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(data, name)!r}: task {description.name!r} has no labels"
+                f"{'; set max_train_samples' if name == 'num_examples_per_class' else ''}."
+            )
+
+
+def gold_answers(value: Any) -> Golds:
+    """Every accepted answer of a row, each as a list of spans.
+
+    >>> gold_answers({"text": ["in May", "May", "May"], "answer_start": [1, 4, 4]})
+    [['in May'], ['May']]
+    >>> gold_answers([["red", "blue"]])
+    [['red', 'blue']]
+    >>> gold_answers("42")
+    [['42']]
+    """
+    if isinstance(value, Mapping):
+        value = value.get("text", value.get("spans"))
+    if isinstance(value, str):
+        value = [value]
+    golds = [[spans] if isinstance(spans, str) else list(spans) for spans in value or ()]
+    distinct = {tuple(spans): spans for spans in golds if any(span.strip() for span in spans)}
+    return list(distinct.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptedGeneration(PromptTask):
+    """See `PromptTask`.
+
+    Attributes:
+      answers: the column with the gold answers; the first is trained on, all are scored against.
+      scored_as: "squad" or "drop".
+    """
+
+    answers: str
+    scored_as: str
+
+    def encode(
+        self, rows: list[dict[str, Any]], encoder: PromptEncoder, places: list[int]
+    ) -> dict[str, list[Any]]:
+        """Columns input_ids (prompt and answer), prompt_length, references."""
+        texts = [self.texts(row) for row in rows]
+        written = [self._written(row) for row in rows]
+        answers = [
+            encoder.answer_ids(text, [answer])[0]
+            for text, answer in zip(texts, written, strict=True)
+        ]
+        room = [max(len(answer), self.data.max_new_tokens) for answer in answers]
+        found = encoder.encode(texts, [self.data.max_seq_length - size for size in room])
+        return {
+            "input_ids": [e.input_ids + a for e, a in zip(found, answers, strict=True)],
+            "prompt_length": [len(e.input_ids) for e in found],
+            "references": places,
+            **notes(found),
+        }
+
+    def example(self, encoder: PromptEncoder, row: Mapping[str, Any]) -> str:
+        """The prompt with its first gold answer."""
+        return encoder.example(self.texts(row), self._written(row).rstrip(END))
+
+    def _written(self, row: Mapping[str, Any]) -> str:
+        golds = gold_answers(row[self.answers])
+        if not golds:
+            raise ValueError(
+                f"column {self.answers!r} has rows without an answer; drop them (task {self.name!r} "
+                "trains on answers and scores against them)."
+            )
+        return ", ".join(span.strip() for span in golds[0]) + END
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
+        """Prompt and answer in a row, labels on the answer alone."""
+        return AnswerCollator(padding_id(tokenizer), tokenizer.padding_side)
+
+    def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
+        """Mean cross entropy of the answer's tokens, or with objective: f1 1 - F1 of the decoded one."""
+        from hf_dpzero.bounded_objectives import AnswerF1
+        from hf_dpzero.prompt_objectives import Answers
+
+        answers = Answers(
+            max_new_tokens=self.data.max_new_tokens,
+            stop_token_ids=stop_tokens(tokenizer),
+            pad_token_id=padding_id(tokenizer),
+        )
+        if self.data.objective != "f1":
+            return answers
+        return AnswerF1(answers, functools.partial(self._f1, tokenizer))
+
+    def _f1(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], reference: int) -> float:
+        from hf_dpzero.tasks.metrics import drop_f1, squad_f1
+
+        text, golds = decoded(tokenizer, ids), self._golds[reference]
+        if self.scored_as == "drop":
+            return drop_f1(spans_like(text, golds), golds)
+        return squad_f1(text, joined(golds))
+
+    def metrics(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> Callable[[EvalPrediction], dict[str, float]]:
+        """{"f1": ..., "exact_match": ...} by the official rules of SQuAD or DROP."""
+        from hf_dpzero.tasks.metrics import drop_scores, squad_scores
+
+        def compute(prediction: EvalPrediction) -> dict[str, float]:
+            texts = [decoded(tokenizer, ids) for ids in np.asarray(prediction.predictions)]
+            golds = [self._golds[int(place)] for place in np.asarray(prediction.label_ids)]
+            if self.scored_as == "drop":
+                return drop_scores([*map(spans_like, texts, golds)], golds)
+            return squad_scores(texts, [joined(answers) for answers in golds])
+
+        return compute
+
+    @functools.cached_property
+    def _golds(self) -> list[Golds]:
+        """By place: those of the training rows, then those of the validation rows."""
+        return [
+            gold_answers(value) for rows in self.splits.values() for value in rows[self.answers][:]
+        ]
+
+
+def spans_like(text: str, golds: Golds) -> list[str]:
+    """A generated answer as spans: at its commas where a gold answer has several, else one.
+
+    >>> spans_like("red, blue", [["blue", "red"]]), spans_like("Reno, Nevada", [["Reno"]])
+    (['red', 'blue'], ['Reno, Nevada'])
+    """
+    return text.split(", ") if any(len(spans) > 1 for spans in golds) else [text]
+
+
+def joined(golds: Golds) -> list[str]:
+    """Each answer as one text."""
+    return [", ".join(spans) for spans in golds]
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Generated tokens as an answer: up to the first new line, without white space around it."""
+    kept = [int(token) for token in ids if token >= 0]
+    return str(tokenizer.decode(kept, skip_special_tokens=True)).split(END, 1)[0].strip()
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end an answer: the end of text, and a new line where it is a token."""
+    after = tokenizer(f"x{END}", add_special_tokens=False)["input_ids"]
+    before = tokenizer("x", add_special_tokens=False)["input_ids"]
+    lines = after[len(before) :] if after[: len(before)] == before else []
+    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    return tuple(dict.fromkeys([*ends, *(lines if len(lines) == 1 else [])]))

@@ -1,0 +1,105 @@
+"""Where a task's rows come from: local files, or the Hub."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+
+from hf_dpzero.recipe_arguments import DataArguments
+
+_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Where a task's rows are on the Hub.
+
+    Attributes:
+      name: the data set.
+      config: its configuration, if it has several.
+      revision: branch, tag or commit; None is the default branch.
+      validation: the split that is evaluated on; "test" is taken where there is none.
+    """
+
+    name: str
+    config: str | None = None
+    revision: str | None = None
+    validation: str = "validation"
+
+
+def load_splits(data: DataArguments, source: HubSource | None) -> datasets.DatasetDict:
+    """The raw "train" and "validation" rows: local files if given, else the Hub.
+
+    `dataset_name` replaces the task's own `source` altogether.
+
+    Raises:
+      ValueError: only one of the two files, no source at all, or a missing split.
+      FileNotFoundError: a file that is not there.
+      OSError: the Hub data set is neither cached nor reachable; names the command that fetches it.
+    """
+    if data.train_file or data.validation_file:
+        return _load_files(data)
+    if data.dataset_name is not None:
+        source = HubSource(data.dataset_name, data.dataset_config_name)
+    elif source is not None and data.dataset_config_name is not None:
+        source = dataclasses.replace(source, config=data.dataset_config_name)
+    if source is None:
+        raise ValueError(
+            f"task={data.task!r} has no data of its own: set train_file and validation_file "
+            "(.jsonl, .csv or .parquet), or dataset_name."
+        )
+    return _load_hub(source)
+
+
+def _load_files(data: DataArguments) -> datasets.DatasetDict:
+    files = {"train": data.train_file, "validation": data.validation_file}
+    absent = [f"{split}_file" for split, file in files.items() if file is None]
+    if absent:
+        raise ValueError(
+            f"{absent[0]} is not set: give both train_file (private rows) and validation_file "
+            "(rows that are public, or whose privacy is paid for elsewhere)."
+        )
+    return datasets.DatasetDict({split: read_file(str(file)) for split, file in files.items()})
+
+
+def read_file(path: str) -> datasets.Dataset:
+    """The rows of one .jsonl, .json, .csv or .parquet file.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: another kind of file.
+    """
+    kind = _READERS.get(Path(path).suffix.lower())
+    if kind is None:
+        raise ValueError(f"{path}: rows are read from {', '.join(_READERS)} files.")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} not found (paths are relative to {Path.cwd()}).")
+    return datasets.load_dataset(kind, data_files={"rows": path}, split="rows")
+
+
+def _load_hub(source: HubSource) -> datasets.DatasetDict:
+    try:
+        loaded = datasets.load_dataset(source.name, source.config, revision=source.revision)
+    except (ConnectionError, FileNotFoundError) as error:
+        revision = f" --revision {source.revision}" if source.revision else ""
+        raise OSError(
+            f"data set {source.name!r} is neither cached nor reachable ({type(error).__name__}); "
+            f"fetch it once with `hf download {source.name} --repo-type dataset{revision}`, or set "
+            "train_file and validation_file to local files."
+        ) from error
+    return _public_splits(loaded, source)
+
+
+def _public_splits(loaded: datasets.DatasetDict, source: HubSource) -> datasets.DatasetDict:
+    """ "train" and "validation" ("test" where there is none) of a Hub data set."""
+    held_out = source.validation if source.validation in loaded else "test"
+    if "train" not in loaded or held_out not in loaded:
+        raise ValueError(
+            f"data set {source.name!r} has splits {sorted(loaded)}; 'train' and "
+            f"{source.validation!r} (or 'test') are needed. Save them as files and set train_file "
+            "and validation_file."
+        )
+    return datasets.DatasetDict(train=loaded["train"], validation=loaded[held_out])

@@ -1,0 +1,161 @@
+"""Prompt templates: text with {field}s, and the place of the mask or of the answer.
+
+`{premise:no_stop}` passes the field through a filter before it is put in:
+
+- `no_stop` leaves out punctuation at the end (LM-BFF writes "<S1> ? <mask>, <S2>" after it);
+- `upper_first`, `lower_first` change the first letter;
+- `no_question_mark` leaves out question marks at the end.
+
+Several filters are applied from left to right: `{question:no_question_mark:upper_first}`.
+"""
+
+from __future__ import annotations
+
+import functools
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MASK, ANSWER = "mask", "answer"
+
+FILTERS = {
+    "no_stop": lambda text: text.rstrip(string.punctuation + " "),
+    "no_question_mark": lambda text: text.rstrip("? "),
+    "upper_first": lambda text: text[:1].upper() + text[1:],
+    "lower_first": lambda text: text[:1].lower() + text[1:],
+}
+
+
+class Piece(NamedTuple):
+    """Literal text, then perhaps a field with its filters."""
+
+    text: str
+    field: str | None
+    filters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A parsed template; `render` puts a row into it.
+
+    Args:
+      text: the template.
+      fields: the fields that a row has.
+      optional: those that may be empty; lines with an empty one are left out.
+
+    Raises:
+      ValueError: braces that do not match, an unknown field or filter, no field at all.
+    """
+
+    text: str
+    fields: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.used_fields:
+            raise ValueError(
+                f"template {self.text!r} shows nothing of the row; put in one of "
+                f"{', '.join(f'{{{name}}}' for name in self.fields)}."
+            )
+
+    @functools.cached_property
+    def lines(self) -> list[list[Piece]]:
+        """The pieces of each line, checked."""
+        return [[self._checked(piece) for piece in _parse(line)] for line in self.text.split("\n")]
+
+    def _checked(self, piece: Piece) -> Piece:
+        known = (*self.fields, MASK, ANSWER)
+        if piece.field is not None and piece.field not in known:
+            raise ValueError(
+                f"template {self.text!r} has a field {{{piece.field}}}; there are "
+                f"{', '.join(f'{{{name}}}' for name in known)}."
+            )
+        for name in piece.filters:
+            if name not in FILTERS:
+                raise ValueError(
+                    f"template {self.text!r} has a filter {name!r}; there are {', '.join(FILTERS)}."
+                )
+        return piece
+
+    @property
+    def used_fields(self) -> list[str]:
+        """The row's fields that are shown, each once."""
+        found = dict.fromkeys(piece.field for line in self.lines for piece in line if piece.field)
+        return [name for name in found if name not in (MASK, ANSWER)]
+
+    def count(self, field: str) -> int:
+        """How often a field occurs."""
+        return sum(piece.field == field for line in self.lines for piece in line)
+
+    def ends_with_answer(self) -> bool:
+        """Whether nothing follows {answer}."""
+        last = self.lines[-1]
+        return bool(last) and last[-1].field == ANSWER
+
+    def render(self, row: Mapping[str, str]) -> str:
+        """The template with the row's fields, `mask` and `answer` among them, in their places.
+
+        >>> Template("{a} It was {mask}.", ("a",)).render({"a": " Nice! ", "mask": "<mask>"})
+        'Nice! It was <mask>.'
+        """
+        lines = [_render(line, row) for line in self.lines if not self._is_empty(line, row)]
+        return "\n".join(lines)
+
+    def _is_empty(self, line: list[Piece], row: Mapping[str, str]) -> bool:
+        return any(piece.field in self.optional and not row[piece.field].strip() for piece in line)
+
+
+def _parse(line: str) -> list[Piece]:
+    try:
+        parsed = list(string.Formatter().parse(line))
+    except ValueError as error:
+        raise ValueError(f"template line {line!r}: {error}; write {{{{ for a brace.") from error
+    pieces = []
+    for text, field, filters, conversion in parsed:
+        if field == "" or conversion:
+            raise ValueError(f"template line {line!r}: write {{field}} or {{field:filter}}.")
+        pieces.append(Piece(text, field, tuple((filters or "").split(":") if filters else ())))
+    return pieces
+
+
+def _render(line: list[Piece], row: Mapping[str, str]) -> str:
+    return "".join(piece.text + _value(piece, row) for piece in line)
+
+
+def _value(piece: Piece, row: Mapping[str, str]) -> str:
+    """The field's text without white space around it (but for the answer's), filtered."""
+    if piece.field is None:
+        return ""
+    value = row[piece.field]
+    value = value if piece.field in (MASK, ANSWER) else value.strip()
+    for name in piece.filters:
+        value = FILTERS[name](value)
+    return value
+
+
+def checked_template(
+    text: str, kind: str, fields: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> Template:
+    """A template that leaves room for what the model is asked for.
+
+    Args:
+      kind: "masked_lm": exactly one {mask}; "causal_lm": exactly one {answer}, at the end.
+
+    Raises:
+      ValueError: the label has no place, or more than one; or as `Template`.
+    """
+    template = Template(text, fields, optional)
+    wanted, other = (MASK, ANSWER) if kind == "masked_lm" else (ANSWER, MASK)
+    if template.count(wanted) != 1 or template.count(other):
+        raise ValueError(
+            f"template {text!r} has {template.count(wanted)} {{{wanted}}} and "
+            f"{template.count(other)} {{{other}}}: prompt={kind} needs exactly one {{{wanted}}}, "
+            "where the model says the label."
+        )
+    if kind == "causal_lm" and not template.ends_with_answer():
+        raise ValueError(
+            f"template {text!r} goes on after {{answer}}: a decoder only sees what comes before, so "
+            "put {answer} last."
+        )
+    return template

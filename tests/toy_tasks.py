@@ -1,0 +1,195 @@
+"""A toy language, models that have read it, and tasks in it that they cannot do yet.
+
+The public text tells reviews and rooms. A review's opinion shows in its words, and the text goes on with
+"It was good." or "It was bad." accordingly, but with "great" or "terrible" at random: whoever has read
+it knows what an opinion is, and not which of the two words means which. A question about a room with two
+things is answered by either of them, the second one four times in five. What the private rows teach
+(`review_rows`, `room_rows`) is what the public text leaves open: "great" praises, and the first thing is
+what was asked for. The first is learnt from the labels alone, the second from the answers alone.
+
+Rows and models depend on nothing but their arguments; global generators are left as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from tiny_language_models import LABEL_WORDS, POSITIONS, opt_tokenizer, roberta_tokenizer, seeded
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PRAISE = ("lovely", "fine", "sweet", "bright", "warm", "clever")
+BLAME = ("dull", "ugly", "sour", "grim", "cold", "silly")
+SUBJECTS = ("film", "play", "song", "book", "meal", "trip")
+COLOURS = ("red", "blue", "green", "white", "black", "brown")
+THINGS = ("ball", "box", "cup", "hat", "lamp", "chair")
+OFTEN = ("the", "The", "was", "is", "and", "It", "one", "Question", "Answer", "which", "a")
+WORDS = (*LABEL_WORDS, *PRAISE, *BLAME, *SUBJECTS, *COLOURS, *THINGS, *OFTEN)
+
+QUESTION = "which one?"
+ROOM_TEMPLATE = "{context}\nQuestion: {question}\nAnswer: {answer}"
+_KNOWN, _OPEN = ("bad", "good"), ("terrible", "great")
+_SECOND = 0.8
+
+Row = dict[str, Any]
+
+
+# ---------------------------------------------------------------- rows
+
+
+def review_rows(count: int, seed: int) -> list[Row]:
+    """{"sentence": ..., "label": 1 for praise, 0 for blame}, as SST-2's."""
+    draw = random.Random(seed)
+    return [_review(draw) for _ in range(count)]
+
+
+def room_rows(count: int, seed: int) -> list[Row]:
+    """{"context": ..., "question": ..., "answer": the first of two things, with its colour}."""
+    draw = random.Random(seed)
+    return [_room(draw, second=False) for _ in range(count)]
+
+
+def _review(draw: random.Random) -> Row:
+    label = draw.randrange(2)
+    first, second = draw.sample(PRAISE if label else BLAME, 2)
+    return {"sentence": f"The {draw.choice(SUBJECTS)} was {first} and {second}.", "label": label}
+
+
+def _room(draw: random.Random, second: bool) -> Row:
+    colours, things = draw.sample(COLOURS, 2), draw.sample(THINGS, 2)
+    one, two = (f"{colour} {thing}" for colour, thing in zip(colours, things))
+    context = f"The {things[0]} is {colours[0]} and the {things[1]} is {colours[1]}."
+    return {"context": context, "question": QUESTION, "answer": two if second else one}
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------- public text
+
+
+def public_text(count: int, seed: int, rooms: bool) -> list[str]:
+    """Reviews, and with `rooms` as many rooms."""
+    draw = random.Random(seed)
+    kinds = (_review_text, _room_text) if rooms else (_review_text,)
+    return [draw.choice(kinds)(draw) for _ in range(count)]
+
+
+def _review_text(draw: random.Random) -> str:
+    row = _review(draw)
+    word = _KNOWN[row["label"]] if draw.random() < 0.5 else draw.choice(_OPEN)
+    said = f"a {word} one" if draw.random() < 0.5 else word
+    return f"{row['sentence']} It was {said}."
+
+
+def _room_text(draw: random.Random) -> str:
+    row = _room(draw, second=draw.random() < _SECOND)
+    return f"{row['context']}\nQuestion: {row['question']}\nAnswer: {row['answer']}\n"
+
+
+# ---------------------------------------------------------------- models that have read it
+
+
+def pretrained_masked_lm(folder: Path, steps: int = 300, seed: int = 0) -> Path:
+    """A RoBERTa that fills in words of reviews, with its tokenizer in `folder`, which is returned."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    tokenizer = roberta_tokenizer(WORDS)
+    config = RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=POSITIONS + 2,
+        type_vocab_size=1,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = seeded(lambda: RobertaForMaskedLM(config), seed)
+    blanks = torch.Generator().manual_seed(seed)
+
+    def hide(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        ids = batch["input_ids"]
+        chosen = torch.rand(ids.shape, generator=blanks) < 0.2
+        words = torch.tensor(tokenizer.convert_tokens_to_ids([f"Ġ{w}" for w in (*_KNOWN, *_OPEN)]))
+        chosen = (chosen | torch.isin(ids, words)) & (ids > tokenizer.unk_token_id)
+        hidden = ids.masked_fill(chosen, tokenizer.mask_token_id)
+        return {**batch, "input_ids": hidden, "labels": ids.masked_fill(~chosen, -100)}
+
+    read_(model, tokenizer, public_text(4096, seed, rooms=False), steps, hide)
+    return _saved(folder, model, tokenizer)
+
+
+def pretrained_causal_lm(folder: Path, steps: int = 500, seed: int = 0) -> Path:
+    """An OPT that goes on with reviews and rooms, with its tokenizer in `folder`."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    tokenizer = opt_tokenizer(WORDS)
+    config = OPTConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        ffn_dim=64,
+        max_position_embeddings=POSITIONS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = seeded(lambda: OPTForCausalLM(config), seed)
+
+    def follow(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        padding = batch["attention_mask"] == 0
+        return {**batch, "labels": batch["input_ids"].masked_fill(padding, -100)}
+
+    read_(model, tokenizer, public_text(4096, seed, rooms=True), steps, follow)
+    return _saved(folder, model, tokenizer)
+
+
+def read_(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    steps: int,
+    labelled: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+) -> list[float]:
+    """AdamW on batches of `texts` in place, without dropout; the losses."""
+    encoded = dict(tokenizer(list(texts), padding=True, return_tensors="pt"))
+    order = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
+    losses = []
+    for _ in range(steps):
+        chosen = torch.randint(len(texts), (64,), generator=order)
+        batch = dict(labelled({name: rows[chosen] for name, rows in encoded.items()}))
+        labels = batch.pop("labels")
+        logits = model(**batch).logits
+        if not tokenizer.mask_token:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _saved(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
