@@ -123,12 +123,17 @@ def _add_evaluate(commands: _Commands) -> None:
 
 def _add_plan(commands: _Commands) -> None:
     parser = _add_command(
-        commands, "plan", "compute the noise for a budget, or the epsilon of a noise"
+        commands,
+        "plan",
+        "compute the noise for a budget, or the epsilon of a noise; of a recipe also memory and time",
     )
+    parser.epilog = f"With --recipe, these options are overrides as well. {_OVERRIDES}"
     add = parser.add_argument
-    add("--num_examples", type=_whole, required=True, help="n, rows of training data")
+    add("--recipe", action=_Recipe, metavar="RECIPE", help="YAML file: plan its run, download nothing")
+    add("--no_calibration", action="store_true", help="with --recipe: time nothing on this machine")
+    add("--num_examples", type=_whole, help="n, rows of training data; a recipe's own if they are here")
     add("--expected_batch_size", type=float, help="B; required unless --sampling full_batch")
-    add("--max_steps", type=_whole, required=True, help="T, steps of training")
+    add("--max_steps", type=_whole, help="T, steps of training")
     add("--target_epsilon", type=float, help="epsilon to calibrate the noise for")
     add(
         "--noise_multiplier",
@@ -136,22 +141,28 @@ def _add_plan(commands: _Commands) -> None:
         help="noise std / C on the sum, instead of --target_epsilon",
     )
     add("--target_delta", type=float, help="delta; default 1 / (10 n), and 0 for laplace")
-    add("--clip", type=float, default=1.0, help="C; only scales the noise that is printed")
-    add("--num_directions", type=_whole, default=1, help="K; does not change epsilon (default 1)")
+    add("--clip", type=float, help="C; only scales the noise that is printed (default 1)")
+    add("--num_directions", type=_whole, help="K; does not change epsilon (default 1)")
     add(
         "--sampling",
-        default="poisson",
         help="poisson (default), truncated_poisson, fixed_size_without_replacement or full_batch",
     )
     add("--max_batch_size", type=_whole, help="cap of a truncated_poisson batch")
     add(
         "--neighboring_relation",
-        default="add_or_remove_one",
         help="add_or_remove_one (default), replace_one or replace_special",
     )
-    add("--accountant", default="pld", help="pld (default), rdp or advanced_composition")
-    add("--noise_distribution", default="gaussian", help="gaussian (default) or laplace")
+    add("--accountant", help="pld (default), rdp or advanced_composition")
+    add("--noise_distribution", help="gaussian (default) or laplace")
     add("--json", action="store_true", help="print JSON instead of a table")
+
+
+class _Recipe(argparse.Action):
+    """Notes the recipe, and that other options may be overrides of its fields."""
+
+    def __call__(self, parser: object, namespace: object, values: object, *_: object) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.takes_overrides = True  # type: ignore[attr-defined]
 
 
 def _add_replay(commands: _Commands) -> None:

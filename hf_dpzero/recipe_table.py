@@ -43,7 +43,9 @@ _SECTIONS = {
     "Quickstart": ("quickstart",),
     "RoBERTa-large, prompted (the paper's Table 2)": ("roberta-large",),
     "OPT, prompted (the paper's Tables 4 and 5)": ("opt-",),
-    "all-MiniLM-L6-v2, a linear head (measured in [docs/results.md](../docs/results.md))": ("minilm",),
+    "all-MiniLM-L6-v2, a linear head (measured in [docs/results.md](../docs/results.md))": (
+        "minilm",
+    ),
 }
 _COLUMNS = (
     *("recipe", "task", "model", "method", "trained", "(ε, δ)"),

@@ -1,4 +1,6 @@
-"""`hf-dpzero plan`: the noise that a budget needs, or the epsilon that a noise spends."""
+"""`hf-dpzero plan`: the noise that a budget needs, or the epsilon that a noise spends; of a recipe also
+the memory and the time of its run.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +8,107 @@ import argparse
 import dataclasses
 import json
 import math
-from typing import Any
+import tempfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.mechanisms import ScalarMechanism
 from hf_dpzero.plan import PrivacyPlan
 from hf_dpzero.sampling import Sampler, sampler_from_dict
 
+if TYPE_CHECKING:
+    from hf_dpzero.planner.overview import Overview
+    from hf_dpzero.recipe import Recipe
+
 RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
+DEFAULTS = {
+    "clip": 1.0,
+    "num_directions": 1,
+    "sampling": "poisson",
+    "neighboring_relation": "add_or_remove_one",
+    "accountant": "pld",
+    "noise_distribution": "gaussian",
+}
+"""Options that may be left out; with --recipe they are the recipe's."""
+FIELDS = (
+    *DEFAULTS, "expected_batch_size", "max_steps", "target_epsilon", "noise_multiplier",
+    "target_delta", "max_batch_size",
+)  # fmt: skip
+"""Options that are fields of a recipe, which they override."""
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Computes and prints the plan; see `facts` for the keys of --json."""
-    plan, delta = calibrated(arguments)
+    """Computes and prints the plan; see `facts` and `recipe_facts` for the keys of --json."""
+    if arguments.recipe is not None:
+        plan_recipe(arguments)
+        return
+    plan, delta = calibrated(with_defaults(arguments))
     found = facts(plan, delta, arguments.target_epsilon)
     if arguments.json:
         print(json.dumps(_finite(found), indent=2))
     else:
         print_table(found)
+
+
+def with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The options with `DEFAULTS` where nothing was said.
+
+    Raises:
+      ValueError: an option that only a recipe can do without.
+    """
+    for name in ("num_examples", "max_steps"):
+        if getattr(arguments, name) is None:
+            raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
+    if arguments.no_calibration:
+        raise ValueError(
+            "--no_calibration is about the time of a recipe's run; give --recipe FILE."
+        )
+    for name, value in DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+# ---------------------------------------------------------------- a recipe
+
+
+def plan_recipe(arguments: argparse.Namespace) -> None:
+    """Prints the plan of --recipe with its overrides: privacy, model, memory, time."""
+    from hf_dpzero.planner.overview import overview
+    from hf_dpzero.recipe import load_recipe, parse_overrides
+
+    said = {n: getattr(arguments, n) for n in FIELDS if getattr(arguments, n) is not None}
+    with tempfile.TemporaryDirectory() as scratch:
+        overrides = {"output_dir": scratch, **said, **parse_overrides(arguments.overrides)}
+        recipe = load_recipe(arguments.recipe, overrides)
+        found = overview(recipe, arguments.num_examples, not arguments.no_calibration)
+    privacy = recipe_facts(recipe, found)
+    if arguments.json:
+        print(json.dumps(_finite({**privacy, **found.sections}), indent=2))
+        return
+    from hf_dpzero.planner.tables import print_sections
+
+    print_table(privacy)
+    print_sections(found.sections)
+
+
+def recipe_facts(recipe: Recipe, found: Overview) -> dict[str, Any]:
+    """`facts` of a recipe's plan, with the method and where n comes from.
+
+    Without n there is no plan: `missing` says what to give. A method without privacy has an infinite
+    epsilon.
+    """
+    args = recipe.training
+    head = {"method": args.method, "num_examples_from": found.rows.source}
+    if found.plan is None:
+        settings = {name: getattr(args, name) for name in ("expected_batch_size", "sampling")}
+        missing = found.rows.source
+        return {**head, "num_examples": None, **settings, "epsilon": None, "missing": missing}
+    n = found.plan.sampler.num_examples
+    if args.not_private:
+        epsilon = {"epsilon": math.inf, "delta": None, "private": False}
+        return {**head, **_setting(found.plan), **epsilon}
+    return {**head, **facts(found.plan, args.delta(n), args.target_epsilon)}
 
 
 def calibrated(arguments: argparse.Namespace) -> tuple[PrivacyPlan, float]:
@@ -95,20 +181,12 @@ def facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict
     multiplier is the scale b / C). `epsilon_by_relation` is what the *same* noise spends under each
     neighbouring relation; a text there says why it is not accounted.
     """
-    mechanism, sampler = plan.mechanism, plan.sampler
-    assert isinstance(mechanism, ScalarMechanism)
+    mechanism: Any = plan.mechanism
     batch = mechanism.expected_batch_size
-    spread = math.sqrt(2.0) if mechanism.distribution == "laplace" else 1.0
-    std = spread * mechanism.noise_multiplier
+    laplace = getattr(mechanism, "distribution", "gaussian") == "laplace"
+    std = (math.sqrt(2.0) if laplace else 1.0) * mechanism.noise_multiplier
     return {
-        "num_examples": sampler.num_examples,
-        "expected_batch_size": batch,
-        "sampling": sampler.name,
-        "sampling_probability": sampler.sampling_probability,
-        "steps": plan.steps,
-        "clip": mechanism.clip,
-        "num_directions": mechanism.num_directions,
-        "noise_distribution": mechanism.distribution,
+        **_setting(plan),
         "noise_multiplier": mechanism.noise_multiplier,
         "noise_std_in_clip_over_batch": std,
         "noise_std": std * mechanism.clip / batch,
@@ -121,6 +199,21 @@ def facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict
     }
 
 
+def _setting(plan: PrivacyPlan) -> dict[str, Any]:
+    """What is sampled how often, clipped to what, along how many directions."""
+    mechanism: Any = plan.mechanism
+    return {
+        "num_examples": plan.sampler.num_examples,
+        "expected_batch_size": mechanism.expected_batch_size,
+        "sampling": plan.sampler.name,
+        "sampling_probability": plan.sampler.sampling_probability,
+        "steps": plan.steps,
+        "clip": mechanism.clip,
+        "num_directions": getattr(mechanism, "num_directions", None),
+        "noise_distribution": getattr(mechanism, "distribution", None),
+    }
+
+
 def _epsilon_under(plan: PrivacyPlan, relation: str, delta: float) -> float | str:
     try:
         other = dataclasses.replace(plan, relation=relation)  # type: ignore[arg-type]
@@ -129,8 +222,8 @@ def _epsilon_under(plan: PrivacyPlan, relation: str, delta: float) -> float | st
         return f"not accounted: {error}"
 
 
-def print_table(found: dict[str, Any]) -> None:
-    """Prints `facts` for people."""
+def print_table(found: Mapping[str, Any]) -> None:
+    """Prints `facts` or `recipe_facts` for people."""
     from rich.console import Console
     from rich.table import Table
 
@@ -140,13 +233,15 @@ def print_table(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if name != "epsilon_by_relation" and value is not None:
             table.add_row(name, _shown(value))
+    console = Console()
+    console.print(table)
+    if "epsilon_by_relation" not in found:
+        return
     relations = Table(title="the same noise under each neighbouring relation")
     relations.add_column("relation")
     relations.add_column(f"epsilon at delta={_shown(found['delta'])}")
     for name, value in found["epsilon_by_relation"].items():
         relations.add_row(name, _shown(value))
-    console = Console()
-    console.print(table)
     console.print(relations)
 
 

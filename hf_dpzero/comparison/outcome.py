@@ -151,6 +151,9 @@ def _with_results(row: Row, run: Run, folder: Path) -> Row:
 def metric_of(results: dict[str, Any]) -> str:
     """The name of the task's metric: what stands beside the loss and the timing of an evaluation.
 
+    Of several, the one that the task is about: macro-F1 stands beside accuracy only where a task asks for
+    it, F1 beside exact match.
+
     Raises:
       ValueError: there is none that was taken before training as well.
     """
@@ -158,7 +161,7 @@ def metric_of(results: dict[str, Any]) -> str:
     found = [n for n in names if n not in _NOT_A_METRIC and f"zero_shot_{n}" in results]
     if not found:
         raise ValueError(f"there is no metric among the results {', '.join(results)}.")
-    return "accuracy" if "accuracy" in found else found[0]
+    return next((name for name in ("macro_f1", "f1", "accuracy") if name in found), found[0])
 
 
 def _with_report(row: Row, run: Run, report: PrivacyReport) -> Row:

@@ -244,4 +244,3 @@ def _features(blueprint: Blueprint, size: int, device: str) -> Tensor:
     width = text_config(blueprint.config).hidden_size
     times = 4 if blueprint.arguments.pair_features == "siamese" else 1
     return torch.ones(size, times * width, device=device)
-

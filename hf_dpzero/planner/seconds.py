@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from hf_dpzero.bench.capacity import available_bytes
-from hf_dpzero.planner.blueprint import Blueprint, frozen_layers
+from hf_dpzero.bench.capacity import GIB, available_bytes
+from hf_dpzero.planner.blueprint import frozen_layers
 from hf_dpzero.planner.memory import Peaks, own_dtype, quantised_bits
 from hf_dpzero.planner.passes import Pass
 from hf_dpzero.planner.works import (
@@ -110,12 +111,7 @@ def _at_depth(found: Measured, layout: Layout, count: int) -> Parts:
     apart = layout.depths[1] - layout.depths[0]
     slope = (more[0] - first) * (1 / apart)
     grown = first + slope * (layout.running - layout.depths[0])
-    return Parts(
-        *(
-            max(0.0, value)
-            for value in (grown.evaluations, grown.passes, grown.rest)
-        )
-    )
+    return Parts(*(max(0.0, value) for value in (grown.evaluations, grown.passes, grown.rest)))
 
 
 # ---------------------------------------------------------------- the calibration
@@ -158,7 +154,7 @@ class _Calibration:
         found = self._measure()
         step = step_seconds(found, self.layout)
         steps = self.plan.steps if self.plan is not None else max(0, self.args.max_steps)
-        once = self._encoding(found, rows)
+        once = self._encoding(rows)
         run = steps * step.total + once if steps else None
         return {
             "device": self._machine(),
@@ -182,17 +178,18 @@ class _Calibration:
     # ---------------------------------------------------------------- how much
 
     def _affordable(self) -> int:
-        """The microbatch, halved until it fits into half of the free memory and into the budget."""
-        size = min(self.args.physical_batch_size, math.ceil(self.layout.examples))
-        wanted = size
+        """The microbatch, or as much of it as fits into half of the free memory and the budget."""
+        wanted = min(self.args.physical_batch_size, math.ceil(self.layout.examples))
+        size = wanted
         while size > 1 and self._bytes(size) > self._room:
             size //= 2
         if self._bytes(size) > self._room:
             raise NotTimed(
-                f"{self._bytes(size) / 2**30:.1f} GiB would be needed for a model of "
-                f"{self.layout.depths[-1]} layers, and {self._room / 2**30:.1f} GiB may be used"
+                f"{self._bytes(size) / GIB:.1f} GiB would be needed for a model of "
+                f"{self.layout.depths[-1]} layers, and {self._room / GIB:.1f} GiB may be used"
             )
-        size = self._quick_enough(size)
+        self._all_steps(1)  # libraries loaded, kernels compiled
+        size = affordable(size, self._all_steps, sum(self.layout.depths), BUDGET / 2)
         if size < wanted:
             self.notes.append(
                 f"calibrated with {size} examples at a time instead of {wanted}, to stay within "
@@ -205,25 +202,18 @@ class _Calibration:
         return MEMORY_SHARE * available_bytes(self.device)
 
     def _bytes(self, size: int) -> float:
-        """About what the deeper model's step takes with `size` examples."""
-        whole = self.work.blueprint.whole(self.dtype)
-        stack = sum(p.numel() * p.element_size() for p in whole.parameters())
-        own = _shortened_bytes(self.work.blueprint, self.layout.depths[-1], self.dtype)
+        """About what the deeper models' steps take with `size` examples."""
+        whole = _parameter_bytes(self.work.blueprint.whole(self.dtype))
+        depths, blueprint = self.layout.depths, self.work.blueprint
+        own = [_parameter_bytes(blueprint.shortened(d, self.dtype, "meta")) for d in depths]
         beside = (self.peaks.training or self.peaks.evaluation) - self.peaks.weights
         if self.args.first_order:
-            beside = int(beside * own / stack)
-        return 2 * own + beside * size / self.args.physical_batch_size
+            beside = int(beside * own[-1] / whole)
+        return len(self.layout.counts) * sum(own) + beside * size / self.args.physical_batch_size
 
-    def _quick_enough(self, size: int) -> int:
-        """Halves `size` until all rounds, by the time of one example, stay within the budget."""
-        timed = self._steps(1, 1)
-        for work in timed:
-            work()  # libraries loaded, kernels compiled
-        one = sum(work().total for work in timed)
-        rounds = 3 * sum(self.layout.depths) + (4 * DEEPER if self._forwards_too else 0)
-        while size > 1 and one * size * rounds > BUDGET / 2:
-            size //= 2
-        return size
+    def _all_steps(self, size: int) -> float:
+        """Seconds of one step of every kind at one layer, once each."""
+        return sum(work().total for work in self._steps(1, size))
 
     # ---------------------------------------------------------------- what
 
@@ -242,16 +232,31 @@ class _Calibration:
             steps = self._steps(depth, self.examples)
             works |= {(depth, k): w for k, w in zip(self.layout.counts, steps, strict=True)}
         if self._forwards_too:
-            works |= {("forward", depth): self._forward(depth) for depth in self._forward_depths}
+            self.forward_examples = self._forward_examples()
+            for depth in self._forward_depths:
+                works["forward", depth] = self._forward(depth, self.forward_examples)
         remaining = BUDGET - (time.perf_counter() - self.started)
         medians = dict(zip(works, in_turns(list(works.values()), remaining), strict=True))
         steps_found = {key: value for key, value in medians.items() if key[0] != "forward"}
-        self.forward = {d: medians[n, d].evaluations for n, d in medians if n == "forward"}
-        layer = 0.0 if self._features else self._layer()
+        self.forward = {
+            d: medians[n, d].evaluations / self.forward_examples
+            for n, d in medians
+            if n == "forward"
+        }
+        layer = 0.0 if self._features else self._layer() * self.examples
         return Measured(steps=steps_found, layer=layer, examples=self.examples)
 
+    def _forward_examples(self) -> int:
+        """As many as the step's, or fewer where the step starts from stored features."""
+
+        def seconds(size: int) -> float:
+            return self._forward(1, size)().total
+
+        most = self.args.per_device_eval_batch_size if self._features else self.examples
+        return affordable(most, seconds, sum(self._forward_depths), BUDGET / 4)
+
     def _layer(self) -> float:
-        """Seconds of one layer's forward pass, by the difference."""
+        """Seconds of one layer's forward pass of one example, by the difference."""
         if len(self.forward) < 2:
             return 0.0
         (shallow, less), (deep, more) = sorted(self.forward.items())
@@ -277,20 +282,18 @@ class _Calibration:
                 works.append(ZerothOrderStep(model, objective, batch, *settings))
         return works
 
-    def _forward(self, depth: int) -> Timed:
+    def _forward(self, depth: int, size: int) -> Timed:
         work = self.work.on_tokens()
         model = work.blueprint.shortened(depth, self.dtype, self.device)
         objective = in_precision(work.objective(model), self.args, self.device)
-        return Evaluation(model, objective, work.batch(self.examples, self.device))
+        return Evaluation(model, objective, work.batch(size, self.device))
 
-    def _encoding(self, found: Measured, rows: tuple[int | None, int | None]) -> float:
+    def _encoding(self, rows: tuple[int | None, int | None]) -> float:
         """Seconds of running a frozen encoder over all rows once; 0 without precompute_features."""
         if not self._features:
             return 0.0
-        count = sum(n or 0 for n in rows)
         layers = self.work.blueprint.num_layers - 1
-        whole = self.forward[1] + layers * self._layer()
-        return whole * count / found.examples
+        return sum(n or 0 for n in rows) * (self.forward[1] + layers * self._layer())
 
     def _machine(self) -> str:
         from hf_dpzero.bench.command import machine
@@ -319,9 +322,29 @@ def layout_of(work: Pass, args: Any) -> Layout:
     )
 
 
-def _shortened_bytes(blueprint: Blueprint, layers: int, dtype: str) -> int:
-    model = blueprint.shortened(layers, dtype, "meta")
+def _parameter_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def affordable(most: int, seconds: Callable[[int], float], layers: int, budget: float) -> int:
+    """The largest size up to `most`, tried in steps of four, whose rounds stay within the budget.
+
+    A size is tried only if it would stay within it at four times the seconds of the last one.
+
+    Args:
+      seconds: runs one layer at a size.
+      layers: that a round runs in all; three rounds are to be afforded.
+    """
+    size, reached = 1, 1
+    while True:
+        rounds = 3 * layers * seconds(size)
+        if rounds > budget:
+            return reached
+        reached = size
+        grown = min(most, 4 * size)
+        if size == most or rounds * grown / size > budget:
+            return reached
+        size = grown
 
 
 def in_turns(

@@ -148,8 +148,9 @@ class ZerothOrderStep(Timed):
         with isolated_randomness():
             make_exact(differences, {n: v[:1] for n, v in batch.items()}, tried, num_directions)
         self.batch, self.strategy = batch, differences.strategy
+        scalar: Any = mechanism
         self.step = PrivateStep(
-            mechanism=dataclasses.replace(mechanism, num_directions=num_directions),  # type: ignore[call-arg, type-var]
+            mechanism=dataclasses.replace(scalar, num_directions=num_directions),
             space=space,
             differences=differences,
             noise=SecureNoise(),
@@ -215,7 +216,8 @@ def _header(args: Any, mechanism: Mechanism) -> dict[str, Any]:
 def mechanism_of(args: Any, plan: Any) -> Mechanism:
     """The plan's, or without a plan one of the recipe's method with a noise multiplier of 1."""
     if plan is not None:
-        return plan.mechanism  # type: ignore[no-any-return]
+        found: Mechanism = plan.mechanism
+        return found
     values = {"name": args.method, "expected_batch_size": float(args.expected_batch_size)}
     if not args.not_private:
         values |= {"clip": args.clip, "noise_multiplier": 1.0}

@@ -84,15 +84,15 @@ class PromptEncoder:
         found: list[list[int]] = self.tokenizer(list(texts), verbose=False)["input_ids"]
         return [ids[:-1] for ids in found] if self._drops_end else found
 
-    def answer_ids(self, row: Row, answers: Sequence[str]) -> list[list[int]]:
-        """The tokens of each answer after this row's prompt, as they come out in one text with it."""
-        half = self._halves(row)
-        prompt = self.ids([self._joined(half)])[0]
-        space = half.before[len(half.before.rstrip(" ")) :]
-        together = self.ids([half.before + answer for answer in answers])
+    def answer_ids(self, rows: Sequence[Row], answers: Sequence[str]) -> list[list[int]]:
+        """The tokens of each row's answer after its prompt, as they come out in one text with it."""
+        halves = [self._halves(row) for row in rows]
+        prompts = self.ids([self._joined(half) for half in halves])
+        whole = self.ids([half.before + a for half, a in zip(halves, answers, strict=True)])
+        spaces = [half.before[len(half.before.rstrip(" ")) :] for half in halves]
         return [
-            self._after(prompt, ids, space + answer)
-            for ids, answer in zip(together, answers, strict=True)
+            self._after(prompt, together, space + answer)
+            for prompt, together, space, answer in zip(prompts, whole, spaces, answers, strict=True)
         ]
 
     def example(self, row: Row, answer: str) -> str:

@@ -93,7 +93,7 @@ class PromptedClassification(PromptTask):
             return tuple((token,) for token in mask_word_ids(tokenizer, words))
         encoder = PromptEncoder(tokenizer, self.template, self.head)
         sample = dict.fromkeys(self.columns, "x")
-        found = [tuple(ids) for ids in encoder.answer_ids(sample, words)]
+        found = [tuple(ids) for ids in encoder.answer_ids([sample] * len(words), words)]
         distinct(found, words)
         return tuple(found)
 

@@ -112,10 +112,7 @@ class PromptedGeneration(PromptTask):
         """Columns input_ids (prompt and answer), prompt_length, references."""
         texts = [self.texts(row) for row in rows]
         written = [self._written(row) for row in rows]
-        answers = [
-            encoder.answer_ids(text, [answer])[0]
-            for text, answer in zip(texts, written, strict=True)
-        ]
+        answers = encoder.answer_ids(texts, written)
         room = [max(len(answer), self.data.max_new_tokens) for answer in answers]
         found = encoder.encode(texts, [self.data.max_seq_length - size for size in room])
         return {
