@@ -286,6 +286,7 @@ def _init_fresh_(
     kind: str,
 ) -> None:
     """Sets the parameters named in `fresh`, those that the checkpoint did not bring."""
+    _check_drawable(model, fresh)
     _draw_(model, fresh, torch.Generator().manual_seed(arguments.init_seed))
     if kind in LANGUAGE_MODELS:
         return
@@ -299,6 +300,17 @@ def _init_fresh_(
         head.weight.copy_(label_text_weights(model, tokenizer, arguments.label_texts or []))
 
 
+def _check_drawable(model: nn.Module, fresh: list[str]) -> None:
+    """Refuses to make up weights of quantised layers, which would not be quantised."""
+    for name in fresh:
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if type(layer).__module__.startswith("bitsandbytes"):
+            raise ValueError(
+                f"the checkpoint has no {name}, and weights of a quantised layer are not drawn at "
+                "random: drop load_in_4bit and load_in_8bit, or start from a checkpoint that has it."
+            )
+
+
 def _draw_(model: nn.Module, names: list[str], generator: torch.Generator) -> None:
     """Matrices N(0, initializer_range^2), biases 0, other vectors (norm scales) 1.
 
@@ -310,11 +322,6 @@ def _draw_(model: nn.Module, names: list[str], generator: torch.Generator) -> No
     std = getattr(encoder, "initializer_range", None) or getattr(encoder, "init_std", None) or 0.02
     for name in sorted(set(names) & set(parameters)):
         parameter = parameters[name]
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"the checkpoint has no {name}, and a quantised weight is not drawn at random: drop "
-                "load_in_4bit and load_in_8bit, or start from a checkpoint that has it."
-            )
         if parameter.dim() > 1:
             drawn = torch.empty_like(parameter, device="cpu")
             parameter.copy_(drawn.normal_(0.0, std, generator=generator))

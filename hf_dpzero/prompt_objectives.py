@@ -219,7 +219,7 @@ def _answer_targets(rows: Inputs, answers: Tensor) -> tuple[Tensor, Tensor]:
             f"candidate {_first(outside)} of the batch has answer_lengths out of range: it needs a "
             "token of its own and one before it."
         )
-    offsets = torch.arange(int(answers.max()) if len(answers) else 1, device=ids.device)
+    offsets = torch.arange(int(answers.max()), device=ids.device)
     places = (lengths - answers).unsqueeze(1) + offsets
     own = offsets < answers.unsqueeze(1)
     places = places.where(own, 1)
@@ -238,7 +238,7 @@ def _labelled_targets(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Positions `[B, P]` whose next token is labelled, and these labels; -100 where a row has fewer."""
     following = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     labelled = following.ne(IGNORE_INDEX)
-    count = max(1, int(labelled.sum(dim=1).max())) if len(labels) else 1
+    count = max(1, int(labelled.sum(dim=1).max()))
     first = labelled.int().argsort(dim=1, descending=True, stable=True)[:, :count]
     return first, following.gather(1, first)
 

@@ -57,14 +57,14 @@ _INTRODUCTION = """\
 
 Written by `python -m hf_dpzero.recipe_table recipes`; change the recipes, not this file.
 
-A recipe is a YAML file with the fields of `ModelArguments`, `DataArguments` and `DPZeroConfig`. Its header
-says what to download, what to expect and what differs from the paper. Any field can be overridden:
-`--target_epsilon 6`, `--train_file mine.jsonl --validation_file theirs.jsonl`. Files whose name starts with
-an underscore are what recipes share (`extends`), and no experiments.
+A recipe is a YAML file with the fields of `ModelArguments`, `DataArguments` and `DPZeroConfig`. Its
+header says what to download, what to expect and what differs from the paper. Any field can be
+overridden: `--target_epsilon 6`, `--train_file mine.jsonl --validation_file theirs.jsonl`. Files whose
+name starts with an underscore are what recipes share (`extends`), and no experiments.
 
 n is the number of training rows, which the accounting uses; B the expected batch; T the steps. What the
-paper reports (Zhang et al. 2024, arXiv:2310.09639) is its own code's result, mean ± standard error of three
-seeds, from [`paper_results.csv`](paper_results.csv).
+paper reports (Zhang et al. 2024, arXiv:2310.09639) is what its own code reached, mean ± standard error
+of three seeds, from [`paper_results.csv`](paper_results.csv).
 """
 
 
@@ -91,8 +91,8 @@ class Reported:
     def __str__(self) -> str:
         """As in the sentence of a header: "91.8 ± 0.1 % at epsilon = 2"."""
         error = f" ± {self.standard_error}" if self.standard_error else ""
-        where = {None: "without privacy"}.get(self.epsilon, f"at epsilon = {self.epsilon}")
-        return f"{self.mean}{error} % {'zero-shot' if self.arm == 'zero-shot' else where}"
+        budget = "without privacy" if self.epsilon is None else f"at epsilon = {self.epsilon}"
+        return f"{self.mean}{error} % {'zero-shot' if self.arm == 'zero-shot' else budget}"
 
 
 def read_reported(folder: Path) -> list[Reported]:

@@ -9,6 +9,7 @@ paper's prompts are single tokens, as they are in the published tokenizers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,8 +138,6 @@ def byte_level_bpe(
 
     The words occur often, with and without a space in front, so that each becomes one token.
     """
-    import json
-
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -149,14 +148,14 @@ def byte_level_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    often = [text for word in words for text in (f"{word}", f" {word}")] * 100
+    often = [text for word in words for text in (word, f" {word}")] * 100
     tokenizer.train_from_iterator([*TOY_TEXT, *often], trainer)
     trained = json.loads(tokenizer.to_str())["model"]
     return dict(trained["vocab"]), [tuple(merge) for merge in trained["merges"]]
 
 
 def _checked(tokenizer: Any, words: Sequence[str]) -> Any:
-    for word in (text for word in words for text in (word, f" {word}")):
-        ids = tokenizer(word, add_special_tokens=False)["input_ids"]
-        assert len(ids) == 1, f"{word!r} is {len(ids)} tokens"
+    for text in (*words, *(f" {word}" for word in words)):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert len(ids) == 1, f"{text!r} is {len(ids)} tokens"
     return tokenizer

@@ -7,12 +7,13 @@ tokenizer knows where its tokens lie in the text.
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterator
 from typing import Any
 
 from tiny_language_models import LABEL_WORDS, TOY_TEXT, opt_tokenizer, roberta_tokenizer
 from tokenizers import (
-    AddedToken,
     Regex,
     Tokenizer,
     decoders,
@@ -31,9 +32,10 @@ QWEN_PIECES = (  # as in the published tokenizer.json, less its English contract
 
 def corpus() -> Iterator[str]:
     yield from TOY_TEXT
-    yield from [text for word in LABEL_WORDS for text in (word, f" {word}", f"\n{word}")] * 100
+    yield from [text for word in LABEL_WORDS for text in (word, f" {word}")] * 100
 
 
+@functools.cache
 def bert() -> PreTrainedTokenizerFast:
     """WordPiece without case: `[CLS] text [SEP]`, `[MASK]`."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -41,9 +43,7 @@ def bert() -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=400, special_tokens=special, show_progress=False
-    )
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(corpus(), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
@@ -56,6 +56,7 @@ def bert() -> PreTrainedTokenizerFast:
     )
 
 
+@functools.cache
 def llama(ends: bool = False, legacy: bool = True) -> PreTrainedTokenizerFast:
     """SentencePiece BPE with bytes for what it does not know: `<s> text`, or with `</s>` after it.
 
@@ -64,19 +65,20 @@ def llama(ends: bool = False, legacy: bool = True) -> PreTrainedTokenizerFast:
       legacy: write the first space as Llama 2 does (a normaliser), not as newer ones (Metaspace).
     """
     special = ["<unk>", "<s>", "</s>"]
-    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    if legacy:
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁")  # no piece has a space inside
     trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=[*special, *alphabet], show_progress=False,
-        max_token_length=8,
-    )  # fmt: skip
+        vocab_size=700, special_tokens=[*special, *pieces], show_progress=False, max_token_length=8
+    )
     tokenizer.train_from_iterator(corpus(), trainer)
+    trained = json.loads(tokenizer.to_str())["model"]
+    merges = [tuple(merge) for merge in trained["merges"]]
+    tokenizer = Tokenizer(
+        models.BPE(trained["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.add_special_tokens(special)  # and not the bytes
+    _write_spaces(tokenizer, legacy)
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -93,6 +95,16 @@ def llama(ends: bool = False, legacy: bool = True) -> PreTrainedTokenizerFast:
     )
 
 
+def _write_spaces(tokenizer: Tokenizer, legacy: bool) -> None:
+    if legacy:
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+
+
+@functools.cache
 def qwen() -> PreTrainedTokenizerFast:
     """Byte-level BPE that adds nothing to a text and joins new lines to the punctuation before them."""
     tokenizer = Tokenizer(models.BPE())
@@ -125,9 +137,8 @@ class Slow(PreTrainedTokenizer):
 
     def __init__(self, **settings: Any) -> None:
         self.known: dict[str, int] = {"<pad>": 0, "<unk>": 1, "</s>": 2, "<mask>": 3}
-        super().__init__(
-            pad_token="<pad>", unk_token="<unk>", eos_token="</s>", mask_token="<mask>", **settings
-        )
+        special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}
+        super().__init__(**{**special, "mask_token": "<mask>", **settings})
 
     @property
     def vocab_size(self) -> int:
@@ -164,5 +175,3 @@ CAUSAL = {
     "slow": Slow,
 }
 """Family -> a function that makes its tokenizer."""
-
-__all__ = ["AddedToken", "CAUSAL", "MASKED", "Slow", "bert", "llama", "qwen"]

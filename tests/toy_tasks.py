@@ -79,23 +79,22 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 # ---------------------------------------------------------------- public text
 
 
-def public_text(count: int, seed: int, rooms: bool) -> list[str]:
-    """Reviews, and with `rooms` as many rooms."""
+def public_text(count: int, seed: int, rooms: bool) -> list[tuple[str, str]]:
+    """What reviews, and with `rooms` as many rooms, begin with, and how they go on."""
     draw = random.Random(seed)
     kinds = (_review_text, _room_text) if rooms else (_review_text,)
     return [draw.choice(kinds)(draw) for _ in range(count)]
 
 
-def _review_text(draw: random.Random) -> str:
+def _review_text(draw: random.Random) -> tuple[str, str]:
     row = _review(draw)
-    word = _KNOWN[row["label"]] if draw.random() < 0.5 else draw.choice(_OPEN)
-    said = f"a {word} one" if draw.random() < 0.5 else word
-    return f"{row['sentence']} It was {said}."
+    word = _KNOWN[row["label"]] if draw.random() < 0.6 else draw.choice(_OPEN)
+    return row["sentence"], f" It was a {word} one." if draw.random() < 0.5 else f" It was {word}."
 
 
-def _room_text(draw: random.Random) -> str:
+def _room_text(draw: random.Random) -> tuple[str, str]:
     row = _room(draw, second=draw.random() < _SECOND)
-    return f"{row['context']}\nQuestion: {row['question']}\nAnswer: {row['answer']}\n"
+    return f"{row['context']}\nQuestion: {row['question']}\nAnswer:", f" {row['answer']}\n"
 
 
 # ---------------------------------------------------------------- models that have read it
@@ -110,26 +109,25 @@ def pretrained_masked_lm(folder: Path, steps: int = 300, seed: int = 0) -> Path:
         vocab_size=len(tokenizer),
         hidden_size=32,
         num_hidden_layers=2,
-        num_attention_heads=2,
+        num_attention_heads=4,
         intermediate_size=64,
         max_position_embeddings=POSITIONS + 2,
         type_vocab_size=1,
+        initializer_range=0.2,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     model = seeded(lambda: RobertaForMaskedLM(config), seed)
-    blanks = torch.Generator().manual_seed(seed)
-
-    def hide(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        ids = batch["input_ids"]
-        chosen = torch.rand(ids.shape, generator=blanks) < 0.2
-        words = torch.tensor(tokenizer.convert_tokens_to_ids([f"Ġ{w}" for w in (*_KNOWN, *_OPEN)]))
-        chosen = (chosen | torch.isin(ids, words)) & (ids > tokenizer.unk_token_id)
-        hidden = ids.masked_fill(chosen, tokenizer.mask_token_id)
-        return {**batch, "input_ids": hidden, "labels": ids.masked_fill(~chosen, -100)}
-
-    read_(model, tokenizer, public_text(4096, seed, rooms=False), steps, hide)
+    text = [start + end for start, end in public_text(4096, seed, rooms=False)]
+    batch = dict(tokenizer(text, padding=True, return_tensors="pt"))
+    ids = batch["input_ids"]
+    opinions = tokenizer.convert_tokens_to_ids([f"Ġ{word}" for word in (*_KNOWN, *_OPEN)])
+    hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
+    hidden = (hidden | torch.isin(ids, torch.tensor(opinions))) & (ids > 3)  # no special token
+    batch["input_ids"] = ids.masked_fill(hidden, tokenizer.mask_token_id)
+    batch["labels"] = ids.masked_fill(~hidden, -100)
+    read_(model, batch, steps)
     return _saved(folder, model, tokenizer)
 
 
@@ -143,44 +141,36 @@ def pretrained_causal_lm(folder: Path, steps: int = 500, seed: int = 0) -> Path:
         hidden_size=32,
         word_embed_proj_dim=32,
         num_hidden_layers=2,
-        num_attention_heads=2,
+        num_attention_heads=4,
         ffn_dim=64,
         max_position_embeddings=POSITIONS,
+        init_std=0.2,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     model = seeded(lambda: OPTForCausalLM(config), seed)
-
-    def follow(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        padding = batch["attention_mask"] == 0
-        return {**batch, "labels": batch["input_ids"].masked_fill(padding, -100)}
-
-    read_(model, tokenizer, public_text(4096, seed, rooms=True), steps, follow)
+    text = public_text(4096, seed, rooms=True)
+    starts = torch.tensor([len(tokenizer(start)["input_ids"]) for start, _ in text])
+    batch = dict(tokenizer([start + end for start, end in text], padding=True, return_tensors="pt"))
+    ids, places = batch["input_ids"], torch.arange(batch["input_ids"].shape[1])
+    goes_on = (places >= starts.unsqueeze(1)) & (batch["attention_mask"] > 0)
+    batch["labels"] = ids.masked_fill(~goes_on, -100).roll(-1, dims=1)  # the first is not labelled
+    read_(model, batch, steps)
     return _saved(folder, model, tokenizer)
 
 
-def read_(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    steps: int,
-    labelled: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
-) -> list[float]:
-    """AdamW on batches of `texts` in place, without dropout; the losses."""
-    encoded = dict(tokenizer(list(texts), padding=True, return_tensors="pt"))
+def read_(model: PreTrainedModel, text: Mapping[str, Tensor], steps: int) -> list[float]:
+    """AdamW in place, without dropout, on `labels` `[N, T]` at the positions of the logits."""
     order = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
     losses = []
     for _ in range(steps):
-        chosen = torch.randint(len(texts), (64,), generator=order)
-        batch = dict(labelled({name: rows[chosen] for name, rows in encoded.items()}))
+        chosen = torch.randint(len(text["labels"]), (64,), generator=order)
+        batch = {name: rows[chosen] for name, rows in text.items()}
         labels = batch.pop("labels")
-        logits = model(**batch).logits
-        if not tokenizer.mask_token:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -165,16 +165,15 @@ def evaluation_bytes(work: Pass, model: nn.Module, size: int) -> int:
 
 
 def generation_bytes(work: FreeText, model: nn.Module, size: int) -> int:
-    """What generation keeps beside a pass: cache and logits.
+    """The cache that generation keeps beside a pass.
 
     Keys and values of every layer, T tokens each (the new ones have their room in T), and one layer's
-    once more while it grows; float32 logits `[B, V]` of every new token.
+    once more while it grows.
     """
     body = text_config(work.blueprint.config)
     width = next(p for p in model.parameters() if p.is_floating_point()).element_size()
     layer = size * work.length * width * cache_width(body)
-    logits = 4 * size * work.max_new_tokens * work.blueprint.vocabulary
-    return (int(body.num_hidden_layers) + 1) * layer + logits
+    return (int(body.num_hidden_layers) + 1) * layer
 
 
 def cache_width(body: Any) -> int:

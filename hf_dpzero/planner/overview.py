@@ -11,7 +11,7 @@ from torch import nn
 from hf_dpzero.planner.blueprint import Blueprint, longest
 from hf_dpzero.planner.configs import FoundConfig, find_config
 from hf_dpzero.planner.memory import Peaks, all_peaks, devices, own_dtype, quantised_bits, rooms
-from hf_dpzero.planner.passes import Pass, SingleWords, pass_of
+from hf_dpzero.planner.passes import Pass, SingleWords, pass_of, several_tokens
 from hf_dpzero.planner.rows import RowCounts, count_rows
 from hf_dpzero.planner.seconds import estimate_seconds
 from hf_dpzero.recipe import Recipe
@@ -48,7 +48,9 @@ def overview(recipe: Recipe, num_examples: int | None, calibrate: bool) -> Overv
     plan = _plan(recipe, rows)
     labels = 2 if rows.labels is None else rows.labels
     blueprint = Blueprint.of(recipe, found.config, labels)
-    work = pass_of(blueprint, longest(found.config, recipe.data.max_seq_length), recipe.data)
+    length = longest(found.config, recipe.data.max_seq_length)
+    several = several_tokens(rows.task, recipe.model)
+    work = pass_of(blueprint, length, recipe.data, several)
     peaks = all_peaks(work, recipe)
     time = (
         estimate_seconds(work, recipe, plan, peaks, (rows.train, rows.validation))
@@ -57,7 +59,7 @@ def overview(recipe: Recipe, num_examples: int | None, calibrate: bool) -> Overv
     )
     sections = {
         "model": model_section(blueprint, found, recipe),
-        "memory": memory_section(work, recipe, peaks, devices()),
+        "memory": memory_section(work, recipe, peaks, devices(), several is None),
         "time": time,
     }
     return Overview(rows, plan, sections)
@@ -97,9 +99,14 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 
 def memory_section(
-    work: Pass, recipe: Recipe, peaks: list[Peaks], machine: Mapping[str, int]
+    work: Pass, recipe: Recipe, peaks: list[Peaks], machine: Mapping[str, int], guessed: bool = True
 ) -> dict[str, Any]:
-    """Expected peaks by precision, and which devices a run fits on."""
+    """Expected peaks by precision, and which devices a run fits on.
+
+    Args:
+      machine: name -> bytes of this machine's devices.
+      guessed: no tokenizer has said how many tokens label words are.
+    """
     bits = quantised_bits(recipe.model)
     own = f"{bits}-bit" if bits else own_dtype(work.blueprint)
     return {
@@ -110,7 +117,7 @@ def memory_section(
         "own_precision": own,
         "devices": dict(machine),
         "by_precision": {p.precision: _row(p, rooms(machine)) for p in peaks},
-        "notes": _notes(work, recipe),
+        "notes": _notes(work, recipe, guessed),
     }
 
 
@@ -120,13 +127,13 @@ def _row(found: Peaks, sizes: Mapping[str, int]) -> dict[str, Any]:
     return {**row, "peak": found.peak, "fits": fits}
 
 
-def _notes(work: Pass, recipe: Recipe) -> list[str]:
+def _notes(work: Pass, recipe: Recipe, guessed: bool) -> list[str]:
     notes = [
         f"rows of {work.length} tokens, as long as max_seq_length allows: shorter texts take less",
         "libraries and a GPU's context, about 0.5 GB each, come on top; a device fits if a tenth of "
         "it is left",
     ]
-    if isinstance(work, SingleWords) and work.blueprint.head == "causal_lm":
+    if guessed and isinstance(work, SingleWords) and work.blueprint.head == "causal_lm":
         notes.append("label words are taken to be one token each; several make as many rows")
     if recipe.training.bf16:
         notes.append("bf16: autocast holds one layer's weights in bfloat16 as well")

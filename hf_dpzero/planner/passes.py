@@ -185,25 +185,45 @@ def _answer_losses(model: nn.Module, ids: Tensor, scored: int) -> Tensor:
     return torch.stack([F.cross_entropy(row.float(), targets) for row, targets in pairs])
 
 
-def pass_of(blueprint: Blueprint, length: int, data: Any) -> Pass:
+def pass_of(blueprint: Blueprint, length: int, data: Any, several: bool | None = None) -> Pass:
     """The objective that a recipe asks for.
 
     Args:
       data: the recipe's DataArguments.
+      several: whether some label's words are several tokens; None if no tokenizer has said, and a
+        space in one tells.
     """
     if blueprint.head == "sequence_classification":
         return Classification(blueprint, length)
     if blueprint.num_labels == 0:
         return FreeText(blueprint, length, data.max_new_tokens, data.objective == "f1")
-    several = blueprint.head == "causal_lm" and any(" " in word for word in label_words(data))
+    if several is None:
+        spaced = any(" " in word.strip() for word in label_words(data))
+        several = blueprint.head == "causal_lm" and spaced
     return SeveralWords(blueprint, length) if several else SingleWords(blueprint, length)
 
 
 def label_words(data: Any) -> tuple[str, ...]:
-    """The words that stand for the labels, of the recipe or of a built-in task."""
+    """The words that stand for the labels: the recipe's, or the task's."""
     from hf_dpzero.planner.rows import description_of
 
     if data.label_words is not None:
         return tuple(data.label_words)
     prompts = getattr(description_of(data.task), "prompts", {})
     return tuple(prompts[data.prompt].label_words) if data.prompt in prompts else ()
+
+
+def several_tokens(task: Any, arguments: Any) -> bool | None:
+    """Whether a label's words are several tokens; None if the rows or the tokenizer are not here."""
+    from hf_dpzero.checkpoints import load_tokenizer
+    from hf_dpzero.models import resolve_path
+    from hf_dpzero.planner.rows import offline
+
+    if not hasattr(task, "words"):
+        return None
+    try:
+        with offline():
+            tokenizer = load_tokenizer(resolve_path(arguments.model_name_or_path), arguments)
+    except (OSError, ImportError):
+        return None
+    return any(len(ids) > 1 for ids in task.words(tokenizer))

@@ -26,12 +26,14 @@ class RowCounts:
       validation: rows of validation data; None if they are not here.
       labels: number of classes; 0 where answers are generated; None if it is not known.
       source: where `train` comes from, in words; or what to give if it is None.
+      task: with its rows, if they are here.
     """
 
     train: int | None
     validation: int | None = None
     labels: int | None
     source: str
+    task: Any = None
 
 
 def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
@@ -60,6 +62,7 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
         validation=len(task.splits["validation"]),
         labels=len(task.label_names),
         source=f"the training rows of task {task.name}, which are here",
+        task=task,
     )
 
 
@@ -104,10 +107,12 @@ def known_labels(task: str) -> int | None:
 
 
 def description_of(task: str) -> Any:
-    """What is known of a task without its rows; None if nothing is."""
-    from hf_dpzero.tasks import benchmarks
+    """What is known of a described task without its rows; None for the others."""
+    from hf_dpzero.tasks import TASKS, _described, benchmarks
 
-    return benchmarks.BENCHMARKS.get(task)
+    if task in TASKS:
+        return benchmarks.BENCHMARKS.get(task)
+    return _described(task)
 
 
 @contextlib.contextmanager

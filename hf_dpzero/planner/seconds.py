@@ -189,7 +189,7 @@ class _Calibration:
                 f"{self.layout.depths[-1]} layers, and {self._room / GIB:.1f} GiB may be used"
             )
         self._all_steps(1)  # libraries loaded, kernels compiled
-        size = affordable(size, self._all_steps, sum(self.layout.depths), BUDGET / 2)
+        size = affordable(size, self._all_steps, sum(self.layout.depths), BUDGET * 0.6)
         if size < wanted:
             self.notes.append(
                 f"calibrated with {size} examples at a time instead of {wanted}, to stay within "

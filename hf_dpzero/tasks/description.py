@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hf_dpzero.tasks.sources import HubSource
+from hf_dpzero.tasks.templates import ANSWER, MASK, checked_template
 
 METRICS = {"classification": ("accuracy", "macro_f1"), "generation": ("squad", "drop")}
 PROMPT_KINDS = ("masked_lm", "causal_lm")
@@ -50,7 +51,8 @@ class TaskDescription:
       metric: accuracy or macro_f1; squad or drop for generated answers.
 
     Raises:
-      ValueError: neither labels nor answers, both, or a metric of the other kind.
+      ValueError: neither labels nor answers, both, or a metric of the other kind; fields or prompts
+        that do not fit together.
     """
 
     name: str
@@ -71,17 +73,48 @@ class TaskDescription:
                 f"{list(self.answer_columns)}: give label_names for a classification, or "
                 "answer_columns where the answer is a text."
             )
-        if not self.fields:
-            raise ValueError(f"task {self.name!r} has no fields: name its text columns.")
+        self._check_fields()
         kind = "generation" if self.generates else "classification"
         if self.metric not in METRICS[kind]:
             raise ValueError(
                 f"task {self.name!r} has metric={self.metric!r}; a {kind} task has one of "
                 f"{', '.join(METRICS[kind])}."
             )
-        for unknown in set(self.prompts) - set(PROMPT_KINDS):
+        for prompt_kind, prompt in self.prompts.items():
+            self._check_prompt(prompt_kind, prompt)
+
+    def _check_fields(self) -> None:
+        if not self.fields:
+            raise ValueError(f"task {self.name!r} has no fields: name its text columns.")
+        for name in (MASK, ANSWER):
+            if name in self.fields:
+                raise ValueError(
+                    f"task {self.name!r} has a field {name!r}, which in a template stands for the "
+                    "place of the label: call the field (or the column) something else."
+                )
+        for name in self.optional_fields:
+            if name not in self.fields:
+                raise ValueError(
+                    f"task {self.name!r} has optional_fields with {name!r}, which is none of its "
+                    f"fields {', '.join(self.fields)}."
+                )
+
+    def _check_prompt(self, kind: str, prompt: Prompt) -> None:
+        known = PROMPT_KINDS[1:] if self.generates else PROMPT_KINDS
+        if kind not in known:
             raise ValueError(
-                f"task {self.name!r} has a prompt {unknown!r}; there are {', '.join(PROMPT_KINDS)}."
+                f"task {self.name!r} has a prompt {kind!r}; there are {', '.join(known)}."
+            )
+        checked_template(prompt.template, kind, tuple(self.fields), self.optional_fields)
+        if prompt.passage is not None and prompt.passage not in self.fields:
+            raise ValueError(
+                f"task {self.name!r} has passage={prompt.passage!r} in its prompt {kind}, which is "
+                f"none of its fields {', '.join(self.fields)}."
+            )
+        if prompt.label_words and len(prompt.label_words) != len(self.label_names):
+            raise ValueError(
+                f"task {self.name!r} has {len(prompt.label_words)} label_words in its prompt {kind} "
+                f"and {len(self.label_names)} labels: give one each."
             )
 
     @property

@@ -45,12 +45,14 @@ def distinct(ids: Sequence[Token], words: Sequence[str]) -> tuple[Token, ...]:
 
 def _one_token(tokenizer: PreTrainedTokenizerBase, word: str) -> int:
     ids = _ids_after_space(tokenizer, word)
-    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+    if not _is_one_token(tokenizer, word):
         pieces = tokenizer.convert_ids_to_tokens(ids)
-        raise ValueError(
-            f"label word {word!r} is {len(ids)} tokens ({', '.join(map(str, pieces))}) and a mask is "
-            f"filled by one: {_advice(tokenizer, word)}"
+        what = (
+            "is not in the vocabulary"
+            if tokenizer.unk_token_id in ids
+            else f"is {len(ids)} tokens ({', '.join(map(str, pieces))}) and a mask is filled by one"
         )
+        raise ValueError(f"label word {word!r} {what}: {_advice(tokenizer, word)}")
     return ids[0]
 
 
@@ -58,20 +60,17 @@ def _ids_after_space(tokenizer: PreTrainedTokenizerBase, word: str) -> list[int]
     return list(tokenizer(f" {word.strip()}", add_special_tokens=False)["input_ids"])
 
 
+def _is_one_token(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
+    ids = _ids_after_space(tokenizer, word)
+    return bool(word.strip()) and len(ids) == 1 and ids[0] != tokenizer.unk_token_id
+
+
 def _advice(tokenizer: PreTrainedTokenizerBase, word: str) -> str:
     """Other spellings that are one token, or the prompt that takes several."""
     spellings = (word.lower(), word.capitalize(), word.upper(), *word.split(), word.rstrip("s"))
-    fitting = [
-        other
-        for other in dict.fromkeys(spellings)
-        if other != word and _is_one_token(tokenizer, other)
-    ]
+    others = [other for other in dict.fromkeys(spellings) if other != word]
+    fitting = [other for other in others if _is_one_token(tokenizer, other)]
     several = "prompt: causal_lm scores words of several tokens"
     if not fitting:
         return f"set label_words to words of the vocabulary; {several}."
     return f"set label_words to, for example, {' or '.join(map(repr, fitting))}; {several}."
-
-
-def _is_one_token(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
-    ids = _ids_after_space(tokenizer, word)
-    return len(ids) == 1 and ids[0] != tokenizer.unk_token_id

@@ -6,17 +6,17 @@ All texts of a batch are tokenised in one call; only those that are too long are
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_dpzero.tasks.templates import ANSWER, MASK, Template
+from hf_dpzero.tasks.templates import ANSWER, MASK, PLACE, Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PLACE = "\ue000"  # stands for the mask or the answer while a prompt is made; for private use
 SEPARATORS = {"masked_lm": " ", "causal_lm": "\n\n"}
 
 Row = Mapping[str, str]
@@ -103,11 +103,10 @@ class PromptEncoder:
     # ---------------------------------------------------------------- text
 
     def _halves(self, row: Row, demonstrations: Sequence[str] = ()) -> _Halves:
-        clean = {name: text.replace(_PLACE, "") for name, text in row.items()}
-        own = self.template.render({**clean, MASK: _PLACE, ANSWER: _PLACE})
-        shown = SEPARATORS[self.kind].join((*demonstrations, own))
-        before, _, after = shown.partition(_PLACE)
-        return _Halves(before, after)
+        clean = {name: text.replace(PLACE, "") for name, text in row.items()}
+        own = self.template.render({**clean, MASK: PLACE, ANSWER: PLACE})
+        before, _, after = own.partition(PLACE)
+        return _Halves(SEPARATORS[self.kind].join((*demonstrations, before)), after)
 
     def _joined(self, half: _Halves) -> str:
         """What is tokenised: with the mask token, or up to the spaces before the answer."""
@@ -172,23 +171,37 @@ class PromptEncoder:
     def _cut_field(self, row: Row, name: str, limit: int) -> Encoded | None:
         """The prompt with as much of one field as fits, from its start; None if none of it does."""
         text = row[name].strip()
-        ends = [0, *self._token_ends(text)]
-        kept = len(ends) - 1
-        while kept >= 0:
-            half = self._halves({**row, name: text[: ends[kept]]})
-            ids = self.ids([self._joined(half)])[0]
-            excess = len(ids) - limit
-            if excess <= 0:
-                return self._encoded(half, ids, cut=True, left_out=len(self.demonstrations))
-            kept -= excess if kept == 0 or excess <= kept else kept
-        return None
 
-    def _token_ends(self, text: str) -> list[int]:
-        """Where in the text each of its tokens ends; about there, for a tokenizer without offsets."""
-        if self.tokenizer.is_fast:
-            found = self.tokenizer(
-                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
-            return [end for _, end in found["offset_mapping"]]
-        count = len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        return [round(len(text) * (index + 1) / count) for index in range(count)]
+        def cut(end: int) -> tuple[_Halves, list[int]]:
+            half = self._halves({**row, name: text[:end]})
+            return half, self.ids([self._joined(half)])[0]
+
+        def size(end: int) -> int:
+            return len(cut(end)[1])
+
+        end = (self._last_token if self.tokenizer.is_fast else _last_character)(text, size, limit)
+        if end is None:
+            return None
+        return self._encoded(*cut(end), cut=True, left_out=len(self.demonstrations))
+
+    def _last_token(self, text: str, size: Callable[[int], int], limit: int) -> int | None:
+        """The end of the last token of a text with which the prompt's `size` is within its limit."""
+        found = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ends = [0, *(end for _, end in found["offset_mapping"])]
+        kept = too_many = len(ends) - 1
+        while (excess := size(ends[kept]) - limit) > 0:
+            if kept == 0:
+                return None
+            too_many, kept = kept, max(0, kept - excess)
+        while excess < 0 and kept + 1 < too_many:  # too much was left out
+            excess = size(ends[kept + 1]) - limit
+            kept += excess <= 0
+        return ends[kept]
+
+
+def _last_character(text: str, size: Callable[[int], int], limit: int) -> int | None:
+    """The same for a tokenizer in Python, which does not say where its tokens lie."""
+    fitting = bisect.bisect_right(range(len(text) + 1), limit, key=size)
+    return fitting - 1 if fitting else None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOTES = ("cut", "left_out")  # columns that are counted and dropped
+_UNSEEN = ("name", "splits", "data", "label_names", "metric", "scored_as")  # by a row's tokens
 _BATCH = 256
 
 
@@ -113,7 +117,8 @@ class PromptTask(ABC):
 
     def texts(self, row: Mapping[str, Any]) -> dict[str, str]:
         """A row's fields, "" for those that it does not have."""
-        return {name: str(row.get(column) or "") for name, column in self.columns.items()}
+        found = {name: row.get(column) for name, column in self.columns.items()}
+        return {name: "" if value is None else str(value) for name, value in found.items()}
 
     def _demonstrations(self) -> list[Mapping[str, Any]]:
         """Training rows, drawn by subset_seed."""
@@ -153,14 +158,18 @@ class PromptTask(ABC):
 
         return Hasher.hash(
             (
-                rows._fingerprint,
+                (rows._fingerprint, start),
                 tokenizer_state(encoder.tokenizer),
-                (self.head, self.template.text, self.prompt.label_words, self.prompt.passage),
+                [(name, repr(getattr(self, name))) for name in self._decisive()],
                 encoder.demonstrations,
-                (sorted(self.columns.items()), start),
-                (self.data.max_seq_length, self.data.max_new_tokens, type(self).__name__),
+                (self.data.max_seq_length, self.data.max_new_tokens),
+                (type(self).__name__, code_digest()),
             )
         )
+
+    def _decisive(self) -> list[str]:
+        """The attributes that a row's tokens depend on."""
+        return [field.name for field in dataclasses.fields(self) if field.name not in _UNSEEN]
 
     def _say_what_was_cut(self, encoded: datasets.Dataset, split: str) -> None:
         cut, left_out = (int(np.sum(encoded[name][:], dtype=np.int64)) for name in _NOTES)
@@ -205,10 +214,24 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
     """Everything that decides which tokens come out, as text; not what padding was last asked for."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     if backend is None:
-        return repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
+        settings = sorted((name, repr(value)) for name, value in tokenizer.init_kwargs.items())
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        return repr((type(tokenizer).__name__, special, settings, vocabulary))
     state = json.loads(backend.to_str())
-    return json.dumps({**state, "truncation": None, "padding": None}, sort_keys=True)
+    return json.dumps(
+        {**state, "truncation": None, "padding": None, "special": special}, sort_keys=True
+    )
+
+
+@functools.cache
+def code_digest() -> str:
+    """SHA-256 of the files that make prompts and tokens, so that another release encodes anew."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def prompt_of(data: DataArguments, description: TaskDescription) -> tuple[Prompt, Template]:
@@ -231,4 +254,5 @@ def prompt_of(data: DataArguments, description: TaskDescription) -> tuple[Prompt
     text = known.template if data.template is None else data.template
     template = checked_template(text, kind, tuple(description.fields), description.optional_fields)
     passage = known.passage if known.passage in template.used_fields else None
+    words = tuple(word.strip() for word in words)
     return Prompt(template=text, label_words=words, passage=passage, source=known.source), template

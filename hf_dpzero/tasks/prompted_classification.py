@@ -33,15 +33,12 @@ def prompted_classification(
     """A classification task's rows as prompts.
 
     Raises:
-      ValueError: as `prompt_of`; label words missing or of another number than the labels; an
-        objective other than loss and accuracy.
+      ValueError: as `prompt_of`; label words missing, blank, or of another number than the labels;
+        a second text that the task does not have; an objective other than loss and accuracy.
     """
+    _check_texts(task, data, description)
     prompt, template = prompt_of(data, description)
-    if len(prompt.label_words) != task.num_labels:
-        raise ValueError(
-            f"label_words has {len(prompt.label_words)} words ({', '.join(prompt.label_words)}) for "
-            f"the {task.num_labels} labels {', '.join(task.label_names)}; give one each, in this order."
-        )
+    _check_words(prompt.label_words, task.label_names)
     if data.objective == "f1":
         raise ValueError(
             f"objective='f1' scores generated answers, and {task.name!r} is a classification: use "
@@ -58,6 +55,26 @@ def prompted_classification(
         label_names=task.label_names,
         metric=task.metric,
     )
+
+
+def _check_texts(task: Task, data: DataArguments, description: TaskDescription) -> None:
+    if len(task.text_columns) != len(description.fields):
+        raise ValueError(
+            f"text_pair_column={data.text_pair_column!r} names a second text, and task {task.name!r} "
+            f"has one text ({', '.join(description.fields)}): leave it out, or use task: "
+            "text_classification with a template and label_words."
+        )
+
+
+def _check_words(words: Sequence[str], label_names: Sequence[str]) -> None:
+    if len(words) != len(label_names):
+        raise ValueError(
+            f"label_words has {len(words)} words ({', '.join(words)}) for the {len(label_names)} "
+            f"labels {', '.join(label_names)}; give one each, in this order."
+        )
+    for word, label in zip(words, label_names, strict=True):
+        if not word:
+            raise ValueError(f"the label word of {label} is blank; give it one.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,15 @@ if TYPE_CHECKING:
     from hf_dpzero.prompt_objectives import PromptObjective
 
 END = "\n"
+_COLUMNS = (
+    "which names its own columns: rename those of the rows, or describe the task in a .yaml file"
+)
+_UNUSED = {
+    "num_examples_per_class": "which has no labels; set max_train_samples",
+    "label_words": "which has no labels",
+    **dict.fromkeys(("text_column", "text_pair_column", "label_column"), _COLUMNS),
+}
+"""Settings that a task with generated answers does not have -> why."""
 Golds = list[list[str]]
 
 
@@ -34,8 +43,7 @@ def prompted_generation(data: DataArguments, description: TaskDescription) -> Pr
     """A question answering task from the Hub or from local files.
 
     Raises:
-      ValueError: no prompt, a masked one, a class-wise subset, label words, objective accuracy,
-        missing columns, rows without an answer.
+      ValueError: no prompt, a masked one, settings of a classification, missing columns.
       OSError: the data cannot be found.
     """
     _check(data, description)
@@ -67,11 +75,10 @@ def _check(data: DataArguments, description: TaskDescription) -> None:
         )
     if data.objective == "accuracy":
         raise ValueError("objective='accuracy' is for label words: use f1 or loss here.")
-    for name in ("num_examples_per_class", "label_words"):
+    for name, instead in _UNUSED.items():
         if getattr(data, name) is not None:
             raise ValueError(
-                f"{name}={getattr(data, name)!r}: task {description.name!r} has no labels"
-                f"{'; set max_train_samples' if name == 'num_examples_per_class' else ''}."
+                f"{name}={getattr(data, name)!r} is not for task {description.name!r}, {instead}."
             )
 
 
@@ -87,11 +94,15 @@ def gold_answers(value: Any) -> Golds:
     """
     if isinstance(value, Mapping):
         value = value.get("text", value.get("spans"))
-    if isinstance(value, str):
-        value = [value]
-    golds = [[spans] if isinstance(spans, str) else list(spans) for spans in value or ()]
+    golds = [[str(span) for span in _listed(spans)] for spans in _listed(value)]
     distinct = {tuple(spans): spans for spans in golds if any(span.strip() for span in spans)}
     return list(distinct.values())
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list without its Nones, or a list of the one value; [] of None."""
+    values = value if isinstance(value, list) else [value]
+    return [one for one in values if one is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +144,7 @@ class PromptedGeneration(PromptTask):
                 f"column {self.answers!r} has rows without an answer; drop them (task {self.name!r} "
                 "trains on answers and scores against them)."
             )
-        return ", ".join(span.strip() for span in golds[0]) + END
+        return ", ".join(" ".join(span.split()) for span in golds[0]) + END
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
         """Prompt and answer in a row, labels on the answer alone."""

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.recipe_values import nearest, parse_yaml
+from hf_dpzero.recipe_values import coerce, nearest, parse_yaml
 from hf_dpzero.tasks.description import METRICS, Prompt, TaskDescription
 from hf_dpzero.tasks.sources import HubSource
 
@@ -53,21 +53,21 @@ def described_by(values: Any, name: str = "task") -> TaskDescription:
     Raises:
       ValueError: as `read_task`.
     """
-    _check_keys(values, _KEYS, "a task")
+    values = _given(values, _KEYS, "a task")
     if "fields" not in values:
         raise ValueError("fields is missing: name the text columns, such as {text: text}.")
     answers = _words(values.get("answers"), "answers")
     return TaskDescription(
-        name=str(values.get("name", name)),
+        name=_text(values, "name", name),
         source=_source(values),
         fields=_fields(values["fields"]),
         optional_fields=_words(values.get("optional_fields"), "optional_fields"),
         label_columns=_words(values.get("label_column", "label"), "label_column"),
         label_names=_words(values.get("labels"), "labels"),
         answer_columns=answers,
-        drop_unlabelled=bool(values.get("drop_unlabelled", False)),
-        prompts=_prompts(values.get("prompts") or {}),
-        metric=str(values.get("metric", METRICS["generation" if answers else "classification"][0])),
+        drop_unlabelled=_truth(values, "drop_unlabelled"),
+        prompts=_prompts(values.get("prompts", {})),
+        metric=_text(values, "metric", METRICS["generation" if answers else "classification"][0]),
     )
 
 
@@ -75,14 +75,22 @@ def _source(values: Mapping[str, Any]) -> HubSource | None:
     if "dataset" not in values:
         return None
     given = {"config": "config", "revision": "revision", "validation_split": "validation"}
-    settings = {field: str(values[key]) for key, field in given.items() if key in values}
-    return HubSource(str(values["dataset"]), **settings)
+    settings = {field: _text(values, key) for key, field in given.items() if key in values}
+    return HubSource(_text(values, "dataset"), **settings)
 
 
 def _fields(values: Any) -> dict[str, tuple[str, ...]]:
     if isinstance(values, Mapping):
-        return {str(name): _words(columns, str(name)) for name, columns in values.items()}
+        return {str(name): _columns(str(name), columns) for name, columns in values.items()}
     return {name: (name,) for name in _words(values, "fields")}
+
+
+def _columns(field: str, values: Any) -> tuple[str, ...]:
+    """What a field's column may be called; the field's own name where nothing is said."""
+    columns = _words(values, field)
+    if not columns and values is not None:
+        raise ValueError(f"field {field}: {values!r} names no column.")
+    return columns or (field,)
 
 
 def _prompts(values: Any) -> dict[str, Prompt]:
@@ -92,15 +100,29 @@ def _prompts(values: Any) -> dict[str, Prompt]:
 
 
 def _prompt(kind: str, values: Any) -> Prompt:
-    _check_keys(values, _PROMPT_KEYS, f"the prompt {kind}")
+    values = _given(values, _PROMPT_KEYS, f"the prompt {kind}")
     if "template" not in values:
         raise ValueError(f"the prompt {kind} has no template.")
     return Prompt(
-        template=str(values["template"]),
+        template=_text(values, "template"),
         label_words=_words(values.get("label_words"), "label_words"),
-        passage=values.get("passage"),
-        source=str(values.get("source", "")),
+        passage=_text(values, "passage") or None,
+        source=_text(values, "source"),
     )
+
+
+def _text(values: Mapping[str, Any], key: str, otherwise: str = "") -> str:
+    value = values.get(key, otherwise)
+    if not isinstance(value, str):
+        raise ValueError(f"{key}: {value!r} is not text; put it into quotes.")
+    return value
+
+
+def _truth(values: Mapping[str, Any], key: str) -> bool:
+    try:
+        return bool(coerce(values.get(key, False), bool))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}.") from error
 
 
 def _words(value: Any, key: str) -> tuple[str, ...]:
@@ -113,7 +135,8 @@ def _words(value: Any, key: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def _check_keys(values: Any, known: tuple[str, ...], what: str) -> None:
+def _given(values: Any, known: tuple[str, ...], what: str) -> dict[str, Any]:
+    """A mapping of known keys, less those that are null."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{what} is lines of `key: value`, this is {values!r}.")
     for key in values:
@@ -121,3 +144,4 @@ def _check_keys(values: Any, known: tuple[str, ...], what: str) -> None:
             near = nearest(str(key), known)
             hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}."
             raise ValueError(f"{what} has an unknown key {key!r}; {hint}")
+    return {key: value for key, value in values.items() if value is not None}

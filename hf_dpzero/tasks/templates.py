@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MASK, ANSWER = "mask", "answer"
+PLACE = "\ue000"  # stands for either while a prompt is made; a character for private use
 
 FILTERS = {
     "no_stop": lambda text: text.rstrip(string.punctuation + " "),
@@ -45,7 +46,8 @@ class Template:
       optional: those that may be empty; lines with an empty one are left out.
 
     Raises:
-      ValueError: braces that do not match, an unknown field or filter, no field at all.
+      ValueError: braces that do not match, an unknown field or filter, no field at all, the
+        character U+E000.
     """
 
     text: str
@@ -53,6 +55,8 @@ class Template:
     optional: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if PLACE in self.text:
+            raise ValueError(f"template {self.text!r} holds U+E000, which is for internal use.")
         if not self.used_fields:
             raise ValueError(
                 f"template {self.text!r} shows nothing of the row; put in one of "
@@ -70,6 +74,10 @@ class Template:
             raise ValueError(
                 f"template {self.text!r} has a field {{{piece.field}}}; there are "
                 f"{', '.join(f'{{{name}}}' for name in known)}."
+            )
+        if piece.filters and piece.field in (MASK, ANSWER):
+            raise ValueError(
+                f"template {self.text!r} filters {{{piece.field}}}: filters are for fields of the row."
             )
         for name in piece.filters:
             if name not in FILTERS:
@@ -92,6 +100,12 @@ class Template:
         """Whether nothing follows {answer}."""
         last = self.lines[-1]
         return bool(last) and last[-1].field == ANSWER
+
+    def optional_beside(self, field: str) -> list[str]:
+        """The optional fields on the same line: without them it is left out, and the field with it."""
+        lines = [line for line in self.lines if any(piece.field == field for piece in line)]
+        found = [piece.field for line in lines for piece in line]
+        return [name for name in self.optional if name in found]
 
     def render(self, row: Mapping[str, str]) -> str:
         """The template with the row's fields, `mask` and `answer` among them, in their places.
@@ -143,7 +157,7 @@ def checked_template(
       kind: "masked_lm": exactly one {mask}; "causal_lm": exactly one {answer}, at the end.
 
     Raises:
-      ValueError: the label has no place, or more than one; or as `Template`.
+      ValueError: the label has no place, more than one, or one that may be left out; or as `Template`.
     """
     template = Template(text, fields, optional)
     wanted, other = (MASK, ANSWER) if kind == "masked_lm" else (ANSWER, MASK)
@@ -152,6 +166,11 @@ def checked_template(
             f"template {text!r} has {template.count(wanted)} {{{wanted}}} and "
             f"{template.count(other)} {{{other}}}: prompt={kind} needs exactly one {{{wanted}}}, "
             "where the model says the label."
+        )
+    if beside := template.optional_beside(wanted):
+        raise ValueError(
+            f"template {text!r} has {{{wanted}}} on a line with the optional {{{beside[0]}}}, which is "
+            f"left out where that is empty: put {{{wanted}}} on another line."
         )
     if kind == "causal_lm" and not template.ends_with_answer():
         raise ValueError(

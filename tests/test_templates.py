@@ -1,0 +1,497 @@
+"""Prompt templates, and the tokens that rows become with them, for tokenizers of several families."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizer_families import CAUSAL, MASKED, QWEN_PIECES, Slow
+from transformers import ByT5Tokenizer
+
+from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder
+from hf_dpzero.tasks.templates import FILTERS, Template, checked_template
+
+PRIVATE_USE = "\ue000"
+FIELDS = ("passage", "question")
+MASKED_TEXT = "{passage} Q: {question:upper_first}? {mask}."
+CAUSAL_TEXT = "Passage: {passage}\nQ: {question}?\nA: {answer}"
+FAMILIES = [("masked_lm", name) for name in MASKED] + [("causal_lm", name) for name in CAUSAL]
+LOSSLESS = (
+    "opt",
+    "llama",
+    "llama_metaspace",
+    "llama_with_end",
+    "qwen",
+)  # decode gives the text back
+
+
+@functools.cache
+def tokenizer(kind: str, family: str) -> Any:
+    return (MASKED if kind == "masked_lm" else CAUSAL)[family]()
+
+
+def encoder(kind: str, family: str, text: str = "", **settings: Any) -> PromptEncoder:
+    text = text or (MASKED_TEXT if kind == "masked_lm" else CAUSAL_TEXT)
+    template = checked_template(text, kind, FIELDS)
+    settings = {"passage": "passage", **settings}
+    return PromptEncoder(tokenizer(kind, family), template, kind, **settings)
+
+
+def written(kind: str, family: str, row: dict[str, str]) -> str:
+    """What `encoder` should tokenise, written out by hand."""
+    passage, question = row["passage"].strip(), row["question"].strip()
+    if kind == "masked_lm":
+        mask = tokenizer(kind, family).mask_token
+        return f"{passage} Q: {question[:1].upper()}{question[1:]}? {mask}."
+    return f"Passage: {passage}\nQ: {question}?\nA:"
+
+
+def tokens_of(kind: str, family: str, text: str) -> list[int]:
+    """The tokenizer's own tokens, less the end token of a text that is to go on."""
+    ids: list[int] = tokenizer(kind, family)(text)["input_ids"]
+    return ids[:-1] if (kind, family) == ("causal_lm", "llama_with_end") else ids
+
+
+def one(kind: str, family: str, row: dict[str, str], limit: int = 10_000) -> Encoded:
+    return encoder(kind, family).encode([row], [limit])[0]
+
+
+WORDS = (
+    *("the", "river", "film", "great", "1900", "12345", "straße", "x" * 30, "?", "...", "\n", "  "),
+    *("🎉🎉", "日本語", "ﬁ", "a\u0301", "</s>", "<mask>", "[MASK]", "[SEP]", "{answer}", "{0}"),
+)
+
+
+def text_of(generator: random.Random, size: int) -> str:
+    return " ".join(generator.choice(WORDS) for _ in range(size))
+
+
+def rows_of(seed: int, count: int) -> list[dict[str, str]]:
+    """Passages of up to 30 odd words, questions of up to 6."""
+    generator = random.Random(seed)
+    return [
+        {
+            "passage": text_of(generator, generator.randint(0, 30)),
+            "question": text_of(generator, generator.randint(0, 6)),
+        }
+        for _ in range(count)
+    ]
+
+
+# ---------------------------------------------------------------- templates
+
+
+def test_fields_are_put_in_without_the_white_space_around_them() -> None:
+    template = Template("{b}:{a} {b}", ("a", "b", "c"))
+    assert template.render({"a": " one\n", "b": "\ttwo ", "c": "three"}) == "two:one two"
+    assert template.used_fields == ["b", "a"]
+    assert (template.count("b"), template.count("c"), template.count("mask")) == (2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("no_stop", "It rains. ", "It rains"),
+        ("no_stop", 'He said "no!"', "He said “no".replace("“", '"')),
+        ("no_stop", "3.5", "3.5"),
+        ("no_stop", "...", ""),
+        ("no_question_mark", "is it so ? ?", "is it so"),
+        ("no_question_mark", "is it so.", "is it so."),
+        ("upper_first", "is it", "Is it"),
+        ("upper_first", "", ""),
+        ("lower_first", "USA is", "uSA is"),
+        ("lower_first", "", ""),
+    ],
+)
+def test_a_filter(name: str, text: str, expected: str) -> None:
+    assert Template(f"<{{a:{name}}}>", ("a",)).render({"a": text}) == f"<{expected}>"
+
+
+def test_every_filter_is_tested() -> None:
+    marks: Any = test_a_filter.pytestmark  # type: ignore[attr-defined]
+    assert {case[0] for case in marks[0].args[1]} == set(FILTERS)
+
+
+def test_filters_are_applied_from_left_to_right() -> None:
+    row = {"a": '"is it so??"'}
+    assert Template("{a:no_stop:no_question_mark}", ("a",)).render(row) == '"is it so'
+    assert Template("{a:no_question_mark:no_stop}", ("a",)).render(row) == '"is it so'
+    row = {"a": "so?."}
+    assert Template("{a:no_question_mark}", ("a",)).render(row) == "so?."
+    assert Template("{a:no_question_mark:no_stop}", ("a",)).render(row) == "so"
+
+
+def test_braces_are_doubled() -> None:
+    assert Template("{{{a}}} {{b}}", ("a",)).render({"a": "x"}) == "{x} {b}"
+
+
+def test_text_of_a_row_is_never_read_as_a_template() -> None:
+    row = {"a": "{b} {{ }} {", "b": "secret"}
+    assert Template("{a}|{b}", ("a", "b")).render(row) == "{b} {{ }} {|secret"
+
+
+def test_lines_with_an_empty_optional_field_are_left_out() -> None:
+    template = Template("Title: {t}\n\n{a}\nNote: {n} {a}", ("t", "a", "n"), ("t", "n"))
+    assert template.render({"t": "T", "a": "A", "n": "N"}) == "Title: T\n\nA\nNote: N A"
+    assert template.render({"t": " \n", "a": "A", "n": "N"}) == "\nA\nNote: N A"
+    assert template.render({"t": "T", "a": "", "n": ""}) == "Title: T\n\n"
+
+
+def test_a_required_field_may_be_empty() -> None:
+    assert Template("A: {a}\nB", ("a",)).render({"a": ""}) == "A: \nB"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{a", "write {{ for a brace"),
+        ("a}", "write {{ for a brace"),
+        ("{a\n}", "write {{ for a brace"),
+        ("{}", "write {field} or {field:filter}"),
+        ("{a!r}", "write {field} or {field:filter}"),
+        ("{0} {a}", r"a field {0}; there are {a}, {b}, {mask}, {answer}"),
+        ("{a.b}", r"a field {a.b}"),
+        ("{a[0]}", r"a field {a[0]}"),
+        ("{ a}", "a field { a}"),
+        ("{A}", "a field {A}"),
+        ("{a:shout}", "a filter 'shout'; there are no_stop, no_question_mark, upper_first"),
+        ("{a:no_stop:}", "a filter ''"),
+        ("{a:{b}}", "a filter '{b}'"),
+        ("nothing {mask}", "shows nothing of the row; put in one of {a}, {b}"),
+        ("", "shows nothing of the row"),
+    ],
+)
+def test_a_template_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Template(text, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("masked_lm", "{a}", "0 {mask} and 0 {answer}: prompt=masked_lm needs exactly one {mask}"),
+        ("masked_lm", "{a} {mask} {mask}", "2 {mask} and 0 {answer}"),
+        ("masked_lm", "{a} {answer}", "0 {mask} and 1 {answer}"),
+        ("masked_lm", "{a} {mask} {answer}", "1 {mask} and 1 {answer}"),
+        ("causal_lm", "{a} {mask}", "prompt=causal_lm needs exactly one {answer}"),
+        ("causal_lm", "{a} {answer}\n{answer}", "2 {answer} and 0 {mask}"),
+        ("causal_lm", "{answer} {a}", "put {answer} last"),
+        ("causal_lm", "{a} {answer}.", "put {answer} last"),
+        ("causal_lm", "{a} {answer}\n", "put {answer} last"),
+    ],
+)
+def test_the_label_has_one_place(kind: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        checked_template(text, kind, ("a", "b"))
+
+
+@pytest.mark.parametrize("kind", ["masked_lm", "causal_lm"])
+def test_the_label_is_not_on_a_line_that_may_be_left_out(kind: str) -> None:
+    """The line would vanish with an empty field, and with it the place of the label."""
+    place = "{mask}" if kind == "masked_lm" else "{answer}"
+    with pytest.raises(ValueError, match="left out.*another line"):
+        checked_template(f"{{a}}\n{{b}} {place}", kind, ("a", "b"), ("b",))
+    assert checked_template(f"{{a}}\n{{b}}\n{place}", kind, ("a", "b"), ("b",))
+
+
+@pytest.mark.parametrize("text", ["{a} {mask:upper_first}", "{a} {answer:no_stop}"])
+def test_filters_are_for_fields(text: str) -> None:
+    with pytest.raises(ValueError, match="filters are for fields"):
+        Template(text, ("a",))
+
+
+def test_good_templates_pass() -> None:
+    assert checked_template("{mask}: {a}", "masked_lm", ("a",)).used_fields == ["a"]
+    assert checked_template("{a} {{{answer}", "causal_lm", ("a",)).ends_with_answer()
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize(("kind", "family"), FAMILIES)
+def test_tokens_are_those_of_the_text(kind: str, family: str) -> None:
+    row = {"passage": " The town had 200 houses. ", "question": "how many houses\n"}
+    found = one(kind, family, row)
+    expected = tokens_of(kind, family, written(kind, family, row))
+    assert found == Encoded(expected, found.position, cut=False, left_out=0)
+    if kind == "causal_lm":
+        assert found.position == len(expected) - 1
+    else:
+        mask = tokenizer(kind, family).mask_token_id
+        assert [i for i, token in enumerate(expected) if token == mask] == [found.position]
+
+
+@pytest.mark.parametrize(("kind", "family"), FAMILIES)
+def test_a_batch_is_its_rows(kind: str, family: str) -> None:
+    rows = rows_of(0, 12)
+    limits = [28 + index for index in range(len(rows))]
+    limits[0] = limits[-1] = 1000
+    rows = [{**row, "question": "why"} for row in rows]  # so that every limit has room
+    together = encoder(kind, family).encode(rows, limits)
+    alone = [one(kind, family, row, limit) for row, limit in zip(rows, limits, strict=True)]
+    assert together == alone
+    assert 0 < sum(found.cut for found in alone) < len(rows)
+    assert encoder(kind, family).encode([], []) == []
+
+
+@pytest.mark.parametrize(("kind", "family"), FAMILIES)
+def test_odd_rows_are_tokenised_as_they_are(kind: str, family: str) -> None:
+    """Special tokens, braces, characters of several tokens, empty fields."""
+    for row in rows_of(1, 40):
+        assert one(kind, family, row).input_ids == tokens_of(
+            kind, family, written(kind, family, row)
+        )
+
+
+@pytest.mark.parametrize("family", MASKED)
+@pytest.mark.parametrize("text", ["{mask}: {passage} {question}", MASKED_TEXT])
+def test_the_place_of_the_mask_whatever_a_row_spells(family: str, text: str) -> None:
+    """Found without the encoder: the one token that changes if another word stands in our place."""
+    own = tokenizer("masked_lm", family)
+    rows = [
+        {"passage": f"{own.mask_token} a {own.mask_token}{own.mask_token} </s>", "question": "b"},
+        {"passage": "a", "question": f"<s> {own.mask_token}"},
+        {"passage": "", "question": own.mask_token},
+    ]
+    demonstrations = (f"a {own.mask_token} b great", own.mask_token)
+    for shown in ((), demonstrations):
+        made = encoder("masked_lm", family, text, demonstrations=shown)
+        for row in rows:
+            found = made.encode([row], [1000])[0]
+            prompt = made.template.render({**row, "mask": "PLACE"})
+            before = " ".join((*shown, prompt)).split("PLACE")[0]
+            expected = before.count(own.mask_token)
+            places = [i for i, t in enumerate(found.input_ids) if t == own.mask_token_id]
+            assert found.position == places[expected]
+            assert len(places) > 1 + expected or text == MASKED_TEXT
+
+
+def test_the_private_use_character_is_left_out_of_texts_and_demonstrations() -> None:
+    made = encoder("causal_lm", "opt")
+    row = {"passage": f"in {PRIVATE_USE}May", "question": f"{PRIVATE_USE}{PRIVATE_USE}when"}
+    clean = {"passage": "in May", "question": "when"}
+    assert made.encode([row], [1000]) == made.encode([clean], [1000])
+    assert made.example(row, "May") == "Passage: in May\nQ: when?\nA: May"
+    shown = encoder("causal_lm", "opt", demonstrations=(f"was {PRIVATE_USE} good",))
+    ids = shown.encode([clean], [1000])[0].input_ids
+    assert shown.tokenizer.decode(ids, skip_special_tokens=True).endswith(
+        "Passage: in May\nQ: when?\nA:"
+    )
+
+
+def test_a_template_may_not_hold_the_private_use_character() -> None:
+    with pytest.raises(ValueError, match="U\\+E000"):
+        Template(f"{{a}} {PRIVATE_USE}", ("a",))
+
+
+@pytest.mark.parametrize("kind", ["masked_lm", "causal_lm"])
+def test_an_example_is_the_prompt_with_its_answer(kind: str) -> None:
+    family = "roberta" if kind == "masked_lm" else "opt"
+    row = {"passage": "It rained.", "question": "did it rain"}
+    expected = {
+        "masked_lm": "It rained. Q: Did it rain? Yes.",
+        "causal_lm": "Passage: It rained.\nQ: did it rain?\nA: Yes",
+    }
+    assert encoder(kind, family).example(row, "Yes") == expected[kind]
+
+
+# ---------------------------------------------------------------- tokens of answers
+
+ANSWERS = ("great", "Yes", "in May 1900", "terrible film", "No, it was not.\n")
+CAUSAL_TEXTS = ("{passage} {question} It was {answer}", "{passage} True?\n{answer}", CAUSAL_TEXT)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("text", CAUSAL_TEXTS)
+def test_prompt_and_answer_are_one_text(family: str, text: str) -> None:
+    made = encoder("causal_lm", family, text)
+    row = {"passage": "The town had 200 houses.", "question": "what was it"}
+    prompt = made.encode([row], [1000])[0].input_ids
+    found = made.answer_ids([row] * len(ANSWERS), ANSWERS)
+    assert len(found) == len(ANSWERS)
+    for answer, ids in zip(ANSWERS, found, strict=True):
+        whole = made.template.render({**row, "answer": answer})
+        assert prompt + ids == tokens_of("causal_lm", family, whole)
+        if family in LOSSLESS:
+            assert made.tokenizer.decode(prompt + ids, skip_special_tokens=True) == whole
+        assert not set(ids) & set(made.tokenizer.all_special_ids)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_answers_of_many_rows_at_once(family: str) -> None:
+    made, rows = encoder("causal_lm", family), rows_of(2, 10)
+    answers = [f"answer {index}\n" for index in range(len(rows))]
+    alone = [made.answer_ids([r], [a])[0] for r, a in zip(rows, answers, strict=True)]
+    assert made.answer_ids(rows, answers) == alone
+    assert made.answer_ids([], []) == []
+
+
+def test_an_answer_that_melts_into_the_prompt_is_tokenised_by_itself() -> None:
+    """ "1" and "00" after it are other tokens than "100"; the prompt's tokens stay as they are."""
+    made = encoder("causal_lm", "opt", "{passage}{question}{answer}")
+    row = {"passage": "gre", "question": ""}
+    own = made.tokenizer
+    assert own("great")["input_ids"][:-1] != own("gre")["input_ids"]  # the premise of this test
+    assert made.answer_ids([row], ["at"]) == [own("at", add_special_tokens=False)["input_ids"]]
+
+
+# ---------------------------------------------------------------- too long
+
+
+def prefixes(kind: str, family: str, row: dict[str, str], field: str) -> list[list[int]]:
+    """The prompt's tokens with every beginning of one field, the empty one first."""
+    text = row[field].strip()
+    texts = [written(kind, family, {**row, field: text[:end]}) for end in range(len(text) + 1)]
+    return [tokens_of(kind, family, prompt) for prompt in texts]
+
+
+def check_cut(kind: str, family: str, row: dict[str, str], field: str, limit: int) -> None:
+    """At most `limit` tokens, one of the ways to cut `field`'s end, and within two of the longest."""
+    found = one(kind, family, row, limit)
+    ways = prefixes(kind, family, row, field)
+    fitting = [ids for ids in ways if len(ids) <= limit]
+    assert found.cut
+    assert found.input_ids in fitting
+    assert len(found.input_ids) >= len(fitting[-1]) - 2
+    if kind == "masked_lm":
+        assert found.input_ids[found.position] == tokenizer(kind, family).mask_token_id
+        assert written(kind, family, row).endswith("? " + tokenizer(kind, family).mask_token + ".")
+        after = [
+            t for t in found.input_ids[found.position :] if t == found.input_ids[found.position]
+        ]
+        assert len(after) == 1  # ours is the last in this template
+    else:
+        assert found.position == len(found.input_ids) - 1
+
+
+@pytest.mark.parametrize(("kind", "family"), FAMILIES)
+def test_the_passage_is_cut_at_its_end(kind: str, family: str) -> None:
+    generator, checked = random.Random(3), 0
+    for row in rows_of(4, 24):
+        ways = prefixes(kind, family, row, "passage")
+        if len(ways[-1]) > len(ways[0]):
+            check_cut(
+                kind, family, row, "passage", generator.randint(len(ways[0]), len(ways[-1]) - 1)
+            )
+            checked += 1
+    assert checked > 15
+
+
+@pytest.mark.parametrize(("kind", "family"), FAMILIES)
+def test_then_other_fields_are_cut(kind: str, family: str) -> None:
+    generator, checked = random.Random(5), 0
+    for row in rows_of(6, 24):
+        ways = prefixes(kind, family, {**row, "passage": ""}, "question")
+        if len(ways[-1]) > len(ways[0]) and row["passage"].strip():
+            limit = generator.randint(len(ways[0]), len(ways[-1]) - 1)
+            found = one(kind, family, row, limit)
+            fitting = [ids for ids in ways if len(ids) <= limit]
+            assert found.cut and found.input_ids in fitting
+            assert len(found.input_ids) >= len(fitting[-1]) - 2
+            checked += 1
+    assert checked > 8
+
+
+@pytest.mark.parametrize(("kind", "family"), FAMILIES)
+def test_the_template_is_never_cut(kind: str, family: str) -> None:
+    row = {"passage": "the river " * 9, "question": "what is it"}
+    bare = len(tokens_of(kind, family, written(kind, family, {"passage": "", "question": ""})))
+    assert len(one(kind, family, row, bare).input_ids) == bare
+    for limit in (bare - 1, 0, -5):
+        message = f"template alone has {bare} tokens, and only {limit} fit: raise max_seq_length"
+        with pytest.raises(ValueError, match=message):
+            one(kind, family, row, limit)
+
+
+def test_a_prompt_that_just_fits_is_left_alone() -> None:
+    row = {"passage": "the river ends in a lake", "question": "where"}
+    whole = one("causal_lm", "opt", row)
+    assert one("causal_lm", "opt", row, len(whole.input_ids)) == whole
+    assert one("causal_lm", "opt", row, len(whole.input_ids) - 1).cut
+
+
+def test_without_a_passage_the_longest_field_is_cut() -> None:
+    made = encoder("causal_lm", "opt", passage=None)
+    long, short = "the river ends in a lake " * 3, "in 1900"
+    for row in ({"passage": long, "question": short}, {"passage": short, "question": long}):
+        limit = len(made.encode([row], [1000])[0].input_ids) - 5
+        text = made.tokenizer.decode(made.encode([row], [limit])[0].input_ids)
+        assert short in text
+        assert long.strip() not in text
+
+
+@pytest.mark.parametrize("family", ["slow", "byt5"])
+def test_tokens_that_are_spread_unevenly_over_a_text(family: str) -> None:
+    """Without offsets nothing says where in a text a token ends: here most are at one end of it."""
+    own = Slow() if family == "slow" else ByT5Tokenizer()
+    template = checked_template(CAUSAL_TEXT, "causal_lm", FIELDS)
+    made = PromptEncoder(own, template, "causal_lm", "passage")
+    dense = " ".join("1234567890" * 4) if family == "slow" else "🎉" * 30
+    for passage in (dense + " abcdefghi" * 30, "abcdefghi " * 30 + dense):
+        row = {"passage": passage, "question": "why"}
+        whole = len(made.encode([row], [10_000])[0].input_ids)
+        bare = len(made.encode([{**row, "passage": ""}], [10_000])[0].input_ids)
+        for limit in range(bare + 5, whole, 23):
+            found = made.encode([row], [limit])[0]
+            assert limit - 4 < len(found.input_ids) <= limit
+
+
+def test_an_optional_passage_that_is_cut_away_takes_its_line_with_it() -> None:
+    text = "{question}\nTitle: {passage}\n{answer}"
+    template = checked_template(text, "causal_lm", FIELDS, ("passage",))
+    made = PromptEncoder(tokenizer("causal_lm", "opt"), template, "causal_lm", "passage")
+    row = {"passage": "the river", "question": "why"}
+    expected = tokens_of("causal_lm", "opt", "why\n")
+    assert made.encode([row], [len(expected)])[0].input_ids == expected
+
+
+# ---------------------------------------------------------------- demonstrations
+
+SHOWN = ("one It was great", "two two It was bad", "three three three It was okay")
+
+
+@pytest.mark.parametrize(("kind", "family"), FAMILIES)
+def test_demonstrations_are_left_out_first(kind: str, family: str) -> None:
+    """Those in front go first; the passage is cut only without any."""
+    made, between = (
+        encoder(kind, family, demonstrations=SHOWN),
+        {"masked_lm": " "}.get(kind, "\n\n"),
+    )
+    row = {"passage": "the river ends in a lake", "question": "where"}
+    own = written(kind, family, row)
+    lengths = []
+    for left_out in range(len(SHOWN) + 1):
+        expected = tokens_of(kind, family, between.join((*SHOWN[left_out:], own)))
+        lengths.append(len(expected))
+        found = made.encode([row], [len(expected)])[0]
+        assert (found.input_ids, found.cut, found.left_out) == (expected, False, left_out)
+    assert lengths == sorted(set(lengths), reverse=True)
+    found = made.encode([row], [lengths[-1] - 1])[0]
+    assert (found.cut, found.left_out) == (True, len(SHOWN))
+    assert found.input_ids == one(kind, family, row, lengths[-1] - 1).input_ids
+
+
+def test_demonstrations_change_no_answer() -> None:
+    plain, shown = (encoder("causal_lm", "opt", demonstrations=d) for d in ((), SHOWN))
+    rows: Sequence[dict[str, str]] = rows_of(8, 4)
+    assert plain.answer_ids(rows, ["Yes"] * 4) == shown.answer_ids(rows, ["Yes"] * 4)
+
+
+def test_families_differ_in_what_matters() -> None:
+    """Otherwise the tests above say less than they seem to."""
+    ids = {name: make()("great")["input_ids"] for name, make in CAUSAL.items()}
+    starts = {name: len(found) for name, found in ids.items()}
+    assert starts["qwen"] == 1  # nothing added
+    assert ids["llama_with_end"][-1] == CAUSAL["llama_with_end"]().eos_token_id
+    assert ids["opt"][0] == CAUSAL["opt"]().eos_token_id
+    assert MASKED["bert"]()("Great")["input_ids"] == MASKED["bert"]()("great")["input_ids"]
+    own = CAUSAL["qwen"]()
+    assert len(own("?\n")["input_ids"]) == 1 and QWEN_PIECES
+    assert (
+        len(CAUSAL["llama"]()("\n", add_special_tokens=False)["input_ids"]) == 2
+    )  # "▁" and a byte
+    assert not Slow().is_fast
