@@ -74,9 +74,7 @@ def trained_adapter(model: PreTrainedModel, folder: str, head: str = _CLASSIFICA
     saved = json.loads((Path(folder) / ADAPTER_FILE).read_text(encoding="utf-8"))
     kinds = _PREFIX_TASK_TYPES if saved.get("peft_type") == "PREFIX_TUNING" else _TASK_TYPES
     if saved.get("task_type") != kinds[head]:
-        trained = next(
-            (k for k, v in kinds.items() if v == saved.get("task_type")), "other kind of"
-        )
+        trained = next((k for k, v in kinds.items() if v == saved.get("task_type")), "different")
         raise ValueError(
             f"{folder} holds an adapter of a {trained} model, and the task needs a {head} model: "
             "give the recipe that it was trained with (its `prompt`)."

@@ -163,6 +163,8 @@ def low_precision(model: nn.Module, args: Any) -> str | None:
     """The arithmetic of a run below float32 in words: weights, autocast or TF32; None for none."""
     odd = {p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)}
     found = [f"{str(dtype).removeprefix('torch.')} weights" for dtype in sorted(odd, key=str)]
+    if any(p.dtype in (torch.int8, torch.uint8) for p in model.parameters()):
+        found.append("quantised weights")
     if args.mixed_precision != "no":
         found.append(f"{args.mixed_precision} autocast")
     if args.tf32:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,29 @@ def digest_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def digest_model(model: nn.Module) -> str:
-    """SHA-256 (hex) over every parameter of `model`, frozen ones included, tied ones once."""
-    return digest_tensors(model.named_parameters())
+    """SHA-256 (hex) over every parameter of `model`, frozen ones included, tied ones once.
+
+    Of weights that bitsandbytes has quantised, the scales as well: two bases may differ in these alone.
+    """
+    return digest_tensors([*model.named_parameters(), *_quantisation_scales(model)])
+
+
+def _quantisation_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What turns the integers of `Params4bit` and `Int8Params` into weights, by name."""
+    for name, module in model.named_modules():
+        weight: Any = module._parameters.get("weight")
+        if type(weight).__name__ not in ("Params4bit", "Int8Params"):
+            continue
+        state, rows = getattr(weight, "quant_state", None), getattr(weight, "SCB", None)
+        if rows is None:
+            rows = getattr(getattr(module, "state", None), "SCB", None)
+        found = {
+            "absmax": getattr(state, "absmax", None),
+            "offset": getattr(state, "offset", None),
+            "nested_absmax": getattr(getattr(state, "state2", None), "absmax", None),
+            "rows": rows,
+        }
+        yield from ((f"{name}.{key}", t) for key, t in found.items() if isinstance(t, Tensor))
 
 
 def checksums(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

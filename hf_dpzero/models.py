@@ -230,7 +230,7 @@ def _check_kind(config: PreTrainedConfig, head: str, path: str) -> None:
         other = "masked_lm" if encoder else "causal_lm"
         instead = f"set prompt: {other}, or load" if _is_known(config, other) else "load"
         raise ValueError(
-            f"{path} is a {config.model_type}, which does not serve as a {head}: {instead} a "
+            f"{path} has the type {config.model_type}, which does not serve as a {head}: {instead} a "
             f"{'BERT or RoBERTa' if head == 'masked_lm' else 'GPT-2, OPT, Llama or Qwen'}, say."
         )
 

@@ -503,6 +503,7 @@ def test_a_base_is_a_model_and_data_without_a_method(path, tmp_path, checkpoint)
         "max_train_samples": 8,
         "num_examples_per_class": None,
         "expected_batch_size": 4,
+        "max_seq_length": 16,
         "max_steps": 1,
         "use_cpu": True,
     }

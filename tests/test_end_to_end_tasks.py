@@ -16,12 +16,14 @@ import math
 import os
 import random
 import re
+import shutil
+import string
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ import yaml
 from tiny_language_models import LABEL_WORDS, seeded
 
 from hf_dpzero import cli
-from hf_dpzero.objectives import IGNORE_INDEX
+from hf_dpzero.objectives import IGNORE_INDEX, base_model
 from hf_dpzero.trajectory import Trajectory
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -77,11 +79,7 @@ def _sentiment(row: Row) -> str:
 def _inference(words: str) -> dict[str, Callable[[Row], str]]:
     def masked(row: Row) -> str:
         premise, hypothesis = row["premise"].strip(), row["hypothesis"].strip()
-        bare = re.sub(r"[\W_]+$", "", premise, flags=re.ASCII) if premise.isascii() else None
-        if bare is None:
-            while premise and premise[-1] in " !\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~":
-                premise = premise[:-1]
-            bare = premise
+        bare = premise.rstrip(string.punctuation + " ")
         return f"{bare}? <mask>, {hypothesis[:1].lower()}{hypothesis[1:]}"
 
     def causal(row: Row) -> str:
@@ -98,9 +96,7 @@ def _boolq(row: Row) -> str:
 
 def _squad(row: Row) -> str:
     title = f"Title: {row['title'].strip()}\n" if row.get("title") else ""
-    return (
-        f"{title}Context: {row['context'].strip()}\nQuestion: {row['question'].strip()}\nAnswer:"
-    )
+    return f"{title}Context: {row['context'].strip()}\nQuestion: {row['question'].strip()}\nAnswer:"
 
 
 def _drop(row: Row) -> str:
@@ -211,7 +207,7 @@ def rows_of(task: str) -> dict[str, list[Row]]:
 
 
 def _usable(task: str, row: Row) -> bool:
-    """Prompts that fit into POSITIONS; questions by which rows can be told apart."""
+    """Prompts that fit into POSITIONS."""
     return len(TASKS[task].causal(row)) < 2200
 
 
@@ -330,9 +326,7 @@ def llama(folder: Path, vocabulary: Vocabulary, merges: Merges) -> Path:
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     config = LlamaConfig(
         vocab_size=len(vocabulary),
         intermediate_size=64,
@@ -452,7 +446,6 @@ class Run:
     seconds: Counter[str]
     messages: list[str]
     report: str
-    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def results(self) -> dict[str, Any]:
@@ -544,7 +537,10 @@ def table(runs: Sequence[Run]) -> str:
             ]
         )
     total = sum(run.seconds["whole"] for run in runs)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{total:.0f} s of training runs\n"
+    return (
+        "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        + f"\n\n{total:.0f} s of training runs\n"
+    )
 
 
 # ---------------------------------------------------------------- every task, every prompt
@@ -848,11 +844,7 @@ def several_words(case: Case) -> dict[str, Any]:
 def test_the_padded_side_does_not_matter(case, models, files, tmp_path):
     losses = {}
     for side in ("left", "right"):
-        folder = tmp_path / side
-        tokenizer = tokenizer_of(models[case.model])
-        tokenizer.padding_side = side
-        saved(folder, model_of(models[case.model], case.prompt), tokenizer)
-        sided = {**models, case.model: folder}
+        sided = {case.model: with_padding(models[case.model], tmp_path / side, side)}
         recipe = make_recipe(tmp_path / f"{side}-run", case, sided, files, **several_words(case))
         with watched_padding() as sides:
             losses[side] = evaluate(recipe, "--zero_shot", "--max_eval_samples", 64)
@@ -860,6 +852,14 @@ def test_the_padded_side_does_not_matter(case, models, files, tmp_path):
     for name, value in losses["left"].items():
         if name.startswith("eval_") and not name.endswith(("time", "second")):
             assert value == pytest.approx(losses["right"][name], abs=2e-5), name
+
+
+def with_padding(model: Path, folder: Path, side: str) -> Path:
+    """A copy of a checkpoint whose tokenizer asks for one side."""
+    shutil.copytree(model, folder)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**read(settings), "padding_side": side}), encoding="utf-8")
+    return folder
 
 
 @contextlib.contextmanager
@@ -889,7 +889,9 @@ FIXED = {
 
 def released(out: Path) -> torch.Tensor:
     """Released values of a run, in units of loss per smoothing."""
-    return torch.tensor([list(r.values) for r in Trajectory.load(out / "trajectory.ledger").releases])
+    return torch.tensor(
+        [list(r.values) for r in Trajectory.load(out / "trajectory.ledger").releases]
+    )
 
 
 @pytest.mark.parametrize("case", TOGETHER, ids=str)
@@ -914,7 +916,8 @@ def test_the_microbatch_does_not_matter(case, models, files, tmp_path):
 def test_two_processes_release_what_one_does(models, files, tmp_path):
     """Bit for bit, with one example in each forward pass: squad's answers and their references."""
     case = Case("squad", "causal_lm", "opt")
-    changes = {**FIXED, "microbatch_size": 1, "max_eval_samples": 20, "max_new_tokens": 4}
+    changes = {**FIXED, "microbatch_size": 1, "max_eval_samples": 16, "max_new_tokens": 4}
+    changes["per_device_eval_batch_size"] = 8  # no row is evaluated twice
     single = make_recipe(tmp_path / "one", case, models, files, **changes)
     call("train", single)
     double = make_recipe(tmp_path / "two", case, models, files, **changes, ddp_backend="gloo")
@@ -966,6 +969,7 @@ WAYS: dict[str, tuple[Case, dict[str, Any]]] = {
     "lora, answers": (Case("squad", "causal_lm", "llama"), {"peft_method": "lora"}),
     "prefix, answers": (Case("squad", "causal_lm", "opt"), {"peft_method": "prefix"}),
     "lora at a mask": (Case("rte", "masked_lm", "roberta"), {"peft_method": "lora"}),
+    "prefix at a mask": (Case("rte", "masked_lm", "roberta"), {"peft_method": "prefix"}),
     "dp-adamw, lora at a mask": (
         Case("rte", "masked_lm", "roberta"),
         {"peft_method": "lora", "method": "dp-adamw", "clip": 1.0},
@@ -1029,7 +1033,7 @@ def test_other_ways_train_evaluate_and_replay(name, way_of, tmp_path):
 def test_a_bounded_loss_releases_what_a_bounded_loss_can(name, models, files, tmp_path):
     """Without noise: sums of differences of 0, +-1 / (2 lambda) (or of F1s), over B."""
     case, changes = WAYS[name]
-    changes = {**SMALL, **changes, **FIXED, "noise_multiplier": 1e-9, "clip": 1e3, "max_steps": 6}
+    changes = {**SMALL, **changes, **FIXED, "noise_multiplier": 0.0, "clip": 1e3, "smoothing": 0.1}
     call("train", make_recipe(tmp_path, case, models, files, **changes))
     values = released(tmp_path / "out")
     sums = values * changes["expected_batch_size"] * 2 * changes["smoothing"]
@@ -1068,30 +1072,21 @@ def test_a_bfloat16_checkpoint_is_trained_as_it_is(peft, models, files, tmp_path
 # ---------------------------------------------------------------- commands around it
 
 
-def test_methods_are_compared_on_a_prompted_recipe(models, files, tmp_path):
-    case = Case("sst2", "masked_lm", "roberta")
-    recipe = make_recipe(tmp_path, case, models, files, **{**SMALL, "max_steps": 2})
-    words = ["--methods", "dpzero,mezo", "--epsilons", 2, "--seeds", 1]
-    out = call("compare", recipe, *words, "--output_dir", tmp_path / "compared")
-    assert "dpzero" in out and "mezo" in out
-    rows = read(tmp_path / "compared" / "comparison.json")
-    assert "accuracy" in json.dumps(rows)
-
-
 def test_generated_answers_are_compared_by_f1(models, files, tmp_path):
     case = Case("squad", "causal_lm", "opt")
     changes = {**SMALL, "max_steps": 2, "max_seq_length": 128, "max_new_tokens": 4}
     recipe = make_recipe(tmp_path, case, models, files, **changes)
-    words = ["--methods", "dpzero", "--epsilons", 2, "--seeds", 1]
+    words = ["--methods", "dpzero,mezo", "--epsilons", 2, "--seeds", 1]
     out = call("compare", recipe, *words, "--output_dir", tmp_path / "compared")
-    assert "f1" in out.lower()
-    assert "1 of 1 runs do not count" not in out
+    assert "runs do not count" not in out
+    assert "F1" in out or "f1" in out
+    assert "accuracy" not in out.lower()
 
 
 def test_a_prompted_recipe_is_swept(models, files, tmp_path):
     case = Case("squad", "causal_lm", "opt")
     recipe = make_recipe(tmp_path, case, models, files, **SMALL)
-    words = ["--grid", "learning_rate=1e-4,1e-3", "--dry_run", "--metric", "eval_f1"]
+    words = ["--grid", "learning_rate=1e-4,1e-3", "--dry_run", "--tuning", "composed"]
     out = call("sweep", recipe, *words, "--output_dir", tmp_path / "swept")
     assert "grid: 2 settings of learning_rate" in out
     assert not (tmp_path / "swept").exists()
@@ -1107,8 +1102,6 @@ PUSHED = {
 @pytest.mark.parametrize("case", [c for c in CASES if str(c) in PUSHED], ids=str)
 def test_a_prompted_run_is_described_as_what_it_is(case, run_of, tmp_path):
     """The card's pipeline, labels and privacy; its code runs on the folder that is shipped."""
-    import shutil
-
     run, copy = run_of(case), tmp_path / "out"
     shutil.copytree(run.out, copy)
     call("push", copy, "--repo_id", "me/tiny", "--dry_run")
@@ -1119,19 +1112,16 @@ def test_a_prompted_run_is_described_as_what_it_is(case, run_of, tmp_path):
     assert "differential-privacy" in metadata["tags"]
     assert "text-classification" not in card
     assert read(run.out / "privacy_report.json")["statement"] in card
-    config = read(hub / "config.json")
-    assert "id2label" not in config
-    run_code(card, hub)
+    assert "id2label" not in read(hub / "config.json")
+    assert run_code(card, hub).get_output_embeddings() is not None
     for path in (p for p in hub.iterdir() if p.suffix in (".json", ".md", ".yaml")):
         text = path.read_text(encoding="utf-8")
         assert str(run.out.parent) not in text, path.name
         assert "prompts have more than" not in text, path.name
 
 
-@pytest.mark.parametrize("name", ["lora", "prefix", "lora at a mask", "bitfit"])
-def test_an_adapters_card_runs(name, way_of, tmp_path):
-    import shutil
-
+@pytest.mark.parametrize("name", ["lora", "prefix", "bitfit", "lora at a mask", "prefix at a mask"])
+def test_an_adapters_card_runs(name, way_of, models, tmp_path):
     copy = tmp_path / "out"
     shutil.copytree(way_of(name).parent / "out", copy)
     call("push", copy, "--repo_id", "me/tiny", "--dry_run")
@@ -1139,13 +1129,15 @@ def test_an_adapters_card_runs(name, way_of, tmp_path):
     case, _ = WAYS[name]
     tag = yaml.safe_load(card.split("---")[1]).get("pipeline_tag")
     assert tag == {"masked_lm": "fill-mask", "causal_lm": "text-generation"}[case.prompt]
-    run_code(card, copy / "hub")
+    card = card.replace('"roberta"', repr(str(models["roberta"])))  # a local path's last part
+    model = run_code(card, copy / "hub")
+    assert base_model(model).get_output_embeddings() is not None
 
 
-def run_code(card: str, folder: Path) -> None:
-    """Executes the card's Python with the local folder in place of the Hub's name."""
+def run_code(card: str, folder: Path) -> Any:
+    """The model of the card's Python, with the local folder in place of the Hub's name."""
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     assert '"me/tiny"' in code
     names: dict[str, Any] = {}
     exec(code.replace('"me/tiny"', repr(str(folder))), names)
-    assert names["model"] is not None
+    return names["model"]

@@ -247,9 +247,9 @@ def test_other_missing_weights_depend_on_init_seed_alone(
         (
             "opt",
             "masked_lm",
-            r"is a opt, which does not serve as a masked_lm: set prompt: causal_lm",
+            r"has the type opt, which does not serve as a masked_lm: set prompt: causal_lm",
         ),
-        ("bert", "causal_lm", r"is a bert, which.*a causal_lm: set prompt: masked_lm"),
+        ("bert", "causal_lm", r"has the type bert, which.*a causal_lm: set prompt: masked_lm"),
         ("roberta", "causal_lm", r"set prompt: masked_lm, or load a GPT-2, OPT, Llama or Qwen"),
     ],
 )
@@ -266,7 +266,9 @@ def test_an_encoder_decoder_is_refused(
 ) -> None:
     tiny_t5().save_pretrained(tmp_path)
     roberta_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"is a t5, which does not serve as a {head}: load a"):
+    with pytest.raises(
+        ValueError, match=rf"has the type t5, which does not serve as a {head}: load a"
+    ):
         load_model(recipe(str(tmp_path)), SimpleNamespace(head=head))
 
 
@@ -525,8 +527,7 @@ def test_what_was_trained_is_loaded_again(
     model = shifted(load(family, peft_method=peft_method))
     folder = written(tmp_path, family, model)  # type: ignore[arg-type]
     assert (tmp_path / "adapter_config.json").exists() == (peft_method in ("lora", "prefix"))
-    whole = peft_method if peft_method == "bitfit" else None
-    arguments = recipe(folder, peft_method=peft_method if peft_method != "bitfit" else whole)
+    arguments = recipe(folder, peft_method=peft_method)
     again, _ = load_trained(arguments, prompted(family), base=saved(family))
     assert not again.training
     assert torch.equal(losses(again, family), losses(model, family))
@@ -749,3 +750,23 @@ def test_quantised_weights_are_not_drawn(saved: Callable[[str], str]) -> None:
 def test_the_shared_tiny_checkpoint_loads(tmp_path: Path) -> None:
     model, tokenizer = load_model(recipe(str(save_causal_lm(tmp_path))), prompted("opt"))
     assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_the_digest_of_a_quantised_base_sees_its_scales(bits: int, tmp_path: Path) -> None:
+    """Doubling a layer changes its quantisation scales and nothing else."""
+    pytest.importorskip("bitsandbytes")
+    model = automatic("opt").from_config(configuration("opt"))
+    spread(model)
+    found = []
+    for folder in ("one", "two"):
+        path = written(tmp_path / folder, "opt", model)
+        loaded, _ = load_model(
+            recipe(path, peft_method="lora", **{f"load_in_{bits}bit": True}), prompted("opt")
+        )
+        found.append(digest_model(loaded))
+        losses(loaded, "opt")
+        assert digest_model(loaded) == found[-1]  # a forward pass leaves it alone
+        with torch.no_grad():
+            model.model.decoder.layers[0].fc1.weight.mul_(2)
+    assert found[0] != found[1]

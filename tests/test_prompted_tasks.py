@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,14 +17,18 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import yaml
 from tiny_language_models import (
     LABEL_WORDS,
     opt_tokenizer,
     roberta_tokenizer,
+    save_causal_lm,
+    save_masked_lm,
 )
 from tokenizer_families import CAUSAL, MASKED, Slow, bert, llama
 from transformers import EvalPrediction
 
+from hf_dpzero import cli
 from hf_dpzero.recipe_arguments import DataArguments
 from hf_dpzero.tasks import build_task, prompted
 from hf_dpzero.tasks.benchmarks import BENCHMARKS
@@ -193,6 +198,23 @@ def test_numbers_are_text_too(tmp_path: Path) -> None:
     ]
 
 
+def test_lists_are_no_text(tmp_path: Path) -> None:
+    rows = [{"context": ["a", "b"], "question": "c", "answers": "d"}]
+    task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
+    with pytest.raises(
+        ValueError, match=r"column 'context' holds a list \(\['a', 'b'\]\), and a prompt"
+    ):
+        task.tokenize(opt())
+
+
+def test_new_lines_at_the_end_of_a_template_are_left_out(tmp_path: Path) -> None:
+    """YAML's block text (template: |) ends with one."""
+    for kind, end in (("masked_lm", "{mask}"), ("causal_lm", "{answer}")):
+        task = sentiment(tmp_path, kind, template=f"{{sentence}}\n{end}\n\n")
+        assert task.template.text == f"{{sentence}}\n{end}"
+        assert task.prompt.template == task.template.text
+
+
 # ---------------------------------------------------------------- label words
 
 
@@ -201,7 +223,6 @@ def test_label_words_are_the_tokens_after_a_space() -> None:
     expected = [roberta().convert_tokens_to_ids(f"Ġ{word}") for word in words]
     assert mask_word_ids(roberta(), words) == tuple(expected)
     assert roberta().unk_token_id not in expected
-    assert mask_word_ids(roberta(), (" terrible ", "great")) == (expected[0], expected[4])
     assert mask_word_ids(bert(), ("Terrible", "great")) == tuple(
         bert().convert_tokens_to_ids(["terrible", "great"])
     )
@@ -240,7 +261,7 @@ def test_a_word_outside_of_the_vocabulary_is_said_to_be() -> None:
 def test_two_words_of_one_token_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="label words 'Great' and 'great' are the same token"):
         mask_word_ids(bert(), ("Great", "bad", "great"))
-    task = sentiment(tmp_path, "causal_lm", label_words=["great", " great"])
+    task = sentiment(tmp_path, "causal_lm", label_words=["great", "great"])
     with pytest.raises(ValueError, match="'great' and 'great' are the same token.*choose other"):
         task.objective(opt())
 
@@ -267,8 +288,18 @@ def test_one_word_a_label(kind: str, words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_blank_word_is_refused(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the label word of negative is blank"):
-        sentiment(tmp_path, kind, label_words=[" ", "great"])
+    for word in ("", " "):
+        with pytest.raises(ValueError, match=f"label word '{word}' of negative is blank"):
+            sentiment(tmp_path, kind, label_words=[word, "great"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spaces_belong_to_the_template(kind: str, tmp_path: Path) -> None:
+    """After "It was " a word " great" would be another token than "great", and so a silent loss."""
+    with pytest.raises(
+        ValueError, match="label word ' great' of positive is blank or has white sp"
+    ):
+        sentiment(tmp_path, kind, label_words=["bad", " great"])
 
 
 def test_single_words_need_one_pass_and_others_one_each(tmp_path: Path) -> None:
@@ -287,9 +318,9 @@ def test_single_words_need_one_pass_and_others_one_each(tmp_path: Path) -> None:
 
 
 def test_the_tokens_of_a_word_depend_on_what_is_before_it(tmp_path: Path) -> None:
-    """After a new line there is no space in front of it, and white space around it is left out."""
+    """After a new line there is no space in front of it."""
     task = sentiment(
-        tmp_path, "causal_lm", label_words=[" No", "Yes "], template="{sentence}\n{answer}"
+        tmp_path, "causal_lm", label_words=["No", "Yes"], template="{sentence}\n{answer}"
     )
     assert task.words(opt()) == tuple((i,) for i in opt().convert_tokens_to_ids(["No", "Yes"]))
     before = len(llama()("film\n")["input_ids"])
@@ -641,6 +672,16 @@ def test_new_lines_in_an_answer_do_not_end_it(tmp_path: Path) -> None:
 
 def test_references_tell_every_row_of_both_splits(tmp_path: Path) -> None:
     rows = questions(tmp_path).tokenize(opt())
+    assert rows["train"]["references"][:] == [0, 1, 2, 3, 4]
+    assert rows["validation"]["references"][:] == [5, 6, 7, 8, 9]
+
+
+def test_references_where_both_splits_are_one_file(tmp_path: Path) -> None:
+    """Rows and prompts are the same, so only their place says which of the kept results is whose."""
+    questions(tmp_path)
+    same = str(tmp_path / "train.jsonl")
+    rows = questions(tmp_path, validation_file=same).tokenize(opt())
+    assert rows["train"]["input_ids"][:] == rows["validation"]["input_ids"][:]
     assert rows["train"]["references"][:] == [0, 1, 2, 3, 4]
     assert rows["validation"]["references"][:] == [5, 6, 7, 8, 9]
 
@@ -1166,3 +1207,233 @@ def test_masked_families_find_their_masks(tmp_path: Path) -> None:
         batch = task.collator(tokenizer)(list(task.tokenize(tokenizer)["train"]))
         chosen = batch["input_ids"][torch.arange(4), batch["positions"]]
         assert chosen.tolist() == [tokenizer.mask_token_id] * 4, family
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "masked_lm": save_masked_lm(folder / "masked"),
+        "causal_lm": save_causal_lm(folder / "causal"),
+    }
+
+
+COMMAND_ROWS = {
+    "sst2": [{"sentence": f"a {'very ' * (i % 5)}good film", "label": i % 2} for i in range(24)],
+    "squad": [
+        {"context": f"It rained in {1900 + i}.", "question": "When?", "answers": {"text": [str(i)]}}
+        for i in range(24)
+    ],
+}
+RUNS = [("sst2", "masked_lm"), ("sst2", "causal_lm"), ("squad", "causal_lm")]
+
+
+def recipe_of(folder: Path, models: dict[str, Path], task: str, kind: str, **settings: Any) -> Path:
+    """A recipe that trains a tiny language model for two steps."""
+    files = {
+        f"{split}_file": write(folder / f"{split}.jsonl", COMMAND_ROWS[task][:rows])
+        for split, rows in (("train", 24), ("validation", 8))
+    }
+    values = {
+        "model_name_or_path": str(models[kind]),
+        "task": task,
+        "prompt": kind,
+        **files,
+        "max_seq_length": 64,
+        "max_new_tokens": 3,
+        "target_epsilon": 4.0,
+        "target_delta": 1e-3,
+        "expected_batch_size": 8,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "output_dir": str(folder / "out"),
+        **settings,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """Runs a command that must succeed and returns what it printed."""
+    status = cli.main([str(word) for word in words])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """Runs a command that must be refused and returns its one line."""
+    status = cli.main([str(word) for word in words])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2
+    return error
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=["-".join(names) for names in RUNS])
+def trained(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    models: dict[str, Path],
+) -> Path:
+    """The output_dir of a finished run; its recipe lies beside it. Read only."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert cli.main(["train", str(recipe_of(folder, models, *request.param))]) == 0
+    return folder / "out"
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_run_scores_before_and_after(trained: Path) -> None:
+    results = read(trained / "all_results.json")
+    scores = ["f1", "exact_match"] if "zero_shot_f1" in results else ["accuracy"]
+    for stage in ("zero_shot", "eval"):
+        for score in scores:
+            assert 0 <= results[f"{stage}_{score}"] <= 1
+    assert results["zero_shot_loss"] != results["eval_loss"]
+    assert read(trained / "privacy_report.json")["private"] is True
+
+
+def test_evaluate_zero_shot(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """The same figures as before the run's first step; the file says what was printed."""
+    recipe, results = trained.parent / "recipe.yaml", read(trained / "all_results.json")
+    found = json.loads(run(capsys, "evaluate", recipe, "--zero_shot", "--json"))
+    assert found["privacy"] == "zero-shot: no training row was used"
+    assert found["eval_loss"] == pytest.approx(results["zero_shot_loss"], rel=1e-5)
+    assert found["eval_samples"] == 8
+    scores = [name for name in found if name in ("eval_accuracy", "eval_f1", "eval_exact_match")]
+    assert scores
+    for name in scores:
+        assert found[name] == results[name.replace("eval", "zero_shot")]
+    words = ["evaluate", recipe, "--zero_shot", "--output_dir", tmp_path / "new"]
+    assert found["privacy"] in run(capsys, *words).splitlines()
+    written = read(tmp_path / "new" / "eval_results.json")
+    assert {name: written[name] for name in (*scores, "privacy")} == {
+        name: found[name] for name in (*scores, "privacy")
+    }
+
+
+def test_evaluate_a_trained_model(trained: Path, capsys: Any) -> None:
+    recipe, results = trained.parent / "recipe.yaml", read(trained / "all_results.json")
+    words = ["evaluate", recipe, "--model_name_or_path", trained, "--json"]
+    found = json.loads(run(capsys, *words))
+    assert found["privacy"] == (
+        f"as private as the training of {trained}: its privacy_report.json says what was spent"
+    )
+    assert found["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
+
+
+def test_evaluate_with_demonstrations_is_not_private(trained: Path, capsys: Any) -> None:
+    recipe = trained.parent / "recipe.yaml"
+    for model in ([], ["--model_name_or_path", trained]):
+        words = ["evaluate", recipe, "--num_demonstrations", 2, "--max_seq_length", 200, *model]
+        found = json.loads(run(capsys, *words, "--json"))
+        assert found["privacy"].startswith("NOT PRIVATE: 2 training rows stand in every prompt")
+        assert found["eval_samples"] == 8
+    plain = json.loads(run(capsys, "evaluate", recipe, "--json"))
+    assert plain["privacy"] == "zero-shot: no training row was used"
+    assert found["eval_loss"] != plain["eval_loss"]
+
+
+def test_zero_shot_insists(tmp_path: Path, models: dict[str, Path], capsys: Any) -> None:
+    recipe = recipe_of(tmp_path, models, "sst2", "causal_lm")
+    for name, value in (("num_demonstrations", 2), ("model_name_or_path", models["masked_lm"])):
+        said = fail(capsys, "evaluate", recipe, "--zero_shot", f"--{name}", value)
+        assert f"without training rows, and --{name}={value} says otherwise; leave one out" in said
+    run(capsys, "evaluate", recipe, "--zero_shot", "--num_demonstrations", 0)
+
+
+def test_replay_needs_no_rows(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """Who verifies a published run has its folder and the base model, not its private rows."""
+    published = tmp_path / "published"
+    published.mkdir()
+    for name in ("config.json", "model.safetensors", "trajectory.safetensors", "recipe.yaml"):
+        shutil.copy(trained / name, published)
+    values = yaml.safe_load((published / "recipe.yaml").read_text(encoding="utf-8"))
+    values |= {"train_file": "gone.jsonl", "validation_file": "gone.jsonl", "task": "gone.yaml"}
+    (published / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    out = run(
+        capsys,
+        *("replay", "--base", published / "recipe.yaml", "--output_dir", tmp_path / "rebuilt"),
+        *("--trajectory", published / "trajectory.safetensors"),
+    )
+    assert "replayed 2 of 2 steps" in out
+    assert "bit for bit" in out
+
+
+REFUSED_RUNS: list[tuple[str, str, dict[str, Any], str]] = [
+    (
+        *("sst2", "causal_lm", {"objective": "accuracy", "method": "adamw"}),
+        "objective='accuracy' has no gradient, which method='adamw' needs: use method: dpzero",
+    ),
+    (
+        *("squad", "causal_lm", {"objective": "f1", "method": "dp-adamw"}),
+        "objective='f1' has no gradient, which method='dp-adamw' needs",
+    ),
+    (
+        *("sst2", "masked_lm", {"num_demonstrations": 2}),
+        "num_demonstrations=2 would put these training rows into every example's loss",
+    ),
+    (
+        *("sst2", "causal_lm", {"max_seq_length": 257}),
+        "max_seq_length=257, but opt models of this size take 256 tokens; lower it",
+    ),
+    (
+        *("sst2", "masked_lm", {"max_seq_length": 257}),
+        "max_seq_length=257, but roberta models of this size take 256 tokens; lower it",
+    ),
+    ("sst2", "causal_lm", {"objective": "f1"}, "'sst2' is a classification: use accuracy or loss"),
+    ("squad", "causal_lm", {"objective": "accuracy"}, "is for label words: use f1 or loss here"),
+    ("squad", "masked_lm", {}, "which needs prompt: causal_lm, not masked_lm"),
+    ("squad", "causal_lm", {"num_examples_per_class": 2}, "no labels; set max_train_samples"),
+    ("sst2", "masked_lm", {"label_words": ["good", "goods"]}, "label word 'goods' is"),
+    ("sst2", "causal_lm", {"label_words": ["good", "good"]}, "are the same token"),
+    (
+        "sst2",
+        "causal_lm",
+        {"template": "{text} {answer}"},
+        "there are {sentence}, {mask}, {answer}",
+    ),
+    ("sst2", "causal_lm", {"train_file": "gone.jsonl"}, "gone.jsonl not found"),
+    ("sst2", "causal_lm", {"model_name_or_path": "./gone"}, "no such folder"),
+    ("sst2", "causal_lm", {"model_name_or_path": "no/body"}, "hf download no/body"),
+    (
+        *("squad", "causal_lm", {"train_file": None, "validation_file": None}),
+        "fetch it once with `hf download rajpurkar/squad --repo-type dataset`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "kind", "settings", "message"), REFUSED_RUNS)
+def test_a_run_is_refused(
+    task: str,
+    kind: str,
+    settings: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    models: dict[str, Path],
+    capsys: Any,
+) -> None:
+    noise = {"target_epsilon": None} if settings.get("method") == "adamw" else {}
+    recipe = recipe_of(tmp_path, models, task, kind, **{**settings, **noise})
+    assert message in fail(capsys, "train", recipe)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "objective"), [("sst2", "accuracy"), ("squad", "f1")])
+def test_a_run_on_what_is_counted(
+    task: str, objective: str, tmp_path: Path, models: dict[str, Path], capsys: Any
+) -> None:
+    recipe = recipe_of(tmp_path, models, task, "causal_lm", objective=objective, max_steps=1)
+    run(capsys, "train", recipe)
+    assert read(tmp_path / "out" / "privacy_report.json")["private"] is True

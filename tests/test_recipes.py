@@ -19,6 +19,7 @@ import tiny_language_models
 import yaml
 
 from hf_dpzero import cli, recipe_table
+from hf_dpzero.bench.shapes import build_config
 from hf_dpzero.commands.assemble import build_trainer
 from hf_dpzero.mechanisms import mechanism_from_dict
 from hf_dpzero.plan import PrivacyPlan
@@ -258,6 +259,14 @@ def test_private_runs_in_low_precision_take_one_example_at_a_time():
     assert len(low) == 2 * 4 * 2
     for name in low:
         assert values(name)["microbatch_size"] == (1 if "target_epsilon" in values(name) else 8)
+
+
+def test_texts_fit_the_published_models():
+    """RoBERTa spends two of its 514 positions on padding; OPT has 2,048."""
+    for name in PROMPTED:
+        config = build_config(recipe_table.model_of(values(name)))
+        spent = 2 if config.model_type == "roberta" else 0
+        assert values(name)["max_seq_length"] <= config.max_position_embeddings - spent
 
 
 # ---------------------------------------------------------------- the table

@@ -128,6 +128,17 @@ def test_the_words_of_yaml_1_1_are_text(tmp_path: Path) -> None:
     assert read_task(str(path)).label_names == ("no", "yes")
 
 
+def test_block_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        "fields: [a]\nanswers: b\nprompts:\n  causal_lm:\n    template: |\n"
+        "      Question: {a}\n      Answer: {answer}\n",
+        encoding="utf-8",
+    )
+    prompt = read_task(str(path)).prompts["causal_lm"]
+    assert prompt.template == "Question: {a}\nAnswer: {answer}"
+
+
 @pytest.mark.parametrize(
     ("word", "expected"), [("no", False), ("false", False), ("yes", True), ("True", True)]
 )

@@ -288,6 +288,29 @@ def test_a_template_may_not_hold_the_private_use_character() -> None:
         Template(f"{{a}} {PRIVATE_USE}", ("a",))
 
 
+def test_a_prompt_without_a_token_is_refused() -> None:
+    """Nothing would come before the answer; a tokenizer that starts every text has a token there."""
+    text, row = "{passage} {answer}", {"passage": " ", "question": ""}
+    with pytest.raises(ValueError, match="an empty prompt.*words before {answer}"):
+        encoder("causal_lm", "qwen", text).encode([row], [100])
+    with pytest.raises(ValueError, match="an empty prompt"):
+        encoder("causal_lm", "qwen", text).encode([{**row, "passage": "rain"}], [0])
+    assert encoder("causal_lm", "opt", text).encode([row], [100])[0].input_ids == [2]
+
+
+def test_the_end_token_of_an_encoders_tokenizer_is_left_out_too() -> None:
+    """BERT ends a text with [SEP], which a decoder with its vocabulary must not go on from."""
+    made = PromptEncoder(
+        tokenizer("masked_lm", "bert"),
+        checked_template(CAUSAL_TEXT, "causal_lm", FIELDS),
+        "causal_lm",
+    )
+    row = {"passage": "it was", "question": "what"}
+    whole = made.tokenizer("Passage: it was\nQ: what?\nA: great")["input_ids"][:-1]
+    prompt = made.encode([row], [100])[0].input_ids
+    assert prompt + made.answer_ids([row], ["great"])[0] == whole
+
+
 @pytest.mark.parametrize("kind", ["masked_lm", "causal_lm"])
 def test_an_example_is_the_prompt_with_its_answer(kind: str) -> None:
     family = "roberta" if kind == "masked_lm" else "opt"

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from hf_dpzero.tasks import AnyTask
     from hf_dpzero.trainer import DPZeroTrainer
 
-ADAPTER_FILE = "adapter_config.json"
 
 
 def build_trainer(recipe: Recipe) -> DPZeroTrainer:
@@ -78,9 +77,12 @@ def check_context(model: Any, max_seq_length: int) -> None:
 
     config: Any = base_model(model).config
     most = _context_length(getattr(config, "encoder", config))
-    if most is not None and max_seq_length > most:
+    adapter = getattr(model, "active_peft_config", None)
+    virtual = getattr(adapter, "num_virtual_tokens", None) or 0
+    if most is not None and max_seq_length + virtual > most:
+        prefix = f" and a prefix of {virtual}" if virtual else ""
         raise ValueError(
-            f"max_seq_length={max_seq_length}, but {config.model_type} models of this size take "
+            f"max_seq_length={max_seq_length}{prefix}, but {config.model_type} models of this size take "
             f"{most} tokens; lower it."
         )
 
@@ -123,13 +125,11 @@ def load_trained(arguments: ModelArguments, task: AnyTask, base: str) -> tuple[A
     Args:
       base: the model that an adapter was trained on: what the recipe itself names.
     """
+    from hf_dpzero.checkpoints import ADAPTER_FILE
     from hf_dpzero.models import load_model
 
     folder = Path(arguments.model_name_or_path)
     if not (folder / ADAPTER_FILE).is_file():
         return load_model(arguments, task)
-    import peft
-
-    bare = dataclasses.replace(arguments, model_name_or_path=base, peft_method=None)
-    model, tokenizer = load_model(bare, task)
-    return peft.PeftModel.from_pretrained(model, str(folder)).eval(), tokenizer
+    of_base = dataclasses.replace(arguments, model_name_or_path=base)
+    return load_model(of_base, task, adapter=str(folder))

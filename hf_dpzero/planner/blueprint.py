@@ -165,7 +165,7 @@ def layer_stack(model: nn.Module, num_layers: int) -> str:
 def frozen_layers(blueprint: Blueprint, model: nn.Module) -> int:
     """How many first layers run before anything that trains: what `FrozenPrefix` may remember.
 
-    None if embeddings or a prefix train. All of them if only the head does.
+    0 if embeddings or a prefix train; all of them if only the head does.
     """
     stack = layer_stack(model, blueprint.num_layers)
     names = [name for name, _ in model.named_parameters()]

@@ -68,7 +68,8 @@ class PromptEncoder:
         """Each row's prompt in at most as many tokens as its limit says.
 
         Raises:
-          ValueError: a limit leaves no room even for the template without its fields.
+          ValueError: a limit leaves no room even for the template without its fields, or a prompt is
+            empty.
         """
         halves = [self._halves(row, self.demonstrations) for row in rows]
         whole = self.ids([self._joined(half) for half in halves])
@@ -118,7 +119,10 @@ class PromptEncoder:
     def _drops_end(self) -> bool:
         """Whether the tokenizer ends every text, and this one goes on."""
         ids = self.tokenizer("a", verbose=False)["input_ids"]
-        ends = len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id
+        ends = len(ids) > 1 and ids[-1] in (
+            self.tokenizer.eos_token_id,
+            self.tokenizer.sep_token_id,
+        )
         return ends and self.kind == "causal_lm"
 
     # ---------------------------------------------------------------- tokens
@@ -126,6 +130,11 @@ class PromptEncoder:
     def _encoded(
         self, half: _Halves, ids: list[int], cut: bool = False, left_out: int = 0
     ) -> Encoded:
+        if not ids:
+            raise ValueError(
+                f"a row and template {self.template.text!r} make an empty prompt, and this tokenizer "
+                "puts no token in front of it: write some words before {answer}."
+            )
         return Encoded(ids, self._position(half, ids), cut, left_out)
 
     def _position(self, half: _Halves, ids: Sequence[int]) -> int:

@@ -116,9 +116,12 @@ class PromptTask(ABC):
         return dataclasses.replace(encoder, demonstrations=tuple(shown))
 
     def texts(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """A row's fields, "" for those that it does not have."""
-        found = {name: row.get(column) for name, column in self.columns.items()}
-        return {name: "" if value is None else str(value) for name, value in found.items()}
+        """A row's fields, "" for those that it does not have.
+
+        Raises:
+          ValueError: a column of lists or mappings.
+        """
+        return {name: _text(row.get(column), column) for name, column in self.columns.items()}
 
     def _demonstrations(self) -> list[Mapping[str, Any]]:
         """Training rows, drawn by subset_seed."""
@@ -205,6 +208,15 @@ def notes(encoded: list[Encoded]) -> dict[str, list[Any]]:
     return {"cut": [e.cut for e in encoded], "left_out": [e.left_out for e in encoded]}
 
 
+def _text(value: Any, column: str) -> str:
+    if isinstance(value, (list, dict)):
+        raise ValueError(
+            f"column {column!r} holds a {type(value).__name__} ({str(value)[:40]}), and a prompt is "
+            "made of text: choose another column, or join it."
+        )
+    return "" if value is None else str(value)
+
+
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The padding token, or where there is none the end token: the attention mask leaves it out."""
     found = tokenizer.pad_token_id
@@ -251,8 +263,7 @@ def prompt_of(data: DataArguments, description: TaskDescription) -> tuple[Prompt
         )
     known = known or Prompt(template="")
     words = tuple(data.label_words) if data.label_words is not None else known.label_words
-    text = known.template if data.template is None else data.template
+    text = (known.template if data.template is None else data.template).rstrip("\n")
     template = checked_template(text, kind, tuple(description.fields), description.optional_fields)
     passage = known.passage if known.passage in template.used_fields else None
-    words = tuple(word.strip() for word in words)
     return Prompt(template=text, label_words=words, passage=passage, source=known.source), template

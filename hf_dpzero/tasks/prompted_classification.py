@@ -73,8 +73,11 @@ def _check_words(words: Sequence[str], label_names: Sequence[str]) -> None:
             f"labels {', '.join(label_names)}; give one each, in this order."
         )
     for word, label in zip(words, label_names, strict=True):
-        if not word:
-            raise ValueError(f"the label word of {label} is blank; give it one.")
+        if not word or word != word.strip():
+            raise ValueError(
+                f"label word {word!r} of {label} is blank or has white space around it: give the bare "
+                "word, and put the space before it into the template."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def _prompt(kind: str, values: Any) -> Prompt:
     if "template" not in values:
         raise ValueError(f"the prompt {kind} has no template.")
     return Prompt(
-        template=_text(values, "template"),
+        template=_text(values, "template").rstrip("\n"),
         label_words=_words(values.get("label_words"), "label_words"),
         passage=_text(values, "passage") or None,
         source=_text(values, "source"),
