@@ -129,9 +129,18 @@ def _add_plan(commands: _Commands) -> None:
     )
     parser.epilog = f"With --recipe, these options are overrides as well. {_OVERRIDES}"
     add = parser.add_argument
-    add("--recipe", action=_Recipe, metavar="RECIPE", help="YAML file: plan its run, download nothing")
+    add(
+        "--recipe",
+        action=_Recipe,
+        metavar="RECIPE",
+        help="YAML file: plan its run, download nothing",
+    )
     add("--no_calibration", action="store_true", help="with --recipe: time nothing on this machine")
-    add("--num_examples", type=_whole, help="n, rows of training data; a recipe's own if they are here")
+    add(
+        "--num_examples",
+        type=_whole,
+        help="n, rows of training data; a recipe's own if they are here",
+    )
     add("--expected_batch_size", type=float, help="B; required unless --sampling full_batch")
     add("--max_steps", type=_whole, help="T, steps of training")
     add("--target_epsilon", type=float, help="epsilon to calibrate the noise for")

@@ -56,7 +56,7 @@ def table() -> list[Row]:
 
 
 def _row(first: str, _what: str, third: str) -> Row:
-    eager = re.sub(r"[\w, ]*?(\w+) \(lazy\)", "", third) if "(lazy)" in third else third
+    eager = re.sub(r"\w+ \(lazy\)", "", third)
     return Row(
         modules=tuple(re.findall(r"`([\w/]+)(?:\.py)?`", first)),
         eager=frozenset(re.findall(r"\w+", eager)),

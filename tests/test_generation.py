@@ -90,7 +90,10 @@ def test_some_rows_stop_and_some_do_not(language_model: Any) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    ["opt", "llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "qwen2"))],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_adapters(family: str, adapter: str, side: str, language_model: Any) -> None:
     plain = [by_full_passes(language_model(family), row) for row in prompts()]

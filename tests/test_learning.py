@@ -179,19 +179,18 @@ def models(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def fine_tune(models, tmp_path_factory) -> Callable[..., Outcome]:
-    """(task, break_rows=False, broken=..., **settings) -> what a run of the recipe reaches."""
+    """(task, rows=..., broken=..., **settings) -> what a run of the recipe reaches."""
 
     def run(
         task: Task,
-        break_rows: bool = False,
+        rows: Callable[[Rows, str], Rows] = lambda rows, label: rows,
         broken: Callable[[Any], Any] = lambda honest: honest,
         **settings: Any,
     ) -> Outcome:
         folder = tmp_path_factory.mktemp("run")
-        rows = task.rows(PRIVATE_ROWS, 1)
-        rows = shuffled(rows, task.label) if break_rows else rows
+        private = rows(task.rows(PRIVATE_ROWS, 1), task.label)
         files = {
-            "train_file": str(toy_tasks.write_rows(folder / "train.jsonl", rows)),
+            "train_file": str(toy_tasks.write_rows(folder / "train.jsonl", private)),
             "validation_file": str(
                 toy_tasks.write_rows(folder / "public.jsonl", task.rows(200, 2))
             ),
