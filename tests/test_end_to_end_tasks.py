@@ -1033,7 +1033,15 @@ def test_other_ways_train_evaluate_and_replay(name, way_of, tmp_path):
 def test_a_bounded_loss_releases_what_a_bounded_loss_can(name, models, files, tmp_path):
     """Without noise: sums of differences of 0, +-1 / (2 lambda) (or of F1s), over B."""
     case, changes = WAYS[name]
-    changes = {**SMALL, **changes, **FIXED, "noise_multiplier": 0.0, "clip": 1e3, "smoothing": 0.1}
+    changes = {
+        **SMALL,
+        **changes,
+        **FIXED,
+        "noise_multiplier": 0.0,
+        "clip": 1e3,
+        "smoothing": 0.1,
+        "max_steps": 6,
+    }
     call("train", make_recipe(tmp_path, case, models, files, **changes))
     values = released(tmp_path / "out")
     sums = values * changes["expected_batch_size"] * 2 * changes["smoothing"]

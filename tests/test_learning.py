@@ -219,3 +219,110 @@ def scores(trainer: DPZeroTrainer) -> dict[str, float]:
     return {
         name: found[f"eval_{name}"] for name in ("loss", "accuracy", "f1") if f"eval_{name}" in found
     }
+
+
+def flipped(rows: Rows, label: str) -> Rows:
+    """Praise is called blame, and blame praise."""
+    return [{**row, label: 1 - row[label]} for row in rows]
+
+
+def assert_private(outcome: Outcome) -> None:
+    """The run spent the budget that it was given, with noise of the operating system."""
+    report = outcome.trainer.privacy_report()
+    assert report.private
+    assert 0 < outcome.trainer.epsilon_spent <= 8.0
+    assert outcome.trainer.trajectory.next_step == outcome.trainer.plan.steps
+
+
+# ---------------------------------------------------------------- the loss
+
+LEARNT, NOTHING = 0.25, 0.5
+"""Shares of the first loss: an honest run leaves less than the one, a broken run more than the other."""
+
+
+def test_masked_lm_learns_what_its_label_words_mean(models, fine_tune):
+    """At first both words are as likely; the labels alone say which of them praises."""
+    learnt = fine_tune(MASKED)
+    assert_private(learnt)
+    assert learnt.before["loss"] == pytest.approx(0.693, abs=0.05)  # log 2: it knows nothing
+    assert learnt.loss < LEARNT
+    assert learnt.after["accuracy"] > 0.95
+    assert fine_tune(MASKED, rows=shuffled).loss > NOTHING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "broken",
+    [lambda honest: Broken(honest, scale=0.0), lambda honest: Broken(honest, one_token_early)],
+    ids=["no_signal", "one_token_early"],
+)
+def test_masked_lm_learns_nothing_from_a_broken_objective(fine_tune, broken):
+    """Noise alone, and word scores at the token before the mask."""
+    assert fine_tune(MASKED, broken=broken).loss > NOTHING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [CAUSAL, CANDIDATES], ids=["one_token", "several_tokens"])
+def test_causal_lm_learns_what_its_label_words_mean(fine_tune, task):
+    """" great" and " terrible" after the prompt; " a great one" and " a terrible one"."""
+    learnt = fine_tune(task)
+    assert_private(learnt)
+    assert learnt.loss < LEARNT
+    assert learnt.after["accuracy"] > 0.95
+    assert fine_tune(task, rows=shuffled).loss > NOTHING
+
+
+@pytest.mark.slow
+def test_causal_lm_learns_to_answer(fine_tune):
+    """At first it names the second thing; greedy answers become right, word for word."""
+    learnt = fine_tune(ANSWERS)
+    assert_private(learnt)
+    assert learnt.loss < LEARNT
+    assert learnt.before["f1"] < 0.1
+    assert learnt.after["f1"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [{"rows": shuffled}, {"broken": lambda honest: Broken(honest, prompt_instead)}],
+    ids=["answers_of_others", "loss_of_the_prompt"],
+)
+def test_causal_lm_does_not_learn_to_answer_from_a_broken_objective(fine_tune, setting):
+    assert fine_tune(ANSWERS, **setting).loss > NOTHING
+
+
+# ---------------------------------------------------------------- what has no gradient
+
+BY_ACCURACY = {
+    "objective": "accuracy",
+    "num_directions": 4,
+    "expected_batch_size": 32,
+    "max_steps": 25,
+    "smoothing": 0.05,
+    "learning_rate": 0.02,
+}
+
+
+@pytest.mark.slow
+def test_accuracy_itself_is_trained_on(fine_tune):
+    """It follows the labels both ways, so it is they that move it and no drift.
+
+    Near a tie a drift alone may call nearly every review right, or nearly every one wrong; the loss of
+    the cross entropy, which nobody trained on here, falls only where the right words gain.
+    """
+    right = fine_tune(MASKED, **BY_ACCURACY)
+    wrong = fine_tune(MASKED, rows=flipped, **BY_ACCURACY)
+    assert_private(right)
+    assert right.before["accuracy"] < 0.6
+    assert right.after["accuracy"] > 0.9
+    assert right.loss < 0.7
+    assert wrong.after["accuracy"] < 0.1
+    assert wrong.loss > 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dp-sgd", "dp-adamw"])
+def test_accuracy_is_refused_where_gradients_are_needed(fine_tune, method):
+    with pytest.raises(ValueError, match="has no gradient"):
+        fine_tune(MASKED, objective="accuracy", method=method)

@@ -1020,13 +1020,17 @@ def test_other_answers_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None
 
 
 def test_other_columns_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None:
-    rows = [{"text": "one", "other": "two", "label": index} for index in range(2)]
-    found = []
-    for column in ("text", "other"):
-        settings: dict[str, Any] = {"task": "sst2", "prompt": "causal_lm", "text_column": column}
-        ids = task_of(tmp_path, rows, **settings).tokenize(opt())["train"][0]["input_ids"]
+    rows, found = [{"one": "1", "two": "2", "answers": "3"}] * 2, []
+    for column in ("one", "two"):
+        file = tmp_path / "t.yaml"
+        prompt = '{causal_lm: {template: "{text}\\n{answer}"}}'
+        file.write_text(
+            f"fields: {{text: {column}}}\nanswers: answers\nprompts: {prompt}\n", "utf-8"
+        )
+        task = task_of(tmp_path, rows, task=str(file), prompt="causal_lm")
+        ids = task.tokenize(opt())["train"][0]["input_ids"]
         found.append(opt().decode(ids, skip_special_tokens=True))
-    assert found == ["one It was", "two It was"]
+    assert found == ["1\n3\n", "2\n3\n"]
 
 
 def test_other_code_encodes_anew(

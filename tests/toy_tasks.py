@@ -3,7 +3,7 @@
 The public text tells reviews and rooms. A review's opinion shows in its words, and the text goes on with
 "It was good." or "It was bad." accordingly, but with "great" or "terrible" at random: whoever has read
 it knows what an opinion is, and not which of the two words means which. A question about a room with two
-things is answered by either of them, the second one four times in five. What the private rows teach
+things is answered by either of them, the second one seven times in ten. What the private rows teach
 (`review_rows`, `room_rows`) is what the public text leaves open: "great" praises, and the first thing is
 what was asked for. The first is learnt from the labels alone, the second from the answers alone.
 
@@ -37,7 +37,7 @@ WORDS = (*LABEL_WORDS, *PRAISE, *BLAME, *SUBJECTS, *COLOURS, *THINGS, *OFTEN)
 QUESTION = "which one?"
 ROOM_TEMPLATE = "{context}\nQuestion: {question}\nAnswer: {answer}"
 _KNOWN, _OPEN = ("bad", "good"), ("terrible", "great")
-_SECOND = 0.8
+_SECOND = 0.7
 
 Row = dict[str, Any]
 
