@@ -65,7 +65,9 @@ def check_sizes(shape: str, seq_length: int) -> None:
     """Refuses a shape that is not known, and more tokens than it has positions for."""
     if shape not in SHAPES:
         raise ValueError(f"shape={shape!r} is unknown; use one of {', '.join(PUBLISHED)}.")
-    limit = build_config(shape).max_position_embeddings - 2
+    config = build_config(shape)
+    padding = config.pad_token_id + 1 if config.model_type == "roberta" else 0  # spent on padding
+    limit = config.max_position_embeddings - padding
     if seq_length > limit:
         raise ValueError(
             f"seq_length={seq_length} is more than {shape} has positions for: use at most {limit}."

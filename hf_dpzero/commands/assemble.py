@@ -34,7 +34,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     task = build_task(recipe.data)
     recipe.training.plan(len(task.splits["train"]))
     model, tokenizer = load_model(recipe.model, task)
-    check_context(model, recipe.data.max_seq_length)
+    check_context(model, recipe)
     rows = _rows(recipe, task, model, tokenizer)
     return DPZeroTrainer(
         model=model,
@@ -67,14 +67,17 @@ def check_objective(recipe: Recipe) -> None:
         )
 
 
-def check_context(model: Any, max_seq_length: int) -> None:
-    """Refuses texts that are longer than the model's positions.
+def check_context(model: Any, recipe: Recipe) -> None:
+    """Refuses prompts that may be longer than the model's positions.
 
     Raises:
       ValueError: names the most that fits.
     """
     from hf_dpzero.objectives import base_model
 
+    if recipe.data.prompt is None:
+        return
+    max_seq_length = recipe.data.max_seq_length
     config: Any = base_model(model).config
     most = _context_length(getattr(config, "encoder", config))
     adapter = getattr(model, "active_peft_config", None)

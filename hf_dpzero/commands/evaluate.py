@@ -77,7 +77,7 @@ def evaluate(recipe: Recipe, base: str, quiet: bool = False) -> dict[str, float]
 
     task = build_task(recipe.data)
     model, tokenizer = load_trained(recipe.model, task, base)
-    check_context(model, recipe.data.max_seq_length)
+    check_context(model, recipe)
     rows = task.tokenize(tokenizer, recipe.model.pair_features)["validation"]
     trainer = PredictingTrainer(
         model=model,
