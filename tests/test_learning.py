@@ -72,12 +72,22 @@ class Task:
 REVIEWS: dict[str, Any] = {"rows": toy_tasks.review_rows, "label": "label"}
 MASKED = Task(
     model="masked_lm",
-    settings={"task": "sst2", "prompt": "masked_lm", "learning_rate": 0.01, "expected_batch_size": 64},
+    settings={
+        "task": "sst2",
+        "prompt": "masked_lm",
+        "learning_rate": 0.01,
+        "expected_batch_size": 64,
+    },
     **REVIEWS,
 )
 CAUSAL = Task(
     model="causal_lm",
-    settings={"task": "sst2", "prompt": "causal_lm", "learning_rate": 0.02, "expected_batch_size": 64},
+    settings={
+        "task": "sst2",
+        "prompt": "causal_lm",
+        "learning_rate": 0.02,
+        "expected_batch_size": 64,
+    },
     **REVIEWS,
 )
 CANDIDATES = dataclasses.replace(
@@ -162,7 +172,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Callable[[str], Path]:
-    """"masked_lm" or "causal_lm" -> the folder of the model, which reads on first use."""
+    """ "masked_lm" or "causal_lm" -> the folder of the model, which reads on first use."""
     read: dict[str, Path] = {}
     make = {
         "masked_lm": toy_tasks.pretrained_masked_lm,
@@ -217,7 +227,9 @@ def fine_tune(models, tmp_path_factory) -> Callable[..., Outcome]:
 def scores(trainer: DPZeroTrainer) -> dict[str, float]:
     found = trainer.evaluate()
     return {
-        name: found[f"eval_{name}"] for name in ("loss", "accuracy", "f1") if f"eval_{name}" in found
+        name: found[f"eval_{name}"]
+        for name in ("loss", "accuracy", "f1")
+        if f"eval_{name}" in found
     }
 
 
@@ -236,7 +248,7 @@ def assert_private(outcome: Outcome) -> None:
 
 # ---------------------------------------------------------------- the loss
 
-LEARNT, NOTHING = 0.25, 0.5
+LEARNT, NOTHING = 0.3, 0.6
 """Shares of the first loss: an honest run leaves less than the one, a broken run more than the other."""
 
 
@@ -264,7 +276,7 @@ def test_masked_lm_learns_nothing_from_a_broken_objective(fine_tune, broken):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [CAUSAL, CANDIDATES], ids=["one_token", "several_tokens"])
 def test_causal_lm_learns_what_its_label_words_mean(fine_tune, task):
-    """" great" and " terrible" after the prompt; " a great one" and " a terrible one"."""
+    """ " great" and " terrible" after the prompt; " a great one" and " a terrible one"."""
     learnt = fine_tune(task)
     assert_private(learnt)
     assert learnt.loss < LEARNT
@@ -326,3 +338,24 @@ def test_accuracy_itself_is_trained_on(fine_tune):
 def test_accuracy_is_refused_where_gradients_are_needed(fine_tune, method):
     with pytest.raises(ValueError, match="has no gradient"):
         fine_tune(MASKED, objective="accuracy", method=method)
+
+
+BY_F1 = {
+    "objective": "f1",
+    "max_new_tokens": 2,
+    "num_directions": 8,
+    "expected_batch_size": 8,
+    "max_steps": 25,
+    "smoothing": 0.1,
+    "learning_rate": 0.02,
+}
+
+
+@pytest.mark.slow
+def test_f1_itself_is_trained_on(fine_tune):
+    """Greedy answers get better where F1 itself is the signal, and not from other rows' answers."""
+    learnt = fine_tune(ANSWERS, **BY_F1)
+    assert_private(learnt)
+    assert learnt.before["f1"] < 0.1
+    assert learnt.after["f1"] > 0.4
+    assert fine_tune(ANSWERS, rows=shuffled, **BY_F1).after["f1"] < 0.2

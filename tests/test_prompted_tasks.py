@@ -1352,7 +1352,7 @@ def test_zero_shot_insists(tmp_path: Path, models: dict[str, Path], capsys: Any)
     recipe = recipe_of(tmp_path, models, "sst2", "causal_lm")
     for name, value in (("num_demonstrations", 2), ("model_name_or_path", models["masked_lm"])):
         said = fail(capsys, "evaluate", recipe, "--zero_shot", f"--{name}", value)
-        assert f"without training rows, and --{name}={value} says otherwise; leave one out" in said
+        assert f"without training rows, and {name}={value} says otherwise; leave one out" in said
     run(capsys, "evaluate", recipe, "--zero_shot", "--num_demonstrations", 0)
 
 

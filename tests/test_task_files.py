@@ -347,14 +347,11 @@ def test_questions_from_a_file(tmp_path: Path) -> None:
     assert text == "When?\n1900\n"
 
 
-NEEDS_COLUMNS = pytest.mark.xfail(strict=True, reason="text_classification asks for every column")
-
-
 @pytest.mark.parametrize(
     "missing",
     [
-        pytest.param({}, marks=NEEDS_COLUMNS),
-        pytest.param({"title": None}, marks=NEEDS_COLUMNS),
+        {},
+        {"title": None},
         {"title": " "},
     ],
 )

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from hf_dpzero.trainer import DPZeroTrainer
 
 
-
 def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     """The trainer that a recipe describes, with its untrained model.
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Mapping
-from typing import Any
 
 from hf_dpzero.commands.assemble import check_context, load_trained, output_dir
 from hf_dpzero.recipe import Recipe, load_recipe, parse_overrides, read_recipe
@@ -30,10 +28,10 @@ def run(arguments: argparse.Namespace) -> None:
     """
     overrides = parse_overrides(arguments.overrides)
     base = str(read_recipe(arguments.recipe).get("model_name_or_path", ""))
-    if arguments.zero_shot:
-        _check_zero_shot(overrides)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **overrides})
+        if arguments.zero_shot:
+            _check_zero_shot(recipe, base)
         statement = privacy_statement(recipe, base)
         metrics = evaluate(recipe, base, quiet=arguments.json)
     found = {**metrics, "privacy": statement}
@@ -44,13 +42,15 @@ def run(arguments: argparse.Namespace) -> None:
     print(json.dumps(found, indent=2, sort_keys=True) if arguments.json else statement)
 
 
-def _check_zero_shot(overrides: Mapping[str, Any]) -> None:
-    for name in ("model_name_or_path", "num_demonstrations"):
-        if str(overrides.get(name, "0")) != "0":
-            raise ValueError(
-                f"--zero_shot evaluates the recipe's base model without training rows, and --{name}="
-                f"{overrides[name]} says otherwise; leave one out."
-            )
+def _check_zero_shot(recipe: Recipe, base: str) -> None:
+    """Refuses what would not be zero-shot."""
+    shown, model = recipe.data.num_demonstrations, recipe.model.model_name_or_path
+    if shown or model != base:
+        other = f"num_demonstrations={shown}" if shown else f"model_name_or_path={model}"
+        raise ValueError(
+            f"--zero_shot evaluates the recipe's base model without training rows, and {other} says "
+            "otherwise; leave one out."
+        )
 
 
 def privacy_statement(recipe: Recipe, base: str) -> str:
@@ -78,7 +78,7 @@ def evaluate(recipe: Recipe, base: str, quiet: bool = False) -> dict[str, float]
     task = build_task(recipe.data)
     model, tokenizer = load_trained(recipe.model, task, base)
     check_context(model, recipe)
-    rows = task.tokenize(tokenizer, recipe.model.pair_features)["validation"]
+    rows = task.tokenize(tokenizer, recipe.model.pair_features, only="validation")["validation"]
     trainer = PredictingTrainer(
         model=model,
         args=recipe.training,

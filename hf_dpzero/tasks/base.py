@@ -46,7 +46,10 @@ class Task:
         return len(self.label_names)
 
     def tokenize(
-        self, tokenizer: PreTrainedTokenizerBase, pair_features: str = "joint"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        pair_features: str = "joint",
+        only: str | None = None,
     ) -> datasets.DatasetDict:
         """The rows as input_ids, attention_mask (and what else the model takes) and labels.
 
@@ -55,6 +58,7 @@ class Task:
           pair_features: as in `ModelArguments`: "joint" puts both texts of a pair into input_ids,
             cut together to `max_seq_length`; "siamese" cuts each to `max_seq_length` and puts the
             second into input_ids_pair, attention_mask_pair, ...
+          only: the split that is wanted; None for all.
         Raises:
           ValueError: siamese without two text columns.
         """
@@ -65,10 +69,11 @@ class Task:
                 f"columns {', '.join(self.text_columns)}; use pair_features: joint, or set "
                 "text_pair_column."
             )
-        return self.splits.map(
+        chosen = self.splits if only is None else {only: self.splits[only]}
+        return datasets.DatasetDict(chosen).map(
             _encode_apart if siamese else _encode,
             batched=True,
-            remove_columns=self.splits["train"].column_names,
+            remove_columns=self.splits["validation"].column_names,
             desc="tokenizing",
             fn_kwargs={
                 "tokenizer": tokenizer,

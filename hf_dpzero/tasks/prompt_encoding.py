@@ -153,7 +153,8 @@ class PromptEncoder:
     # ---------------------------------------------------------------- too long
 
     def _fitted(self, row: Row, limit: int) -> Encoded:
-        for left_out in range(len(self.demonstrations) + 1):
+        """A prompt that is too long with all demonstrations, without some of them, or cut."""
+        for left_out in range(1, len(self.demonstrations) + 1):
             half = self._halves(row, self.demonstrations[left_out:])
             ids = self.ids([self._joined(half)])[0]
             if len(ids) <= limit:
@@ -181,6 +182,7 @@ class PromptEncoder:
         """The prompt with as much of one field as fits, from its start; None if none of it does."""
         text = row[name].strip()
 
+        @functools.cache
         def cut(end: int) -> tuple[_Halves, list[int]]:
             half = self._halves({**row, name: text[:end]})
             return half, self.ids([self._joined(half)])[0]

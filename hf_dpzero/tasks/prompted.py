@@ -91,12 +91,19 @@ class PromptTask(ABC):
     # ---------------------------------------------------------------- rows -> tokens
 
     def tokenize(
-        self, tokenizer: PreTrainedTokenizerBase, pair_features: str = "joint"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        pair_features: str = "joint",
+        only: str | None = None,
     ) -> datasets.DatasetDict:
         """The rows as `collator` takes them; kept by `datasets` beside rows that come from files.
 
         Passages that are too long are cut, and how many were is logged.
 
+        Args:
+          tokenizer: the model's.
+          pair_features: of no meaning here; as in `Task.tokenize`.
+          only: the split that is wanted; None for all.
         Raises:
           ValueError: label words that the tokenizer cannot spell, no room for the template, or
             max_seq_length beyond what the tokenizer allows.
@@ -105,7 +112,8 @@ class PromptTask(ABC):
         encoder = self.encoder(tokenizer)
         found, start = {}, 0
         for split, rows in self.splits.items():
-            found[split] = self._tokenized(rows, encoder, split, start)
+            if only in (None, split):
+                found[split] = self._tokenized(rows, encoder, split, start)
             start += len(rows)
         return datasets.DatasetDict(found)
 

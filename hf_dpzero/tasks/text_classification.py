@@ -39,7 +39,7 @@ def classification_task(
     """
     splits = load_splits(data, known.source if known else None)
     columns, label = _text_columns(data, splits, known), _label_column(data, splits, known)
-    check_columns(splits, columns, label)
+    check_columns(splits, _required(columns, known) if data.prompt else columns, label)
     if known and known.drop_unlabelled:
         splits = _labelled(splits, label)
     names = tuple(known.label_names if known else read_label_names(splits, label))
@@ -54,6 +54,13 @@ def classification_task(
     if data.prompt is None:
         return _with_a_head(task)
     return prompted_classification(task, data, known or described(task))
+
+
+def _required(columns: tuple[str, ...], known: TaskDescription | None) -> list[str]:
+    """The columns of the fields that a prompt cannot do without."""
+    fields = dict(zip(known.fields, columns, strict=False)) if known else {}
+    optional = [fields[name] for name in known.optional_fields] if known else []
+    return [column for column in columns if column not in optional]
 
 
 def described(task: Task) -> TaskDescription:
@@ -145,7 +152,7 @@ def _with_class_labels(
     feature = datasets.ClassLabel(names=list(names))
     return datasets.DatasetDict(
         {
-            split: rows.select_columns([*columns])
+            split: rows.select_columns([c for c in columns if c in rows.column_names])
             .add_column("label", _class_indices(rows, label, names))
             .cast_column("label", feature)
             for split, rows in splits.items()
