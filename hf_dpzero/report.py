@@ -405,8 +405,8 @@ def plot_run(
 ) -> Path | None:
     """Draws evaluation accuracy, evaluation loss and spent epsilon against steps.
 
-    Reads `eval_accuracy` (or `eval_f1`, `eval_macro_f1`), `eval_loss` and `epsilon` beside `step` from the trainer's log history;
-    whatever is absent is left out, as are values that are not finite. Uses matplotlib's object
+    Reads `eval_accuracy` (or `eval_f1`, `eval_macro_f1`), `eval_loss` and `epsilon` beside `step` from
+    the trainer's log history; whatever is absent is left out, as are values that are not finite. Uses matplotlib's object
     interface with the Agg canvas: no display, no global figure.
 
     Returns:

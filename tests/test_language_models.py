@@ -752,7 +752,7 @@ def test_the_shared_tiny_checkpoint_loads(tmp_path: Path) -> None:
     assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
 
 
-@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("bits", [4, 8])
 def test_the_digest_of_a_quantised_base_sees_its_scales(bits: int, tmp_path: Path) -> None:
     """Doubling a layer changes its quantisation scales and nothing else."""
     pytest.importorskip("bitsandbytes")

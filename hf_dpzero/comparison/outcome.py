@@ -151,8 +151,8 @@ def _with_results(row: Row, run: Run, folder: Path) -> Row:
 def metric_of(results: dict[str, Any]) -> str:
     """The name of the task's metric: what stands beside the loss and the timing of an evaluation.
 
-    Of several, the one that the task is about: macro-F1 stands beside accuracy only where a task asks for
-    it, F1 beside exact match.
+    Of several, the one that the task is about: macro-F1 stands beside accuracy only where a task asks
+    for it, F1 beside exact match.
 
     Raises:
       ValueError: there is none that was taken before training as well.
