@@ -26,6 +26,7 @@ _PEFT_TASKS = {
     "CAUSAL_LM": "text-generation",
     "SEQ_2_SEQ_LM": "text2text-generation",
 }
+_PROMPT_TASKS = {"masked_lm": "fill-mask", "causal_lm": "text-generation"}
 
 
 def model_card(
@@ -80,10 +81,17 @@ def model_card(
     return ModelCard(f"---\n{data}\n---\n\n{body}\n")
 
 
-def task_of(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> str | None:
-    """The Hub's name for what the weights do, from the class that was trained."""
+def task_of(
+    config: Mapping[str, Any], adapter: Mapping[str, Any], prompt: str | None = None
+) -> str | None:
+    """The Hub's name for what the weights do, from the class that was trained.
+
+    Args:
+      prompt: the recipe's; PEFT has no name for adapters of masked language models.
+    """
     if adapter:
-        return _PEFT_TASKS.get(str(adapter.get("task_type")))
+        names = _PROMPT_TASKS if prompt else _PEFT_TASKS
+        return names.get(str(prompt or adapter.get("task_type")))
     if config.get("model_type") == _OWN_MODEL:
         return "text-classification"
     name = "".join(config.get("architectures") or [])
@@ -110,7 +118,7 @@ def _metadata(
     return ModelCardData(
         library_name=library,
         base_model=base_model if _is_hub_id(base_model) else None,
-        datasets=[dataset] if dataset and _is_hub_id(dataset) else None,
+        datasets=[dataset] if dataset and "/" in dataset and _is_hub_id(dataset) else None,
         pipeline_tag=task,
         tags=[*tags, "dpzero", "zeroth-order"],
         metrics=sorted(scores) or None,
@@ -208,9 +216,18 @@ def _use_section(
     known = _AUTO_CLASSES if not peft or task in _PEFT_TASKS.values() else {}
     auto = known.get(task or "", "AutoModel")
     imports = f"from transformers import {auto}, AutoTokenizer"
-    if peft:
+    load = f'model = {auto}.from_pretrained("{name}")\n'
+    if peft and task == "fill-mask":  # PEFT has no auto class for it
+        auto = _AUTO_CLASSES[task]
+        imports = f"from peft import PeftModel\nfrom transformers import {auto}, AutoTokenizer"
+        load = (
+            f'base = {auto}.from_pretrained("{_shown(base_model)}")\n'
+            f'model = PeftModel.from_pretrained(base, "{name}")\n'
+        )
+    elif peft:
         auto = auto.replace("AutoModel", "AutoPeftModel")
         imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer"
+        load = f'model = {auto}.from_pretrained("{name}")\n'
     if model_type == _OWN_MODEL:
         imports += f"\n\nimport hf_dpzero.{_OWN_MODEL}  # registers the model class"
     on = f"\n\nThe weights are an adapter on `{_shown(base_model)}`." if peft and base_model else ""
@@ -218,8 +235,7 @@ def _use_section(
         "## How to use\n\n```python\n"
         f"{imports}\n\n"
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
-        f'model = {auto}.from_pretrained("{name}")\n'
-        f"```{on}"
+        f"{load}```{on}"
     )
 
 

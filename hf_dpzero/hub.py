@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hf_dpzero.plan import PrivacyPlan
     from hf_dpzero.trajectory import Trajectory
 
-CARD_FILE, RESULTS_FILE = "README.md", "all_results.json"
+CARD_FILE, RESULTS_FILE, ADAPTER_FILE = "README.md", "all_results.json", "adapter_config.json"
 FOLDER_NAME = "hub"
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
@@ -48,7 +48,7 @@ COPIED = (
     _INDEX,
     _SHARDS,
     "config.json",
-    "adapter_config.json",
+    ADAPTER_FILE,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -330,6 +330,7 @@ def _fill(
 ) -> None:
     for path in _copied_files(source):
         shutil.copyfile(path, staged / path.name)
+    _reduce_base_path(staged / ADAPTER_FILE)
     metrics = public_results(_read_json(source / RESULTS_FILE))
     if metrics:
         text = json.dumps(metrics, indent=4, allow_nan=False)
@@ -419,6 +420,26 @@ def _read_json(path: Path) -> dict[str, Any]:
     return dict(json.loads(text)) if text else {}
 
 
+def _reduce_base_path(adapter: Path) -> None:
+    """An adapter's base model that is a local folder goes by the folder's name, as in the recipe."""
+    values = _read_json(adapter)
+    base = values.get("base_model_name_or_path")
+    if not base or not (Path(base).is_absolute() or Path(base).is_dir()):
+        return
+    adapter.write_text(
+        json.dumps({**values, "base_model_name_or_path": Path(base).name}, indent=2) + "\n",
+        encoding="utf-8",
+    )
+
+
+def _dataset_of(settings: Mapping[str, Any]) -> str | None:
+    """The data set that a recipe names, or its task (a task file's name) where rows are local."""
+    if settings.get("dataset_name") and not settings.get("train_file"):
+        return str(settings["dataset_name"])
+    task = settings.get("task")
+    return Path(task).stem if task else None
+
+
 def _card_of(
     staged: Path,
     report: PrivacyReport,
@@ -428,7 +449,7 @@ def _card_of(
     repo_id: str | None,
 ) -> ModelCard:
     settings = _settings(recipe)
-    adapter = _read_json(staged / "adapter_config.json")
+    adapter = _read_json(staged / ADAPTER_FILE)
     config = _read_json(staged / "config.json")
     return card.model_card(
         report,
@@ -437,8 +458,8 @@ def _card_of(
             or adapter.get("base_model_name_or_path")
             or config.get("_name_or_path")
         ),
-        task=card.task_of(config, adapter),
-        dataset=settings.get("dataset_name") or settings.get("task"),
+        task=card.task_of(config, adapter, settings.get("prompt")),
+        dataset=_dataset_of(settings),
         metrics=metrics,
         recipe=recipe,
         peft=bool(adapter),

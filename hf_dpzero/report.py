@@ -406,8 +406,8 @@ def plot_run(
     """Draws evaluation accuracy, evaluation loss and spent epsilon against steps.
 
     Reads `eval_accuracy` (or `eval_f1`, `eval_macro_f1`), `eval_loss` and `epsilon` beside `step` from
-    the trainer's log history; whatever is absent is left out, as are values that are not finite. Uses matplotlib's object
-    interface with the Agg canvas: no display, no global figure.
+    the trainer's log history; whatever is absent is left out, as are values that are not finite. Uses
+    matplotlib's object interface with the Agg canvas: no display, no global figure.
 
     Returns:
       `output_dir/training_curve.png`, or None if the history holds nothing to draw.

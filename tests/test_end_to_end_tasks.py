@@ -1129,7 +1129,7 @@ def test_a_prompted_run_is_described_as_what_it_is(case, run_of, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lora", "prefix", "bitfit", "lora at a mask", "prefix at a mask"])
-def test_an_adapters_card_runs(name, way_of, models, tmp_path):
+def test_an_adapters_card_runs(name, way_of, models, tmp_path, monkeypatch):
     copy = tmp_path / "out"
     shutil.copytree(way_of(name).parent / "out", copy)
     call("push", copy, "--repo_id", "me/tiny", "--dry_run")
@@ -1137,7 +1137,9 @@ def test_an_adapters_card_runs(name, way_of, models, tmp_path):
     case, _ = WAYS[name]
     tag = yaml.safe_load(card.split("---")[1]).get("pipeline_tag")
     assert tag == {"masked_lm": "fill-mask", "causal_lm": "text-generation"}[case.prompt]
-    card = card.replace('"roberta"', repr(str(models["roberta"])))  # a local path's last part
+    for path in (copy / "hub").glob("*.json"):
+        assert str(models["roberta"].parent) not in path.read_text(encoding="utf-8"), path.name
+    monkeypatch.chdir(models["roberta"].parent)  # of a local base, its folder's name is published
     model = run_code(card, copy / "hub")
     assert base_model(model).get_output_embeddings() is not None
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import toy_tasks
 from torch import Tensor, nn
 
