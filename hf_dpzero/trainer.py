@@ -29,7 +29,7 @@ from hf_dpzero.guard import ParameterChanged
 from hf_dpzero.isolation import isolated_randomness
 from hf_dpzero.mixed_precision import check_mixed_precision, uncached_autocast
 from hf_dpzero.noise import InsecureSeededNoise, NoiseSource, SecureNoise
-from hf_dpzero.objectives import PerExampleLoss, check_per_example, select_objective
+from hf_dpzero.objectives import PerExampleLoss, Within, check_per_example, select_objective
 from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.plan import PrivacyPlan
 from hf_dpzero.prediction import PredictingTrainer
@@ -320,9 +320,10 @@ class DPZeroTrainer(PredictingTrainer):
 
     def evaluated_objective(self) -> PerExampleLoss:
         """(model, inputs) -> losses [B], on the run's device and in its precision."""
-        objective = self.per_example_loss
-        assert objective is not None
+        assert self.per_example_loss is not None
+        return Within(self.per_example_loss, self._on_device)
 
+    def _on_device(self, objective: PerExampleLoss) -> PerExampleLoss:
         def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
             with self.compute_loss_context_manager():
                 return objective(model, self._prepare_inputs(dict(inputs)))
