@@ -33,9 +33,12 @@ def digest_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
 def digest_model(model: nn.Module) -> str:
     """SHA-256 (hex) over every parameter of `model`, frozen ones included, tied ones once.
 
-    Of weights that bitsandbytes has quantised, the scales as well: two bases may differ in these alone.
+    Of quantised layers also what else makes their weights, in which alone two bases may differ: the
+    scales of bitsandbytes, and buffers (GPTQ, AWQ and BitNet keep even their integers there). Models
+    that are not quantised are named by their parameters alone.
     """
-    return digest_tensors([*model.named_parameters(), *_quantisation_scales(model)])
+    scales, buffers = _quantisation_scales(model), _quantised_buffers(model)
+    return digest_tensors([*model.named_parameters(), *scales, *buffers])
 
 
 def _quantisation_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -54,6 +57,30 @@ def _quantisation_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             "rows": rows,
         }
         yield from ((f"{name}.{key}", t) for key, t in found.items() if isinstance(t, Tensor))
+
+
+def _quantised_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of layers that hold packed weights; not vectors that are scratch, never saved."""
+    for name, module in model.named_modules():
+        own = {key: t for key, t in module._buffers.items() if t is not None}
+        if not any(
+            t is not None and is_packed(t) for t in (*module._parameters.values(), *own.values())
+        ):
+            continue
+        scratch = module._non_persistent_buffers_set
+        yield from (
+            (f"{name}.{key}", t) for key, t in own.items() if t.dim() > 1 or key not in scratch
+        )
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether a tensor has the looks of quantised weights: a matrix of narrow integers or float8.
+
+    Index tables (int64) and masks (bool) have not.
+    """
+    if tensor.dim() < 2 or tensor.is_complex() or tensor.dtype in (torch.int64, torch.bool):
+        return False
+    return not tensor.is_floating_point() or tensor.element_size() == 1
 
 
 def checksums(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

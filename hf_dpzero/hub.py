@@ -77,6 +77,11 @@ _SECRET_SETTING = re.compile(
     r"(?!direction_key$)(.*_)?(token|key|secret|password|credentials?)", re.IGNORECASE
 )
 _MACHINE_SETTINGS = ("output_dir", "logging_dir", "resume_from_checkpoint", "hub_model_id")
+_PATH_SETTINGS = (
+    *("train_file", "validation_file", "task", "dataset_name", "model_name_or_path", "extends"),
+    *("deepspeed", "fsdp_config", "accelerator_config"),
+)
+_TEXT_SETTINGS = ("template", "label_words", "label_names")  # texts of a model: never a path
 _LOGGED = ("direction", "log_private_diagnostics")  # report entries that a header may hold too
 _STALE = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
@@ -376,6 +381,7 @@ def public_results(results: Mapping[str, Any]) -> dict[str, float]:
 def public_recipe(text: str) -> str:
     """A recipe without secrets and machine-local settings; absolute paths keep their last part.
 
+    Templates and names and words of labels stay as they are, also where they start like a path.
     The text is returned unchanged, comments included, where nothing had to go.
 
     >>> public_recipe("clip: 50.0\\nhub_token: hf_x\\ntrain_file: /home/me/rows.jsonl\\n")
@@ -384,7 +390,9 @@ def public_recipe(text: str) -> str:
     import yaml
 
     settings = _settings(text)
-    public = {name: _portable(value) for name, value in settings.items() if not _is_local(name)}
+    public = {
+        name: _portable(name, value) for name, value in settings.items() if not _is_local(name)
+    }
     return text if public == settings else yaml.safe_dump(public, sort_keys=False)
 
 
@@ -404,11 +412,25 @@ def _is_local(name: str) -> bool:
     return name in _MACHINE_SETTINGS or _SECRET_SETTING.fullmatch(name) is not None
 
 
-def _portable(value: Any) -> Any:
+def _portable(name: str, value: Any) -> Any:
     if isinstance(value, list):
-        return [_portable(item) for item in value]
-    is_path = isinstance(value, str) and (Path(value).is_absolute() or value.startswith("~"))
-    return Path(value).name if is_path else value
+        return [_portable(name, item) for item in value]
+    return Path(value).name if isinstance(value, str) and _is_path(name, value) else value
+
+
+def _is_path(name: str, value: str) -> bool:
+    """Whether a setting's text is a place on this machine, and no text that starts like one.
+
+    Settings that hold paths are taken at their word, and so is text for a model. Elsewhere a path is
+    what exists, or has several parts and no white space or braces.
+    """
+    if name in _TEXT_SETTINGS or not (Path(value).is_absolute() or value.startswith("~")):
+        return False
+    if name in _PATH_SETTINGS:
+        return True
+    several = len(Path(value).parts) > 2 or value.startswith("~/")
+    plain = re.search(r"[\s{}]", value) is None
+    return several and (plain or os.path.exists(os.path.expanduser(value)))
 
 
 def _read_text(path: Path) -> str:

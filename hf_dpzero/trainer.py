@@ -23,13 +23,20 @@ from hf_dpzero.arms import Arm, FirstOrderArm, ZerothOrderArm
 from hf_dpzero.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.callbacks import PrivacyCallback, PrivacyProgressCallback
 from hf_dpzero.compilation import compile_, unwrapped
+from hf_dpzero.coupling import check_uncoupled, check_widths
 from hf_dpzero.digests import digest_model, digest_tensors
 from hf_dpzero.estimator import batch_size, evaluation_mode
 from hf_dpzero.guard import ParameterChanged
 from hf_dpzero.isolation import isolated_randomness
 from hf_dpzero.mixed_precision import check_mixed_precision, uncached_autocast
 from hf_dpzero.noise import InsecureSeededNoise, NoiseSource, SecureNoise
-from hf_dpzero.objectives import PerExampleLoss, Within, check_per_example, select_objective
+from hf_dpzero.objectives import (
+    PerExampleLoss,
+    Within,
+    check_per_example,
+    select_objective,
+    trial,
+)
 from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.plan import PrivacyPlan
 from hf_dpzero.prediction import PredictingTrainer
@@ -190,6 +197,7 @@ class DPZeroTrainer(PredictingTrainer):
         check_mixed_precision(self.args, self.args.device.type)
         if self.plan.mechanism.private:
             validation.check_precision(self.model, self.args)
+            check_widths(self.model, self.args.physical_batch_size)
         self.args.max_steps = self.plan.steps
         compile_(self.model, self.args)
         self._try_objective()
@@ -197,15 +205,12 @@ class DPZeroTrainer(PredictingTrainer):
     @torch.no_grad()
     def _try_objective(self) -> None:
         """Losses of a few examples, released to nobody: is there one each, and of it alone?"""
-        indices = list(range(min(4, len(self.train_dataset))))
         rows = self._training_rows()
         watched = validation.parameters_left_alone(self.model)
         with watched, evaluation_mode(self.model), isolated_randomness():
             validation.check_evaluation_mode(self.model)
-            together = self._losses(rows.collate_rows(indices))
-            again = self._losses(rows.collate_rows(indices))
-            alone = torch.cat([self._losses(rows.collate_rows([i])) for i in indices])
-        validation.check_uncoupled(together, again, alone)
+            self._losses(rows.collate_rows([0]))
+            check_uncoupled(rows.collate_rows, len(self.train_dataset), self._trial_losses)
 
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
@@ -218,6 +223,12 @@ class DPZeroTrainer(PredictingTrainer):
         with self.compute_loss_context_manager():
             losses = self.per_example_loss(self.model, self._prepare_inputs(dict(batch)))
         return check_per_example(losses, batch_size(batch)).cpu()
+
+    def _trial_losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """`_losses`, or what stands for them in comparisons (see `objectives.trial`)."""
+        with self.compute_loss_context_manager():
+            found = trial(self.per_example_loss)(self.model, self._prepare_inputs(dict(batch)))
+        return check_per_example(found, batch_size(batch)).cpu()
 
     def probe(self) -> Mapping[str, Tensor]:
         """The first and the last example, to try the model on; nothing of it is released."""

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
-from hf_dpzero.digests import checksums, digest_tensors
+from hf_dpzero.digests import checksums, digest_tensors, is_packed
 from hf_dpzero.guard import ParameterChanged, ParameterGuard, has_plain_storage
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -329,32 +329,6 @@ def check_evaluation_mode(model: nn.Module) -> None:
             )
 
 
-def check_uncoupled(together: Tensor, again: Tensor, alone: Tensor) -> None:
-    """Refuses a loss that depends on the other examples of its batch.
-
-    Args:
-      together: losses of a few examples evaluated as one batch, float32 [B].
-      again: the same once more; where it differs, the collator or the model draws random numbers and
-        nothing can be compared.
-      alone: each example in a batch of its own.
-
-    Raises:
-      ValueError: `together` and `alone` differ by more than a tenth of a percent.
-    """
-    if not torch.equal(together.nan_to_num(), again.nan_to_num()):
-        return
-    tolerance = 1e-3 * together.abs() + 1e-4
-    differs = (together - alone).abs() > tolerance
-    if bool(differs.any()):
-        i = int(differs.nonzero()[0])
-        raise ValueError(
-            f"an example's loss depends on the other examples of its batch (row {i} differs between a "
-            "batch of several and a batch of one): clipping it would not bound one example's "
-            "influence. Compute each loss from its own row only (no batch mean, no in-batch "
-            "negatives, no batch statistics)."
-        )
-
-
 def check_precision(model: nn.Module, args: Any) -> None:
     """Refuses low-precision arithmetic where it would let examples influence each other.
 
@@ -363,23 +337,54 @@ def check_precision(model: nn.Module, args: Any) -> None:
     With one example in each forward pass nothing of another example is in reach.
 
     Raises:
-      ValueError: bf16 (from the arguments or from accelerate's configuration), tf32, or a
-        half-precision or quantised parameter, with a larger microbatch.
+      ValueError: bf16 (from the arguments or from accelerate's configuration), tf32, half-precision
+        or quantised weights (see `_low_precision`), with a larger microbatch.
     """
     if args.physical_batch_size == 1:
         return
-    odd = [name for name, p in model.named_parameters() if p.dtype != torch.float32]
     causes = [f"{name}=True" for name in ("bf16", "tf32") if getattr(args, name, False)]
     if not causes and getattr(args, "mixed_precision", "no") != "no":
         causes.append(f"mixed_precision={args.mixed_precision!r} (accelerate's configuration)")
-    if odd:
-        causes.append(f"parameters that are not float32 ({odd[0]}, ...)")
+    of_model = _low_precision(model)
+    if of_model is not None:
+        causes.append(of_model)
     if causes:
         raise ValueError(
             f"{' and '.join(causes)} with microbatch_size={args.physical_batch_size}: low-precision "
             "rounding depends on what else is in the microbatch, which the sensitivity does not "
             "cover. Set microbatch_size=1, or compute in float32."
         )
+
+
+def _low_precision(model: nn.Module) -> str | None:
+    """The first sign, in words, that the model does not compute in float32; None if it does.
+
+    Looked at: parameters, frozen ones too; buffers, where GPTQ, AWQ and BitNet keep their weights;
+    tensor subclasses, whose dtype says nothing; and configurations that quantise only while running.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            return f"parameters that are not float32 ({name}, ...)"
+        kind = _quantised_kind(parameter)
+        if kind is not None:
+            return f"quantised parameters ({name}: {kind})"
+    for name, buffer in model.named_buffers():
+        kind = _coarse_kind(buffer)
+        if kind is not None:
+            return f"buffers of low precision, as quantised layers have ({name}: {kind})"
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "quantization_config", None) is not None:
+            return f"a quantization_config in the configuration of {name or 'the model'}"
+    return None
+
+
+def _coarse_kind(buffer: Tensor) -> str | None:
+    """What a buffer's numbers are if they can be weights or scales of low precision, else None."""
+    if type(buffer.data) is not Tensor:
+        return f"{type(buffer.data).__name__}, {buffer.dtype}"
+    half = buffer.is_floating_point() and buffer.element_size() < 4
+    return str(buffer.dtype) if half or is_packed(buffer) else None
 
 
 def check_buffers(model: nn.Module, digest: str) -> None:

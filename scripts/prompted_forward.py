@@ -49,7 +49,7 @@ def main() -> None:
     print(
         f"{asked.shape} {asked.head} {asked.batch_size} x {asked.seq_length}: "
         f"{seconds['selected']:.3f} s against {seconds['full']:.3f} s (ratio "
-        f"{seconds['selected'] / seconds['full']:.2f}); over the weights {peak['selected'] / 1e6:.0f} MB "
+        f"{seconds['selected'] / seconds['full']:.2f}); beyond weights {peak['selected'] / 1e6:.0f} MB "
         f"against {peak['full'] / 1e6:.0f} MB"
     )
 

@@ -298,6 +298,164 @@ def test_evaluate_a_trained_model_and_write_the_result(trained, tmp_path, capsys
     assert found["eval_loss"] != results["zero_shot_loss"]
 
 
+# ---------------------------------------------------------------- what an evaluation has seen
+
+
+@pytest.fixture(scope="module")
+def not_private(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, rows: Any) -> Path:
+    """The output_dir of a run of MeZO: its report says NOT PRIVATE. Read only."""
+    folder = tmp_path_factory.mktemp("not_private")
+    recipe = tiny_recipe(folder, checkpoint, rows, method="mezo", target_epsilon=None)
+    assert cli.main(["train", str(recipe)]) == 0
+    return folder / "out"
+
+
+def privacy(capsys: Any, *words: Any) -> str:
+    return json.loads(run(capsys, "evaluate", *words, "--json"))["privacy"]
+
+
+def copy_of(trained: Path, folder: Path, *left_out: str) -> Path:
+    shutil.copytree(trained, folder, ignore=shutil.ignore_patterns(*left_out, "hub", "_private"))
+    return folder
+
+
+NO_ROW = "zero-shot: no training row was used"
+
+
+def test_an_evaluation_quotes_the_report_of_what_it_evaluates(recipe, trained, not_private, capsys):
+    for folder, private in ((trained, True), (not_private, False)):
+        report = read(folder / "privacy_report.json")
+        said = privacy(capsys, recipe, "--model_name_or_path", folder)
+        assert report["statement"] in said
+        assert said.startswith("NOT PRIVATE") is not private
+
+
+def test_a_trained_base_model_is_not_zero_shot(
+    checkpoint, rows, trained, not_private, tmp_path, capsys
+):
+    """The recipe's own base may be a folder that was trained, on these very rows."""
+    for folder in (trained, not_private):
+        recipe = tiny_recipe(tmp_path, folder, rows)
+        statement = read(folder / "privacy_report.json")["statement"]
+        assert statement in privacy(capsys, recipe)
+        error = fail(capsys, "evaluate", recipe, "--zero_shot")
+        assert "was trained: " + statement in error
+
+
+@pytest.mark.parametrize("ledger", ["trajectory.ledger", "trajectory.safetensors"])
+def test_a_ledger_without_a_report_is_not_zero_shot(rows, trained, ledger, tmp_path, capsys):
+    other = {"trajectory.ledger", "trajectory.safetensors"} - {ledger}
+    folder = copy_of(trained, tmp_path / "base", "privacy_report.json", *other)
+    recipe = tiny_recipe(tmp_path, folder, rows)
+    said = privacy(capsys, recipe)
+    assert said.startswith(f"NOT KNOWN: {folder} was trained")
+    assert ledger in said
+    assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot")
+
+
+def test_a_report_that_cannot_be_read_claims_nothing(rows, trained, tmp_path, capsys):
+    """Also one that was edited into a claim that its numbers contradict."""
+    folder = copy_of(trained, tmp_path / "base")
+    recipe, report = tiny_recipe(tmp_path, folder, rows), read(trained / "privacy_report.json")
+    for text in ("{", json.dumps({**report, "epsilon": "inf"})):
+        (folder / "privacy_report.json").write_text(text, encoding="utf-8")
+        assert privacy(capsys, recipe).startswith(f"NOT KNOWN: {folder} was trained")
+        assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot")
+    unsaid = {**report, "private": False, "statement": "All is well."}
+    (folder / "privacy_report.json").write_text(json.dumps(unsaid), encoding="utf-8")
+    assert privacy(capsys, recipe).startswith("NOT PRIVATE: All is well.")
+
+
+def test_a_checkpoint_is_as_private_as_its_run(recipe, capsys):
+    run(capsys, "train", recipe, "--save_strategy", "steps", "--save_steps", 2)
+    out = recipe.parent / "out"
+    said = privacy(capsys, recipe, "--model_name_or_path", out / "checkpoint-2")
+    assert read(out / "privacy_report.json")["statement"] in said
+    words = ("evaluate", recipe, "--zero_shot", "--model_name_or_path", out / "checkpoint-2")
+    assert "was trained" in fail(capsys, *words)
+
+
+def test_a_folder_without_a_report_says_nothing(recipe, trained, tmp_path, capsys):
+    """Weights that somebody copied, without what the run wrote beside them."""
+    folder = copy_of(trained, tmp_path / "w", "privacy_report.json", "trajectory.*")
+    said = privacy(capsys, recipe, "--model_name_or_path", folder)
+    assert said.startswith("NOT KNOWN: ")
+    assert "not the recipe's base model" in said
+    error = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_name_or_path", folder)
+    assert f"model_name_or_path={folder} says otherwise" in error
+
+
+def test_another_revision_is_another_model(recipe, capsys):
+    """The default branch by its name is the recipe's; every other one is not."""
+    assert privacy(capsys, recipe, "--model_revision", "main") == NO_ROW
+    said = privacy(capsys, recipe, "--model_revision", "after-training")
+    assert said.startswith("NOT KNOWN: ")
+    assert "'after-training'" in said
+    error = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_revision", "after-training")
+    assert "model_revision=after-training says otherwise" in error
+
+
+def test_the_same_folder_by_another_name_is_the_base_model(recipe, checkpoint, tmp_path, capsys):
+    link = tmp_path / "link"
+    link.symlink_to(checkpoint)
+    for name in (link, checkpoint / ".." / checkpoint.name):
+        words = ("--model_name_or_path", name, "--zero_shot")
+        assert privacy(capsys, recipe, *words) == NO_ROW
+
+
+def test_an_adapter_speaks_for_itself_and_for_what_is_under_it(
+    checkpoint, rows, not_private, tmp_path, capsys
+):
+    lora = {"peft_method": "lora", "lora_r": 2, "lora_target_modules": ["query", "value"]}
+    for name, base in (("clean", checkpoint), ("spoilt", not_private)):
+        folder = tmp_path / name
+        folder.mkdir()
+        recipe = tiny_recipe(folder, base, rows, **lora)
+        run(capsys, "train", recipe)
+        own = read(folder / "out" / "privacy_report.json")["statement"]
+        said = privacy(capsys, recipe, "--model_name_or_path", folder / "out")
+        assert own in said
+        assert ("NOT PRIVATE" in said) is (base == not_private)
+        words = ("evaluate", recipe, "--zero_shot", "--model_name_or_path", folder / "out")
+        assert "was trained" in fail(capsys, *words)
+    words = ("--model_name_or_path", tmp_path / "clean" / "out", "--model_revision", "later")
+    said = privacy(capsys, tmp_path / "clean" / "tiny.yaml", *words)
+    assert "NOT KNOWN" in said
+    assert "'later'" in said
+
+
+def test_a_hub_model_that_came_with_a_report_is_not_zero_shot(tmp_path, trained, monkeypatch):
+    """Its repository holds what `push` put there."""
+    import huggingface_hub
+
+    from hf_dpzero.commands.evaluate import Origin, privacy_statement
+
+    asked = []
+
+    def download(repo_id: str, name: str, revision: str) -> str:
+        asked.append((repo_id, name, revision))
+        if repo_id == "me/clean":
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
+        return str(trained / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    statement = read(trained / "privacy_report.json")["statement"]
+    for name in ("me/clean", "me/tuned"):
+        path = tmp_path / "r.yaml"
+        path.write_text(
+            yaml.safe_dump(
+                {"model_name_or_path": name, "model_revision": "v1", "output_dir": str(tmp_path)}
+            ),
+            encoding="utf-8",
+        )
+        said = privacy_statement(load_recipe(path), Origin.of(name, "v1"))
+        assert (said == NO_ROW) is (name == "me/clean")
+        assert (statement in said) is (name == "me/tuned")
+        later = privacy_statement(load_recipe(path), Origin.of(name, "v0"))
+        assert (later.startswith("NOT KNOWN")) is (name == "me/clean")
+    assert {(name, revision) for _, name, revision in asked} >= {("privacy_report.json", "v1")}
+
+
 def test_evaluate_writes_nothing_unasked(recipe, capsys):
     before = sorted(recipe.parent.rglob("*"))
     run(capsys, "evaluate", recipe)
@@ -529,8 +687,8 @@ def rows_of(task: str, folder: Path) -> dict[str, str]:
         for i in range(24 * len(labels))
     ]
     files = {name: str(folder / f"{name}.jsonl") for name in ("train_file", "validation_file")}
-    for path in files.values():
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for path, order in zip(files.values(), (1, -1), strict=True):
+        Path(path).write_text("\n".join(lines[::order]) + "\n", encoding="utf-8")
     return files
 
 

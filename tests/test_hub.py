@@ -208,6 +208,57 @@ def test_recipe_loses_secrets_and_local_paths() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "template: '~{text}~ is/was {answer}'\n",
+        "template: '/srv/x/{text} {answer}'\n",
+        "label_words: [/s, /j]\n",
+        "label_words: [/srv/x/bad, ~]\n",
+        "label_names: [/r/ask/me, ~/b]\n",
+        "label_texts: [/s, ~ three / five stars, /a/ b/ c]\n",
+        "run_name: ~5/8\n",
+    ],
+)
+def test_text_that_starts_like_a_path_is_shipped_as_it_is(setting: str) -> None:
+    """A mangled template would be another model."""
+    assert public_recipe(setting) == setting
+    lines = setting + "train_file: /home/me/my rows.jsonl\n"  # this one has to go
+    assert yaml.safe_load(public_recipe(lines)) == {
+        **yaml.safe_load(setting),
+        "train_file": "my rows.jsonl",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shipped"),
+    [
+        ("train_file", "/rows.jsonl", "rows.jsonl"),
+        ("validation_file", "~/a b/rows {1}.csv", "rows {1}.csv"),
+        ("model_name_or_path", "/m", "m"),
+        ("model_name_or_path", "~me/models/tuned", "tuned"),
+        ("model_name_or_path", "org/model", "org/model"),
+        ("task", "/srv/me/t.yaml", "t.yaml"),
+        ("task", "sst2", "sst2"),
+        ("dataset_name", "/srv/rows", "rows"),
+        ("deepspeed", "/srv/me/zero.json", "zero.json"),
+        ("made_up", "/srv/me/x.bin", "x.bin"),  # any key: it looks like a path
+    ],
+)
+def test_paths_of_a_recipe_keep_their_last_part(name: str, value: str, shipped: str) -> None:
+    text = yaml.safe_dump({name: value})
+    assert yaml.safe_load(public_recipe(text)) == {name: shipped}
+
+
+def test_a_path_that_exists_is_one_whatever_it_looks_like(tmp_path: Path) -> None:
+    place = tmp_path / "with white space {and braces}"
+    for exists in (False, True):
+        if exists:
+            place.mkdir()
+        found = yaml.safe_load(public_recipe(yaml.safe_dump({"made_up": [str(place)]})))
+        assert found == {"made_up": [place.name if exists else str(place)]}
+
+
 def test_recipe_without_secrets_keeps_its_comments(run: Path, tmp_path: Path) -> None:
     folder = build_hub_folder(run, tmp_path / "shipped")
     assert (folder / "recipe.yaml").read_text() == RECIPE

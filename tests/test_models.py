@@ -70,7 +70,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def task(tmp_path: Path) -> Task:
     lines = '{"text": "very good film", "label": 1}\n{"text": "bad", "label": 0}\n' * 20
     for name in ("t.jsonl", "v.jsonl"):
-        (tmp_path / name).write_text(lines, encoding="utf-8")
+        (tmp_path / name).write_text(lines + "\n" * (name == "v.jsonl"), encoding="utf-8")
     return build_task(
         DataArguments(
             train_file=str(tmp_path / "t.jsonl"), validation_file=str(tmp_path / "v.jsonl")

@@ -68,7 +68,7 @@ def task(tmp_path: Path) -> Task:
     lines = "".join(json.dumps(row) + "\n" for row in ROWS)
     files = {"train_file": tmp_path / "t.jsonl", "validation_file": tmp_path / "v.jsonl"}
     for path in files.values():
-        path.write_text(lines, encoding="utf-8")
+        path.write_text(lines + "\n" * (path.stem == "v"), encoding="utf-8")
     return build_task(DataArguments(task="rte", **{key: str(f) for key, f in files.items()}))
 
 
@@ -350,9 +350,11 @@ def test_settings_that_do_not_fit(checkpoint: str, task: Task) -> None:
 
 def test_a_single_text_has_nothing_to_compare(checkpoint: str, task: Task, tmp_path: Path) -> None:
     _, tokenizer = siamese(checkpoint, task)
-    (tmp_path / "one.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
-    path = str(tmp_path / "one.jsonl")
-    single = build_task(DataArguments(train_file=path, validation_file=path))
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for path, name in zip(files, "ab", strict=True):
+        path.write_text(f'{{"text": "{name}", "label": 0}}\n{{"text": "c", "label": 1}}\n')
+    train, validation = map(str, files)
+    single = build_task(DataArguments(train_file=train, validation_file=validation))
     with pytest.raises(ValueError, match=r"siamese compares two texts.*columns text; use .*joint"):
         single.tokenize(tokenizer, "siamese")
 

@@ -57,9 +57,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
+def write(path: Path, rows: list[dict[str, Any]], end: str = "") -> str:
     """A file that is left alone if it says so already: `datasets` goes by its time of change."""
-    text = "\n".join(json.dumps(row) for row in rows)
+    text = "\n".join(json.dumps(row) for row in rows) + end
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
     return str(path)
@@ -69,7 +69,7 @@ def arguments(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Data
     """The same rows for training and, in reverse order, for evaluation."""
     defaults: dict[str, Any] = {
         "train_file": write(folder / "train.jsonl", rows),
-        "validation_file": write(folder / "validation.jsonl", rows[::-1]),
+        "validation_file": write(folder / "validation.jsonl", rows[::-1], end="\n"),
     }
     return DataArguments(**{**defaults, **settings})
 
@@ -199,12 +199,14 @@ def test_numbers_are_text_too(tmp_path: Path) -> None:
 
 
 def test_lists_are_no_text(tmp_path: Path) -> None:
-    rows = [{"context": ["a", "b"], "question": "c", "answers": "d"}]
+    """The refusal says of what kind a row's value is, and nothing of what it says."""
+    rows = [{"context": ["confidential", "b"], "question": "c", "answers": "d"}]
     task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
     with pytest.raises(
-        ValueError, match=r"column 'context' holds a list \(\['a', 'b'\]\), and a prompt"
-    ):
+        ValueError, match=r"column 'context' holds a list of 2 entries, and a prompt"
+    ) as refused:
         task.tokenize(opt())
+    assert "confidential" not in str(refused.value)
 
 
 def test_new_lines_at_the_end_of_a_template_are_left_out(tmp_path: Path) -> None:
@@ -503,7 +505,7 @@ def test_nothing_is_said_where_nothing_is_cut(
 def test_a_decoders_candidates_fit_with_the_prompt(tmp_path: Path) -> None:
     words = ["No", "Yes, it was in May 1900"]
     task = boolq(tmp_path, "causal_lm", max_seq_length=48, label_words=words)
-    batch = task.collator(opt())(list(task.tokenize(opt())["train"]))
+    batch = task.collator(opt())(list(task.tokenize(opt(), only="validation")["validation"]))
     lengths = batch["attention_mask"].sum(dim=-1)
     assert lengths.max() == 48
     assert (lengths[:, 1] - lengths[:, 0] == len(task.words(opt())[1]) - 1).all()
@@ -572,7 +574,9 @@ def test_demonstrations_stand_in_front_of_every_prompt(kind: str, tmp_path: Path
     )
     tokenizer = tokenizer_for(kind)
     shown = task.encoder(tokenizer).demonstrations
-    rows = task.tokenize(tokenizer)["validation"]
+    with pytest.raises(ValueError, match="no clip bounds them"):
+        task.tokenize(tokenizer)
+    rows = task.tokenize(tokenizer, only="validation")["validation"]
     for sentence, ids in zip(task.splits["validation"]["sentence"], rows["input_ids"], strict=True):
         own = f"{sentence} It was" + (" <mask>." if kind == "masked_lm" else "")
         assert ids == tokenizer(between.join((*shown, own)))["input_ids"]
@@ -593,7 +597,7 @@ def test_demonstrations_that_are_left_out_are_counted(
     expected = sum(next(skip for skip in range(3) if size[skip] <= limit) for size in sizes)
     assert expected > 0
     task = sentiment(tmp_path, "causal_lm", num_demonstrations=2, max_seq_length=limit + 1)
-    task.tokenize(opt())
+    task.tokenize(opt(), only="validation")
     said = f"{expected} demonstrations were left out of 4 validation prompts for lack of room."
     assert said in caplog.text
 
@@ -666,7 +670,7 @@ def test_prompt_and_answer_of_a_question(tmp_path: Path) -> None:
 def test_new_lines_in_an_answer_do_not_end_it(tmp_path: Path) -> None:
     rows = [{"context": "a", "question": "b", "answers": ["one\ntwo \n", "x"]}]
     task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
-    row = task.tokenize(opt())["train"][0]
+    row = task.tokenize(opt(), only="validation")["validation"][0]
     assert opt().decode(row["input_ids"][row["prompt_length"] :]) == " one two\n"
 
 
@@ -676,11 +680,12 @@ def test_references_tell_every_row_of_both_splits(tmp_path: Path) -> None:
     assert rows["validation"]["references"][:] == [5, 6, 7, 8, 9]
 
 
-def test_references_where_both_splits_are_one_file(tmp_path: Path) -> None:
+def test_references_where_both_splits_hold_the_same_rows(tmp_path: Path) -> None:
     """Rows and prompts are the same, so only their place says which of the kept results is whose."""
     questions(tmp_path)
-    same = str(tmp_path / "train.jsonl")
-    rows = questions(tmp_path, validation_file=same).tokenize(opt())
+    same = tmp_path / "same.jsonl"
+    same.write_text((tmp_path / "train.jsonl").read_text(encoding="utf-8") + "\n")
+    rows = questions(tmp_path, validation_file=str(same)).tokenize(opt())
     assert rows["train"]["input_ids"][:] == rows["validation"]["input_ids"][:]
     assert rows["train"]["references"][:] == [0, 1, 2, 3, 4]
     assert rows["validation"]["references"][:] == [5, 6, 7, 8, 9]
@@ -785,7 +790,7 @@ def test_room_is_kept_for_the_answer(tmp_path: Path, caplog: pytest.LogCaptureFi
     task = task_of(
         tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=60, max_new_tokens=20
     )
-    row = task.tokenize(opt())["train"][0]
+    row = task.tokenize(opt(), only="validation")["validation"][0]
     assert 60 - 20 - 2 <= row["prompt_length"] <= 60 - 20
     prompt = opt().decode(row["input_ids"][: row["prompt_length"]])
     assert prompt.endswith("\nQuestion: When?\nAnswer:")
@@ -793,7 +798,7 @@ def test_room_is_kept_for_the_answer(tmp_path: Path, caplog: pytest.LogCaptureFi
     task = task_of(
         tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=60, max_new_tokens=1
     )
-    row = task.tokenize(opt())["train"][0]
+    row = task.tokenize(opt(), only="validation")["validation"][0]
     assert 58 <= len(row["input_ids"]) <= 60  # its own answer has more than one token
     with pytest.raises(ValueError, match="lower max_new_tokens"):
         task_of(tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=40).tokenize(opt())
@@ -921,7 +926,7 @@ def test_another_process_finds_them(tmp_path: Path) -> None:
     import dataclasses
 
     task = sentiment(tmp_path, "causal_lm", num_demonstrations=1)
-    expected = task.tokenize(opt())["train"]["input_ids"][:]
+    expected = task.tokenize(opt(), only="validation")["validation"]["input_ids"][:]
     code = IN_ANOTHER_PROCESS.format(
         tests=str(Path(__file__).parent),
         cache=str(datasets.config.HF_DATASETS_CACHE),
@@ -947,8 +952,8 @@ def test_other_settings_are_encoded_anew(
 ) -> None:
     sentiment(tmp_path, "causal_lm").tokenize(opt())
     encoded_rows()
-    sentiment(tmp_path, "causal_lm", **OTHER_SETTINGS[change]).tokenize(opt())
-    assert encoded_rows() == (6 if change == "fewer rows" else 8)
+    sentiment(tmp_path, "causal_lm", **OTHER_SETTINGS[change]).tokenize(opt(), only="validation")
+    assert encoded_rows() == (3 if change == "fewer rows" else 4)
 
 
 def test_other_demonstrations_are_encoded_anew(
@@ -963,10 +968,10 @@ def test_other_demonstrations_are_encoded_anew(
         for task in (sentiment(tmp_path, "causal_lm", subset_seed=s, **settings) for s in seeds)
         if task.encoder(opt()).demonstrations != shown
     )
-    first.tokenize(opt())
-    assert encoded_rows() == 8
-    other.tokenize(opt())
-    assert encoded_rows() == 8
+    first.tokenize(opt(), only="validation")
+    assert encoded_rows() == 4
+    other.tokenize(opt(), only="validation")
+    assert encoded_rows() == 4
 
 
 def test_another_tokenizer_encodes_anew(tmp_path: Path, encoded_rows: Callable[[], int]) -> None:
@@ -1009,7 +1014,7 @@ def test_other_answers_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None
             file = tmp_path / "years.yaml"
             file.write_text(ANSWERS_TASK.format(answers=answers, optional=optional), "utf-8")
             task = task_of(tmp_path, rows, task=str(file), prompt="causal_lm")
-            ids = task.tokenize(opt())["train"][0]["input_ids"]
+            ids = task.tokenize(opt(), only="validation")["validation"][0]["input_ids"]
             found[answers, optional != ""] = opt().decode(ids, skip_special_tokens=True)
     assert found == {
         ("first", False): "c\nNote: \nYear: 1900\n",
@@ -1028,7 +1033,7 @@ def test_other_columns_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None
             f"fields: {{text: {column}}}\nanswers: answers\nprompts: {prompt}\n", "utf-8"
         )
         task = task_of(tmp_path, rows, task=str(file), prompt="causal_lm")
-        ids = task.tokenize(opt())["train"][0]["input_ids"]
+        ids = task.tokenize(opt(), only="validation")["validation"][0]["input_ids"]
         found.append(opt().decode(ids, skip_special_tokens=True))
     assert found == ["1\n3\n", "2\n3\n"]
 
@@ -1330,9 +1335,9 @@ def test_evaluate_a_trained_model(trained: Path, capsys: Any) -> None:
     recipe, results = trained.parent / "recipe.yaml", read(trained / "all_results.json")
     words = ["evaluate", recipe, "--model_name_or_path", trained, "--json"]
     found = json.loads(run(capsys, *words))
-    assert found["privacy"] == (
-        f"as private as the training of {trained}: its privacy_report.json says what was spent"
-    )
+    report = trained / "privacy_report.json"
+    assert found["privacy"] == f"{read(report)['statement']} So says {report}."
+    assert ")-differentially private under" in found["privacy"]
     assert found["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
 
 
@@ -1353,6 +1358,8 @@ def test_zero_shot_insists(tmp_path: Path, models: dict[str, Path], capsys: Any)
     for name, value in (("num_demonstrations", 2), ("model_name_or_path", models["masked_lm"])):
         said = fail(capsys, "evaluate", recipe, "--zero_shot", f"--{name}", value)
         assert f"without training rows, and {name}={value} says otherwise; leave one out" in said
+    said = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_revision", "later")
+    assert "model_revision=later says otherwise" in said
     run(capsys, "evaluate", recipe, "--zero_shot", "--num_demonstrations", 0)
 
 

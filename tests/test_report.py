@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 from pathlib import Path
 from statistics import NormalDist
@@ -14,7 +15,15 @@ import pytest
 from hf_dpzero.mechanisms import NonPrivateMean, ScalarMechanism, VectorMechanism
 from hf_dpzero.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.plan import PrivacyPlan
-from hf_dpzero.report import REPORT_FILE, BudgetMeter, PrivacyReport, plot_run, round_up
+from hf_dpzero.report import (
+    REPORT_FILE,
+    BudgetMeter,
+    PrivacyReport,
+    base_names,
+    earlier_runs,
+    plot_run,
+    round_up,
+)
 from hf_dpzero.sampling import FullBatchSampler, PoissonSampler
 
 KEYS = [
@@ -40,6 +49,7 @@ KEYS = [
     "method",
     "log_private_diagnostics",
     "tuning",
+    "earlier_runs",
     "statement",
     "caveats",
     "versions",
@@ -326,6 +336,225 @@ def test_impossible_values_are_refused(
     (tmp_path / REPORT_FILE).write_text(json.dumps({**report().to_dict(), **change}))
     with pytest.raises(ValueError, match=message):
         PrivacyReport.load(tmp_path)
+
+
+# ------------------------------------------------------------------ bases that were trained before
+
+
+def folder_of(path: Path, found: PrivacyReport) -> Path:
+    path.mkdir(parents=True)
+    found.save(path)
+    return path
+
+
+def test_a_base_without_a_report_adds_nothing(tmp_path: Path) -> None:
+    assert earlier_runs([str(tmp_path), "roberta-large", ""]) == []
+    assert report(earlier_runs=[]) == report()
+    assert report().earlier_runs == []
+
+
+def test_a_private_base_is_a_caveat_with_its_statement(tmp_path: Path) -> None:
+    base = report(full_batch_plan())
+    found = report(earlier_runs=earlier_runs([str(folder_of(tmp_path / "first", base))]))
+    assert found.earlier_runs == [{"folder": "first", "private": True, "statement": base.statement}]
+    (caveat,) = set(found.caveats) - set(report().caveats)
+    assert base.statement in caveat
+    assert "the budgets add up" in caveat
+    assert "(first)" in caveat
+    assert found.statement == report().statement
+    assert found.caveats[0] == report().caveats[0]
+    assert any(
+        line.startswith("  base model") and "first" in line for line in str(found).split("\n")
+    )
+    assert "base model" not in dict(report().rows())
+
+
+def test_a_base_that_is_not_private_comes_first(tmp_path: Path) -> None:
+    base = report(mezo_plan())
+    found = report(earlier_runs=earlier_runs([str(folder_of(tmp_path / "leaky", base))]))
+    assert found.private  # of its own steps; the base's rows may be others
+    assert base.statement.startswith("NOT PRIVATE: the method mezo")
+    assert base.statement in found.caveats[0]
+    assert found.caveats[1:] == report().caveats
+    assert found.statement.startswith(report().statement)
+    assert "leaky, which is NOT PRIVATE" in found.statement
+    assert "leaky (NOT PRIVATE)" in dict(found.rows())["base model"]
+
+
+def test_what_lies_under_the_base_is_not_forgotten(tmp_path: Path) -> None:
+    """mezo, then dpzero, then dpzero: the last one's base is private, and its base was not."""
+    leaky = folder_of(tmp_path / "leaky", report(mezo_plan()))
+    middle = report(full_batch_plan(), earlier_runs=earlier_runs([str(leaky)]))
+    found = report(earlier_runs=earlier_runs([str(folder_of(tmp_path / "middle", middle))]))
+    assert [(run["folder"], run["private"]) for run in found.earlier_runs] == [
+        ("middle", True),
+        ("leaky", False),
+    ]
+    assert "NOT PRIVATE: the method mezo" in found.caveats[0]
+    assert sum(middle.statement in caveat for caveat in found.caveats) == 1
+    assert "leaky, which is NOT PRIVATE" in found.statement
+
+
+def test_a_folder_that_several_parts_came_from_counts_once(tmp_path: Path) -> None:
+    base = folder_of(tmp_path / "first", report())
+    assert len(earlier_runs([str(base), str(base / "." / ".." / "first")])) == 1
+
+
+def test_names_of_a_base_come_from_configurations_and_adapters() -> None:
+    class Part:
+        def __init__(self, *parts: Part, **values: Any) -> None:
+            self.parts = parts
+            vars(self).update(values)
+
+        def modules(self) -> list[Any]:
+            return [self, *(inner for part in self.parts for inner in part.modules())]
+
+    class Named:
+        def __init__(self, **values: Any) -> None:
+            vars(self).update(values)
+
+    encoder = Part(config=Named(_name_or_path="encoder"))
+    adapter = Named(base_model_name_or_path="base")
+    model = Part(encoder, Part(config={}), Part(), config=Named(_name_or_path=""))
+    assert base_names(model) == ["encoder"]
+    assert base_names(Part(model, peft_config={"default": adapter})) == ["base", "encoder"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"epsilon": 1}', "\udcff"])
+def test_a_base_with_a_damaged_report_is_taken_as_not_private(tmp_path: Path, text: str) -> None:
+    (tmp_path / REPORT_FILE).write_bytes(text.encode("utf-8", "surrogateescape"))
+    (entry,) = earlier_runs([str(tmp_path)])
+    assert not entry["private"]
+    assert entry["statement"].startswith("NOT PRIVATE")
+    assert str(tmp_path) not in json.dumps(entry)
+
+
+def test_earlier_runs_survive_the_file_and_tuning(tmp_path: Path) -> None:
+    base = folder_of(tmp_path / "leaky", report(mezo_plan()))
+    plan = poisson_plan()
+    found = report(plan, earlier_runs=earlier_runs([str(base)]))
+    found.save(tmp_path)
+    assert PrivacyReport.load(tmp_path) == found
+    tuned = PrivacyReport.load(tmp_path).with_tuning("not_accounted", plan)
+    assert tuned.caveats[0] == found.caveats[0]
+    assert "leaky, which is NOT PRIVATE" in tuned.statement
+    assert tuned.with_tuning("none", plan) == found
+    assert str(tmp_path) not in json.dumps(found.to_dict())
+
+
+def test_reports_from_before_there_were_earlier_runs_are_read() -> None:
+    values = report().to_dict()
+    del values["earlier_runs"]
+    assert PrivacyReport.from_dict(values) == report()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "leaky",
+        ["leaky"],
+        [{"folder": "leaky"}],
+        [{"folder": "leaky", "private": "no", "statement": ""}],
+        [{"folder": "leaky", "private": True, "statement": "", "extra": 1}],
+    ],
+)
+def test_damaged_earlier_runs_are_refused(entry: Any) -> None:
+    with pytest.raises(ValueError, match="earlier_runs="):
+        PrivacyReport.from_dict({**report().to_dict(), "earlier_runs": entry})
+
+
+@pytest.fixture
+def train(tiny_bert, tiny_dataset, pad_collator, tmp_path) -> Any:
+    """(folder name, base folder or None, settings) -> the trainer, after training and saving."""
+    from hf_dpzero import DPZeroConfig, DPZeroTrainer
+
+    def run(name: str, base: Path | None, **settings: Any) -> DPZeroTrainer:
+        model = tiny_bert() if base is None else type(tiny_bert()).from_pretrained(base)
+        given = {
+            "method": "dpzero",
+            "noise_multiplier": 1.0,
+            "clip": 5.0,
+            "target_delta": 1e-3,
+            "expected_batch_size": 8,
+            "max_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            **settings,
+        }
+        trainer = DPZeroTrainer(
+            model=model,
+            args=DPZeroConfig(output_dir=str(tmp_path / name), **given),
+            train_dataset=tiny_dataset(),
+            data_collator=pad_collator,
+        )
+        trainer.train()
+        trainer.save_model()
+        return trainer
+
+    return run
+
+
+MEZO = {"method": "mezo", "noise_multiplier": None, "clip": None, "target_delta": None}
+
+
+def test_training_on_top_of_a_leaky_run_says_so(train, tmp_path: Path, caplog: Any) -> None:
+    train("leaky", None, **MEZO)
+    assert not [r for r in caplog.records if "earlier run" in r.message]
+    trainer = train("second", tmp_path / "leaky")
+    warned = [r for r in caplog.records if r.levelno == logging.WARNING and "leaky" in r.message]
+    assert len(warned) == 1
+    found = PrivacyReport.load(tmp_path / "second")
+    assert found == trainer.privacy_report()
+    assert found.private
+    assert "NOT PRIVATE: the method mezo" in found.caveats[0]
+    assert warned[0].getMessage() == found.caveats[0]
+    card = shipped(tmp_path / "second", tmp_path / "hub")
+    first = card.split("## Privacy")[0]
+    assert "leaky, which is NOT PRIVATE" in first
+    assert found.caveats[0] in card
+
+
+def shipped(run: Path, folder: Path) -> str:
+    """The card of the folder that may be shipped, in which no absolute path stands."""
+    from hf_dpzero.hub import build_hub_folder
+
+    build_hub_folder(run, folder)
+    for name in ("README.md", REPORT_FILE):
+        assert str(run.parent) not in (folder / name).read_text()
+    assert PrivacyReport.load(folder) == PrivacyReport.load(run)
+    return (folder / "README.md").read_text()
+
+
+def test_a_base_that_nobody_trained_here_is_no_news(
+    train, tiny_bert, tmp_path: Path, caplog: Any
+) -> None:
+    tiny_bert().save_pretrained(tmp_path / "base")
+    trainer = train("only", tmp_path / "base")
+    assert trainer.privacy_report().earlier_runs == []
+    assert not [r for r in caplog.records if "earlier run" in r.message]
+
+
+def test_the_base_is_looked_at_before_the_run_writes_over_it(train, tmp_path: Path) -> None:
+    """A base in the run's own output_dir: its report is replaced by the run's."""
+    base = tmp_path / "both"
+    train("leaky", None, **MEZO).model.save_pretrained(base)
+    (tmp_path / "leaky" / REPORT_FILE).rename(base / REPORT_FILE)
+    trainer = train("both", base)
+    assert PrivacyReport.load(base).private
+    for found in (PrivacyReport.load(base), trainer.privacy_report()):
+        assert [run["private"] for run in found.earlier_runs] == [False]
+
+
+def test_an_adapter_names_its_base(train, tiny_bert, tmp_path: Path) -> None:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    train("leaky", None, **MEZO)
+    base = type(tiny_bert()).from_pretrained(tmp_path / "leaky")
+    model = get_peft_model(base, LoraConfig(task_type=TaskType.SEQ_CLS, r=2))
+    assert base_names(model) == [str(tmp_path / "leaky")]
+    base.config._name_or_path = ""
+    assert base_names(model) == [str(tmp_path / "leaky")]
 
 
 # ------------------------------------------------------------------ the meter and the plot

@@ -269,9 +269,11 @@ def test_a_name_that_is_no_task_says_how_to_write_one() -> None:
 
 
 def rows(folder: Path, listed: list[dict[str, Any]]) -> dict[str, str]:
-    path = folder / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in listed), encoding="utf-8")
-    return {"train_file": str(path), "validation_file": str(path)}
+    path, other = folder / "rows.jsonl", folder / "others.jsonl"
+    text = "\n".join(json.dumps(row) for row in listed)
+    path.write_text(text, encoding="utf-8")
+    other.write_text(text + "\n", encoding="utf-8")
+    return {"train_file": str(path), "validation_file": str(other)}
 
 
 MESSAGES = [

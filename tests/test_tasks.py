@@ -18,6 +18,7 @@ from transformers import EvalPrediction, PreTrainedTokenizerFast
 from hf_dpzero.recipe_arguments import DataArguments
 from hf_dpzero.tasks import TASKS, build_task, quickstart
 from hf_dpzero.tasks.base import Task
+from hf_dpzero.tasks.sources import HubSource, load_splits
 from hf_dpzero.tasks.subsets import subset
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -41,6 +42,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def files(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataArguments:
     train, validation = write(folder / "t.jsonl", rows), write(folder / "v.jsonl", rows[:4])
+    Path(validation).write_text(Path(validation).read_text() + "\n")  # a copy would be refused
     return DataArguments(train_file=train, validation_file=validation, **settings)
 
 
@@ -122,7 +124,8 @@ def test_string_labels_are_sorted_names(tmp_path: Path) -> None:
 
 def test_csv_pairs_and_named_columns(tmp_path: Path) -> None:
     for name in ("t.csv", "v.csv"):
-        (tmp_path / name).write_text("a,b,gold,extra\ngood,bad,1,7\nbad,film,0,8\n")
+        end = "\n" if name == "t.csv" else "\n\n"
+        (tmp_path / name).write_text("a,b,gold,extra\ngood,bad,1,7\nbad,film,0,8" + end)
     task = build_task(
         DataArguments(
             train_file=str(tmp_path / "t.csv"),
@@ -235,7 +238,7 @@ def test_snli_leaves_out_rows_without_a_label_and_others_refuse_them(tmp_path: P
     assert splits["train"]["label"][:] == [0, 1, 2, 0]
     assert splits["train"]["premise"][:] == ["p0", "p2", "p3", "p5"]
     assert splits["validation"]["label"][:] == [0, 1, 2]  # `files` gives it the first four rows
-    with pytest.raises(ValueError, match="holds the label -1"):
+    with pytest.raises(ValueError, match="row 2 of the train rows .*a negative integer"):
         build_task(files(tmp_path, rows, task="mnli"))
 
 
@@ -317,9 +320,13 @@ def test_real_rows(task: str) -> None:
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the real data is not here")
-def test_real_mnli_rows() -> None:
-    path = str(DATA / "mnli" / "validation.jsonl")
-    loaded = build_task(DataArguments(task="mnli", train_file=path, validation_file=path))
+def test_real_mnli_rows(tmp_path: Path) -> None:
+    path = DATA / "mnli" / "validation.jsonl"
+    other = tmp_path / "few.jsonl"
+    other.write_text("".join(path.read_text(encoding="utf-8").splitlines(True)[:3]))
+    loaded = build_task(
+        DataArguments(task="mnli", train_file=str(other), validation_file=str(path))
+    )
     assert len(loaded.splits["validation"]) == 3_000
 
 
@@ -436,9 +443,11 @@ def test_every_registered_task_has_a_builder() -> None:
     [
         ([{"text": "a"}] * 4, r"no column 'label' \(they have text\); set label_column"),
         ([{"words": "a", "label": 1}] * 4, r"no column 'text'.*set text_column"),
-        ([{"text": "a", "label": -1}] * 4, r"holds the label -1"),
-        ([{"text": "a", "label": 0.5}] * 4, r"holds float values such as 0.5"),
+        ([{"text": "a", "label": -1}] * 4, r"row 1 of the train rows .*negative integer"),
+        ([{"text": "a", "label": 0.5}] * 4, r"train rows holds float64 values; class labels are"),
+        ([{"text": "a", "label": [0]}] * 4, r"train rows holds List values; class labels are"),
         ([{"text": "a", "label": 0}] * 4, r"holds 1 classes"),
+        ([{"text": "a", "label": 941_207}] * 4, r"holds more than 1000 classes"),
         ([{"text": "a", "label": 1}, {"text": "b", "label": None}] * 2, r"empty in 2 of 4 rows"),
     ],
 )
@@ -449,8 +458,129 @@ def test_refused_rows(tmp_path: Path, rows: list[dict[str, Any]], message: str) 
 
 def test_a_label_outside_the_task_is_refused(tmp_path: Path) -> None:
     rows = [{"sentence": "a", "label": i} for i in (0, 1, 2, 1)]
-    with pytest.raises(ValueError, match=r"holds the label 2, which is none of the 2 classes"):
+    with pytest.raises(
+        ValueError,
+        match=r"row 3 of the train rows \(counted from 1\) has an integer in column 'label', which "
+        r"is none of the 2 classes \(negative, positive\)",
+    ):
         build_task(files(tmp_path, rows, task="sst2"))
+
+
+SECRET = "confidential diagnosis"
+
+
+@pytest.mark.parametrize(
+    ("labels", "settings", "message"),
+    [
+        ((0, 1, 0, 1, SECRET), {"task": "sst2"}, None),  # JSON of mixed types is refused on reading
+        (
+            ("negative", "positive", "negative", "positive", "negative", SECRET),
+            {"task": "sst2"},
+            r"row 6 of the train rows .* a text of 22 characters in column 'label'",
+        ),
+        (
+            ("a", "b", "a", "b", "a", SECRET),
+            {"label_names": ["a", "b"]},
+            r"row 6 of the train rows .* a text of 22 characters .*set label_names to all labels",
+        ),
+        ((0, 1, 0, 1, 941_207), {"label_names": ["a", "b"]}, r"row 5 .* an integer in column"),
+        ((0, 1, 0, 1, 941_207), {}, r"more than 1000 classes"),
+        ((0, 1, 0, 1, 941_207), {"task": "snli"}, r"row 5 of the labelled train rows"),
+        ((0.0, 1.0, 0.0, 1.0, 0.125), {"task": "sst2"}, r"row 5 .* a float in column 'label'"),
+        (
+            ("a", "b", "a", "b", SECRET),
+            {"prompt": "causal_lm", "template": "{text} {answer}", "label_words": ["x", "y"]},
+            r"label_words has 2 words, and column 'label' holds 3 labels; .*set label_names",
+        ),
+    ],
+)
+def test_refusals_do_not_quote_rows(
+    tmp_path: Path, labels: tuple[Any, ...], settings: dict[str, Any], message: str | None
+) -> None:
+    """What is refused is written into tables and logs that may be published."""
+    columns = ("text", "sentence", "premise", "hypothesis")
+    rows = [{**dict.fromkeys(columns, SECRET), "label": label} for label in labels]
+    with pytest.raises(Exception, match=message or "") as refused:
+        build_task(files(tmp_path, rows, **settings))
+    for quoted in (SECRET, SECRET[:8], "941207", "0.125"):
+        assert quoted not in str(refused.value)
+
+
+def test_floats_that_are_whole_are_labels(tmp_path: Path) -> None:
+    rows = [{"sentence": "a", "label": label} for label in (0.0, 1.0, 1.0, 0.0)]
+    splits = build_task(files(tmp_path, rows, task="sst2")).splits
+    assert splits["train"]["label"][:] == [0, 1, 1, 0]
+
+
+# ---------------------------------------------------------------- whose names of labels
+
+
+def labelled(folder: Path, train: list[Any], validation: list[Any], **settings: Any) -> Any:
+    """The task of rows with these labels."""
+    paths = {
+        f"{split}_file": write(folder / f"{split}.jsonl", [{"text": "x", "label": v} for v in rows])
+        for split, rows in (("train", train), ("validation", validation))
+    }
+    return build_task(DataArguments(**paths, **settings))
+
+
+def test_label_names_of_the_recipe_name_strings_in_its_order(tmp_path: Path) -> None:
+    names = ["spam", "ham", "other"]  # not sorted, and "other" is in no row
+    task = labelled(tmp_path, ["ham", "spam", "ham"], ["spam", "ham"], label_names=names)
+    assert task.label_names == tuple(names)
+    assert task.splits["train"]["label"][:] == [1, 0, 1]
+    assert task.splits["validation"]["label"][:] == [0, 1]
+
+
+def test_label_names_of_the_recipe_name_integers(tmp_path: Path, caplog: Any) -> None:
+    names = ["spam", "ham", "other"]
+    task = labelled(tmp_path, [1, 0, 2], [0, 1], label_names=names)
+    assert task.label_names == tuple(names)
+    assert task.splits["train"]["label"][:] == [1, 0, 2]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "warns"),
+    [
+        (["a", "b", "a"], ["a", "b", "c"], False),  # every name is a public row's
+        (["a", "b", SECRET], ["a", "b"], True),
+        ([0, 1, 1], [0, 1, 2], False),
+        ([0, 1, 2], [0, 1, 1], True),
+        ([True, True], [False, False], False),  # false and true, whatever is in the rows
+    ],
+)
+def test_names_that_only_private_rows_have_are_warned_of(
+    tmp_path: Path, train: list[Any], validation: list[Any], warns: bool, caplog: Any
+) -> None:
+    """They are shipped in config.json; without the recipe's label_names, somebody must be told."""
+    task = labelled(tmp_path, train, validation)
+    if isinstance(train[0], str):
+        assert task.label_names == tuple(sorted({*train, *validation}))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warns
+    for message in said:
+        assert "becomes public" in message
+        assert "config.json" in message
+        assert "label_names" in message
+        assert SECRET not in message
+
+
+def test_label_names_are_for_tasks_whose_data_names_the_labels(tmp_path: Path) -> None:
+    rows = [{"sentence": "a", "label": i % 2} for i in range(4)]
+    with pytest.raises(ValueError, match=r"task 'sst2' has labels of its own .*leave label_names"):
+        build_task(files(tmp_path, rows, task="sst2", label_names=["a", "b"]))
+
+
+@pytest.mark.parametrize("names", [["a"], [], ["a", "a"], ["a", " "]])
+def test_refused_label_names(names: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"label_names=.* two or more different names"):
+        DataArguments(label_names=names)
+
+
+def test_labels_of_two_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'label' holds integers and text"):
+        labelled(tmp_path, [0, 1], [SECRET, "b"])
 
 
 def test_missing_sources_are_refused(tmp_path: Path) -> None:
@@ -473,3 +603,30 @@ def test_an_unreachable_hub_data_set_names_the_command() -> None:
 def test_task_knows_its_number_of_labels(messages: datasets.DatasetDict) -> None:
     task = Task(name="t", label_names=("a", "b"), text_columns=("text",), splits=messages)
     assert task.num_labels == 2
+
+
+# ---------------------------------------------------------------- private rows are no evaluation rows
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_eval_samples": 2}, {"prompt": "causal_lm"}])
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_training_file_is_not_evaluated_on(
+    tmp_path: Path, copied: bool, settings: dict[str, Any]
+) -> None:
+    train = write(tmp_path / "t.jsonl", ROWS)
+    other = write(tmp_path / "v.jsonl", ROWS) if copied else str(tmp_path / "." / "t.jsonl")
+    with pytest.raises(ValueError, match="is (a copy of )?the train_file.*without noise"):
+        build_task(DataArguments(train_file=train, validation_file=other, **settings))
+
+
+def test_a_train_split_is_no_validation_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_list(
+        [{"sentence": "a", "label": 0}, {"sentence": "b", "label": 1}]
+    )
+    there = datasets.DatasetDict(train=rows, test=rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: there)
+    for split, words in (("train", "holds the private rows"), ("dev", "'dev'")):
+        with pytest.raises(ValueError, match=words):
+            load_splits(DataArguments(), HubSource("me/data", validation=split))
+    found = load_splits(DataArguments(), HubSource("me/data"))  # "test" where nothing was named
+    assert set(found) == {"train", "validation"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_dpzero import validation
 
@@ -447,3 +447,106 @@ def test_strategies_that_the_step_does_not_cover_are_refused(settings: dict, mes
         validation.check_single_strategy(SimpleNamespace(**{**plain, **settings}))
     validation.check_single_strategy(SimpleNamespace(**plain))
     validation.check_single_strategy(SimpleNamespace(**{**plain, "n_gpu": 0}))
+
+
+# ---------------------------------------------------------------- precision
+
+
+def precision(microbatch_size: int = 8, **settings: Any) -> SimpleNamespace:
+    """Settings of a float32 run."""
+    plain = {"bf16": False, "tf32": False, "mixed_precision": "no"}
+    return SimpleNamespace(physical_batch_size=microbatch_size, **{**plain, **settings})
+
+
+def with_buffer(buffer: Tensor) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    model[1].register_buffer("qweight", buffer)
+    return model
+
+
+class Narrow(Tensor):
+    """As a weight of torchao or quanto: float32 by its dtype, int8 in memory."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Narrow:
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values: Tensor) -> None:
+        self.stored = (values * 10).to(torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, given, settings=None):
+        same = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+        return given[0] if function in same else NotImplemented
+
+
+def frozen_narrow() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(Narrow(torch.ones(4, 4)), requires_grad=False)
+    return model
+
+
+def narrow_buffer() -> nn.Module:
+    return with_buffer(Narrow(torch.ones(4, 4)))
+
+
+def configured() -> nn.Module:
+    """Activations are quantised in the forward pass; every tensor is float32 (BitNet's online mode)."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].config = SimpleNamespace(quantization_config={"quant_method": "bitnet"})
+    return model
+
+
+def packed(*shape: int, dtype: torch.dtype) -> Any:
+    return lambda: with_buffer(torch.ones(shape).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (packed(2, 2, dtype=torch.int32), r"1\.qweight: torch\.int32"),  # GPTQ, AWQ
+        (packed(2, 2, dtype=torch.uint8), r"1\.qweight: torch\.uint8"),  # BitNet
+        (packed(2, 2, dtype=torch.int8), r"1\.qweight: torch\.int8"),  # EETQ
+        (packed(2, 2, dtype=torch.float8_e4m3fn), r"1\.qweight: torch\.float8"),
+        (packed(2, dtype=torch.bfloat16), r"1\.qweight: torch\.bfloat16"),  # scales, one a row
+        (packed(2, 2, dtype=torch.float16), r"1\.qweight: torch\.float16"),
+        (narrow_buffer, r"1\.qweight: Narrow"),
+        (frozen_narrow, r"weight: Narrow, torch\.float32"),
+        (configured, "quantization_config"),
+        (lambda: nn.Linear(2, 2).bfloat16(), r"not float32 \(weight, \.\.\.\)"),
+    ],
+)
+def test_quantised_arithmetic_needs_one_example_a_pass(make: Any, named: str):
+    """Wherever a quantisation keeps its weights: parameters, buffers, tensor subclasses."""
+    with pytest.raises(ValueError, match=rf"{named}.*microbatch_size=8.*Set microbatch_size=1"):
+        validation.check_precision(make(), precision())
+    validation.check_precision(make(), precision(microbatch_size=1))
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.arange(6).view(1, 6),
+        torch.ones(3, 3, dtype=torch.bool),
+        torch.tensor(3, dtype=torch.int32),
+        torch.ones(4, dtype=torch.int32),
+        torch.ones(2, 2),
+        torch.ones(2, 2, dtype=torch.complex64),
+        torch.ones(2, 2, dtype=torch.float64),
+    ],
+)
+def test_tables_masks_and_counters_are_no_weights(buffer: Tensor):
+    validation.check_precision(with_buffer(buffer), precision())
+
+
+def test_a_configuration_that_quantises_nothing_passes():
+    model = configured()
+    model[0].config = SimpleNamespace(quantization_config=None)
+    validation.check_precision(model, precision())
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "opt", "gpt2", "llama", "qwen2"])
+def test_language_models_in_float32_pass(language_model, family: str):
+    validation.check_precision(language_model(family), precision())
+    with pytest.raises(ValueError, match="tf32=True with microbatch_size=8"):
+        validation.check_precision(language_model(family), precision(tf32=True))

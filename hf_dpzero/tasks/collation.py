@@ -19,8 +19,8 @@ from hf_dpzero.tasks.base import PAD_TO_MULTIPLE_OF
 Rows = Sequence[Mapping[str, Any]]
 
 
-def padded(rows: Sequence[Tensor], value: int, side: str) -> Tensor:
-    """1-D tensors as one `[N, T]`, T the longest rounded up to a multiple of 8.
+def padded(rows: Sequence[Tensor], value: int, side: str, most: int | None = None) -> Tensor:
+    """1-D tensors as one `[N, T]`, T the longest rounded up to a multiple of 8, or to `most`.
 
     >>> padded([torch.tensor([1, 2]), torch.tensor([3])], 0, "left")[:, -2:]
     tensor([[1, 2],
@@ -28,6 +28,7 @@ def padded(rows: Sequence[Tensor], value: int, side: str) -> Tensor:
     """
     longest = max(row.numel() for row in rows)
     length = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
+    length = max(longest, min(length, most or length))
     found = torch.full((len(rows), length), value, dtype=torch.int64)
     for target, row in zip(found, rows, strict=True):
         part = slice(None, row.numel()) if side == "right" else slice(length - row.numel(), None)
@@ -49,17 +50,19 @@ class _Collator:
     Attributes:
       pad_token_id: what fills up a row.
       side: "right" or "left".
+      most: tokens that no row exceeds; padding to a multiple of 8 stops there.
     """
 
     pad_token_id: int
     side: str = "right"
+    most: int | None = None
 
     def _tokens(self, ids: Sequence[Tensor]) -> dict[str, Tensor]:
         """input_ids and attention_mask, `[N, T]` int64."""
         masks = [torch.ones_like(row) for row in ids]
         return {
-            "input_ids": padded(ids, self.pad_token_id, self.side),
-            "attention_mask": padded(masks, 0, self.side),
+            "input_ids": padded(ids, self.pad_token_id, self.side, self.most),
+            "attention_mask": padded(masks, 0, self.side, self.most),
         }
 
 
@@ -107,7 +110,7 @@ class AnswerCollator(_Collator):
         labels = [self._labels(row, tokens) for row, tokens in zip(rows, ids, strict=True)]
         return {
             **self._tokens(ids),
-            "labels": padded(labels, IGNORE_INDEX, self.side),
+            "labels": padded(labels, IGNORE_INDEX, self.side, self.most),
             "references": _column(rows, "references"),
         }
 

@@ -105,10 +105,16 @@ class PromptTask(ABC):
           pair_features: of no meaning here; as in `Task.tokenize`.
           only: the split that is wanted; None for all.
         Raises:
-          ValueError: label words that the tokenizer cannot spell, no room for the template, or
-            max_seq_length beyond what the tokenizer allows.
+          ValueError: label words that the tokenizer cannot spell, no room for the template,
+            max_seq_length beyond what the tokenizer allows, or demonstrations for training rows.
         """
         self._check_length(tokenizer)
+        if self.data.num_demonstrations and only != "validation":
+            raise ValueError(
+                f"num_demonstrations={self.data.num_demonstrations} would put these training rows into "
+                "every example, so that no clip bounds them: they are for evaluation, tokenize(..., "
+                "only='validation')."
+            )
         encoder = self.encoder(tokenizer)
         found, start = {}, 0
         for split, rows in self.splits.items():
@@ -219,7 +225,7 @@ def notes(encoded: list[Encoded]) -> dict[str, list[Any]]:
 def _text(value: Any, column: str) -> str:
     if isinstance(value, (list, dict)):
         raise ValueError(
-            f"column {column!r} holds a {type(value).__name__} ({str(value)[:40]}), and a prompt is "
+            f"column {column!r} holds a {type(value).__name__} of {len(value)} entries, and a prompt is "
             "made of text: choose another column, or join it."
         )
     return "" if value is None else str(value)

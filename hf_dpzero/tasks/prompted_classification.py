@@ -122,6 +122,7 @@ class PromptedClassification(PromptTask):
         padding: dict[str, Any] = {
             "pad_token_id": padding_id(tokenizer),
             "side": tokenizer.padding_side,
+            "most": self.data.max_seq_length,
         }
         words = self.words(tokenizer)
         if _single(words):

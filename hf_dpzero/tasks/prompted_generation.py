@@ -148,7 +148,9 @@ class PromptedGeneration(PromptTask):
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
         """Prompt and answer in a row, labels on the answer alone."""
-        return AnswerCollator(padding_id(tokenizer), tokenizer.padding_side)
+        return AnswerCollator(
+            padding_id(tokenizer), tokenizer.padding_side, self.data.max_seq_length
+        )
 
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
         """Mean cross entropy of the answer's tokens, or with objective: f1 1 - F1 of the decoded one."""

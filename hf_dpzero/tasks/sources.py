@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,32 @@ def _load_files(data: DataArguments) -> datasets.DatasetDict:
             f"{absent[0]} is not set: give both train_file (private rows) and validation_file "
             "(rows that are public, or whose privacy is paid for elsewhere)."
         )
+    _refuse_same_file(Path(str(data.train_file)), Path(str(data.validation_file)))
     return datasets.DatasetDict({split: read_file(str(file)) for split, file in files.items()})
+
+
+def _refuse_same_file(train: Path, validation: Path) -> None:
+    """Evaluation on the private rows would publish their metrics without noise."""
+    if not (train.is_file() and validation.is_file()):
+        return
+    same = train.samefile(validation)
+    copied = train.stat().st_size == validation.stat().st_size and _digest(train) == _digest(
+        validation
+    )
+    if same or copied:
+        raise ValueError(
+            f"validation_file={str(validation)!r} is {'' if same else 'a copy of '}the train_file: "
+            "metrics on the private rows would be published without noise. Evaluate on rows that are "
+            "public, or whose privacy is paid for elsewhere."
+        )
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            found.update(part)
+    return found.hexdigest()
 
 
 def read_file(path: str) -> datasets.Dataset:
@@ -95,7 +121,14 @@ def _load_hub(source: HubSource) -> datasets.DatasetDict:
 
 def _public_splits(loaded: datasets.DatasetDict, source: HubSource) -> datasets.DatasetDict:
     """ "train" and "validation" ("test" where there is none) of a Hub data set."""
-    held_out = source.validation if source.validation in loaded else "test"
+    held_out = source.validation
+    if held_out == "train":
+        raise ValueError(
+            f"data set {source.name!r} would be evaluated on its split 'train', which holds the private "
+            "rows: name another validation split."
+        )
+    if held_out not in loaded and held_out == "validation":
+        held_out = "test"
     if "train" not in loaded or held_out not in loaded:
         raise ValueError(
             f"data set {source.name!r} has splits {sorted(loaded)}; 'train' and "
