@@ -81,7 +81,7 @@ _PATH_SETTINGS = (
     *("train_file", "validation_file", "task", "dataset_name", "model_name_or_path", "extends"),
     *("deepspeed", "fsdp_config", "accelerator_config"),
 )
-_TEXT_SETTINGS = ("template", "label_words", "label_names")  # texts of a model: never a path
+_TEXT_SETTINGS = ("template", "label_words", "class_names")  # texts of a model: never a path
 _LOGGED = ("direction", "log_private_diagnostics")  # report entries that a header may hold too
 _STALE = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 

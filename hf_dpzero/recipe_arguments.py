@@ -160,7 +160,7 @@ class DataArguments:
       text_column: column with the text; null takes the task's own.
       text_pair_column: second text for sentence pairs; null for single sentences.
       label_column: column with the label; null takes the task's own.
-      label_names: names of the labels in order; null reads them from the data, which makes the set
+      class_names: names of the labels in order; null reads them from the data, which makes the set
         of names public (it is shipped in config.json). For text_classification; other tasks name
         their labels. A row with another label is refused.
       max_seq_length: tokens a text is cut to, >= 2.
@@ -182,7 +182,7 @@ class DataArguments:
     text_column: str | None = None
     text_pair_column: str | None = None
     label_column: str | None = None
-    label_names: list[str] | None = None
+    class_names: list[str] | None = None
     max_seq_length: int = 128
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
@@ -201,20 +201,20 @@ class DataArguments:
         _positive(self, "max_new_tokens")
         _one_of(self, "prompt", (None, "masked_lm", "causal_lm"), "null trains a head")
         _one_of(self, "objective", ("loss", "accuracy", "f1"), "loss suits every method")
-        self._check_label_names()
+        self._check_class_names()
         self._check_prompt_settings()
         if self.max_seq_length < 2:
             raise ValueError(
                 f"max_seq_length={self.max_seq_length} leaves no room for text; use at least 2."
             )
 
-    def _check_label_names(self) -> None:
-        names = self.label_names
+    def _check_class_names(self) -> None:
+        names = self.class_names
         if names is None:
             return
         if len(names) < 2 or len(set(names)) < len(names) or not all(map(str.strip, names)):
             raise ValueError(
-                f"label_names={names!r} must be two or more different names, one for each label."
+                f"class_names={names!r} must be two or more different names, one for each label."
             )
 
     def _check_prompt_settings(self) -> None:

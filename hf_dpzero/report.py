@@ -15,12 +15,13 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.statements import (
+    base_words,
     caveats,
     needs_secret_batches,
     not_private_statement,
@@ -83,6 +84,8 @@ class PrivacyReport:
         run alone; "public": on data declared public; "not_accounted": on the same data, for which
         nothing is claimed; or an entry of `hf-dpzero sweep` ("repeat_and_select", "composition")
         whose cost is in `epsilon`.
+      earlier_runs: of this package, that the base model came out of, the latest first; `epsilon` does
+        not cover them. Each has the `folder`'s name, and that run's `private` and `statement`.
       statement: the guarantee in one sentence.
       caveats: what the guarantee assumes and does not cover.
       versions: package name -> version.
@@ -113,6 +116,7 @@ class PrivacyReport:
     method: str
     log_private_diagnostics: bool
     tuning: Any
+    earlier_runs: list[dict[str, Any]]
     statement: str
     caveats: list[str]
     versions: dict[str, str]
@@ -127,6 +131,7 @@ class PrivacyReport:
                 f"steps={self.steps} is outside 0..{self.planned_steps}, the steps of the plan."
             )
         check_tuning(self.tuning)
+        _check_earlier_runs(self.earlier_runs)
         if self.private and (reason := self._why_not_private()):
             raise ValueError(
                 f"The report says private=true, but {reason}. It was edited or damaged; "
@@ -153,6 +158,7 @@ class PrivacyReport:
         direction: str,
         log_private_diagnostics: bool = False,
         sampler_key_is_secret: bool = True,
+        earlier_runs: Sequence[Mapping[str, Any]] = (),
     ) -> PrivacyReport:
         """Reports what `steps_completed` steps of `plan` spent, never more than was run.
 
@@ -169,6 +175,7 @@ class PrivacyReport:
           log_private_diagnostics: whether un-noised statistics were logged.
           sampler_key_is_secret: False if the key came from the settings, which are logged and
             saved; a sampled batch that can be known is not amplified.
+          earlier_runs: what `earlier_runs` found in the base model's folder.
 
         Raises:
           ValueError: `steps_completed` is not within the plan.
@@ -197,6 +204,7 @@ class PrivacyReport:
                 "private": why_not is None,
                 "log_private_diagnostics": log_private_diagnostics,
                 "tuning": "none",
+                "earlier_runs": [dict(run) for run in earlier_runs],
             }
         )
         words = (
@@ -242,7 +250,7 @@ class PrivacyReport:
         Raises:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
-        values = {"tuning": "none", **values}  # reports before there were sweeps lack it
+        values = {"tuning": "none", "earlier_runs": [], **values}  # older reports lack these
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:
@@ -306,6 +314,7 @@ class PrivacyReport:
             ("accountant", self.accountant),
             ("noise", self.noise_source),
             ("tuning", tuning_words(self.tuning)),
+            *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),
             ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),
         ]
 
@@ -319,6 +328,66 @@ class PrivacyReport:
         return (
             f"{self.sampling}, q = {number(self.sampling_probability)} (expected batch "
             f"{number(self.expected_batch_size)} of {self.num_examples} examples)"
+        )
+
+
+def base_names(model: Any) -> list[str]:
+    """The folders or Hub ids that a torch module and its parts were loaded from, each once.
+
+    As configurations say (of parts too, such as an encoder that was trained apart), and adapters of
+    their base. Weights that were put in by hand have no name.
+    """
+    names: dict[str, None] = {}
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        bases = adapters.values() if isinstance(adapters, Mapping) else ()
+        found = [getattr(base, "base_model_name_or_path", None) for base in bases]
+        found.append(getattr(getattr(module, "config", None), "_name_or_path", None))
+        names.update((str(name), None) for name in found if name)
+    return list(names)
+
+
+def earlier_runs(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The runs that made a base model, by the privacy report in its folder; the latest first.
+
+    Nothing is said of a Hub id, or of a folder without a report. A report that cannot be read counts
+    as NOT PRIVATE. Of the folder only its name is kept.
+
+    Args:
+      names: of `base_names`, `package:` paths resolved.
+
+    Returns:
+      Entries of `PrivacyReport.earlier_runs`, those that the base's own report lists included.
+    """
+    folders = {Path(name).resolve(): Path(name).absolute().name for name in names if name}
+    found = []
+    for folder, name in folders.items():
+        if (folder / REPORT_FILE).is_file():
+            found += _runs_behind(folder, name)
+    return found
+
+
+def _runs_behind(folder: Path, name: str) -> list[dict[str, Any]]:
+    try:
+        base = PrivacyReport.load(folder)
+    except (OSError, ValueError):
+        unread = f"NOT PRIVATE as far as can be told: its {REPORT_FILE} cannot be read."
+        return [{"folder": name, "private": False, "statement": unread}]
+    entry = {"folder": name, "private": base.private, "statement": base.statement}
+    return [entry, *base.earlier_runs]
+
+
+_ENTRY = {"folder": str, "private": bool, "statement": str}
+
+
+def _check_earlier_runs(entries: Any) -> None:
+    rows = entries if isinstance(entries, list) else [entries]
+    for row in rows:
+        if isinstance(row, dict) and {key: type(value) for key, value in row.items()} == _ENTRY:
+            continue
+        raise ValueError(
+            f"earlier_runs={entries!r} in a privacy report; it must list the {', '.join(_ENTRY)} of "
+            "each. It was edited or damaged; take the file that the run wrote."
         )
 
 

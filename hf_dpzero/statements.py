@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import decimal
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
     """The guarantee in one sentence, and one more where settings were tuned.
 
     Args:
-      facts: of a report: epsilon (the total, where tuning is accounted), delta, steps, and so on.
+      facts: of a report: epsilon (the total, where tuning is accounted), delta, steps, earlier runs,
+        and so on.
       distribution: of the noise, "gaussian" or "laplace".
       tuning: the report's `tuning` entry.
     """
@@ -104,7 +105,7 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
         f"{_trials(tuning)}{facts['steps']} steps of {facts['method']} with "
         f"{sampling.format(q=number(facts['sampling_probability']))}, {distribution} noise of "
         f"multiplier {number(facts['noise_multiplier'])}, accountant {facts['accountant']}."
-        f"{_afterword(tuning)}"
+        f"{_afterword(tuning)}{_leaky_base(facts['earlier_runs'])}"
     )
 
 
@@ -139,6 +140,39 @@ def _afterword(tuning: Any) -> str:
     return " Hyper-parameter tuning is included." if isinstance(tuning, dict) else ""
 
 
+def _leaky_base(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
+    leaky = [run["folder"] for run in earlier_runs if not run["private"]]
+    if not leaky:
+        return ""
+    return (
+        f" This does not cover the base model, which came out of an earlier run, {leaky[0]}, which is "
+        "NOT PRIVATE for its own training rows."
+    )
+
+
+def base_words(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
+    """The runs that the base model came out of, in a few words, for a table."""
+    names = (f"{run['folder']}{'' if run['private'] else ' (NOT PRIVATE)'}" for run in earlier_runs)
+    return f"from earlier runs, NOT COVERED by this epsilon: {', '.join(names)}"
+
+
+def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What an epsilon leaves out where the base model was trained before; not private runs first."""
+    return [_base_caveat(run) for run in sorted(earlier_runs, key=lambda run: bool(run["private"]))]
+
+
+def _base_caveat(run: Mapping[str, Any]) -> str:
+    same = (
+        "if private rows of it are among this run's, the budgets add up."
+        if run["private"]
+        else "with respect to the rows that it was trained on this model is not private either."
+    )
+    return (
+        f'The base model came out of an earlier run ({run["folder"]}), which says: "{run["statement"]}" '
+        f"The epsilon of this run does not cover that one: {same}"
+    )
+
+
 def tuning_words(tuning: Any) -> str:
     """The `tuning` entry in a few words, for a table."""
     if _kind(tuning) == "repeat_and_select":
@@ -161,9 +195,12 @@ def _kind(tuning: Any) -> str:
 
 
 def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -> list[str]:
-    """What the guarantee assumes and does not cover."""
+    """What the guarantee assumes and does not cover; a base that is not private comes first."""
     first, *rest = _COMMON_CAVEATS
-    return [first, _tuning_caveat(tuning), *rest, *_own_caveats(facts, plan)]
+    of_base = base_caveats(facts["earlier_runs"])
+    leaky = sum(not run["private"] for run in facts["earlier_runs"])
+    usual = [first, _tuning_caveat(tuning), *rest]
+    return [*of_base[:leaky], *usual, *of_base[leaky:], *_own_caveats(facts, plan)]
 
 
 def _tuning_caveat(tuning: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from hf_dpzero.arguments import DPZeroConfig
 from hf_dpzero.arms import Arm, FirstOrderArm, ZerothOrderArm
 from hf_dpzero.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.callbacks import PrivacyCallback, PrivacyProgressCallback
+from hf_dpzero.checkpoints import resolve_path
 from hf_dpzero.compilation import compile_, unwrapped
 from hf_dpzero.coupling import check_uncoupled, check_widths
 from hf_dpzero.digests import digest_model, digest_tensors
@@ -40,7 +42,15 @@ from hf_dpzero.objectives import (
 from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.plan import PrivacyPlan
 from hf_dpzero.prediction import PredictingTrainer
-from hf_dpzero.report import REPORT_FILE, BudgetMeter, PrivacyReport, versions
+from hf_dpzero.report import (
+    REPORT_FILE,
+    BudgetMeter,
+    PrivacyReport,
+    base_names,
+    earlier_runs,
+    versions,
+)
+from hf_dpzero.statements import base_caveats
 from hf_dpzero.trajectory import SHIPPING_NAME, Trajectory, num_values_entry
 
 logger = logging.get_logger(__name__)
@@ -166,6 +176,7 @@ class DPZeroTrainer(PredictingTrainer):
         """
         resume = self._resolve_checkpoint(resume_from_checkpoint)
         self._validate()
+        self._warn_of_earlier_runs()
         try:
             self._open_run(resume)
             output = super().train(resume_from_checkpoint=resume, **settings)
@@ -173,7 +184,8 @@ class DPZeroTrainer(PredictingTrainer):
             self._reads.close()
             if self.trajectory is not None:
                 self.trajectory.close()
-        output.metrics.pop("train_loss", None)
+        for name in ("train_loss", "total_flos", "train_samples_per_second"):  # not ours to say
+            output.metrics.pop(name, None)
         return output._replace(training_loss=math.nan)
 
     def _resolve_checkpoint(self, resume: str | bool | None) -> str | None:
@@ -408,7 +420,17 @@ class DPZeroTrainer(PredictingTrainer):
             direction=self.args.direction_settings()["direction"],
             log_private_diagnostics=self.args.log_private_diagnostics,
             sampler_key_is_secret=self.args.sampler_key is None,
+            earlier_runs=self.earlier_runs,
         ).with_tuning(self.args.tuning, self.plan)
+
+    @functools.cached_property
+    def earlier_runs(self) -> list[dict[str, Any]]:
+        """Runs that the base model came out of; read once, before this run writes anything."""
+        return earlier_runs(map(resolve_path, base_names(self.model)))
+
+    def _warn_of_earlier_runs(self) -> None:
+        for caveat in base_caveats(self.earlier_runs):
+            logger.warning(caveat)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as README.md in output_dir."""

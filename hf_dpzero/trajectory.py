@@ -445,7 +445,8 @@ def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) ->
     if digest_model(model) != header["base_model_digest"]:
         raise LedgerError(
             "this model is not the base that the trajectory was trained from (its digest differs): "
-            "load the base model in the same dtype, with the same head and adapters."
+            "load the base model in the same dtype, with the same head and adapters. The recipe.yaml "
+            "that the run wrote beside its trajectory holds every setting: give it as the base."
         )
     _train_only(model, header["trainable"])
     space = space_from_header(model, header)

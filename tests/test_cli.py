@@ -366,13 +366,18 @@ def test_a_report_that_cannot_be_read_claims_nothing(rows, trained, tmp_path, ca
     assert privacy(capsys, recipe).startswith("NOT PRIVATE: All is well.")
 
 
-def test_a_checkpoint_is_as_private_as_its_run(recipe, capsys):
+def test_a_checkpoint_says_what_was_spent_until_then(recipe, capsys):
+    """Its own report; where it has none, what the whole run spent, which is more."""
     run(capsys, "train", recipe, "--save_strategy", "steps", "--save_steps", 2)
     out = recipe.parent / "out"
-    said = privacy(capsys, recipe, "--model_name_or_path", out / "checkpoint-2")
-    assert read(out / "privacy_report.json")["statement"] in said
-    words = ("evaluate", recipe, "--zero_shot", "--model_name_or_path", out / "checkpoint-2")
-    assert "was trained" in fail(capsys, *words)
+    checkpoint = out / "checkpoint-2"
+    words = ["--model_name_or_path", checkpoint]
+    statements = [read(folder / "privacy_report.json")["statement"] for folder in (checkpoint, out)]
+    assert statements[0] != statements[1]
+    assert statements[0] in privacy(capsys, recipe, *words)
+    (checkpoint / "privacy_report.json").unlink()
+    assert statements[1] in privacy(capsys, recipe, *words)
+    assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot", *words)
 
 
 def test_a_folder_without_a_report_says_nothing(recipe, trained, tmp_path, capsys):
@@ -440,18 +445,17 @@ def test_a_hub_model_that_came_with_a_report_is_not_zero_shot(tmp_path, trained,
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     statement = read(trained / "privacy_report.json")["statement"]
+    words = ["--output_dir", str(tmp_path)]
     for name in ("me/clean", "me/tuned"):
         path = tmp_path / "r.yaml"
         path.write_text(
-            yaml.safe_dump(
-                {"model_name_or_path": name, "model_revision": "v1", "output_dir": str(tmp_path)}
-            ),
+            yaml.safe_dump({"model_name_or_path": name, "model_revision": "v1", "method": "mezo"}),
             encoding="utf-8",
         )
-        said = privacy_statement(load_recipe(path), Origin.of(name, "v1"))
+        said = privacy_statement(load_recipe(path, words), Origin.of(name, "v1"))
         assert (said == NO_ROW) is (name == "me/clean")
         assert (statement in said) is (name == "me/tuned")
-        later = privacy_statement(load_recipe(path), Origin.of(name, "v0"))
+        later = privacy_statement(load_recipe(path, words), Origin.of(name, "v0"))
         assert (later.startswith("NOT KNOWN")) is (name == "me/clean")
     assert {(name, revision) for _, name, revision in asked} >= {("privacy_report.json", "v1")}
 

@@ -215,7 +215,7 @@ def test_recipe_loses_secrets_and_local_paths() -> None:
         "template: '/srv/x/{text} {answer}'\n",
         "label_words: [/s, /j]\n",
         "label_words: [/srv/x/bad, ~]\n",
-        "label_names: [/r/ask/me, ~/b]\n",
+        "class_names: [/r/ask/me, ~/b]\n",
         "label_texts: [/s, ~ three / five stars, /a/ b/ c]\n",
         "run_name: ~5/8\n",
     ],

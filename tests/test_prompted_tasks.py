@@ -505,7 +505,7 @@ def test_nothing_is_said_where_nothing_is_cut(
 def test_a_decoders_candidates_fit_with_the_prompt(tmp_path: Path) -> None:
     words = ["No", "Yes, it was in May 1900"]
     task = boolq(tmp_path, "causal_lm", max_seq_length=48, label_words=words)
-    batch = task.collator(opt())(list(task.tokenize(opt(), only="validation")["validation"]))
+    batch = task.collator(opt())(list(task.tokenize(opt())["train"]))
     lengths = batch["attention_mask"].sum(dim=-1)
     assert lengths.max() == 48
     assert (lengths[:, 1] - lengths[:, 0] == len(task.words(opt())[1]) - 1).all()
@@ -670,7 +670,7 @@ def test_prompt_and_answer_of_a_question(tmp_path: Path) -> None:
 def test_new_lines_in_an_answer_do_not_end_it(tmp_path: Path) -> None:
     rows = [{"context": "a", "question": "b", "answers": ["one\ntwo \n", "x"]}]
     task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
-    row = task.tokenize(opt(), only="validation")["validation"][0]
+    row = task.tokenize(opt())["train"][0]
     assert opt().decode(row["input_ids"][row["prompt_length"] :]) == " one two\n"
 
 
@@ -790,7 +790,7 @@ def test_room_is_kept_for_the_answer(tmp_path: Path, caplog: pytest.LogCaptureFi
     task = task_of(
         tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=60, max_new_tokens=20
     )
-    row = task.tokenize(opt(), only="validation")["validation"][0]
+    row = task.tokenize(opt())["train"][0]
     assert 60 - 20 - 2 <= row["prompt_length"] <= 60 - 20
     prompt = opt().decode(row["input_ids"][: row["prompt_length"]])
     assert prompt.endswith("\nQuestion: When?\nAnswer:")
@@ -798,7 +798,7 @@ def test_room_is_kept_for_the_answer(tmp_path: Path, caplog: pytest.LogCaptureFi
     task = task_of(
         tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=60, max_new_tokens=1
     )
-    row = task.tokenize(opt(), only="validation")["validation"][0]
+    row = task.tokenize(opt())["train"][0]
     assert 58 <= len(row["input_ids"]) <= 60  # its own answer has more than one token
     with pytest.raises(ValueError, match="lower max_new_tokens"):
         task_of(tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=40).tokenize(opt())
@@ -916,8 +916,8 @@ def encode(self, rows, encoder, places):
     raise SystemExit("encoded again")
 
 PromptedClassification.encode = encode
-found = build_task(DataArguments(**{settings!r})).tokenize(opt_tokenizer())
-print(found["train"]["input_ids"][:])
+found = build_task(DataArguments(**{settings!r})).tokenize(opt_tokenizer(), only="validation")
+print(found["validation"]["input_ids"][:])
 """
 
 
@@ -1014,7 +1014,7 @@ def test_other_answers_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None
             file = tmp_path / "years.yaml"
             file.write_text(ANSWERS_TASK.format(answers=answers, optional=optional), "utf-8")
             task = task_of(tmp_path, rows, task=str(file), prompt="causal_lm")
-            ids = task.tokenize(opt(), only="validation")["validation"][0]["input_ids"]
+            ids = task.tokenize(opt())["train"][0]["input_ids"]
             found[answers, optional != ""] = opt().decode(ids, skip_special_tokens=True)
     assert found == {
         ("first", False): "c\nNote: \nYear: 1900\n",
@@ -1033,7 +1033,7 @@ def test_other_columns_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None
             f"fields: {{text: {column}}}\nanswers: answers\nprompts: {prompt}\n", "utf-8"
         )
         task = task_of(tmp_path, rows, task=str(file), prompt="causal_lm")
-        ids = task.tokenize(opt(), only="validation")["validation"][0]["input_ids"]
+        ids = task.tokenize(opt())["train"][0]["input_ids"]
         found.append(opt().decode(ids, skip_special_tokens=True))
     assert found == ["1\n3\n", "2\n3\n"]
 

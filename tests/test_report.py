@@ -495,7 +495,7 @@ def train(tiny_bert, tiny_dataset, pad_collator, tmp_path) -> Any:
     return run
 
 
-MEZO = {"method": "mezo", "noise_multiplier": None, "clip": None, "target_delta": None}
+MEZO = {"method": "mezo", "noise_multiplier": None}
 
 
 def test_training_on_top_of_a_leaky_run_says_so(train, tmp_path: Path, caplog: Any) -> None:

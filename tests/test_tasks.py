@@ -472,7 +472,6 @@ SECRET = "confidential diagnosis"
 @pytest.mark.parametrize(
     ("labels", "settings", "message"),
     [
-        ((0, 1, 0, 1, SECRET), {"task": "sst2"}, None),  # JSON of mixed types is refused on reading
         (
             ("negative", "positive", "negative", "positive", "negative", SECRET),
             {"task": "sst2"},
@@ -480,27 +479,27 @@ SECRET = "confidential diagnosis"
         ),
         (
             ("a", "b", "a", "b", "a", SECRET),
-            {"label_names": ["a", "b"]},
-            r"row 6 of the train rows .* a text of 22 characters .*set label_names to all labels",
+            {"class_names": ["a", "b"]},
+            r"row 6 of the train rows .* a text of 22 characters .*set class_names to all labels",
         ),
-        ((0, 1, 0, 1, 941_207), {"label_names": ["a", "b"]}, r"row 5 .* an integer in column"),
+        ((0, 1, 0, 1, 941_207), {"class_names": ["a", "b"]}, r"row 5 .* an integer in column"),
         ((0, 1, 0, 1, 941_207), {}, r"more than 1000 classes"),
         ((0, 1, 0, 1, 941_207), {"task": "snli"}, r"row 5 of the labelled train rows"),
         ((0.0, 1.0, 0.0, 1.0, 0.125), {"task": "sst2"}, r"row 5 .* a float in column 'label'"),
         (
             ("a", "b", "a", "b", SECRET),
             {"prompt": "causal_lm", "template": "{text} {answer}", "label_words": ["x", "y"]},
-            r"label_words has 2 words, and column 'label' holds 3 labels; .*set label_names",
+            r"label_words has 2 words, and column 'label' holds 3 labels; .*set class_names",
         ),
     ],
 )
 def test_refusals_do_not_quote_rows(
-    tmp_path: Path, labels: tuple[Any, ...], settings: dict[str, Any], message: str | None
+    tmp_path: Path, labels: tuple[Any, ...], settings: dict[str, Any], message: str
 ) -> None:
     """What is refused is written into tables and logs that may be published."""
     columns = ("text", "sentence", "premise", "hypothesis")
     rows = [{**dict.fromkeys(columns, SECRET), "label": label} for label in labels]
-    with pytest.raises(Exception, match=message or "") as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         build_task(files(tmp_path, rows, **settings))
     for quoted in (SECRET, SECRET[:8], "941207", "0.125"):
         assert quoted not in str(refused.value)
@@ -524,17 +523,17 @@ def labelled(folder: Path, train: list[Any], validation: list[Any], **settings: 
     return build_task(DataArguments(**paths, **settings))
 
 
-def test_label_names_of_the_recipe_name_strings_in_its_order(tmp_path: Path) -> None:
+def test_class_names_name_strings_in_its_order(tmp_path: Path) -> None:
     names = ["spam", "ham", "other"]  # not sorted, and "other" is in no row
-    task = labelled(tmp_path, ["ham", "spam", "ham"], ["spam", "ham"], label_names=names)
+    task = labelled(tmp_path, ["ham", "spam", "ham"], ["spam", "ham"], class_names=names)
     assert task.label_names == tuple(names)
     assert task.splits["train"]["label"][:] == [1, 0, 1]
     assert task.splits["validation"]["label"][:] == [0, 1]
 
 
-def test_label_names_of_the_recipe_name_integers(tmp_path: Path, caplog: Any) -> None:
+def test_class_names_name_integers(tmp_path: Path, caplog: Any) -> None:
     names = ["spam", "ham", "other"]
-    task = labelled(tmp_path, [1, 0, 2], [0, 1], label_names=names)
+    task = labelled(tmp_path, [1, 0, 2], [0, 1], class_names=names)
     assert task.label_names == tuple(names)
     assert task.splits["train"]["label"][:] == [1, 0, 2]
     assert not caplog.records
@@ -553,7 +552,7 @@ def test_label_names_of_the_recipe_name_integers(tmp_path: Path, caplog: Any) ->
 def test_names_that_only_private_rows_have_are_warned_of(
     tmp_path: Path, train: list[Any], validation: list[Any], warns: bool, caplog: Any
 ) -> None:
-    """They are shipped in config.json; without the recipe's label_names, somebody must be told."""
+    """They are shipped in config.json; without the recipe's class_names, somebody must be told."""
     task = labelled(tmp_path, train, validation)
     if isinstance(train[0], str):
         assert task.label_names == tuple(sorted({*train, *validation}))
@@ -562,20 +561,20 @@ def test_names_that_only_private_rows_have_are_warned_of(
     for message in said:
         assert "becomes public" in message
         assert "config.json" in message
-        assert "label_names" in message
+        assert "class_names" in message
         assert SECRET not in message
 
 
-def test_label_names_are_for_tasks_whose_data_names_the_labels(tmp_path: Path) -> None:
+def test_class_names_are_for_tasks_whose_data_names_the_labels(tmp_path: Path) -> None:
     rows = [{"sentence": "a", "label": i % 2} for i in range(4)]
-    with pytest.raises(ValueError, match=r"task 'sst2' has labels of its own .*leave label_names"):
-        build_task(files(tmp_path, rows, task="sst2", label_names=["a", "b"]))
+    with pytest.raises(ValueError, match=r"task 'sst2' has labels of its own .*leave class_names"):
+        build_task(files(tmp_path, rows, task="sst2", class_names=["a", "b"]))
 
 
 @pytest.mark.parametrize("names", [["a"], [], ["a", "a"], ["a", " "]])
-def test_refused_label_names(names: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"label_names=.* two or more different names"):
-        DataArguments(label_names=names)
+def test_refused_class_names(names: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"class_names=.* two or more different names"):
+        DataArguments(class_names=names)
 
 
 def test_labels_of_two_types_are_refused(tmp_path: Path) -> None:
@@ -630,3 +629,22 @@ def test_a_train_split_is_no_validation_split(monkeypatch: pytest.MonkeyPatch) -
             load_splits(DataArguments(), HubSource("me/data", validation=split))
     found = load_splits(DataArguments(), HubSource("me/data"))  # "test" where nothing was named
     assert set(found) == {"train", "validation"}
+
+
+def test_a_line_that_is_not_json_is_named_and_not_quoted(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a", "label": 0}\nsecret words\n')
+    with pytest.raises(ValueError, match="line 2 is not JSON") as found:
+        build_task(
+            DataArguments(train_file=str(bad), validation_file=write(tmp_path / "v.jsonl", ROWS))
+        )
+    assert "secret" not in str(found.value)
+
+
+def test_label_words_that_are_the_labels_in_another_order_are_refused(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": "money"}, {"text": "b", "label": "broken"}] * 4
+    words = {"prompt": "causal_lm", "template": "{text} is about {answer}"}
+    with pytest.raises(ValueError, match="labels in their order are broken, money"):
+        build_task(files(tmp_path, rows, label_words=["money", "broken"], **words))
+    build_task(files(tmp_path, rows, label_words=["broken", "money"], **words))
+    build_task(files(tmp_path, rows, label_words=["bad", "good"], **words))

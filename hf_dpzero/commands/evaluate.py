@@ -26,8 +26,8 @@ _ANOTHER_MODEL = (
     "trained on"
 )
 _ANOTHER_REVISION = (
-    "NOT KNOWN: the recipe names the revision {expected!r} of {path}, and nothing says what {found!r} was "
-    "trained on"
+    "NOT KNOWN: the recipe names the revision {expected!r} of {path}, and nothing says what {found!r} "
+    "was trained on"
 )
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 

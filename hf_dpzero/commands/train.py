@@ -55,6 +55,7 @@ def train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None = No
         trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():
         (output_dir(recipe) / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+    trainer.create_model_card()  # in place of PEFT's empty template
     if recipe.training.push_to_hub:
         trainer.push_to_hub()
 

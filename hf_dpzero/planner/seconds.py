@@ -8,7 +8,7 @@ directions and in the number of examples. What is not on this machine cannot be 
 from __future__ import annotations
 
 import math
-import statistics
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from hf_dpzero.planner.works import (
 BUDGET = 20.0
 """Seconds that a calibration may take, about."""
 ROUNDS = 5
-"""Most timed rounds; the median counts."""
+"""Most timed rounds; the fastest counts, for whatever else runs only ever slows one down."""
 DEEPER = 3
 """Layers of the second model, if there are so many."""
 MEMORY_SHARE = 0.5
@@ -146,7 +146,8 @@ class _Calibration:
         self.dtype = own_dtype(work.blueprint)
         self.peaks = next((p for p in peaks if p.precision == self.dtype), peaks[0])
         self.layout = layout_of(work, self.args)
-        self.notes: list[str] = []
+        busy = busy_note() if self.device == "cpu" else None
+        self.notes = [busy] if busy else []
         self.examples = self._affordable()
 
     def result(self, rows: tuple[int | None, int | None]) -> dict[str, Any]:
@@ -192,8 +193,8 @@ class _Calibration:
         size = affordable(size, self._all_steps, sum(self.layout.depths), BUDGET * 0.6)
         if size < wanted:
             self.notes.append(
-                f"calibrated with {size} examples at a time instead of {wanted}, to stay within "
-                f"{BUDGET:g} s and half of the free memory"
+                f"calibrated with {size} example{'s' * (size > 1)} at a time instead of {wanted}, to "
+                f"stay within {BUDGET:g} s and half of the free memory"
             )
         return size
 
@@ -236,11 +237,11 @@ class _Calibration:
             for depth in self._forward_depths:
                 works["forward", depth] = self._forward(depth, self.forward_examples)
         remaining = BUDGET - (time.perf_counter() - self.started)
-        medians = dict(zip(works, in_turns(list(works.values()), remaining), strict=True))
-        steps_found = {key: value for key, value in medians.items() if key[0] != "forward"}
+        fastest = dict(zip(works, in_turns(list(works.values()), remaining), strict=True))
+        steps_found = {key: value for key, value in fastest.items() if key[0] != "forward"}
         self.forward = {
-            d: medians[n, d].evaluations / self.forward_examples
-            for n, d in medians
+            d: fastest[n, d].evaluations / self.forward_examples
+            for n, d in fastest
             if n == "forward"
         }
         layer = 0.0 if self._features else self._layer() * self.examples
@@ -352,7 +353,7 @@ def in_turns(
     budget: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Parts]:
-    """The median parts of each work: they take turns, after an untimed round, while time is left.
+    """The fastest parts of each work: they take turns, after an untimed round, while time is left.
 
     One timed round at least, `ROUNDS` at most.
     """
@@ -362,12 +363,23 @@ def in_turns(
     rounds: list[list[Parts]] = []
     while not rounds or (len(rounds) < ROUNDS and clock() - start < budget):
         rounds.append([work() for work in works])
-    return [_median(column) for column in zip(*rounds, strict=True)]
+    return [_fastest(column) for column in zip(*rounds, strict=True)]
 
 
-def _median(found: Sequence[Parts]) -> Parts:
+def _fastest(found: Sequence[Parts]) -> Parts:
     return Parts(
-        statistics.median(p.evaluations for p in found),
-        statistics.median(p.passes for p in found),
-        statistics.median(p.rest for p in found),
+        min(p.evaluations for p in found),
+        min(p.passes for p in found),
+        min(p.rest for p in found),
+    )
+
+
+def busy_note() -> str | None:
+    """That other work would make the times too long, if there is some."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < 0.75 * cores:
+        return None
+    return (
+        f"other work runs here (load {load:.1f} on {cores} cores), so the times may be several times "
+        "too long: plan again on an idle machine"
     )

@@ -7,6 +7,7 @@ label is one token, one over each candidate where not (Malladi et al. 2023, MeZO
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from hf_dpzero.prompt_objectives import PromptObjective
 
+logger = logging.getLogger(__name__)
+
 
 def prompted_classification(
     task: Task, data: DataArguments, description: TaskDescription
@@ -39,6 +42,7 @@ def prompted_classification(
     _check_texts(task, data, description)
     prompt, template = prompt_of(data, description)
     _check_words(prompt.label_words, task.label_names)
+    _check_order(prompt.label_words, task.label_names)
     if data.objective == "f1":
         raise ValueError(
             f"objective='f1' scores generated answers, and {task.name!r} is a classification: use "
@@ -78,6 +82,19 @@ def _check_words(words: Sequence[str], label_names: Sequence[str]) -> None:
                 f"label word {word!r} of {label} is blank or has white space around it: give the bare "
                 "word, and put the space before it into the template."
             )
+
+
+def _check_order(words: Sequence[str], names: Sequence[str]) -> None:
+    """Says which word stands for which label; refuses words that are the labels in another order."""
+    spoken, labels = [w.strip().lower() for w in words], [n.lower() for n in names]
+    if spoken != labels and sorted(spoken) == sorted(labels):
+        raise ValueError(
+            f"label_words are {', '.join(words)}, but the labels in their order are {', '.join(names)} "
+            "(labels that are text are sorted): write label_words in the order of the labels, or give "
+            "label_names in the order of the words."
+        )
+    pairs = ", ".join(f"{name}: {word!r}" for name, word in zip(names, words, strict=True))
+    logger.info("label words: %s", pairs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,14 +97,32 @@ def read_file(path: str) -> datasets.Dataset:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: another kind of file.
+      ValueError: another kind of file, or one that does not hold rows.
     """
     kind = _READERS.get(Path(path).suffix.lower())
     if kind is None:
         raise ValueError(f"{path}: rows are read from {', '.join(_READERS)} files.")
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} not found (paths are relative to {Path.cwd()}).")
-    return datasets.load_dataset(kind, data_files={"rows": path}, split="rows")
+    try:
+        return datasets.load_dataset(kind, data_files={"rows": path}, split="rows")
+    except datasets.exceptions.DatasetGenerationError as error:
+        line = _first_bad_line(Path(path)) if kind == "json" else None
+        where = f"line {line} is not JSON" if line else "its rows do not have the same columns"
+        raise ValueError(
+            f"{path} cannot be read as {kind} rows: {where}; mend or remove the row."
+        ) from error
+
+
+def _first_bad_line(path: Path) -> int | None:
+    """The number of the first line that is not JSON; its text may be private."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                json.loads(line.strip() or "null")
+            except ValueError:
+                return number
+    return None
 
 
 def _load_hub(source: HubSource) -> datasets.DatasetDict:

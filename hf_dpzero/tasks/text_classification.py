@@ -26,7 +26,7 @@ def build(data: DataArguments) -> Task | PromptedClassification:
     """A task from `train_file`/`validation_file` or `dataset_name`.
 
     Text is in `text_column` ("text") and, for pairs, `text_pair_column`; the label in
-    `label_column` ("label"), integers from 0 or strings, named by `label_names` or by themselves. The
+    `label_column` ("label"), integers from 0 or strings, named by `class_names` or by themselves. The
     set of label names is assumed public.
 
     Raises:
@@ -50,7 +50,7 @@ def classification_task(
     check_columns(splits, _required(columns, known) if data.prompt else columns, label)
     if known and known.drop_unlabelled:
         splits = _labelled(splits, label)
-    names = tuple(known.label_names if known else data.label_names or _read(splits, label, data))
+    names = tuple(known.label_names if known else data.class_names or _read(splits, label, data))
     task = Task(
         name=name,
         label_names=names,
@@ -118,9 +118,9 @@ def _labelled(splits: datasets.DatasetDict, column: str) -> datasets.DatasetDict
 
 
 def _check_names(data: DataArguments, name: str, known: TaskDescription | None) -> None:
-    if known and data.label_names is not None:
+    if known and data.class_names is not None:
         raise ValueError(
-            f"task {name!r} has labels of its own ({', '.join(known.label_names)}): leave label_names "
+            f"task {name!r} has labels of its own ({', '.join(known.label_names)}): leave class_names "
             "out, or use task: text_classification."
         )
 
@@ -135,7 +135,7 @@ def _read(splits: datasets.DatasetDict, column: str, data: DataArguments) -> lis
     if data.prompt is not None and words is not None and len(words) != len(names):
         raise ValueError(
             f"label_words has {len(words)} words, and column {column!r} holds {len(names)} labels; give "
-            "one each, and set label_names to the labels in this order."
+            "one each, and set class_names to the labels in this order."
         )
     return names
 
@@ -166,7 +166,7 @@ def read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
     if not values["train"] <= public:
         logger.warning(
             "The set of label names is read from the private rows, for the validation rows do not "
-            "have all labels of column %r: it becomes public (config.json holds it). Set label_names "
+            "have all labels of column %r: it becomes public (config.json holds it). Set class_names "
             "to names that do not come from the rows.",
             column,
         )
@@ -258,7 +258,7 @@ def _class_indices(
             f"row {row + 1} of the {place} (counted from 1) has {_described(values[row])} in column "
             f"{column!r}, which is none of the {len(names)} classes ({', '.join(names[:5])}"
             f"{', ...' if len(names) > 5 else ''}); correct or drop such rows, or for "
-            "task: text_classification set label_names to all labels."
+            "task: text_classification set class_names to all labels."
         )
     return np.asarray(indices, dtype=np.int64)
 
