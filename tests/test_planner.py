@@ -491,7 +491,10 @@ def test_parts_of_a_step_are_told_apart(monkeypatch: Any):
         {"method": "dpgd-0th", "torch_dtype": "bfloat16"},
     ],
 )
-def test_a_calibration_of_a_tiny_model(settings: dict[str, Any], recipe_of: Any):
+def test_a_calibration_of_a_tiny_model(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], recipe_of: Any
+):
+    monkeypatch.setattr(seconds, "busy_note", lambda: None)
     before = torch.random.get_rng_state()
     recipe = recipe_of(**settings)
     work = plan_of(recipe)
@@ -692,3 +695,11 @@ def test_durations_and_sizes():
     assert tables.duration(59.9999) == "60 s"
     assert tables.duration(None) == ""
     assert tables.gib(None) == "-"
+
+
+@pytest.mark.parametrize(("load", "says"), [(0.1, False), (64.0, True)])
+def test_a_busy_machine_is_said(load: float, says: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(seconds.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(seconds.os, "cpu_count", lambda: 8)
+    note = seconds.busy_note()
+    assert ("load 64.0 on 8 cores" in note) if says else note is None

@@ -91,7 +91,7 @@ def _check_order(words: Sequence[str], names: Sequence[str]) -> None:
         raise ValueError(
             f"label_words are {', '.join(words)}, but the labels in their order are {', '.join(names)} "
             "(labels that are text are sorted): write label_words in the order of the labels, or give "
-            "label_names in the order of the words."
+            "class_names in the order of the words."
         )
     pairs = ", ".join(f"{name}: {word!r}" for name, word in zip(names, words, strict=True))
     logger.info("label words: %s", pairs)

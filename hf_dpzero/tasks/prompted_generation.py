@@ -33,6 +33,7 @@ _COLUMNS = (
 _UNUSED = {
     "num_examples_per_class": "which has no labels; set max_train_samples",
     "label_words": "which has no labels",
+    "class_names": "which has no labels",
     **dict.fromkeys(("text_column", "text_pair_column", "label_column"), _COLUMNS),
 }
 """Settings that a task with generated answers does not have -> why."""

@@ -146,7 +146,7 @@ def build(data: DataArguments) -> Task | PromptedClassification:
     Raises:
       ValueError: files or Hub names are set, which this task does not read.
     """
-    for name in ("dataset_name", "train_file", "validation_file"):
+    for name in ("dataset_name", "train_file", "validation_file", "class_names"):
         if getattr(data, name) is not None:
             raise ValueError(
                 f"{name}={getattr(data, name)!r}: the quickstart task generates its own text; "
