@@ -222,7 +222,10 @@ class DPZeroTrainer(PredictingTrainer):
         with watched, evaluation_mode(self.model), isolated_randomness():
             validation.check_evaluation_mode(self.model)
             self._losses(rows.collate_rows([0]))
-            check_uncoupled(rows.collate_rows, len(self.train_dataset), self._trial_losses)
+            shared = self.plan.mechanism.private and self.args.physical_batch_size > 1
+            check_uncoupled(
+                rows.collate_rows, len(self.train_dataset), self._trial_losses, widths=shared
+            )
 
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True

@@ -73,6 +73,7 @@ def test_rows_of_one_length_are_tried_wider():
     check_uncoupled(same_length, 40, own)
     with pytest.raises(ValueError, match="masked padding"):
         check_uncoupled(same_length, 40, widest)
+    check_uncoupled(same_length, 40, widest, widths=False)  # rows that run one by one
 
 
 def test_a_loss_that_reads_the_last_token_of_left_padded_rows_passes():
