@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ class Parts:
         return dataclasses.astuple(self)
 
 
-class Timed:
+class Timed(ABC):
     """A work that says where its seconds went.
 
     Args:
@@ -87,9 +88,9 @@ class Timed:
         seconds = self.watch.seconds
         return Parts(*(seconds.get(name, 0.0) for name in ("evaluations", "passes", "rest")))
 
+    @abstractmethod
     def run(self) -> None:
         """The work."""
-        raise NotImplementedError
 
     def under(self, label: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` with its time under `label`, whichever watch is running."""
