@@ -37,7 +37,6 @@ from hf_dpzero.objectives import (
     Within,
     check_per_example,
     select_objective,
-    trial,
 )
 from hf_dpzero.perturbation import ParameterSpace
 from hf_dpzero.plan import PrivacyPlan
@@ -217,14 +216,16 @@ class DPZeroTrainer(PredictingTrainer):
     @torch.no_grad()
     def _try_objective(self) -> None:
         """Losses of a few examples, released to nobody: is there one each, and of it alone?"""
-        rows = self._training_rows()
+        rows, objective = self._training_rows(), self.evaluated_objective()
         watched = validation.parameters_left_alone(self.model)
         with watched, evaluation_mode(self.model), isolated_randomness():
             validation.check_evaluation_mode(self.model)
-            self._losses(rows.collate_rows([0]))
-            shared = self.plan.mechanism.private and self.args.physical_batch_size > 1
+            self._tried(objective, rows.collate_rows([0]))
             check_uncoupled(
-                rows.collate_rows, len(self.train_dataset), self._trial_losses, widths=shared
+                rows.collate_rows,
+                len(self.train_dataset),
+                lambda batch: self._tried(objective.trial, batch),
+                widths=self.plan.mechanism.private and self.args.physical_batch_size > 1,
             )
 
     def autocast_smart_context_manager(
@@ -233,17 +234,8 @@ class DPZeroTrainer(PredictingTrainer):
         """The run's mixed precision, wherever losses are computed; see `mixed_precision`."""
         return uncached_autocast(self.accelerator)
 
-    def _losses(self, batch: Mapping[str, Tensor]) -> Tensor:
-        assert self.per_example_loss is not None
-        with self.compute_loss_context_manager():
-            losses = self.per_example_loss(self.model, self._prepare_inputs(dict(batch)))
-        return check_per_example(losses, batch_size(batch)).cpu()
-
-    def _trial_losses(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """`_losses`, or what stands for them in comparisons (see `objectives.trial`)."""
-        with self.compute_loss_context_manager():
-            found = trial(self.per_example_loss)(self.model, self._prepare_inputs(dict(batch)))
-        return check_per_example(found, batch_size(batch)).cpu()
+    def _tried(self, losses: PerExampleLoss, batch: Mapping[str, Tensor]) -> Tensor:
+        return check_per_example(losses(self.model, batch), batch_size(batch)).cpu()
 
     def probe(self) -> Mapping[str, Tensor]:
         """The first and the last example, to try the model on; nothing of it is released."""
@@ -344,7 +336,7 @@ class DPZeroTrainer(PredictingTrainer):
         """Enters `context` until `train` returns or raises."""
         self._reads.enter_context(context)
 
-    def evaluated_objective(self) -> PerExampleLoss:
+    def evaluated_objective(self) -> Within:
         """(model, inputs) -> losses [B], on the run's device and in its precision."""
         assert self.per_example_loss is not None
         return Within(self.per_example_loss, self._on_device)
