@@ -16,49 +16,49 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "DPZeroConfig": "arguments",
-    "DPZeroTrainer": "trainer",
-    "Direction": "directions",
-    "FixedSizeSampler": "sampling",
-    "FullBatchSampler": "sampling",
-    "InsecureSeededNoise": "noise",
-    "NonPrivateMean": "mechanisms",
-    "ParameterSpace": "perturbation",
-    "PoissonSampler": "sampling",
-    "PrivacyPlan": "plan",
-    "PrivacyReport": "report",
-    "Release": "trajectory",
-    "ScalarMechanism": "mechanisms",
-    "SecureNoise": "noise",
-    "Trajectory": "trajectory",
-    "TruncatedPoissonSampler": "sampling",
-    "VectorMechanism": "mechanisms",
-    "load_recipe": "recipe",
-    "replay": "trajectory",
+    "DPZeroConfig": "training.config",
+    "DPZeroTrainer": "training.trainer",
+    "Direction": "perturbation.directions",
+    "FixedSizeSampler": "privacy.sampling",
+    "FullBatchSampler": "privacy.sampling",
+    "InsecureSeededNoise": "privacy.noise",
+    "NonPrivateMean": "privacy.mechanisms",
+    "ParameterSpace": "perturbation.parameter_space",
+    "PoissonSampler": "privacy.sampling",
+    "PrivacyPlan": "privacy.plan",
+    "PrivacyReport": "reporting.privacy_report",
+    "Release": "ledger.trajectory",
+    "ScalarMechanism": "privacy.mechanisms",
+    "SecureNoise": "privacy.noise",
+    "Trajectory": "ledger.trajectory",
+    "TruncatedPoissonSampler": "privacy.sampling",
+    "VectorMechanism": "privacy.mechanisms",
+    "load_recipe": "recipes.recipe",
+    "replay": "ledger.trajectory",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]
 
 if TYPE_CHECKING:
-    from hf_dpzero.arguments import DPZeroConfig as DPZeroConfig
-    from hf_dpzero.directions import Direction as Direction
-    from hf_dpzero.mechanisms import NonPrivateMean as NonPrivateMean
-    from hf_dpzero.mechanisms import ScalarMechanism as ScalarMechanism
-    from hf_dpzero.mechanisms import VectorMechanism as VectorMechanism
-    from hf_dpzero.noise import InsecureSeededNoise as InsecureSeededNoise
-    from hf_dpzero.noise import SecureNoise as SecureNoise
-    from hf_dpzero.perturbation import ParameterSpace as ParameterSpace
-    from hf_dpzero.plan import PrivacyPlan as PrivacyPlan
-    from hf_dpzero.recipe import load_recipe as load_recipe
-    from hf_dpzero.report import PrivacyReport as PrivacyReport
-    from hf_dpzero.sampling import FixedSizeSampler as FixedSizeSampler
-    from hf_dpzero.sampling import FullBatchSampler as FullBatchSampler
-    from hf_dpzero.sampling import PoissonSampler as PoissonSampler
-    from hf_dpzero.sampling import TruncatedPoissonSampler as TruncatedPoissonSampler
-    from hf_dpzero.trainer import DPZeroTrainer as DPZeroTrainer
-    from hf_dpzero.trajectory import Release as Release
-    from hf_dpzero.trajectory import Trajectory as Trajectory
-    from hf_dpzero.trajectory import replay as replay
+    from hf_dpzero.ledger.trajectory import Release as Release
+    from hf_dpzero.ledger.trajectory import Trajectory as Trajectory
+    from hf_dpzero.ledger.trajectory import replay as replay
+    from hf_dpzero.perturbation.directions import Direction as Direction
+    from hf_dpzero.perturbation.parameter_space import ParameterSpace as ParameterSpace
+    from hf_dpzero.privacy.mechanisms import NonPrivateMean as NonPrivateMean
+    from hf_dpzero.privacy.mechanisms import ScalarMechanism as ScalarMechanism
+    from hf_dpzero.privacy.mechanisms import VectorMechanism as VectorMechanism
+    from hf_dpzero.privacy.noise import InsecureSeededNoise as InsecureSeededNoise
+    from hf_dpzero.privacy.noise import SecureNoise as SecureNoise
+    from hf_dpzero.privacy.plan import PrivacyPlan as PrivacyPlan
+    from hf_dpzero.privacy.sampling import FixedSizeSampler as FixedSizeSampler
+    from hf_dpzero.privacy.sampling import FullBatchSampler as FullBatchSampler
+    from hf_dpzero.privacy.sampling import PoissonSampler as PoissonSampler
+    from hf_dpzero.privacy.sampling import TruncatedPoissonSampler as TruncatedPoissonSampler
+    from hf_dpzero.recipes.recipe import load_recipe as load_recipe
+    from hf_dpzero.reporting.privacy_report import PrivacyReport as PrivacyReport
+    from hf_dpzero.training.config import DPZeroConfig as DPZeroConfig
+    from hf_dpzero.training.trainer import DPZeroTrainer as DPZeroTrainer
 
 
 def __getattr__(name: str) -> Any:

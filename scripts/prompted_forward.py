@@ -1,7 +1,7 @@
 """A prompted forward pass: logits at the scored positions alone, against all logits.
 
 Times both by turns in one process (medians, and their ratio) and counts the bytes that live at the peak
-of each (`hf_dpzero.bench.estimate`, on the meta device). Random weights, random tokens.
+of each (`hf_dpzero.experiments.memory.live_bytes`, on the meta device). Random weights, random tokens.
 
   python scripts/prompted_forward.py --shape roberta-base --head masked_lm
   python scripts/prompted_forward.py --shape opt-125m --head causal_lm --batch_size 8 --seq_length 256
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.initialization import no_init_weights
 
-from hf_dpzero.bench.estimate import forward_bytes
-from hf_dpzero.bench.shapes import SHAPES, build_config, fill_
-from hf_dpzero.objectives import model_logits
-from hf_dpzero.prompt_objectives import LabelWords, selected_logits
+from hf_dpzero.experiments.memory.live_bytes import forward_bytes
+from hf_dpzero.experiments.memory.shapes import SHAPES, build_config, fill_
+from hf_dpzero.objectives.losses import model_logits
+from hf_dpzero.objectives.prompted import LabelWords, selected_logits
 
 CLASSES = {"masked_lm": AutoModelForMaskedLM, "causal_lm": AutoModelForCausalLM}
 WORDS = LabelWords((10, 20))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.accounting import lemma_noise_multiplier
+from hf_dpzero.privacy.accounting import lemma_noise_multiplier
 
 Floats = NDArray[np.float32]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from hf_dpzero.recipe_arguments import DataArguments
+from hf_dpzero.tasks.arguments import DataArguments
 
 if TYPE_CHECKING:
-    from hf_dpzero.tasks.base import Task
     from hf_dpzero.tasks.description import TaskDescription
     from hf_dpzero.tasks.prompted import PromptTask
+    from hf_dpzero.tasks.task import Task
 
     AnyTask = Task | PromptTask
 

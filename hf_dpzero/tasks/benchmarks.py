@@ -11,13 +11,13 @@ Appendix E). The prompts for decoders on SST-5, TREC, SNLI and MNLI are ours.
 
 from __future__ import annotations
 
-from hf_dpzero.recipe_arguments import DataArguments
 from hf_dpzero.tasks import text_classification
-from hf_dpzero.tasks.base import Task
+from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.description import Prompt, TaskDescription
 from hf_dpzero.tasks.prompted import PromptTask
 from hf_dpzero.tasks.prompted_generation import prompted_generation
-from hf_dpzero.tasks.sources import HubSource
+from hf_dpzero.tasks.rows import HubSource
+from hf_dpzero.tasks.task import Task
 
 LM_BFF = "Gao et al. 2021 (LM-BFF), arXiv:2012.15723"
 MEZO = "Malladi et al. 2023 (MeZO), arXiv:2305.17333, Appendix E"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hf_dpzero.tasks.sources import HubSource
+from hf_dpzero.tasks.rows import HubSource
 from hf_dpzero.tasks.templates import ANSWER, MASK, checked_template
 
 METRICS = {"classification": ("accuracy", "macro_f1"), "generation": ("squad", "drop")}

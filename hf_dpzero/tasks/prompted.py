@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
-from hf_dpzero.recipe_arguments import DataArguments
+from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.description import Prompt, TaskDescription
 from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder
 from hf_dpzero.tasks.templates import Template, checked_template
@@ -24,7 +24,7 @@ from hf_dpzero.tasks.templates import Template, checked_template
 if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedTokenizerBase
 
-    from hf_dpzero.prompt_objectives import PromptObjective
+    from hf_dpzero.objectives.prompted import PromptObjective
 
 logger = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_dpzero.recipe_arguments import DataArguments
-from hf_dpzero.tasks.base import Task, classification_scores
-from hf_dpzero.tasks.collation import CandidateCollator, LabelWordCollator
+from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.collators import CandidateCollator, LabelWordCollator
 from hf_dpzero.tasks.description import TaskDescription
 from hf_dpzero.tasks.label_words import distinct, mask_word_ids
 from hf_dpzero.tasks.prompt_encoding import PromptEncoder
 from hf_dpzero.tasks.prompted import PromptTask, notes, padding_id, prompt_of
+from hf_dpzero.tasks.task import Task, classification_scores
 
 if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedTokenizerBase
 
-    from hf_dpzero.prompt_objectives import PromptObjective
+    from hf_dpzero.objectives.prompted import PromptObjective
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +148,8 @@ class PromptedClassification(PromptTask):
 
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
         """Cross entropy over the labels, or with objective: accuracy 1 - [right]."""
-        from hf_dpzero.bounded_objectives import ZeroOne
-        from hf_dpzero.prompt_objectives import Candidates, LabelWords
+        from hf_dpzero.objectives.bounded import ZeroOne
+        from hf_dpzero.objectives.prompted import Candidates, LabelWords
 
         words = self.words(tokenizer)
         scored: Any = LabelWords(tuple(w[0] for w in words)) if _single(words) else Candidates()

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_dpzero.recipe_arguments import DataArguments
-from hf_dpzero.tasks.collation import AnswerCollator
+from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.collators import AnswerCollator
 from hf_dpzero.tasks.description import TaskDescription
 from hf_dpzero.tasks.prompt_encoding import PromptEncoder
 from hf_dpzero.tasks.prompted import PromptTask, notes, padding_id, prompt_of
-from hf_dpzero.tasks.sources import load_splits
+from hf_dpzero.tasks.rows import load_splits
 from hf_dpzero.tasks.subsets import column_of, require_columns, subset
 
 if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedTokenizerBase
 
-    from hf_dpzero.prompt_objectives import PromptObjective
+    from hf_dpzero.objectives.prompted import PromptObjective
 
 END = "\n"
 _COLUMNS = (
@@ -155,8 +155,8 @@ class PromptedGeneration(PromptTask):
 
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
         """Mean cross entropy of the answer's tokens, or with objective: f1 1 - F1 of the decoded one."""
-        from hf_dpzero.bounded_objectives import AnswerF1
-        from hf_dpzero.prompt_objectives import Answers
+        from hf_dpzero.objectives.bounded import AnswerF1
+        from hf_dpzero.objectives.prompted import Answers
 
         answers = Answers(
             max_new_tokens=self.data.max_new_tokens,

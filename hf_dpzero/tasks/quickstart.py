@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import datasets
 
-from hf_dpzero.recipe_arguments import DataArguments
-from hf_dpzero.tasks.base import Task
+from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.description import Prompt, TaskDescription
 from hf_dpzero.tasks.prompted_classification import PromptedClassification, prompted_classification
 from hf_dpzero.tasks.subsets import subset
+from hf_dpzero.tasks.task import Task
 
 LABEL_NAMES = ("routine", "urgent")
 TRAIN_SIZE, VALIDATION_SIZE = 8192, 1024

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from hf_dpzero.recipe_arguments import DataArguments
+from hf_dpzero.tasks.arguments import DataArguments
 
 
 def column_of(splits: datasets.DatasetDict, namings: Sequence[str]) -> str:

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.recipe_values import coerce, nearest, parse_yaml
 from hf_dpzero.tasks.description import METRICS, Prompt, TaskDescription
-from hf_dpzero.tasks.sources import HubSource
+from hf_dpzero.tasks.rows import HubSource
+from hf_dpzero.values import coerce, nearest, parse_yaml
 
 _KEYS = (
     "name", "dataset", "config", "revision", "validation_split", "fields", "optional_fields",

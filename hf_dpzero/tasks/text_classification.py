@@ -9,12 +9,12 @@ from typing import Any
 import datasets
 import numpy as np
 
-from hf_dpzero.recipe_arguments import DataArguments
-from hf_dpzero.tasks.base import Task
+from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.description import TaskDescription
 from hf_dpzero.tasks.prompted_classification import PromptedClassification, prompted_classification
-from hf_dpzero.tasks.sources import load_splits
+from hf_dpzero.tasks.rows import load_splits
 from hf_dpzero.tasks.subsets import check_columns, column_of, subset
+from hf_dpzero.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,256 @@
+"""`hf-dpzero evaluate RECIPE`: a recipe's model on its validation rows, untrained or trained."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_dpzero.recipes.build import check_context, load_trained, output_dir
+from hf_dpzero.recipes.recipe import (
+    Recipe,
+    coerce_fields,
+    load_recipe,
+    parse_overrides,
+    read_recipe,
+)
+
+NO_TRAINING_DATA = "zero-shot: no training row was used"
+DEMONSTRATIONS = (
+    "NOT PRIVATE: {count} training rows stand in every prompt; what the model then says depends on them "
+    "without any noise"
+)
+_UNREPORTED = (
+    "NOT KNOWN: {path} was trained ({evidence}), and no report that can be read says what was spent"
+)
+_ANOTHER_MODEL = (
+    "NOT KNOWN: {path} is not the recipe's base model and has no {report}, so nothing says what it was "
+    "trained on"
+)
+_ANOTHER_REVISION = (
+    "NOT KNOWN: the recipe names the revision {expected!r} of {path}, and nothing says what {found!r} "
+    "was trained on"
+)
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where weights come from; two are equal where they are the same weights.
+
+    Attributes:
+      path: a folder, with links and `package:` resolved, or a Hub id.
+      revision: its branch, tag or commit; of no effect on a folder.
+    """
+
+    path: str
+    revision: str
+
+    @classmethod
+    def of(cls, name: str, revision: str | None) -> Origin:
+        """What a recipe names; a package that is not installed stays a name."""
+        from hf_dpzero.reporting.provenance import resolve_path
+
+        with contextlib.suppress(ImportError, FileNotFoundError):
+            name = resolve_path(name)
+        folder = Path(name)
+        return cls(str(folder.resolve()) if name and folder.is_dir() else name, revision or "main")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Evaluates and prints; with --output_dir also writes eval_results.json there.
+
+    Without --model_name_or_path this is the zero-shot figure of the recipe's base model, which
+    --zero_shot insists on. `privacy` in the results says what the figure has seen of the training rows.
+
+    Raises:
+      ValueError: --zero_shot with demonstrations, or with a model that was trained or is another one.
+    """
+    overrides = parse_overrides(arguments.overrides)
+    with tempfile.TemporaryDirectory() as scratch:
+        recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **overrides})
+        base, own = _own_model(arguments.recipe)
+        if arguments.zero_shot:
+            _check_zero_shot(recipe, own)
+        statement = privacy_statement(recipe, own)
+        metrics = evaluate(recipe, base, quiet=arguments.json)
+    found = {**metrics, "privacy": statement}
+    if "output_dir" in overrides:
+        output_dir(recipe).mkdir(parents=True, exist_ok=True)
+        path = output_dir(recipe) / "eval_results.json"
+        path.write_text(json.dumps(found, indent=4, sort_keys=True), encoding="utf-8")
+    print(json.dumps(found, indent=2, sort_keys=True) if arguments.json else statement)
+
+
+def _own_model(recipe: str | Path) -> tuple[str, Origin]:
+    """The model that a recipe's file itself names, whatever the command line says: name and origin."""
+    names = ("model_name_or_path", "model_revision")
+    written = {key: value for key, value in read_recipe(recipe).items() if key in names}
+    own = coerce_fields(written, str(recipe))
+    name = own.get("model_name_or_path", "")
+    return name, Origin.of(name, own.get("model_revision"))
+
+
+# ---------------------------------------------------------------- what a figure has seen
+
+
+def _check_zero_shot(recipe: Recipe, own: Origin) -> None:
+    """Refuses what would not be zero-shot."""
+    used = _used(recipe)
+    shown, model = recipe.data.num_demonstrations, recipe.model.model_name_or_path
+    if not shown and (training := trained_as(used)) is not None:
+        raise ValueError(
+            "--zero_shot evaluates a model that has seen no training row, and "
+            f"model_name_or_path={model} was trained: {training}"
+        )
+    if shown or used != own:
+        other = (
+            f"num_demonstrations={shown}"
+            if shown
+            else f"model_name_or_path={model}"
+            if used.path != own.path
+            else f"model_revision={recipe.model.model_revision}"
+        )
+        raise ValueError(
+            f"--zero_shot evaluates the recipe's base model without training rows, and {other} says "
+            "otherwise; leave one out."
+        )
+
+
+def privacy_statement(recipe: Recipe, own: Origin) -> str:
+    """What an evaluation's figures have seen of training rows, in words.
+
+    Claims that no row was used only of the recipe's own model and revision, and only where nothing
+    beside it tells of a training. An adapter, or a model trained on the recipe's base, says what is
+    known of the base too.
+
+    Args:
+      recipe: with what the command line changed.
+      own: the model that the recipe's file names.
+    """
+    if recipe.data.num_demonstrations:
+        return DEMONSTRATIONS.format(count=recipe.data.num_demonstrations)
+    used = _used(recipe)
+    training = trained_as(used)
+    if training is None:
+        return _untrained(used, own)
+    under = _under(used, own)
+    of_base = trained_as(under) if under != used else None
+    if of_base is None and under != own:
+        of_base = _untrained(under, own)
+    return training if of_base is None else f"{training} And of its base model: {of_base}"
+
+
+def _used(recipe: Recipe) -> Origin:
+    return Origin.of(recipe.model.model_name_or_path, recipe.model.model_revision)
+
+
+def _under(used: Origin, own: Origin) -> Origin:
+    """The base model under `used`: an adapter's is loaded at the revision that was asked for."""
+    from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
+
+    adapter = (Path(used.path) / ADAPTER_FILE).is_file()
+    return Origin(own.path, used.revision) if adapter else own
+
+
+def _untrained(used: Origin, own: Origin) -> str:
+    """What is said of a model that comes without any trace of a training."""
+    from hf_dpzero.reporting.privacy_report import REPORT_FILE
+
+    if used.path != own.path:
+        return _ANOTHER_MODEL.format(path=used.path, report=REPORT_FILE)
+    if used.revision != own.revision:
+        return _ANOTHER_REVISION.format(path=used.path, expected=own.revision, found=used.revision)
+    return NO_TRAINING_DATA
+
+
+def trained_as(origin: Origin) -> str | None:
+    """What is on record of a model's training: its report's own statement, or that a report lacks.
+
+    Looks beside the weights; for a `checkpoint-N` also in its run's folder; for a Hub id in the cache
+    and, where it can be reached, on the Hub.
+
+    Returns:
+      None where nothing tells of a training.
+    """
+    from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
+    from hf_dpzero.reporting.privacy_report import REPORT_FILE
+
+    for name in (REPORT_FILE, LEDGER_NAME, SHIPPING_NAME):
+        for path in _beside(origin, name):
+            if path.is_file():
+                statement = _stated(path) if name == REPORT_FILE else None
+                return statement or _UNREPORTED.format(path=origin.path, evidence=path)
+    return None
+
+
+def _beside(origin: Origin, name: str) -> list[Path]:
+    """Where a file of this name may lie that belongs to the weights."""
+    if not origin.path:
+        return []
+    folder = Path(origin.path)
+    if not folder.is_dir():
+        return _on_the_hub(origin, name)
+    of_run = _CHECKPOINT.fullmatch(folder.name)
+    return [folder / name, folder.parent / name] if of_run else [folder / name]
+
+
+def _on_the_hub(origin: Origin, name: str) -> list[Path]:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    try:
+        return [Path(huggingface_hub.hf_hub_download(origin.path, name, revision=origin.revision))]
+    except (OSError, ValueError, HfHubHTTPError, HTTPError):  # no such file, id or network
+        return []
+
+
+def _stated(report: Path) -> str | None:
+    """A report's own statement; None where it cannot be read, or contradicts itself."""
+    from hf_dpzero.reporting.privacy_report import PrivacyReport
+
+    try:
+        found = PrivacyReport.load(report)
+    except (ValueError, OSError):
+        return None
+    silent = not found.private and not found.statement.startswith("NOT PRIVATE")
+    return f"{'NOT PRIVATE: ' if silent else ''}{found.statement} So says {report}."
+
+
+def evaluate(recipe: Recipe, base: str, quiet: bool = False) -> dict[str, float]:
+    """Metrics (`eval_loss`, `eval_accuracy`, ...) of the recipe's model on its validation rows.
+
+    Args:
+      recipe: names the model; its training data is looked at only for `num_demonstrations`.
+      base: the model under an adapter; see `assemble.load_trained`.
+      quiet: print nothing to standard output.
+    """
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    from hf_dpzero.tasks import build_task
+    from hf_dpzero.training.prediction import PredictingTrainer
+
+    task = build_task(recipe.data)
+    model, tokenizer = load_trained(recipe.model, task, base)
+    check_context(model, recipe)
+    rows = task.tokenize(tokenizer, recipe.model.pair_features, only="validation")["validation"]
+    trainer = PredictingTrainer(
+        model=model,
+        args=recipe.training,
+        eval_dataset=rows,
+        processing_class=tokenizer,
+        data_collator=task.collator(tokenizer),
+        compute_metrics=task.metrics(tokenizer),
+    )
+    trainer.per_example_loss = task.objective(tokenizer)
+    trainer.remove_callback(PrinterCallback)  # log_metrics below prints the same, once
+    if quiet:
+        trainer.remove_callback(ProgressCallback)
+    metrics = {**trainer.evaluate(), "eval_samples": len(rows)}
+    if not quiet:
+        trainer.log_metrics("eval", metrics)
+    return metrics

@@ -1,0 +1,256 @@
+"""`hf-dpzero plan`: the noise that a budget needs, or the epsilon that a noise spends; of a recipe also
+the memory and the time of its run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_dpzero.privacy.mechanisms import ScalarMechanism
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
+
+if TYPE_CHECKING:
+    from hf_dpzero.experiments.plan import Overview
+    from hf_dpzero.recipes.recipe import Recipe
+
+RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
+DEFAULTS = {
+    "clip": 1.0,
+    "num_directions": 1,
+    "sampling": "poisson",
+    "neighboring_relation": "add_or_remove_one",
+    "accountant": "pld",
+    "noise_distribution": "gaussian",
+}
+"""Options that may be left out; with --recipe they are the recipe's."""
+FIELDS = (
+    *DEFAULTS, "expected_batch_size", "max_steps", "target_epsilon", "noise_multiplier",
+    "target_delta", "max_batch_size",
+)  # fmt: skip
+"""Options that are fields of a recipe, which they override."""
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Computes and prints the plan; see `facts` and `recipe_facts` for the keys of --json."""
+    if arguments.recipe is not None:
+        plan_recipe(arguments)
+        return
+    plan, delta = calibrated(with_defaults(arguments))
+    found = facts(plan, delta, arguments.target_epsilon)
+    if arguments.json:
+        print(json.dumps(_finite(found), indent=2))
+    else:
+        print_table(found)
+
+
+def with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The options with `DEFAULTS` where nothing was said.
+
+    Raises:
+      ValueError: an option that only a recipe can do without.
+    """
+    for name in ("num_examples", "max_steps"):
+        if getattr(arguments, name) is None:
+            raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
+    if arguments.no_calibration:
+        raise ValueError(
+            "--no_calibration is about the time of a recipe's run; give --recipe FILE."
+        )
+    for name, value in DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+# ---------------------------------------------------------------- a recipe
+
+
+def plan_recipe(arguments: argparse.Namespace) -> None:
+    """Prints the plan of --recipe with its overrides: privacy, model, memory, time."""
+    from hf_dpzero.experiments.plan import overview
+    from hf_dpzero.recipes.recipe import load_recipe, parse_overrides
+
+    said = {n: getattr(arguments, n) for n in FIELDS if getattr(arguments, n) is not None}
+    with tempfile.TemporaryDirectory() as scratch:
+        overrides = {"output_dir": scratch, **said, **parse_overrides(arguments.overrides)}
+        recipe = load_recipe(arguments.recipe, overrides)
+        found = overview(recipe, arguments.num_examples, not arguments.no_calibration)
+    privacy = recipe_facts(recipe, found)
+    if arguments.json:
+        print(json.dumps(_finite({**privacy, **found.sections}), indent=2))
+        return
+    from hf_dpzero.experiments.plan_tables import print_sections
+
+    print_table(privacy)
+    print_sections(found.sections)
+
+
+def recipe_facts(recipe: Recipe, found: Overview) -> dict[str, Any]:
+    """`facts` of a recipe's plan, with the method and where n comes from.
+
+    Without n there is no plan: `missing` says what to give. A method without privacy has an infinite
+    epsilon.
+    """
+    args = recipe.training
+    head = {"method": args.method, "num_examples_from": found.rows.source}
+    if found.plan is None:
+        settings = {name: getattr(args, name) for name in ("expected_batch_size", "sampling")}
+        missing = found.rows.source
+        return {**head, "num_examples": None, **settings, "epsilon": None, "missing": missing}
+    n = found.plan.sampler.num_examples
+    if args.not_private:
+        epsilon = {"epsilon": math.inf, "delta": None, "private": False}
+        return {**head, **_setting(found.plan), **epsilon}
+    return {**head, **facts(found.plan, args.delta(n), args.target_epsilon)}
+
+
+def calibrated(arguments: argparse.Namespace) -> tuple[PrivacyPlan, float]:
+    """The plan that the options describe, its noise calibrated if a target is given, and delta.
+
+    Raises:
+      ValueError: not exactly one of target_epsilon and noise_multiplier, a value out of range, or
+        a combination that has no sound accounting.
+    """
+    if (arguments.target_epsilon is None) == (arguments.noise_multiplier is None):
+        raise ValueError(
+            f"target_epsilon={arguments.target_epsilon} and noise_multiplier="
+            f"{arguments.noise_multiplier}: give exactly one; the other is computed."
+        )
+    plan = PrivacyPlan(
+        sampler=_sampler(arguments),
+        mechanism=_mechanism(arguments),
+        steps=arguments.max_steps,
+        relation=arguments.neighboring_relation,
+        accountant=arguments.accountant,
+    )
+    delta = _delta(arguments)
+    if arguments.target_epsilon is None:
+        return plan, delta
+    return plan.calibrate(epsilon=arguments.target_epsilon, delta=delta), delta
+
+
+def _delta(arguments: argparse.Namespace) -> float:
+    """The given delta, or the default of `DPZeroConfig`: 1 / (10 n), and 0 for Laplace noise."""
+    if arguments.target_delta is not None:
+        return float(arguments.target_delta)
+    return 0.0 if arguments.noise_distribution == "laplace" else 0.1 / arguments.num_examples
+
+
+def _sampler(arguments: argparse.Namespace) -> Sampler:
+    size = arguments.expected_batch_size
+    if arguments.sampling == "full_batch":
+        size = arguments.num_examples if size is None else size
+    elif size is None:
+        raise ValueError("expected_batch_size is missing; give --expected_batch_size B.")
+    values = {
+        "name": arguments.sampling,
+        "num_examples": arguments.num_examples,
+        "expected_batch_size": size,
+    }
+    if arguments.max_batch_size is not None:
+        values["max_batch_size"] = arguments.max_batch_size
+    elif arguments.sampling == "truncated_poisson":
+        raise ValueError("sampling='truncated_poisson' needs --max_batch_size, e.g. 2 B.")
+    return sampler_from_dict(values)
+
+
+def _mechanism(arguments: argparse.Namespace) -> ScalarMechanism:
+    noise = arguments.noise_multiplier
+    return ScalarMechanism(
+        clip=arguments.clip,
+        noise_multiplier=1.0 if noise is None else noise,
+        expected_batch_size=float(arguments.expected_batch_size or arguments.num_examples),
+        num_directions=arguments.num_directions,
+        distribution=arguments.noise_distribution,
+    )
+
+
+def facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict[str, Any]:
+    """The plan in numbers: what is printed.
+
+    `noise_std` is the standard deviation of the noise on each of the K released means, in loss
+    units per unit of smoothing; `noise_std_in_clip_over_batch` is the same in units of C / B, which
+    for Gaussian noise is the noise multiplier and for Laplace noise sqrt(2) times it (that
+    multiplier is the scale b / C). `epsilon_by_relation` is what the *same* noise spends under each
+    neighbouring relation; a text there says why it is not accounted.
+    """
+    mechanism: Any = plan.mechanism
+    batch = mechanism.expected_batch_size
+    laplace = getattr(mechanism, "distribution", "gaussian") == "laplace"
+    std = (math.sqrt(2.0) if laplace else 1.0) * mechanism.noise_multiplier
+    return {
+        **_setting(plan),
+        "noise_multiplier": mechanism.noise_multiplier,
+        "noise_std_in_clip_over_batch": std,
+        "noise_std": std * mechanism.clip / batch,
+        "target_epsilon": target_epsilon,
+        "epsilon": plan.epsilon(delta),
+        "delta": delta,
+        "neighboring_relation": plan.relation,
+        "accountant": plan.accountant_used,
+        "epsilon_by_relation": {name: _epsilon_under(plan, name, delta) for name in RELATIONS},
+    }
+
+
+def _setting(plan: PrivacyPlan) -> dict[str, Any]:
+    """What is sampled how often, clipped to what, along how many directions."""
+    mechanism: Any = plan.mechanism
+    return {
+        "num_examples": plan.sampler.num_examples,
+        "expected_batch_size": mechanism.expected_batch_size,
+        "sampling": plan.sampler.name,
+        "sampling_probability": plan.sampler.sampling_probability,
+        "steps": plan.steps,
+        "clip": mechanism.clip,
+        "num_directions": getattr(mechanism, "num_directions", None),
+        "noise_distribution": getattr(mechanism, "distribution", None),
+    }
+
+
+def _epsilon_under(plan: PrivacyPlan, relation: str, delta: float) -> float | str:
+    try:
+        other = dataclasses.replace(plan, relation=relation)  # type: ignore[arg-type]
+        return other.epsilon(delta)
+    except ValueError as error:
+        return f"not accounted: {error}"
+
+
+def print_table(found: Mapping[str, Any]) -> None:
+    """Prints `facts` or `recipe_facts` for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="privacy plan", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in found.items():
+        if name != "epsilon_by_relation" and value is not None:
+            table.add_row(name, _shown(value))
+    console = Console()
+    console.print(table)
+    if "epsilon_by_relation" not in found:
+        return
+    relations = Table(title="the same noise under each neighbouring relation")
+    relations.add_column("relation")
+    relations.add_column(f"epsilon at delta={_shown(found['delta'])}")
+    for name, value in found["epsilon_by_relation"].items():
+        relations.add_row(name, _shown(value))
+    console.print(relations)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: it is written as the string "inf", as in privacy_report.json."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return "inf" if isinstance(value, float) and math.isinf(value) else value

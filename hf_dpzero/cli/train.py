@@ -1,0 +1,81 @@
+"""`hf-dpzero train RECIPE`: evaluate the untrained model, train, evaluate, save, report."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, LedgerError
+from hf_dpzero.recipes.build import build_trainer, output_dir
+from hf_dpzero.recipes.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from hf_dpzero.training.trainer import DPZeroTrainer
+
+RECIPE_FILE = "recipe.yaml"
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Trains as the recipe and the overrides say and leaves everything in its output_dir.
+
+    Raises:
+      ValueError, OSError: bad settings or data, before anything is written.
+    """
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    resume = checkpoint(recipe.training.resume_from_checkpoint)
+    _refuse_used_folder(output_dir(recipe), resume)
+    trainer = build_trainer(recipe)
+    train(trainer, recipe, resume)
+    if trainer.is_world_process_zero():
+        print(trainer.privacy_report())
+    trainer.accelerator.end_training()
+
+
+def train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None = None) -> None:
+    """Writes {train,eval,zero_shot,all}_results.json, the model, its report and the recipe.
+
+    `zero_shot_accuracy` is the untrained model's, on the rows that `eval_accuracy` is taken on;
+    `seconds_per_step` and `peak_memory_bytes` are those of training steps alone (`StepMeter`). All
+    files are written after training, so a run that is refused or interrupted leaves no results.
+    """
+    from hf_dpzero.training.meter import StepMeter
+
+    zero_shot = trainer.evaluate(metric_key_prefix="zero_shot")
+    meter = StepMeter()
+    trainer.add_callback(meter)
+    output = trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    trainer.save_state()
+    evaluated = trainer.evaluate()
+    samples = {"train_samples": trainer.plan.sampler.num_examples}
+    trained = {**output.metrics, **meter.metrics(), **samples}
+    for split, metrics in (("zero_shot", zero_shot), ("train", trained), ("eval", evaluated)):
+        trainer.log_metrics(split, metrics)
+        trainer.save_metrics(split, metrics)
+    if trainer.is_world_process_zero():
+        (output_dir(recipe) / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+    trainer.create_model_card()  # in place of PEFT's empty template
+    if recipe.training.push_to_hub:
+        trainer.push_to_hub()
+
+
+def checkpoint(setting: str | None) -> str | bool | None:
+    """What `--resume_from_checkpoint` means: a folder, or (alone, or "true") the last checkpoint.
+
+    >>> checkpoint("true"), checkpoint("out/checkpoint-50"), checkpoint(None), checkpoint("false")
+    (True, 'out/checkpoint-50', None, None)
+    """
+    if setting is None or setting.lower() == "false":
+        return None
+    return True if setting.lower() == "true" else setting
+
+
+def _refuse_used_folder(folder: Path, resume: str | bool | None) -> None:
+    """The trainer refuses this too; here it is said before the model and the data are loaded."""
+    if resume is None and (folder / LEDGER_NAME).exists():
+        raise LedgerError(
+            f"{folder} holds the ledger of an earlier run: continue it with "
+            "--resume_from_checkpoint, or train into another --output_dir. Its privacy budget "
+            "stays spent either way."
+        )

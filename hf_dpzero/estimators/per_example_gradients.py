@@ -1,0 +1,378 @@
+"""Per-example gradients, clipped and summed: what first-order private training releases.
+
+g_i = grad f(theta; xi_i),   sum_i min(1, C / ||g_i||) g_i      (Abadi et al. 2016, DP-SGD)
+
+The gradients of each layer come from Opacus' hooks. Three things that Hugging Face models do are put
+right around them: positions looked up once for the whole batch, embeddings called with more than
+their ids, and layers that see `[B * T, h]` rows instead of `[B, T, h]`. What cannot be attributed
+to single examples is refused by name, never skipped: shapes alone do not tell `[T, B, h]` from
+`[B, T, h]`, so `check_attribution` tries the layers on a few rows before the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
+from hf_dpzero.estimators.opacus_hooks import (
+    WAY_OUT,
+    forget,
+    hooks_class,
+    owned,
+    supported,
+    watched,
+)
+from hf_dpzero.objectives.losses import PerExampleLoss, check_differentiable, check_per_example
+from hf_dpzero.privacy.mechanisms.gradient import clip_factors, row_norms
+
+Batch = Mapping[str, Tensor]
+Seen = Mapping[str, Sequence[int]]
+"""Leading dimensions of what a layer was given in each of its calls, by the layer's name."""
+
+
+class HookedGradients(ABC):
+    """Weighted sums of per-example gradients: what keeping them (dense) and not (ghost) share.
+
+    Args:
+      model: run in eval mode (no dropout), with gradients. Not compiled.
+      objective: (model, inputs) -> per-example losses [B] float.
+
+    Attributes:
+      parameters: the trainable parameters, tied ones once, in `named_parameters` order.
+
+    Raises:
+      ValueError: nothing is trainable, a layer with trainable parameters that Opacus has no
+        per-example gradient for, or an objective that is not differentiable.
+      ImportError: Opacus is not installed.
+    """
+
+    def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
+        self.model, self.objective = model, objective
+        check_differentiable(objective)
+        self.names, self.parameters = _trainable(model)
+        _refuse_unsupported(model)
+        self._embeddings = [
+            m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad
+        ]
+
+    def clipped_sum(
+        self, batch: Batch, clip: float, microbatch_size: int | None = None
+    ) -> list[Tensor]:
+        """sum_i min(1, clip / ||g_i||_2) g_i over the examples, the norm over all parameters.
+
+        Its L2 sensitivity to adding or removing an example is `clip`. An example whose gradient is
+        not finite counts as zero. No `grad` is left on the parameters.
+
+        Args:
+          batch: tensors with leading dimension B; B = 0 gives zeros.
+          clip: C > 0.
+          microbatch_size: examples differentiated at a time; None for all of them.
+        Returns:
+          float32 tensors, one for each of `parameters`, of its shape.
+        """
+        if not 0.0 < clip < float("inf"):
+            raise ValueError(f"clip={clip}: the bound on a gradient's norm must be positive.")
+        weigh = functools.partial(clip_factors, clip=clip)
+        return self.weighted_sum(split(batch, microbatch_size), weigh)[0]
+
+    def weighted_sum(
+        self, microbatches: Sequence[Batch], weigh: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """(sum_i w_i g_i over all examples, their norms ||g_i|| float32 [B] on the CPU).
+
+        Args:
+          microbatches: differentiated one after the other; none gives zeros.
+          weigh: norms [b] float64 of a microbatch -> w [b]. An example whose gradient is not finite
+            counts as zero whatever its weight.
+        """
+        totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+        norms = [torch.zeros(0)]
+        with self._hooked() as hooks:
+            for part in microbatches:
+                norms.append(self._add_weighted_(totals, hooks, part, weigh))
+        return totals, torch.cat(norms)
+
+    def check_attribution(self, batch: Batch) -> None:
+        """Tries the hooks on a few rows: is what they give an example that example's own gradient?
+
+        What a layer sees must grow with the number of examples, and each example's gradient must
+        have, parameter by parameter, the norm that plain autograd finds for the example alone (to
+        1e-3; to 5e-2 in half precision or TF32). Layers that are fed `[T, B, h]`, look up `[T]` or
+        `[T, T]` positions for all examples at once, or mix examples do not pass. Nothing is kept.
+
+        Args:
+          batch: B >= 2 examples, better 3, padded together.
+
+        Raises:
+          ValueError: a layer or parameter that does not pass, by its name; B < 2.
+        """
+        size = batch_size(batch)
+        if size < 2:
+            raise ValueError("attribution is tried on at least 2 examples: repeat one.")
+        with self._hooked() as hooks:
+            norms = self._norms_by_parameter(hooks, batch)
+            seen, coarse = dict(hooks.seen), hooks.coarse or rounds_products()
+            self._norms_by_parameter(hooks, _part(batch, 0, size - 1))
+            _check_scaling(seen, size, hooks.seen, size - 1)
+            for i in range(size):
+                alone = self._alone(hooks, _part(batch, i, i + 1))
+                _check_own(self.names, norms[:, i], parameter_norms(alone), coarse)
+
+    @abstractmethod
+    def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
+        """Norms `[parameters, B]` float64, on the CPU, of what the hooks attribute to examples."""
+
+    def _alone(self, hooks: Any, example: Batch) -> list[Tensor | None]:
+        """The gradient of a microbatch of one, by plain autograd."""
+        hooks.disable_hooks()
+        try:
+            loss = self._losses(hooks, example).sum()
+            return list(torch.autograd.grad(loss, self.parameters, allow_unused=True))
+        finally:
+            hooks.enable_hooks()
+
+    @abstractmethod
+    def _hooks_class(self) -> Any:
+        """The class of Opacus' hooks that gather what is needed."""
+
+    @abstractmethod
+    def _add_weighted_(
+        self,
+        totals: Sequence[Tensor],
+        hooks: Any,
+        part: Batch,
+        weigh: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Adds the weighted gradients of a microbatch; its norms [b], on the CPU."""
+
+    @contextlib.contextmanager
+    def _hooked(self) -> Iterator[Any]:
+        """Opacus' hooks and the embeddings' wrappers inside; all gone on exit."""
+        hooks = self._hooks_class()(self.model, loss_reduction="sum")
+        try:
+            with contextlib.ExitStack() as stack, torch.enable_grad():
+                stack.enter_context(evaluation_mode(self.model))
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message="Full backward hook is firing when")
+                for module in self._embeddings:
+                    stack.enter_context(watched(module, hooks))
+                yield hooks
+        finally:
+            hooks.remove_hooks()
+            forget(self.model)
+
+    def _losses(self, hooks: Any, part: Batch) -> Tensor:
+        """Losses [b] of a microbatch, watched by hooks that know of no other."""
+        hooks.begin(batch_size(part))
+        return check_per_example(self.objective(self.model, part), hooks.size)
+
+
+class PerExampleGradients(HookedGradients):
+    """Dense gradients, held for one physical microbatch at a time: its size times d numbers."""
+
+    def _hooks_class(self) -> Any:
+        return hooks_class()
+
+    def per_example(self, batch: Batch) -> list[Tensor | None]:
+        """g_i of every example of one microbatch, unclipped: `[B, *shape]` for each parameter.
+
+        None for a parameter that the loss does not depend on. B times the model's size in memory.
+        """
+        with self._hooked() as hooks:
+            self._differentiate(hooks, batch)
+            return [p.grad_sample if p.grad is not None else None for p in self.parameters]  # type: ignore[attr-defined]
+
+    def _differentiate(self, hooks: Any, part: Batch) -> None:
+        self._losses(hooks, part).sum().backward()
+        for name, p in zip(self.names, self.parameters, strict=True):
+            check_complete(name, p, hooks.size)
+
+    def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
+        self._differentiate(hooks, part)
+        none = torch.zeros(hooks.size, dtype=torch.float64)
+        found = [
+            none if p.grad is None else row_norms(_samples(p).flatten(1)).cpu()
+            for p in self.parameters
+        ]
+        forget_gradients(self.parameters)
+        return torch.stack(found)
+
+    @torch.no_grad()
+    def _add_weighted_(
+        self,
+        totals: Sequence[Tensor],
+        hooks: Any,
+        part: Batch,
+        weigh: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        with torch.enable_grad():
+            self._differentiate(hooks, part)
+        used = [n for n, p in enumerate(self.parameters) if p.grad is not None]
+        samples = [_samples(self.parameters[n]).flatten(1) for n in used]
+        device = self.parameters[0].device
+        none = torch.zeros(hooks.size, dtype=torch.float64, device=device)
+        norms = torch.stack([none, *map(row_norms, samples)]).norm(dim=0)
+        weights = _finite_weights(norms, samples, weigh)
+        for n, g in zip(used, samples, strict=True):
+            clipped, plain = _sums(weights, g)
+            totals[n].add_(clipped.view(totals[n].shape))
+            check_total(self.names[n], self.parameters[n], plain, norms, hooks.coarse)
+        forget_gradients(self.parameters)
+        return norms.float().cpu()
+
+
+def split(batch: Batch, size: int | None) -> list[dict[str, Tensor]]:
+    """Microbatches of at most `size` examples; an empty batch gives none.
+
+    >>> [p["x"].tolist() for p in split({"x": torch.arange(5)}, 2)]
+    [[0, 1], [2, 3], [4]]
+    """
+    count = batch_size(batch)
+    if size is not None and size < 1:
+        raise ValueError(f"microbatch_size={size}: it must be at least 1.")
+    step = size or max(count, 1)
+    return [_part(batch, start, start + step) for start in range(0, count, step)]
+
+
+def _part(batch: Batch, start: int, stop: int) -> dict[str, Tensor]:
+    return {name: value[start:stop] for name, value in batch.items()}
+
+
+def rounds_products() -> bool:
+    """Whether float32 matrix products may be taken in TF32 or bfloat16 (errors of 2^-11 or more).
+
+    >>> rounds_products()
+    False
+    """
+    try:
+        allowed = torch.backends.cuda.matmul.allow_tf32
+        return allowed or torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # precision was set per backend, which these getters do not express
+        return True
+
+
+def _sums(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum_i w_i g_i, sum_i g_i) float32 [n] of `[B, n]`.
+
+    Half precision is added up in float32 too: to round the sum would move it, as the examples come
+    and go, by more than their clip. Nor are weights and gradients rounded to TF32, which is coarser
+    than the clip's margin.
+    """
+    if gradients.dtype == torch.float32 and not rounds_products():
+        weighted, plain = torch.stack([weights, torch.ones_like(weights)]) @ gradients
+        return weighted, plain
+    weighted = torch.zeros_like(gradients[0], dtype=torch.float32)
+    for weight, row in zip(weights.tolist(), gradients, strict=True):
+        weighted.add_(row, alpha=weight)
+    return weighted, gradients.sum(dim=0, dtype=torch.float32)
+
+
+def _finite_weights(
+    norms: Tensor, gradients: Sequence[Tensor], weigh: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """weigh(norms) float32 [B]; gradients that are not finite become 0, and their weights too."""
+    finite = norms.isfinite()
+    if not bool(finite.all()):
+        for g in gradients:
+            g[~finite] = 0
+    return torch.where(finite, weigh(norms).float(), 0.0)
+
+
+def check_total(
+    name: str,
+    parameter: nn.Parameter,
+    total: Tensor,
+    norms: Tensor,
+    coarse: bool,
+    project: Callable[[Tensor], Tensor] = Tensor.flatten,
+) -> None:
+    """The examples' gradients must add up to the gradient of the summed loss; overwrites `total`.
+
+    Args:
+      total: their sum, through `project`, a linear map that keeps the length of most matrices.
+      norms: ||g_i||, the scale of what rounding may do.
+      coarse: whether some layer computed in half precision.
+    """
+    assert parameter.grad is not None
+    error = float(total.sub_(project(parameter.grad)).norm(dtype=torch.float32))
+    tolerance = 5e-2 if coarse else 1e-3
+    if error > tolerance * float(norms.norm()) + 1e-12:  # never when either is not finite
+        raise ValueError(
+            f"{name}: the per-example gradients do not add up to the gradient of their loss: it is "
+            f"also used outside its own layer's forward. {WAY_OUT}"
+        )
+
+
+def parameter_norms(gradient: Sequence[Tensor | None]) -> Tensor:
+    """Norms [parameters] float64, on the CPU, of one example's gradient."""
+    none = torch.zeros(1, dtype=torch.float64)
+    return torch.cat([none if g is None else row_norms(g.reshape(1, -1)).cpu() for g in gradient])
+
+
+def _check_scaling(more: Seen, many: int, less: Seen, few: int) -> None:
+    """Every call of every layer must see rows in proportion to the number of examples."""
+    for name in [*more, *(name for name in less if name not in more)]:
+        first, second = more.get(name, []), less.get(name, [])
+        alike = len(first) == len(second)
+        if not alike or any(a * few != b * many for a, b in zip(first, second, strict=True)):
+            raise ValueError(f"{name}: what it sees does not grow with the examples. {WAY_OUT}")
+
+
+def _check_own(names: Sequence[str], found: Tensor, alone: Tensor, coarse: bool) -> None:
+    """Norms [parameters] of an example in a batch must be those of the example alone."""
+    own, share = (5e-2, 5e-2) if coarse else (1e-3, 1e-5)
+    wrong = (found - alone).abs() > own * alone + share * alone.norm()
+    for n in wrong.nonzero().flatten().tolist():  # none where either is not finite
+        raise ValueError(
+            f"{names[n]}: an example's gradient in a batch is not its gradient alone. {WAY_OUT}"
+        )
+
+
+def _trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not found:
+        raise ValueError("no parameter is trainable: set requires_grad or loosen `trainable`.")
+    names, parameters = zip(*found, strict=True)
+    return list(names), list(parameters)
+
+
+def _refuse_unsupported(model: nn.Module) -> None:
+    """ValueError for a trainable parameter that no supported layer owns."""
+    covered = {id(p) for m in model.modules() if supported(m) for p in owned(m)}
+    for name, module in model.named_modules():
+        if any(id(p) not in covered for p in owned(module)):
+            raise ValueError(
+                f"{name or 'the model itself'} ({type(module).__name__}) owns trainable parameters "
+                "that have no per-example gradient in Opacus: freeze them, or use dpzero, which "
+                "needs none."
+            )
+
+
+def _samples(parameter: nn.Parameter) -> Any:
+    """Opacus' per-example gradients `[B, ...]`; None where its hooks saw none."""
+    return getattr(parameter, "grad_sample", None)
+
+
+def check_complete(name: str, parameter: nn.Parameter, size: int) -> None:
+    """A parameter that the loss depends on must have one gradient for each example."""
+    sample, shape = _samples(parameter), [size, *parameter.shape]
+    if parameter.grad is None:
+        return  # not part of this loss
+    if not isinstance(sample, Tensor) or list(sample.shape) != shape:
+        raise ValueError(
+            f"{name} does not have one gradient for each example: it is used outside its own layer's "
+            f"forward, or for all examples at once. {WAY_OUT}"
+        )
+
+
+def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad, p.grad_sample = None, None  # type: ignore[attr-defined]

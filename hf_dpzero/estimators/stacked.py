@@ -1,0 +1,244 @@
+"""All perturbed copies of a few trainable tensors in one forward pass.
+
+Where little trains (a head on stored features, small adapters), 2K passes one after the other cost
+their Python, not their arithmetic. Here the copies theta + lambda u_k and theta - lambda u_k are
+written into stacked tensors [copies, *shape] and `torch.func.vmap` runs the objective once for all of
+them, on one batch that they share. Whatever does not depend on a copy, such as a frozen encoder, is
+computed once. theta stays settled in its own storage.
+
+A copy holds the very bits that `whole_model` would evaluate. Its losses are the same sums, which
+batched kernels round in another order: they agree to float32 rounding, not to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from hf_dpzero.estimators.layerwise import poisoned_tensors
+from hf_dpzero.estimators.parameter_guard import ParameterChanged, ParameterGuard
+from hf_dpzero.estimators.stacked_kernels import StackedKernels
+from hf_dpzero.objectives.losses import PerExampleLoss
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace, Stack
+
+STACK_BYTES = 1 << 26
+"""Perturbed copies held at a time: 64 MiB, at least both signs of one direction."""
+
+WIDEST_FLOATS = 1 << 24
+"""Elements of the largest intermediate result of all copies together (64 MiB in float32), at least
+one copy's: more copies run one group after the other."""
+
+AUTO_DIRECTIONS, AUTO_FLOATS = 4, 1 << 12
+"""strategy="auto" stacks from 4 directions on, if no intermediate result that differs between copies
+has more than 4096 elements an example: arithmetic, not Python, is the cost of wider ones."""
+
+Microbatch = Mapping[str, Tensor]
+Watched = Callable[[], contextlib.AbstractContextManager[None]]
+Copies = dict[str, Tensor]
+
+
+class StackedCopies:
+    """Evaluates an objective at theta +- lambda u_k for many k in one pass.
+
+    Args:
+      model: whose trainable parameters are replaced by copies while it runs.
+      space: these parameters, in float32; settled whenever losses are asked for.
+      objective: (model, inputs) -> per-example losses, checked to be float32 [B], in operations that
+        vmap takes: no random numbers, no writes into what all copies share, no Python decision on a
+        loss, logit or weight.
+
+    Attributes:
+      floats_per_example: elements, for one copy and example, of the largest intermediate result that
+        differed between copies, on the first microbatch that was seen; None before.
+
+    Raises:
+      ValueError: a trainable tensor is not float32, or is none of the model's.
+    """
+
+    def __init__(self, model: nn.Module, space: ParameterSpace, objective: PerExampleLoss) -> None:
+        _refuse_half_precision(space)
+        self.space = space
+        self._evaluated = _Evaluated(model, objective)
+        self._aliases = _aliases(self._evaluated, space)
+        self._names = list(dict.fromkeys(self._aliases.values()))
+        self._stack: Copies = {}
+        self._memory: Stack | None = None
+        self._guard = ParameterGuard([])
+        self._standing: tuple[tuple[Direction, ...], float] | None = None
+        self.floats_per_example: float | None = None
+        self._floats_per_entry = 0.0
+
+    @property
+    def directions_at_once(self) -> int:
+        """How many directions' copies, both signs, are held at a time."""
+        return max(1, STACK_BYTES // copies_bytes(self.space, 1))
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StackedCopies]:
+        """Inside, theta stays as it is, so that copies are written once for all microbatches."""
+        self._standing = None
+        try:
+            yield self
+        finally:
+            self._standing = None
+
+    @contextlib.contextmanager
+    def poisoned(self) -> Iterator[None]:
+        """Inside, the model's own trainable tensors are NaN: losses that read them show it."""
+        with poisoned_tensors(self.space.tensors):
+            yield
+
+    def losses(
+        self,
+        microbatches: Sequence[Microbatch],
+        directions: Sequence[Direction],
+        smoothing: float,
+        watched: Watched = contextlib.nullcontext,
+    ) -> tuple[Tensor, Tensor]:
+        """(f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each on the CPU.
+
+        Args:
+          watched: entered around every forward pass.
+
+        Raises:
+          ParameterChanged: the forward pass wrote to a parameter.
+          RuntimeError: the objective does what vmap cannot.
+        """
+        parts, size = [], self.directions_at_once
+        for start in range(0, len(directions), size):
+            self._write(directions[start : start + size], smoothing)
+            found = torch.cat([self._run(m, watched) for m in microbatches], dim=1)
+            parts.append(found.unflatten(0, (2, -1)))
+        plus, minus = torch.cat(parts, dim=1)
+        return plus.T.contiguous(), minus.T.contiguous()
+
+    # ------------------------------------------------------------------ the copies
+
+    def _write(self, directions: Sequence[Direction], smoothing: float) -> None:
+        """The stack holds [theta + lambda u_1, ..., theta - lambda u_1, ...] of every tensor."""
+        if self._standing == (tuple(directions), smoothing):
+            return
+        self._standing = None
+        self._allocate(2 * len(directions))
+        assert self._memory is not None
+        self.space.write_stack_(directions, smoothing, self._memory)
+        self._standing = tuple(directions), smoothing
+
+    def _allocate(self, copies: int) -> None:
+        if self._stack and len(self._stack[self._names[0]]) == copies:
+            return
+        self._stack, self._memory = {}, None  # first, so that the old and the new never coexist
+        self._memory = self.space.new_stack(copies)
+        self._stack = dict(zip(self._names, self._memory.tensors, strict=True))
+        self._guard = ParameterGuard(
+            (name.removeprefix("model."), stacked) for name, stacked in self._stack.items()
+        )
+
+    # ------------------------------------------------------------------ the passes
+
+    def _run(self, microbatch: Microbatch, watched: Watched) -> Tensor:
+        """Losses of one microbatch at every copy of the stack, float32 [copies, B] on the CPU."""
+        if self.floats_per_example is None:
+            self._measure(microbatch, watched)
+        size = self.copies_at_once(microbatch)
+        copies = len(self._stack[self._names[0]])
+        parts = [self._part(i, i + size) for i in range(0, copies, size)]
+        return torch.cat([self._pass(part, microbatch, watched) for part in parts])
+
+    def _part(self, start: int, stop: int) -> Copies:
+        return {name: stacked[start:stop] for name, stacked in self._stack.items()}
+
+    def _pass(
+        self,
+        stack: Copies,
+        microbatch: Microbatch,
+        watched: Watched,
+        kernels: StackedKernels | None = None,
+    ) -> Tensor:
+        """Losses at the copies of `stack`, float32 [copies, B] on the CPU."""
+
+        def one(copy: Copies) -> Tensor:
+            given = {alias: copy[name] for alias, name in self._aliases.items()}
+            left = dict(given)
+            losses = functional_call(self._evaluated, left, (microbatch,), tie_weights=False)
+            _refuse_replaced(given, left)
+            return losses
+
+        with watched(), self._guard.watching(), kernels or StackedKernels():
+            return vmap(one)(stack).detach().cpu()
+
+    def _measure(self, microbatch: Microbatch, watched: Watched) -> None:
+        """One pass of two copies, to learn how wide the results are that each copy has its own of."""
+        kernels = StackedKernels()
+        rows = self._pass(self._part(0, 2), microbatch, watched, kernels).shape[1]
+        self._floats_per_entry = kernels.widest / max(1, _entries(microbatch))
+        self.floats_per_example = kernels.widest / max(1, rows)
+
+    def copies_at_once(self, microbatch: Microbatch) -> int:
+        """How many copies run in one pass over a microbatch: widths grow with its entries."""
+        floats = self._floats_per_entry * _entries(microbatch)
+        return max(1, int(WIDEST_FLOATS // max(1.0, floats)))
+
+
+class _Evaluated(nn.Module):
+    """The objective as a module, so that its model's parameters can be given with each call."""
+
+    def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        """Per-example losses [B]."""
+        return self.objective(self.model, microbatch)
+
+
+def _aliases(module: nn.Module, space: ParameterSpace) -> dict[str, str]:
+    """Every name that `module` has for a tensor of the space -> its first name, in the space's order."""
+    names: dict[int, list[str]] = {id(tensor): [] for tensor in space.tensors}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in names:
+            names[id(parameter)].append(name)
+    if not all(names.values()):
+        raise ValueError("the space's tensors are not the model's parameters: build it from_model.")
+    return {name: own[0] for own in names.values() for name in own}
+
+
+def copies_bytes(space: ParameterSpace, num_directions: int) -> int:
+    """What both signs of that many directions take: 2 K copies of the trainable tensors."""
+    return 2 * num_directions * sum(t.numel() * t.element_size() for t in space.tensors)
+
+
+def small_enough(space: ParameterSpace, num_directions: int) -> bool:
+    """Whether "auto" may stack: K >= 4, float32, and all copies within `STACK_BYTES`."""
+    wide = all(tensor.dtype == torch.float32 for tensor in space.tensors)
+    fits = copies_bytes(space, num_directions) <= STACK_BYTES
+    return wide and fits and num_directions >= AUTO_DIRECTIONS
+
+
+def _entries(microbatch: Microbatch) -> int:
+    """Numbers in all tensors of a microbatch."""
+    return sum(value.numel() for value in microbatch.values() if isinstance(value, Tensor))
+
+
+def _refuse_replaced(given: Copies, left: Copies) -> None:
+    for name, tensor in given.items():
+        if left.get(name) is not tensor:
+            raise ParameterChanged(
+                f"{name.removeprefix('model.')} was replaced during a forward pass: make forward() "
+                "leave its parameters alone (compute into new tensors)."
+            )
+
+
+def _refuse_half_precision(space: ParameterSpace) -> None:
+    for name, tensor in zip(space.names, space.tensors, strict=True):
+        if tensor.dtype != torch.float32:
+            raise ValueError(
+                f"strategy='stacked' with {name} in {tensor.dtype}: batched kernels round half "
+                "precision otherwise than single ones, which drowns the differences; use "
+                "'layerwise', or train in float32."
+            )

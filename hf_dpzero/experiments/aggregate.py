@@ -1,0 +1,193 @@
+"""Rows of one comparison -> means over seeds, and the record that is kept of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dpzero.experiments.results import Row, decode, encode
+from hf_dpzero.reporting.privacy_report import write_atomically
+
+JSON_FILE = "comparison.json"
+ZERO_SHOT = "zero-shot"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One method at one epsilon, over the seeds.
+
+    Attributes:
+      method: the arm's name, or "zero-shot" and what tells it from other zero-shot models.
+      epsilon: the target; inf without privacy, 0 for zero-shot.
+      planned: runs of the grid.
+      finished: runs whose figures count, n below.
+      mean: of their scores, in 0..1; None if there are none.
+      standard_error: sample standard deviation (n - 1) / sqrt(n); None for n < 2.
+      seconds_per_step: mean over runs, of each run's median.
+      peak_memory_bytes: the highest of the runs.
+      epsilon_spent: the highest of the runs.
+      forwards, backwards: example-passes, the most of the runs.
+    """
+
+    method: str
+    epsilon: float
+    planned: int
+    finished: int
+    mean: float | None = None
+    standard_error: float | None = None
+    seconds_per_step: float | None = None
+    peak_memory_bytes: int | None = None
+    epsilon_spent: float | None = None
+    forwards: float | None = None
+    backwards: float | None = None
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean and standard error of the mean: sample standard deviation / sqrt(n).
+
+    >>> mean_and_error([0.25, 0.75])
+    (0.5, 0.25)
+    >>> mean_and_error([0.5]), mean_and_error([])
+    ((0.5, None), (None, None))
+    """
+    if not values:
+        return None, None
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return statistics.fmean(values), error
+
+
+def aggregate(
+    rows: Iterable[Row], planned: Mapping[tuple[str, float], int]
+) -> tuple[list[Cell], list[Cell]]:
+    """Cells of the methods, in the order of `planned`, and of the zero-shot models.
+
+    Args:
+      rows: the last row of each run.
+      planned: (method, epsilon) -> runs of the grid.
+    """
+    done = [row for row in rows if row.done]
+    cells = [_cell(method, epsilon, count, done) for (method, epsilon), count in planned.items()]
+    return cells, zero_shot_cells(done)
+
+
+def _cell(method: str, epsilon: float, planned: int, done: Sequence[Row]) -> Cell:
+    rows = [row for row in done if (row.method, row.target_epsilon) == (method, epsilon)]
+    mean, error = mean_and_error(_known(rows, lambda row: row.score))
+    return Cell(
+        method=method,
+        epsilon=epsilon,
+        planned=planned,
+        finished=len(rows),
+        mean=mean,
+        standard_error=error,
+        seconds_per_step=mean_and_error(_known(rows, lambda row: row.seconds_per_step))[0],
+        peak_memory_bytes=max(_known(rows, lambda row: row.peak_memory_bytes), default=None),
+        epsilon_spent=max(_known(rows, lambda row: row.epsilon), default=None),
+        forwards=max(_known(rows, lambda row: row.forwards), default=None),
+        backwards=max(_known(rows, lambda row: row.backwards), default=None),
+    )
+
+
+def _known(rows: Iterable[Row], figure: Callable[[Row], Any]) -> list[Any]:
+    return [found for row in rows if (found := figure(row)) is not None]
+
+
+def zero_shot_cells(done: Sequence[Row]) -> list[Cell]:
+    """One cell for each kind of untrained model; runs of one seed and kind count once.
+
+    Methods whose models differ before training (another head, say) are named in the label.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in done:
+        if row.zero_shot is not None:
+            groups.setdefault(row.zero_shot_group, []).append(row)
+    return [_zero_shot(rows, alone=len(groups) == 1) for rows in groups.values()]
+
+
+def _zero_shot(rows: Sequence[Row], alone: bool) -> Cell:
+    by_seed: dict[int, list[float]] = {}
+    for row in rows:
+        by_seed.setdefault(row.seed, []).append(row.zero_shot or 0.0)
+    mean, error = mean_and_error([statistics.fmean(found) for found in by_seed.values()])
+    methods = ", ".join(dict.fromkeys(row.method for row in rows))
+    return Cell(
+        method=ZERO_SHOT if alone else f"{ZERO_SHOT} ({methods})",
+        epsilon=0.0,
+        planned=len(by_seed),
+        finished=len(by_seed),
+        mean=mean,
+        standard_error=error,
+        epsilon_spent=0.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """All of a comparison: the content of comparison.json.
+
+    Attributes:
+      settings: what was asked for, and what the arms are.
+      rows: the last row of each run that has one.
+      cells: in the order of the grid, one a method and epsilon.
+      zero_shot: one a kind of untrained model.
+      pending: names of runs without a row.
+    """
+
+    settings: dict[str, Any]
+    rows: list[Row]
+    cells: list[Cell]
+    zero_shot: list[Cell]
+    pending: list[str]
+
+    @property
+    def methods(self) -> list[str]:
+        """Names in the order of the grid."""
+        return list(dict.fromkeys(cell.method for cell in self.cells))
+
+    @property
+    def epsilons(self) -> list[float]:
+        """Targets in ascending order, inf last."""
+        return sorted({cell.epsilon for cell in self.cells})
+
+    def cell(self, method: str, epsilon: float) -> Cell | None:
+        """The cell of a method at an epsilon, or None where the grid has none."""
+        found = [c for c in self.cells if (c.method, c.epsilon) == (method, epsilon)]
+        return found[0] if found else None
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Writes comparison.json; atomic."""
+        path = Path(folder) / JSON_FILE
+        values = encode({**asdict(self), "rows": [row.to_dict() for row in self.rows]})
+        write_atomically(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Record:
+        """Reads what `save` wrote.
+
+        Raises:
+          FileNotFoundError: there is no comparison.json in the folder.
+          ValueError: it is something else.
+        """
+        path = Path(folder) / JSON_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} not found; give folders that `hf-dpzero compare` has written."
+            )
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                settings=decode(values["settings"]),
+                rows=[Row.from_dict(row) for row in values["rows"]],
+                cells=[Cell(**decode(cell)) for cell in values["cells"]],
+                zero_shot=[Cell(**decode(cell)) for cell in values["zero_shot"]],
+                pending=values["pending"],
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is not the record of a comparison: {error!r}.") from error

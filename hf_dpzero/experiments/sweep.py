@@ -1,0 +1,394 @@
+"""What a sweep tries and what it may release: the grid, its refusals, and the noise that pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.private_selection import (
+    LAWS,
+    TrialCount,
+    calibrate_composed,
+    calibrate_selection,
+    composed_epsilon,
+    composition_entry,
+    run_event,
+    selection_entry,
+    selection_epsilon,
+    with_noise,
+)
+from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
+from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.values import parse_yaml
+
+TUNINGS = ("composed", "public", "not_accounted")
+SELECTIONS = ("random", "all")
+
+ALLOWED = (
+    "learning_rate, clip, smoothing, num_directions, direction, update_rule, momentum, weight_decay, "
+    "lr_scheduler_type and whatever else leaves the privacy event of one run alone"
+)
+_NEVER = (
+    "output_dir",
+    "resume_from_checkpoint",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_token",
+    "sampler_key",
+    "insecure_noise_seed",
+    "log_private_diagnostics",
+)
+_BUDGET = ("target_epsilon", "target_delta", "noise_multiplier", "accountant")
+_EVENT = (
+    "method",
+    "max_steps",
+    "num_train_epochs",
+    "expected_batch_size",
+    "sampling",
+    "max_batch_size",
+    "neighboring_relation",
+    "noise_distribution",
+)
+_DATA = {field.name for field in dataclasses.fields(DataArguments)} - {"max_seq_length"}
+_INSECURE = ("sampler_key", "insecure_noise_seed", "log_private_diagnostics")
+
+Point = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSettings:
+    """A sweep as it was asked for.
+
+    Attributes:
+      recipe: path of the recipe.
+      overrides: settings laid over the recipe in every trial, coerced.
+      grid: field -> values to try, coerced, each list non-empty and without repeats.
+      tuning: "composed", "public" or "not_accounted".
+      selection: for "composed": "random" (private selection, one result) or "all" (every run).
+      trials: the law of the number of trials; for composed, random.
+      metric: what a trial is scored by; None takes the task's own metric.
+      output_dir: D, the sweep's folder.
+    """
+
+    recipe: str
+    overrides: Mapping[str, Any]
+    grid: Mapping[str, Sequence[Any]]
+    tuning: str
+    selection: str
+    trials: TrialCount
+    metric: str | None
+    output_dir: Path
+
+    @property
+    def secret(self) -> bool:
+        """Whether the number of trials and the losers must not be released."""
+        return self.tuning == "composed" and self.selection == "random"
+
+    @property
+    def points(self) -> list[dict[str, Any]]:
+        """Every combination of the grid, the last field varying fastest."""
+        return [
+            dict(zip(self.grid, values, strict=True))
+            for values in itertools.product(*self.grid.values())
+        ]
+
+    def load(self, point: Point, extra: Point | None = None) -> Recipe:
+        """The recipe of one point of the grid."""
+        return load_recipe(self.recipe, {**self.overrides, **point, **(extra or {})})
+
+    def fingerprint(self, prepared: Prepared) -> str:
+        """SHA-256 (hex) of everything that a continued sweep must have in common."""
+        values = {
+            "recipe": read_recipe(self.recipe),
+            "overrides": dict(self.overrides),
+            "grid": {name: list(found) for name, found in self.grid.items()},
+            "tuning": [self.tuning, self.selection, self.trials.mean, str(self.trials.shape)],
+            "num_examples": prepared.num_examples,
+        }
+        return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A sweep that may start: what its trials run with, and what its report says.
+
+    Attributes:
+      extra: settings of every trial beside its point: the noise, and where logs may not go.
+      num_examples: n of the training data.
+      metric: key of `all_results.json` that scores a trial.
+      tuning: the entry of the trials' privacy reports.
+      epsilon: what everything released costs together; None where nothing is claimed.
+      epsilon_one_run: of one trial alone; None where trials differ or nothing is claimed.
+      delta: of both; None for runs on public data.
+      noise_multiplier: of every trial, where the sweep sets it.
+    """
+
+    extra: Mapping[str, Any]
+    num_examples: int
+    metric: str
+    tuning: Any
+    epsilon: float | None = None
+    epsilon_one_run: float | None = None
+    delta: float | None = None
+    noise_multiplier: float | None = None
+
+
+# ------------------------------------------------------------------ the grid
+
+
+def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[Any]]:
+    """`field=value,value` words over the lists of a YAML file, coerced to the fields' types.
+
+    Args:
+      words: as given to `--grid`; a field named here replaces the file's list.
+      file: YAML mapping of field -> list of values.
+
+    Raises:
+      ValueError: a word without "=", an unknown field, an empty list, a repeated value.
+      FileNotFoundError: no such file.
+    """
+    found = dict(_grid_file(file)) if file else {}
+    for word in words:
+        name, equals, values = word.partition("=")
+        if not equals or not values:
+            raise ValueError(f"--grid {word!r}: write it as field=value,value,...")
+        found[name.strip().replace("-", "_")] = [value.strip() for value in values.split(",")]
+    if not found:
+        raise ValueError("the grid is empty: give --grid field=value,value or --grid_file FILE.")
+    return {name: _coerced(name, values, file) for name, values in found.items()}
+
+
+def _grid_file(file: str) -> dict[str, list[Any]]:
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"grid file {file!r} not found; give the path of a YAML file.")
+    values = parse_yaml(Path(file).read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or not all(isinstance(v, list) for v in values.values()):
+        raise ValueError(f"{file}: a grid file is lines of `field: [value, value]`.")
+    return values
+
+
+def _coerced(name: str, values: Iterable[Any], file: str | None) -> list[Any]:
+    source = f"{COMMAND_LINE} or {file}" if file else COMMAND_LINE
+    found = [coerce_fields({name: value}, source)[name] for value in values]
+    if not found:
+        raise ValueError(f"{name} has no values to sweep; give at least one.")
+    if repeated := [value for i, value in enumerate(found) if value in found[:i]]:
+        raise ValueError(f"{name}={repeated[0]} appears more than once in the grid; keep one.")
+    return found
+
+
+def trial_law(word: str, mean: float) -> TrialCount:
+    """The law that `--trial_count` names: a word of `LAWS` or a shape, and its mean.
+
+    Raises:
+      ValueError: an unknown name, or numbers out of range.
+    """
+    shape = LAWS.get(word)
+    if shape is None:
+        try:
+            shape = float(word)
+        except ValueError:
+            raise ValueError(
+                f"trial_count={word!r} is not one of {', '.join(LAWS)}, nor a shape such as 0.5."
+            ) from None
+    return TrialCount(mean=mean, shape=shape)
+
+
+# ------------------------------------------------------------------ what may be swept
+
+
+def check(settings: SweepSettings) -> None:
+    """Refuses, before any data is read, what may not be swept or fixed under this tuning.
+
+    Raises:
+      ValueError: names the field, why, and what to do.
+    """
+    if settings.tuning not in TUNINGS:
+        raise ValueError(f"tuning={settings.tuning!r} is not one of {', '.join(TUNINGS)}.")
+    if settings.selection not in SELECTIONS:
+        raise ValueError(f"selection={settings.selection!r} is not one of {', '.join(SELECTIONS)}.")
+    if both := sorted(set(settings.grid) & set(settings.overrides)):
+        raise ValueError(f"{both[0]} is both swept and overridden; keep one.")
+    for name in settings.grid:
+        if reason := _why_not_swept(name, settings):
+            raise ValueError(f"{name} may not be in a {settings.tuning} grid: {reason}")
+    if settings.tuning == "composed":
+        _refuse_insecure(settings)
+
+
+def _why_not_swept(name: str, settings: SweepSettings) -> str | None:
+    if name in _NEVER:
+        return "it belongs to a run's folder, secrets or publication, and is no hyper-parameter."
+    if settings.tuning != "composed":
+        return None
+    if name in _BUDGET:
+        return (
+            "the sweep sets the noise of every trial from the total that the recipe's "
+            "target_epsilon and target_delta allow; sweep it with --tuning public."
+        )
+    if name in _DATA:
+        return (
+            "the guarantee is for one fixed set of training rows, and scores compare on one "
+            "validation set; fix it."
+        )
+    if settings.secret and name in _EVENT:
+        return (
+            "it changes the privacy event of a run, and all trials of a private selection share "
+            f"one. Fix it, or sweep with --selection all or --tuning public. Allowed: {ALLOWED}."
+        )
+    return None
+
+
+def _refuse_insecure(settings: SweepSettings) -> None:
+    training = settings.load(settings.points[0]).training
+    for name in _INSECURE:
+        if getattr(training, name) not in (None, False):
+            raise ValueError(
+                f"{name}={getattr(training, name)} makes every trial NOT PRIVATE, so a composed "
+                "sweep would pay for nothing; leave it out, or use --tuning not_accounted."
+            )
+
+
+# ------------------------------------------------------------------ the noise that pays
+
+
+def prepare(settings: SweepSettings) -> Prepared:
+    """Loads the task once, checks every point, and calibrates the noise of the trials.
+
+    Raises:
+      ValueError: what `check` refuses, a point that makes no valid run, or settings whose trials
+        have no common accounting.
+    """
+    from hf_dpzero.tasks import build_task
+
+    check(settings)
+    recipes = [settings.load(point) for point in settings.points]
+    task = build_task(recipes[0].data)
+    n = len(task.splits["train"])
+    metric = settings.metric or f"eval_{getattr(task, 'metric', 'accuracy')}"
+    common: dict[str, Any] = {"push_to_hub": False, "disable_tqdm": True}
+    if settings.secret:
+        common["report_to"] = ["none"]  # no loser's metrics leave for a tracking service
+    if settings.tuning == "composed":
+        return _accounted(settings, common, n, metric)
+    tuning = settings.tuning
+    return Prepared(extra=common, num_examples=n, metric=metric, tuning=tuning)
+
+
+def _accounted(
+    settings: SweepSettings, common: dict[str, Any], num_examples: int, metric: str
+) -> Prepared:
+    """Composed tuning: one noise multiplier for all trials, and what they cost together."""
+    training = settings.load(settings.points[0]).training
+    delta, target = training.delta(num_examples), training.target_epsilon
+    plans = [_bare_plan(settings, point, num_examples) for point in settings.points]
+    if training.noise_multiplier is not None:
+        plans = [with_noise(plan, training.noise_multiplier) for plan in plans]
+    if not all(plan.private for plan in plans):
+        raise ValueError(
+            f"method={training.method!r} is not private, so there is nothing to account: use "
+            "--tuning public or --tuning not_accounted."
+        )
+    decide = _selected if settings.secret else _all_released
+    plans, tuning, epsilon = decide(settings, plans, target, delta)
+    sigma = _noise_of(plans[0])
+    noise = {"target_epsilon": None, "noise_multiplier": sigma, "target_delta": delta}
+    return Prepared(
+        extra={**common, **noise, "accountant": plans[0].accountant},
+        num_examples=num_examples,
+        metric=metric,
+        tuning=tuning,
+        epsilon=epsilon,
+        epsilon_one_run=max(plan.epsilon(delta) for plan in plans),
+        delta=delta,
+        noise_multiplier=sigma,
+    )
+
+
+def _bare_plan(settings: SweepSettings, point: Point, num_examples: int) -> PrivacyPlan:
+    """The plan of a point with a noise multiplier of 1, so that nothing is calibrated yet."""
+    bare = {"target_epsilon": None, "noise_multiplier": 1.0}
+    return settings.load(point, bare).training.plan(num_examples)
+
+
+def _noise_of(plan: PrivacyPlan) -> float:
+    """The setting `noise_multiplier` of a private plan."""
+    mechanism: Any = plan.mechanism
+    return float(mechanism.noise_multiplier)
+
+
+_Decision = tuple[list[PrivacyPlan], Any, float]
+
+
+def _selected(
+    settings: SweepSettings, plans: list[PrivacyPlan], target: float | None, delta: float
+) -> _Decision:
+    refuse_different_events(settings.points, plans)
+    most = max(range(len(plans)), key=lambda i: plans[i].law.num_directions)
+    plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
+    if target is not None:
+        found = calibrate_selection(plans[most], settings.trials, epsilon=target, delta=delta)
+        sigma = _noise_of(found)
+        plans = [with_noise(plan, sigma) for plan in plans]
+    tuning = selection_entry(plans[most], settings.trials, list(settings.grid), delta)
+    return plans, tuning, selection_epsilon(plans[most], settings.trials, delta)
+
+
+def _all_released(
+    settings: SweepSettings, plans: list[PrivacyPlan], target: float | None, delta: float
+) -> _Decision:
+    if target is not None:
+        plans = calibrate_composed(plans, epsilon=target, delta=delta)
+    return plans, composition_entry(plans, list(settings.grid)), composed_epsilon(plans, delta)
+
+
+def refuse_different_events(points: Sequence[Point], plans: Sequence[PrivacyPlan]) -> None:
+    """Private selection accounts for trials of one event: refuses a grid whose runs differ in it.
+
+    Raises:
+      ValueError: names the fields that change the event, and those that may be swept.
+    """
+    events = [run_event(plan) for plan in plans]
+    differ = [i for i, event in enumerate(events) if event != events[0]]
+    if not differ:
+        return
+    names = sorted(
+        {
+            name
+            for i, j in itertools.combinations(range(len(points)), 2)
+            if events[i] != events[j]
+            for name in _differences(points[i], points[j])
+            if len(_differences(points[i], points[j])) == 1
+        }
+    )
+    raise ValueError(
+        f"{', '.join(names) or 'the grid'} changes the privacy event of a run, and all trials of a "
+        "private selection share one. Fix it, or sweep with --selection all or --tuning public. "
+        f"Allowed: {ALLOWED}."
+    )
+
+
+def _differences(one: Point, other: Point) -> list[str]:
+    return [name for name in one if one[name] != other[name]]
+
+
+def composed_anyway(settings: SweepSettings, num_examples: int) -> float | None:
+    """What plain composition of a not_accounted grid would claim; None where it has no accounting.
+
+    Each run keeps its own noise.
+    """
+    try:
+        recipes = [settings.load(point).training for point in settings.points]
+        plans = [training.plan(num_examples) for training in recipes]
+        total = composed_epsilon(plans, max(t.delta(num_examples) for t in recipes))
+    except ValueError:
+        return None
+    return total if math.isfinite(total) else None

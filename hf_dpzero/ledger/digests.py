@@ -1,0 +1,103 @@
+"""Digests of tensors: what names a model in public, and what notices that bytes were changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.perturbation.trainable import has_plain_storage
+
+_PART = 1 << 19  # elements on their way to the CPU
+_CHUNK = 1 << 24  # bytes on their way to the CPU, for each thread
+_THREADS = 4
+
+
+@torch.no_grad()
+def digest_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 (hex) over name, dtype, shape and bytes of every tensor, in order."""
+    digest = hashlib.sha256()
+    for name, tensor in named_tensors:
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        flat = tensor.detach().contiguous().view(-1)
+        for start in range(0, flat.numel(), _PART):
+            part = flat[start : start + _PART].cpu().view(torch.uint8)
+            digest.update(part.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def digest_model(model: nn.Module) -> str:
+    """SHA-256 (hex) over every parameter of `model`, frozen ones included, tied ones once.
+
+    Of quantised layers also what else makes their weights, in which alone two bases may differ: the
+    scales of bitsandbytes, and buffers (GPTQ, AWQ and BitNet keep even their integers there). Models
+    that are not quantised are named by their parameters alone.
+    """
+    scales, buffers = _quantisation_scales(model), _quantised_buffers(model)
+    return digest_tensors([*model.named_parameters(), *scales, *buffers])
+
+
+def _quantisation_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What turns the integers of `Params4bit` and `Int8Params` into weights, by name."""
+    for name, module in model.named_modules():
+        weight: Any = module._parameters.get("weight")
+        if type(weight).__name__ not in ("Params4bit", "Int8Params"):
+            continue
+        state, rows = getattr(weight, "quant_state", None), getattr(weight, "SCB", None)
+        if rows is None:
+            rows = getattr(getattr(module, "state", None), "SCB", None)
+        found = {
+            "absmax": getattr(state, "absmax", None),
+            "offset": getattr(state, "offset", None),
+            "nested_absmax": getattr(getattr(state, "state2", None), "absmax", None),
+            "rows": rows,
+        }
+        yield from ((f"{name}.{key}", t) for key, t in found.items() if isinstance(t, Tensor))
+
+
+def _quantised_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of layers that hold packed weights; not vectors that are scratch, never saved."""
+    for name, module in model.named_modules():
+        own = {key: t for key, t in module._buffers.items() if t is not None}
+        if not any(
+            t is not None and is_packed(t) for t in (*module._parameters.values(), *own.values())
+        ):
+            continue
+        scratch = module._non_persistent_buffers_set
+        yield from (
+            (f"{name}.{key}", t) for key, t in own.items() if t.dim() > 1 or key not in scratch
+        )
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether a tensor has the looks of quantised weights: a matrix of narrow integers or float8.
+
+    Index tables (int64) and masks (bool) have not.
+    """
+    if tensor.dim() < 2 or tensor.is_complex() or tensor.dtype in (torch.int64, torch.bool):
+        return False
+    return not tensor.is_floating_point() or tensor.element_size() == 1
+
+
+def checksums(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """SHA-256 (hex) of every tensor's bytes in the order of its indices, by name.
+
+    A few tensors at a time, in chunks of 16 MiB. Tensors without plain storage (see
+    `guard.has_plain_storage`) are left out.
+    """
+    named = [(name, tensor) for name, tensor in named_tensors if has_plain_storage(tensor)]
+    with ThreadPoolExecutor(_THREADS) as pool:  # hashlib works outside the interpreter's lock
+        sums = pool.map(_checksum, (tensor.detach() for _, tensor in named))
+        return {name: value for (name, _), value in zip(named, sums, strict=True)}
+
+
+def _checksum(tensor: Tensor) -> str:
+    digest = hashlib.sha256()
+    content = tensor.contiguous().view(-1).view(torch.uint8)
+    for start in range(0, content.numel(), _CHUNK):
+        digest.update(content[start : start + _CHUNK].cpu().numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,218 @@
+"""Greedy decoding of padded prompts, each row as if it were alone.
+
+The next token is the most probable one, y_t = argmax_v p(v | prompt, y_<t), until a stop token or
+`max_new_tokens`: how generation tasks are scored in MeZO (Malladi et al. 2023, arXiv:2305.17333,
+appendix D). Nothing is drawn, so no generator moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.objectives.losses import IGNORE_INDEX, base_model, take_columns
+from hf_dpzero.objectives.selected_logits import selected_logits
+
+Decoded = tuple[Tensor, Tensor]
+"""New tokens `[B, n]`, 1 <= n <= max_new_tokens, and the logit of each, float32 `[B, n]`."""
+
+
+@torch.no_grad()
+def greedy(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+    pad_token_id: int,
+) -> Tensor:
+    """The tokens that a decoder goes on with, the most probable one each time.
+
+    The checkpoint's own `generation_config` (sampling, lengths, forced or suppressed tokens) has no
+    say, and is as it was afterwards. Rows are padded on the left for it, whatever their padding, so
+    that a row's tokens are those that it gets alone, up to ties within float rounding.
+
+    Args:
+      model: a decoder with `generate`, also under PEFT; in eval mode.
+      input_ids, attention_mask: prompts `[B, T]`, padded on either side.
+      max_new_tokens: N >= 1.
+      stop_token_ids: where a row ends; () for never.
+      pad_token_id: any token that the model knows; it is never attended to.
+
+    Returns:
+      `[B, N]` int64: a row's tokens before its first stop token, then -100.
+
+    Raises:
+      ValueError: a row without a token; prompts that leave no room for N tokens in the model's
+        context; a model that does not generate.
+    """
+    if not len(input_ids):
+        return input_ids.new_full((0, max_new_tokens), IGNORE_INDEX)
+    prompts, stops = left_padded(input_ids, attention_mask), tuple(stop_token_ids)
+    tokens, _ = _decoded(model, *prompts, max_new_tokens, stops, pad_token_id)
+    return _cut(tokens, stops, max_new_tokens)
+
+
+@torch.no_grad()
+def greedy_logits(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+    pad_token_id: int,
+) -> Tensor:
+    """Mean logit of the tokens that `greedy` finds, float32 `[B]`: tokens alone hide small changes.
+
+    The arguments are those of `greedy`. A row that has ended counts while another one goes on, so this
+    is for batches of one, and for comparisons.
+    """
+    if not len(input_ids):
+        return torch.zeros(0, device=input_ids.device)
+    prompts, stops = left_padded(input_ids, attention_mask), tuple(stop_token_ids)
+    return _decoded(model, *prompts, max_new_tokens, stops, pad_token_id)[1].mean(dim=1)
+
+
+def left_padded(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows rolled so that each ends with its last attended token, and no wider than the longest.
+
+    Raises:
+      ValueError: a row without an attended token.
+
+    >>> ids, mask = torch.tensor([[5, 6, 0], [0, 7, 0]]), torch.tensor([[1, 1, 0], [0, 1, 0]])
+    >>> left_padded(ids, mask)[0]
+    tensor([[5, 6],
+            [0, 7]])
+    """
+    attended = attention_mask.ne(0)
+    empty = (~attended.any(dim=1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(
+            f"row {empty[0]} has no prompt to go on from: keep at least one token before the answer."
+        )
+    width = attended.shape[1]
+    behind = attended.flip(1).int().argmax(dim=1, keepdim=True)
+    index = (torch.arange(width, device=attended.device) - behind) % width
+    ids, mask = take_columns(input_ids, index), take_columns(attention_mask, index)
+    unused = int(mask.ne(0).any(dim=0).int().argmax()) if width else 0
+    return ids[:, unused:], mask[:, unused:]
+
+
+def _decoded(
+    model: nn.Module, ids: Tensor, mask: Tensor, count: int, stops: tuple[int, ...], pad: int
+) -> Decoded:
+    _check_room(model, ids.shape[1], count)
+    how = _without_cache if _virtual_tokens(model) else _with_cache
+    return how(model, ids.masked_fill(mask == 0, pad), mask, count, stops, pad)
+
+
+def _with_cache(
+    model: nn.Module, ids: Tensor, mask: Tensor, count: int, stops: tuple[int, ...], pad: int
+) -> Decoded:
+    """By the model's own `generate`, each token in a pass of its own."""
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    largest = list[Tensor]()
+
+    def noted(_: Tensor, logits: Tensor) -> Tensor:
+        largest.append(logits.float().amax(dim=1))
+        return logits
+
+    settings = GenerationConfig(
+        max_new_tokens=count,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        eos_token_id=list(stops) or None,
+        pad_token_id=pad,
+    )
+    with _own_settings(model, GenerationConfig()):
+        found = _generator(model).generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([noted]),
+        )
+    return found[:, ids.shape[1] :], torch.stack(largest, dim=1)
+
+
+def _without_cache(
+    model: nn.Module, ids: Tensor, mask: Tensor, count: int, stops: tuple[int, ...], pad: int
+) -> Decoded:
+    """By passes over everything so far: PEFT's virtual tokens lose count of positions in a cache."""
+    tokens, largest = ids[:, :0], list[Tensor]()
+    one = mask.new_ones(len(mask), 1)
+    for _ in range(count):
+        last = (mask.shape[1] - 1 - mask.ne(0).int().argmax(dim=1, keepdim=True)).long()
+        logits = selected_logits(model, {"input_ids": ids, "attention_mask": mask}, last)
+        top = logits[:, 0].float().max(dim=1)
+        largest.append(top.values)
+        new = top.indices.unsqueeze(1)
+        tokens, ids, mask = (torch.cat(p, dim=1) for p in ((tokens, new), (ids, new), (mask, one)))
+        if bool(_stopped(tokens, stops)[:, -1].all()):
+            break
+    return tokens, torch.stack(largest, dim=1)
+
+
+def _generator(model: nn.Module) -> Any:
+    """The outermost module with a `generate` of its own, which knows of adapters."""
+    found: Any = model
+    while type(found).__name__ in ("DistributedDataParallel", "DataParallel"):
+        found = found.module
+    if not hasattr(found, "generate"):
+        raise ValueError(f"{type(base_model(model)).__name__} does not generate: use a causal LM.")
+    return found
+
+
+@contextlib.contextmanager
+def _own_settings(model: nn.Module, settings: Any) -> Iterator[None]:
+    """Inside, `settings` stands for every `generation_config` that a checkpoint brought along.
+
+    `generate` fills what it was not told from there.
+    """
+    owners = [module for module in model.modules() if "generation_config" in vars(module)]
+    own = [module.generation_config for module in owners]
+    try:
+        for module in owners:
+            module.generation_config = settings
+        yield
+    finally:
+        for module, config in zip(owners, own, strict=True):
+            module.generation_config = config
+
+
+def _check_room(model: nn.Module, prompt: int, new: int) -> None:
+    if new < 1:
+        raise ValueError(f"max_new_tokens={new}: it must be at least 1.")
+    config: Any = getattr(base_model(model), "config", None)
+    context = getattr(config, "max_position_embeddings", None)
+    needed = _virtual_tokens(model) + prompt + new
+    if context is not None and needed > context:
+        raise ValueError(
+            f"a prompt of {needed - new} tokens and max_new_tokens={new} exceed the model's context of "
+            f"{context}: shorten the prompts to {context - new} tokens, or lower max_new_tokens."
+        )
+
+
+def _virtual_tokens(model: nn.Module) -> int:
+    """How many positions PEFT's prompt tuning and prefix tuning take."""
+    config: Any = getattr(_generator(model), "active_peft_config", None)
+    return getattr(config, "num_virtual_tokens", None) or 0
+
+
+def _cut(tokens: Tensor, stops: Sequence[int], width: int) -> Tensor:
+    """`[B, n]` -> `[B, width]`, -100 from each row's first stop token on."""
+    tokens = tokens.masked_fill(_stopped(tokens, stops), IGNORE_INDEX)
+    missing = tokens.new_full((len(tokens), width - tokens.shape[1]), IGNORE_INDEX)
+    return torch.cat([tokens, missing], dim=1)
+
+
+def _stopped(tokens: Tensor, stops: Sequence[int]) -> Tensor:
+    """Where a row of `[B, n]` has met a stop token, from that token on."""
+    return torch.isin(tokens, tokens.new_tensor(list(stops))).cumsum(dim=1) > 0

@@ -1,0 +1,411 @@
+"""Model outputs -> per-example losses `[B]` float32, one file for every task head.
+
+An objective is a function `objective(model, inputs) -> Tensor[B]`. The trainer perturbs the model
+and calls the objective twice per direction; each entry is one example's f(x; xi) in DPZero's finite
+difference (Zhang et al. 2024, arXiv:2310.09639, Eq. 2), so it must depend on that example alone.
+
+Guarantee of everything here: no example's loss depends on another example of the batch, and padding
+moves it by float32 rounding only. Rows padded on the left are rolled to the right first, so
+position ids start at zero whatever the architecture. Losses are computed in float32 from half
+precision logits, one example at a time for language models: the float32 copy is `[T, V]`, never
+`[B, T, V]`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Inputs = Mapping[str, Tensor]
+PerExampleLoss = Callable[[nn.Module, Inputs], Tensor]
+
+IGNORE_INDEX = -100
+TOKEN_KEYS = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask")
+
+
+# ---------------------------------------------------------------- losses from logits and labels
+
+
+def classification_losses(
+    logits: Tensor, labels: Tensor, problem_type: str | None = None
+) -> Tensor:
+    """Per-example loss of a sequence classifier.
+
+    Args:
+      logits: `[B, L]`, any floating dtype; computed in float32.
+      labels: `[B]` integers (cross entropy), `[B]` or `[B, L]` floats (squared error, or binary
+        cross entropy), averaged over an example's own labels.
+      problem_type: Hugging Face's `config.problem_type`; None infers it as transformers does: one
+        logit is regression, integer labels are classes, float labels are multi-label.
+    Returns:
+      `[B]` float32.
+
+    >>> classification_losses(torch.zeros(2, 4), torch.tensor([0, 3]))
+    tensor([1.3863, 1.3863])
+    >>> classification_losses(torch.tensor([[1.], [2.]]), torch.tensor([0., 4.]))
+    tensor([1., 4.])
+    """
+    logits = logits.float()
+    kind = problem_type or _infer_problem_type(logits, labels)
+    if kind == "single_label_classification":
+        return F.cross_entropy(logits, labels.reshape(-1).long(), reduction="none")
+    if kind not in ("regression", "multi_label_classification"):
+        raise ValueError(
+            f"problem_type={kind!r} is unknown; use 'regression', 'single_label_classification' or "
+            "'multi_label_classification'."
+        )
+    targets = labels.to(logits.dtype).reshape(logits.shape)
+    if kind == "regression":
+        return (logits - targets).square().mean(dim=1)
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
+
+
+def _infer_problem_type(logits: Tensor, labels: Tensor) -> str:
+    if logits.shape[1] == 1:
+        return "regression"
+    if labels.is_floating_point() or labels.dim() == 2:
+        return "multi_label_classification"
+    return "single_label_classification"
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Per-example mean cross entropy over the example's own labelled tokens.
+
+    Args:
+      logits: `[B, T, V]`, any floating dtype; only an example's labelled rows are cast to float32.
+      labels: `[B, T]` integers, -100 where a position carries no label.
+    Returns:
+      `[B]` float32; an example without any label token has loss 0.
+
+    >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [-100, -100, -100]]))
+    tensor([1.3863, 0.0000])
+    """
+    losses = [_mean_cross_entropy(row, label) for row, label in zip(logits, labels, strict=True)]
+    return torch.stack(losses) if losses else logits.new_zeros(0, dtype=torch.float32)
+
+
+def _mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over labelled rows of `[T, V]`, float32 scalar; no labelled row gives 0."""
+    labelled = labels != IGNORE_INDEX
+    total = F.cross_entropy(logits[labelled].float(), labels[labelled].long(), reduction="sum")
+    return total / labelled.sum().clamp(min=1)
+
+
+def causal_lm_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """`token_losses` of next-token prediction: position t's logits answer for label t + 1.
+
+    Args:
+      logits: `[B, K, V]`: all K = T positions, or the last K of them where the model was asked for
+        no more because earlier ones have nothing to predict.
+      labels: `[B, T]` as for `token_losses`; label 0 of a row has no predictor and is ignored.
+    Returns:
+      `[B]` float32.
+
+    >>> causal_lm_losses(torch.zeros(1, 3, 4), torch.tensor([[2, -100, 1]]))
+    tensor([1.3863])
+    """
+    kept = logits.shape[1]
+    return token_losses(logits[:, :-1], labels[:, labels.shape[1] - kept + 1 :])
+
+
+# ---------------------------------------------------------------- objectives of whole models
+
+
+def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """`[B]` float32 losses of any `...ForSequenceClassification` (see `classification_losses`)."""
+    batch = right_padded(inputs)
+    logits = model_logits(model, without_labels(batch))
+    problem_type = getattr(getattr(base_model(model), "config", None), "problem_type", None)
+    return classification_losses(logits, labels_of(inputs), problem_type)
+
+
+def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """`[B]` float32 next-token losses of a decoder (see `causal_lm_losses`).
+
+    Where the model takes `logits_to_keep`, logits before the batch's first label are not computed.
+    """
+    labels = labels_of(inputs)
+    batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
+    labels = batch["labels"]
+    kept: dict[str, Any] = {}
+    if _accepts(model, "logits_to_keep"):
+        kept = {"logits_to_keep": _positions_needed(labels)}
+    logits = model_logits(model, {**without_labels(batch), **kept})
+    # Prompt tuning puts virtual tokens in front: only the last T positions answer for the labels.
+    return causal_lm_losses(logits[:, -labels.shape[1] :], labels)
+
+
+def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """`[B]` float32 losses of a masked language model over the labels != -100."""
+    labels_of(inputs)
+    batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
+    labels = batch["labels"]
+    logits = model_logits(model, without_labels(batch))
+    return token_losses(logits[:, -labels.shape[1] :], labels)
+
+
+def seq2seq_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """`[B]` float32 losses of an encoder-decoder; decoder inputs are the labels shifted right.
+
+    `decoder_input_ids` in the inputs are used as they are. Labels are padded on the right, by -100.
+    """
+    labels = labels_of(inputs)
+    batch = dict(without_labels(right_padded(inputs)))
+    if "decoder_input_ids" not in batch:
+        batch["decoder_input_ids"] = _decoder_inputs(base_model(model), labels)
+    return token_losses(model_logits(model, batch)[:, -labels.shape[1] :], labels)
+
+
+_OBJECTIVES: tuple[tuple[str, PerExampleLoss], ...] = (
+    ("ForSequenceClassification", sequence_classification_objective),
+    ("SentenceClassifier", sequence_classification_objective),
+    ("ForCausalLM", causal_lm_objective),
+    ("LMHeadModel", causal_lm_objective),
+    ("ForMaskedLM", masked_lm_objective),
+    ("ForConditionalGeneration", seq2seq_objective),
+    ("EncoderDecoderModel", seq2seq_objective),
+)
+
+
+def select_objective(model: nn.Module) -> PerExampleLoss:
+    """The objective that fits the model's head, read from its class (also under PEFT).
+
+    Encoder-decoder language models get `seq2seq_objective`; decoder-only models that transformers
+    calls `...ForConditionalGeneration` get `causal_lm_objective`. A subclass counts as its parents.
+
+    Raises:
+      ValueError: no objective fits; pass your own `compute_per_example_loss(model, inputs) -> [B]`.
+    """
+    base = base_model(model)
+    for parent in type(base).__mro__:
+        for suffix, objective in _OBJECTIVES:
+            if parent.__name__.endswith(suffix):
+                return _decoder_only(base) if objective is seq2seq_objective else objective
+    raise ValueError(
+        f"no per-example loss is known for {type(base).__name__}; pass "
+        "compute_per_example_loss(model, inputs) -> Tensor[B] to the trainer."
+    )
+
+
+def _decoder_only(base: nn.Module) -> PerExampleLoss:
+    is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    return seq2seq_objective if is_encoder_decoder else causal_lm_objective
+
+
+# ---------------------------------------------------------------- what an objective says of itself
+
+
+def single_pass(objective: PerExampleLoss) -> bool:
+    """Whether an evaluation runs the model once, on the batch as a whole: `objective.single_pass`.
+
+    True unless it says otherwise. Passes over parts of a batch cannot share a frozen prefix, be
+    doubled for both signs, or stand for all copies of a stack.
+    """
+    return bool(getattr(objective, "single_pass", True))
+
+
+def differentiable(objective: PerExampleLoss) -> bool:
+    """Whether the losses have useful gradients: `objective.differentiable`, True if it has none."""
+    return bool(getattr(objective, "differentiable", True))
+
+
+def check_differentiable(objective: PerExampleLoss) -> None:
+    """Raises ValueError for an objective without useful gradients (see `differentiable`)."""
+    if not differentiable(objective):
+        raise ValueError(
+            "this objective counts right answers, which has no gradient: train on the loss "
+            "(objective: loss), or use a zeroth-order method such as dpzero."
+        )
+
+
+def trial(objective: PerExampleLoss) -> PerExampleLoss:
+    """What stands for the objective where two ways of evaluating it are compared.
+
+    `objective.trial`, per-example numbers that every bit of its forward passes has a share in, for
+    losses that do not move with them, such as 0/1 losses. The objective itself if it has none.
+    """
+    found: PerExampleLoss = getattr(objective, "trial", objective)
+    return found
+
+
+@dataclass(frozen=True)
+class Within:
+    """An objective evaluated in another way, with what it says of itself.
+
+    Attributes:
+      objective: whose losses these are.
+      around: turns an objective into one that is evaluated on some device, in some precision, ...
+
+    >>> def twice(objective):
+    ...     return lambda model, inputs: 2 * objective(model, inputs)
+    >>> Within(lambda model, inputs: inputs["x"], twice)(None, {"x": torch.ones(2)})
+    tensor([2., 2.])
+    """
+
+    objective: PerExampleLoss
+    around: Callable[[PerExampleLoss], PerExampleLoss]
+
+    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Per-example losses `[B]`."""
+        return self.around(self.objective)(model, inputs)
+
+    def trial(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """See `trial`."""
+        return self.around(trial(self.objective))(model, inputs)
+
+    @property
+    def single_pass(self) -> bool:
+        """See `single_pass`."""
+        return single_pass(self.objective)
+
+    @property
+    def differentiable(self) -> bool:
+        """See `differentiable`."""
+        return differentiable(self.objective)
+
+
+def check_per_example(losses: Any, batch_size: int) -> Tensor:
+    """Returns `losses` as float32 if it is a floating tensor `[batch_size]`; refuses it if not.
+
+    A mean over the batch, or one loss per token, cannot be clipped per example: the sensitivity of
+    the released sum would be unbounded.
+
+    >>> check_per_example(torch.tensor(0.5), batch_size=4)
+    Traceback (most recent call last):
+    ...
+    ValueError: the per-example loss has shape [] where [4] is needed: return one loss per example \
+(reduction='none', then a mean over the example's own tokens), never a mean over the batch.
+    """
+    if not isinstance(losses, Tensor):
+        raise TypeError(
+            f"the per-example loss is a {type(losses).__name__}; return a torch.Tensor of shape "
+            f"[{batch_size}]."
+        )
+    if losses.shape != (batch_size,):
+        raise ValueError(
+            f"the per-example loss has shape {list(losses.shape)} where [{batch_size}] is needed: "
+            "return one loss per example (reduction='none', then a mean over the example's own "
+            "tokens), never a mean over the batch."
+        )
+    if not losses.is_floating_point():
+        raise ValueError(
+            f"the per-example loss has dtype {losses.dtype}; return a floating point tensor."
+        )
+    return losses.float()
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model under PEFT, `torch.compile` and data-parallel wrappers; the bare model as is."""
+    base: Any = model
+    while True:
+        if hasattr(base, "get_base_model"):
+            base = base.get_base_model()
+        elif isinstance(getattr(base, "_orig_mod", None), nn.Module):
+            base = base._orig_mod
+        elif type(base).__name__ in ("DistributedDataParallel", "DataParallel"):
+            base = base.module
+        else:
+            return base
+
+
+def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> Inputs:
+    """Rolls rows that are padded on the left so that every row starts with its first token.
+
+    Positions are then counted from the first real token in every architecture, so that an example
+    padded on the left has the loss that it has alone. Rows padded on the right are left alone, and
+    so are inputs with explicit `position_ids` or without an `attention_mask`.
+
+    Args:
+      inputs: tensors of one batch; those named in `token_keys` are `[B, T, ...]`.
+    Returns:
+      the same mapping, or a new one with the rolled tensors; nothing is changed in place.
+
+    >>> batch = {"input_ids": [[0, 7, 8]], "attention_mask": [[0, 1, 1]]}
+    >>> right_padded({name: torch.tensor(rows) for name, rows in batch.items()})["input_ids"]
+    tensor([[7, 8, 0]])
+    """
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.dim() != 2 or mask.numel() == 0 or "position_ids" in inputs:
+        return inputs
+    if bool(mask[:, 0].all()):
+        return inputs
+    start = mask.ne(0).int().argmax(dim=1, keepdim=True)
+    length = mask.shape[1]
+    index = (torch.arange(length, device=mask.device) + start) % length
+    present = (key for key in token_keys if inputs.get(key) is not None)
+    return {**inputs, **{key: take_columns(inputs[key], index) for key in present}}
+
+
+def take_columns(tensor: Tensor, index: Tensor) -> Tensor:
+    """`tensor[b, index[b, t], ...]` for a `[B, T, ...]` tensor."""
+    return tensor[torch.arange(index.shape[0], device=index.device).unsqueeze(1), index]
+
+
+def labels_of(inputs: Inputs) -> Tensor:
+    """`inputs["labels"]`; ValueError if there are none."""
+    labels = inputs.get("labels")
+    if labels is None:
+        raise ValueError(
+            f"the batch has no 'labels' (it has {sorted(inputs)}); add a labels column to the "
+            "data set, or pass your own compute_per_example_loss."
+        )
+    return labels
+
+
+def without_labels(inputs: Inputs) -> dict[str, Tensor]:
+    """What of a batch goes to the model: given its labels it would compute a loss of its own."""
+    return {key: value for key, value in inputs.items() if key != "labels" and value is not None}
+
+
+def _positions_needed(labels: Tensor) -> int:
+    """How many last positions' logits answer for all labels of `[B, T]`, at least 1."""
+    predicted = labels.ne(IGNORE_INDEX)[:, 1:].any(dim=0)
+    if not bool(predicted.any()):
+        return 1
+    return labels.shape[1] - int(predicted.int().argmax())
+
+
+def _decoder_inputs(base: Any, labels: Tensor) -> Tensor:
+    """The labels shifted right by one, starting with the decoder's start token, -100 as padding."""
+    if hasattr(base, "prepare_decoder_input_ids_from_labels"):
+        return base.prepare_decoder_input_ids_from_labels(labels=labels)
+    shifted = labels.new_full(labels.shape, base.config.decoder_start_token_id)
+    ignored = labels[:, :-1] == IGNORE_INDEX
+    shifted[:, 1:] = labels[:, :-1].masked_fill(ignored, base.config.pad_token_id)
+    return shifted
+
+
+def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """The model's logits `[B, T, V]`; no key-value cache is kept where the model takes `use_cache`."""
+    cache = {"use_cache": False} if _accepts(model, "use_cache") else {}
+    outputs = model(**{**cache, **inputs})
+    if isinstance(outputs, tuple):
+        return outputs[0]
+    return outputs["logits"]
+
+
+def _accepts(model: nn.Module, argument: str) -> bool:
+    return argument in _forward_arguments(type(base_model(model)).forward)
+
+
+@functools.lru_cache(maxsize=64)
+def _forward_arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has traced, or will trace, `model` or one of its modules."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )

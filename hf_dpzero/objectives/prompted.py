@@ -1,0 +1,279 @@
+"""Per-example losses of prompted language models: label words, candidates, answers.
+
+A prompt turns classification into what a language model does anyway (LM-BFF, Gao et al. 2021,
+arXiv:2012.15723; MeZO, Malladi et al. 2023, arXiv:2305.17333), so no head is added and the
+pretrained output matrix scores the words that stand for the classes. These are also the losses on
+which DPZero (Zhang et al. 2024, arXiv:2310.09639) was measured.
+
+Guarantee: as for everything in `objectives`, no example's loss depends on another example of the
+batch but through float rounding; padding may be on either side. Logits are computed at the positions
+that are scored and nowhere else: `[B, P, V]` instead of `[B, T, V]`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dpzero.objectives.generation import greedy, greedy_logits
+from hf_dpzero.objectives.losses import (
+    IGNORE_INDEX,
+    TOKEN_KEYS,
+    Inputs,
+    classification_losses,
+    labels_of,
+    right_padded,
+    take_columns,
+    token_losses,
+    without_labels,
+)
+from hf_dpzero.objectives.selected_logits import selected_logits
+
+
+class PromptObjective(ABC):
+    """A per-example loss with the predictions that belong to it.
+
+    Attributes:
+      columns: keys of a batch that are for the objective alone, not for the model's forward.
+      differentiable: whether the losses have useful gradients.
+      single_pass: whether an evaluation runs the model once, on the batch as a whole.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ()
+    differentiable: ClassVar[bool] = True
+    single_pass: ClassVar[bool] = True
+
+    @abstractmethod
+    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Per-example losses `[B]` float32."""
+
+    @abstractmethod
+    def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """`[B, L]` float32 scores of the classes, or `[B, N]` int64 tokens padded with -100."""
+
+    def _for_model(self, inputs: Inputs) -> dict[str, Tensor]:
+        return {k: v for k, v in without_labels(inputs).items() if k not in self.columns}
+
+
+@dataclass(frozen=True)
+class LabelWords(PromptObjective):
+    """Classes as single words at one position of the prompt (LM-BFF, Gao et al. 2021, Eq. 1).
+
+    p(y | x) = exp(z_{w(y)}) / sum_{y'} exp(z_{w(y')}),   loss = -log p(y | x)
+
+    with z the logits at the position: at the mask of a masked language model, at the prompt's last
+    token of a causal one. The softmax is over the label words, not over the vocabulary.
+
+    Batches: `input_ids` and `attention_mask` `[B, T]`; `positions` `[B]`, counted from the row's first
+    attended token; `labels` `[B]` (for losses).
+
+    Args:
+      token_ids: w(y), one token for each class, in the classes' order; at least two, all different.
+
+    Raises:
+      ValueError: other token ids; a position outside of its row.
+    """
+
+    token_ids: tuple[int, ...]
+    columns: ClassVar[tuple[str, ...]] = ("positions",)
+
+    def __post_init__(self) -> None:
+        ids = tuple(self.token_ids)
+        if len(ids) < 2 or len(set(ids)) < len(ids):
+            raise ValueError(
+                f"token_ids={ids}: label words need one token for each of at least two classes, no "
+                "two alike; choose words whose first tokens differ."
+            )
+
+    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Cross entropy over the label words, `[B]` float32."""
+        labels = labels_of(inputs)
+        return classification_losses(
+            self.predict(model, inputs), labels, "single_label_classification"
+        )
+
+    def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Logits of the label words, `[B, L]` float32."""
+        positions = required(inputs, "positions", self)
+        _check_inside(positions, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
+        logits = selected_logits(model, self._for_model(inputs), positions.unsqueeze(1))
+        words = torch.tensor(self.token_ids, device=logits.device)
+        return logits[:, 0].index_select(1, words).float()
+
+
+@dataclass(frozen=True)
+class Candidates(PromptObjective):
+    """Classes as continuations of several words (MeZO, Malladi et al. 2023, appendix D).
+
+    s(x, y) = 1/|a_y| sum_t log p(a_{y,t} | x, a_{y,<t}),   loss = -log softmax_y s(x, y)
+
+    The mean over a candidate's |a_y| tokens keeps long words from losing by their length. All L
+    candidates of an example run in one pass, as L rows.
+
+    Batches: `input_ids` and `attention_mask` `[B, L, T]`, each candidate after its prompt;
+    `answer_lengths` `[B, L]`: how many of a row's last attended tokens are the candidate; `labels`
+    `[B]` (for losses).
+
+    Raises:
+      ValueError: batches of other shapes; an answer without a token, or without one before it.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ("answer_lengths",)
+
+    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Cross entropy over the candidates' scores, `[B]` float32."""
+        labels = labels_of(inputs)
+        return classification_losses(
+            self.predict(model, inputs), labels, "single_label_classification"
+        )
+
+    def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Mean log-probability of each candidate's tokens, `[B, L]` float32."""
+        answers = required(inputs, "answer_lengths", self)
+        shape = inputs["input_ids"].shape
+        if len(shape) != 3 or answers.shape != shape[:2]:
+            raise ValueError(
+                f"Candidates needs input_ids [B, L, T] and answer_lengths [B, L], not {list(shape)} "
+                f"and {list(answers.shape)}: collate one row of L candidates for each example."
+            )
+        rows = right_padded(_flattened(self._for_model(inputs), shape))
+        positions, targets = _answer_targets(rows, answers.flatten())
+        losses = token_losses(selected_logits(model, rows, positions), targets)
+        return -losses.reshape(shape[:2])
+
+
+@dataclass(frozen=True)
+class Answers(PromptObjective):
+    """Free text after a prompt: trained on the answer's tokens, predicted greedily.
+
+    loss = -1/|a| sum_t log p(a_t | x, a_<t)     (MeZO, Malladi et al. 2023, appendix D)
+
+    The same loss as `objectives.causal_lm_objective`, with logits where a token is labelled only.
+
+    Batches: `input_ids`, `attention_mask` and `labels` `[B, T]`, labels -100 on prompt and padding;
+    `references` `[B]` are for the caller.
+
+    Args:
+      max_new_tokens: N, of a prediction.
+      stop_token_ids: where a prediction ends.
+      pad_token_id: what prompts are padded with.
+    """
+
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    pad_token_id: int
+    columns: ClassVar[tuple[str, ...]] = ("references",)
+
+    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Mean cross entropy of the row's own answer tokens, `[B]` float32; 0 without any."""
+        labels_of(inputs)
+        batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
+        positions, targets = _labelled_targets(batch["labels"])
+        return token_losses(selected_logits(model, self._for_model(batch), positions), targets)
+
+    def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """What the model goes on with after each row's prompt, `[B, max_new_tokens]` (see `greedy`).
+
+        The prompt is what stands before the first labelled token, or the whole row if none is.
+        """
+        return self._decoded(greedy, model, inputs)
+
+    def confidence(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Mean over the predicted tokens of their logits, `[B]` float32 (see `greedy_logits`)."""
+        return self._decoded(greedy_logits, model, inputs)
+
+    def _decoded(self, how: Callable[..., Tensor], model: nn.Module, inputs: Inputs) -> Tensor:
+        return how(
+            model,
+            inputs["input_ids"],
+            _prompt_mask(inputs),
+            max_new_tokens=self.max_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            pad_token_id=self.pad_token_id,
+        )
+
+
+def _prompt_mask(inputs: Inputs) -> Tensor:
+    """`[B, T]`: the attended tokens before a row's first labelled one."""
+    mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+    mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+    return mask if labels is None else mask * (labels.ne(IGNORE_INDEX).cumsum(dim=1) == 0)
+
+
+# ---------------------------------------------------------------- which positions, which targets
+
+
+def _answer_targets(rows: Inputs, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions and next tokens `[R, P]` of each row's last `answers[r]` tokens; -100 for no token."""
+    ids = rows["input_ids"]
+    lengths = _lengths(rows)
+    outside = (answers < 1) | (answers >= lengths)
+    if bool(outside.any()):
+        raise ValueError(
+            f"candidate {_first(outside)} of the batch has answer_lengths out of range: it needs a "
+            "token of its own and one before it."
+        )
+    offsets = torch.arange(int(answers.max()), device=ids.device)
+    places = (lengths - answers).unsqueeze(1) + offsets
+    own = offsets < answers.unsqueeze(1)
+    places = places.where(own, 1)
+    return places - 1, take_columns(ids, places).where(own, IGNORE_INDEX)
+
+
+def _lengths(rows: Inputs) -> Tensor:
+    """`[R]`: up to and with each row's last attended token, of rows padded on the right."""
+    mask, width = rows.get("attention_mask"), rows["input_ids"].shape[1]
+    if mask is None:
+        return torch.full_like(rows["input_ids"][:, 0], width)
+    return width - mask.ne(0).flip(1).int().argmax(dim=1)
+
+
+def _labelled_targets(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions `[B, P]` whose next token is labelled, and these labels; -100 where a row has fewer."""
+    following = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    labelled = following.ne(IGNORE_INDEX)
+    count = max(1, int(labelled.sum(dim=1).max()))
+    first = labelled.int().argsort(dim=1, descending=True, stable=True)[:, :count]
+    return first, following.gather(1, first)
+
+
+def _flattened(batch: Mapping[str, Tensor], shape: torch.Size) -> dict[str, Tensor]:
+    """`[B, L, T]` tensors as `[B L, T]`."""
+    alike = {k: v for k, v in batch.items() if v.shape[:2] == shape[:2] and v.dim() > 2}
+    return {**batch, **{k: v.flatten(0, 1) for k, v in alike.items()}}
+
+
+def _check_inside(positions: Tensor, mask: Tensor | None, width: int) -> None:
+    """Every position must be one of its row's own tokens."""
+    lengths: Tensor | int = width
+    if mask is not None:
+        first, last = (m.ne(0).int().argmax(dim=1) for m in (mask, mask.flip(1)))
+        lengths = width - first - last
+    outside = (positions < 0) | (positions >= lengths)
+    if bool(outside.any()):
+        raise ValueError(
+            f"positions[{_first(outside)}] lies outside of its row: count from the row's first "
+            "attended token, and keep the scored token when a prompt is shortened."
+        )
+
+
+def _first(found: Tensor) -> int:
+    """Index of the first True of `[R]`."""
+    return int(found.int().argmax())
+
+
+def required(inputs: Inputs, name: str, objective: PromptObjective) -> Tensor:
+    """`inputs[name]`; ValueError if the collator did not make it."""
+    found = inputs.get(name)
+    if found is None:
+        raise ValueError(
+            f"the batch has no {name!r} (it has {sorted(inputs)}), which "
+            f"{type(objective).__name__} needs: use the prompt task's own collator."
+        )
+    return found

@@ -1,0 +1,168 @@
+"""One sweep over a flat tensor that adds multiples of directions to it, on whatever it lives on.
+
+Three passes are all that the engine does to parameters. Each reads an element once, adds its
+coordinates of T directions and writes it once, in place or to another tensor. On a CPU they run in
+`cpu_kernels` (numba), on CUDA in `kernels` (Triton), elsewhere in `torch_passes`; the numbers are
+the same to the last bit.
+
+Common arguments:
+  out, source: flat tensors of one shape, dtype and device; may be the same tensor, else disjoint.
+  offset: index of element 0 in the directions' index space, a multiple of 32.
+  keys: uint32 [T, 4], the directions' streams (see `philox.stream_key`).
+  members: None if the flat tensor is one tensor (M = 1), or where its M small ones lie.
+  pieces: None, or int64 [P]: `out` and `source` hold P equal parts of one tensor (rows of an
+    embedding), of which these are the first elements, multiples of 32; `offset` is the tensor's.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_dpzero.perturbation.directions import LANES, NORMAL_UNIT
+from hf_dpzero.perturbation.kernels import torch_reference
+
+Floats = NDArray[np.float32]
+Unsigned = NDArray[np.uint32]
+Pieces = NDArray[np.int64] | None
+
+_NORM_CHUNK = 1 << 20
+_SAFE_SUM = 1 << 16  # squares below 2^47 that an int64 sum holds
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Several tensors in one flat tensor, each from a multiple of 32 elements on.
+
+    Attributes:
+      rows: int32 [ceil(n / 32)], the member that each row of 32 elements belongs to.
+      starts: int64 [M], the first element of each member.
+    """
+
+    rows: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    _placed: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(rows, starts) as tensors on a device, kept for the next pass."""
+        if device not in self._placed:
+            both = torch.from_numpy(self.rows), torch.from_numpy(self.starts)
+            self._placed[device] = both[0].to(device), both[1].to(device)
+        return self._placed[device]
+
+    @classmethod
+    def at(cls, starts: list[int], size: int) -> Members:
+        """Members that begin at `starts` (ascending, the first 0) in a flat tensor of `size`."""
+        end = -(-size // LANES) * LANES
+        lengths = np.diff([*starts, end]) // LANES
+        rows = np.repeat(np.arange(len(starts), dtype=np.int32), lengths)
+        return cls(rows, np.array(starts, np.int64))
+
+
+def add_signs(
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
+    members: Members | None = None, pieces: Pieces = None,
+) -> None:  # fmt: skip
+    """out = source + sum_t amounts[t, m] u_t, u = +-1, in float32.
+
+    Args:
+      amounts: float32 [T, M].
+    """
+    backend, where = _backend(out.device, members)
+    backend.add_signs(out, source, offset, keys, amounts, where, pieces)
+
+
+def add_normals(
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
+    update: Floats, spacing: Floats, dithers: Unsigned,
+    members: Members | None = None, pieces: Pieces = None,
+) -> None:  # fmt: skip
+    """out = source + spacing_m sum_t (rint(new z) - rint(old z) + round(update z)), in float32.
+
+    Args:
+      new, old, update: float32 [T, M], coefficients in units of the grid spacing; the first two are
+        rounded to nearest (ties to even), the last stochastically.
+      spacing: float32 [M], powers of two.
+      dithers: uint32 [T, M], where the members' dithers start.
+    """
+    backend, where = _backend(out.device, members)
+    rest = (keys, new, old, update, spacing, dithers)
+    backend.add_normals(out, source, offset, *rest, where, pieces)
+
+
+def add_rounded(
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
+    dithers: Unsigned, members: Members | None = None, pieces: Pieces = None,
+) -> None:  # fmt: skip
+    """out = source + sum_t coefficients[t] u_t, added in float32, rounded stochastically.
+
+    Args:
+      out, source: bfloat16 or float16.
+      gaussian: normals; False for signs.
+      coefficients: float32 [T].
+      dithers: uint32 [M], where the members' dithers start.
+    """
+    backend, where = _backend(out.device, members)
+    rest = (keys, gaussian, coefficients, dithers)
+    backend.add_rounded(out, source, offset, *rest, where, pieces)
+
+
+def coordinates(
+    key: Unsigned, gaussian: bool, start: int, count: int, device: torch.device
+) -> Tensor:
+    """Raw coordinates start .. start+count of a stream, float32 on `device`, exact."""
+    lead = start % LANES
+    out = torch.zeros(lead + count, device=device)
+    keys, one, zero = key[None], np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)
+    if gaussian:
+        unit = np.float32(NORMAL_UNIT)
+        rest = (one / unit, zero, zero, unit * one[0], np.zeros((1, 1), np.uint32))
+        add_normals(out, out, start - lead, keys, *rest)
+    else:
+        add_signs(out, out, start - lead, keys, one)
+    return out[lead:]
+
+
+def sum_of_squared_normals(key: Unsigned, start: int, count: int, device: torch.device) -> int:
+    """As `directions.sum_of_squared_normals`, computed on `device`."""
+    compiled = _cpu_kernels() if device.type == "cpu" else None
+    if compiled is not None:
+        return compiled.sum_of_squared_normals(key, start, count)
+    total = 0
+    for first in range(start, start + count, _NORM_CHUNK):
+        z = coordinates(key, True, first, min(_NORM_CHUNK, start + count - first), device)
+        squares = (z / NORMAL_UNIT).long().square_()
+        total += sum(int(part.sum()) for part in squares.split(_SAFE_SUM))
+    return total
+
+
+def _backend(device: torch.device, members: Members | None) -> tuple[Any, Any]:
+    """The fastest passes for a device, and the members as they take them."""
+    if device.type == "cpu":
+        return _cpu_kernels() or torch_reference, members
+    triton_launch = _cuda_kernels(device) if device.type == "cuda" else None
+    if triton_launch is None:
+        return torch_reference, members
+    return triton_launch, None if members is None else members.on(device)
+
+
+@functools.cache
+def _cpu_kernels() -> Any:
+    try:
+        from hf_dpzero.perturbation.kernels import numba_kernels
+    except ImportError:
+        return None
+    return numba_kernels
+
+
+@functools.cache
+def _cuda_kernels(device: torch.device) -> Any:
+    from hf_dpzero.perturbation.kernels import triton_launch
+
+    return triton_launch if triton_launch.available(device) else None

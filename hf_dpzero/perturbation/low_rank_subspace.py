@@ -1,0 +1,188 @@
+r"""Directions that are low-rank matrices: u = U V^T / sqrt(r), U fresh, V held for some steps.
+
+For a matrix W [m, n] the gradient of fine-tuning is nearly of low rank, and so may be the direction:
+U [m, r] is drawn for each (step, query), V [n, r] for v steps in a row (LOZO, Chen et al. 2024,
+arXiv:2410.07698; a subspace held likewise, SubZero, Yu et al. 2024, arXiv:2410.08989). With independent
+signs in both,
+
+    E[u_ij u_kl] = E[sum_ab U_ia V_ja U_kb V_lb] / r = [i = k] [j = l],
+
+the expectation over both: E[u u^T] = I, which is all that a direction needs. Over U alone, with V
+held, it is the identity times V V^T / r on the rows.
+
+U V^T holds integers in [-r, r]. A matrix product of signs is therefore exact whatever its order, its
+device and its precision, and a coefficient on the lattice times an integer is on the lattice: moves,
+restore and update are exact as those of signs are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hf_dpzero.perturbation.directions import DOMAIN_HELD, Direction, DirectionStream
+from hf_dpzero.perturbation.in_place_space import InPlaceSpace
+from hf_dpzero.perturbation.kernels import dispatch
+from hf_dpzero.perturbation.philox import Words, stream_key
+from hf_dpzero.perturbation.segments import AnySegment, Change, LatticeSegment, runs, segment_of
+from hf_dpzero.perturbation.trainable import gathered
+
+_CHUNK = 1 << 18  # elements of U and of a product made at a time: 1 MiB each
+_LARGEST_RANK = 256  # far more than is of use; signs and their products stay exact in any precision
+
+
+class LowRankSegment(LatticeSegment):
+    """One matrix W [m, n], moved along U V^T / sqrt(r).
+
+    Row i of U is coordinates r i .. r i + r of the direction's own stream, from the matrix's offset
+    on, and V the first n r coordinates from that offset of another stream; both are signs. They take
+    less room than the m n coordinates that the matrix has there, so no two tensors share a sign.
+
+    Extra memory: V, 4 n r bytes, and a MiB or two.
+    """
+
+    def __init__(
+        self, flat: Tensor, shape: Sequence[int], offset: int, number: int, rank: int, hold: int
+    ) -> None:
+        super().__init__(flat, offset, [flat.numel()], [0], [number])
+        self.rows, self.columns, self.rank, self.hold = *shape, rank, hold
+        self.unit, self.most = 1.0 / math.sqrt(rank), rank
+
+    def left(self, stream: DirectionStream) -> Iterator[Tensor]:
+        """U, a run of rows at a time: float32 [some, r] each, in order."""
+        height = max(1, _CHUNK // self.rank)
+        for start in range(0, self.rows, height):
+            count = min(height, self.rows - start) * self.rank
+            yield self._signs(stream.key, self.offset + start * self.rank, count)
+
+    def right(self, stream: DirectionStream) -> Tensor:
+        """V, float32 [n, r]."""
+        return self._signs(self._held_key(stream.direction), self.offset, self.columns * self.rank)
+
+    def _held_key(self, u: Direction) -> Words:
+        """Of the stream that the steps t with the same t // v share, each query having its own."""
+        return stream_key(u.key, u.step // self.hold, u.query, DOMAIN_HELD)
+
+    def _signs(self, key: Words, start: int, count: int) -> Tensor:
+        return dispatch.coordinates(key, False, start, count, self.flat.device).view(-1, self.rank)
+
+    def _add(self, out: Tensor, source: Tensor, offset: int, changes: Sequence[Change],
+             only: int | None, pieces: Any = None) -> None:  # fmt: skip
+        assert out is source is self.flat
+        for change in changes:
+            amount = float(self._amounts([change])[0, 0])
+            if amount:
+                self._add_product_(amount, change.stream)
+
+    def _add_product_(self, amount: float, stream: DirectionStream) -> None:
+        """W += amount U V^T. The product is made of signs alone: exact in TF32 and bfloat16 too."""
+        right, start = self.right(stream).T, 0
+        height = max(1, _CHUNK // self.columns)
+        buffer = self.flat.new_empty(min(height, self.rows), self.columns)
+        for left in self.left(stream):
+            for rows in left.split(height):
+                made = torch.mm(rows, right, out=buffer[: len(rows)]).view(-1)
+                self.flat[start : start + made.numel()].add_(made, alpha=amount)
+                start += made.numel()
+
+    def products(self, streams: Sequence[DirectionStream]) -> Tensor:
+        """r <u_k, u_l> = tr(U_k^T U_l V_l^T V_k), integers below 2^53, float64 [K, K] on the CPU."""
+        count, rank = len(streams), self.rank
+        rights = torch.cat([self.right(s) for s in streams], dim=1).double()
+        left = rights.new_zeros(count * rank, count * rank)
+        for rows in zip(*[self.left(s) for s in streams], strict=True):
+            some = torch.cat(rows, dim=1).double()
+            left += some.T @ some
+        both = left * (rights.T @ rights)
+        return both.view(count, rank, count, rank).sum(dim=(1, 3)).cpu()
+
+
+class LowRankSpace(InPlaceSpace):
+    """Matrices move along U V^T / sqrt(r), everything else along signs.
+
+    Args:
+      named_tensors: float32, as for `ParameterSpace`. Tensors with two dimensions, both above `rank`,
+        are the matrices.
+      rank: r, 1 to 256.
+      hold: v >= 1, the steps that V is held.
+      distribution: `rademacher` only.
+      settings: as for `ParameterSpace`.
+
+    Raises:
+      ValueError: a rank or hold out of range, another distribution, or what `ParameterSpace` and
+        `InPlaceSpace` refuse.
+    """
+
+    name = "low_rank"
+
+    def __init__(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        *,
+        rank: int,
+        hold: int,
+        distribution: str = "rademacher",
+        **settings: Any,
+    ) -> None:
+        check_rank(rank, hold)
+        if distribution != "rademacher":
+            raise ValueError(
+                f"direction={distribution!r} has no exact products of low rank: use rademacher with "
+                "subspace='low_rank', or subspace='full'."
+            )
+        self.rank, self.hold = rank, hold
+        super().__init__(named_tensors, distribution=distribution, **settings)
+
+    def _make_segments(self) -> Sequence[AnySegment]:
+        matrices = {n for n, tensor in enumerate(self.tensors) if self._is_matrix(tensor)}
+        return [self._segment(run, matrices) for run in runs(self.tensors, matrices)]
+
+    def _is_matrix(self, tensor: Tensor) -> bool:
+        return tensor.dim() == 2 and min(tensor.shape) > self.rank
+
+    def _segment(self, run: list[int], matrices: Collection[int]) -> AnySegment:
+        if run[0] not in matrices:
+            return segment_of(self.tensors, self.offsets, run)
+        (number,) = run
+        tensor, offset = self.tensors[number], self.offsets[number]
+        flat = gathered([tensor], [0])
+        return LowRankSegment(flat, tensor.shape, offset, number, self.rank, self.hold)
+
+    def _squared_norm(self, direction: Direction) -> float:
+        """||u||^2 = sum over matrices of tr(U^T U V^T V) / r, plus a one for each other coordinate."""
+        return float(self._all_products([self.stream(direction)]))
+
+    @torch.no_grad()
+    def gram(self, directions: Sequence[Direction]) -> Tensor:
+        """<u_k, u_l>, float64 [K, K] on the CPU, from integers."""
+        return self._all_products([self.stream(u) for u in directions])
+
+    def _all_products(self, streams: Sequence[DirectionStream]) -> Tensor:
+        """Sums of integers, those of the matrices divided by r at the end."""
+        total = torch.zeros(2, len(streams), len(streams), dtype=torch.float64)
+        for number in range(len(self.tensors)):
+            segment, _ = self._places[number]
+            if isinstance(segment, LowRankSegment):
+                total[1] += segment.products(streams)
+            else:
+                total[0] += self._products(number, streams)
+        return total[0] + total[1] / self.rank
+
+    def dense_step_(self, *_: Any) -> NoReturn:
+        """Refused: a vector of noise on every coordinate does not lie in a low-rank subspace."""
+        raise ValueError(
+            "dpgd-0th adds noise to every coordinate, which subspace='low_rank' does not move one by "
+            "one: use subspace='full' or 'sparse', or method='dpzero'."
+        )
+
+
+def check_rank(rank: int, hold: int) -> None:
+    """Raises ValueError for a rank or a number of steps out of range."""
+    if not 1 <= rank <= _LARGEST_RANK:
+        raise ValueError(f"subspace_rank={rank} must lie in 1 .. {_LARGEST_RANK}.")
+    if hold < 1:
+        raise ValueError(f"subspace_steps={hold} must be at least 1: the steps that V is held.")

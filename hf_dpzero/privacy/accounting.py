@@ -1,0 +1,331 @@
+"""From what a run does to the epsilon that it costs, and back to the noise that it needs.
+
+Which event and accountant describe a step is decided in `step_law.py`.
+
+*Numerical error.* PLD results are pessimistic in their discretisation and tail truncation. Their
+floating-point error grows as the grid is refined and acts mostly upwards; grids here stay near 1/64
+of the typical loss of one step, where an independent accountant in the tests agrees to 1e-3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+from hf_dpzero.privacy.discretization import discretisation_slack
+from hf_dpzero.privacy.events import Accountant, StepLaw, accountant_used, check_sound, step_event
+from hf_dpzero.privacy.mechanisms.base import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+__all__ = [
+    "Accountant",
+    "StepLaw",
+    "accountant_used",
+    "calibrated_noise_multiplier",
+    "check_sound",
+    "epsilon_after",
+    "lemma_noise_multiplier",
+    "smallest_argument",
+    "step_event",
+]
+
+MIN_DELTA = 1e-12
+"""The PLD accountant truncates tails at 1e-15; below this delta its answers mean nothing."""
+
+
+@lru_cache(maxsize=4096)
+def epsilon_after(law: StepLaw, steps: int, delta: float) -> float:
+    """Epsilon at `delta` after `steps` adaptive steps of `law`, an upper bound.
+
+    Args:
+      law: one step; `noise_multiplier` = 0 gives infinity.
+      steps: T >= 0; 0 gives 0.
+      delta: in [1e-12, 1); 0 is allowed for Laplace noise, which has a pure epsilon.
+
+    Raises:
+      ValueError: an unsound combination or a delta out of range.
+    """
+    check_sound(law)
+    _check_delta(delta, law)
+    if steps == 0:
+        return 0.0
+    if law.noise_multiplier == 0:
+        return math.inf
+    if law.distribution == "laplace":
+        return min(_pure_epsilon(law, steps), _continuous_epsilon(law, steps, delta))
+    h = discretisation_slack(law.noise_multiplier, steps * law.num_directions)
+    return max(0.0, _continuous_epsilon(law, steps, delta * math.exp(-h))) + 2 * h
+
+
+def _continuous_epsilon(law: StepLaw, steps: int, delta: float) -> float:
+    """Epsilon of the run with real-valued noise."""
+    if delta == 0:
+        return math.inf
+    used = accountant_used(law)
+    if used == "gaussian_exact":
+        return _gaussian_epsilon(law, steps, delta)
+    if used == "advanced_composition":
+        lemma = _lemma_epsilon(law.noise_multiplier * 2 / law.factor, steps, delta)
+        return max(lemma, _gaussian_epsilon(law, steps, delta))
+    if used == "rdp":
+        return _rdp_epsilon(law, steps, delta)
+    return _pld_epsilon(law, steps, delta)
+
+
+def _gaussian_epsilon(law: StepLaw, steps: int, delta: float) -> float:
+    """T full-batch Gaussians are one with sigma / sqrt(T) (Balle and Wang 2018 for its epsilon)."""
+    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+
+    sigma = law.noise_multiplier / law.factor / math.sqrt(steps)
+    found = float(get_epsilon_gaussian(sigma, delta))
+    return found * (1 + 1e-9) + 1e-11 if found > 0 else 0.0
+
+
+def _rdp_epsilon(law: StepLaw, steps: int, delta: float) -> float:
+    import dp_accounting as dp
+    from dp_accounting import rdp
+
+    accountant = rdp.RdpAccountant(neighboring_relation=_relation(law))
+    accountant.compose(dp.SelfComposedDpEvent(step_event(law), steps))
+    return float(accountant.get_epsilon(delta))
+
+
+def _pld_epsilon(law: StepLaw, steps: int, delta: float) -> float:
+    """PLD epsilon on a grid fitted to the run; for the truncated event the worse of two sizes."""
+    found = _pld_on_fitted_grid(law, step_event(law), steps, delta)
+    if law.sampling == "truncated_poisson" and law.relation == "add_or_remove_one":
+        event = replace_dataset_size(step_event(law), law.num_examples)
+        found = max(found, _pld_on_fitted_grid(law, event, steps, delta))
+    return found
+
+
+def replace_dataset_size(event: Any, dataset_size: int) -> DpEvent:
+    """The same truncated event for a data set of another size."""
+    import attr
+
+    return attr.evolve(event, dataset_size=dataset_size)
+
+
+def _pld_on_fitted_grid(law: StepLaw, event: DpEvent, steps: int, delta: float) -> float:
+    """One coarse pass for the size of the answer, one on a grid fine enough for it.
+
+    The result is a bound on any grid; the grid decides only how tight it is and how long it takes.
+    """
+    spread = _typical_loss(law)
+    width = _largest_loss(law)
+    coarse_grid = _coarse_grid(law)
+    coarse = _pld_epsilon_on_grid(law, event, steps, delta, coarse_grid)
+    total = coarse if math.isfinite(coarse) else 0.0
+    grid = max(min(spread / 64, 1e-3), width / 2**17, total / 2**17, 1e-10)
+    if grid >= coarse_grid:
+        return coarse
+    return min(coarse, _pld_epsilon_on_grid(law, event, steps, delta, grid))
+
+
+def _pld_epsilon_on_grid(
+    law: StepLaw, event: DpEvent, steps: int, delta: float, grid: float
+) -> float:
+    import dp_accounting as dp
+    from dp_accounting import pld
+
+    accountant = pld.PLDAccountant(_relation(law), value_discretization_interval=grid)
+    accountant.compose(dp.SelfComposedDpEvent(event, steps))
+    return float(accountant.get_epsilon(delta))
+
+
+def _rough_epsilon(law: StepLaw, steps: int, delta: float, noise_multiplier: float) -> float:
+    """Epsilon on the coarse grid: an upper bound within a percent or so, at a tenth of the cost."""
+    law = replace(law, noise_multiplier=noise_multiplier)
+    return _pld_epsilon_on_grid(law, step_event(law), steps, delta, _coarse_grid(law))
+
+
+def _coarse_grid(law: StepLaw) -> float:
+    return max(_typical_loss(law) / 4, _largest_loss(law) / 2**14, 1e-10)
+
+
+def _typical_loss(law: StepLaw) -> float:
+    """Standard deviation of one step's privacy loss, roughly: q sqrt(chi^2), capped."""
+    u = law.factor / law.noise_multiplier
+    if law.distribution == "laplace":
+        u = min(u, 4.0)
+        chi2 = (2 * math.exp(u) + math.exp(-2 * u)) / 3 - 1
+    else:
+        chi2 = math.expm1(min(u, 2.0) ** 2)
+    return law.probability * math.sqrt(chi2)
+
+
+def _largest_loss(law: StepLaw) -> float:
+    """Width of the loss range that one step's discretisation covers (ten deviations)."""
+    factor = 2.0 if law.sampling == "truncated_poisson" else law.factor
+    u = factor / law.noise_multiplier
+    tail = u if law.distribution == "laplace" else u * (10.0 + u / 2)
+    q = 1.0 if law.sampling == "truncated_poisson" else law.probability
+    return 2 * (math.log1p(q * math.expm1(tail)) if tail < 30 else max(tail + math.log(q), 1e-3))
+
+
+def _pure_epsilon(law: StepLaw, steps: int) -> float:
+    """Pure epsilon of T Laplace releases, each amplified to log(1 + q (e^eps - 1))."""
+    one = law.factor / law.noise_multiplier
+    if law.probability == 1.0:
+        return steps * one * (1 + 1e-12)
+    if one > 500:
+        return math.inf
+    return steps * math.log1p(law.probability * math.expm1(one)) * (1 + 1e-12)
+
+
+def _lemma_epsilon(sigma: float, steps: int, delta: float) -> float:
+    """Inverts sigma = 4 sqrt(2 T log(e + eps/delta)) / eps (DPZero, Lemma 2.2, on the sum).
+
+    The lemma puts std 2 Delta sqrt(2 T log(e + eps/delta)) / eps on the mean, Delta = 2C/n; times
+    n / C that is the multiplier. Its right-hand side falls in eps, so bisection finds the root.
+    """
+    low, high = 0.0, 1.0
+    while lemma_noise_multiplier(high, steps, delta) > sigma:
+        low, high = high, high * 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        if lemma_noise_multiplier(middle, steps, delta) > sigma:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def lemma_noise_multiplier(epsilon: float, steps: int, delta: float) -> float:
+    """The DPZero paper's noise: std on the mean times n / C (Lemma 2.2 with Delta = 2C/n).
+
+    >>> round(lemma_noise_multiplier(6.0, 10_000, 1e-5), 1)
+    343.9
+    """
+    return 4 * math.sqrt(2 * steps * math.log(math.e + epsilon / delta)) / epsilon
+
+
+def _relation(law: StepLaw) -> Any:
+    """dp-accounting's relation. Laplace events carry the factor of replace_one themselves."""
+    from dp_accounting import NeighboringRelation
+
+    if law.distribution == "laplace":
+        return NeighboringRelation.ADD_OR_REMOVE_ONE
+    return NeighboringRelation[law.relation.upper()]
+
+
+def _check_delta(delta: float, law: StepLaw) -> None:
+    if delta == 0 and law.distribution == "laplace":
+        return
+    if not MIN_DELTA <= delta < 1:
+        raise ValueError(
+            f"delta={delta} is outside [{MIN_DELTA}, 1); choose one well below 1/n "
+            "(delta=0 needs distribution='laplace')."
+        )
+
+
+def calibrated_noise_multiplier(
+    law: StepLaw, steps: int, *, epsilon: float, delta: float, tolerance: float = 4e-4
+) -> float:
+    """The smallest noise multiplier whose epsilon at `delta` is at most `epsilon`.
+
+    Args:
+      law: one step; its own noise multiplier is ignored.
+      steps: T >= 1.
+      epsilon: target > 0.
+      delta: as in `epsilon_after`.
+      tolerance: relative distance to the smallest multiplier.
+
+    Returns:
+      sigma with epsilon_after(sigma) <= epsilon, at least 2^-10.
+
+    Raises:
+      ValueError: the target is not positive, or no multiplier up to 2^25 reaches it.
+    """
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise ValueError(f"target epsilon={epsilon} must be finite and positive.")
+
+    def spent(sigma: float) -> float:
+        return epsilon_after(replace(law, noise_multiplier=sigma), steps, delta)
+
+    start = _first_guess(law, steps, epsilon, delta)
+    return smallest_argument(spent, epsilon, start, tolerance)
+
+
+def _first_guess(law: StepLaw, steps: int, epsilon: float, delta: float) -> float:
+    """A multiplier of the right size, from a cheaper question with nearly the same answer."""
+    if law.accountant == "advanced_composition":
+        return lemma_noise_multiplier(epsilon, steps, delta) * law.factor / 2
+    if law.sampling == "truncated_poisson":
+        plain = replace(law, sampling="poisson", max_batch_size=0)
+        return calibrated_noise_multiplier(plain, steps, epsilon=epsilon, delta=delta)
+    if law.distribution == "laplace":
+        return max(1.0, law.probability * math.sqrt(steps)) / epsilon
+    from dp_accounting.gaussian_mechanism import get_sigma_gaussian
+
+    mu = law.factor / float(get_sigma_gaussian(epsilon, max(delta, 1e-300)))
+    # Central limit for subsampled Gaussians: mu = q sqrt(T (e^(1/sigma^2) - 1)), Dong et al. 2022.
+    ratio = mu / (law.probability * math.sqrt(steps) * law.factor)
+    guess = law.factor / math.sqrt(math.log1p(ratio**2))
+    if accountant_used(law) != "pld" or not math.isfinite(guess):
+        return guess
+    rough = partial(_rough_epsilon, law, steps, delta)
+    return smallest_argument(rough, epsilon, guess, tolerance=1e-3)
+
+
+def smallest_argument(
+    f: Callable[[float], float], target: float, start: float, tolerance: float
+) -> float:
+    """The smallest x in the allowed noise multipliers with f(x) <= target, f decreasing.
+
+    Secant steps on (log x, log f), kept inside a bracket; ends at an x that was evaluated and
+    found to satisfy the target.
+
+    Raises:
+      ValueError: f exceeds the target up to the largest multiplier.
+    """
+    low, high = math.log(MIN_NOISE_MULTIPLIER), math.log(MAX_NOISE_MULTIPLIER)
+    best, slope, last = math.inf, -1.0, (math.nan, math.nan)
+    x = min(max(math.log(start), low), high)
+    for attempt in range(80):
+        y = math.log(max(f(math.exp(x)), 1e-300) / target)
+        if y <= 0:
+            best, high = math.exp(x), x
+        else:
+            low = x
+        slope, last = _slope(last, (x, y), slope), (x, y)
+        close = attempt > 0 and 0 <= y / slope <= tolerance
+        if close or high - low <= tolerance:
+            break
+        x = _next_point(x, y, slope, low, high, tolerance, bisect=attempt >= 20)
+    at_an_end = high - low <= tolerance and low == math.log(MIN_NOISE_MULTIPLIER)
+    return _ends(f, target) if at_an_end or math.isinf(best) else best
+
+
+def _slope(last: tuple[float, float], new: tuple[float, float], previous: float) -> float:
+    """d log f / d log x through two points; at most -1/5, and `previous` where it is undefined."""
+    (x0, y0), (x1, y1) = last, new
+    if not (math.isfinite(y0) and math.isfinite(y1)) or x0 == x1:
+        return previous
+    return min((y1 - y0) / (x1 - x0), -0.2)
+
+
+def _next_point(
+    x: float, y: float, slope: float, low: float, high: float, tolerance: float, *, bisect: bool
+) -> float:
+    """The secant's root plus a third of the tolerance: just on the side that keeps the target."""
+    guess = x - y / slope + tolerance / 3 if math.isfinite(y) else math.nan
+    return guess if low < guess < high and not bisect else (low + high) / 2
+
+
+def _ends(f: Callable[[float], float], target: float) -> float:
+    for sigma in (MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER):
+        if f(sigma) <= target:
+            return sigma
+    raise ValueError(
+        f"target epsilon={target} cannot be reached: noise_multiplier={MAX_NOISE_MULTIPLIER:.3g} "
+        f"still costs epsilon={f(MAX_NOISE_MULTIPLIER):.4g}; use fewer steps, a larger data set, "
+        "a smaller batch, or a larger delta."
+    )

@@ -1,0 +1,253 @@
+"""What one step is to an accountant, and which combinations have a sound account at all.
+
+The numbers come from Google's `dp-accounting` 0.6. This module decides which of its events and
+accountants is a sound description of a run, and refuses every combination for which it has none.
+
+| sampler | relation | noise | event, accountant |
+|---|---|---|---|
+| poisson | add_or_remove_one, replace_special | Gaussian | PoissonSampled(Gaussian), PLD or RDP |
+| poisson | replace_one | Gaussian | the same event, PLD with REPLACE_ONE |
+| poisson | add_or_remove_one, replace_special | Laplace | PoissonSampled(Laplace), PLD |
+| truncated_poisson | all three | Gaussian | TruncatedSubsampledGaussian, PLD |
+| fixed_size_without_replacement | replace_one | Gaussian | SampledWithoutReplacement, RDP |
+| full_batch | all three | Gaussian | T Gaussians = one Gaussian; exact, or RDP |
+| full_batch | all three | Laplace | Laplace, PLD or RDP |
+| full_batch | replace_one | Gaussian | `advanced_composition`: Lemma 2.2 of the DPZero paper |
+
+Notes on soundness
+------------------
+*What is assumed of a step.* Given the rest of the batch, the sum with an example lies within R of
+the sum without it, whatever the example is, and the noise has scale sigma R. Hence an exchange moves
+it by at most 2R. Contributions clipped to C have R = C; averaged clipping has R = 2C. Mechanisms
+whose exchange moves the sum by less than 2R (averaged clipping: by R) say so in `replacement`. Only
+a full batch, where the exchange is all that happens, makes use of it; with sampling the row for
+2R is an upper bound, and is what is reported.
+
+*Several noises in a step* (adaptive clipping: a sum and a count). Independent Gaussians with
+multipliers z_1, z_2, .. on one example's contributions are, each divided by its scale, one vector
+with unit noise that an example moves by at most (z_1^-2 + z_2^-2 + ..)^(1/2) = 1/z: one Gaussian
+event of multiplier z on vectors, for every sampler and relation of the table. Nothing is lost where
+one example attains all bounds at once. Accounting them as separate subsampled events would be
+wrong in general: the same sampled batch feeds all of them.
+
+*Vectors under replace_one.* With P = (1-q) N(0) + q N(a) and Q = (1-q) N(0) + q N(b), a and b in
+the unit ball of R^K, every hockey-stick divergence is largest at b = -a, |a| = 1, which is the
+one-dimensional pair that the PLD uses. Proof: for alpha >= 1, H_alpha(P || Q) is q times the
+divergence of N(a) from w1 N(b) + w0 N(0), w1 + w0 >= 1. Its optimal set S = {c1 exp<b-a, x> +
+c0 exp<-a, x> <= 1} has an outward normal that is a positive combination of b - a and -a, so by the
+envelope theorem and the divergence theorem turning b away from a at fixed |b| increases the
+divergence; once b points against a the problem is one-dimensional and grows with |a| and |b|.
+alpha < 1 follows by exchanging P and Q.
+
+*Truncation.* `TruncatedSubsampledGaussianDpEvent` describes what `TruncatedPoissonSampler` does: a
+uniformly random subset, without replacement, of an oversized Poisson sample. Condition on the
+sample of the other examples. If it is below the cap, the step is ordinary Poisson sampling. If not,
+the batch without example x is a uniform cap-subset of the others, and with x, whatever the number
+sampled, is that or, with the event's conditional probability, a uniform (cap-1)-subset plus x: a
+batch in which x has replaced another example. That moves the sum by at most 2C from the untouched
+batch and by at most 2C between two values of x, which the library bounds by a replace-one pair with
+noise sigma / 2, under all three relations. The event's `dataset_size` counts x. For
+add_or_remove_one a data set of n has neighbours on both sides, so epsilon is the larger of those
+for dataset_size n and n + 1.
+
+*Laplace vectors.* A product of Laplace shifts s_1..s_K (in units of b) is dominated by one shift
+S = sum s_i. Proof for two, s >= t: the curve of one shift s is
+d(eps; s) = max(0, 1 - e^((eps - s)/2), 1 - e^eps). By symmetry take eps >= 0. The product's
+divergence is E[d(eps - L; s)] over the second loss |L| <= t <= s; there eps - L >= -s, so the third
+branch is never the larger one, and pointwise
+d(eps - L; s) <= max(0, 1 - e^((eps - t - s)/2)) = d(eps; s + t). Induction gives K, and Poisson
+sampling preserves domination.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from hf_dpzero.privacy.mechanisms.base import RELATIONS, Relation, sensitivity_factor
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+Accountant = Literal["pld", "rdp", "advanced_composition"]
+ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp", "advanced_composition")
+
+LAPLACE_MARGIN = 1.0 - 1e-12
+"""Shrinks b for the discreteness of the noise; see the docstring of `mechanisms.py`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLaw:
+    """Everything about one step that its privacy depends on. Hashable.
+
+    Attributes:
+      sampling: name of the sampler.
+      num_examples: n.
+      batch_size: expected batch size B; q = B / n.
+      max_batch_size: the cap of truncated_poisson, else 0.
+      distribution: "gaussian" or "laplace".
+      noise_multiplier: sigma, noise scale over R, the move by an example's presence.
+      num_directions: numbers that receive discrete noise in a step: K, or K + 1 with a count.
+      relation: the neighbouring relation.
+      accountant: the accountant asked for.
+      replacement: the move by an example's replacement over R: 2, or 1 for averaged clipping.
+    """
+
+    sampling: str
+    num_examples: int
+    batch_size: float
+    max_batch_size: int = 0
+    distribution: str = "gaussian"
+    noise_multiplier: float = 1.0
+    num_directions: int = 1
+    relation: Relation = "add_or_remove_one"
+    accountant: Accountant = "pld"
+    replacement: int = 2
+
+    @property
+    def probability(self) -> float:
+        """q, the chance that one example is in the batch."""
+        return 1.0 if self.sampling == "full_batch" else self.batch_size / self.num_examples
+
+    @property
+    def factor(self) -> int:
+        """The move under the relation over R: 1; for replace_one 2, or `replacement` unsampled."""
+        replacement = self.replacement if self.sampling == "full_batch" else 2
+        return sensitivity_factor(self.relation, replacement=replacement)
+
+
+def check_sound(law: StepLaw) -> None:
+    """Refuses, with what to use instead, every combination that has no sound event here.
+
+    Raises:
+      ValueError: unknown names, or a combination outside the table in the module docstring.
+    """
+    if law.relation not in RELATIONS:
+        raise ValueError(f"relation={law.relation!r} is unknown; use one of {RELATIONS}.")
+    if law.accountant not in ACCOUNTANTS:
+        raise ValueError(f"accountant={law.accountant!r} is unknown; use one of {ACCOUNTANTS}.")
+    for applies, message in _refusals(law):
+        if applies:
+            raise ValueError(message)
+
+
+def _refusals(law: StepLaw) -> list[tuple[bool, str]]:
+    fixed = law.sampling == "fixed_size_without_replacement"
+    poisson = law.sampling == "poisson"
+    truncated = law.sampling == "truncated_poisson"
+    laplace = law.distribution == "laplace"
+    replace_one = law.relation == "replace_one"
+    lemma = law.accountant == "advanced_composition"
+    rdp = law.accountant == "rdp"
+    return [
+        (
+            lemma and law.sampling != "full_batch",
+            f"accountant='advanced_composition' (Lemma 2.2 of the DPZero paper) gives no "
+            f"amplification by sampling, and sampling={law.sampling!r} has a larger sensitivity "
+            "per step than it assumes; use accountant='pld', or the full_batch sampler.",
+        ),
+        (
+            lemma and laplace,
+            "accountant='advanced_composition' is stated for Gaussian noise; "
+            "use accountant='pld' with distribution='laplace'.",
+        ),
+        (
+            lemma and not replace_one,
+            f"accountant='advanced_composition' is stated for replace_one neighbours, not "
+            f"{law.relation!r}; use relation='replace_one', or accountant='pld'.",
+        ),
+        (
+            fixed and not replace_one,
+            f"fixed_size_without_replacement sampling has no sound event under "
+            f"relation={law.relation!r} (its batch size reveals that an example is missing); use "
+            "relation='replace_one', or the poisson sampler.",
+        ),
+        (
+            fixed and laplace,
+            "fixed_size_without_replacement sampling has no event for Laplace noise; use "
+            "distribution='gaussian', or the poisson sampler with relation='add_or_remove_one'.",
+        ),
+        (
+            truncated and laplace,
+            "truncated_poisson sampling has no event for Laplace noise; use "
+            "distribution='gaussian', or the poisson sampler.",
+        ),
+        (
+            truncated and rdp,
+            "accountant='rdp' does not support truncated_poisson sampling; use accountant='pld', "
+            "or the poisson sampler.",
+        ),
+        (
+            poisson and laplace and replace_one,
+            "poisson sampling of a Laplace mechanism has no event under relation='replace_one'; "
+            "use relation='add_or_remove_one', or distribution='gaussian'.",
+        ),
+        (
+            poisson and laplace and rdp,
+            "accountant='rdp' does not support poisson sampling of Laplace noise; "
+            "use accountant='pld'.",
+        ),
+        (
+            poisson and replace_one and rdp,
+            "accountant='rdp' does not support poisson sampling under relation='replace_one'; "
+            "use accountant='pld', or relation='add_or_remove_one'.",
+        ),
+    ]
+
+
+def accountant_used(law: StepLaw) -> str:
+    """The accountant whose number is reported: `gaussian_exact`, `pld`, `rdp` or the lemma.
+
+    Fixed-size sampling is always RDP (a PLD for it is not in the library); a Gaussian full batch
+    under "pld" is exact, because T Gaussians compose to one.
+    """
+    if law.sampling == "fixed_size_without_replacement":
+        return "rdp"
+    if law.accountant == "pld" and law.sampling == "full_batch" and law.distribution == "gaussian":
+        return "gaussian_exact"
+    return law.accountant
+
+
+def step_event(law: StepLaw, parts: tuple[float, ...] = (1.0,)) -> DpEvent:
+    """The `DpEvent` of one step, in the convention of the accountant that reads it.
+
+    The PLD accountant doubles the sensitivity of a Gaussian by itself under REPLACE_ONE; the RDP
+    accountant and Laplace events do not, so there the factor is divided out of the noise. For
+    truncated_poisson under add_or_remove_one this is the event of the pair (n + 1, n).
+
+    Args:
+      law: the step.
+      parts: shares of the step's noise multiplier, where it has several noises: (z_1 / z, z_2 / z,
+        ..) describes the same law as a composition, for readers and the RDP accountant. The PLD
+        accountant takes no composition inside a sampled event, and a truncated event has one noise.
+    """
+    import dp_accounting as dp
+
+    check_sound(law)
+    sigma, q = law.noise_multiplier, law.probability
+    if law.distribution == "laplace":
+        b = sigma * LAPLACE_MARGIN / law.factor
+        inner: DpEvent = dp.LaplaceDpEvent(b)
+        return inner if law.sampling == "full_batch" else dp.PoissonSampledDpEvent(q, inner)
+    if law.sampling == "truncated_poisson":
+        larger = law.num_examples + (law.relation == "add_or_remove_one")
+        return dp.TruncatedSubsampledGaussianDpEvent(larger, q, law.max_batch_size, sigma)
+    gaussian = _gaussian_event(sigma / _library_factor(law), parts)
+    if law.sampling == "poisson":
+        return dp.PoissonSampledDpEvent(q, gaussian)
+    if law.sampling == "fixed_size_without_replacement":
+        return dp.SampledWithoutReplacementDpEvent(law.num_examples, int(law.batch_size), gaussian)
+    return gaussian
+
+
+def _gaussian_event(sigma: float, parts: tuple[float, ...]) -> DpEvent:
+    import dp_accounting as dp
+
+    gaussians = [dp.GaussianDpEvent(sigma * part) for part in parts]
+    return gaussians[0] if len(gaussians) == 1 else dp.ComposedDpEvent(gaussians)
+
+
+def _library_factor(law: StepLaw) -> float:
+    """The part of `factor` that the accountant does not apply by itself."""
+    by_itself = accountant_used(law) in ("pld", "gaussian_exact") and law.relation == "replace_one"
+    return law.factor / 2 if by_itself else law.factor

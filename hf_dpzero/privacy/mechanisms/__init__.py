@@ -1,0 +1,83 @@
+"""Every mechanism by name: what a plan may hold and a description may name.
+
+| name | module |
+|---|---|
+| dpzero, mezo, dpgd-0th | `zeroth_order_mechanisms.py` |
+| dp-sgd, dp-adamw, sgd, adamw | `gradient_mechanisms.py` |
+| dpzero-adaptive, dp-sgd-adaptive, dp-adamw-adaptive | `adaptive_clipping.py` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_dpzero.privacy.discretization import discretisation_slack
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import (
+    AdaptiveDPAdamW,
+    AdaptiveDPSGD,
+    AdaptiveScalarMechanism,
+)
+from hf_dpzero.privacy.mechanisms.base import RELATIONS, NoisedSum, NotNoised, Relation
+from hf_dpzero.privacy.mechanisms.gradient import DPSGD, DPAdamW, PlainAdamW, PlainSGD
+from hf_dpzero.privacy.mechanisms.scalar import NonPrivateMean, ScalarMechanism, VectorMechanism
+
+__all__ = [
+    "DPSGD",
+    "MECHANISMS",
+    "RELATIONS",
+    "AdaptiveDPAdamW",
+    "AdaptiveDPSGD",
+    "AdaptiveScalarMechanism",
+    "DPAdamW",
+    "GradientReleases",
+    "Mechanism",
+    "NoisedSum",
+    "NonPrivateMean",
+    "NotNoised",
+    "PlainAdamW",
+    "PlainSGD",
+    "Relation",
+    "ScalarMechanism",
+    "ScalarReleases",
+    "VectorMechanism",
+    "discretisation_slack",
+    "mechanism_from_dict",
+]
+
+ScalarReleases = ScalarMechanism | AdaptiveScalarMechanism | NonPrivateMean
+"""Mechanisms whose releases are scalars along public directions."""
+
+GradientReleases = DPSGD | DPAdamW | AdaptiveDPSGD | AdaptiveDPAdamW | PlainSGD | PlainAdamW
+"""Mechanisms that weigh per-example gradients."""
+
+Mechanism = ScalarReleases | VectorMechanism | GradientReleases
+
+MECHANISMS: dict[str, type[Mechanism]] = {
+    cls.name: cls
+    for cls in (
+        ScalarMechanism,
+        NonPrivateMean,
+        VectorMechanism,
+        DPSGD,
+        DPAdamW,
+        PlainSGD,
+        PlainAdamW,
+        AdaptiveScalarMechanism,
+        AdaptiveDPSGD,
+        AdaptiveDPAdamW,
+    )
+}
+"""A new one is a dataclass, a row here and a row in the contract tests."""
+
+
+def mechanism_from_dict(values: Mapping[str, Any]) -> Mechanism:
+    """The mechanism that `to_dict` described; `values["name"]` picks the class.
+
+    >>> mechanism_from_dict({"name": "mezo", "expected_batch_size": 4.0}).private
+    False
+    """
+    name = values.get("name")
+    if name not in MECHANISMS:
+        raise ValueError(f"mechanism name {name!r} is unknown; use one of {sorted(MECHANISMS)}.")
+    return MECHANISMS[name].from_dict(values)

@@ -1,0 +1,397 @@
+r"""A clip that follows a quantile of the examples' norms, privately (Andrew, Thakkar, McMahan,
+Ramaswamy 2021, "Differentially private learning with adaptive clipping", arXiv:1905.03871).
+
+Step t clips at C_t and releases two things about the same batch: the clipped sum, and a noisy count
+of the examples that were not clipped. The clip follows from earlier releases alone (their
+Section 2.1, the geometric update):
+
+    C_t = C_0 exp(-eta sum_{s<t} (fraction_s - gamma)),      C_0 2^-20 <= C_t <= C_0 2^20
+
+so it costs nothing beyond the counts, and a run that resumes finds it in its ledger.
+
+One Gaussian of multiplier z, given the past
+--------------------------------------------
+Fix the earlier releases, hence C. Example i contributes the vector p_i of two parts,
+
+    p_i = ( v_i / (z_d C),  (b_i - 1/2) / sigma_b ),    ||v_i|| <= C,  b_i = [norm_i <= C],
+
+to a total that receives standard normal noise in every coordinate; the release is that total with
+its two parts multiplied by the public z_d C and sigma_b. An example whose norm is not finite
+contributes nothing to either part. With z_d = (z^-2 - (2 sigma_b)^-2)^(-1/2),
+
+    ||p_i||^2 <= z_d^-2 + (1/2)^2 / sigma_b^2 = z_d^-2 + (2 sigma_b)^-2 = z^-2     for every example.
+
+*add_or_remove_one*: the total moves by p_i, of norm at most 1/z. With unit noise that is the
+Gaussian mechanism with multiplier z.
+*replace_special*: the special example contributes nothing to either part, as an absent one does (a
+row that is not finite is one such); the total moves by p_i again. A row of zeros is not special: it
+counts as unclipped.
+*replace_one*: the total moves by p_i - p_i', of norm at most 2/z; and, which sampled accounting
+needs, both lie in the ball of radius 1/z around the total without the example.
+
+Nothing is lost: an example of norm C or more attains ||p_i|| = 1/z, since |b_i - 1/2| is 1/2
+whatever b_i is; and one clipped example and one of norm just C in the opposite direction attain 2/z.
+A fixed bound of 1/2 on the count, rather than 1 for b_i itself, is what makes it cheap (their
+Section 2.2). T steps compose adaptively, each with multiplier z whatever its clip.
+
+The condition 2 sigma_b > z is what leaves something for the sum: at 2 sigma_b = z the count alone
+would spend the step. sigma_b = B / 20 (their choice) costs little where B is well above 10 z;
+sigma_b = z makes the noise on the sum 15 % larger.
+
+The scalar parts live on integer grids of their own, C 2^-30 and 2^-31, where each receives an exact
+discrete Gaussian of scale (multiplier) 2^30; `integer_grid.py` covers scales that differ. Both
+multipliers are at least z, so the slack at z for all K + 1 draws is an upper bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from hf_dpzero.privacy.discretization import GRID_BITS, GRID_RADIUS, finite_rows, float32s, within
+from hf_dpzero.privacy.mechanisms.base import (
+    MAX_CLIP,
+    MAX_NOISE_MULTIPLIER,
+    NoisedSum,
+    as_floats,
+    check_count,
+    check_noise_multiplier,
+    floating_point_caveat,
+)
+from hf_dpzero.privacy.mechanisms.gradient import clip_factors
+from hf_dpzero.privacy.mechanisms.scalar import ScalarMechanism, check_length
+from hf_dpzero.privacy.noise import NoiseSource
+
+MAX_CLIP_CHANGE = 2.0**20
+"""C_t stays within this factor of C_0."""
+
+COUNT_STREAM = 1 << 62
+"""Added to the step for the count's noise, so that insecure sources give it a draw of its own."""
+
+A = TypeVar("A", bound="AdaptiveClipping")
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveClipping(NoisedSum):
+    """Base: the count of unclipped examples, its noise, and the clip that follows from it.
+
+    Attributes:
+      clip: C_0 of the whole run; in what `at` returns, the C_t of one step.
+      noise_multiplier: z of sum and count together; 0 releases both without noise.
+      expected_batch_size: B, public.
+      clip_quantile: gamma in (0, 1), the share of examples to leave unclipped.
+      clip_learning_rate: eta >= 0 of the geometric update; 0 keeps C_0.
+      clip_count_noise: sigma_b, standard deviation of the noise on sum_i (b_i - 1/2); 2 sigma_b > z.
+    """
+
+    clip: float
+    noise_multiplier: float
+    expected_batch_size: float
+    clip_quantile: float = 0.5
+    clip_learning_rate: float = 0.2
+    clip_count_noise: float
+
+    distribution: ClassVar[str] = "gaussian"
+
+    def __post_init__(self) -> None:
+        self._check_sum()
+        as_floats(self, "clip_quantile", "clip_learning_rate", "clip_count_noise")
+        _check_adaptation(self)
+
+    @property
+    def count_multiplier(self) -> float:
+        """2 sigma_b: noise on the count over the 1/2 by which an example moves it."""
+        return 2.0 * self.clip_count_noise if self.private else 0.0
+
+    @property
+    def sum_multiplier(self) -> float:
+        """z_d = (z^-2 - (2 sigma_b)^-2)^(-1/2), rounded up: noise on the sum over C.
+
+        >>> m = AdaptiveScalarMechanism(
+        ...     clip=1.0, noise_multiplier=3.0, expected_batch_size=100, clip_count_noise=2.5
+        ... )
+        >>> round(m.sum_multiplier, 9)  # 1/9 - 1/25 = (4/15)^2
+        3.75
+        """
+        if not self.private:
+            return 0.0
+        left = self.noise_multiplier**-2 * (1 - 2.0**-45) - self.count_multiplier**-2
+        return left**-0.5 if left > 0 else math.inf
+
+    @property
+    def event_multipliers(self) -> tuple[float, ...]:
+        """(z_d, 2 sigma_b): the two Gaussians of a step."""
+        return (self.sum_multiplier, self.count_multiplier)
+
+    @property
+    def noise_scale(self) -> float:
+        """Standard deviation of the noise on the sum, z_d * C."""
+        return self.sum_multiplier * self.clip
+
+    def at(self: A, past: Sequence[tuple[float, ...]]) -> A:
+        """The mechanism of the step after `past`; call it on the run's mechanism, not on a step's.
+
+        The sum over the past is exact, so that it does not matter how it was added up. It takes
+        time proportional to the past; `Adaptation` takes only what is new.
+
+        Args:
+          past: the values of every earlier release, the fraction last in each.
+        """
+        return self.after_fractions(math.fsum(values[-1] for values in past), len(past))
+
+    def after_fractions(self: A, total: float, steps: int) -> A:
+        """The mechanism after `steps` releases whose fractions sum to `total`."""
+        exponent = -self.clip_learning_rate * (total - steps * self.clip_quantile)
+        limit = math.log(MAX_CLIP_CHANGE)
+        moved = self.clip * math.exp(min(max(exponent, -limit), limit))
+        return replace(self, clip=min(max(moved, 1 / MAX_CLIP), MAX_CLIP))
+
+    def _count_of(self, unclipped: np.ndarray, finite: np.ndarray) -> int:
+        """sum_i (b_i - 1/2) over examples with a finite norm, in units of 2^-31: +-2^30 each."""
+        inside = int((unclipped & finite).sum())
+        return (2 * inside - int(finite.sum())) * GRID_RADIUS
+
+    def _fraction(self, count: int, step: int, noise: NoiseSource) -> float:
+        """The noised share of unclipped examples; float32, may be outside [0, 1]."""
+        drawn = 0
+        if self.private:
+            scale = math.ldexp(self.count_multiplier, GRID_BITS)
+            (drawn,) = noise.gaussian(scale, 1, step + COUNT_STREAM)
+        noised = math.ldexp(int(count) + drawn, -GRID_BITS - 1)
+        return float32s([noised / self.expected_batch_size + 0.5])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveScalarMechanism(AdaptiveClipping):
+    """DPZero with adaptive clipping: K finite differences and the count, as K + 1 exact integers.
+
+    Guarantee: one example moves the first K integers by at most 2^30 in L2 norm and the last by at
+    most 2^30, whatever its finite differences are; see the module's docstring for what follows.
+
+    Attributes:
+      num_directions: K.
+      and those of `AdaptiveClipping`, `clip` in loss units per unit of smoothing.
+    """
+
+    num_directions: int = 1
+
+    name: ClassVar[str] = "dpzero-adaptive"
+    replayable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("num_directions", self.num_directions)
+
+    @property
+    def granularity(self) -> float:
+        """The grid spacing of the sum, C * 2^-30; the count's is 2^-31."""
+        return math.ldexp(self.clip, -GRID_BITS)
+
+    @property
+    def values_per_release(self) -> int:
+        """K + 1: the sum and the fraction."""
+        return self.num_directions + 1
+
+    @property
+    def noise_draws(self) -> int:
+        """K + 1."""
+        return self.num_directions + 1
+
+    @property
+    def _sum(self) -> ScalarMechanism:
+        return ScalarMechanism(
+            clip=self.clip,
+            noise_multiplier=self.sum_multiplier,
+            expected_batch_size=self.expected_batch_size,
+            num_directions=self.num_directions,
+        )
+
+    def clip_sum(self, x: Tensor) -> list[int]:
+        """K integers of the clipped sum in units of `granularity`, then the count's in 2^-31.
+
+        Args:
+          x: [B, K] finite differences. B = 0 gives zeros; a row with NaN or infinity moves neither.
+
+        >>> import torch
+        >>> m = AdaptiveScalarMechanism(
+        ...     clip=4.0, noise_multiplier=1.0, expected_batch_size=3, clip_count_noise=1.0
+        ... )
+        >>> *sums, count = m.clip_sum(torch.tensor([[3.0], [-9.0], [1.0]]))
+        >>> [n * m.granularity for n in sums], count * 2.0**-31
+        ([0.0], 0.5)
+        """
+        rows, finite = finite_rows(x, self.num_directions)
+        return [*self._sum.clip_sum(x), self._count_of(within(rows, self.clip), finite)]
+
+    def release(self, total: Sequence[int], step: int, noise: NoiseSource) -> tuple[float, ...]:
+        """K noised means and the noised fraction of unclipped examples.
+
+        Args:
+          total: K + 1 integers, summed over all processes and microbatches of the step.
+          step: passed to the noise source; only insecure sources use it.
+          noise: where the noise comes from.
+
+        Returns:
+          K + 1 floats that float32 represents exactly.
+        """
+        check_length(total, self.values_per_release)
+        *sums, count = total
+        means = self._sum.release(sums, step, noise)
+        return (*means, self._fraction(count, step, noise))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveGradientMechanism(AdaptiveClipping):
+    """Base of DP-SGD and DP-AdamW with adaptive clipping: weigh, count, noise both.
+
+    The noise on the gradient is dense and floating-point; the count's is discrete and exact, and its
+    fraction is what a step writes to the ledger.
+    """
+
+    replayable: ClassVar[bool] = False
+    values_per_release: ClassVar[int] = 1
+    noise_draws: ClassVar[int] = 2
+    clipping: ClassVar[str] = "adaptive"
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Its noise on the gradient is floating-point."""
+        return (floating_point_caveat(self.name),)
+
+    @property
+    def divisor(self) -> float:
+        """B."""
+        return self.expected_batch_size
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """min(1, C / norm), 0 where the norm is not finite; float32, see `clip_factors`."""
+        return clip_factors(norms, self.clip)
+
+    def count(self, norms: Tensor) -> list[int]:
+        """sum_i (b_i - 1/2) in units of 2^-31, one integer: add it up over processes.
+
+        Args:
+          norms: un-noised L2 norms [B]; one that is not finite moves nothing.
+        """
+        found = norms.detach().cpu().double().numpy().reshape(-1)
+        finite = np.isfinite(found)
+        return [self._count_of(np.less_equal(found, self.clip), finite)]
+
+    def release_count(
+        self, total: Sequence[int], step: int, noise: NoiseSource
+    ) -> tuple[float, ...]:
+        """(fraction of unclipped examples,), noised once; a float that float32 represents."""
+        (count,) = total
+        return (self._fraction(count, step, noise),)
+
+    def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
+        """Noise for `size` coordinates of the MEAN: float32, deviation z_d * C / B."""
+        if not self.private:
+            return np.zeros(size, dtype=np.float32)
+        return noise.dense_gaussian(self.noise_scale / self.divisor, size, step, part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveDPSGD(AdaptiveGradientMechanism):
+    """DP-SGD with adaptive clipping."""
+
+    name: ClassVar[str] = "dp-sgd-adaptive"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveDPAdamW(AdaptiveGradientMechanism):
+    """DP-AdamW with adaptive clipping."""
+
+    name: ClassVar[str] = "dp-adamw-adaptive"
+
+
+class Adaptation(Generic[A]):
+    """`mechanism.at(past)` for a past that grows, at the cost of what is new.
+
+    Args:
+      mechanism: the run's, with C_0.
+
+    Attributes:
+      steps: releases taken in so far.
+
+    >>> m = AdaptiveScalarMechanism(
+    ...     clip=1.0, noise_multiplier=1.0, expected_batch_size=9, clip_count_noise=1.0
+    ... )
+    >>> past = [(0.3, 0.25), (-0.1, 0.625), (0.2, 0.5)]
+    >>> follow = Adaptation(m)
+    >>> follow.after(past[:2]) == m.at(past[:2]), follow.after(past[2:]) == m.at(past)
+    (True, True)
+    """
+
+    def __init__(self, mechanism: A) -> None:
+        self.mechanism, self.steps, self._total = mechanism, 0, Fraction(0)
+
+    def after(self, new: Iterable[tuple[float, ...]]) -> A:
+        """Takes in the values of the releases since the last call; the mechanism of the next step."""
+        for values in new:
+            self._total += Fraction(values[-1])
+            self.steps += 1
+        return self.mechanism.after_fractions(float(self._total), self.steps)
+
+
+class Following(Generic[M]):
+    """The mechanism of each step of a run: the plan's, its clip adapted to the releases so far.
+
+    Args:
+      mechanism: the plan's; one that does not adapt is every step's.
+    """
+
+    def __init__(self, mechanism: M) -> None:
+        self.mechanism = mechanism
+        self._adaptation: Adaptation[Any] | None = None
+        if isinstance(mechanism, AdaptiveClipping):
+            self._adaptation = Adaptation(mechanism)
+
+    def after(self, releases: Sequence[Any]) -> M:
+        """The mechanism of the step that follows `releases` (with `values`), a list that only grows.
+
+        Raises:
+          ValueError: the list is shorter than it was.
+        """
+        if self._adaptation is None:
+            return self.mechanism
+        seen = self._adaptation.steps
+        if len(releases) < seen:
+            raise ValueError(
+                f"{len(releases)} releases after {seen} were seen: follow another run with a new "
+                "object."
+            )
+        adapted: M = self._adaptation.after(r.values for r in releases[seen:])
+        return adapted
+
+
+def _check_adaptation(mechanism: AdaptiveClipping) -> None:
+    m: Any = mechanism
+    if not 0 < m.clip_quantile < 1:
+        raise ValueError(
+            f"clip_quantile={m.clip_quantile} is outside (0, 1): it is the share of examples to "
+            "leave unclipped, e.g. 0.5."
+        )
+    if not 0 <= m.clip_learning_rate <= 10:
+        raise ValueError(
+            f"clip_learning_rate={m.clip_learning_rate} is outside [0, 10]; 0.2 is the paper's."
+        )
+    if not (math.isfinite(m.clip_count_noise) and m.clip_count_noise > 0):
+        raise ValueError(
+            f"clip_count_noise={m.clip_count_noise} must be finite and positive: it is the "
+            "deviation of the noise on the count of unclipped examples, e.g. B / 20."
+        )
+    if not m.sum_multiplier <= MAX_NOISE_MULTIPLIER:
+        raise ValueError(
+            f"clip_count_noise={m.clip_count_noise} must be above half of the noise multiplier "
+            f"{m.noise_multiplier:.6g}, or the count alone costs more than the whole step; raise "
+            f"clip_count_noise, e.g. to {m.noise_multiplier:.3g} (15 % more noise on the sum)."
+        )
+    check_noise_multiplier(2 * m.clip_count_noise, "2 * clip_count_noise")

@@ -1,0 +1,303 @@
+r"""First-order mechanisms: weights of per-example gradients, noise on their sum, sensitivity.
+
+DP-SGD (Abadi et al. 2016, arXiv:1607.00133) releases
+
+    (sum_i w(||g_i||) g_i + N(0, sigma^2 C^2 I)) / B,        w(||g||) ||g|| <= C
+
+and the optimizer behind it is post-processing: `dp-sgd` and `dp-adamw` are one mechanism under two
+names. "Automatic" clipping is w = C / (||g|| + gamma) (AUTO-S of Bu et al. 2023, arXiv:2206.07136,
+times C). In both, one example's presence moves the sum by at most C and its replacement by 2C.
+
+Averaged clipping
+-----------------
+Every example has a fixed group out of k. The gradients sampled in a group are averaged and the mean
+is clipped once; the SUM of the k clipped means receives the noise, and the release divides by k.
+
+Sensitivity is 2C, under every relation. One example has one group, so the other k - 1 terms stay.
+The term of its group is a vector in the ball of radius C before and another one after: they differ
+by at most 2C, whether the example appeared, vanished or was exchanged. Less cannot be claimed: where
+the others' mean is -v with ||v|| > C, one example with a gradient large enough makes it +v, and the
+term goes from -C to +C. In particular averaging over m examples gains no factor 1/m.
+
+The accounting therefore sees a mechanism with bound 2C: multiplier sigma / 2. What it assumes of an
+ordinary mechanism with bound R is that the sum with the example, whatever the example is, lies
+within R of the sum without it, given the rest of the batch; R = 2C satisfies this, so every row of
+the table in `accounting.py` holds. Where an example takes another one's place in the batch (fixed
+size, truncated Poisson) two groups may change, by at most 4C = 2R together, as assumed there. Under
+replace_one a full batch moves by 2C = R rather than 2R, which the accounting uses; with sampling it
+does not, and stays on the safe side.
+
+Groups come from a keyed hash of the example's index in the data set, never from its place in the
+batch. The key must be secret: for add_or_remove_one neighbours whose rows shift when one is deleted
+the indices of all others change, and it is the law of the assignment, independent and identical for
+all examples, that stays the same. Couple the two runs so that every common example keeps its group:
+given the groups each step's sums differ in one group's term, and the divergence of two mixtures of
+runs is at most the largest between their parts (joint convexity).
+
+Floating point
+--------------
+Weights are a relative 2^-16 below the bound, so that the rounding of norms, weights and products does
+not lift a contribution over C. The norms must be good to 2^-17 for that, which one float32 sum over
+millions of coordinates is not (it may miss a tenth of a percent); `row_norms` is. The noise is
+floating-point and accounted as real-valued (caveat).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dpzero.privacy.mechanisms.base import (
+    NoisedSum,
+    NotNoised,
+    as_floats,
+    check_count,
+    floating_point_caveat,
+)
+from hf_dpzero.privacy.noise import NoiseSource
+
+Clipping = Literal["fixed", "automatic", "averaged"]
+CLIPPINGS: tuple[Clipping, ...] = ("fixed", "automatic", "averaged")
+
+KEY_BYTES = 32
+
+NORM_PIECE = 1 << 16
+"""Coordinates of a row whose norm is taken in float32; the pieces are joined in float64."""
+
+CLIP_MARGIN = 1.0 - 2.0**-16
+"""Weights aim at this share of C: room for the rounding of norms, weights and products."""
+
+SMALLEST_FACTOR = 2.0**-100
+"""Smaller factors are 0: float32 numbers below 2^-126 have fewer bits than the margin needs."""
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """L2 norms of the rows of [B, n], right to a relative 1e-6 whatever n: float64 [B].
+
+    Piece by piece: on a CPU, torch's float32 norm of 4e7 numbers at once is 0.3 % short, and a clip by
+    it that much too loose. The rows may have any float dtype; one with NaN or infinity (or a norm
+    beyond float32) has no finite norm.
+
+    >>> row_norms(torch.tensor([[3.0, 4.0], [0.0, float("inf")]])).tolist()
+    [5.0, inf]
+    """
+    pieces = [p.norm(dim=1, dtype=torch.float32) for p in rows.detach().split(NORM_PIECE, dim=1)]
+    return torch.stack(pieces).double().norm(dim=0)
+
+
+def clip_factors(norms: Tensor, clip: float) -> Tensor:
+    """min(1, C / norm), a little less where it binds: float32, of the shape of `norms`.
+
+    Guarantee: factor * norm <= C; 0 where the norm is not finite, and where the factor is below
+    2^-100: subnormal factors, or products with them, round by more than the margin.
+
+    >>> clip_factors(torch.tensor([0.5, 4.0, float("nan")]), clip=1.0).round(decimals=4).tolist()
+    [1.0, 0.25, 0.0]
+    """
+    wide = norms.detach().double()
+    return _usable((clip * CLIP_MARGIN / wide).clamp(max=1.0), wide)
+
+
+def _usable(factors: Tensor, norms: Tensor) -> Tensor:
+    """Factors [B] float64 as float32; 0 where they, or the norms, have no use."""
+    usable = norms.isfinite() & (factors >= SMALLEST_FACTOR)
+    return torch.where(usable, factors, 0.0).float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientMechanism(NoisedSum):
+    """Base of DP-SGD and DP-AdamW: weigh, sum, noise, divide.
+
+    Guarantee: one example moves the weighted sum of gradients by at most `sensitivity(relation)` in
+    L2 norm over all parameters, provided that the caller takes `weights` of its norm, and leaves
+    out gradients that are not finite (0 * NaN is NaN).
+
+    Attributes:
+      clip: C, in units of the gradient's norm.
+      noise_multiplier: sigma; every coordinate of the sum receives deviation sigma * C. 0 releases
+        without noise and is not private.
+      expected_batch_size: B, public.
+      clipping: "fixed": min(1, C / norm); "automatic": C / (norm + gamma); "averaged": the mean of
+        each group is clipped (see the module's docstring).
+      clip_stability: gamma > 0 of automatic clipping, in units of the gradient's norm.
+      clip_groups: k >= 1 of averaged clipping.
+    """
+
+    clip: float
+    noise_multiplier: float
+    expected_batch_size: float
+    clipping: Clipping = "fixed"
+    clip_stability: float = 0.01
+    clip_groups: int = 1
+
+    replayable: ClassVar[bool] = False
+    values_per_release: ClassVar[int] = 0
+    noise_draws: ClassVar[int] = 1
+    distribution: ClassVar[str] = "gaussian"
+
+    def __post_init__(self) -> None:
+        self._check_sum()
+        as_floats(self, "clip_stability")
+        check_count("clip_groups", self.clip_groups)
+        _check_clipping(self.clipping, self.clip_stability, self.clip_groups)
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Its noise is floating-point; what averaged clipping's multiplier means."""
+        averaged = (
+            "clipping='averaged' moves a group's mean by up to 2C, so the accounting uses half of the "
+            "stated noise multiplier",
+        )
+        return (
+            floating_point_caveat(self.name),
+            *(averaged if self.clipping == "averaged" else ()),
+        )
+
+    @property
+    def divisor(self) -> float:
+        """What the noised sum is divided by: B, or k where the sum runs over k groups."""
+        averaged = self.clipping == "averaged"
+        return float(self.clip_groups) if averaged else self.expected_batch_size
+
+    @property
+    def presence_factor(self) -> int:  # type: ignore[override]
+        """Largest move of the sum, over C, when an example appears: 1, or 2 for averaged clipping."""
+        return 2 if self.clipping == "averaged" else 1
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """Factors of the gradients (averaged clipping: of the groups' mean gradients).
+
+        Guarantee: factor * norm <= clip; 0 where the norm is NaN or infinite, or the factor below
+        2^-100 (see `clip_factors`).
+
+        Args:
+          norms: L2 norms over all parameters, [B] (averaged: [k]), any float dtype and device.
+
+        Returns:
+          float32, on the same device.
+
+        >>> m = DPSGD(clip=2.0, noise_multiplier=1.0, expected_batch_size=8, clipping="automatic")
+        >>> bool((m.weights(torch.tensor([0.0, 1.0, 1e9])) * torch.tensor([0.0, 1.0, 1e9]) < 2).all())
+        True
+        """
+        if self.clipping == "automatic":
+            wide = norms.detach().double()
+            return _usable(self.clip * CLIP_MARGIN / (wide + self.clip_stability), wide)
+        return clip_factors(norms, self.clip)
+
+    def group_of(self, indices: Sequence[int] | np.ndarray, key: bytes) -> np.ndarray:
+        """The group of each example, in 0..k-1: int64, a function of its index and the key.
+
+        Args:
+          indices: positions in the data set, [B].
+          key: secret (the run's sampler key); see the module's docstring.
+
+        >>> m = DPSGD(clip=1.0, noise_multiplier=1.0, expected_batch_size=8)
+        >>> m.group_of([3, 5], key=bytes(32)).tolist()
+        [0, 0]
+        """
+        if len(key) != KEY_BYTES:
+            raise ValueError(
+                f"group key of {len(key)} bytes given; use the run's sampler key, {KEY_BYTES} bytes."
+            )
+        label = b"hf_dpzero.gradient_groups." + key
+        groups = [_word(label, int(i)) % self.clip_groups for i in indices]
+        return np.array(groups, dtype=np.int64)
+
+    def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
+        """Noise for `size` coordinates of the MEAN: float32, deviation sigma * C / divisor.
+
+        Args:
+          noise: the source.
+          size: number of coordinates in this chunk.
+          step, part: the step and the chunk's index; only insecure sources use them.
+        """
+        if not self.private:
+            return np.zeros(size, dtype=np.float32)
+        return noise.dense_gaussian(self.noise_scale / self.divisor, size, step, part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPSGD(GradientMechanism):
+    """DP-SGD: what an SGD step is made of (Abadi et al. 2016, Algorithm 1)."""
+
+    name: ClassVar[str] = "dp-sgd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPAdamW(GradientMechanism):
+    """DP-AdamW: the same release, given to AdamW (Li et al. 2022, arXiv:2110.05679)."""
+
+    name: ClassVar[str] = "dp-adamw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonPrivateGradient(NotNoised):
+    """Base of plain SGD and AdamW: the sum of gradients over B. No clip, no noise, no privacy.
+
+    A gradient that is not finite counts as zero, as in the private mechanisms.
+    """
+
+    expected_batch_size: float
+
+    replayable: ClassVar[bool] = False
+    values_per_release: ClassVar[int] = 0
+    clipping: ClassVar[str] = "none"
+
+    def __post_init__(self) -> None:
+        self._check_sum()
+
+    @property
+    def divisor(self) -> float:
+        """B."""
+        return self.expected_batch_size
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """1 for every finite norm, else 0; float32, of the shape of `norms`."""
+        return norms.detach().isfinite().float()
+
+    def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
+        """Zeros, float32 [size]."""
+        return np.zeros(size, dtype=np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainSGD(NonPrivateGradient):
+    """SGD on the examples' gradients; not private."""
+
+    name: ClassVar[str] = "sgd"
+    private_counterpart: ClassVar[str] = "dp-sgd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainAdamW(NonPrivateGradient):
+    """AdamW on the examples' gradients; not private."""
+
+    name: ClassVar[str] = "adamw"
+    private_counterpart: ClassVar[str] = "dp-adamw"
+
+
+def _word(label: bytes, index: int) -> int:
+    digest = hashlib.shake_256(label + index.to_bytes(8, "little")).digest(8)
+    return int.from_bytes(digest, "little")
+
+
+def _check_clipping(clipping: str, clip_stability: float, clip_groups: int) -> None:
+    if clipping not in CLIPPINGS:
+        raise ValueError(f"clipping={clipping!r} is unknown; use one of {CLIPPINGS}.")
+    if clip_groups != 1 and clipping != "averaged":
+        raise ValueError(
+            f"clip_groups={clip_groups} has no meaning with clipping={clipping!r}; leave it at 1, "
+            "or use clipping='averaged'."
+        )
+    if not 2.0**-40 <= clip_stability <= 2.0**40:
+        raise ValueError(
+            f"clip_stability={clip_stability} must be positive (between 2^-40 and 2^40); "
+            "0.01 is the paper's choice."
+        )

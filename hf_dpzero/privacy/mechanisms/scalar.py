@@ -1,0 +1,328 @@
+r"""Clip, sum, noise, release: the private part of one step.
+
+A mechanism owns its own numbers (clip C, noise multiplier sigma, public expected batch size B)
+and states its own sensitivity; nobody else computes either.
+
+`ScalarMechanism` is DPZero (Zhang et al. 2024, arXiv:2310.09639, Algorithm 2) with K directions:
+the K finite differences of one example form one vector, clipped as one vector.
+
+All arithmetic before a scalar release is on integers; `integer_grid.py` says why the epsilon printed
+for a Gaussian holds for the discrete noise that is drawn.
+
+What every mechanism states, here and in `gradient_mechanisms.py` and `adaptive_clipping.py`:
+
+- `sensitivity(relation)`, `presence_factor`, `replacement_factor`: the largest move of the sum when
+  one example appears or is exchanged; the factors are in units of C.
+- `effective_noise_multiplier`: the multiplier of the one Gaussian (Laplace) that a step amounts to,
+  relative to the move by an example's presence; `event_multipliers`: those of its parts.
+- `noise_draws`: coordinates of a step that receive discrete noise; `values_per_release`: numbers
+  that a step writes to the ledger.
+- `at(past)`: the mechanism of the step after the releases `past`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+
+from hf_dpzero.privacy.discretization import GRID_BITS, finite_rows, float32s, on_grid
+from hf_dpzero.privacy.mechanisms.base import (
+    LATER,
+    NoisedSum,
+    NotNoised,
+    check_count,
+    floating_point_caveat,
+)
+from hf_dpzero.privacy.noise import NoiseSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalarMechanism(NoisedSum):
+    """DPZero's scalar mechanism for K directions (Algorithm 2, line 3, K = 1 in the paper).
+
+    Guarantee: one example moves `clip_sum` by at most `sensitivity(relation)` in L2 norm (L1 for
+    `distribution="laplace"`), whatever its finite differences are, NaN and infinity included.
+
+    Attributes:
+      clip: C, in loss units per unit of smoothing; bounds the norm of one example's K-vector.
+      noise_multiplier: sigma. Gaussian: the noise on the sum has standard deviation sigma * C in
+        each coordinate. Laplace: its scale parameter b is sigma * C (deviation sqrt(2) b).
+        0 releases without noise and is not private.
+      expected_batch_size: B, public; the divisor of every release, whatever was sampled.
+      num_directions: K.
+      distribution: "gaussian", or "laplace" for a pure epsilon.
+
+    >>> m = ScalarMechanism(clip=3.0, noise_multiplier=1.0, expected_batch_size=8)
+    >>> m.sensitivity("add_or_remove_one"), m.sensitivity("replace_one")
+    (3.0, 6.0)
+    """
+
+    clip: float
+    noise_multiplier: float
+    expected_batch_size: float
+    num_directions: int = 1
+    distribution: Literal["gaussian", "laplace"] = "gaussian"
+
+    name: ClassVar[str] = "dpzero"
+    replayable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._check_sum()
+        check_count("num_directions", self.num_directions)
+        if self.distribution not in ("gaussian", "laplace"):
+            raise ValueError(
+                f"distribution={self.distribution!r} is unknown; use 'gaussian' or 'laplace'."
+            )
+
+    @property
+    def granularity(self) -> float:
+        """The grid spacing gamma = C * 2^-30, exact in binary."""
+        return math.ldexp(self.clip, -GRID_BITS)
+
+    @property
+    def values_per_release(self) -> int:
+        """K."""
+        return self.num_directions
+
+    @property
+    def noise_draws(self) -> int:
+        """K."""
+        return self.num_directions
+
+    def clip_sum(self, x: Tensor) -> list[int]:
+        """Clips each row to norm C, truncates it to the grid and sums, exactly.
+
+        Guarantee: every row contributes an integer vector of norm at most 2^30, checked in
+        integer arithmetic, so floating-point error cannot exceed the bound. Partial sums from
+        several processes add up to the total without rounding.
+
+        Args:
+          x: [B, K] finite differences, any dtype and device. B = 0 gives zeros. A row that holds
+            NaN or infinity counts as zero.
+
+        Returns:
+          K integers, in units of `granularity`.
+
+        >>> import torch
+        >>> m = ScalarMechanism(clip=4.0, noise_multiplier=1.0, expected_batch_size=2)
+        >>> [n * m.granularity for n in m.clip_sum(torch.tensor([[3.0], [-9.0]]))]
+        [-1.0]
+        """
+        rows, _ = finite_rows(x, self.num_directions)
+        order = 2 if self.distribution == "gaussian" else 1
+        return [int(n) for n in on_grid(rows, self.clip, order).sum(axis=0)]
+
+    def release(self, total: Sequence[int], step: int, noise: NoiseSource) -> tuple[float, ...]:
+        """Adds one draw of noise to the integer total and divides by the public batch size.
+
+        Args:
+          total: K integers, summed over all processes and microbatches of the step.
+          step: passed to the noise source; only insecure sources use it.
+          noise: where the noise comes from.
+
+        Returns:
+          K floats that float32 represents exactly: the only private quantity that may leave.
+        """
+        check_length(total, self.num_directions)
+        noised = [int(n) + z for n, z in zip(total, self._draw(step, noise), strict=True)]
+        return float32s(n * self.granularity / self.expected_batch_size for n in noised)
+
+    def _draw(self, step: int, noise: NoiseSource) -> list[int]:
+        if not self.private:
+            return [0] * self.num_directions
+        scale = math.ldexp(self.noise_multiplier, GRID_BITS)
+        draw = noise.gaussian if self.distribution == "gaussian" else noise.laplace
+        return draw(scale, self.num_directions, step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonPrivateMean(NotNoised):
+    """Plain MeZO (Malladi et al. 2023): the mean finite difference. No clip, no noise, no privacy.
+
+    A row that holds NaN or infinity counts as zero, as in the private mechanisms.
+    """
+
+    expected_batch_size: float
+    num_directions: int = 1
+
+    name: ClassVar[str] = "mezo"
+    private_counterpart: ClassVar[str] = "dpzero"
+    replayable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._check_sum()
+        check_count("num_directions", self.num_directions)
+
+    @property
+    def granularity(self) -> float:
+        """1.0: totals are floats in the units of the finite differences."""
+        return 1.0
+
+    @property
+    def values_per_release(self) -> int:
+        """K."""
+        return self.num_directions
+
+    def clip_sum(self, x: Tensor) -> list[float]:
+        """Column sums of x [B, K] in float64, correctly rounded; B = 0 gives zeros.
+
+        >>> import torch
+        >>> NonPrivateMean(expected_batch_size=2).clip_sum(torch.tensor([[3.0], [-9.0]]))
+        [-6.0]
+        """
+        rows, _ = finite_rows(x, self.num_directions)
+        return [math.fsum(column) for column in rows.T.tolist()]
+
+    def release(self, total: Sequence[float], step: int, noise: NoiseSource) -> tuple[float, ...]:
+        """The total over `expected_batch_size`, rounded once to float32; `noise` is not used."""
+        check_length(total, self.num_directions)
+        return float32s(float(t) / self.expected_batch_size for t in total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorMechanism(NoisedSum):
+    """DPGD-0th (DPZero paper, Algorithm 1): the clipped d-vector with d-dimensional noise.
+
+    An example's vector is v_i = sum_k s_ik u_k along the step's K shared directions (K = 1 in the
+    paper), so its norm is sqrt(s_i^T G s_i) with the Gram matrix G_kl = <u_k, u_l>, and clipping the
+    d-vector to norm C is scaling the K numbers: per-example d-vectors never exist. Two data sets
+    differ by a vector in the span of the directions of norm at most `sensitivity`, and each of the d
+    coordinates of the sum receives independent Gaussian noise of standard deviation sigma * C: one
+    Gaussian event, whatever K and d are.
+
+    The noise is d-dimensional, is not logged, and so the run cannot be replayed from its releases.
+    """
+
+    clip: float
+    noise_multiplier: float
+    expected_batch_size: float
+    num_directions: int = field(default=1, metadata=LATER)
+
+    name: ClassVar[str] = "dpgd-0th"
+    replayable: ClassVar[bool] = False
+    distribution: ClassVar[str] = "gaussian"
+    values_per_release: ClassVar[int] = 0
+    noise_draws: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        self._check_sum()
+        check_count("num_directions", self.num_directions)
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Its noise is floating-point."""
+        return (floating_point_caveat(self.name),)
+
+    def clip_sum(self, x: Tensor, gram: Tensor | np.ndarray) -> tuple[float, ...]:
+        """K coefficients c with sum_k c_k u_k = the sum over examples of their clipped vectors.
+
+        Guarantee: every example contributes a vector of norm at most C, for entries of G accurate to
+        2^-37 of sqrt(G_kk G_ll). Each coefficient is a multiple, by an integer of limited size, of
+        one power of two, so float64 adds the terms, and the partial sums of several processes,
+        exactly (for up to 2^20 / K examples).
+
+        Args:
+          x: [B, K] finite differences. B = 0 gives zeros; a row with NaN or infinity counts as zero.
+          gram: [K, K] float64, positive semi-definite with a positive diagonal. For K = 1 the
+            squared norm of u, rounded up where it is not exact.
+
+        Returns:
+          K floats, in loss units per unit of smoothing.
+
+        >>> import torch
+        >>> m = VectorMechanism(clip=4.0, noise_multiplier=1.0, expected_batch_size=2)
+        >>> m.clip_sum(torch.tensor([[1.0], [-9.0]]), gram=torch.tensor([[4.0]]))
+        (-1.0,)
+        """
+        rows, _ = finite_rows(x, self.num_directions)
+        matrix = checked_gram(np.asarray(gram, dtype=np.float64), self.num_directions)
+        if self.num_directions == 1:
+            return (_sum_along_one(rows[:, 0], self.clip / math.sqrt(matrix[0, 0])),)
+        return _sum_along_many(rows, matrix, self.clip)
+
+    def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
+        """Noise for `size` coordinates of the MEAN: float32, deviation sigma * C / B.
+
+        Args:
+          noise: the source.
+          size: number of coordinates in this chunk.
+          step, part: the step and the chunk's index; only insecure sources use them.
+        """
+        if not self.private:
+            return np.zeros(size, dtype=np.float32)
+        return noise.dense_gaussian(self.noise_scale / self.expected_batch_size, size, step, part)
+
+
+def check_length(total: Sequence[float], values: int) -> None:
+    """ValueError unless `total` has K entries."""
+    if len(total) != values:
+        raise ValueError(
+            f"total has {len(total)} entries for num_directions={values}; "
+            "pass the summed result of clip_sum."
+        )
+
+
+GRAM_SLACK = 2.0**-36
+"""Relative room for errors in the Gram matrix and in the norms computed from it."""
+
+VECTOR_MARGIN = 1.0 - 2.0**-20
+"""Several directions are clipped to this share of C: room for truncation, which shortens the
+coefficients but perhaps not the vector, and for the float32 rounding of sum_k c_k u_k."""
+
+
+def checked_gram(gram: np.ndarray, num_directions: int) -> np.ndarray:
+    """The matrix itself; ValueError unless it can be the Gram matrix of K directions."""
+    k = num_directions
+    if gram.shape != (k, k):
+        raise ValueError(
+            f"gram of shape {gram.shape} for num_directions={k}; pass the [{k}, {k}] inner products "
+            "of the step's directions."
+        )
+    norms = np.sqrt(np.maximum(np.diag(gram), 0.0))
+    if not (np.isfinite(gram).all() and (norms > 0).all()):
+        raise ValueError(f"gram={gram.tolist()} must be finite with a positive diagonal.")
+    cosines = gram / np.outer(norms, norms)
+    if not np.allclose(cosines, cosines.T, rtol=0, atol=GRAM_SLACK) or (
+        np.linalg.eigvalsh(cosines)[0] < -k * GRAM_SLACK
+    ):
+        raise ValueError(
+            f"gram={gram.tolist()} is not symmetric and positive semi-definite, so it is not the "
+            "Gram matrix of any directions; use <u_k, u_l>."
+        )
+    return gram
+
+
+def _sum_along_one(s: np.ndarray, bound: float) -> float:
+    """Sum of s [B] clipped to |s_i| <= bound, each truncated toward zero to about 2^-30 of it."""
+    grid = math.ldexp(1.0, math.frexp(bound)[1] - 1 - GRID_BITS)
+    return float(int(np.trunc(np.clip(s, -bound, bound) / grid).astype(np.int64).sum()) * grid)
+
+
+def _sum_along_many(rows: np.ndarray, gram: np.ndarray, clip: float) -> tuple[float, ...]:
+    """Column sums of rows [B, K] scaled to norm sqrt(s^T G s) <= C and truncated to a grid.
+
+    Truncation moves a vector by at most grid * sum_k ||u_k|| <= 2^-30 C, inside `VECTOR_MARGIN`.
+    Nearly dependent directions could have huge coefficients that cancel. For sums to stay exact none
+    may exceed 2^33 K grid units, four times what orthogonal directions of like norms need; a row
+    that does is scaled down as a whole.
+    """
+    lengths = np.sqrt(np.diag(gram))
+    grid = math.ldexp(1.0, math.frexp(clip / lengths.sum())[1] - 1 - GRID_BITS)
+    largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
+    unit = np.divide(rows, largest, out=np.zeros_like(rows), where=largest > 0)
+    # s^T G s, plus what it may lack for the errors of G and of this evaluation
+    squares = ((unit @ gram) * unit).sum(axis=1, keepdims=True)
+    room = GRAM_SLACK * (np.abs(unit) @ lengths[:, None]) ** 2
+    norms = np.sqrt(np.maximum(squares, 0.0) + room)
+    allowed = np.divide(
+        clip * VECTOR_MARGIN, norms, out=np.zeros_like(norms), where=norms > 0
+    ).clip(max=math.ldexp(grid, GRID_BITS + 2 + len(lengths).bit_length()))
+    integers = np.trunc(unit * np.minimum(largest, allowed) / grid).astype(np.int64)
+    return tuple(float(int(n) * grid) for n in integers.sum(axis=0))

@@ -1,0 +1,212 @@
+"""PrivacyPlan: the one place that couples sampler, mechanism, steps and neighbouring relation.
+
+Nobody types a sensitivity or a sample rate twice: the plan reads them from the objects that run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hf_dpzero.privacy.accounting import (
+    Accountant,
+    StepLaw,
+    accountant_used,
+    calibrated_noise_multiplier,
+    check_sound,
+    epsilon_after,
+    step_event,
+)
+from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
+from hf_dpzero.privacy.sampling import Sampler, TruncatedPoissonSampler, sampler_from_dict
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """A whole run, as far as its privacy is concerned; immutable.
+
+    Attributes:
+      sampler: which examples each step sees.
+      mechanism: clip, sum, noise, release.
+      steps: T, the number of releases planned.
+      relation: when two data sets are neighbours. "add_or_remove_one": one example more or less.
+        "replace_one": one example exchanged (the DPZero paper's; twice the sensitivity).
+        "replace_special": one example exchanged for one that contributes zero.
+      accountant: "pld" (tight, default), "rdp", or "advanced_composition" (the paper's Lemma 2.2,
+        full batch and replace_one only).
+
+    Raises:
+      ValueError: sampler and mechanism disagree on the batch size, `steps` < 1, or the combination
+        has no sound accounting; the message says what to use instead.
+
+    >>> from hf_dpzero.privacy.mechanisms import ScalarMechanism
+    >>> from hf_dpzero.privacy.sampling import PoissonSampler
+    >>> plan = PrivacyPlan(
+    ...     sampler=PoissonSampler(num_examples=1024, expected_batch_size=64),
+    ...     mechanism=ScalarMechanism(clip=1.0, noise_multiplier=4.84, expected_batch_size=64),
+    ...     steps=10_000,
+    ... )
+    >>> round(plan.epsilon(1e-5), 1)
+    6.0
+    >>> plan.epsilon(1e-5, at=0)
+    0.0
+    """
+
+    sampler: Sampler
+    mechanism: Mechanism
+    steps: int
+    relation: Relation = "add_or_remove_one"
+    accountant: Accountant = "pld"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"steps={self.steps!r} must be an integer of at least 1.")
+        if self.sampler.expected_batch_size != self.mechanism.expected_batch_size:
+            raise ValueError(
+                f"the sampler expects batches of {self.sampler.expected_batch_size}, the mechanism "
+                f"divides by {self.mechanism.expected_batch_size}; give both the same "
+                "expected_batch_size."
+            )
+        if not isinstance(self.mechanism, NotNoised):
+            check_sound(self.law)
+
+    @property
+    def law(self) -> StepLaw:
+        """One step as the accounting sees it."""
+        cap = self.sampler
+        return StepLaw(
+            sampling=self.sampler.name,
+            num_examples=self.sampler.num_examples,
+            batch_size=float(self.sampler.expected_batch_size),
+            max_batch_size=cap.max_batch_size if isinstance(cap, TruncatedPoissonSampler) else 0,
+            distribution=self.mechanism.distribution,
+            noise_multiplier=self.mechanism.effective_noise_multiplier,
+            num_directions=self.mechanism.noise_draws,
+            relation=self.relation,
+            accountant=self.accountant,
+            replacement=self.mechanism.replacement_factor // self.mechanism.presence_factor,
+        )
+
+    @property
+    def private(self) -> bool:
+        """True if epsilon is finite: the mechanism clips and adds noise."""
+        return self.mechanism.private
+
+    @property
+    def accountant_used(self) -> str:
+        """The accountant behind the reported epsilon, which may be better than the one named."""
+        return accountant_used(self.law) if self.private else "none"
+
+    @property
+    def sensitivity(self) -> float:
+        """Sensitivity of the clipped sum under the plan's relation, in the units of the clip.
+
+        Under adaptive clipping, of the first step's.
+        """
+        return self.mechanism.sensitivity(self.relation)
+
+    def event(self, at: int | None = None, *, joint: bool = False) -> DpEvent:
+        """The `dp_accounting` event of the first `at` steps (default: all of them).
+
+        It is written in the convention of the accountant named by `accountant_used`. A step with
+        several noises (adaptive clipping) is shown as the composition that it is, or, with
+        `joint=True`, as the one Gaussian that they amount to (see `step_law`), which is what its
+        epsilon is computed from: the PLD accountant takes no composition inside a sampled event.
+        """
+        import dp_accounting as dp
+
+        count = self._count(at)
+        if not self.private:
+            return dp.NonPrivateDpEvent() if count else dp.NoOpDpEvent()
+        once = step_event(self.law) if joint else step_event(self.law, self._parts)
+        return dp.SelfComposedDpEvent(once, count) if count else dp.NoOpDpEvent()
+
+    def epsilon(self, delta: float, at: int | None = None) -> float:
+        """Epsilon spent at `delta` after `at` steps (default: all); an upper bound.
+
+        A part of the run never costs more than the whole, so the bound for the whole caps it.
+
+        Args:
+          delta: in [1e-12, 1), or 0 for Laplace noise.
+          at: 0 <= at <= steps.
+
+        Returns:
+          0.0 for at=0, infinity if the plan is not private.
+        """
+        count = self._count(at)
+        if count == 0:
+            return 0.0
+        if not self.private:
+            return math.inf
+        whole = epsilon_after(self.law, self.steps, delta)
+        return whole if count == self.steps else min(epsilon_after(self.law, count, delta), whole)
+
+    def calibrate(self, *, epsilon: float, delta: float) -> PrivacyPlan:
+        """The same plan with the smallest noise multiplier, to 4e-4, that keeps to the target.
+
+        Guarantee: `plan.calibrate(epsilon=e, delta=d).epsilon(d) <= e`, evaluated before return.
+
+        Raises:
+          ValueError: the mechanism has no noise to calibrate, no noise reaches the target, or
+            (adaptive clipping) it is more than `clip_count_noise` allows.
+        """
+        mechanism = self.mechanism
+        if isinstance(mechanism, NotNoised):
+            raise ValueError(
+                f"target epsilon={epsilon} with method {mechanism.name!r}, which has no noise to "
+                f"calibrate; use method {mechanism.private_counterpart!r}, or drop the target."
+            )
+        found = calibrated_noise_multiplier(self.law, self.steps, epsilon=epsilon, delta=delta)
+        sigma = found * mechanism.presence_factor
+        plan = replace(self, mechanism=replace(mechanism, noise_multiplier=sigma))
+        assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
+        return plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe description; `from_dict` reads it back."""
+        return {
+            "sampler": self.sampler.to_dict(),
+            "mechanism": self.mechanism.to_dict(),
+            "steps": self.steps,
+            "relation": self.relation,
+            "accountant": self.accountant,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
+        """Inverse of `to_dict`; unknown and missing keys are errors."""
+        known = {"sampler", "mechanism", "steps", "relation", "accountant"}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"PrivacyPlan has no fields {unknown}; it has {sorted(known)}.")
+        if missing := sorted({"sampler", "mechanism", "steps"} - set(values)):
+            raise ValueError(f"PrivacyPlan needs {missing}; the description has {sorted(values)}.")
+        rest = {k: v for k, v in values.items() if k not in ("sampler", "mechanism")}
+        return cls(
+            sampler=sampler_from_dict(values["sampler"]),
+            mechanism=mechanism_from_dict(values["mechanism"]),
+            **rest,
+        )
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the canonical JSON: equal plans, equal digests, on every machine."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        """The multipliers of a step's noises over that of the one Gaussian they amount to."""
+        whole = self.mechanism.effective_noise_multiplier
+        return tuple(part / whole for part in self.mechanism.event_multipliers)
+
+    def _count(self, at: int | None) -> int:
+        count = self.steps if at is None else at
+        if not 0 <= count <= self.steps:
+            raise ValueError(f"at={at} is outside 0..{self.steps}, the planned steps.")
+        return count

@@ -1,0 +1,134 @@
+"""`ModelArguments`: which checkpoint, head and parameters a recipe fine-tunes.
+
+A recipe is a flat YAML file whose keys are the fields of three dataclasses: `ModelArguments` here,
+`hf_dpzero.tasks.arguments.DataArguments` for the rows, and `hf_dpzero.training.config.DPZeroConfig`
+for everything about training and privacy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hf_dpzero.values import one_of, positive
+
+Architecture = Literal["auto", "sentence_classifier"]
+Pooling = Literal["mean", "cls"]
+HeadInit = Literal["random", "zero", "label_text"]
+PairFeatures = Literal["joint", "siamese"]
+PeftMethod = Literal["lora", "bitfit", "prefix"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """Which checkpoint, which head, which parameters a recipe fine-tunes.
+
+    Attributes:
+      model_name_or_path: Hub id or local folder of the base model; `package:NAME/SUBFOLDER` is the
+        folder SUBFOLDER inside the installed Python package NAME (weights that come through pip).
+      model_revision: Hub branch, tag or commit; pin a commit to reproduce a number.
+      torch_dtype: "float32" (default), "bfloat16", "float16", or "auto": the one that the checkpoint
+        was saved in. Parameters of all three can be trained (half precision is perturbed and updated
+        with unbiased rounding); adapters are float32 in any case. A private run with half-precision
+        or quantised weights takes one example in each forward pass (microbatch_size: 1), for
+        low-precision rounding depends on what else is in the batch. bfloat16 has float32's range;
+        float16 has the finer steps and overflows beyond 65504, and an example whose loss is not
+        finite counts as zero.
+      load_in_4bit: quantise the frozen base while it is loaded to 4 bits (NormalFloat, as QLoRA),
+        which takes an eighth of float32's memory; sums are computed in torch_dtype. Needs bitsandbytes
+        (pip install 'hf-dpzero[quantization]') and peft_method lora or prefix, whose float32 weights
+        are what is trained.
+      load_in_8bit: the same in 8 bits (LLM.int8()); products are computed in float16, so
+        torch_dtype: float16 saves conversions.
+      architecture: "auto" takes the `AutoModelFor...` class of the task; "sentence_classifier"
+        puts pooling and a linear head on a bare encoder.
+      pooling: how a sentence_classifier turns token states into one vector: "mean" over the
+        attended tokens, or the first token ("cls").
+      normalize: scale the pooled vector to Euclidean length 1 before the head.
+      pair_features: what the head sees of a pair of texts: "joint" encodes both as one sequence;
+        "siamese" encodes each alone, to a and b, and shows the head [a; b; |a - b|; a * b], four
+        times as wide (Conneau et al. 2017, InferSent). sentence_classifier only; what a frozen
+        sentence encoder needs, since it was not trained on joint sequences.
+      head_init: start of the linear head: "random" (HF's initialiser), "zero", or "label_text":
+        row c is the embedding of `label_texts[c]`, which gives a zero-shot classifier
+        (sentence_classifier only).
+      label_texts: one description for each label, in label order; for head_init=label_text. An
+        entry may hold several phrasings separated by "|", whose embeddings are averaged.
+      logit_scale: the head's logits are multiplied by this; > 0. A larger scale makes losses
+        react more to the same perturbation. sentence_classifier only.
+      peft_method: null trains what `trainable` (of DPZeroConfig) selects, a regular expression
+        over parameter names: `^classifier` is the head of a sentence_classifier alone,
+        `layer\\.5\\.|^classifier` the last of six BERT layers and the head; "lora" trains adapters
+        and the head, "bitfit" the biases and the head, "prefix" a prefix and the head. With a prompt
+        there is no new head: they train the adapters, biases or prefix alone, and the pretrained
+        output matrix stays as it is.
+      lora_r: rank of the LoRA matrices, >= 1.
+      lora_alpha: LoRA scale; the adapter is multiplied by lora_alpha / lora_r.
+      lora_target_modules: module names that get LoRA; null takes PEFT's default for the model.
+      num_virtual_tokens: length m of the trained prefix, >= 1; for peft_method=prefix. With a prompt
+        it starts as the keys and values of m tokens drawn from the vocabulary by `init_seed` (Li &
+        Liang 2021, Malladi et al. 2023), otherwise at N(0, 1). It takes m of the model's positions.
+      init_seed: seed of freshly drawn weights (random head, adapters), so that the base model of a
+        trajectory can be rebuilt from the recipe.
+      precompute_features: run a frozen encoder once over the data and train the rest on the
+        stored vectors. Only for models whose trainable part is behind a frozen encoder.
+    """
+
+    model_name_or_path: str
+    model_revision: str | None = None
+    torch_dtype: str = "float32"
+    architecture: Architecture = "auto"
+    pooling: Pooling = "mean"
+    normalize: bool = True
+    pair_features: PairFeatures = "joint"
+    head_init: HeadInit = "random"
+    label_texts: list[str] | None = None
+    logit_scale: float = 1.0
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    peft_method: PeftMethod | None = None
+    lora_r: int = 8
+    lora_alpha: float = 16.0
+    lora_target_modules: list[str] | None = None
+    num_virtual_tokens: int = 5
+    init_seed: int = 0
+    precompute_features: bool = False
+
+    def __post_init__(self) -> None:
+        dtypes = ("float32", "bfloat16", "float16", "auto")
+        one_of(self, "torch_dtype", dtypes, "auto takes the checkpoint's")
+        one_of(
+            self, "architecture", ("auto", "sentence_classifier"), "auto suits whole checkpoints"
+        )
+        one_of(self, "pooling", ("mean", "cls"), "sentence encoders mostly use mean")
+        one_of(self, "pair_features", ("joint", "siamese"), "siamese encodes each text alone")
+        one_of(self, "head_init", ("random", "zero", "label_text"), "random is HF's own")
+        one_of(self, "peft_method", (None, "lora", "bitfit", "prefix"), "null trains the model")
+        positive(self, "logit_scale", "lora_r", "lora_alpha", "num_virtual_tokens")
+        self._check_quantisation()
+        if self.head_init == "label_text" and not self.label_texts:
+            raise ValueError(
+                "head_init='label_text' needs label_texts, one description for each label; "
+                "add them, or set head_init to random or zero."
+            )
+        if self.head_init == "label_text" and self.pair_features == "siamese":
+            raise ValueError(
+                "head_init='label_text' describes one text, and with pair_features='siamese' the "
+                "head compares two: set head_init to zero or random, or pair_features to joint."
+            )
+
+    @property
+    def quantised(self) -> int:
+        """Bits of the quantised base, 4 or 8; 0 where it is not quantised."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else 0
+
+    def _check_quantisation(self) -> None:
+        """Refuses a base in 4 and 8 bits at once, and one that would itself be trained."""
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ValueError("load_in_4bit and load_in_8bit are both set; set one of them.")
+        if self.quantised and self.peft_method not in ("lora", "prefix"):
+            raise ValueError(
+                f"load_in_{self.quantised}bit=True with peft_method={self.peft_method or 'null'}: a "
+                "quantised base cannot be trained itself; set peft_method: lora (or prefix), which "
+                "trains float32 weights on top of it."
+            )

@@ -1,0 +1,137 @@
+"""Recipe -> task, model and trainer: what `train`, `evaluate` and `replay` have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_dpzero.recipes.arguments import ModelArguments
+from hf_dpzero.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    import datasets
+
+    from hf_dpzero.tasks import AnyTask
+    from hf_dpzero.training.trainer import DPZeroTrainer
+
+
+def build_trainer(recipe: Recipe) -> DPZeroTrainer:
+    """The trainer that a recipe describes, with its untrained model.
+
+    The privacy plan is made as soon as the number of rows is known, so that what cannot be
+    accounted is refused before any text is encoded.
+
+    Raises:
+      ValueError, OSError, ImportError: whatever the task, the model or the plan refuses.
+    """
+    from hf_dpzero.recipes.models import load_model
+    from hf_dpzero.tasks import build_task
+    from hf_dpzero.training.trainer import DPZeroTrainer
+
+    check_objective(recipe)
+    task = build_task(recipe.data)
+    recipe.training.plan(len(task.splits["train"]))
+    model, tokenizer = load_model(recipe.model, task)
+    check_context(model, recipe)
+    rows = _rows(recipe, task, model, tokenizer)
+    return DPZeroTrainer(
+        model=model,
+        args=recipe.training,
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
+        processing_class=tokenizer,
+        data_collator=task.collator(tokenizer),
+        compute_metrics=task.metrics(tokenizer),
+        compute_per_example_loss=task.objective(tokenizer),
+    )
+
+
+def check_objective(recipe: Recipe) -> None:
+    """Refuses what cannot be trained on.
+
+    Raises:
+      ValueError: an objective without gradients for a first-order method, or demonstrations.
+    """
+    data, method = recipe.data, recipe.training.method
+    if data.objective != "loss" and recipe.training.first_order:
+        raise ValueError(
+            f"objective={data.objective!r} has no gradient, which method={method!r} needs: use "
+            "method: dpzero, mezo or dpgd-0th, or objective: loss."
+        )
+    if data.num_demonstrations:
+        raise ValueError(
+            f"num_demonstrations={data.num_demonstrations} would put these training rows into every "
+            "example's loss, so that no clip bounds them: it is for `hf-dpzero evaluate` only."
+        )
+
+
+def check_context(model: Any, recipe: Recipe) -> None:
+    """Refuses prompts that may be longer than the model's positions.
+
+    Raises:
+      ValueError: names the most that fits.
+    """
+    from hf_dpzero.objectives.losses import base_model
+
+    if recipe.data.prompt is None:
+        return
+    max_seq_length = recipe.data.max_seq_length
+    config: Any = base_model(model).config
+    most = _context_length(getattr(config, "encoder", config))
+    adapter = getattr(model, "active_peft_config", None)
+    virtual = getattr(adapter, "num_virtual_tokens", None) or 0
+    if most is not None and max_seq_length + virtual > most:
+        prefix = f" and a prefix of {virtual}" if virtual else ""
+        raise ValueError(
+            f"max_seq_length={max_seq_length}{prefix}, but {config.model_type} models of this size take "
+            f"{most} tokens; lower it."
+        )
+
+
+def _context_length(config: Any) -> int | None:
+    """Positions of a model; RoBERTa and its kin spend the first ones on padding."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or config.model_type not in ("roberta", "xlm-roberta", "camembert"):
+        return positions
+    return int(positions) - config.pad_token_id - 1
+
+
+def _rows(recipe: Recipe, task: AnyTask, model: Any, tokenizer: Any) -> datasets.DatasetDict:
+    """Tokenised rows, or with `precompute_features` the frozen encoder's vectors."""
+    from hf_dpzero.recipes.models import precompute_features
+
+    rows = task.tokenize(tokenizer, recipe.model.pair_features)
+    if not recipe.model.precompute_features:
+        return rows
+    for split in rows:
+        rows[split] = precompute_features(
+            model,
+            rows[split],
+            task.collator(tokenizer),
+            trainable=recipe.training.trainable,
+            batch_size=recipe.training.per_device_eval_batch_size,
+            device=recipe.training.device,
+        )
+    return rows
+
+
+def output_dir(recipe: Recipe) -> Path:
+    """Where the recipe's run puts everything; `TrainingArguments` always sets it."""
+    return Path(str(recipe.training.output_dir))
+
+
+def load_trained(arguments: ModelArguments, task: AnyTask, base: str) -> tuple[Any, Any]:
+    """The model and tokenizer at `arguments.model_name_or_path`, which may be an adapter's folder.
+
+    Args:
+      base: the model that an adapter was trained on: what the recipe itself names.
+    """
+    from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
+    from hf_dpzero.recipes.models import load_model
+
+    folder = Path(arguments.model_name_or_path)
+    if not (folder / ADAPTER_FILE).is_file():
+        return load_model(arguments, task)
+    of_base = dataclasses.replace(arguments, model_name_or_path=base)
+    return load_model(of_base, task, adapter=str(folder))

@@ -1,0 +1,203 @@
+"""Where a recipe's weights and tokenizer come from: paths, what is missing, precision of the base."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from hf_dpzero.recipes.arguments import ModelArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+ADAPTER_FILE = "adapter_config.json"
+_INT8_CAST = "MatMul8bitLt: inputs will be cast from"
+
+
+def check_folder(path: str) -> None:
+    """Refuses what can only be a folder here and is none, and a folder without a model.
+
+    A Hub id has at most one slash and starts with a letter, digit or underscore; such a name passes.
+
+    Raises:
+      FileNotFoundError: says what is there instead.
+    """
+    place = Path(path)
+    if place.is_dir():
+        _check_config_file(place)
+    elif place.is_file():
+        raise FileNotFoundError(
+            f"model_name_or_path={path!r} is a file; give the folder that holds config.json."
+        )
+    elif path.startswith((".", "/", "~", "\\")) or path.count("/") > 1 or "\\" in path:
+        home = " (~ is not expanded: write the whole path)" if path.startswith("~") else ""
+        raise FileNotFoundError(
+            f"model_name_or_path={path!r}: no such folder{home}; relative paths are taken from "
+            f"{Path.cwd()}."
+        )
+
+
+def _check_config_file(folder: Path) -> None:
+    if (folder / "config.json").is_file():
+        return
+    if (folder / ADAPTER_FILE).is_file():
+        raise FileNotFoundError(
+            f"{folder} holds an adapter and no model: set model_name_or_path to the model that the "
+            "adapter was trained on."
+        )
+    raise FileNotFoundError(
+        f"{folder} has no config.json, so it is no saved model: give the folder that "
+        "save_pretrained wrote to."
+    )
+
+
+# ---------------------------------------------------------------- fetching
+
+
+def fetched(load: Callable[..., Any], path: str, arguments: ModelArguments, **settings: Any) -> Any:
+    """load(path) at the recipe's revision, with a message that says how to get what is not here.
+
+    Raises:
+      FileNotFoundError: see `check_folder`.
+      OSError: the Hub has no such model or revision, asks for a login, or cannot be reached.
+    """
+    check_folder(path)
+    try:
+        return load(path, revision=arguments.model_revision or "main", **settings)
+    except OSError as error:
+        if Path(path).is_dir():
+            raise
+        raise OSError(_how_to_get(path, arguments.model_revision, error)) from error
+
+
+def _how_to_get(path: str, revision: str | None, error: OSError) -> str:
+    kinds = {type(cause).__name__ for cause in _causes(error)}
+    command = f"`hf download {path}{f' --revision {revision}' if revision else ''}`"
+    if "GatedRepoError" in kinds:
+        return (
+            f"model {path!r} is gated: accept its terms at https://huggingface.co/{path}, log in "
+            f"with `hf auth login`, then fetch it with {command}."
+        )
+    if "RepositoryNotFoundError" in kinds:
+        return (
+            f"model {path!r} is no local folder, and the Hub has no model of that name that you may "
+            "see: check the name, or log in with `hf auth login` if it is private."
+        )
+    if "RevisionNotFoundError" in kinds:
+        return f"model {path!r} has no revision {revision!r}; check model_revision."
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    offline = " with HF_HUB_OFFLINE unset" if HF_HUB_OFFLINE else ""
+    return (
+        f"model {path!r} is no local folder, and neither cached nor reachable "
+        f"({type(error).__name__}); fetch it once with {command}{offline}, or set "
+        "model_name_or_path to a local folder."
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def load_tokenizer(path: str, arguments: ModelArguments) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer.
+
+    Transformers makes up a tokenizer without words where the files are missing; it is refused.
+
+    Raises:
+      ValueError: the checkpoint has no tokenizer.
+      OSError: see `fetched`.
+    """
+    advice = (
+        "save the model's own tokenizer into its folder (tokenizer.save_pretrained), or start from "
+        "a checkpoint that has one."
+    )
+    try:
+        tokenizer = fetched(AutoTokenizer.from_pretrained, path, arguments)
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, OSError) and not Path(path).is_dir():
+            raise
+        said = (str(error).splitlines() or ["nothing"])[0]
+        raise ValueError(f"{path} has no tokenizer that loads ({said}): {advice}") from error
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise ValueError(f"{path} has no tokenizer: {advice}")
+    return tokenizer
+
+
+# ---------------------------------------------------------------- precision of the base
+
+
+def dtype_settings(
+    arguments: ModelArguments, config: PreTrainedConfig, kept: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What `from_pretrained` is told about dtype and quantisation.
+
+    Args:
+      arguments: the recipe's.
+      config: the checkpoint's, whose dtype "auto" takes.
+      kept: modules that are not quantised; by default transformers leaves out the output layer.
+    Raises:
+      ImportError: bitsandbytes is needed and not installed; names the pip command.
+    """
+    auto = arguments.torch_dtype == "auto"
+    settings: dict[str, Any] = {"dtype": "auto" if auto else _torch_dtype(arguments.torch_dtype)}
+    if not arguments.quantised:
+        return settings
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError(
+            f"load_in_{arguments.quantised}bit needs bitsandbytes, which is not installed; run "
+            "pip install 'hf-dpzero[quantization]'"
+        )
+    compute = getattr(config, "dtype", None) or torch.float32 if auto else settings["dtype"]
+    return {
+        **settings,
+        "quantization_config": _quantisation(arguments, compute, list(kept) or None),
+    }
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _quantisation(arguments: ModelArguments, compute: torch.dtype, kept: list[str] | None) -> Any:
+    """4 bits are NormalFloat (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), computed in `compute`.
+
+    8 bits are LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339).
+    """
+    from transformers import BitsAndBytesConfig
+
+    if arguments.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=compute,
+        llm_int8_skip_modules=kept,
+    )
+
+
+def settle_quantised_(model: nn.Module) -> None:
+    """Keeps bitsandbytes from rewriting 4-bit weights, and from a log line for each 8-bit product.
+
+    On some CPUs the first forward pass packs 4-bit weights anew for bfloat16 arithmetic: the model
+    would have another digest there, and a weight that changes in a forward pass is refused.
+    Nothing else has to be prepared, as for backpropagation: there is no backward pass.
+    """
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_not_the_int8_cast)
+
+
+def _not_the_int8_cast(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_INT8_CAST)

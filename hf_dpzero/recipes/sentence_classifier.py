@@ -1,0 +1,292 @@
+"""A sentence encoder with a linear head: `logits = logit_scale * (W e(x) + b)`.
+
+e(x) is the encoder's pooled and, by default, normalised state. W can start from the embeddings of
+label descriptions, which classifies before any training, and is small (classes x width):
+zeroth-order fine-tuning moves few, well-scaled parameters best. Because e(x) does not depend on W,
+it may be computed once and passed as `sentence_embedding`; the encoder is then skipped. For a pair
+of texts that are encoded apart, e(x) is `compare` of the two.
+
+Importing this module registers the classes with AutoConfig and AutoModelForSequenceClassification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.modeling_utils import PreTrainedModel
+
+from hf_dpzero.objectives.losses import classification_losses, right_padded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+POOLINGS = ("mean", "cls")
+PAIR_FEATURES = ("joint", "siamese")
+PHRASING_SEPARATOR = "|"
+
+
+class SentenceClassifierConfig(PreTrainedConfig):
+    """Configuration of `SentenceClassifier`.
+
+    Args:
+      encoder: the encoder's configuration, or its `to_dict()`; None is a default BERT.
+      pooling: "mean" over the attended tokens, or "cls", the first attended token.
+      normalize: scale the pooled vector to Euclidean length 1.
+      logit_scale: fixed factor on the head's output, > 0.
+      pair_features: "joint" (one text, or a pair as one sequence) or "siamese" (`compare` of two
+        texts that are encoded apart).
+      settings: `num_labels`, `id2label` and the rest of `PreTrainedConfig`.
+    """
+
+    model_type = "sentence_classifier"
+    sub_configs = {"encoder": AutoConfig}  # noqa: RUF012 (transformers' own way to declare it)
+
+    def __init__(
+        self,
+        encoder: PreTrainedConfig | dict[str, Any] | None = None,
+        pooling: str = "mean",
+        normalize: bool = True,
+        logit_scale: float = 1.0,
+        pair_features: str = "joint",
+        **settings: Any,
+    ) -> None:
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling={pooling!r} is not one of {', '.join(POOLINGS)}.")
+        if pair_features not in PAIR_FEATURES:
+            raise ValueError(
+                f"pair_features={pair_features!r} is not one of {', '.join(PAIR_FEATURES)}."
+            )
+        if not logit_scale > 0:
+            raise ValueError(f"logit_scale={logit_scale} must be above 0.")
+        if not isinstance(encoder, PreTrainedConfig):
+            encoder = AutoConfig.for_model(**{"model_type": "bert", **(encoder or {})})
+        self.encoder = encoder
+        self.pooling, self.normalize, self.logit_scale = pooling, normalize, logit_scale
+        self.pair_features = pair_features
+        super().__init__(**settings)
+
+    @property
+    def hidden_size(self) -> int:
+        """The width H of one text's embedding."""
+        return int(self.encoder.hidden_size)
+
+    @property
+    def feature_size(self) -> int:
+        """The width of what the head sees: H, or 4 H of a pair that is encoded apart."""
+        return self.hidden_size * (4 if self.pair_features == "siamese" else 1)
+
+
+class SentenceClassifier(PreTrainedModel):
+    """Encoder, pooling, linear head; see the module's docstring for the equation."""
+
+    config_class = SentenceClassifierConfig
+    config: SentenceClassifierConfig
+    base_model_prefix = "encoder"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: SentenceClassifierConfig) -> None:
+        super().__init__(config)
+        self.num_labels = int(config.num_labels or 2)
+        self.encoder = _without_pooler(AutoModel.from_config(config.encoder))
+        self.classifier = nn.Linear(config.feature_size, self.num_labels)
+        self.post_init()
+
+    @classmethod
+    def from_encoder(cls, encoder: PreTrainedModel, **settings: Any) -> SentenceClassifier:
+        """Puts a head of zeros, float32, on a loaded encoder, which is used and not copied.
+
+        Args:
+          encoder: a model whose output has `last_hidden_state` [B, T, H].
+          settings: `num_labels`, `pooling`, ... of `SentenceClassifierConfig`.
+        """
+        with torch.device("meta"):
+            model = cls(SentenceClassifierConfig(encoder=encoder.config, **settings))
+        model.encoder = _without_pooler(encoder)
+        model.classifier = nn.Linear(model.config.feature_size, model.num_labels)
+        nn.init.zeros_(model.classifier.weight)
+        nn.init.zeros_(model.classifier.bias)
+        return model.eval()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        input_ids_pair: Tensor | None = None,
+        attention_mask_pair: Tensor | None = None,
+        token_type_ids_pair: Tensor | None = None,
+        labels: Tensor | None = None,
+        sentence_embedding: Tensor | None = None,
+        return_dict: bool | None = None,
+        **settings: Any,
+    ) -> SequenceClassifierOutput | tuple[Tensor, ...]:
+        """Logits `[B, L]` and, with labels, the mean loss.
+
+        Args:
+          input_ids, ..., token_type_ids_pair: as for `embed`.
+          labels: as for `objectives.classification_losses`.
+          sentence_embedding: `[B, feature_size]`, what `embed` returned for these rows; skips the
+            encoder.
+          return_dict: False gives a tuple, (loss if there are labels, logits).
+          settings: passed on to the encoder.
+        Raises:
+          ValueError: neither input_ids nor sentence_embedding is given.
+        """
+        if sentence_embedding is None:
+            if input_ids is None:
+                raise ValueError("give input_ids, or sentence_embedding from an earlier embed().")
+            pair = (input_ids_pair, attention_mask_pair, token_type_ids_pair)
+            sentence_embedding = self.embed(
+                input_ids, attention_mask, token_type_ids, *pair, **settings
+            )
+        weight = self.classifier.weight
+        logits = self.classifier(sentence_embedding.to(weight.dtype)) * self.config.logit_scale
+        loss = None
+        if labels is not None:
+            loss = classification_losses(logits, labels, self.config.problem_type).mean()
+        output = SequenceClassifierOutput(loss=loss, logits=logits)
+        return output.to_tuple() if return_dict is False else output
+
+    def embed(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        input_ids_pair: Tensor | None = None,
+        attention_mask_pair: Tensor | None = None,
+        token_type_ids_pair: Tensor | None = None,
+        **settings: Any,
+    ) -> Tensor:
+        """What the head sees of token rows, `[B, feature_size]` float32; each from its own row.
+
+        Args:
+          input_ids, attention_mask, token_type_ids: `[B, T]`.
+          input_ids_pair, attention_mask_pair, token_type_ids_pair: `[B, T']`, the second texts,
+            padded on either side; with pair_features=siamese, and only then.
+        Raises:
+          ValueError: second texts that the configuration does not expect, or none where it does.
+        """
+        siamese = self.config.pair_features == "siamese"
+        if siamese != (input_ids_pair is not None):
+            raise ValueError(
+                f"pair_features={self.config.pair_features!r}, but input_ids_pair is "
+                f"{'missing' if siamese else 'given'}: tokenise with the model's own pair_features "
+                "(`Task.tokenize`), or set the recipe's pair_features to it."
+            )
+        first = self._embed_text(input_ids, attention_mask, token_type_ids, **settings)
+        if input_ids_pair is None:
+            return first
+        pair = _from_first_token(input_ids_pair, attention_mask_pair, token_type_ids_pair)
+        return compare(first, self._embed_text(**pair, **settings), self.config.normalize)
+
+    def _embed_text(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **settings: Any,
+    ) -> Tensor:
+        """Embeddings `[B, H]` float32 of one text a row, `[B, T]`."""
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        if token_type_ids is not None:
+            settings["token_type_ids"] = token_type_ids
+        output = self.encoder(input_ids, attention_mask=attention_mask, **settings)
+        pooled = pool(output.last_hidden_state.float(), attention_mask, self.config.pooling)
+        return F.normalize(pooled, dim=-1) if self.config.normalize else pooled
+
+
+def compare(first: Tensor, second: Tensor, normalize: bool) -> Tensor:
+    """[a; b; |a - b|; sqrt(H) a * b] of embeddings a, b `[B, H]`: `[B, 4 H]` (Conneau et al. 2017).
+
+    With `normalize` each row is scaled to length 1. The factor sqrt(H) gives the entries of the
+    product the size of the others' where a and b have length 1 (entries of size 1/sqrt(H)); without
+    normalize, the product is InferSent's own.
+
+    >>> compare(torch.tensor([[1., 2.]]), torch.tensor([[3., 1.]]), normalize=False)
+    tensor([[1., 2., 3., 1., 2., 1., 3., 2.]])
+    """
+    scale = first.shape[-1] ** 0.5 if normalize else 1.0
+    parts = (first, second, (first - second).abs(), first * second * scale)
+    features = torch.cat(parts, dim=-1)
+    return F.normalize(features, dim=-1) if normalize else features
+
+
+def _from_first_token(
+    input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
+) -> dict[str, Tensor]:
+    """The tokens that there are, `[B, T]`, rolled so that no row is padded on the left."""
+    tokens = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "token_type_ids": token_type_ids,
+    }
+    return dict(right_padded({name: t for name, t in tokens.items() if t is not None}))
+
+
+def pool(states: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
+    """One vector a row: the mean over attended tokens, or the first attended token.
+
+    Args:
+      states: `[B, T, H]`.
+      attention_mask: `[B, T]`, 1 at tokens; a row without tokens gives zeros ("mean").
+
+    >>> states = torch.tensor([[[1., 2.], [3., 4.], [9., 9.]]])
+    >>> pool(states, torch.tensor([[1, 1, 0]]), "mean")
+    tensor([[2., 3.]])
+    """
+    if pooling == "cls":
+        first = attention_mask.ne(0).int().argmax(dim=1)
+        return states[torch.arange(len(states), device=states.device), first]
+    weight = attention_mask.to(states.dtype).unsqueeze(-1)
+    return (states * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1.0)
+
+
+@torch.no_grad()
+def embed_texts(
+    model: SentenceClassifier, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> Tensor:
+    """Embeddings `[N, H]` float32 of a few texts, each by itself, in one batch."""
+    encoded = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
+    device = model.classifier.weight.device
+    return model._embed_text(**{key: value.to(device) for key, value in encoded.items()})
+
+
+def label_text_weights(
+    model: SentenceClassifier, tokenizer: PreTrainedTokenizerBase, label_texts: Sequence[str]
+) -> Tensor:
+    """Head weights `[L, H]` from descriptions of the labels: a zero-shot classifier.
+
+    Row c is the direction of the mean of the unit embeddings of label c's phrasings (separated by
+    "|"), less the mean of all rows, so that what the descriptions share does not count.
+    """
+    rows = []
+    for description in label_texts:
+        phrasings = [part.strip() for part in description.split(PHRASING_SEPARATOR)]
+        embeddings = F.normalize(embed_texts(model, tokenizer, phrasings), dim=-1)
+        rows.append(F.normalize(embeddings.mean(dim=0), dim=-1))
+    weights = torch.stack(rows)
+    return weights - weights.mean(dim=0)
+
+
+def _without_pooler(encoder: Any) -> Any:
+    """Drops BERT's pooler, whose output is not used, so that it is neither saved nor perturbed."""
+    if isinstance(getattr(encoder, "pooler", None), nn.Module):
+        encoder.pooler = None
+    return encoder
+
+
+AutoConfig.register(SentenceClassifierConfig.model_type, SentenceClassifierConfig, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    SentenceClassifierConfig, SentenceClassifier, exist_ok=True
+)

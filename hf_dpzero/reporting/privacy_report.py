@@ -1,0 +1,544 @@
+"""What a run may say about its privacy: the report, the spent budget, and the plot.
+
+A `PrivacyReport` is a plain record computed from the plan that ran; `privacy_report.json` is its
+strict-JSON form. Infinite numbers are written as the string "inf" (JSON has no infinity, and null
+means "not set"), and read back as infinity. An epsilon shown in words is rounded up, so that no
+sentence claims more than the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
+from hf_dpzero.reporting.wording import (
+    base_words,
+    caveats,
+    needs_secret_batches,
+    not_private_statement,
+    number,
+    relation_words,
+    round_up,
+    statement,
+    tuning_words,
+    why_not_private,
+)
+
+if TYPE_CHECKING:
+    from hf_dpzero.privacy.noise import NoiseSource
+    from hf_dpzero.privacy.plan import PrivacyPlan
+
+REPORT_FILE = "privacy_report.json"
+PLOT_FILE = "training_curve.png"
+
+_PACKAGES = {
+    "hf_dpzero": "hf-dpzero",
+    "torch": "torch",
+    "transformers": "transformers",
+    "dp_accounting": "dp-accounting",
+    "opendp": "opendp",
+    "numpy": "numpy",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyReport:
+    """The privacy of one run, in numbers and in words; the content of `privacy_report.json`.
+
+    Attributes:
+      target_epsilon: what the noise was calibrated for; None where the noise was given.
+      target_delta: the delta of that target.
+      epsilon: spent by the completed steps, at `delta`, and by the choice of settings where
+        `tuning` accounts for it; inf when nothing bounds it.
+      delta: the probability outside the bound, in [0, 1).
+      accountant: what computed `epsilon`: "pld", "rdp", "gaussian_exact", "advanced_composition",
+        or "none" for a method that is not private.
+      neighboring_relation: which two data sets the guarantee compares.
+      privacy_unit: "example": one row of the training set.
+      sampling: name of the sampler that ran, which is the one accounted.
+      sampling_probability: expected batch size over number of examples.
+      expected_batch_size: the public divisor of each sum.
+      num_examples: examples in the training set; treated as public.
+      steps: completed steps, the ones paid for.
+      planned_steps: steps the plan allowed.
+      noise_multiplier: noise scale on the sum, in units of `clip`.
+      clip: bound C on one example's contribution, in loss units per unit of smoothing; inf if none.
+      direction: distribution of the public directions; "none" for first-order methods.
+      num_directions: K, directions in a step.
+      noise_source: where the noise came from.
+      private: True only if (epsilon, delta) holds for everything that the run put out.
+      method: the mechanism's name: "dpzero", "dpgd-0th", "dp-sgd", "dp-adamw", with "-adaptive" where
+        the clip adapts; "mezo", "sgd" and "adamw" are not private.
+      log_private_diagnostics: un-noised statistics of the training data went to the logs.
+      tuning: how the settings were chosen, as far as this run knows. "none": epsilon is for this
+        run alone; "public": on data declared public; "not_accounted": on the same data, for which
+        nothing is claimed; or an entry of `hf-dpzero sweep` ("repeat_and_select", "composition")
+        whose cost is in `epsilon`.
+      earlier_runs: of this package, that the base model came out of, the latest first; `epsilon` does
+        not cover them. Each has the `folder`'s name, and that run's `private` and `statement`.
+      statement: the guarantee in one sentence.
+      caveats: what the guarantee assumes and does not cover.
+      versions: package name -> version.
+
+    Raises:
+      ValueError: the record contradicts itself (private with an infinite epsilon, and so on).
+    """
+
+    target_epsilon: float | None
+    target_delta: float | None
+    epsilon: float
+    delta: float
+    accountant: str
+    neighboring_relation: str
+    privacy_unit: str
+    sampling: str
+    sampling_probability: float
+    expected_batch_size: float
+    num_examples: int
+    steps: int
+    planned_steps: int
+    noise_multiplier: float
+    clip: float
+    direction: str
+    num_directions: int
+    noise_source: str
+    private: bool
+    method: str
+    log_private_diagnostics: bool
+    tuning: Any
+    earlier_runs: list[dict[str, Any]]
+    statement: str
+    caveats: list[str]
+    versions: dict[str, str]
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):
+            value = getattr(self, name)
+            if math.isnan(value) or value < 0:
+                raise ValueError(f"{name}={value!r} in a privacy report; it must be at least 0.")
+        if not 0 <= self.steps <= self.planned_steps:
+            raise ValueError(
+                f"steps={self.steps} is outside 0..{self.planned_steps}, the steps of the plan."
+            )
+        check_tuning(self.tuning)
+        _check_earlier_runs(self.earlier_runs)
+        if self.private and (reason := self._why_not_private()):
+            raise ValueError(
+                f"The report says private=true, but {reason}. It was edited or damaged; "
+                "take the privacy_report.json that the run wrote."
+            )
+
+    def _why_not_private(self) -> str | None:
+        return why_not_private(
+            method=self.method,
+            epsilon=self.epsilon,
+            noise_secure=not self.noise_source.lower().startswith("insecure"),
+            log_private_diagnostics=self.log_private_diagnostics,
+        )
+
+    @classmethod
+    def from_run(
+        cls,
+        plan: PrivacyPlan,
+        *,
+        delta: float,
+        target_epsilon: float | None,
+        steps_completed: int,
+        noise: NoiseSource,
+        direction: str,
+        log_private_diagnostics: bool = False,
+        sampler_key_is_secret: bool = True,
+        earlier_runs: Sequence[Mapping[str, Any]] = (),
+    ) -> PrivacyReport:
+        """Reports what `steps_completed` steps of `plan` spent, never more than was run.
+
+        Method, number of directions, clip, noise, sampler and relation come from the plan, so that
+        nothing is typed twice.
+
+        Args:
+          plan: the plan that ran.
+          delta: the delta at which epsilon is computed and was calibrated.
+          target_epsilon: what calibration aimed at; None where the noise was given.
+          steps_completed: releases in the ledger, 0..plan.steps.
+          noise: the source that was used; an insecure one makes the report say NOT PRIVATE.
+          direction: distribution of the directions.
+          log_private_diagnostics: whether un-noised statistics were logged.
+          sampler_key_is_secret: False if the key came from the settings, which are logged and
+            saved; a sampled batch that can be known is not amplified.
+          earlier_runs: what `earlier_runs` found in the base model's folder.
+
+        Raises:
+          ValueError: `steps_completed` is not within the plan.
+        """
+        mechanism = plan.mechanism
+        if not 0 <= steps_completed <= plan.steps:
+            raise ValueError(
+                f"steps_completed={steps_completed} is outside 0..{plan.steps}, the steps of the "
+                "plan; report the plan that ran."
+            )
+        facts = plan_facts(plan, delta, steps_completed)
+        why_not = why_not_private(
+            method=mechanism.name,
+            epsilon=facts["epsilon"] if mechanism.private else math.inf,
+            noise_secure=noise.secure,
+            log_private_diagnostics=log_private_diagnostics,
+            batches_secret=sampler_key_is_secret or not needs_secret_batches(plan),
+        )
+        facts.update(
+            {
+                "target_epsilon": target_epsilon if mechanism.private else None,
+                "target_delta": delta if mechanism.private else None,
+                "privacy_unit": "example",
+                "direction": direction,
+                "noise_source": noise_name(plan, noise.name),
+                "private": why_not is None,
+                "log_private_diagnostics": log_private_diagnostics,
+                "tuning": "none",
+                "earlier_runs": [dict(run) for run in earlier_runs],
+            }
+        )
+        words = (
+            statement(facts, mechanism.distribution)
+            if why_not is None
+            else not_private_statement(why_not)
+        )
+        return cls(**facts, statement=words, caveats=caveats(facts, plan), versions=versions())
+
+    def with_tuning(self, tuning: Any, plan: PrivacyPlan) -> PrivacyReport:
+        """The same run, and how its settings were chosen: numbers, statement and caveats.
+
+        Args:
+          tuning: "none", "public", "not_accounted", or an entry made by `privacy.private_selection`, whose
+            total epsilon replaces the run's own.
+          plan: the plan that ran.
+
+        Raises:
+          ValueError: an unknown entry; or one that accounts for whole runs, for a part of a run.
+        """
+        check_tuning(tuning)
+        if tuning not in WORDS and self.steps != self.planned_steps:
+            raise ValueError(
+                f"steps={self.steps} of {self.planned_steps}: tuning is accounted for whole runs; "
+                "finish the run first."
+            )
+        facts = {**asdict(self), "tuning": tuning}
+        if tuning not in WORDS:
+            facts["epsilon"] = total_epsilon(plan, tuning, self.delta)
+        if self.private:
+            facts["statement"] = statement(facts, plan.mechanism.distribution, tuning)
+        facts["caveats"] = caveats(facts, plan, tuning)
+        return replace(self, **facts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of `privacy_report.json`, JSON-safe: infinite numbers are the string "inf"."""
+        return {name: _encode(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PrivacyReport:
+        """The inverse of `to_dict`.
+
+        Raises:
+          ValueError: a key is missing or unknown, or the values contradict each other.
+        """
+        values = {"tuning": "none", "earlier_runs": [], **values}  # older reports lack these
+        expected = {field.name for field in fields(cls)}
+        wrong = sorted(expected.symmetric_difference(values))
+        if wrong:
+            raise ValueError(
+                f"A privacy report has exactly {len(expected)} keys; these are missing or "
+                f"unknown: {', '.join(wrong)}."
+            )
+        return cls(**{name: _decode(value) for name, value in values.items()})
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the JSON to `path`, or to `privacy_report.json` in the folder `path`; atomic.
+
+        A reader sees the old file or the new one, never a half-written one.
+        """
+        target = _report_path(path)
+        write_atomically(target, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PrivacyReport:
+        """Reads what `save` wrote.
+
+        Raises:
+          FileNotFoundError: there is no report there.
+          ValueError: the file is not a privacy report.
+        """
+        target = _report_path(path)
+        try:
+            values = json.loads(target.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{target} is not JSON ({error}); the file is damaged.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{target} holds a {type(values).__name__}, not a privacy report.")
+        try:
+            return cls.from_dict(values)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{target} holds a value of a wrong type: {error}.") from error
+
+    def __str__(self) -> str:
+        """The statement for a terminal: a headline and the numbers behind it."""
+        return "\n".join(
+            [self._headline(), *(f"  {label:<12}{text}" for label, text in self.rows())]
+        )
+
+    def _headline(self) -> str:
+        if not self.private:
+            return self.statement
+        target = "" if self.target_epsilon is None else f" (target {number(self.target_epsilon)})"
+        return (
+            f"(epsilon = {round_up(self.epsilon)}, delta = {number(self.delta)})"
+            f"-differentially private{target}"
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and text of each line under the headline; the model card shows them as a table."""
+        return [
+            ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
+            ("mechanism", self._mechanism()),
+            ("sampling", self._sampling()),
+            ("steps", f"{self.steps} of {self.planned_steps} planned"),
+            ("accountant", self.accountant),
+            ("noise", self.noise_source),
+            ("tuning", tuning_words(self.tuning)),
+            *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),
+            ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),
+        ]
+
+    def _mechanism(self) -> str:
+        clip = "no clipping" if math.isinf(self.clip) else f"clip C = {number(self.clip)}"
+        noise = f"noise multiplier {number(self.noise_multiplier)}"
+        along = f"K = {self.num_directions} {self.direction}, " if self.direction != "none" else ""
+        return f"{self.method}, {along}{clip}, {noise}"
+
+    def _sampling(self) -> str:
+        return (
+            f"{self.sampling}, q = {number(self.sampling_probability)} (expected batch "
+            f"{number(self.expected_batch_size)} of {self.num_examples} examples)"
+        )
+
+
+def base_names(model: Any) -> list[str]:
+    """The folders or Hub ids that a torch module and its parts were loaded from, each once.
+
+    As configurations say (of parts too, such as an encoder that was trained apart), and adapters of
+    their base. Weights that were put in by hand have no name.
+    """
+    names: dict[str, None] = {}
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        bases = adapters.values() if isinstance(adapters, Mapping) else ()
+        found = [getattr(base, "base_model_name_or_path", None) for base in bases]
+        found.append(getattr(getattr(module, "config", None), "_name_or_path", None))
+        names.update((str(name), None) for name in found if name)
+    return list(names)
+
+
+def earlier_runs(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The runs that made a base model, by the privacy report in its folder; the latest first.
+
+    Nothing is said of a Hub id, or of a folder without a report. A report that cannot be read counts
+    as NOT PRIVATE. Of the folder only its name is kept.
+
+    Args:
+      names: of `base_names`, `package:` paths resolved.
+
+    Returns:
+      Entries of `PrivacyReport.earlier_runs`, those that the base's own report lists included.
+    """
+    folders = {Path(name).resolve(): Path(name).absolute().name for name in names if name}
+    found = []
+    for folder, name in folders.items():
+        if (folder / REPORT_FILE).is_file():
+            found += _runs_behind(folder, name)
+    return found
+
+
+def _runs_behind(folder: Path, name: str) -> list[dict[str, Any]]:
+    try:
+        base = PrivacyReport.load(folder)
+    except (OSError, ValueError):
+        unread = f"NOT PRIVATE as far as can be told: its {REPORT_FILE} cannot be read."
+        return [{"folder": name, "private": False, "statement": unread}]
+    entry = {"folder": name, "private": base.private, "statement": base.statement}
+    return [entry, *base.earlier_runs]
+
+
+_ENTRY = {"folder": str, "private": bool, "statement": str}
+
+
+def _check_earlier_runs(entries: Any) -> None:
+    rows = entries if isinstance(entries, list) else [entries]
+    for row in rows:
+        if isinstance(row, dict) and {key: type(value) for key, value in row.items()} == _ENTRY:
+            continue
+        raise ValueError(
+            f"earlier_runs={entries!r} in a privacy report; it must list the {', '.join(_ENTRY)} of "
+            "each. It was edited or damaged; take the file that the run wrote."
+        )
+
+
+class BudgetMeter:
+    """A cheap upper bound on the epsilon spent so far, for progress bars and logs.
+
+    The plan is evaluated lazily on a grid of about `points` steps and every answer is rounded up to
+    the next grid point, so it never understates; it is exact on the grid and at the last step.
+
+    Args:
+      plan: the plan that runs; `plan.epsilon` is called at most `points` times.
+      delta: the delta of the run.
+      points: grid points, >= 1.
+    """
+
+    def __init__(self, plan: PrivacyPlan, delta: float, points: int = 20) -> None:
+        if points < 1:
+            raise ValueError(f"points={points} must be at least 1.")
+        self._plan, self._delta = plan, delta
+        self._points = min(points, max(plan.steps, 1))
+        self._epsilon_at = functools.cache(self._evaluate)
+
+    def _evaluate(self, step: int) -> float:
+        return self._plan.epsilon(self._delta, at=step)
+
+    def at(self, step: int) -> float:
+        """An upper bound on `plan.epsilon(delta, at=step)` for 0 <= step <= plan.steps.
+
+        Raises:
+          ValueError: `step` is not within the plan, whose budget says nothing about it.
+        """
+        steps = self._plan.steps
+        if not 0 <= step <= steps:
+            raise ValueError(f"step={step} is outside 0..{steps}, the steps of the plan.")
+        if step == 0:
+            return 0.0
+        index = -(-step * self._points // steps)  # the first grid point at or after `step`
+        return self._epsilon_at(-(-index * steps // self._points))
+
+
+def noise_name(plan: PrivacyPlan, source: str) -> str:
+    """What the report calls the noise: d-dimensional noise is floating-point, not exact."""
+    if not plan.private:
+        return "none"
+    dense = not plan.mechanism.replayable
+    return source.replace("_exact", "_floating_point") if dense else source
+
+
+def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
+    """The part of a report that the plan, delta and the number of completed steps determine.
+
+    A reader who holds the public plan (it is in the trajectory's header) can recompute all of it.
+    """
+    mechanism, sampler = plan.mechanism, plan.sampler
+    return {
+        "epsilon": plan.epsilon(delta, at=steps),
+        "delta": delta,
+        "accountant": plan.accountant_used,
+        "neighboring_relation": plan.relation,
+        "sampling": sampler.name,
+        "sampling_probability": sampler.sampling_probability,
+        "expected_batch_size": sampler.expected_batch_size,
+        "num_examples": sampler.num_examples,
+        "steps": steps,
+        "planned_steps": plan.steps,
+        "noise_multiplier": getattr(mechanism, "noise_multiplier", 0.0),
+        "clip": getattr(mechanism, "clip", math.inf),
+        "num_directions": getattr(mechanism, "num_directions", 1),
+        "method": mechanism.name,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that a privacy claim rests on; absent packages are left out."""
+    found = {}
+    for name, distribution in _PACKAGES.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(distribution)
+    return found
+
+
+def plot_run(
+    log_history: Sequence[Mapping[str, Any]], output_dir: str | os.PathLike[str]
+) -> Path | None:
+    """Draws evaluation accuracy, evaluation loss and spent epsilon against steps.
+
+    Reads `eval_accuracy` (or `eval_f1`, `eval_macro_f1`), `eval_loss` and `epsilon` beside `step` from
+    the trainer's log history; whatever is absent is left out, as are values that are not finite. Uses
+    matplotlib's object interface with the Agg canvas: no display, no global figure.
+
+    Returns:
+      `output_dir/training_curve.png`, or None if the history holds nothing to draw.
+    """
+    curves = [
+        (label, points) for key, label in _CURVES.items() if (points := _curve(log_history, key))
+    ]
+    if not curves:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.0 * len(curves), 3.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    for axes, (label, points) in zip(panels, curves, strict=True):
+        axes.plot(*zip(*points, strict=True), marker=".")
+        axes.set(xlabel="step", ylabel=label)
+        axes.grid(alpha=0.3)
+    target = Path(output_dir) / PLOT_FILE
+    figure.savefig(target, dpi=120)
+    return target
+
+
+_CURVES = {
+    "eval_accuracy": "evaluation accuracy",
+    "eval_macro_f1": "evaluation macro-F1",
+    "eval_f1": "evaluation F1",
+    "eval_loss": "evaluation loss",
+    "epsilon": "spent epsilon (upper bound)",
+}
+
+
+def _curve(log_history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    points = {
+        entry["step"]: entry[key] for entry in log_history if key in entry and "step" in entry
+    }
+    return sorted((s, v) for s, v in points.items() if v is not None and math.isfinite(v))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes UTF-8 `text` to `path` through a temporary file beside it, flushed to disk."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _report_path(path: str | os.PathLike[str]) -> Path:
+    return Path(path) / REPORT_FILE if Path(path).is_dir() else Path(path)
+
+
+def _encode(value: Any) -> Any:
+    return "inf" if isinstance(value, float) and math.isinf(value) else value
+
+
+def _decode(value: Any) -> Any:
+    return math.inf if value == "inf" else value

@@ -1,0 +1,253 @@
+"""The sentences of a privacy report: what is guaranteed, why not, and what is not covered."""
+
+from __future__ import annotations
+
+import decimal
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_dpzero.privacy.plan import PrivacyPlan
+
+RELATIONS = {
+    "add_or_remove_one": "adding or removing one {unit}",
+    "replace_one": "replacing one {unit} by another",
+    "replace_special": "replacing one {unit} by an empty one",
+}
+SAMPLERS = {
+    "poisson": "Poisson sampling with probability {q}",
+    "truncated_poisson": "Poisson sampling with probability {q}, truncated at a maximum batch size",
+    "fixed_size_without_replacement": "batches of a fixed size drawn without replacement",
+    "full_batch": "every example in every step",
+}
+NOT_PRIVATE_METHODS = ("mezo", "sgd", "adamw")
+
+
+def round_up(value: float, digits: int = 4) -> str:
+    """`value` >= 0 with at most `digits` significant digits, rounded up.
+
+    >>> round_up(1.99811), round_up(2.0), round_up(12.00001), round_up(math.inf)
+    ('1.999', '2', '12.01', 'inf')
+    """
+    if math.isinf(value):
+        return "inf"
+    context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
+    return _plain(context.create_decimal(decimal.Decimal(value)))
+
+
+def number(value: float) -> str:
+    """At most 6 significant digits, without a trailing ".0".
+
+    >>> number(64.0), number(0.0625), number(1e-5)
+    ('64', '0.0625', '1e-05')
+    """
+    return f"{value:.6g}"
+
+
+def _plain(value: decimal.Decimal) -> str:
+    text = f"{value:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def relation_words(relation: str, unit: str) -> str:
+    """The neighbouring relation as "adding or removing one training example"."""
+    return RELATIONS.get(relation, relation).format(unit=f"training {unit}")
+
+
+def why_not_private(
+    *,
+    method: str,
+    epsilon: float,
+    noise_secure: bool,
+    log_private_diagnostics: bool,
+    batches_secret: bool = True,
+) -> str | None:
+    """The first reason why no (epsilon, delta) may be claimed for the run's output, or None."""
+    if method in NOT_PRIVATE_METHODS:
+        return f"the method {method} neither clips nor adds noise"
+    if math.isinf(epsilon):
+        return "no finite epsilon bounds what the run released"
+    if not noise_secure:
+        return "the noise came from a seeded generator, so anyone with the seed can subtract it"
+    if not batches_secret:
+        return "sampler_key was set by hand, so the batches can be known and are not amplified"
+    if log_private_diagnostics:
+        return "un-noised statistics of the training data were logged (log_private_diagnostics)"
+    return None
+
+
+def not_private_statement(why_not: str) -> str:
+    """The statement of a run that claims nothing."""
+    return f"NOT PRIVATE: {why_not}; no differential privacy is claimed for this run."
+
+
+def needs_secret_batches(plan: PrivacyPlan) -> bool:
+    """Whether the guarantee rests on a secret sampler key: for sampled batches, or drawn groups."""
+    averaged = getattr(plan.mechanism, "clipping", "fixed") == "averaged"
+    return averaged or plan.sampler.name != "full_batch"
+
+
+def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none") -> str:
+    """The guarantee in one sentence, and one more where settings were tuned.
+
+    Args:
+      facts: of a report: epsilon (the total, where tuning is accounted), delta, steps, earlier runs,
+        and so on.
+      distribution: of the noise, "gaussian" or "laplace".
+      tuning: the report's `tuning` entry.
+    """
+    sampling = SAMPLERS.get(facts["sampling"], facts["sampling"])
+    return (
+        f"{_released(tuning)} ({round_up(facts['epsilon'])}, "
+        f"{number(facts['delta'])})-differentially private under "
+        f"{relation_words(facts['neighboring_relation'], facts['privacy_unit'])}: "
+        f"{_trials(tuning)}{facts['steps']} steps of {facts['method']} with "
+        f"{sampling.format(q=number(facts['sampling_probability']))}, {distribution} noise of "
+        f"multiplier {number(facts['noise_multiplier'])}, accountant {facts['accountant']}."
+        f"{_afterword(tuning)}{_leaky_base(facts['earlier_runs'])}"
+    )
+
+
+def _released(tuning: Any) -> str:
+    if _kind(tuning) == "repeat_and_select":
+        return "The choice of settings, the weights and the trajectory of this run are together"
+    if _kind(tuning) == "composition":
+        runs = tuning["composition"]["runs"]
+        return f"The weights and the trajectories of all {runs} runs of the sweep are together"
+    return "The weights and the trajectory of this run are"
+
+
+def _trials(tuning: Any) -> str:
+    if _kind(tuning) == "repeat_and_select":
+        entry = tuning["repeat_and_select"]
+        return (
+            f"the best of a secret random number of trials ({entry['law']}, mean "
+            f"{number(entry['mean_trials'])}), each "
+        )
+    return f"{tuning['composition']['runs']} runs, this one " if isinstance(tuning, dict) else ""
+
+
+def _afterword(tuning: Any) -> str:
+    if tuning == "not_accounted":
+        return (
+            " Hyper-parameter tuning on the same data is NOT ACCOUNTED: this epsilon holds for one "
+            "run whose settings were fixed beforehand, not for the best of several."
+        )
+    if _kind(tuning) == "repeat_and_select":
+        one = round_up(tuning["repeat_and_select"]["epsilon_one_run"])
+        return f" Hyper-parameter tuning is included (one run alone: epsilon {one})."
+    return " Hyper-parameter tuning is included." if isinstance(tuning, dict) else ""
+
+
+def _leaky_base(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
+    leaky = [run["folder"] for run in earlier_runs if not run["private"]]
+    if not leaky:
+        return ""
+    return (
+        f" This does not cover the base model, which came out of an earlier run, {leaky[0]}, which is "
+        "NOT PRIVATE for its own training rows."
+    )
+
+
+def base_words(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
+    """The runs that the base model came out of, in a few words, for a table."""
+    names = (f"{run['folder']}{'' if run['private'] else ' (NOT PRIVATE)'}" for run in earlier_runs)
+    return f"from earlier runs, NOT COVERED by this epsilon: {', '.join(names)}"
+
+
+def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What an epsilon leaves out where the base model was trained before; not private runs first."""
+    return [_base_caveat(run) for run in sorted(earlier_runs, key=lambda run: bool(run["private"]))]
+
+
+def _base_caveat(run: Mapping[str, Any]) -> str:
+    same = (
+        "if private rows of it are among this run's, the budgets add up."
+        if run["private"]
+        else "with respect to the rows that it was trained on this model is not private either."
+    )
+    return (
+        f'The base model came out of an earlier run ({run["folder"]}), which says: "{run["statement"]}" '
+        f"The epsilon of this run does not cover that one: {same}"
+    )
+
+
+def tuning_words(tuning: Any) -> str:
+    """The `tuning` entry in a few words, for a table."""
+    if _kind(tuning) == "repeat_and_select":
+        entry = tuning["repeat_and_select"]
+        return (
+            f"included: private selection of the best of a random number of trials "
+            f"({entry['law']}, mean {number(entry['mean_trials'])})"
+        )
+    if _kind(tuning) == "composition":
+        return f"included: all {tuning['composition']['runs']} runs of the sweep composed"
+    return {
+        "none": "not accounted; this run alone",
+        "public": "on data that the user declared public",
+        "not_accounted": "NOT ACCOUNTED; epsilon is for one run alone",
+    }[tuning]
+
+
+def _kind(tuning: Any) -> str:
+    return next(iter(tuning)) if isinstance(tuning, dict) else str(tuning)
+
+
+def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -> list[str]:
+    """What the guarantee assumes and does not cover; a base that is not private comes first."""
+    first, *rest = _COMMON_CAVEATS
+    of_base = base_caveats(facts["earlier_runs"])
+    leaky = sum(not run["private"] for run in facts["earlier_runs"])
+    usual = [first, _tuning_caveat(tuning), *rest]
+    return [*of_base[:leaky], *usual, *of_base[leaky:], *_own_caveats(facts, plan)]
+
+
+def _tuning_caveat(tuning: Any) -> str:
+    return _TUNING_CAVEATS[_kind(tuning)]
+
+
+_TUNING_CAVEATS = {
+    "none": "Hyper-parameter search is not accounted: epsilon covers this one run. Settings picked "
+    "by looking at other runs on the same data spend budget of their own.",
+    "not_accounted": "Hyper-parameter search on the same data was done and is NOT ACCOUNTED: epsilon "
+    "covers this one run, and choosing it among others spent budget that no number here states.",
+    "public": "Hyper-parameters were chosen by a sweep on data that the user declared public, which "
+    "spends nothing. The declaration is the user's; nothing here can check it.",
+    "repeat_and_select": "Hyper-parameter search is accounted by private selection, which needs the "
+    "number of trials and all the losing trials to stay secret, the time that the sweep took "
+    "included. The grid itself is assumed to be chosen without looking at the private data.",
+    "composition": "Hyper-parameter search is accounted for the runs of one sweep. The grid itself "
+    "is assumed to be chosen without looking at the private data.",
+}
+
+_COMMON_CAVEATS = (
+    "Evaluation data is assumed public, or paid for elsewhere: its metrics are published without "
+    "noise and may have chosen the checkpoint.",
+    "The number of training examples is treated as public.",
+    "The base model, the tokenizer and the settings are assumed to be independent of the training "
+    "data.",
+    "The guarantee is for the rows given to the trainer: a subset drawn from a larger private set "
+    "beforehand (few-shot, max_train_samples) is taken as fixed.",
+    "Timing, memory use, aborted runs and other side channels of the machine are not covered.",
+    "An example's loss is assumed not to depend on the others in its microbatch (tried on a few rows "
+    "before training); batched float32 kernels couple them by rounding, which is not accounted.",
+)
+
+
+def _own_caveats(facts: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:
+    found = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]
+    if facts["private"] and facts["steps"] < facts["planned_steps"]:
+        planned = round_up(plan.epsilon(facts["delta"]))
+        found.append(
+            f"Training stopped after {facts['steps']} of {facts['planned_steps']} steps. The spent "
+            "epsilon holds if the decision to stop did not depend on released values or metrics; "
+            f"otherwise claim the epsilon of the whole plan, {planned}."
+        )
+    if facts["private"] and facts["delta"] * facts["num_examples"] > 1:
+        found.append(
+            f"delta = {number(facts['delta'])} is above 1/n = "
+            f"{number(1 / facts['num_examples'])}: the definition then allows a mechanism that "
+            "publishes a random example."
+        )
+    return found

@@ -1,1 +1,0 @@
-"""`hf-dpzero sweep`: try settings, say what choosing among them costs, keep the secrets secret."""

@@ -1,0 +1,123 @@
+"""A step's logical batch: which examples, split into microbatches, for this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from hf_dpzero.estimators.finite_differences import batch_size
+from hf_dpzero.training.random_state import isolated_randomness
+
+if TYPE_CHECKING:
+    from hf_dpzero.privacy.plan import PrivacyPlan
+
+
+class LogicalBatch(TypedDict):
+    """What a training step gets: its number and its microbatches, perhaps none."""
+
+    step: int
+    microbatches: list[Mapping[str, Tensor]]
+    groups: list[int]  # averaged clipping: the group of each microbatch's examples; else empty
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A map-style data set and its collator.
+
+    Attributes:
+      dataset: rows by index.
+      collate: rows -> tensors with a leading batch dimension.
+    """
+
+    dataset: Any
+    collate: Callable[[list[Any]], Mapping[str, Tensor]]
+
+    def collate_rows(self, indices: list[int]) -> Mapping[str, Tensor]:
+        """The rows of `indices` as one microbatch: as many rows as examples, no more, no fewer.
+
+        Raises:
+          ValueError: the data set or the collator merges, splits or drops examples; then a row is
+            not an example, and clipping rows would not bound an example.
+        """
+        with isolated_randomness():
+            rows = self._fetch(indices)
+            batch = self.collate(rows)
+        found = batch_size(batch)
+        if len(rows) != len(indices) or found != len(indices):
+            raise ValueError(
+                f"{len(indices)} examples became {len(rows)} rows and a batch of {found}: use a data "
+                "set and a collator that keep one row for each example (no packing or flattening, "
+                "no overflowing windows, no pairs)."
+            )
+        return batch
+
+    def _fetch(self, indices: list[int]) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(indices))
+        return [self.dataset[i] for i in indices]
+
+
+@dataclass(frozen=True)
+class StepBatches(Dataset):
+    """Item t is step t's logical batch: a pure function of (secret key, step).
+
+    Random access by step makes prefetching workers and resuming harmless: no sampler state.
+
+    Attributes:
+      rows: the training data.
+      plan: its sampler is the one that is accounted.
+      key: 32 secret bytes, the same on every process.
+      microbatch_size: rows in one forward pass, at most.
+      rank, world_size: this process takes every world_size-th example.
+    """
+
+    rows: Rows
+    plan: PrivacyPlan
+    key: bytes
+    microbatch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __len__(self) -> int:
+        return self.plan.steps
+
+    def __getitem__(self, step: int) -> LogicalBatch:
+        chosen = self.plan.sampler.batch(step, self.key)[self.rank :: self.world_size]
+        mechanism = self.plan.mechanism
+        if getattr(mechanism, "clipping", "fixed") != "averaged":
+            return self._batch(step, {-1: chosen.tolist()})
+        assert self.world_size == 1, "a group's mean is taken in one process"
+        of = mechanism.group_of(chosen, self.key)  # type: ignore[union-attr]
+        return self._batch(step, {int(g): chosen[of == g].tolist() for g in np.unique(of)})
+
+    def _batch(self, step: int, chosen: Mapping[int, list[int]]) -> LogicalBatch:
+        size, microbatches, groups = self.microbatch_size, [], []
+        for group, indices in chosen.items():
+            for start in range(0, len(indices), size):
+                microbatches.append(self.rows.collate_rows(indices[start : start + size]))
+                groups.append(group)
+        return {"step": step, "microbatches": microbatches, "groups": groups}
+
+
+class StepSampler(Sampler[int]):
+    """The steps of one epoch, from wherever the trainer is to the next multiple of n / B.
+
+    Epochs are a reporting unit only (Poisson sampling has none): n / B steps each, rounded.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __len__(self) -> int:
+        sampler = self.trainer.plan.sampler
+        return max(1, round(sampler.num_examples / sampler.expected_batch_size))
+
+    def __iter__(self) -> Iterator[int]:
+        start = self.trainer.state.global_step
+        stop = (start // len(self) + 1) * len(self)
+        return iter(range(start, min(stop, self.trainer.plan.steps)))

@@ -1,0 +1,460 @@
+"""`DPZeroConfig`: Hugging Face's TrainingArguments plus the privacy settings, checked together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from hf_dpzero.estimators.finite_differences import STRATEGIES
+from hf_dpzero.ledger.update_rules import UPDATE_RULES, UpdateRule, make_update_rule
+from hf_dpzero.perturbation.directions import check_distribution
+from hf_dpzero.perturbation.subspaces import SUBSPACES, Subspace, subspace_from_dict
+from hf_dpzero.privacy.mechanisms import mechanism_from_dict
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.private_selection import WORDS
+from hf_dpzero.privacy.sampling import (
+    FixedSizeSampler,
+    FullBatchSampler,
+    PoissonSampler,
+    Sampler,
+    TruncatedPoissonSampler,
+)
+
+logger = logging.get_logger(__name__)
+
+ZEROTH_ORDER = ("dpzero", "dpgd-0th", "mezo")
+FIRST_ORDER = ("dp-sgd", "dp-adamw", "sgd", "adamw")
+METHODS = (*ZEROTH_ORDER, *FIRST_ORDER)
+NOT_PRIVATE = ("mezo", "sgd", "adamw")
+CLIPPINGS = {
+    "fixed": METHODS,
+    "adaptive": ("dpzero", "dp-sgd", "dp-adamw"),
+    "automatic": ("dp-sgd", "dp-adamw"),
+    "averaged": ("dp-sgd", "dp-adamw"),
+}
+GRADIENTS = ("auto", "dense", "ghost")
+SAMPLINGS = ("poisson", "truncated_poisson", "fixed_size_without_replacement", "full_batch")
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class DPZeroConfig(TrainingArguments):
+    """Arguments of `DPZeroTrainer`: everything `TrainingArguments` has, and the fields below.
+
+    Either `target_epsilon` (the noise is calibrated) or `noise_multiplier` (the epsilon is
+    reported) must be given, unless `method="mezo"`.
+
+    Raises:
+      ValueError: a value out of range, or a combination that cannot be accounted.
+    """
+
+    method: str = _setting(
+        "dpzero",
+        "zeroth order: dpzero (scalar noise), dpgd-0th (Algorithm 1, d-dim noise), mezo (not "
+        "private); first order: dp-sgd, dp-adamw, and sgd, adamw (not private)",
+    )
+    target_epsilon: float | None = _setting(None, "epsilon that the whole run may spend, > 0")
+    target_delta: float | None = _setting(None, "delta in (0, 1); default 1 / (10 n)")
+    noise_multiplier: float | None = _setting(
+        None, "noise std on the clipped sum in units of clip; instead of target_epsilon"
+    )
+    clip: float = _setting(50.0, "bound C on one example's finite difference(s), L2 over K")
+    clipping: str = _setting(
+        "fixed",
+        "fixed; adaptive (private quantile, pays from the same budget); automatic (each gradient "
+        "normalised) or averaged (group means clipped) for dp-sgd and dp-adamw",
+    )
+    clip_quantile: float = _setting(0.5, "adaptive: share of examples to leave unclipped")
+    clip_learning_rate: float = _setting(0.2, "adaptive: rate of the geometric update of C")
+    clip_count_noise: float | None = _setting(
+        None,
+        "adaptive: noise std on the count of unclipped examples; default B / 20, or the whole "
+        "step's noise multiplier where that is larger",
+    )
+    clip_stability: float = _setting(0.01, "automatic: gamma in C / (norm + gamma)")
+    clip_groups: int = _setting(1, "averaged: k, number of fixed groups of examples")
+    per_example_gradients: str = _setting(
+        "auto",
+        "first order: dense, ghost (norms first, then one weighted sum of what was seen) or auto",
+    )
+    smoothing: float = _setting(1e-3, "lambda, the size of the perturbation, > 0")
+    direction: str = _setting("rademacher", "rademacher, gaussian or sphere")
+    num_directions: int = _setting(1, "K, directions in a step; 2K forward passes")
+    expected_batch_size: float = _setting(64, "B, the public expected logical batch size")
+    microbatch_size: int | None = _setting(
+        None, "examples in one forward pass; default per_device_train_batch_size"
+    )
+    sampling: str = _setting("poisson", ", ".join(SAMPLINGS))
+    max_batch_size: int | None = _setting(None, "cap on a truncated_poisson batch")
+    neighboring_relation: str = _setting(
+        "add_or_remove_one", "add_or_remove_one, replace_one or replace_special"
+    )
+    accountant: str = _setting("pld", "pld, rdp or advanced_composition (the paper's Lemma 2.2)")
+    noise_distribution: str = _setting(
+        "gaussian", "gaussian, or laplace for pure epsilon (delta 0)"
+    )
+    direction_key: int | None = _setting(
+        None, "128-bit public key of the directions; default random"
+    )
+    trainable: str | None = _setting(
+        None, "regular expression; only parameters whose name it finds are trained"
+    )
+    subspace: str = _setting(
+        "full", "directions in the whole space, sparse (small public weights) or low_rank"
+    )
+    subspace_density: float = _setting(0.1, "sparse: share of each tensor's coordinates")
+    subspace_rank: int = _setting(4, "low_rank: r of U V^T")
+    subspace_steps: int = _setting(50, "low_rank: steps that V is held")
+    update_rule: str = _setting(
+        "sgd", "what is made of the released scalars: sgd, momentum, adam or kalman"
+    )
+    momentum: float = _setting(0.9, "beta of momentum, memory of kalman")
+    update_window: int | None = _setting(
+        None, "past steps that momentum, adam and kalman use; default until beta^W <= 0.01"
+    )
+    reuse_frozen_prefix: bool = _setting(True, "run frozen first layers once per batch")
+    perturbation_strategy: str = _setting(
+        "auto", "where the perturbation is during forward passes: " + ", ".join(STRATEGIES)
+    )
+    defer_updates: bool = _setting(
+        True, "make an update in the next step's first pass, or before anyone reads the weights"
+    )
+    log_private_diagnostics: bool = _setting(
+        False, "log un-noised training statistics; the report then says NOT PRIVATE"
+    )
+    tuning: str = _setting(
+        "none",
+        "how the settings were chosen: none, public (on public data) or not_accounted; for the report",
+    )
+    insecure_noise_seed: int | None = _setting(
+        None, "reproducible noise for tests; the report then says NOT PRIVATE"
+    )
+    sampler_key: str | None = _setting(
+        None, "64 hex digits, for tests; default secret. Not written to disk from here"
+    )
+    hub_strategy: str = _setting("end", "only 'end': pushes go through the allow list of hub.push")
+    hub_private_repo: bool | None = _setting(True, "make the Hub repository private")
+    max_grad_norm: float = _setting(
+        0.0, "first order: clips the noised gradient too (free); unused without gradients"
+    )
+
+    def __post_init__(self) -> None:
+        self._check_privacy_settings()
+        self._check_training_settings()
+        self.ignore_data_skip = True  # batches are a function of the step: nothing to skip
+        super().__post_init__()
+
+    @property
+    def first_order(self) -> bool:
+        """Whether the method takes gradients."""
+        return self.method in FIRST_ORDER
+
+    @property
+    def not_private(self) -> bool:
+        """Whether the method has no privacy to plan: no clip, no noise."""
+        return self.method in NOT_PRIVATE
+
+    def _check_privacy_settings(self) -> None:
+        _choose("method", self.method, METHODS)
+        _choose("sampling", self.sampling, SAMPLINGS)
+        check_distribution(self.direction)
+        _choose("perturbation_strategy", self.perturbation_strategy, STRATEGIES)
+        _choose("tuning", self.tuning, WORDS)
+        _choose("per_example_gradients", self.per_example_gradients, GRADIENTS)
+        self._check_clipping()
+        self._check_direction_settings()
+        _positive("clip", self.clip)
+        _positive("smoothing", self.smoothing)
+        _positive("expected_batch_size", self.expected_batch_size)
+        _positive("target_epsilon", self.target_epsilon, optional=True)
+        self._check_delta()
+        if int(self.num_directions) != self.num_directions or self.num_directions < 1:
+            raise ValueError(
+                f"num_directions={self.num_directions} must be an integer of at least 1."
+            )
+        if not self.not_private and (self.target_epsilon is None) == (
+            self.noise_multiplier is None
+        ):
+            raise ValueError(
+                f"target_epsilon={self.target_epsilon} and noise_multiplier={self.noise_multiplier}: "
+                "give exactly one of them (or method='mezo', 'sgd' or 'adamw' for a run that is not "
+                "private)."
+            )
+        if self.sampling == "truncated_poisson" and self.max_batch_size is None:
+            raise ValueError("sampling='truncated_poisson' needs max_batch_size, e.g. 2 B.")
+        if self.max_batch_size is not None and self.sampling != "truncated_poisson":
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} is for sampling='truncated_poisson'; a cap on "
+                f"sampling={self.sampling!r} would not be the sampler that is accounted."
+            )
+        if self.perturbation_strategy == "paired" and self.method != "mezo":
+            raise ValueError(
+                "perturbation_strategy='paired' divides a doubled batch in every module, and where "
+                "routing depends on the data an example could end up in another's half: it is for "
+                "method='mezo' only; use 'auto', 'layerwise' or 'whole_model'."
+            )
+
+    def _check_clipping(self) -> None:
+        _choose("clipping", self.clipping, tuple(CLIPPINGS))
+        if self.method not in CLIPPINGS[self.clipping]:
+            raise ValueError(
+                f"clipping={self.clipping!r} with method={self.method!r}: it is for "
+                f"{', '.join(CLIPPINGS[self.clipping])}; use clipping='fixed'."
+            )
+        if self.noise_distribution != "gaussian" and (
+            self.method not in ("dpzero", *NOT_PRIVATE) or self.clipping != "fixed"
+        ):
+            raise ValueError(
+                f"noise_distribution={self.noise_distribution!r} is for method='dpzero' with "
+                f"clipping='fixed', not for {self.method!r} with {self.clipping!r}: use 'gaussian'."
+            )
+
+    def _check_direction_settings(self) -> None:
+        """What is made of directions: which subspace, which update."""
+        _choose("subspace", self.subspace, tuple(SUBSPACES))
+        _choose("update_rule", self.update_rule, tuple(UPDATE_RULES))
+        self._subspace(), self._update_rule()
+        if self.update_rule != "sgd" and self.method not in ("dpzero", "mezo"):
+            raise ValueError(
+                f"update_rule={self.update_rule!r} works on released scalars, which "
+                f"method={self.method!r} has none of: use 'sgd' (first-order methods take theirs from "
+                "optim)."
+            )
+        if self.subspace != "full" and self.perturbation_strategy not in ("auto", "whole_model"):
+            raise ValueError(
+                f"perturbation_strategy={self.perturbation_strategy!r} with subspace="
+                f"{self.subspace!r}, which moves the tensors themselves: use 'whole_model' or 'auto'."
+            )
+        if self.subspace == "low_rank" and self.method == "dpgd-0th":
+            raise ValueError(
+                "subspace='low_rank' with method='dpgd-0th', whose noise is d-dimensional: use 'sparse' "
+                "or 'full', or method='dpzero'."
+            )
+        if self.first_order:
+            self._warn_of_ignored("subspace", "num_directions")
+
+    def _warn_of_ignored(self, *names: str) -> None:
+        defaults = {f.name: f.default for f in fields(type(self))}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                logger.warning(
+                    "%s=%s is ignored: method=%r uses gradients, not directions.",
+                    name,
+                    getattr(self, name),
+                    self.method,
+                )
+
+    def _check_delta(self) -> None:
+        laplace = self.noise_distribution == "laplace"
+        if self.target_delta is not None and not (
+            0 < self.target_delta < 1 or (laplace and self.target_delta == 0)
+        ):
+            raise ValueError(f"target_delta={self.target_delta} must lie in (0, 1), e.g. 1e-5.")
+
+    def _check_training_settings(self) -> None:
+        if self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} would split a "
+                "logical batch; leave it at 1 and set microbatch_size (memory) and "
+                "expected_batch_size (privacy)."
+            )
+        if self.microbatch_size is not None and self.microbatch_size < 1:
+            raise ValueError(f"microbatch_size={self.microbatch_size} must be at least 1.")
+        if self.fp16:
+            raise ValueError(
+                "fp16=True: float16 losses are too coarse for finite differences; use bf16=True "
+                "(autocast) or float32."
+            )
+        if (
+            self.push_to_hub
+            and str(getattr(self.hub_strategy, "value", self.hub_strategy)) != "end"
+        ):
+            raise ValueError(
+                f"hub_strategy={self.hub_strategy!r} would upload output_dir as it is, secrets and "
+                "all; leave it at 'end', which ships the allow list of hf_dpzero.reporting.hub."
+            )
+        if self.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end=True would ship weights that the trajectory does not end "
+                "in; evaluate checkpoints on public data and pass the one you want to save_model."
+            )
+        if self.debug:
+            raise ValueError(
+                f"debug={self.debug!r} prints statistics of private activations; leave it empty, or "
+                "debug on public data with a plain Trainer."
+            )
+        if self.auto_find_batch_size:
+            raise ValueError("auto_find_batch_size=True: set microbatch_size instead.")
+        if self.max_grad_norm and not self.first_order:
+            logger.warning(
+                "max_grad_norm=%s is ignored: there are no gradients.", self.max_grad_norm
+            )
+            self.max_grad_norm = 0.0
+        self._check_optimizer()
+        if self.trainable is not None:
+            try:
+                re.compile(self.trainable)
+            except re.error as error:
+                raise ValueError(
+                    f"trainable={self.trainable!r} is no regular expression: {error}."
+                ) from None
+
+    def _check_optimizer(self) -> None:
+        """sgd and dp-sgd take torch's SGD; adamw and dp-adamw one of Hugging Face's AdamWs."""
+        if self.method in ("sgd", "dp-sgd"):
+            self.optim = "sgd"
+        if self.method in ("adamw", "dp-adamw") and not self.optim_name.startswith("adamw"):
+            raise ValueError(
+                f"optim={self.optim_name!r} with method={self.method!r}: use one of the adamw "
+                "optimizers, or method='dp-sgd' (then optim is sgd)."
+            )
+        if self.method in ("dp-sgd", "dp-adamw") and self.gradient_checkpointing:
+            raise ValueError(
+                "gradient_checkpointing=True runs layers twice, which per-example gradients do not "
+                "follow: turn it off and lower microbatch_size."
+            )
+
+    @property
+    def physical_batch_size(self) -> int:
+        """Examples in one forward pass."""
+        return self.microbatch_size or self.per_device_train_batch_size
+
+    def steps(self, num_examples: int) -> int:
+        """T: max_steps, or num_train_epochs worth of expected batches."""
+        if self.max_steps > 0:
+            return self.max_steps
+        return max(1, math.ceil(self.num_train_epochs * num_examples / self.expected_batch_size))
+
+    def delta(self, num_examples: int) -> float:
+        """target_delta, or 1 / (10 n); warns when delta is above 1/n."""
+        delta = self.target_delta
+        if delta is None:
+            delta = 0.0 if self.noise_distribution == "laplace" else 0.1 / num_examples
+        if not self.not_private and delta > 1 / num_examples:
+            logger.warning(
+                "target_delta=%s is above 1/n = %.3g: a mechanism that publishes one example "
+                "outright could satisfy it. Choose delta well below 1/n.",
+                delta,
+                1 / num_examples,
+            )
+        return delta
+
+    def plan(self, num_examples: int) -> PrivacyPlan:
+        """The privacy plan for a data set of `num_examples`, calibrated if a target was given.
+
+        Raises:
+          ValueError: sampler, mechanism and relation together have no sound accounting, the batch
+            is larger than the data, or the target cannot be reached.
+        """
+        plan = self._calibrated(num_examples, self._mechanism_settings(num_examples))
+        if self.clipping != "adaptive":
+            return plan
+        count_noise = self.clip_count_noise
+        if count_noise is None:  # the total multiplier z does not depend on how it is shared out
+            z = plan.mechanism.effective_noise_multiplier
+            count_noise = max(plan.mechanism.expected_batch_size / 20, z)
+        adaptive = {
+            "name": f"{self.method}-adaptive",
+            "clip_quantile": self.clip_quantile,
+            "clip_learning_rate": self.clip_learning_rate,
+            "clip_count_noise": count_noise,
+        }
+        fixed = self._mechanism_settings(num_examples)
+        fixed.pop("distribution", None)
+        return self._calibrated(num_examples, fixed | adaptive)
+
+    def _calibrated(self, num_examples: int, mechanism: Mapping[str, Any]) -> PrivacyPlan:
+        plan = PrivacyPlan(
+            sampler=self._sampler(num_examples),
+            mechanism=mechanism_from_dict(mechanism),
+            steps=self.steps(num_examples),
+            relation=self.neighboring_relation,  # type: ignore[arg-type]
+            accountant=self.accountant,  # type: ignore[arg-type]
+        )
+        if self.target_epsilon is None or self.not_private:
+            return plan
+        return plan.calibrate(epsilon=self.target_epsilon, delta=self.delta(num_examples))
+
+    def direction_settings(self) -> dict[str, Any]:
+        """The part of a trajectory's header that says what the releases are numbers along."""
+        if self.first_order:
+            return {"direction": "none", "num_directions": 0, "optim": self.optim_name}
+        found: dict[str, Any] = {
+            "direction": self.direction,
+            "num_directions": self.num_directions,
+            "smoothing": self.smoothing,
+        }
+        if self.update_rule != "sgd":
+            found["update_rule"] = self._update_rule().to_dict()
+        if self.subspace != "full":
+            found["subspace"] = self._subspace().to_dict()
+        return found
+
+    def _update_rule(self) -> UpdateRule:
+        return make_update_rule(self.update_rule, self.momentum, self.update_window)
+
+    def _subspace(self) -> Subspace:
+        settings: dict[str, dict[str, Any]] = {
+            "full": {},
+            "sparse": {"density": self.subspace_density},
+            "low_rank": {"rank": self.subspace_rank, "hold": self.subspace_steps},
+        }
+        return subspace_from_dict({"name": self.subspace, **settings[self.subspace]})
+
+    @property
+    def optim_name(self) -> str:
+        """The optimizer's name as Hugging Face has it, e.g. "adamw_torch"."""
+        return str(getattr(self.optim, "value", self.optim))
+
+    def _sampler(self, num_examples: int) -> Sampler:
+        if self.sampling == "full_batch":
+            return FullBatchSampler(
+                num_examples=num_examples, expected_batch_size=float(num_examples)
+            )
+        batch = self.expected_batch_size
+        if self.sampling == "truncated_poisson":
+            assert self.max_batch_size is not None
+            return TruncatedPoissonSampler(
+                num_examples=num_examples,
+                expected_batch_size=batch,
+                max_batch_size=self.max_batch_size,
+            )
+        kind = PoissonSampler if self.sampling == "poisson" else FixedSizeSampler
+        return kind(num_examples=num_examples, expected_batch_size=batch)
+
+    def _mechanism_settings(self, num_examples: int) -> dict[str, Any]:
+        """The method's mechanism by name and fields, for `mechanism_from_dict`; its clip fixed."""
+        batch = self._sampler(num_examples).expected_batch_size
+        values: dict[str, Any] = {"name": self.method, "expected_batch_size": batch}
+        if not self.not_private:
+            values |= {"clip": self.clip, "noise_multiplier": self.noise_multiplier or 0.0}
+        if not self.first_order:
+            values["num_directions"] = self.num_directions
+        if self.method == "dpzero":
+            values["distribution"] = self.noise_distribution
+        if self.clipping == "automatic":
+            values |= {"clipping": "automatic", "clip_stability": self.clip_stability}
+        if self.clipping == "averaged":
+            values |= {"clipping": "averaged", "clip_groups": self.clip_groups}
+        return values
+
+
+def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}.")
+
+
+def _positive(name: str, value: float | None, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if value is None or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value} must be a finite number above 0.")

@@ -1,0 +1,224 @@
+"""One first-order step: per-example gradients, clip, sum, noise, write down; torch's optimizer updates.
+
+g = (sum_i w_i grad f(theta; xi_i) + noise) / B,   ||w_i grad f(theta; xi_i)|| <= C
+
+(DP-SGD, Abadi et al. 2016). The result is left in the parameters' `grad`: whatever an optimizer makes
+of it is post-processing. Knows nothing of transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
+from hf_dpzero.estimators.parameter_guard import ParameterGuard
+from hf_dpzero.ledger.trajectory import Release, Trajectory
+from hf_dpzero.objectives.losses import PerExampleLoss, check_differentiable, check_per_example
+from hf_dpzero.perturbation.trainable import has_plain_storage
+from hf_dpzero.privacy.mechanisms import Mechanism
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import Following
+from hf_dpzero.privacy.mechanisms.gradient import row_norms
+from hf_dpzero.privacy.noise import NoiseSource
+from hf_dpzero.training.distributed import (
+    is_main,
+    shared_from_main,
+    sum_over_processes,
+    sum_tensor_,
+)
+from hf_dpzero.training.random_state import isolated_randomness
+
+logger = logging.getLogger(__name__)
+
+Microbatch = Mapping[str, Tensor]
+_ONLOOKER = (
+    "{} has a backward hook, which would see private gradients before clipping and noise (a logger that "
+    "watches gradients, such as wandb.watch): take it off."
+)
+CHUNK = 1 << 19  # noise is drawn for this many coordinates at a time
+
+
+class WeightedGradients(Protocol):
+    """Per-example gradients of a model's trainable parameters, weighted and summed."""
+
+    model: nn.Module
+    names: list[str]
+    parameters: list[nn.Parameter]
+
+    def weighted_sum(
+        self, microbatches: Sequence[Any], weigh: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """(sum_i w_i g_i for each parameter, float32; the norms ||g_i|| [B] on the CPU)."""
+
+
+class PlainGradients:
+    """The sum of the examples' gradients by one backward pass: for runs that are not private.
+
+    Args:
+      model: run in eval mode, as the private methods do.
+      objective: (model, inputs) -> per-example losses [B].
+
+    Raises:
+      ValueError: the objective is not differentiable.
+    """
+
+    def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
+        check_differentiable(objective)
+        self.model, self.objective = model, objective
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
+
+    def weighted_sum(
+        self, microbatches: Sequence[Microbatch], weigh: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """As in the protocol; every weight is 1 and no norm is computed ([0]).
+
+        An example whose loss is not finite counts as zero.
+        """
+        totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+        with evaluation_mode(self.model), torch.enable_grad():
+            for part in microbatches:
+                losses = check_per_example(self.objective(self.model, part), batch_size(part))
+                loss = torch.where(losses.isfinite(), losses, 0.0).sum()
+                found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+                for total, gradient in zip(totals, found, strict=True):
+                    if gradient is not None:
+                        total.add_(gradient.nan_to_num(0.0, 0.0, 0.0))
+        return totals, torch.zeros(0)
+
+
+class GroupMeans:
+    """The mean gradient of each group of examples, weighted and summed (averaged clipping).
+
+    One ordinary backward pass a microbatch: no per-example gradients.
+
+    Args:
+      plain: sums gradients.
+    """
+
+    def __init__(self, plain: PlainGradients) -> None:
+        self.plain, self.model = plain, plain.model
+        self.names, self.parameters = plain.names, plain.parameters
+
+    def weighted_sum(
+        self, groups: Sequence[Sequence[Microbatch]], weigh: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """(sum_j w_j m_j over the groups' mean gradients m_j, their norms [groups] on the CPU).
+
+        Args:
+          groups: the microbatches of each group that was sampled; none gives zeros.
+          weigh: norm [1] of a mean -> w [1]. A mean that is not finite counts as zero.
+        """
+        totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+        norms = [torch.zeros(0)]
+        for parts in groups:
+            mean, _ = self.plain.weighted_sum(parts, weigh)
+            count = sum(batch_size(part) for part in parts)
+            flat = [row_norms(m.view(1, -1)) for m in mean]
+            norm = torch.stack(flat).norm(dim=0) / count
+            weight = float(weigh(norm)) / count
+            for total, m in zip(totals, mean, strict=True):
+                total.add_(m.nan_to_num(0.0, 0.0, 0.0), alpha=weight)
+            norms.append(norm.float().cpu())
+        return totals, torch.cat(norms)
+
+
+@dataclass(frozen=True)
+class GradientStep:
+    """What a step needs; calling it takes one and leaves the noised mean in every `grad`.
+
+    Attributes:
+      mechanism: the plan's.
+      gradients: of the trainable parameters.
+      noise: drawn once for each step, on the main process.
+      trajectory: the ledger; written before the gradient is handed on.
+    """
+
+    mechanism: Mechanism
+    gradients: WeightedGradients
+    noise: NoiseSource
+    trajectory: Trajectory
+
+    def __call__(
+        self, step: int, microbatches: Sequence[Any], learning_rate: float
+    ) -> Tensor | None:
+        """Takes step number `step` on this process' microbatches (averaged clipping: the groups').
+
+        There may be none. A step that the ledger holds already was paid for before a crash, and its
+        gradient is lost: every `grad` is None then, so that optimizers pass over it. No data, no
+        noise.
+
+        Returns:
+          The un-noised gradient norms [B, 1] (private: for opt-in diagnostics only), or None for a
+          step that the ledger holds.
+        """
+        if self.trajectory.get(step) is not None:
+            logger.warning("step %s was paid for but its update is lost.", step)
+            self._hand_on([None] * len(self.gradients.parameters))
+            return None
+        if self.mechanism.private:
+            self._refuse_onlookers()
+        mechanism = self._current.after(self.trajectory.releases)
+        with isolated_randomness(), self._guarded():
+            totals, norms = self.gradients.weighted_sum(microbatches, mechanism.weights)
+        values = self._released_values(mechanism, norms, step)
+        self.trajectory.append(Release(step, values, learning_rate))
+        self._hand_on(list(self._noised_means(mechanism, totals, step)))
+        return norms.unsqueeze(1)
+
+    @functools.cached_property
+    def _current(self) -> Following[Any]:
+        return Following(self.mechanism)
+
+    def _refuse_onlookers(self) -> None:
+        """Refuses hooks that would be shown gradients before they are clipped and noised.
+
+        At every step, because callbacks may add them late.
+        """
+        for name, parameter in self.gradients.model.named_parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ValueError(_ONLOOKER.format(name))
+        for name, module in self.gradients.model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise ValueError(_ONLOOKER.format(name or "the model"))
+
+    def _guarded(self) -> Any:
+        everything = self.gradients.model.named_parameters()
+        named = ((name, p) for name, p in everything if has_plain_storage(p))
+        return ParameterGuard(named).watching()
+
+    def _released_values(self, mechanism: Any, norms: Tensor, step: int) -> tuple[float, ...]:
+        """The scalars that go to the ledger: the noised count of adaptive clipping, else none."""
+        if not mechanism.values_per_release:
+            return ()
+        count = sum_over_processes(mechanism.count(norms))
+        values: tuple[float, ...] = shared_from_main(
+            lambda: mechanism.release_count(count, step, self.noise)
+        )
+        return values
+
+    def _noised_means(
+        self, mechanism: Any, totals: Sequence[Tensor], step: int
+    ) -> Iterator[Tensor]:
+        """(total + noise) / divisor for each parameter: the main process' share gets the noise."""
+        part = 0
+        for total in totals:
+            mean = total.div_(mechanism.divisor).view(-1)
+            for piece in mean.split(CHUNK):
+                if is_main() and mechanism.private:
+                    drawn = mechanism.noise_part(self.noise, piece.numel(), step, part)
+                    piece.add_(torch.from_numpy(drawn).to(piece.device))
+                part += 1
+            sum_tensor_(mean)
+            yield mean.view(total.shape)
+
+    def _hand_on(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.gradients.parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)

@@ -1,0 +1,65 @@
+"""Evaluation of objectives that predict more than a model's own head does: label words, answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from hf_dpzero.objectives.losses import Inputs, classification_losses
+from hf_dpzero.objectives.prompted import PromptObjective
+
+
+class PredictingTrainer(Trainer):
+    """A Trainer whose evaluation asks the objective, if that is one that predicts.
+
+    Attributes:
+      per_example_loss: a `PromptObjective`, whose predictions `compute_metrics` gets; or anything
+        else, and evaluation is Hugging Face's.
+    """
+
+    per_example_loss: Any = None
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps the columns that only the objective or the collator reads."""
+        super()._set_signature_columns_if_needed()
+        read = {
+            name
+            for reader in (self.per_example_loss, self.data_collator)
+            for name in getattr(reader, "columns", ())
+        }
+        known: list[str] = self._signature_columns or []
+        self._signature_columns = [*known, *sorted(read - set(known))]  # type: ignore[assignment]
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """(mean loss, predictions, what they are compared with: labels, or the numbers of the rows)."""
+        objective = self.per_example_loss
+        if not isinstance(objective, PromptObjective):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        batch = self._prepare_inputs(dict(inputs))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            predictions = None if prediction_loss_only else objective.predict(model, batch)
+            losses = evaluation_losses(objective, model, batch, predictions)
+        targets = None if prediction_loss_only else batch.get("references", batch["labels"])
+        return losses.mean(), predictions, targets
+
+
+def evaluation_losses(
+    objective: PromptObjective, model: nn.Module, inputs: Inputs, predictions: Tensor | None
+) -> Tensor:
+    """Smooth losses `[B]` float32, also of an objective that is not: cross entropy throughout.
+
+    Class scores that are there already are not computed a second time.
+    """
+    if predictions is not None and predictions.is_floating_point():
+        return classification_losses(predictions, inputs["labels"], "single_label_classification")
+    smooth = getattr(objective, "objective", objective)
+    return smooth(model, inputs)

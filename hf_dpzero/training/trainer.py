@@ -1,0 +1,467 @@
+"""`DPZeroTrainer`: Hugging Face's Trainer with a DPZero step. Thin: the maths is elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.utils import logging
+
+from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
+from hf_dpzero.estimators.parameter_guard import ParameterChanged
+from hf_dpzero.ledger.digests import digest_model, digest_tensors
+from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory, num_values_entry
+from hf_dpzero.objectives.losses import (
+    PerExampleLoss,
+    Within,
+    check_per_example,
+    select_objective,
+)
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.reporting import hub
+from hf_dpzero.reporting.privacy_report import (
+    REPORT_FILE,
+    BudgetMeter,
+    PrivacyReport,
+    base_names,
+    earlier_runs,
+    versions,
+)
+from hf_dpzero.reporting.provenance import resolve_path
+from hf_dpzero.reporting.wording import base_caveats
+from hf_dpzero.training import run_files, validation
+from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
+from hf_dpzero.training.callbacks import PrivacyCallback, PrivacyProgressCallback
+from hf_dpzero.training.compilation import compile_, unwrapped
+from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.training.independence_check import check_uncoupled, check_widths
+from hf_dpzero.training.methods import Arm, FirstOrderArm, ZerothOrderArm
+from hf_dpzero.training.precision import check_mixed_precision, uncached_autocast
+from hf_dpzero.training.prediction import PredictingTrainer
+from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.validation import check_adapters
+
+logger = logging.get_logger(__name__)
+
+
+class DPZeroTrainer(PredictingTrainer):
+    """Fine-tunes a model with differentially private zeroth-order steps (DPZero, Algorithm 2).
+
+    A drop-in for `transformers.Trainer`: `train`, `evaluate`, `predict`, callbacks, `report_to`,
+    checkpoints, `resume_from_checkpoint`, `save_model` and `push_to_hub` work as there.
+
+    Args:
+      model: any model with an objective (see `objectives.select_objective`); parameters with
+        requires_grad (and found by `args.trainable`) are trained.
+      args: a `DPZeroConfig`.
+      compute_per_example_loss: optional (model, inputs) -> losses [B] float, each a function of its
+        own example alone. A `PromptObjective` is also what evaluation predicts with.
+      noise: optional `NoiseSource`; default operating-system entropy.
+
+    Raises:
+      ValueError: whatever cannot be accounted or would break the guarantee, before any training.
+    """
+
+    args: DPZeroConfig
+    model: Any
+    train_dataset: Any
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: DPZeroConfig | None = None,
+        *positional: Any,
+        compute_per_example_loss: PerExampleLoss | None = None,
+        noise: NoiseSource | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(args, DPZeroConfig):
+            raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
+        validation.check_single_strategy(args)
+        if settings.get("model_init") is not None:
+            raise ValueError(
+                "model_init makes a new model after the checks: pass the model itself as `model`."
+            )
+        if model is not None:
+            validation.check_placement(model)
+            model = unwrapped(model)
+        super().__init__(model, args, *positional, **settings)
+        validation.check_launch(self)
+        self.refuse_private(self.eval_dataset)
+        self.per_example_loss = compute_per_example_loss
+        self.noise = noise or _noise_from(args)
+        self.trajectory: Trajectory | None = None
+        self._arm_state: Mapping[str, Any] | None = None
+        self._plan: PrivacyPlan | None = None
+        self._delta: float | None = None
+        self._diagnostics: dict[str, float] = {}
+        self._buffers: str | None = None
+        self._reads = contextlib.ExitStack()
+        self._tainted = False
+        self.remove_callback(ProgressCallback)
+        shown = PrinterCallback in {type(c) for c in self.callback_handler.callbacks}
+        if not args.disable_tqdm and not shown:
+            self.add_callback(PrivacyProgressCallback(self))
+        self.callback_handler.callbacks.insert(0, PrivacyCallback(self))
+
+    @property
+    def output_dir(self) -> str:
+        """Where the run keeps its files."""
+        return str(self.args.output_dir)
+
+    # ------------------------------------------------------------------ the plan
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The run's `PrivacyPlan`, calibrated on first use."""
+        if self._plan is None:
+            self._plan = self.args.plan(validation.num_examples(self.train_dataset))
+            self.meter = BudgetMeter(self._plan, self.delta)
+        return self._plan
+
+    @property
+    def delta(self) -> float:
+        """The delta that epsilon is stated at; fixed with the plan."""
+        if self._delta is None:
+            self._delta = self.args.delta(validation.num_examples(self.train_dataset))
+        return self._delta
+
+    # ------------------------------------------------------------------ evaluation: public data
+
+    def refuse_private(self, dataset: Any) -> None:
+        """Raises ValueError if any part of `dataset` holds rows of the private training data."""
+        for part in dataset.values() if isinstance(dataset, dict) else (dataset,):
+            validation.refuse_training_rows(part, self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As in Trainer; the private training rows are refused."""
+        if not isinstance(eval_dataset, str):  # a name stands for a part of self.eval_dataset
+            self.refuse_private(eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As in Trainer; the private training rows are refused."""
+        self.refuse_private(test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial would spend budget that no report counts."""
+        raise ValueError(
+            "hyperparameter_search on private data spends privacy in every trial: search on public "
+            "data, then train once."
+        )
+
+    # ------------------------------------------------------------------ before training
+
+    def train(  # type: ignore[override]
+        self, resume_from_checkpoint: str | bool | None = None, **settings: Any
+    ) -> TrainOutput:
+        """Trains as `Trainer.train` does; what cannot be accounted is refused before it starts.
+
+        Args:
+          resume_from_checkpoint: a checkpoint folder, or True for the last one in output_dir. Steps
+            that the ledger holds beyond the checkpoint are replayed, never sampled or paid again.
+        """
+        resume = self._resolve_checkpoint(resume_from_checkpoint)
+        self._validate()
+        self._warn_of_earlier_runs()
+        try:
+            self._open_run(resume)
+            output = super().train(resume_from_checkpoint=resume, **settings)
+        finally:
+            self._reads.close()
+            if self.trajectory is not None:
+                self.trajectory.close()
+        for name in ("train_loss", "total_flos", "train_samples_per_second"):  # not ours to say
+            output.metrics.pop(name, None)
+        return output._replace(training_loss=math.nan)
+
+    def _resolve_checkpoint(self, resume: str | bool | None) -> str | None:
+        if resume is not True:
+            return resume or None
+        last = get_last_checkpoint(self.output_dir)
+        if last is None:
+            raise ValueError(f"{self.output_dir} has no checkpoint to resume from.")
+        return last
+
+    def _validate(self) -> None:
+        validation.num_examples(self.train_dataset)
+        validation.select_trainable(self.model, self.args.trainable)
+        check_adapters(self.model)
+        validation.check_model(self.model)
+        if self.per_example_loss is None:
+            if not set(self.probe()) & set(validation.LABEL_COLUMNS):  # a collator may add them
+                validation.check_labels(self.train_dataset)
+            self.per_example_loss = select_objective(self.model)
+        validation.check_processes(self.args)
+        check_mixed_precision(self.args, self.args.device.type)
+        if self.plan.mechanism.private:
+            validation.check_precision(self.model, self.args)
+            check_widths(self.model, self.args.physical_batch_size)
+        self.args.max_steps = self.plan.steps
+        compile_(self.model, self.args)
+        self._try_objective()
+
+    @torch.no_grad()
+    def _try_objective(self) -> None:
+        """Losses of a few examples, released to nobody: is there one each, and of it alone?"""
+        rows, objective = self._training_rows(), self.evaluated_objective()
+        watched = validation.parameters_left_alone(self.model)
+        with watched, evaluation_mode(self.model), isolated_randomness():
+            validation.check_evaluation_mode(self.model)
+            self._tried(objective, rows.collate_rows([0]))
+            check_uncoupled(
+                rows.collate_rows,
+                len(self.train_dataset),
+                lambda batch: self._tried(objective.trial, batch),
+                widths=self.plan.mechanism.private and self.args.physical_batch_size > 1,
+            )
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> contextlib.AbstractContextManager[None]:
+        """The run's mixed precision, wherever losses are computed; see `mixed_precision`."""
+        return uncached_autocast(self.accelerator)
+
+    def _tried(self, losses: PerExampleLoss, batch: Mapping[str, Tensor]) -> Tensor:
+        return check_per_example(losses(self.model, batch), batch_size(batch)).cpu()
+
+    def probe(self) -> Mapping[str, Tensor]:
+        """The first and the last example, to try the model on; nothing of it is released."""
+        return self._training_rows().collate_rows([0, len(self.train_dataset) - 1])
+
+    def _open_run(self, resume: str | None) -> None:
+        folder, header = self.output_dir, self._header()
+        self.optimizer = self.lr_scheduler = None  # rebuilt on this run's ledger
+        if resume is None:
+            if self.trajectory is not None and self.trajectory.releases:
+                raise ValueError(
+                    "this trainer's model was trained on the private data already: continue with "
+                    "resume_from_checkpoint, or build a trainer with the base model."
+                )
+            digest = digest_model(self.model)
+            self.trajectory = run_files.start_ledger(folder, header, digest)
+            self._sampler_key = run_files.new_secret(folder, self.args.sampler_key)
+        else:
+            self.trajectory = run_files.continue_ledger(folder, header)
+            self._arm_state = run_files.load_state(resume, self.trajectory)
+            self._sampler_key = run_files.old_secret(folder, self.args.sampler_key)
+
+    def _header(self) -> dict[str, Any]:
+        """What every release depends on, in public terms."""
+        trainable = [n for n, p in self.model.named_parameters() if p.requires_grad]
+        decayed = self.get_decay_parameter_names(self.model) if self.args.weight_decay else []
+        header = {
+            **self.args.direction_settings(),
+            "weight_decay": self.args.weight_decay,
+            "trainable": trainable,
+            "decayed": sorted(set(decayed) & set(trainable)),
+            "replayable": self.plan.mechanism.replayable,
+            "plan": self.plan.to_dict(),
+            "target_delta": self.delta,
+            "noise_source": self.noise.name,
+            "sampler_key_is_secret": self.args.sampler_key is None,
+            "log_private_diagnostics": self.args.log_private_diagnostics,
+            "versions": versions(),
+        }
+        header |= num_values_entry(self.plan.mechanism)
+        if self.args.direction_key is not None:
+            header["direction_key"] = f"{self.args.direction_key:032x}"
+        return header
+
+    # ------------------------------------------------------------------ what Trainer asks for
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Logical batches of this process, one item per step, split into microbatches."""
+        batches = StepBatches(
+            rows=self._training_rows(),
+            plan=self.plan,
+            key=self._sampler_key,
+            microbatch_size=self.args.physical_batch_size,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+        )
+        return DataLoader(
+            batches,
+            batch_size=None,
+            sampler=StepSampler(self),
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=False,
+        )
+
+    def _training_rows(self) -> Rows:
+        return self.rows_of(self.train_dataset)
+
+    def rows_of(self, dataset: Any) -> Rows:
+        """A data set without the columns that the model does not take, and its collator."""
+        if isinstance(dataset, datasets.Dataset):
+            kept = self._remove_unused_columns(dataset, description="training")
+            return Rows(kept, self.data_collator)
+        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        return Rows(dataset, collate)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The run's arm, and its optimizer: one that only carries the learning rate, or `optim`."""
+        if self.optimizer is None:
+            assert self.trajectory is not None and self.per_example_loss is not None
+            self._buffers = digest_tensors(self.model.named_buffers())
+            kind: type[Arm] = FirstOrderArm if self.args.first_order else ZerothOrderArm
+            self.arm: Arm = kind(self, self._arm_state)
+            self.optimizer = self.arm.optimizer or super().create_optimizer(model)
+        return self.optimizer
+
+    @property
+    def space(self) -> ParameterSpace:
+        """The trainable coordinates of a zeroth-order run."""
+        assert isinstance(self.arm, ZerothOrderArm)
+        return self.arm.space
+
+    @property
+    def step(self) -> Any:
+        """What takes a step: a `PrivateStep` or a `GradientStep`."""
+        return self.arm.step
+
+    def while_training(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        """Enters `context` until `train` returns or raises."""
+        self._reads.enter_context(context)
+
+    def evaluated_objective(self) -> Within:
+        """(model, inputs) -> losses [B], on the run's device and in its precision."""
+        assert self.per_example_loss is not None
+        return Within(self.per_example_loss, self._on_device)
+
+    def _on_device(self, objective: PerExampleLoss) -> PerExampleLoss:
+        def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+            with self.compute_loss_context_manager():
+                return objective(model, self._prepare_inputs(dict(inputs)))
+
+        return evaluate
+
+    # ------------------------------------------------------------------ one training step
+
+    def training_step(  # type: ignore[override]
+        self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Runs one private step (see `zeroth_order_step`); returns 0, because the loss is private."""
+        assert self.step.trajectory is self.trajectory
+        try:
+            rate = self._get_learning_rate()
+            statistics = self.arm.take(inputs, rate)
+        except ParameterChanged:
+            self._tainted = True
+            raise
+        if self.args.log_private_diagnostics and statistics is not None:
+            self._diagnostics = private_diagnostics(statistics, self.plan.mechanism)
+        return torch.zeros((), device=self.args.device)
+
+    # ------------------------------------------------------------------ logs, checkpoints, report
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs released values and spent budget in place of the private loss."""
+        for key in ("loss", "grad_norm", "train_loss"):
+            logs.pop(key, None)
+        if self.trajectory is not None and "learning_rate" in logs:
+            logs["epsilon"] = self.epsilon_spent
+            last = self.trajectory.get(self.state.global_step - 1)
+            if last is not None and self.plan.mechanism.replayable:
+                logs["released_value"] = math.hypot(*last.values[: self.args.num_directions])
+            logs.update(self._diagnostics)
+        super().log(logs, *args, **kwargs)
+
+    @property
+    def epsilon_spent(self) -> float:
+        """An upper bound on the epsilon of the steps taken so far."""
+        taken = self.trajectory.next_step if self.trajectory else 0
+        return self.meter.at(min(taken, self.plan.steps))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.arm.settle_()
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save and folder.exists():
+            state = self.arm.state_dict()
+            assert self.trajectory is not None
+            run_files.save_state(folder, self.state.global_step, state, self.trajectory)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        validation.refuse_tainted(self._tainted)
+        if self._buffers is not None:
+            validation.check_buffers(self.model, self._buffers)
+        super()._save(output_dir, state_dict)
+        if self.trajectory is not None and self.args.should_save:
+            folder = Path(output_dir or self.output_dir)
+            self.privacy_report().save(folder / REPORT_FILE)
+            self.trajectory.to_safetensors(folder / SHIPPING_NAME)
+
+    def privacy_report(self) -> PrivacyReport:
+        """What the run has spent so far, in numbers and words."""
+        return PrivacyReport.from_run(
+            self.plan,
+            delta=self.delta,
+            target_epsilon=self.args.target_epsilon,
+            steps_completed=self.trajectory.next_step if self.trajectory else 0,
+            noise=self.noise,
+            direction=self.args.direction_settings()["direction"],
+            log_private_diagnostics=self.args.log_private_diagnostics,
+            sampler_key_is_secret=self.args.sampler_key is None,
+            earlier_runs=self.earlier_runs,
+        ).with_tuning(self.args.tuning, self.plan)
+
+    @functools.cached_property
+    def earlier_runs(self) -> list[dict[str, Any]]:
+        """Runs that the base model came out of; read once, before this run writes anything."""
+        return earlier_runs(map(resolve_path, base_names(self.model)))
+
+    def _warn_of_earlier_runs(self) -> None:
+        for caveat in base_caveats(self.earlier_runs):
+            logger.warning(caveat)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the privacy card as README.md in output_dir."""
+        if self.args.should_save:
+            hub.write_model_card(self.output_dir)
+
+    def push_to_hub(  # type: ignore[override]
+        self, commit_message: str | None = "End of training", **kwargs: Any
+    ) -> str | None:
+        """Saves, then uploads the weights, report, trajectory and card; nothing secret."""
+        self.save_model(_internal_call=True)
+        if not self.args.should_save:
+            return None
+        repo = self.args.hub_model_id or Path(self.output_dir).absolute().name
+        token = kwargs.get("token") or self.args.hub_token
+        private = self.args.hub_private_repo is not False
+        return hub.push(self.output_dir, repo, token=token, private=private)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing: checkpoints hold more than may be shipped; `push_to_hub` uses an allow list."""
+
+
+def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]:
+    """Un-noised statistics of a step, logged only on request (they break the guarantee)."""
+    if not len(differences):
+        return {"private_batch_size": 0.0}
+    norms = differences.norm(dim=1)
+    return {
+        "private_batch_size": float(len(differences)),
+        "private_clip_fraction": float((norms > mechanism.clip).double().mean()),
+        "private_difference_norm": float(norms.median()),
+    }
+
+
+def _noise_from(args: DPZeroConfig) -> NoiseSource:
+    if args.insecure_noise_seed is None:
+        return SecureNoise()
+    return InsecureSeededNoise(args.insecure_noise_seed)

@@ -1,0 +1,210 @@
+"""`hf-dpzero bench step` and `bench memory`: options, and tables for people."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import re
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import hf_dpzero
+from hf_dpzero.experiments.memory.shapes import PUBLISHED, SHAPES
+from hf_dpzero.perturbation.directions import DISTRIBUTIONS
+from scripts.benchmarks.capacity import CapacityTable, capacity, capacity_table
+from scripts.benchmarks.memory import measure_memory, peak_bytes
+from scripts.benchmarks.settings import (
+    ATTENTIONS,
+    DTYPES,
+    GRADIENTS,
+    METHODS,
+    PHASES,
+    STRATEGIES,
+    StepBench,
+)
+from scripts.benchmarks.timing import measure_time
+
+_CHOICES: dict[str, Any] = {
+    "method": METHODS,
+    "direction": DISTRIBUTIONS,
+    "dtype": DTYPES,
+    "strategy": STRATEGIES,
+    "per_example_gradients": GRADIENTS,
+    "attention": ATTENTIONS,
+}
+
+
+def run_step(bench: StepBench) -> dict[str, Any]:
+    """All measurements with what is needed to read them: settings, machine, versions."""
+    use_threads(bench.threads)
+    memory = measure_memory(bench) if bench.memory else {}
+    return {
+        **measure_time(bench),
+        **memory,
+        "settings": asdict(bench),
+        "threads": torch.get_num_threads(),
+        "machine": machine(bench.device),
+        "versions": versions(),
+    }
+
+
+def use_threads(threads: int | None) -> None:
+    """Sets torch's threads in one operation on the CPU; None leaves them."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def machine(device: str) -> str:
+    """The processor's (or GPU's) model name."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    import transformers
+
+    return {
+        "hf_dpzero": hf_dpzero.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+# ---------------------------------------------------------------- the table of `bench step`
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The result for people: one line a measurement."""
+    s, seconds = result["settings"], result["seconds"]
+    forwards = f"{2 * s['num_directions']} bare forward passes"
+    lines = [*_heading(result), "", f"{forwards:<28}{seconds['two_forwards']:>9.3f} s"]
+    if s["method"] != "reference":
+        lines.append(_ratio_line(f"{s['method']} step", "step", "", result))
+    if "reference" in seconds:
+        lines.append(_ratio_line("published reference loop", "reference", "reference_", result))
+    return "\n".join(lines + _details(result))
+
+
+def _heading(result: Mapping[str, Any]) -> list[str]:
+    s = result["settings"]
+    directions = f"{s['direction']}, K = {s['num_directions']}, " * (s["method"] != "dp-adamw")
+    how = [s["dtype"], *[word for word in ("autocast", "compile") if s[word]], s["attention"]]
+    return [
+        f"{s['shape']} {' '.join(how)}, {s['batch_size']} x {s['seq_length']} tokens, "
+        f"{directions}d = {result['dimension']:,}",
+        f"{result['machine']}, {result['threads']} threads, {s['device']}",
+    ]
+
+
+def _ratio_line(title: str, name: str, prefix: str, result: Mapping[str, Any]) -> str:
+    low, middle, high = result[f"{prefix}ratio_quartiles"]
+    memory = result.get(f"{prefix}peak_memory_over_inference")
+    used = "" if memory is None else f"  memory x {memory:.2f}"
+    spread = f"(quartiles {low:.2f} to {high:.2f})"
+    seconds = result["seconds"][name]
+    return f"{title:<28}{seconds:>9.3f} s  time x {middle:.2f} {spread}{used}"
+
+
+def _details(result: Mapping[str, Any]) -> list[str]:
+    """What only a DPZero or MeZO step has."""
+    lines = []
+    if "marginal_ratio_per_direction" in result:
+        seconds, ratio = result["seconds_per_direction"], result["marginal_ratio_per_direction"]
+        lines.append(f"{'each further direction':<28}{seconds:>9.3f} s  time x {ratio:.2f}")
+    for part, seconds in result.get("breakdown", {}).items():
+        lines.append(f"{'  of the step: ' + part:<28}{seconds:>9.3f} s")
+    if "strategy" in result:
+        count = result["bytes_per_parameter"]
+        lines.append(f"{'weight traffic':<28}{count:>9.2f} bytes a parameter, {result['strategy']}")
+    cycles = f"restore_error_after_{result['settings']['cycles']}_cycles"
+    for name in ("restore_error", cycles):
+        if result.get(name) is not None:
+            lines.append(f"{name.replace('_', ' '):<28}{result[name]:>9.2g}")
+    return lines + result.get("notes", [])
+
+
+# ---------------------------------------------------------------- options
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of `hf-dpzero bench`: the fields of `StepBench` and `CapacityTable`, and --json."""
+    parser = argparse.ArgumentParser(
+        prog="hf-dpzero bench", description=_summary(sys.modules["scripts.benchmarks"])
+    )
+    commands = parser.add_subparsers(dest="what", required=True)
+    step = commands.add_parser("step", help="time and memory of one step", allow_abbrev=False)
+    _add_shape(step, "--shape", default=StepBench.shape)
+    _add_fields(step, StepBench, skip=("shape", "memory"))
+    step.add_argument("--no_memory", action="store_true", help="skip the memory measurement")
+    step.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
+    memory = commands.add_parser("memory", help="what fits in memory", allow_abbrev=False)
+    _add_shape(memory, "--shapes", default=PUBLISHED, nargs="+")
+    _add_fields(memory, CapacityTable, skip=("shapes",))
+    for command in (step, memory):
+        command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def _summary(module: Any) -> str:
+    return (module.__doc__ or "").split("\n")[0]
+
+
+def _add_shape(parser: argparse.ArgumentParser, option: str, **settings: Any) -> None:
+    parser.add_argument(option, choices=SHAPES, metavar=f"{{{','.join(PUBLISHED)}}}", **settings)
+
+
+def _add_fields(parser: argparse.ArgumentParser, kind: Any, skip: Sequence[str]) -> None:
+    """An option for each field of a dataclass, of its type; a flag for each bool."""
+    hints = typing.get_type_hints(kind)
+    for field in fields(kind):
+        if field.name in skip:
+            continue
+        if hints[field.name] is bool:
+            parser.add_argument(f"--{field.name}", action="store_true")
+            continue
+        types = [t for t in typing.get_args(hints[field.name]) if t is not type(None)]
+        parser.add_argument(
+            f"--{field.name}",
+            type=types[0] if types else hints[field.name],
+            default=field.default,
+            choices=_CHOICES.get(field.name),
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `hf-dpzero bench ...`; `argv` is what follows the word bench."""
+    arguments = vars(build_parser().parse_args(argv))
+    what, as_json = arguments.pop("what"), arguments.pop("json")
+    if what == "memory":
+        arguments["shapes"] = tuple(arguments["shapes"])
+        asked = CapacityTable(**arguments)
+        rows = capacity(asked)
+        print(json.dumps(rows, indent=1) if as_json else capacity_table(asked, rows))
+        return 0
+    phase = arguments.pop("phase")
+    arguments["memory"] = not arguments.pop("no_memory")
+    bench = StepBench(**arguments)
+    if phase is not None:
+        use_threads(bench.threads)
+        print(json.dumps({"peak_bytes": peak_bytes(bench, phase)}))
+        return 0
+    result = run_step(bench)
+    print(json.dumps(result, indent=1) if as_json else table(result))
+    return 0

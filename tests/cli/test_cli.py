@@ -1,0 +1,725 @@
+"""The command line as a user meets it: results, files left behind, and one-line errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_dpzero.cli import main
+from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.recipes.build import build_trainer
+from hf_dpzero.recipes.recipe import load_recipe, read_recipe
+from hf_dpzero.tasks.benchmarks import BENCHMARKS
+
+ROOT = Path(__file__).resolve().parents[2]
+ARMS = sorted((ROOT / "recipes" / "arms").glob("_*.yaml"))  # methods that the tasks' recipes extend
+
+
+def heads(pattern: str) -> list[Path]:
+    """Recipes (or bases) that train a head; tests/test_recipes.py has those that prompt."""
+    found = sorted({*(ROOT / "recipes").rglob(pattern)} - {*ARMS})
+    return [path for path in found if "prompt" not in read_recipe(path)]
+
+
+RECIPES, BASES = heads("[!_]*.yaml"), heads("_*.yaml")  # bases: models and data to extend
+NOT_PRIVATE = ("mezo", "sgd", "adamw")
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "great", "bad", "awful", "film", "it", "was")
+
+PLAN = ["plan", "--num_examples", "1024", "--expected_batch_size", "64", "--max_steps", "10000"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """Runs a command that must succeed and returns what it printed."""
+    status = main.main([str(word) for word in words])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """Runs a command that must be refused and returns its one line."""
+    status = main.main([str(word) for word in words])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2
+    assert error.startswith("error: ")
+    return error
+
+
+# ---------------------------------------------------------------- the command itself
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for command in ("train", "evaluate", "plan", "compare", "sweep", "replay", "push", "bench"):
+        assert command in text
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "evaluate", "plan", "compare", "sweep", "replay", "push"]
+)
+def test_each_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main([command, "--help"])
+    assert stop.value.code == 0
+    assert "--traceback" in capsys.readouterr().out
+
+
+def test_no_command_and_unknown_options_are_refused(capsys):
+    for words in ([], ["dance"], [*PLAN, "--target_epsilon", "2", "--colour", "red"]):
+        with pytest.raises(SystemExit) as stop:
+            main.main(words)
+        assert stop.value.code == 2
+    assert "unrecognized arguments: --colour red" in capsys.readouterr().err
+
+
+def test_abbreviated_options_are_not_guessed():
+    with pytest.raises(SystemExit):
+        main.main([*PLAN, "--target_eps", "2"])
+
+
+def test_the_entry_point_is_installed():
+    program = shutil.which("hf-dpzero", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("run from a checkout that is not installed")
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("hf-dpzero 0.")
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_plan_finds_the_noise_of_a_budget(capsys):
+    """The PLD accountant needs 4.84 C/B here, where the paper's reference code adds 10.31 C/B."""
+    out = run(capsys, *PLAN, "--target_epsilon", 6, "--target_delta", "1e-5", "--clip", 3, "--json")
+    found = json.loads(out)
+    assert found["noise_multiplier"] == pytest.approx(4.84, rel=0.005)
+    assert found["noise_std"] == pytest.approx(found["noise_multiplier"] * 3 / 64)
+    assert found["noise_std_in_clip_over_batch"] == found["noise_multiplier"]
+    assert found["sampling_probability"] == 64 / 1024
+    assert 5.9 < found["epsilon"] <= 6
+    by_relation = found["epsilon_by_relation"]
+    assert by_relation["add_or_remove_one"] == found["epsilon"]
+    assert by_relation["replace_one"] > 1.5 * found["epsilon"]
+
+
+def test_plan_finds_the_epsilon_of_a_noise(capsys):
+    words = ["--noise_multiplier", 4.84, "--target_delta", "1e-5", "--json"]
+    found = json.loads(run(capsys, *PLAN, *words))
+    assert found["epsilon"] == pytest.approx(6, rel=0.01)
+    assert found["target_epsilon"] is None
+
+
+def test_plan_of_the_papers_lemma(capsys):
+    """Lemma 2.2: std of the mean is 4 C sqrt(2 T log(e + eps/delta)) / (n eps)."""
+    n, steps, epsilon, delta = 1000, 100, 2.0, 1e-5
+    out = run(
+        capsys,
+        *("plan", "--num_examples", n, "--max_steps", steps, "--sampling", "full_batch"),
+        *("--accountant", "advanced_composition", "--neighboring_relation", "replace_one"),
+        *("--target_epsilon", epsilon, "--target_delta", delta, "--json"),
+    )
+    expected = 4 * math.sqrt(2 * steps * math.log(math.e + epsilon / delta)) / (n * epsilon)
+    found = json.loads(out)
+    assert found["noise_std"] == pytest.approx(expected, rel=2e-3)
+    assert found["expected_batch_size"] == n
+    assert "not accounted" in found["epsilon_by_relation"]["add_or_remove_one"]
+
+
+def test_plan_reports_the_accountant_that_was_used(capsys):
+    words = [
+        "--sampling",
+        "fixed_size_without_replacement",
+        "--neighboring_relation",
+        "replace_one",
+    ]
+    out = run(capsys, *PLAN, *words, "--noise_multiplier", 20, "--json")
+    assert json.loads(out)["accountant"] == "rdp"
+
+
+def test_plan_without_noise_is_infinite_and_valid_json(capsys):
+    out = run(capsys, *PLAN, "--noise_multiplier", 0, "--json")
+    found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found["epsilon"] == "inf"
+
+
+def test_plan_prints_a_table(capsys):
+    out = run(capsys, *PLAN, "--target_epsilon", "6", "--max_steps", "1e2")
+    assert "noise_multiplier" in out
+    assert "replace_one" in out
+    assert "{" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give exactly one"),
+        (["--target_epsilon", "1", "--noise_multiplier", "1"], "give exactly one"),
+        (["--target_epsilon", "0"], "epsilon=0"),
+        (["--target_epsilon", "1", "--target_delta", "2"], "delta"),
+        (["--target_epsilon", "1", "--clip", "0"], "clip=0"),
+        (["--target_epsilon", "1", "--expected_batch_size", "2000"], "larger than num_examples"),
+        (["--target_epsilon", "1", "--sampling", "shuffle"], "'shuffle'"),
+        (["--target_epsilon", "1", "--sampling", "truncated_poisson"], "--max_batch_size"),
+        (["--target_epsilon", "1", "--sampling", "fixed_size_without_replacement"], "replace_one"),
+        (["--target_epsilon", "1", "--neighboring_relation", "cousins"], "'cousins'"),
+        (["--target_epsilon", "1", "--accountant", "magic"], "'magic'"),
+    ],
+)
+def test_plan_refuses(words, message, capsys):
+    assert message in fail(capsys, *PLAN, *words)
+
+
+def test_plan_needs_a_batch_size(capsys):
+    words = ["plan", "--num_examples", "10", "--max_steps", "1", "--target_epsilon", "1"]
+    assert "expected_batch_size is missing" in fail(capsys, *words)
+
+
+def test_traceback_shows_where(capsys):
+    with pytest.raises(ValueError, match="give exactly one"):
+        main.main([*PLAN, "--traceback"])
+
+
+# ---------------------------------------------------------------- train, evaluate, replay, push
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any) -> Path:
+    """A saved tiny BERT encoder with a word tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
+    )
+    tokenizer.save_pretrained(folder)
+    tiny_bert().bert.save_pretrained(folder)  # the head is drawn by the recipe
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """train_file and validation_file with a sentence and its label."""
+    folder = tmp_path_factory.mktemp("rows")
+    texts = (("it was good", 1), ("great film", 1), ("it was bad", 0), ("awful film was", 0))
+    lines = [json.dumps({"sentence": text, "label": label}) for text, label in texts]
+    files = {"train_file": folder / "train.jsonl", "validation_file": folder / "validation.jsonl"}
+    for path, copies in zip(files.values(), (24, 6), strict=True):
+        path.write_text("\n".join(lines * copies) + "\n", encoding="utf-8")
+    return files
+
+
+Settings = dict[str, Any]
+
+
+def tiny_recipe(folder: Path, checkpoint: Path, rows: dict[str, Path], **settings: Any) -> Path:
+    """Writes a recipe that trains a tiny model for three steps."""
+    values: Settings = {
+        "model_name_or_path": str(checkpoint),
+        "task": "sst2",
+        **{key: str(path) for key, path in rows.items()},
+        "target_epsilon": 4.0,
+        "target_delta": 1e-3,
+        "expected_batch_size": 8,
+        "num_directions": 2,
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "output_dir": str(folder / "out"),
+        **settings,
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, checkpoint: Path, rows: dict[str, Path]) -> Path:
+    return tiny_recipe(tmp_path, checkpoint, rows)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, rows: Any) -> Path:
+    """The output_dir of a finished run; its recipe lies beside it. Read only."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert main.main(["train", str(tiny_recipe(folder, checkpoint, rows))]) == 0
+    return folder / "out"
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_train_leaves_results_model_report_and_recipe(trained):
+    results = read(trained / "all_results.json")
+    assert 0 <= results["zero_shot_accuracy"] <= 1
+    assert results["eval_accuracy"] == read(trained / "eval_results.json")["eval_accuracy"]
+    assert results["train_samples"] == 96
+    assert "train_loss" not in results
+    report = read(trained / "privacy_report.json")
+    assert report["private"] is True
+    assert report["steps"] == 3
+    assert 0 < report["epsilon"] <= 4
+    assert (trained / "model.safetensors").is_file()
+    assert load_recipe(trained / "recipe.yaml").training.max_steps == 3
+    assert len(Trajectory.load(trained / "trajectory.safetensors").releases) == 3
+
+
+def test_zero_shot_is_the_untrained_model(trained, capsys):
+    """`evaluate` with the recipe's base model gives the figure that `train` noted before step 1."""
+    out = run(capsys, "evaluate", trained.parent / "tiny.yaml", "--json")
+    results = read(trained / "all_results.json")
+    found = json.loads(out)
+    assert found["eval_accuracy"] == results["zero_shot_accuracy"]
+    assert found["eval_loss"] == pytest.approx(results["zero_shot_loss"], rel=1e-4)
+    assert found["eval_samples"] == 24
+
+
+def test_evaluate_a_trained_model_and_write_the_result(trained, tmp_path, capsys):
+    words = ["--model_name_or_path", trained, "--output_dir", tmp_path]
+    run(capsys, "evaluate", trained.parent / "tiny.yaml", *words)
+    found, results = read(tmp_path / "eval_results.json"), read(trained / "all_results.json")
+    assert found["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
+    assert found["eval_loss"] != results["zero_shot_loss"]
+
+
+# ---------------------------------------------------------------- what an evaluation has seen
+
+
+@pytest.fixture(scope="module")
+def not_private(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, rows: Any) -> Path:
+    """The output_dir of a run of MeZO: its report says NOT PRIVATE. Read only."""
+    folder = tmp_path_factory.mktemp("not_private")
+    recipe = tiny_recipe(folder, checkpoint, rows, method="mezo", target_epsilon=None)
+    assert main.main(["train", str(recipe)]) == 0
+    return folder / "out"
+
+
+def privacy(capsys: Any, *words: Any) -> str:
+    return json.loads(run(capsys, "evaluate", *words, "--json"))["privacy"]
+
+
+def copy_of(trained: Path, folder: Path, *left_out: str) -> Path:
+    shutil.copytree(trained, folder, ignore=shutil.ignore_patterns(*left_out, "hub", "_private"))
+    return folder
+
+
+NO_ROW = "zero-shot: no training row was used"
+
+
+def test_an_evaluation_quotes_the_report_of_what_it_evaluates(recipe, trained, not_private, capsys):
+    for folder, private in ((trained, True), (not_private, False)):
+        report = read(folder / "privacy_report.json")
+        said = privacy(capsys, recipe, "--model_name_or_path", folder)
+        assert report["statement"] in said
+        assert said.startswith("NOT PRIVATE") is not private
+
+
+def test_a_trained_base_model_is_not_zero_shot(
+    checkpoint, rows, trained, not_private, tmp_path, capsys
+):
+    """The recipe's own base may be a folder that was trained, on these very rows."""
+    for folder in (trained, not_private):
+        recipe = tiny_recipe(tmp_path, folder, rows)
+        statement = read(folder / "privacy_report.json")["statement"]
+        assert statement in privacy(capsys, recipe)
+        error = fail(capsys, "evaluate", recipe, "--zero_shot")
+        assert "was trained: " + statement in error
+
+
+@pytest.mark.parametrize("ledger", ["trajectory.ledger", "trajectory.safetensors"])
+def test_a_ledger_without_a_report_is_not_zero_shot(rows, trained, ledger, tmp_path, capsys):
+    other = {"trajectory.ledger", "trajectory.safetensors"} - {ledger}
+    folder = copy_of(trained, tmp_path / "base", "privacy_report.json", *other)
+    recipe = tiny_recipe(tmp_path, folder, rows)
+    said = privacy(capsys, recipe)
+    assert said.startswith(f"NOT KNOWN: {folder} was trained")
+    assert ledger in said
+    assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot")
+
+
+def test_a_report_that_cannot_be_read_claims_nothing(rows, trained, tmp_path, capsys):
+    """Also one that was edited into a claim that its numbers contradict."""
+    folder = copy_of(trained, tmp_path / "base")
+    recipe, report = tiny_recipe(tmp_path, folder, rows), read(trained / "privacy_report.json")
+    for text in ("{", json.dumps({**report, "epsilon": "inf"})):
+        (folder / "privacy_report.json").write_text(text, encoding="utf-8")
+        assert privacy(capsys, recipe).startswith(f"NOT KNOWN: {folder} was trained")
+        assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot")
+    unsaid = {**report, "private": False, "statement": "All is well."}
+    (folder / "privacy_report.json").write_text(json.dumps(unsaid), encoding="utf-8")
+    assert privacy(capsys, recipe).startswith("NOT PRIVATE: All is well.")
+
+
+def test_a_checkpoint_says_what_was_spent_until_then(recipe, capsys):
+    """Its own report; where it has none, what the whole run spent, which is more."""
+    run(capsys, "train", recipe, "--save_strategy", "steps", "--save_steps", 2)
+    out = recipe.parent / "out"
+    checkpoint = out / "checkpoint-2"
+    words = ["--model_name_or_path", checkpoint]
+    statements = [read(folder / "privacy_report.json")["statement"] for folder in (checkpoint, out)]
+    assert statements[0] != statements[1]
+    assert statements[0] in privacy(capsys, recipe, *words)
+    (checkpoint / "privacy_report.json").unlink()
+    assert statements[1] in privacy(capsys, recipe, *words)
+    assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot", *words)
+
+
+def test_a_folder_without_a_report_says_nothing(recipe, trained, tmp_path, capsys):
+    """Weights that somebody copied, without what the run wrote beside them."""
+    folder = copy_of(trained, tmp_path / "w", "privacy_report.json", "trajectory.*")
+    said = privacy(capsys, recipe, "--model_name_or_path", folder)
+    assert said.startswith("NOT KNOWN: ")
+    assert "not the recipe's base model" in said
+    error = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_name_or_path", folder)
+    assert f"model_name_or_path={folder} says otherwise" in error
+
+
+def test_another_revision_is_another_model(recipe, capsys):
+    """The default branch by its name is the recipe's; every other one is not."""
+    assert privacy(capsys, recipe, "--model_revision", "main") == NO_ROW
+    said = privacy(capsys, recipe, "--model_revision", "after-training")
+    assert said.startswith("NOT KNOWN: ")
+    assert "'after-training'" in said
+    error = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_revision", "after-training")
+    assert "model_revision=after-training says otherwise" in error
+
+
+def test_the_same_folder_by_another_name_is_the_base_model(recipe, checkpoint, tmp_path, capsys):
+    link = tmp_path / "link"
+    link.symlink_to(checkpoint)
+    for name in (link, checkpoint / ".." / checkpoint.name):
+        words = ("--model_name_or_path", name, "--zero_shot")
+        assert privacy(capsys, recipe, *words) == NO_ROW
+
+
+def test_an_adapter_speaks_for_itself_and_for_what_is_under_it(
+    checkpoint, rows, not_private, tmp_path, capsys
+):
+    lora = {"peft_method": "lora", "lora_r": 2, "lora_target_modules": ["query", "value"]}
+    for name, base in (("clean", checkpoint), ("spoilt", not_private)):
+        folder = tmp_path / name
+        folder.mkdir()
+        recipe = tiny_recipe(folder, base, rows, **lora)
+        run(capsys, "train", recipe)
+        own = read(folder / "out" / "privacy_report.json")["statement"]
+        said = privacy(capsys, recipe, "--model_name_or_path", folder / "out")
+        assert own in said
+        assert ("NOT PRIVATE" in said) is (base == not_private)
+        words = ("evaluate", recipe, "--zero_shot", "--model_name_or_path", folder / "out")
+        assert "was trained" in fail(capsys, *words)
+    words = ("--model_name_or_path", tmp_path / "clean" / "out", "--model_revision", "later")
+    said = privacy(capsys, tmp_path / "clean" / "tiny.yaml", *words)
+    assert "NOT KNOWN" in said
+    assert "'later'" in said
+
+
+def test_a_hub_model_that_came_with_a_report_is_not_zero_shot(tmp_path, trained, monkeypatch):
+    """Its repository holds what `push` put there."""
+    import huggingface_hub
+
+    from hf_dpzero.cli.evaluate import Origin, privacy_statement
+
+    asked = []
+
+    def download(repo_id: str, name: str, revision: str) -> str:
+        asked.append((repo_id, name, revision))
+        if repo_id == "me/clean":
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
+        return str(trained / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    statement = read(trained / "privacy_report.json")["statement"]
+    words = ["--output_dir", str(tmp_path)]
+    for name in ("me/clean", "me/tuned"):
+        path = tmp_path / "r.yaml"
+        path.write_text(
+            yaml.safe_dump({"model_name_or_path": name, "model_revision": "v1", "method": "mezo"}),
+            encoding="utf-8",
+        )
+        said = privacy_statement(load_recipe(path, words), Origin.of(name, "v1"))
+        assert (said == NO_ROW) is (name == "me/clean")
+        assert (statement in said) is (name == "me/tuned")
+        later = privacy_statement(load_recipe(path, words), Origin.of(name, "v0"))
+        assert (later.startswith("NOT KNOWN")) is (name == "me/clean")
+    assert {(name, revision) for _, name, revision in asked} >= {("privacy_report.json", "v1")}
+
+
+def test_evaluate_writes_nothing_unasked(recipe, capsys):
+    before = sorted(recipe.parent.rglob("*"))
+    run(capsys, "evaluate", recipe)
+    assert sorted(recipe.parent.rglob("*")) == before
+
+
+def test_replay_rebuilds_the_weights(trained, tmp_path, capsys):
+    out = run(
+        capsys,
+        *("replay", "--base", trained / "recipe.yaml", "--output_dir", tmp_path / "rebuilt"),
+        *("--trajectory", trained / "trajectory.safetensors"),
+    )
+    assert "replayed 3 of 3 steps" in out
+    assert "bit for bit" in out
+    assert (tmp_path / "rebuilt" / "tokenizer.json").is_file()
+
+
+def test_replay_needs_no_data(trained, tmp_path, capsys):
+    """Who verifies a published run has its folder, not its private rows."""
+    published = tmp_path / "published"
+    published.mkdir()
+    for name in ("config.json", "model.safetensors", "trajectory.safetensors", "recipe.yaml"):
+        shutil.copy(trained / name, published)
+    values = read_recipe(published / "recipe.yaml")
+    values["train_file"] = "gone.jsonl"
+    (published / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    out = run(
+        capsys,
+        *("replay", "--base", published / "recipe.yaml", "--output_dir", tmp_path / "rebuilt"),
+        *("--trajectory", published / "trajectory.safetensors"),
+    )
+    assert "bit for bit" in out
+
+
+def test_replay_part_of_a_run_differs_from_the_whole(trained, tmp_path, capsys):
+    words = ["--trajectory", trained / "trajectory.ledger", "--output_dir", tmp_path / "part"]
+    base = ["replay", "--base", trained / "recipe.yaml", *words, "--upto", 2]
+    assert "replayed 2 of 3 steps" in run(capsys, *base)
+    assert "is not what the trajectory gives" in fail(capsys, *base, "--expect", trained)
+
+
+def test_replay_refuses_another_base(trained, recipe, tmp_path, capsys):
+    words = ["--trajectory", trained / "trajectory.safetensors", "--output_dir", tmp_path / "r"]
+    error = fail(capsys, "replay", "--base", recipe, *words, "--init_seed", 7)
+    assert "digest" in error
+    assert not (tmp_path / "r").exists()
+    assert "digest" in fail(capsys, "replay", "--base", trained, *words)  # already trained
+
+
+def test_replay_refuses_a_damaged_or_missing_trajectory(trained, tmp_path, capsys):
+    damaged = tmp_path / "trajectory.safetensors"
+    damaged.write_bytes((trained / "trajectory.safetensors").read_bytes()[:-5])
+    for path in (damaged, tmp_path / "none.safetensors"):
+        base = ["replay", "--base", trained / "recipe.yaml", "--trajectory", path]
+        assert str(path) in fail(capsys, *base, "--output_dir", tmp_path / "r")
+
+
+def test_replay_does_not_overwrite_the_run(trained, capsys):
+    words = ["--trajectory", trained / "trajectory.safetensors", "--output_dir", trained]
+    assert "own folder" in fail(capsys, "replay", "--base", trained / "recipe.yaml", *words)
+
+
+def test_push_dry_run_leaves_the_folder(trained, tmp_path, capsys):
+    copy = tmp_path / "out"
+    shutil.copytree(trained, copy)
+    out = run(capsys, "push", copy, "--repo_id", "me/tiny", "--dry_run")
+    names = {path.name for path in (copy / "hub").rglob("*")}
+    assert str(copy / "hub") in out
+    assert names >= {"README.md", "privacy_report.json", "trajectory.safetensors"}
+    assert not names & {"sampler_key", "training_args.bin", "trajectory.ledger"}
+
+
+def test_push_of_nothing_is_refused(tmp_path, capsys):
+    fail(capsys, "push", tmp_path, "--repo_id", "me/tiny", "--dry_run")
+
+
+def test_train_does_not_touch_an_earlier_run(trained, capsys):
+    before = (trained / "trajectory.ledger").read_bytes()
+    assert "ledger of an earlier run" in fail(capsys, "train", trained.parent / "tiny.yaml")
+    assert (trained / "trajectory.ledger").read_bytes() == before
+
+
+def test_train_resumes(recipe, capsys):
+    """Stopped after two of four steps, then continued: the ledger has each step once."""
+    out = recipe.parent / "out"
+    words = ["--max_steps", 4, "--save_strategy", "steps", "--save_steps", 2]
+    run(capsys, "train", recipe, *words)
+    whole = Trajectory.load(out / "trajectory.ledger").releases
+    weights = (out / "model.safetensors").read_bytes()
+    (out / "checkpoint-4").rename(recipe.parent / "set-aside")
+    run(capsys, "train", recipe, *words, "--resume_from_checkpoint")
+    assert Trajectory.load(out / "trajectory.ledger").releases == whole
+    assert (out / "model.safetensors").read_bytes() == weights
+    assert [release.step for release in whole] == [0, 1, 2, 3]
+
+
+def test_resume_without_a_checkpoint_is_refused(recipe, capsys):
+    error = fail(capsys, "train", recipe, "--resume_from_checkpoint")
+    assert "no checkpoint" in error
+
+
+def test_lora_trains_evaluates_and_replays(recipe, tmp_path, capsys):
+    words = ["--peft_method", "lora", "--lora_r", 2, "--lora_target_modules", "query", "value"]
+    run(capsys, "train", recipe, *words)
+    out = recipe.parent / "out"
+    assert (out / "adapter_model.safetensors").is_file()
+    printed = run(capsys, "evaluate", recipe, *words, "--model_name_or_path", out, "--json")
+    results = read(out / "all_results.json")
+    assert json.loads(printed)["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
+    replay = ["replay", "--base", out / "recipe.yaml", "--output_dir", tmp_path / "rebuilt"]
+    assert "bit for bit" in run(capsys, *replay, "--trajectory", out / "trajectory.safetensors")
+
+
+def test_mezo_says_that_it_is_not_private(recipe, capsys):
+    out = run(capsys, "train", recipe, "--method", "mezo", "--target_epsilon", "null")
+    assert "NOT PRIVATE" in out
+    assert (
+        "not private"
+        in fail(capsys, "push", recipe.parent / "out", "--repo_id", "me/x", "--dry_run").lower()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max_step", "3"], "did you mean 'max_steps'"),
+        (["--target_epsilon", "0"], "target_epsilon=0"),
+        (["--target_epsilon", "-1"], "target_epsilon=-1"),
+        (["--target_delta", "1"], "target_delta=1"),
+        (["--clip", "0"], "clip=0"),
+        (["--smoothing", "-1e-3"], "smoothing=-0.001"),
+        (["--expected_batch_size", "1000"], "larger than num_examples"),
+        (["--gradient_accumulation_steps", "2"], "microbatch_size"),
+        (["--task", "sst3"], "'sst3'"),
+        (["--train_file", "none.jsonl"], "none.jsonl not found"),
+        (["--label_column", "stars"], "no column 'stars'"),
+        (["--model_name_or_path", "no/such-model"], "no/such-model"),
+        (["--sampling", "fixed_size_without_replacement"], "replace_one"),
+        (["--fp16", "true"], "fp16"),
+        (["--trainable", "^nothing$"], "^nothing$"),
+    ],
+)
+def test_train_refuses_before_anything_is_written(words, message, recipe, capsys):
+    assert message in fail(capsys, "train", recipe, *words)
+    left = [path for path in (recipe.parent / "out").rglob("*") if path.is_file()]
+    assert left == []
+
+
+def test_a_missing_recipe_is_one_line(capsys):
+    assert "'none.yaml' not found" in fail(capsys, "train", "none.yaml")
+
+
+# ---------------------------------------------------------------- the recipes of the repository
+
+
+def recipe_name(path: Path) -> str:
+    return str(path.relative_to(ROOT / "recipes"))
+
+
+def test_there_are_recipes():
+    assert {recipe_name(path) for path in RECIPES} >= {
+        "quickstart.yaml",
+        "sst2/minilm-dpzero.yaml",
+    }
+    assert {recipe_name(path) for path in BASES} == {
+        f"{task}/_minilm.yaml" for task in ("sst2", "sst5", "trec", "rte", "snli")
+    }
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_name)
+def test_a_recipe_says_how_to_run_it_and_what_to_expect(path):
+    text = path.read_text(encoding="utf-8")
+    assert f"hf-dpzero train recipes/{recipe_name(path)}" in text
+    assert text.startswith("#")
+    assert "xpect" in text
+    training = load_recipe(path, {"use_cpu": True}).training
+    assert (training.target_epsilon is None) == (training.method in NOT_PRIVATE)
+
+
+def test_every_arm_is_extended_by_full_and_few_shot_recipes_of_all_five_tasks():
+    stems = {path.stem for path in ARMS}
+    names = {stem.removeprefix("_minilm-") for stem in stems if stem.startswith("_minilm-")}
+    assert {"dpzero", "dpgd-0th", "mezo", "dp-sgd", "dp-adamw", "dp-lora", "adamw"} <= names
+    for task in ("sst2", "sst5", "trec", "rte", "snli"):
+        for name in names:
+            full, few = (f"{task}/minilm-{few}{name}.yaml" for few in ("", "fewshot-"))
+            assert {full, few} <= {recipe_name(path) for path in RECIPES}
+            few_values = read_recipe(ROOT / "recipes" / few)
+            assert few_values["num_examples_per_class"] == 512
+            assert "num_examples_per_class" not in read_recipe(ROOT / "recipes" / full)
+
+
+@pytest.mark.parametrize("path", BASES, ids=recipe_name)
+def test_a_base_is_a_model_and_data_without_a_method(path, tmp_path, checkpoint):
+    words = path.read_text(encoding="utf-8").replace("\n# ", " ")
+    assert "Not an experiment by itself" in words
+    assert not {"method", "target_epsilon", "output_dir"} & set(read_recipe(path))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"extends: {path}\nmethod: mezo\noutput_dir: {tmp_path / 'out'}\n")
+    tiny = {
+        **rows_of(read_recipe(path)["task"], tmp_path),
+        "model_name_or_path": str(checkpoint),
+        "max_train_samples": 8,
+        "num_examples_per_class": None,
+        "expected_batch_size": 4,
+        "max_seq_length": 16,
+        "max_steps": 1,
+        "use_cpu": True,
+    }
+    trainer = build_trainer(load_recipe(recipe, tiny))
+    if trainer.args.trainable is not None:
+        named = trainer.model.named_parameters()
+        trained = [name for name, parameter in named if parameter.requires_grad]
+        assert trained == ["classifier.weight", "classifier.bias"]
+
+
+def rows_of(task: str, folder: Path) -> dict[str, str]:
+    """train_file and validation_file with the columns and all labels of a paper's task."""
+    labels = range(len(BENCHMARKS[task].label_names))
+    texts = ("it was good", "bad film", "awful it was", "great")
+    columns = [names[0] for names in BENCHMARKS[task].fields.values()]
+    lines = [
+        json.dumps(
+            {
+                **{c: texts[(i + k) % 4] for k, c in enumerate(columns)},
+                "label": labels[i % len(labels)],
+            }
+        )
+        for i in range(24 * len(labels))
+    ]
+    files = {name: str(folder / f"{name}.jsonl") for name in ("train_file", "validation_file")}
+    for path, order in zip(files.values(), (1, -1), strict=True):
+        Path(path).write_text("\n".join(lines[::order]) + "\n", encoding="utf-8")
+    return files
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_name)
+def test_every_recipe_trains_a_tiny_model(path, tmp_path, checkpoint, capsys):
+    values = read_recipe(path)
+    files = {} if values["task"] == "quickstart" else rows_of(values["task"], tmp_path)
+    few = {"num_examples_per_class": 24} if "num_examples_per_class" in values else {}
+    settings = {
+        "model_name_or_path": checkpoint,
+        "max_train_samples": 48,
+        "max_eval_samples": 8,
+        "expected_batch_size": 4,
+        "max_seq_length": 16,
+        "max_steps": 2,
+        "use_cpu": "true",
+        "disable_tqdm": "true",
+        "output_dir": tmp_path / "out",
+        **files,
+        **few,
+    }
+    run(capsys, "train", path, *(f"--{key}={value}" for key, value in settings.items()))
+    report = read(tmp_path / "out" / "privacy_report.json")
+    assert report["steps"] == 2
+    if values["method"] in NOT_PRIVATE:
+        assert report["epsilon"] == "inf"
+    else:
+        assert report["epsilon"] <= values["target_epsilon"]
+    if "num_directions" in values:
+        assert report["num_directions"] == values["num_directions"]

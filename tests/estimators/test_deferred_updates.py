@@ -1,0 +1,135 @@
+"""An update may wait for the next pass; nobody may see that it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_dpzero.estimators.deferred_updates import all_known, settled_before_reads
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+
+
+def small_model() -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def in_the_middle(model: nn.Module) -> ParameterSpace:
+    """theta - lambda u stands on the model, and the update of a step waits."""
+    space = ParameterSpace.from_model(model)
+    u = Direction(1, 0)
+    space.move_to_(((u, -1e-3),))
+    space.step_([u], [0.5], defer=True)
+    return space
+
+
+def expected() -> dict[str, torch.Tensor]:
+    model = small_model()
+    space = ParameterSpace.from_model(model)
+    space.step_([Direction(1, 0)], [0.5])
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_without_the_guard_the_weights_are_not_theta():
+    """The tests below have power: an unguarded read sees other numbers."""
+    model = small_model()
+    space = in_the_middle(model)
+    assert space.waiting
+    assert not same(dict(model.state_dict()), expected())
+
+
+def test_a_state_dict_of_the_model_or_a_part_is_theta():
+    whole, part = small_model(), small_model()
+    with settled_before_reads(whole, in_the_middle(whole)):
+        assert same(dict(whole.state_dict()), expected())
+    with settled_before_reads(part, in_the_middle(part)):
+        assert torch.equal(part[2].state_dict()["weight"], expected()["2.weight"])
+
+
+def test_a_forward_pass_sees_the_update_but_a_perturbation_stays_for_its_owner():
+    model = small_model()
+    space = in_the_middle(model)
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    with settled_before_reads(model, space), torch.no_grad():
+        found = model(x)
+        assert space.settled
+        u = Direction(1, 1)
+        space.move_to_(((u, 1e-3),))
+        moved = model(x)
+        assert space.position == ((u, 1e-3),)
+    reference = small_model()
+    reference.load_state_dict(expected())
+    with torch.no_grad():
+        assert torch.equal(found, reference(x))
+        assert not torch.equal(moved, found)
+
+
+def test_leaving_settles_also_after_an_exception_and_takes_the_hooks_along():
+    model = small_model()
+    space = in_the_middle(model)
+    with pytest.raises(KeyError), settled_before_reads(model, space):
+        raise KeyError
+    assert space.settled
+    assert same(dict(model.state_dict()), expected())
+    space.step_([Direction(1, 1)], [0.5], defer=True)
+    model.state_dict()
+    assert space.waiting
+
+
+class Peeking(TrainerCallback):
+    """Someone else's callback that reads the weights after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(next(kwargs["model"].parameters()).detach().clone())
+
+
+def test_callbacks_of_others_turn_deferral_off():
+    from transformers.trainer_callback import PrinterCallback
+
+    assert all_known([PrinterCallback()])
+    assert not all_known([PrinterCallback(), Peeking()])
+
+
+@pytest.mark.parametrize("defer", [True, False])
+def test_a_foreign_callback_sees_the_weights_of_each_step(tmp_path: Path, defer: bool):
+    """What it sees after step t is what a run of t steps ends in."""
+    from test_trainer import build, weights
+
+    peeking, steady = Peeking(), {"lr_scheduler_type": "constant", "defer_updates": defer}
+    build(
+        tmp_path / "all", max_steps=3, trainer_settings={"callbacks": [peeking]}, **steady
+    ).train()
+    for steps in (1, 2, 3):
+        shorter = build(tmp_path / str(steps), max_steps=steps, **steady)
+        shorter.train()
+        assert torch.equal(peeking.seen[steps - 1], next(iter(weights(shorter.model).values())))
+
+
+def test_deferred_and_eager_training_end_in_the_same_weights(tmp_path: Path):
+    from test_trainer import build, same, weights
+
+    runs = []
+    for defer in (True, False):
+        trainer = build(tmp_path / str(defer), max_steps=5, num_directions=2, defer_updates=defer)
+        trainer.train()
+        assert trainer.step.defer is defer
+        assert trainer.space.settled
+        runs.append(weights(trainer.model))
+    assert same(*runs)

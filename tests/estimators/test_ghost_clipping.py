@@ -1,0 +1,427 @@
+"""Ghost clipping: norms without gradients, where they are taken, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("opacus")
+
+from opacus.grad_sample import GradSampleHooksFastGradientClipping
+from test_per_example_gradients import batch_of, check_against_naive_loop, in_double, norm
+from test_trainer import build
+
+from hf_dpzero import DPZeroConfig, DPZeroTrainer
+from hf_dpzero.estimators import ghost_clipping
+from hf_dpzero.estimators.ghost_clipping import GhostGradients, Products, per_example_gradients
+from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
+from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.privacy.mechanisms.gradient import DPSGD
+
+Batch = Mapping[str, Tensor]
+
+
+def floats(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------- norms of sums of products
+
+
+def looked_up(tokens: int, seed: int) -> Products:
+    ids = torch.randint(0, 8, (3, tokens), generator=torch.Generator().manual_seed(seed))
+    return Products(ids, floats(3, tokens, 90, seed=seed + 1))
+
+
+def multiplied(tokens: int, seed: int) -> Products:
+    return Products(floats(3, tokens, 8, seed=seed), floats(3, tokens, 90, seed=seed + 1))
+
+
+USES = {
+    "linear": [multiplied(5, 0)],
+    "one token": [multiplied(1, 0)],
+    "embedding": [looked_up(12, 2)],
+    "two linears": [multiplied(5, 0), multiplied(6, 4)],
+    "two embeddings": [looked_up(5, 0), looked_up(4, 6)],
+    "tied": [multiplied(6, 8), looked_up(7, 10)],
+    "tied, twice": [looked_up(2, 0), multiplied(6, 8), looked_up(7, 10), multiplied(2, 3)],
+}
+
+
+@pytest.mark.parametrize("uses", USES.values(), ids=USES)
+def test_the_norm_of_all_uses_of_a_weight_is_that_of_their_summed_gradient(uses: list[Products]):
+    """Written out here with one-hot rows in float64; cross terms between uses included."""
+    weight = nn.Parameter(torch.zeros(8, 90))
+    total = torch.zeros(3, 8, 90, dtype=torch.float64)
+    for use in uses:
+        left = use.left
+        rows = left if left.is_floating_point() else nn.functional.one_hot(left, 8)
+        total += torch.einsum("btn,btm->bnm", rows.double(), use.right.double())
+    assert not ghost_clipping._is_small(weight, uses)
+    squares, scale = ghost_clipping._squared_norms(ghost_clipping._joined(uses))
+    torch.testing.assert_close(squares, total.square().sum((1, 2)), rtol=1e-6, atol=0)
+    assert bool((scale >= squares.sqrt()).all())  # the triangle inequality
+    weights = torch.tensor([0.5, 0.0, 2.0])
+    added = torch.ones(8, 90)
+    for use in ghost_clipping._joined(uses):
+        use.add_weighted_(added, weights)
+    expected = 1 + (weights.double()[:, None, None] * total).sum(0)
+    torch.testing.assert_close(added.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "without"), [(18, True), (19, False)])
+def test_a_weight_smaller_than_the_tables_takes_its_gradient(tokens: int, without: bool):
+    """720 numbers against 2 T^2: 648 of 18 tokens, 722 of 19 (Bu et al. 2022)."""
+    weight = nn.Parameter(torch.zeros(8, 90))
+    assert ghost_clipping._is_small(weight, [multiplied(tokens, 0)]) != without
+
+
+@pytest.mark.parametrize("tokens", [64, 500])
+def test_norms_are_as_good_as_the_clips_margin_asks(tokens: int):
+    """A relative 2^-17, twice that squared; Opacus' own rule agrees to 1e-4."""
+    use = Products(floats(2, tokens, 768), floats(2, tokens, 768, seed=1))
+    truth = (use.left.double().mT @ use.right.double()).square().sum((1, 2))
+    squares, _ = ghost_clipping._squared_norms([use])
+    torch.testing.assert_close(squares, truth, rtol=2.0**-18, atol=0)
+
+    layer = nn.Linear(768, 768, bias=False)
+    rule = GradSampleHooksFastGradientClipping.NORM_SAMPLERS[nn.Linear]
+    opacus = rule(layer, [use.right], use.left)[layer.weight]
+    torch.testing.assert_close(squares.sqrt(), opacus.double(), rtol=1e-4, atol=0)
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that any operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for t in output if isinstance(output, (tuple, list)) else [output]:
+            if (
+                isinstance(t, Tensor) and t.untyped_storage().nbytes() > 0
+            ):  # expanded ones are small
+                self.numel = max(self.numel, t.untyped_storage().nbytes() // t.element_size())
+        return output
+
+
+def wide(x: Batch) -> tuple[nn.Module, dict[str, Tensor]]:
+    return nn.Sequential(nn.Embedding(40, 64), nn.Linear(64, 50)), dict(x)
+
+
+def test_no_per_example_gradient_of_a_large_weight_is_ever_held():
+    """The largest tensor is a weight's gradient; dense ones are 6 times as large."""
+    largest = {}
+    batch = {"ids": torch.randint(0, 40, (6, 4), generator=torch.Generator().manual_seed(2))}
+    for kind in (PerExampleGradients, GhostGradients):
+        model, _ = wide(batch)
+        with Largest() as seen:
+            kind(model, token_loss).clipped_sum(batch, 1.0)
+        largest[kind] = seen.numel
+    assert largest[GhostGradients] == 50 * 64
+    assert largest[PerExampleGradients] == 6 * 50 * 64
+
+
+def token_loss(model: nn.Module, inputs: Batch) -> Tensor:
+    return model(inputs["ids"]).square().mean(dim=(1, 2))
+
+
+@pytest.mark.parametrize("bad", [(), (1,), (0, 1, 2, 3)])
+def test_one_forward_pass_with_or_without_broken_examples(
+    tiny_bert: Callable[..., Any], bad: tuple[int, ...]
+):
+    model, calls = tiny_bert(), []
+    plain = select_objective(model)
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        calls.append(len(inputs["labels"]))
+        return plain(model, inputs) * torch.where(inputs["broken"], torch.nan, 1.0)
+
+    broken = torch.tensor([i in bad for i in range(4)])
+    totals, _ = GhostGradients(model, objective).weighted_sum(
+        [{**batch_of(), "broken": broken}], torch.ones_like
+    )
+    assert calls == [4]
+    assert all(bool(t.isfinite().all()) for t in totals)
+
+
+# ---------------------------------------------------------------- cancellation
+
+
+@pytest.mark.parametrize("left_over", [1e-2, 1e-4, 1e-6])
+def test_a_gradient_whose_tokens_cancel_is_not_lost_in_rounding(left_over: float):
+    """Tokens come in pairs of opposite sign; T^2 products of size 1 cannot tell what remains."""
+    half = floats(3, 2, 64)
+    noise = floats(3, 2, 64, seed=1) * left_over
+    batch = {"x": torch.cat([half, half + noise], dim=1)}
+    sign = torch.tensor([1.0, 1.0, -1.0, -1.0])
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return (model(inputs["x"]) * sign.to(inputs["x"])[:, None]).sum(dim=(1, 2))
+
+    model = nn.Linear(64, 50, bias=False)
+    expected = [norm(g) for g in in_double(model, objective, batch)]
+    _, norms = GhostGradients(model, objective).weighted_sum([batch], torch.ones_like)
+    rounding = 3e-7 / left_over  # of the gradient itself: float32 sums of numbers of size 1
+    assert norms.tolist() == pytest.approx(expected, rel=rounding)
+    assert max(expected) < 100 * left_over
+
+
+def test_what_cancels_altogether_has_no_gradient():
+    """Its norm is exactly 0 alone, and finite weights stay finite."""
+    row = floats(2, 1, 64)
+    batch = {"x": torch.cat([row, row], dim=1)}
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        out = model(inputs["x"])
+        return (out[:, 0] - out[:, 1]).sum(dim=1)
+
+    model = nn.Linear(64, 50)
+    totals, norms = GhostGradients(model, objective).weighted_sum([batch], torch.ones_like)
+    assert norms.tolist() == [0.0, 0.0]
+    assert not any(t.any() for t in totals)
+
+
+class Weighed(nn.Module):
+    """sum_t c_t layer(x_t): an example picks its tokens' gradients itself."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+def weighed_objective(model: Any, inputs: Batch) -> Tensor:
+    return (model.layer(inputs["x"]) * inputs["c"].unsqueeze(2)).sum(dim=(1, 2))
+
+
+def contributions(model: nn.Module, batch: Batch, clip: float) -> list[float]:
+    """||sum with the example - sum without it|| of examples 0 and 1."""
+    weigh = DPSGD(clip=clip, noise_multiplier=1.0, expected_batch_size=1).weights
+
+    def total(rows: list[int]) -> list[Tensor]:
+        part = {name: v[rows] for name, v in batch.items()}
+        return GhostGradients(model, weighed_objective).weighted_sum([part], weigh)[0]
+
+    everyone = list(range(len(batch["c"])))
+    full, found = total(everyone), []
+    for i in (0, 1):
+        rest = total([n for n in everyone if n != i])
+        found.append(norm([a.double() - b.double() for a, b in zip(full, rest, strict=True)]))
+    return found
+
+
+@pytest.mark.parametrize(("tokens", "width", "out"), [(4, 1, 1), (8, 2, 1), (4, 32, 40)])
+@pytest.mark.parametrize("size", [1e5, 1e6, 1e7])
+def test_huge_tokens_that_cancel_move_the_sum_by_no_more_than_the_clip(
+    tokens: int, width: int, out: int, size: float
+):
+    """A second, weighted backward pass moves it by up to 14 clips; weights both small and large."""
+    model = Weighed(nn.Linear(width, out))
+    generator = torch.Generator().manual_seed(1)
+    x = 0.3 * torch.rand(6, tokens, width, generator=generator)
+    c = 1e3 * torch.rand(6, tokens, generator=generator)
+    x[0], c[0, ::2], c[0, 1::2] = 0.3, size, -size
+    assert max(contributions(model, {"x": x, "c": c}, clip=1.0)) < 1 + 2.0**-14
+
+
+@pytest.mark.parametrize("small", [(1e3, 1e-22), (1e18, 1e-22), (1e-22, 1e18), (1e-19, 1e22)])
+def test_numbers_whose_squares_leave_float32_are_measured(small: tuple[float, float]):
+    """1e-22^2 is 0 in float32, and 1e22^2 infinite."""
+    model = Weighed(nn.Linear(64, 64, bias=False))
+    batch = {"x": small[0] * floats(3, 4, 64), "c": small[1] * floats(3, 4, seed=1)}
+    expected = [norm(g) for g in in_double(model, weighed_objective, batch)]
+    clip = min(expected) / 2
+    weigh = DPSGD(clip=clip, noise_multiplier=1.0, expected_batch_size=1).weights
+    one = {name: torch.cat([v[:1], 0 * v[:1]]) for name, v in batch.items()}
+    totals, norms = GhostGradients(model, weighed_objective).weighted_sum([one], weigh)
+    assert norms.tolist() == [pytest.approx(expected[0], rel=1e-4), 0.0]
+    assert norm(totals) == pytest.approx(clip, rel=1e-4)
+
+
+def test_a_microbatch_of_one_adds_the_gradient_that_was_measured(tiny_bert: Callable[..., Any]):
+    """Bit for bit plain autograd's, times the weight of its norm."""
+    model, batch = tiny_bert(), {name: v[:1] for name, v in batch_of().items()}
+    objective = select_objective(model)
+    loss = objective(model, batch).sum()
+    own = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    totals, _ = GhostGradients(model, objective).weighted_sum(
+        [batch], lambda norms: torch.full_like(norms, 0.5)
+    )
+    for total, g in zip(totals, own, strict=True):
+        assert torch.equal(total, torch.zeros_like(total) if g is None else 0.5 * g)
+
+
+def test_only_examples_in_doubt_are_multiplied_out(monkeypatch: pytest.MonkeyPatch):
+    """Independent tokens have S = sqrt(T) ||g||: 128 of them are trusted, opposite ones are not."""
+    alone = []
+    plain = ghost_clipping._add_gradient_
+
+    def noting(totals: Any, gradient: Any, weigh: Any) -> Tensor:
+        alone.append(gradient)
+        return plain(totals, gradient, weigh)
+
+    monkeypatch.setattr(ghost_clipping, "_add_gradient_", noting)
+    model = Weighed(nn.Linear(256, 256, bias=False))
+    batch = {"x": floats(3, 128, 256), "c": torch.ones(3, 128)}
+    GhostGradients(model, weighed_objective).weighted_sum([batch], torch.ones_like)
+    assert not alone
+    batch["x"][1, 64:] = -batch["x"][1, :64] * 0.999
+    GhostGradients(model, weighed_objective).weighted_sum([batch], torch.ones_like)
+    assert len(alone) == 1
+
+
+# ---------------------------------------------------------------- which one a run takes
+
+
+@pytest.mark.parametrize(
+    ("how", "limit", "expected"),
+    [
+        ("dense", 0, PerExampleGradients),
+        ("ghost", 1 << 40, GhostGradients),
+        ("auto", 4 * 15 * 8, GhostGradients),  # 15 parameters, 8 examples, 4 bytes
+        ("auto", 4 * 15 * 8 + 1, PerExampleGradients),
+    ],
+)
+def test_auto_is_dense_while_the_gradients_of_a_microbatch_are_few(
+    monkeypatch: pytest.MonkeyPatch, how: str, limit: int, expected: type
+):
+    monkeypatch.setattr(ghost_clipping, "DENSE_BYTES", limit)
+    model = nn.Sequential(nn.Linear(7, 9).requires_grad_(False), nn.Linear(2, 5))
+    found = per_example_gradients(model, token_loss, how, microbatch_size=8)
+    assert type(found) is expected
+
+
+def test_the_limit_is_256_mib():
+    assert ghost_clipping.DENSE_BYTES == 256 * 2**20
+
+
+def test_auto_is_dense_in_half_precision(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ghost_clipping, "DENSE_BYTES", 0)
+    half = nn.Linear(2, 5).bfloat16()
+    assert type(per_example_gradients(half, token_loss, "auto", 8)) is PerExampleGradients
+    single = nn.Linear(2, 5)
+    found = per_example_gradients(single, token_loss, "auto", 8, autocast=True)
+    assert type(found) is PerExampleGradients
+
+
+def test_settings_and_precisions_that_ghost_cannot_serve_are_refused():
+    with pytest.raises(ValueError, match="per_example_gradients='fast' is not one of auto, dense"):
+        per_example_gradients(nn.Linear(2, 5), token_loss, "fast", 8)
+    with pytest.raises(ValueError, match=r"weight is bfloat16.*per_example_gradients: dense"):
+        per_example_gradients(nn.Linear(2, 5).bfloat16(), token_loss, "ghost", 8)
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return model(inputs["x"]).float().sum(dim=1)
+
+    gradients = GhostGradients(nn.Linear(2, 5), objective)
+    with pytest.raises(
+        ValueError, match="a Linear computes in half precision.*: dense, or float32"
+    ):
+        gradients.clipped_sum({"x": floats(3, 2)}, 1.0)
+
+
+def test_a_frozen_base_in_half_precision_is_refused_and_avoided(monkeypatch: pytest.MonkeyPatch):
+    """What trains is float32, but its gradients come through bfloat16."""
+    monkeypatch.setattr(ghost_clipping, "DENSE_BYTES", 0)
+    base = nn.Linear(2, 5).bfloat16().requires_grad_(False)
+    model = nn.Sequential(nn.Linear(2, 2), base)
+    with pytest.raises(ValueError, match=r"1\.weight is bfloat16.*per_example_gradients: dense"):
+        per_example_gradients(model, token_loss, "ghost", 8)
+    assert type(per_example_gradients(model, token_loss, "auto", 8)) is PerExampleGradients
+
+
+def test_autocast_and_tf32_are_refused_and_avoided(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ghost_clipping, "DENSE_BYTES", 0)
+    model = nn.Linear(2, 5)
+    with pytest.raises(ValueError, match=r"autocast.*per_example_gradients: dense"):
+        per_example_gradients(model, token_loss, "ghost", 8, autocast=True)
+    gradients = GhostGradients(model, token_loss)
+    monkeypatch.setattr(ghost_clipping, "rounds_products", lambda: True)
+    with pytest.raises(ValueError, match=r"TF32.*per_example_gradients: dense"):
+        per_example_gradients(model, token_loss, "ghost", 8)
+    with pytest.raises(ValueError, match=r"TF32.*per_example_gradients: dense"):
+        gradients.clipped_sum({"x": floats(3, 2)}, 1.0)  # allowed after the start
+    assert type(per_example_gradients(model, token_loss, "auto", 8)) is PerExampleGradients
+
+
+@pytest.mark.parametrize("how", ["auto", "dense", "ghost"])
+def test_unsupported_layers_are_refused_by_name_whichever_is_asked_for(tiny_gpt2: Any, how: str):
+    model = tiny_gpt2()
+    with pytest.raises(ValueError, match=r"h\.0\.attn\.c_attn \(Conv1D\)"):
+        per_example_gradients(model, select_objective(model), how, 8)
+
+
+# ---------------------------------------------------------------- layers without a norm rule
+
+
+def test_layers_that_opacus_has_gradients_but_no_norms_for():
+    """Convolutions and group norms hold their own per-example gradients for a moment."""
+    model = nn.Sequential(nn.Conv1d(6, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(24, 5))
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return model(inputs["x"]).exp().sum(dim=1)
+
+    check_against_naive_loop(model, objective, {"x": floats(5, 6, 5)}, GhostGradients)
+
+
+# ---------------------------------------------------------------- in the trainer
+
+
+@pytest.mark.parametrize("clipping", ["fixed", "automatic", "adaptive"])
+def test_a_run_is_the_same_with_ghost_clipping(tmp_path: Any, clipping: str):
+    """Same batches, same noise; the clipped sums differ by float32 rounding only."""
+    found = {}
+    for how, kind in (("dense", PerExampleGradients), ("ghost", GhostGradients)):
+        trainer = build(
+            tmp_path / how, method="dp-sgd", clipping=clipping, clip=0.5, max_steps=4,
+            learning_rate=0.1, per_example_gradients=how,
+        )  # fmt: skip
+        start = [p.detach().clone() for p in trainer.model.parameters()]
+        trainer.train()
+        assert type(trainer.step.gradients) is kind
+        found[how] = [p.detach() - s for p, s in zip(trainer.model.parameters(), start)]
+    assert norm(found["dense"]) > 0.01
+    difference = [a - b for a, b in zip(found["ghost"], found["dense"], strict=True)]
+    assert norm(difference) < 1e-4 * norm(found["dense"])
+
+
+class TimeMajor(nn.Module):
+    """`[T, B, h]` inside, as nn.Transformer's default; 6 tokens divide by every microbatch below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.layer(x.unsqueeze(-1).transpose(0, 1)).tanh().sum(dim=(0, 2))
+
+
+@pytest.mark.parametrize("how", ["dense", "ghost"])
+@pytest.mark.parametrize("rows", [1, 2, 12])
+def test_a_run_tries_the_attribution_before_its_first_step(tmp_path: Any, how: str, rows: int):
+    """Whatever the number of rows that the data set has; nothing reaches the ledger."""
+    x = floats(rows, 6)
+    data = [{"x": row, "labels": torch.zeros(())} for row in x]
+    config = DPZeroConfig(
+        output_dir=str(tmp_path), method="dp-sgd", per_example_gradients=how, noise_multiplier=1.0,
+        clip=0.1, learning_rate=0.1, max_steps=2, sampling="full_batch", expected_batch_size=rows,
+        per_device_train_batch_size=2, use_cpu=True, remove_unused_columns=False, report_to=[],
+    )  # fmt: skip
+    trainer = DPZeroTrainer(
+        TimeMajor(), config, train_dataset=data,
+        compute_per_example_loss=lambda model, inputs: model(inputs["x"]).square(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"layer \(Linear\): what it sees does not grow"):
+        trainer.train()
+    assert not trainer.trajectory.releases

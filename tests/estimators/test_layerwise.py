@@ -1,0 +1,565 @@
+"""Every strategy gives the same bits; theta is never touched; what cannot work is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_dpzero.estimators.exactness_checks import make_exact, strategy_is_exact
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.estimators.layerwise import ModuleVisits
+from hf_dpzero.estimators.parameter_guard import ParameterChanged
+from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+
+KEY, SMOOTHING, VOCABULARY = 5, 1e-2, 64
+OTHERS = ("layerwise", "paired")
+Batch = Mapping[str, Tensor]
+Build = Callable[[], nn.Module]
+
+
+def seeded(build: Build, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Every parameter normal with deviation 0.3, whatever the module's own initialisation."""
+    model, generator = build(), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    return model.to(dtype).eval()
+
+
+def bits(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) > 0 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def us(count: int, step: int = 0) -> list[Direction]:
+    return [Direction(KEY, step, k) for k in range(count)]
+
+
+class Bench:
+    """One model and space; the three strategies run on the very same numbers."""
+
+    def __init__(
+        self, model: nn.Module, objective: Callable[..., Tensor] | None = None, **settings: Any
+    ) -> None:
+        self.model, self.objective = model, objective or select_objective(model)
+        self.space = ParameterSpace.from_model(model, smoothing=SMOOTHING, **settings)
+        self.space.snap_()
+
+    def estimator(self, strategy: str, reuse: bool = False) -> FiniteDifferences:
+        return FiniteDifferences(
+            self.model, self.space, self.objective, SMOOTHING, reuse, strategy, forget_unread=True
+        )
+
+    def x(self, strategy: str, batches: list[Batch], count: int = 3) -> Tensor:
+        found = self.estimator(strategy)(batches, us(count))
+        self.space.settle_()
+        return found
+
+    def assert_alike(self, batches: list[Batch], strategies: tuple[str, ...] = OTHERS) -> Tensor:
+        """All strategies give the bits of whole_model, which are not trivial."""
+        theta = bits(self.space.tensors)
+        expected = self.x("whole_model", batches)
+        assert float(expected.abs().mean()) > 0.01
+        for strategy in strategies:
+            assert torch.equal(self.x(strategy, batches), expected), strategy
+            assert same(bits(self.space.tensors), theta), strategy
+        return expected
+
+
+# ---------------------------------------------------------------- transformers, bit for bit
+
+
+def token_batch(rows: int, length: int, task: str, seed: int = 0, left: bool = False) -> Batch:
+    """Row i has i % 3 tokens of padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, VOCABULARY, (rows, length), generator=generator)
+    place = torch.arange(length).flip(0) if left else torch.arange(length)
+    mask = (place < length - (torch.arange(rows) % 3)[:, None]).long()
+    ids = ids * mask
+    labels = torch.randint(0, 2, (rows,), generator=generator)
+    if task == "lm":
+        labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def microbatches(task: str) -> list[Batch]:
+    """Several rows, one row, and padding on the left."""
+    return [
+        token_batch(4, 9, task),
+        token_batch(1, 7, task, seed=1),
+        token_batch(3, 8, task, seed=2, left=True),
+    ]
+
+
+ENCODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+}
+
+
+def transformer(name: str) -> tuple[nn.Module, str]:
+    """(model, task); hidden size 32, so that rows of embeddings start where the engine likes it."""
+    import transformers as hf
+
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    opt = {"word_embed_proj_dim": 32, "ffn_dim": 48, **ends}
+    gpt = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40, "vocab_size": VOCABULARY}
+    configs: dict[str, tuple[str, str, Any]] = {
+        "bert": ("BertForSequenceClassification", "cls", hf.BertConfig(**ENCODER)),
+        "roberta": ("RobertaForSequenceClassification", "cls", hf.RobertaConfig(**ENCODER)),
+        "roberta-mlm": ("RobertaForMaskedLM", "lm", hf.RobertaConfig(**ENCODER)),
+        "opt": ("OPTForCausalLM", "lm", hf.OPTConfig(**ENCODER, **opt)),
+        "opt-cls": ("OPTForSequenceClassification", "cls", hf.OPTConfig(**ENCODER, **opt)),
+        "gpt2": ("GPT2LMHeadModel", "lm", hf.GPT2Config(**gpt, pad_token_id=0, **ends)),
+        "llama": ("LlamaForCausalLM", "lm", hf.LlamaConfig(**ENCODER, **ends)),
+    }
+    kind, task, config = configs[name]
+    return seeded(lambda: getattr(hf, kind)(config)), task
+
+
+NAMES = ["bert", "roberta", "roberta-mlm", "opt", "opt-cls", "gpt2", "llama"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_three_strategies_one_result(name: str, dtype: torch.dtype):
+    model, task = transformer(name)
+    Bench(model.to(dtype)).assert_alike(microbatches(task))
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "sphere"])
+def test_other_directions(distribution: str):
+    model, task = transformer("bert")
+    Bench(model, distribution=distribution).assert_alike(microbatches(task))
+
+
+def test_float16():
+    model, task = transformer("bert")
+    Bench(model.to(torch.float16)).assert_alike(microbatches(task))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora(dtype: torch.dtype):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    model = peft.get_peft_model(transformer("bert")[0], config).eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, and then lora_A would not matter
+            parameter.data.normal_(std=0.1, generator=generator)
+    Bench(model.to(dtype)).assert_alike(microbatches("cls"))
+
+
+def test_layerwise_with_a_frozen_prefix():
+    model, task = transformer("bert")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layer.1" in name or "classifier" in name)
+    bench = Bench(model.to(torch.bfloat16))
+    expected = bench.assert_alike(microbatches(task))
+    with_prefix = bench.estimator("layerwise", reuse=True)
+    assert with_prefix.prefix is not None
+    assert make_exact(with_prefix, microbatches(task)[0], us(1)[0]) == []
+    assert with_prefix.prefix.forgetful
+    assert torch.equal(with_prefix(microbatches(task), us(3)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_goes_the_same_way(dtype: torch.dtype):
+    """Three updates, each from where the strategy leaves the parameters; also deferred ones."""
+    ends = []
+    for strategy in ("whole_model", *OTHERS):
+        model, task = transformer("roberta-mlm")
+        bench = Bench(model.to(dtype))
+        start, estimate = bits(bench.space.tensors), bench.estimator(strategy)
+        for step in range(3):
+            x = estimate(microbatches(task), us(2, step))
+            coefficients = (-1e-3 * x.clamp(-1, 1).sum(dim=0)).tolist()
+            bench.space.step_(us(2, step), coefficients, defer=step == 1)
+        ends.append(bits(bench.space.tensors))
+        assert not same(ends[-1], start)
+    assert same(ends[0], ends[1])
+    assert same(ends[0], ends[2])
+
+
+def test_autocast_keeps_no_stale_casts():
+    """The low-precision copy of a parameter that autocast makes is of one sign only."""
+    model, task = transformer("roberta-mlm")
+    objective = select_objective(model)
+
+    def under_autocast(module: nn.Module, inputs: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return objective(module, inputs)
+
+    bench = Bench(model, under_autocast)
+    found = bench.assert_alike(microbatches(task))
+    plain = Bench(transformer("roberta-mlm")[0])
+    assert not torch.equal(found, plain.x("whole_model", microbatches(task)))
+
+
+# ---------------------------------------------------------------- where theta is
+
+
+class Layers(nn.Module):
+    """Three linear layers of which the second is the largest, 48 x 128 + 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 48), nn.Linear(48, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def squares(model: nn.Module, inputs: Batch) -> Tensor:
+    return model(inputs["x"]).float().square().flatten(1).sum(dim=1)
+
+
+def vectors(rows: int = 4, width: int = 32, dtype: torch.dtype = torch.float32) -> Batch:
+    generator = torch.Generator().manual_seed(rows)
+    return {"x": torch.randn(rows, width, generator=generator).to(dtype)}
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_theta_stays_in_its_own_storage_and_settled(strategy: str):
+    bench = Bench(seeded(Layers), squares)
+    theta = bits(bench.space.tensors)
+    homes = [t.data_ptr() for t in bench.space.tensors]
+    versions = [t._version for t in bench.space.tensors]
+    bench.estimator(strategy)([vectors()], us(2))
+    assert bench.space.settled
+    assert [t.data_ptr() for t in bench.space.tensors] == homes
+    assert [t._version for t in bench.space.tensors] == versions
+    assert same(bits(bench.space.tensors), theta)
+    assert all("forward" not in m.__dict__ for m in bench.model.modules())
+
+
+def test_whole_model_is_left_at_minus_lambda():
+    bench = Bench(seeded(Layers), squares)
+    bench.estimator("whole_model")([vectors()], us(2))
+    assert bench.space.position == ((us(2)[1], -SMOOTHING),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("strategy", "copies"), [("layerwise", 1), ("paired", 2)])
+def test_extra_memory_is_the_largest_module(strategy: str, copies: int, dtype: torch.dtype):
+    bench = Bench(seeded(Layers, dtype), squares)
+    estimate = bench.estimator(strategy)
+    estimate([vectors(dtype=dtype)], us(3))
+    assert estimate.visits is not None
+    largest = (48 * 128 + 128) * dtype.itemsize  # both multiples of 256 bytes
+    assert estimate.visits.scratch.bytes == copies * largest
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("strategy", "count"),
+    [("layerwise", 50), ("paired", 50)]
+    + [pytest.param(name, 1000, marks=pytest.mark.slow) for name in ("whole_model", *OTHERS)],
+)
+def test_evaluations_without_updates_leave_every_bit(strategy: str, count: int, dtype: torch.dtype):
+    bench = Bench(seeded(lambda: nn.Linear(8, 4), dtype), squares)
+    theta, estimate = bits(bench.space.tensors), bench.estimator(strategy)
+    batch = vectors(2, 8, dtype)
+    for step in range(count):
+        found = estimate([batch], us(1, step))
+    bench.space.settle_()
+    assert float(found.abs().max()) > 0
+    assert same(bits(bench.space.tensors), theta)
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_in_the_middle_restores(strategy: str, error: type[BaseException]):
+    bench = Bench(seeded(Layers), squares)
+    original = bench.model.b.forward
+
+    def failing(x: Tensor) -> Tensor:
+        raise error("boom")
+
+    theta = bits(bench.space.tensors)
+    homes = [t.data_ptr() for t in bench.space.tensors]
+    estimate = bench.estimator(strategy)
+    bench.model.b.forward = failing
+    with pytest.raises(error, match="boom"):
+        estimate([vectors()], us(1))
+    assert bench.model.b.forward is failing
+    assert "forward" not in bench.model.a.__dict__
+    assert [t.data_ptr() for t in bench.space.tensors] == homes
+    assert same(bits(bench.space.tensors), theta)
+    bench.model.b.forward = original
+    assert torch.equal(estimate([vectors()], us(1)), bench.x("whole_model", [vectors()], 1))
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_a_space_that_was_not_snapped_yet(strategy: str):
+    """The first evaluation puts theta on its grid before anything is copied."""
+    bench, fresh = Bench(seeded(Layers), squares), seeded(Layers)
+    space = ParameterSpace.from_model(fresh, smoothing=SMOOTHING)
+    estimate = FiniteDifferences(fresh, space, squares, SMOOTHING, strategy=strategy)
+    assert torch.equal(estimate([vectors()], us(2)), bench.x("whole_model", [vectors()], 2))
+    assert same(bits(space.tensors), bits(bench.space.tensors))
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_an_empty_batch_touches_nothing(strategy: str):
+    bench = Bench(seeded(Layers), squares)
+    assert bench.estimator(strategy)([], us(2)).shape == (0, 2)
+
+
+class WritesItsWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.mul_(1.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", ["whole_model", *OTHERS])
+def test_a_module_that_writes_its_own_weight_is_refused(strategy: str):
+    bench = Bench(seeded(lambda: WritesItsWeight(32, 3)), squares)
+    with pytest.raises(ParameterChanged, match="weight was written to"):
+        bench.x(strategy, [vectors()])
+
+
+# ---------------------------------------------------------------- who owns what
+
+
+class Wrapped(nn.Module):
+    """Parameters of its own, around a child, in containers, and one tied to the child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(32, 32)
+        self.tied = self.child.weight
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(32)) for _ in range(2)])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(32))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.child(x * self.scales[0]) @ self.tied
+        return self.child(x) * self.scales[1] + self.named["shift"]
+
+
+class Shared(nn.Module):
+    """One module in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(32, 32)
+        self.stack = nn.Sequential(layer, nn.Tanh(), layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x)
+
+
+class Parametrized(nn.Module):
+    """Weight normalisation computes the weight in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(32, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("build", [Layers, Wrapped, Shared])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nested_tied_and_shared_owners(build: Build, dtype: torch.dtype):
+    bench = Bench(seeded(build, dtype), squares)
+    batches = [vectors(4, dtype=dtype), vectors(1, dtype=dtype)]
+    bench.assert_alike(batches)
+    for strategy in OTHERS:
+        assert strategy_is_exact(bench.estimator(strategy), batches[0], us(1)[0])
+
+
+def test_a_tied_weight_is_copied_once_while_its_outer_owner_runs(monkeypatch: pytest.MonkeyPatch):
+    """Wrapped holds four tensors, one of them its child's weight; the child, called twice, a bias."""
+    bench, written = Bench(seeded(Wrapped), squares), []
+    write = ParameterSpace.write_perturbed_
+
+    def spied(self: ParameterSpace, number: int, *rest: Any) -> None:
+        written.append(self.names[number])
+        write(self, number, *rest)
+
+    monkeypatch.setattr(ParameterSpace, "write_perturbed_", spied)
+    bench.x("layerwise", [vectors()], count=1)
+    once = sorted(["tied", "scales.0", "scales.1", "named.shift", "child.bias", "child.bias"])
+    assert sorted(written[:6]) == sorted(written[6:]) == once
+
+
+def test_parametrized_weights():
+    bench = Bench(seeded(Parametrized), squares)
+    bench.assert_alike([vectors()], ("layerwise",))
+    assert strategy_is_exact(bench.estimator("layerwise"), vectors(), us(1)[0])
+
+
+# ---------------------------------------------------------------- embeddings
+
+
+class Lookup(nn.Module):
+    """An embedding of 500 rows of 32; `read` says how the model uses it."""
+
+    def __init__(self, read: Callable[[nn.Embedding, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.read = nn.Embedding(500, 32, padding_idx=0), read
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.read(self.table, ids)
+
+
+class ByKeyword(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        assert self.weight.shape[0] == len(self.weight)
+        return F.embedding(input=ids, weight=self.weight, padding_idx=3) * self.weight.size(1)
+
+
+class ByIndexing(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.weight[ids]
+
+
+class Scaled(nn.Embedding):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
+def word_loss(model: nn.Module, inputs: Batch) -> Tensor:
+    return model(inputs["ids"]).float().square().flatten(1).sum(dim=1)
+
+
+IDS = {"ids": torch.tensor([[0, 7, 7, 499], [3, 7, 0, 3]])}
+WHOLE_TABLE = 500 * 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [nn.Embedding, ByKeyword, ByIndexing, Scaled])
+def test_embeddings(kind: type[nn.Embedding], dtype: torch.dtype):
+    bench = Bench(seeded(lambda: kind(500, 32), dtype), word_loss)
+    bench.assert_alike([IDS, {"ids": IDS["ids"][:1].int()}])
+    assert strategy_is_exact(bench.estimator("layerwise"), IDS, us(1)[0])
+    visits = bench.estimator("layerwise").visits
+    assert visits is not None
+    with visits.installed():
+        visits.position = ((us(1)[0], SMOOTHING),)
+        bench.model(IDS["ids"])
+    copied = visits.scratch.bytes >= WHOLE_TABLE * dtype.itemsize
+    assert copied == (kind is ByIndexing)
+    assert visits.never_visited == []
+
+
+def test_only_the_rows_in_use_are_perturbed(monkeypatch: pytest.MonkeyPatch):
+    bench, asked = Bench(seeded(lambda: nn.Embedding(500, 32)), word_loss), []
+    write = ParameterSpace.write_perturbed_rows_
+
+    def spied(self: ParameterSpace, number: int, rows: Tensor, *rest: Any) -> None:
+        asked.append(rows.tolist())
+        write(self, number, rows, *rest)
+
+    monkeypatch.setattr(ParameterSpace, "write_perturbed_rows_", spied)
+    bench.x("layerwise", [IDS], count=1)
+    assert asked == [[0, 3, 7, 499]] * 2
+
+
+def test_ids_out_of_range_raise_as_ever():
+    bench = Bench(seeded(lambda: nn.Embedding(500, 32)), word_loss)
+    for strategy in ("whole_model", *OTHERS):
+        with pytest.raises(IndexError):
+            bench.x(strategy, [{"ids": torch.tensor([[1, 500]])}])
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_an_embedding_that_renormalises_itself_is_refused(strategy: str):
+    bench = Bench(seeded(lambda: nn.Embedding(9, 4, max_norm=1.0)), word_loss)
+    with pytest.raises(ValueError, match="set max_norm=None"):
+        bench.estimator(strategy)
+
+
+# ---------------------------------------------------------------- what cannot work is found out
+
+
+class Attention(nn.Module):
+    """nn.MultiheadAttention reads its out_proj's parameters without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        return self.attention(x, x, x, need_weights=False)[0].flatten(1)
+
+
+class Faintly(nn.Module):
+    """Reads a child's weight without calling the child, where float32 rounds the effect away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 3), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + 1e-30 * self.b.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("build", "names"), [(Attention, "out_proj.weight"), (Faintly, "b.weight")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reads_behind_the_back_are_found_out(build: Build, names: str, dtype: torch.dtype):
+    bench = Bench(seeded(build, dtype), squares)
+    batch = vectors(dtype=dtype)
+    theta = bits(bench.space.tensors)
+    explicit = bench.estimator("layerwise")
+    assert not strategy_is_exact(explicit, batch, us(1)[0])
+    with pytest.raises(ValueError, match=f"'layerwise'.*{names}.*use 'whole_model'"):
+        make_exact(explicit, batch, us(1)[0])
+    assert same(bits(bench.space.tensors), theta)
+
+
+def test_auto_falls_back_to_the_whole_model():
+    bench = Bench(seeded(Attention, torch.bfloat16), squares)
+    estimate = bench.estimator("auto")
+    assert estimate.strategy == "layerwise"
+    [message] = make_exact(estimate, vectors(dtype=torch.bfloat16), us(1)[0])
+    assert "read outside its module's forward" in message
+    assert "out_proj" not in message  # which parameters a trial batch reached is of its rows
+    assert estimate.strategy == "whole_model"
+    assert estimate.visits is None
+    batch = [vectors(dtype=torch.bfloat16)]
+    assert torch.equal(estimate(batch, us(3)), bench.x("whole_model", batch))
+
+
+def test_an_objective_that_refuses_is_not_taken_for_an_inexact_strategy():
+    def wrong(model: nn.Module, inputs: Batch) -> Tensor:
+        return squares(model, inputs).mean()
+
+    bench = Bench(seeded(Layers, torch.bfloat16), wrong)
+    with pytest.raises(ValueError, match="one loss per example"):
+        make_exact(bench.estimator("auto"), vectors(dtype=torch.bfloat16), us(1)[0])
+
+
+def test_visits_are_only_where_they_are_installed():
+    """At the position () the model runs at theta."""
+    bench = Bench(seeded(Layers), squares)
+    visits = ModuleVisits(bench.model, bench.space)
+    plain = bench.model(vectors()["x"])
+    with visits.installed():
+        assert torch.equal(bench.model(vectors()["x"]), plain)
+        visits.position = ((us(1)[0], SMOOTHING),)
+        assert not torch.equal(bench.model(vectors()["x"]), plain)
+    assert torch.equal(bench.model(vectors()["x"]), plain)

@@ -1,0 +1,125 @@
+"""A write by someone else is noticed: version counters and addresses, or checksums of the bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dpzero.estimators.parameter_guard import ParameterChanged, ParameterGuard
+from hf_dpzero.ledger import digests
+from hf_dpzero.ledger.digests import checksums
+
+
+def two() -> list[tuple[str, nn.Parameter]]:
+    return [("first", nn.Parameter(torch.ones(3))), ("second", nn.Parameter(torch.ones(2, 2)))]
+
+
+@torch.no_grad()
+def test_writes_and_new_storage_are_noticed_and_named():
+    named = two()
+    watch = ParameterGuard(named)
+    for write in (
+        lambda p: p.add_(1.0),
+        lambda p: p.detach().view(-1)[0].zero_(),
+        lambda p: setattr(p, "data", p.data.clone()),
+    ):
+        watch.arm()
+        watch.check()
+        write(named[1][1])
+        with pytest.raises(ParameterChanged, match="^second was written to during a forward pass"):
+            watch.check()
+
+
+@torch.no_grad()
+def test_own_writes_come_between_check_and_arm():
+    named = two()
+    watch = ParameterGuard(named)
+    for _ in range(3):
+        named[0][1].add_(1.0)
+        with watch.watching():
+            (named[0][1] * 2).sum()
+    with pytest.raises(ParameterChanged, match="^first"), watch.watching():
+        named[0][1].zero_()
+
+
+def test_data_swapped_and_put_back_is_no_write():
+    """What a layer-by-layer perturbation does: another storage for a while, then its own again."""
+    named = two()
+    parameter = named[0][1]
+    with ParameterGuard(named).watching():
+        own, parameter.data = parameter.data, torch.full((3,), 5.0)
+        assert parameter.sum() == 15.0
+        parameter.data = own
+
+
+def test_exceptions_come_through_and_check_needs_arm():
+    named = two()
+    watch = ParameterGuard(named)
+    with pytest.raises(RuntimeError, match=r"check\(\) before arm\(\)"):
+        watch.check()
+    with pytest.raises(KeyError), watch.watching(), torch.no_grad():
+        named[0][1].add_(1.0)
+        raise KeyError
+
+
+def test_what_the_counters_miss_the_checksums_see():
+    named = two()
+    watch, before = ParameterGuard(named), checksums(named)
+    watch.arm()
+    named[1][1].data.add_(1.0)
+    watch.check()
+    after = checksums(named)
+    assert after["first"] == before["first"] and after["second"] != before["second"]
+
+
+def test_ten_thousand_tensors_cost_about_a_millisecond():
+    """Ten times as much is allowed here: the machine may be busy. It guards against a hash."""
+    watch = ParameterGuard([(str(i), nn.Parameter(torch.ones(100))) for i in range(10_000)])
+    watch.arm()
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        watch.check()
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.01
+
+
+# ---------------------------------------------------------------- checksums
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.bool]
+)
+@pytest.mark.parametrize("size", [0, 1, 40])
+def test_checksum_is_sha256_of_the_bytes(dtype: torch.dtype, size: int, monkeypatch):
+    monkeypatch.setattr(digests, "_CHUNK", 16)
+    generator = torch.Generator().manual_seed(size)
+    tensor = torch.randint(0, 99, (size,), generator=generator).to(dtype)
+    expected = hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+    assert checksums([("t", tensor)]) == {"t": expected}
+
+
+def test_names_keep_their_sums_and_a_scalar_has_one():
+    named = [(str(i), torch.tensor(float(i))) for i in range(40)]
+    sums = checksums(named)
+    assert list(sums) == [name for name, _ in named]
+    assert all(checksums([pair]) == {pair[0]: sums[pair[0]]} for pair in named)
+    assert len(set(sums.values())) == 40
+
+
+def test_shape_does_not_matter_but_order_in_memory_does():
+    tensor = torch.arange(6.0).view(2, 3)
+    assert checksums([("t", tensor)]) == checksums([("t", tensor.view(-1))])
+    assert checksums([("t", tensor.t())]) != checksums([("t", tensor)])
+    assert checksums([("t", tensor.t())]) == checksums([("t", tensor.t().contiguous())])
+
+
+def test_tensors_without_plain_memory_are_left_out():
+    odd = torch.ones(2, device="meta"), torch.eye(2).to_sparse()
+    assert checksums([("meta", odd[0]), ("sparse", odd[1]), ("plain", torch.ones(1))]).keys() == {
+        "plain"
+    }

@@ -1,0 +1,706 @@
+"""Per-example gradients, kept or ghostly, against a loop that takes one example at a time."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("opacus")
+
+from hf_dpzero.estimators import per_example_gradients
+from hf_dpzero.estimators.ghost_clipping import GhostGradients
+from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
+from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.privacy.mechanisms.gradient import CLIP_MARGIN
+from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
+
+Batch = Mapping[str, Tensor]
+Gradients = Callable[..., Any]
+
+
+@pytest.fixture(params=[PerExampleGradients, GhostGradients], ids=["dense", "ghost"])
+def kind(request: Any) -> Gradients:
+    """Both ways of taking per-example gradients: same sums, same norms, same refusals."""
+    return request.param
+
+
+def batch_of(rows: int = 4, language: bool = False) -> dict[str, Tensor]:
+    """Rows of 7 tokens, the second one padded after 4; classes, or tokens to predict."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, 64, (rows, 7), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[1:2, 4:], mask[1:2, 4:] = 0, 0
+    labels = ids.masked_fill(mask == 0, -100) if language else torch.arange(rows) % 2
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def opt_classifier() -> nn.Module:
+    from transformers import OPTConfig, OPTForSequenceClassification
+
+    config = OPTConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
+        max_position_embeddings=40, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return OPTForSequenceClassification(config).eval()
+
+
+def lora(model: nn.Module) -> nn.Module:
+    """The paper's adapters, r = 8 and alpha = 16, none of them zero."""
+    import peft
+
+    modules = ["query", "value"]
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=8, lora_alpha=16, target_modules=modules, task_type="SEQ_CLS")
+    )
+    generator = torch.Generator().manual_seed(4)
+    for name, p in adapted.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(p, std=0.3, generator=generator)
+    return adapted.eval()
+
+
+def sentences(model: Any, pair_features: str) -> nn.Module:
+    """A sentence classifier on a tiny RoBERTa's encoder with a random head."""
+    settings = {"num_labels": 2, "pair_features": pair_features, "logit_scale": 5.0}
+    classifier = SentenceClassifier.from_encoder(model.roberta, **settings)
+    nn.init.normal_(classifier.classifier.weight, generator=torch.Generator().manual_seed(5))
+    return classifier
+
+
+def second_texts(batch: Batch) -> dict[str, Tensor]:
+    """The batch with other rows as second texts."""
+    pair = {f"{name}_pair": batch[name].flip(0) for name in ("input_ids", "attention_mask")}
+    return {**batch, **pair}
+
+
+MODELS = {
+    "bert": lambda get: get("tiny_bert")(),
+    "roberta": lambda get: get("tiny_roberta")(),
+    "opt": lambda get: opt_classifier(),
+    "opt-lm": lambda get: get("tiny_opt")(),
+    "bert-mlm": lambda get: get("tiny_masked_lm")(),
+    "lora": lambda get: lora(get("tiny_roberta")()),
+    "sentences": lambda get: sentences(get("tiny_roberta")(), "joint"),
+    "siamese": lambda get: sentences(get("tiny_roberta")(), "siamese"),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request: Any) -> tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]:
+    """(model, objective, batch) of every kind that the bench and the trainer meet."""
+    model = MODELS[request.param](request.getfixturevalue)
+    batch = batch_of(language="lm" in request.param)
+    if request.param == "siamese":
+        batch = second_texts(batch)
+    return model, select_objective(model), batch
+
+
+def gradients_one_by_one(model: nn.Module, objective: Any, batch: Batch) -> list[list[Tensor]]:
+    """grad f(theta; xi_i) for each i by plain autograd, zeros where the loss does not depend."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = []
+    for i in range(len(next(iter(batch.values())))):
+        loss = objective(model, {name: value[i : i + 1] for name, value in batch.items()}).sum()
+        own = torch.autograd.grad(loss, parameters, allow_unused=True)
+        found.append(
+            [torch.zeros_like(p) if g is None else g for g, p in zip(own, parameters, strict=True)]
+        )
+    return found
+
+
+def norm(gradient: list[Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradient))
+
+
+def clipped_one_by_one(examples: list[list[Tensor]], clip: float) -> list[Tensor]:
+    factors = [min(1.0, clip * CLIP_MARGIN / norm(g)) for g in examples]
+    return [
+        sum(f * g for f, g in zip(factors, column, strict=True))
+        for column in zip(*examples, strict=True)
+    ]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 1, 3])
+def test_the_clipped_sum_is_that_of_single_examples(
+    case: Any, kind: Gradients, microbatch_size: int | None
+):
+    model, objective, batch = case
+    examples = gradients_one_by_one(model, objective, batch)
+    norms = sorted(norm(g) for g in examples)
+    clip = (norms[0] + norms[-1]) / 2  # some are clipped, some are not
+    assert norms[0] < clip < norms[-1]
+    found = kind(model, objective).clipped_sum(batch, clip, microbatch_size)
+    assert all(part.dtype == torch.float32 for part in found)
+    assert_close(found, clipped_one_by_one(examples, clip))
+
+
+def test_every_examples_gradient_is_its_own(case: Any):
+    model, objective, batch = case
+    found = PerExampleGradients(model, objective).per_example(batch)
+    for i, expected in enumerate(gradients_one_by_one(model, objective, batch)):
+        own = [torch.zeros_like(e) if g is None else g[i] for g, e in zip(found, expected)]
+        assert_close(own, expected)
+
+
+def test_one_example_moves_the_sum_by_at_most_the_clip(case: Any, kind: Gradients):
+    model, objective, batch = case
+    one = {name: value[:1] for name, value in batch.items()}
+    found = kind(model, objective).clipped_sum(one, clip=1e-3)
+    assert norm(found) == pytest.approx(1e-3, rel=1e-4)  # and its own norm is larger: not zero
+
+
+def test_an_empty_batch_gives_zeros(tiny_bert: Any, kind: Gradients):
+    model = tiny_bert()
+    empty = {name: value[:0] for name, value in batch_of().items()}
+    found = kind(model, select_objective(model)).clipped_sum(empty, 1.0)
+    assert all(not part.any() for part in found)
+    assert [part.shape for part in found] == [p.shape for p in model.parameters()]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("bad", [{2}, {0, 1, 2, 3}])
+def test_an_example_without_a_finite_gradient_counts_as_zero(
+    tiny_bert: Any, kind: Gradients, value: float, bad: set[int]
+):
+    """A loss that is not finite, and one that is though its activations are not."""
+    model, batch = tiny_bert(), batch_of()
+    plain = select_objective(model)
+    rows = batch["input_ids"][sorted(bad)]
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        same = (inputs["input_ids"].unsqueeze(1) == rows).all(dim=2).any(dim=1)
+        return plain(model, inputs) * torch.where(same, value, 1.0)
+
+    examples = gradients_one_by_one(model, plain, batch)
+    expected = [g for i, g in enumerate(examples) if i not in bad]
+    totals, norms = kind(model, objective).weighted_sum([batch], lambda norms: 0.5 / norms)
+    assert [i for i, n in enumerate(norms.tolist()) if not math.isfinite(n)] == sorted(bad)
+    if not expected:
+        assert not any(part.any() for part in totals)
+    else:
+        weighted = [[g * (0.5 / norm(e)) for g in e] for e in expected]
+        assert_close(totals, [sum(column) for column in zip(*weighted, strict=True)])
+
+
+def test_frozen_parameters_are_left_out(tiny_bert: Any, kind: Gradients):
+    model = tiny_bert()
+    for name, p in model.named_parameters():
+        p.requires_grad_("classifier" in name)
+    gradients = kind(model, select_objective(model))
+    assert gradients.names == ["classifier.weight", "classifier.bias"]
+    examples = gradients_one_by_one(model, select_objective(model), batch_of())
+    expected = clipped_one_by_one(examples, 0.1)
+    assert_close(gradients.clipped_sum(batch_of(), 0.1), expected)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_model_is_left_as_it_was(tiny_opt: Any, kind: Gradients, broken: bool):
+    model = tiny_opt().train()
+    before = copy.deepcopy(model)
+    plain = select_objective(model)
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        losses = plain(model, inputs)
+        if broken:
+            raise RuntimeError("no loss today")
+        return losses
+
+    gradients = kind(model, objective)
+    if broken:
+        with pytest.raises(RuntimeError, match="no loss today"):
+            gradients.clipped_sum(batch_of(language=True), 1.0)
+    else:
+        gradients.clipped_sum(batch_of(language=True), 1.0)
+    for now, then in zip(model.modules(), before.modules(), strict=True):
+        assert now.__dict__.keys() == then.__dict__.keys()
+        assert now.training and not now._forward_hooks and not now._backward_hooks
+    for now, then in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(now, then) and now.grad is None
+        assert vars(now) == vars(then)
+
+
+# ---------------------------------------------------------------- layer by layer
+
+TOKENS, WIDTH, OUT = 6, 20, 30  # OUT * WIDTH > 2 TOKENS^2: where norms are taken without gradients
+GENERATOR = torch.Generator().manual_seed(8)
+LAYER_BATCH = {
+    "row": torch.randn(5, WIDTH, generator=GENERATOR),
+    "tokens": torch.randn(5, TOKENS, WIDTH, generator=GENERATOR),
+    "grid": torch.randn(5, 2, TOKENS // 2, WIDTH, generator=GENERATOR),
+    "ids": torch.randint(0, 4, (5, TOKENS), generator=GENERATOR),  # every row repeats some
+}
+
+
+def flattened(layer: nn.Module, x: Batch) -> Tensor:
+    """OPT's way: one row for each token of all examples."""
+    return layer(x["tokens"].flatten(0, 1)).unflatten(0, x["tokens"].shape[:2])
+
+
+def of_positions(layer: nn.Module, x: Batch) -> Tensor:
+    """BERT's way: positions looked up once for all examples."""
+    return layer(torch.arange(TOKENS)[None]) * x["tokens"]
+
+
+def lora_linear() -> nn.Module:
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+
+    base = nn.Linear(WIDTH, OUT).requires_grad_(False)
+    config = LoraConfig(r=3, lora_alpha=6, init_lora_weights=False)
+    return Linear(base, "default", config, r=3, lora_alpha=6, init_lora_weights=False)
+
+
+class Repeated(nn.Module):
+    """One layer, several times in a forward pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+class Tied(nn.Module):
+    """A language model's way: the weight that looks tokens up predicts them."""
+
+    def __init__(self, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.lookup = nn.Embedding(OUT, WIDTH, padding_idx=padding_idx)
+        self.predict = nn.Linear(WIDTH, OUT, bias=False)
+        self.predict.weight = self.lookup.weight
+        nn.init.normal_(self.lookup.weight, std=0.3)
+
+    def forward(self, x: Batch) -> Tensor:
+        return self.predict(self.lookup(x["ids"]).tanh() + x["tokens"])
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "Linear [B, h]": (lambda: nn.Linear(WIDTH, OUT), lambda m, x: m(x["row"])),
+    "Linear [B, T, h]": (lambda: nn.Linear(WIDTH, OUT), lambda m, x: m(x["tokens"])),
+    "Linear [B, S, T, h]": (lambda: nn.Linear(WIDTH, OUT), lambda m, x: m(x["grid"])),
+    "Linear [B * T, h]": (lambda: nn.Linear(WIDTH, OUT), flattened),
+    "Linear without bias": (lambda: nn.Linear(WIDTH, OUT, False), lambda m, x: m(x["tokens"])),
+    "Linear, small": (lambda: nn.Linear(WIDTH, 2), lambda m, x: m(x["tokens"])),
+    "Linear, bias only": (
+        lambda: frozen_weight(nn.Linear(WIDTH, OUT)),
+        lambda m, x: m(x["tokens"]),
+    ),
+    "Embedding": (lambda: nn.Embedding(4, WIDTH), lambda m, x: m(x["ids"])),
+    "Embedding, padded": (lambda: nn.Embedding(4, WIDTH, 1), lambda m, x: m(x["ids"])),
+    "Embedding of positions": (lambda: nn.Embedding(TOKENS + 2, WIDTH), of_positions),
+    "LayerNorm [B, h]": (lambda: nn.LayerNorm(WIDTH), lambda m, x: m(x["row"]).exp()),
+    "LayerNorm [B, T, h]": (lambda: nn.LayerNorm(WIDTH), lambda m, x: m(x["tokens"]).exp()),
+    "LoRA": (lora_linear, lambda m, x: m(x["tokens"])),
+    "Linear, twice": (
+        lambda: Repeated(nn.Linear(WIDTH, OUT)),
+        lambda m, x: m.layer(x["tokens"]).tanh() - m.layer(x["tokens"] ** 2),
+    ),
+    "Embedding, twice": (
+        lambda: Repeated(nn.Embedding(4, WIDTH, 1)),
+        lambda m, x: m.layer(x["ids"]) * (m.layer(x["ids"].flip(1)) + 1.0),
+    ),
+    "LayerNorm, twice": (
+        lambda: Repeated(nn.LayerNorm(WIDTH)),
+        lambda m, x: m.layer(m.layer(x["tokens"]).exp()),
+    ),
+    "tied": (Tied, lambda m, x: m(x)),
+    "tied and padded": (lambda: Tied(padding_idx=2), lambda m, x: m(x)),
+}
+
+
+def frozen_weight(layer: nn.Linear) -> nn.Linear:
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+@pytest.fixture(params=LAYERS)
+def layer_case(request: Any) -> tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]:
+    """(layer, objective, batch) of one layer type: the table above names them."""
+    build, run = LAYERS[request.param]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)
+        layer = build()
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return (run(model, inputs) + 0.3).square().flatten(1).mean(dim=1)
+
+    return layer, objective, LAYER_BATCH
+
+
+def in_double(model: nn.Module, objective: Any, batch: Batch) -> list[list[Tensor]]:
+    """The naive loop in float64: the truth to float32."""
+    wide = {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
+    return gradients_one_by_one(copy.deepcopy(model).double(), objective, wide)
+
+
+def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    return norm([f - e for f, e in zip(found, expected, strict=True)]) / norm(expected)
+
+
+def test_a_layers_per_example_gradients_are_those_of_a_naive_loop(layer_case: Any):
+    """Opacus' gradients, parameter by parameter and example by example."""
+    layer, objective, batch = layer_case
+    found = PerExampleGradients(layer, objective).per_example(batch)
+    examples = in_double(layer, objective, batch)
+    assert len(examples) == 5 and found
+    for n, samples in enumerate(found):
+        for i, expected in enumerate(examples):
+            assert relative_error([samples[i]], [expected[n]]) < 1e-5
+
+
+def test_a_layers_norms_and_weighted_sum_are_those_of_a_naive_loop(
+    layer_case: Any, kind: Gradients
+):
+    check_against_naive_loop(*layer_case, kind)
+
+
+def check_against_naive_loop(model: nn.Module, objective: Any, batch: Batch, kind: Any) -> None:
+    """Norms and the sum of w_i g_i, w_i = 1 / (||g_i|| + 0.1), to 1e-5, from two microbatches."""
+    parts = [{n: v[:3] for n, v in batch.items()}, {n: v[3:] for n, v in batch.items()}]
+    totals, norms = kind(model, objective).weighted_sum(parts, lambda norms: 1 / (norms + 0.1))
+    examples = in_double(model, objective, batch)
+    weights = [1 / (norm(g) + 0.1) for g in examples]
+    expected = [
+        sum(w * g for w, g in zip(weights, column, strict=True))
+        for column in zip(*examples, strict=True)
+    ]
+    assert norms.tolist() == pytest.approx([norm(g) for g in examples], rel=1e-5)
+    assert relative_error(totals, expected) < 1e-5
+    assert norms.dtype == totals[0].dtype == torch.float32
+
+
+def test_a_models_norms_and_weighted_sum_are_those_of_a_naive_loop(case: Any, kind: Gradients):
+    check_against_naive_loop(*case, kind)
+
+
+def test_every_layer_type_of_the_models_is_in_the_table(case: Any):
+    """What trains in the models belongs to layers that the table compares with the loop."""
+    compared = (nn.Linear, nn.Embedding, nn.LayerNorm)
+    in_table = {type(m) for build, _ in LAYERS.values() for m in build().modules()}
+    assert in_table >= set(compared)
+    layers = [m for m in case[0].modules() if isinstance(m, compared)]
+    covered = {p for m in layers for p in m.parameters(recurse=False)}
+    trained = {p for p in case[0].parameters() if p.requires_grad}
+    assert trained and trained <= covered
+
+
+def test_outputs_that_the_loss_does_not_read(kind: Gradients):
+    """Right where the layer's calls can be told apart, refused where they cannot."""
+
+    def objective(model: Any, inputs: Batch) -> Tensor:
+        calls = model.layer(inputs["row"]), model.layer(inputs["row"] ** 2)
+        return calls[read].square().sum(dim=1)
+
+    model = Repeated(nn.Linear(WIDTH, OUT))
+    read = 0
+    with pytest.raises(ValueError, match="layer.weight.* (do not add up|does not have one)"):
+        kind(model, objective).clipped_sum(LAYER_BATCH, 1.0)
+    read = 1
+    if kind is GhostGradients:
+        check_against_naive_loop(model, objective, LAYER_BATCH, kind)
+    else:
+        with pytest.raises(ValueError, match="layer.weight does not have one gradient"):
+            kind(model, objective).clipped_sum(LAYER_BATCH, 1.0)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+class Toy(nn.Module):
+    """Two linear layers; `how` says how the second one's weight is used."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.how == "outside":
+            return F.linear(x, self.second.weight)
+        if self.how == "both":
+            return self.second(x) + F.linear(x, self.second.weight)
+        if self.how == "for_all":
+            return x + self.second(x.mean(dim=0, keepdim=True))
+        return self.second(x)
+
+
+def toy_objective(model: nn.Module, inputs: Batch) -> Tensor:
+    return model(inputs["x"]).square().sum(dim=1)
+
+
+TOY_BATCH = {"x": torch.linspace(-1, 1, 15).reshape(5, 3)}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("outside", "second.weight does not have one gradient for each example"),
+        ("both", "second.weight: the per-example gradients do not add up"),
+        (
+            "for_all",
+            r"second \(Linear\) sees rows that cannot be attributed.* Freeze it, or use dpzero",
+        ),
+    ],
+)
+def test_weights_used_in_other_ways_are_refused(kind: Gradients, how: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        kind(Toy(how), toy_objective).clipped_sum(TOY_BATCH, 1.0)
+    kind(Toy("plain"), toy_objective).clipped_sum(TOY_BATCH, 1.0)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Scale(), r"0 \(Scale\) owns trainable parameters"),
+        (nn.BatchNorm1d(3), r"0 \(BatchNorm1d\)"),
+        (nn.Embedding(5, 3, max_norm=1.0), r"0 \(Embedding\)"),
+    ],
+)
+def test_layers_without_per_example_gradients_are_refused_by_name(
+    kind: Gradients, layer: nn.Module, message: str
+):
+    layer = copy.deepcopy(layer)
+    with pytest.raises(ValueError, match=message):
+        kind(nn.Sequential(layer), toy_objective)
+    for p in layer.parameters():
+        p.requires_grad_(False)
+    kind(nn.Sequential(layer, nn.Linear(3, 3)), toy_objective)  # frozen is fine
+
+
+def test_gpt2s_own_linear_layers_are_refused_by_name(tiny_gpt2: Any, kind: Gradients):
+    """transformers' Conv1D is no nn.Linear; a head on a frozen GPT-2 is fine."""
+    model = tiny_gpt2()
+    with pytest.raises(
+        ValueError, match=r"h\.0\.attn\.c_attn \(Conv1D\).*freeze them, or use dpzero"
+    ):
+        kind(model, select_objective(model))
+    for name, p in model.named_parameters():
+        p.requires_grad_("ln_f" in name)
+    gradients = kind(model, select_objective(model))
+    expected = gradients_one_by_one(model, select_objective(model), batch_of(language=True))
+    found = gradients.clipped_sum(batch_of(language=True), 1e6)
+    assert_close(found, [sum(column) for column in zip(*expected, strict=True)])
+
+
+def test_an_embedding_that_does_more_than_look_up_is_refused(kind: Gradients):
+    batch = {"x": torch.arange(4)}
+    with pytest.raises(ValueError, match="ScaledEmbedding does more than look up rows"):
+        kind(ScaledEmbedding(5, 3), toy_objective).clipped_sum(batch, 1.0)
+
+
+def test_settings_that_mean_nothing_are_refused(kind: Gradients):
+    gradients = kind(Toy("plain"), toy_objective)
+    for clip in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="must be positive"):
+            gradients.clipped_sum(TOY_BATCH, clip)
+    with pytest.raises(ValueError, match="microbatch_size=0"):
+        gradients.clipped_sum(TOY_BATCH, 1.0, microbatch_size=0)
+    with pytest.raises(ValueError, match="no parameter is trainable"):
+        kind(Toy("plain").requires_grad_(False), toy_objective)
+
+
+@pytest.mark.parametrize("how", ["outside", "both", "for_all"])
+def test_refusals_tell_no_number_of_the_data(kind: Gradients, how: str):
+    """They reach logs: no sizes of batches or sequences, no distances."""
+    with pytest.raises(ValueError, match="Freeze it") as refused:
+        kind(Toy(how), toy_objective).clipped_sum(TOY_BATCH, 1.0)
+    assert not any(c.isdigit() for c in str(refused.value))
+
+
+def test_a_mean_over_the_batch_is_refused(kind: Gradients):
+    def mean(model: nn.Module, inputs: Batch) -> Tensor:
+        return toy_objective(model, inputs).mean()
+
+    with pytest.raises(ValueError, match="never a mean over the batch"):
+        kind(Toy("plain"), mean).clipped_sum(TOY_BATCH, 1.0)
+
+
+# ---------------------------------------------------------------- precision of norms and sums
+
+
+def test_norms_of_long_rows_are_not_short():
+    """torch's own norm on a CPU loses squares that are small against their running sum: 0.3%."""
+    model = nn.Linear(1 << 22, 1, bias=False)
+    batch = {"x": torch.ones(2, 1 << 22)}
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return model(inputs["x"]).flatten()
+
+    _, norms = PerExampleGradients(model, objective).weighted_sum([batch], torch.ones_like)
+    assert norms.tolist() == [2.0**11] * 2
+
+
+def test_half_precision_gradients_are_added_up_in_float32():
+    """In bfloat16, 1 + 2^-9 is 1: an example would vanish from the sum or move it by more."""
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    values = torch.tensor([[1.0], *[[2.0**-9]] * 64], dtype=torch.bfloat16)
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return model(inputs["x"]).float().sum(dim=1)
+
+    totals, norms = PerExampleGradients(model, objective).weighted_sum(
+        [{"x": values}], lambda norms: torch.full_like(norms, 1 + 2.0**-12)
+    )
+    assert totals[0].item() == (1 + 2.0**-12) * (1 + 64 * 2.0**-9)
+    assert norms.tolist() == values.flatten().tolist()
+
+
+def test_sums_are_not_rounded_to_tf32(monkeypatch: pytest.MonkeyPatch):
+    """Where products may be, no product is taken: weights would lose 2^-11, the margin is 2^-16."""
+    weights, gradients = torch.tensor([1 + 2.0**-12, 1.0]), torch.tensor([[1.0, 2.0], [0.0, 3.0]])
+    monkeypatch.setattr(per_example_gradients, "rounds_products", lambda: True)
+    monkeypatch.setattr(Tensor, "__matmul__", lambda *_: pytest.fail("a product was taken"))
+    weighted, plain = per_example_gradients._sums(weights, gradients)
+    assert weighted.tolist() == [1 + 2.0**-12, 5 + 2.0**-11]
+    assert plain.tolist() == [1.0, 5.0]
+
+
+def test_products_in_tf32_are_noticed():
+    assert not per_example_gradients.rounds_products()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert per_example_gradients.rounds_products()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not per_example_gradients.rounds_products()
+
+
+# ---------------------------------------------------------------- attribution, tried on three rows
+
+
+class Ordered(nn.Module):
+    """A layer over sequences, fed in one order or another; positions looked up in one way or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(4, 3)
+        self.positions = nn.Embedding(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, 6, 4]` -> [B]."""
+        if self.how == "positions [T]":
+            x = x + self.positions(torch.arange(6))
+        elif self.how == "positions [T, T]":
+            x = x + self.positions((torch.arange(6)[:, None] - torch.arange(6)).abs()).mean(1)
+        else:
+            x = x + self.positions(torch.arange(6)[None])
+        if self.how == "[T, B, h]":
+            return self.layer(x.transpose(0, 1)).tanh().sum(dim=(0, 2))
+        if self.how == "[T * B, h]":
+            rows = self.layer(x.transpose(0, 1).flatten(0, 1)).tanh()
+            return rows.unflatten(0, (6, -1)).sum(dim=(0, 2))
+        if self.how == "mixed":
+            x = x + x.mean(dim=0, keepdim=True)
+        if self.how == "[B * T, h]":
+            return self.layer(x.flatten(0, 1)).tanh().unflatten(0, (-1, 6)).sum(dim=(1, 2))
+        return self.layer(x).tanh().sum(dim=(1, 2))
+
+
+def ordered_objective(model: nn.Module, inputs: Batch) -> Tensor:
+    return model(inputs["x"])
+
+
+def ordered(how: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        return Ordered(how), {"x": torch.randn(3, 6, 4)}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("[T, B, h]", r"layer \(Linear\): what it sees does not grow with the examples"),
+        ("[T * B, h]", "(layer|positions).*: an example's gradient in a batch is not its gradient"),
+        ("mixed", "(layer|positions).*: an example's gradient in a batch is not its gradient"),
+        ("positions [T]", r"positions \(Embedding\): what it sees does not grow"),
+        ("positions [T, T]", r"positions \(Embedding\): what it sees does not grow"),
+    ],
+)
+def test_what_is_in_another_order_is_refused_before_the_first_step(
+    kind: Gradients, how: str, message: str
+):
+    """Six positions divide by 3 and by 2 examples: no single shape gives them away."""
+    model, batch = ordered(how)
+    with pytest.raises(ValueError, match=message + ".* Freeze it, or use dpzero"):
+        kind(model, ordered_objective).check_attribution(batch)
+
+
+@pytest.mark.parametrize("how", ["plain", "[B * T, h]"])
+def test_what_is_in_order_passes_and_leaves_nothing(kind: Gradients, how: str):
+    model, batch = ordered(how)
+    gradients = kind(model, ordered_objective)
+    gradients.check_attribution(batch)
+    gradients.check_attribution({"x": batch["x"][:1].repeat(3, 1, 1)})  # a data set of one row
+    assert all(p.grad is None and not hasattr(p, "grad_sample") for p in model.parameters())
+    with pytest.raises(ValueError, match="at least 2 examples"):
+        gradients.check_attribution({"x": batch["x"][:1]})
+
+
+def test_the_models_pass(case: Any, kind: Gradients):
+    model, objective, batch = case
+    kind(model, objective).check_attribution({name: v[:3] for name, v in batch.items()})
+
+
+def test_layers_pass(layer_case: Any, kind: Gradients):
+    layer, objective, batch = layer_case
+    kind(layer, objective).check_attribution({name: v[:3] for name, v in batch.items()})
+
+
+def test_inputs_and_outputs_of_a_layer_must_have_the_same_rows(kind: Gradients):
+    """[B, h] in, [2 B, h] out: both are multiples of B, and no token belongs to another."""
+
+    model = nn.Sequential(nn.Linear(3, 3))
+    plain = model[0].forward
+    model[0].forward = lambda x: plain(x).repeat_interleave(2, dim=0)
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return model(inputs["x"]).unflatten(0, (-1, 2)).sum(dim=(1, 2))
+
+    with pytest.raises(ValueError, match=r"0 \(Linear\) sees rows that cannot be attributed"):
+        kind(model, objective).clipped_sum(TOY_BATCH, 1.0)
+
+
+@pytest.mark.parametrize("tokens", [6, 7])
+def test_mpnets_relative_positions_are_refused_by_name(kind: Gradients, tokens: int):
+    """Looked up once, `[T, T]`: with 6 tokens, rows for 3 examples and for 2, and wrong ones."""
+    from transformers import MPNetConfig, MPNetForSequenceClassification
+
+    config = MPNetConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=40,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = MPNetForSequenceClassification(config).eval()
+    batch = {name: v[:3, :tokens] if v.dim() == 2 else v[:3] for name, v in batch_of().items()}
+    objective = select_objective(model)
+    with pytest.raises(ValueError, match=r"relative_attention_bias \(Embedding\).* Freeze it"):
+        kind(model, objective).check_attribution(batch)
+    for name, p in model.named_parameters():
+        p.requires_grad_("relative_attention_bias" not in name)
+    kind(model, objective).check_attribution(batch)

@@ -1,0 +1,529 @@
+"""The frozen prefix: run once per microbatch, bit-identical to full passes, or found out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from hf_dpzero.estimators.exactness_checks import make_exact, prefix_is_exact
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.estimators.prefix_cache import FrozenPrefix, StalePrefix
+from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.training.validation import select_trainable
+
+KEY, SMOOTHING, VOCABULARY = 77, 1e-2, 64
+Batch = Mapping[str, Tensor]
+
+
+def text_batch(size: int, seed: int = 0, length: int = 7) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, VOCABULARY, (size, length), generator=generator)
+    labels = torch.randint(0, 2, (size,), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def language_batch(size: int, seed: int = 0) -> Batch:
+    batch = dict(text_batch(size, seed))
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+def estimator(
+    model: nn.Module, reuse: bool, objective: Callable[..., Tensor] | None = None
+) -> FiniteDifferences:
+    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    space.snap_()
+    chosen = objective or select_objective(model)
+    settings = {"reuse_frozen_prefix": reuse, "forget_unread": True}
+    return FiniteDifferences(model, space, chosen, SMOOTHING, **settings)
+
+
+def differences(estimate: FiniteDifferences, batches: list[Batch], count: int = 3) -> Tensor:
+    found = estimate(batches, [Direction(KEY, 4, k) for k in range(count)])
+    estimate.space.settle_()
+    return found
+
+
+def calls_of(model: nn.Module) -> Counter[str]:
+    """Counts the true executions of every module's own forward, below whatever wraps it later."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return forward(*args, **kwargs)
+
+        return call
+
+    for name, module in model.named_modules():
+        module.forward = counted(name, module.forward)
+    return counts
+
+
+def head_only(tiny_bert: Any) -> nn.Module:
+    model = tiny_bert()
+    select_trainable(model, "classifier")
+    return model
+
+
+def last_layer(tiny_bert: Any) -> nn.Module:
+    model = tiny_bert()
+    select_trainable(model, r"layer\.1\.|classifier")
+    return model
+
+
+def lora_on_the_last_layer(tiny_bert: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=["query", "value"], layers_to_transform=[1]
+    )
+    model = peft.get_peft_model(tiny_bert(), config).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    return model
+
+
+MODELS = {"head": head_only, "last layer": last_layer, "lora": lora_on_the_last_layer}
+
+
+# ---------------------------------------------------------------- equal to full passes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_reuse_is_bit_identical_to_full_passes(name: str, tiny_bert: Any):
+    batches = [text_batch(size, seed=size) for size in (3, 2, 4)]
+    with_reuse = estimator(MODELS[name](tiny_bert), reuse=True)
+    without = estimator(MODELS[name](tiny_bert), reuse=False)
+    assert with_reuse.prefix is not None
+    assert without.prefix is None
+    found, expected = differences(with_reuse, batches), differences(without, batches)
+    assert found.shape == (9, 3)
+    assert torch.equal(found, expected)
+    assert float(expected.abs().min()) > 0
+    assert prefix_is_exact(with_reuse, batches[0], Direction(KEY, 0))
+
+
+def test_tied_embeddings_that_train_leave_no_prefix_behind_them(tiny_masked_lm: Any):
+    """The tied matrix is used first and last; only what runs before it may be remembered."""
+    model = tiny_masked_lm()
+    select_trainable(model, "word_embeddings")
+    reuse = estimator(model, reuse=True)
+    full_model = tiny_masked_lm()
+    select_trainable(full_model, "word_embeddings")
+    full = estimator(full_model, reuse=False)
+    batches = [language_batch(3)]
+    assert torch.equal(differences(reuse, batches), differences(full, batches))
+
+
+def test_tied_embeddings_frozen_under_a_training_head_transform(tiny_masked_lm: Any):
+    model = tiny_masked_lm()
+    select_trainable(model, "predictions.transform")
+    counts = calls_of(model)
+    reuse = estimator(model, reuse=True)
+    full_model = tiny_masked_lm()
+    select_trainable(full_model, "predictions.transform")
+    batches = [language_batch(3)]
+    found = differences(reuse, batches, count=2)
+    assert counts["bert"] == 1
+    assert counts["cls.predictions.decoder"] == 4
+    assert torch.equal(found, differences(estimator(full_model, reuse=False), batches, count=2))
+
+
+@pytest.mark.parametrize("pattern", ["layers.1", "final_layer_norm|fc2"])
+def test_decoders_with_caches_and_masks(pattern: str, tiny_opt: Any):
+    results = []
+    for reuse in (True, False):
+        model = tiny_opt()
+        select_trainable(model, pattern)
+        results.append(differences(estimator(model, reuse=reuse), [language_batch(2)]))
+    assert torch.equal(*results)
+
+
+def test_full_parameters_have_no_prefix(tiny_bert: Any):
+    assert not FrozenPrefix(tiny_bert()).worthwhile
+    assert estimator(tiny_bert(), reuse=True).prefix is None
+    assert prefix_is_exact(estimator(tiny_bert(), reuse=True), text_batch(2), Direction(KEY, 0))
+
+
+# ---------------------------------------------------------------- what runs, and how often
+
+
+def test_frozen_modules_run_once_per_microbatch(tiny_bert: Any):
+    """3 microbatches, K = 4: the encoder runs 3 times, the head 3 * 2K = 24 times."""
+    model = head_only(tiny_bert)
+    counts = calls_of(model)
+    differences(estimator(model, reuse=True), [text_batch(2, seed) for seed in range(3)], count=4)
+    assert counts["classifier"] == 24
+    assert counts["bert"] == 3
+    assert counts["bert.encoder.layer.0"] == 3
+    assert counts["bert.encoder.layer.1.output.dense"] == 3
+
+
+def test_a_mixed_model_runs_its_first_layer_once_and_its_last_always(tiny_bert: Any):
+    model = last_layer(tiny_bert)
+    counts = calls_of(model)
+    differences(estimator(model, reuse=True), [text_batch(2)], count=4)
+    assert counts["bert.embeddings"] == 1
+    assert counts["bert.encoder.layer.0"] == 1
+    assert counts["bert.encoder.layer.1.attention.self"] == 8
+    assert counts["bert.pooler"] == 8  # frozen, but behind what trains
+
+
+def test_without_reuse_everything_always_runs(tiny_bert: Any):
+    model = head_only(tiny_bert)
+    counts = calls_of(model)
+    differences(estimator(model, reuse=False), [text_batch(2)], count=4)
+    assert counts["bert"] == 8
+
+
+def test_each_microbatch_has_its_own_prefix(tiny_bert: Any):
+    """The second microbatch must not be judged by the first one's features."""
+    model = head_only(tiny_bert)
+    reuse = estimator(model, reuse=True)
+    apart = torch.cat([differences(reuse, [text_batch(2, seed)]) for seed in (0, 1)])
+    together = differences(reuse, [text_batch(2, seed) for seed in (0, 1)])
+    assert torch.equal(apart, together)
+    assert not torch.equal(together[:2], together[2:])
+
+
+def test_nothing_is_left_on_the_model(tiny_bert: Any):
+    model = last_layer(tiny_bert)
+    before = {
+        n: (m.__dict__.get("forward"), len(m._forward_pre_hooks)) for n, m in model.named_modules()
+    }
+    reuse = estimator(model, reuse=True)
+    differences(reuse, [text_batch(2)])
+
+    def failing(module: nn.Module, inputs: Batch) -> Tensor:
+        module(**{k: v for k, v in inputs.items() if k != "labels"})
+        raise RuntimeError("the forward raises")
+
+    reuse.objective = failing
+    with pytest.raises(RuntimeError, match="the forward raises"):
+        differences(reuse, [text_batch(2)])
+    after = {
+        n: (m.__dict__.get("forward"), len(m._forward_pre_hooks)) for n, m in model.named_modules()
+    }
+    assert after == before
+    assert not reuse.prefix._outputs
+
+
+def test_a_forward_that_someone_else_replaced_comes_back(tiny_bert: Any):
+    model = head_only(tiny_bert)
+    original = model.bert.forward
+    replaced = lambda *args, **kwargs: original(*args, **kwargs)  # noqa: E731
+    model.bert.forward = replaced
+    differences(estimator(model, reuse=True), [text_batch(2)])
+    assert model.bert.forward is replaced
+
+
+# ---------------------------------------------------------------- models for which it is wrong
+
+
+class InPlace(nn.Module):
+    """Adds the trainable part onto the frozen features in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.body.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        features += self.head(features)
+        return features
+
+
+class BehindTheBack(nn.Module):
+    """Uses a trainable module's weight without calling the module, then a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.after = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.after.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(torch.tanh(x @ self.used.weight))
+
+
+class Impatient(nn.Module):
+    """Runs its frozen modules in an order that changes from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.a.requires_grad_(False)
+        self.b.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        first, second = (self.a, self.b) if self.calls % 2 else (self.b, self.a)
+        return self.head(second(first(x)))
+
+
+def squares(model: nn.Module, inputs: Batch) -> Tensor:
+    return model(inputs["x"]).square().sum(dim=1)
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    model, generator = build(), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("build", [InPlace, BehindTheBack, Impatient])
+def test_models_that_cannot_reuse_are_found_out(build: Callable[[], nn.Module]):
+    model, batch = seeded(build), {"x": torch.linspace(-1, 1, 12).view(4, 3)}
+    reuse = estimator(model, reuse=True, objective=squares)
+    before = [p.detach().clone() for p in reuse.space.tensors]
+    assert reuse.prefix is not None
+    assert not prefix_is_exact(reuse, batch, Direction(KEY, 0))
+    assert reuse.prefix is not None  # the caller decides
+    assert reuse.space.position == ()
+    assert all(torch.equal(a, b) for a, b in zip(before, reuse.space.tensors, strict=True))
+
+
+@pytest.mark.parametrize("build", [InPlace, Impatient])
+def test_stale_outputs_raise_and_never_pass_silently(build: Callable[[], nn.Module]):
+    reuse = estimator(seeded(build), reuse=True, objective=squares)
+    with pytest.raises(StalePrefix, match="set reuse_frozen_prefix=False"):
+        differences(reuse, [{"x": torch.ones(2, 3)}])
+    assert reuse.space.position == ()
+
+
+def test_an_objective_that_calls_the_model_twice_is_found_out(tiny_bert: Any):
+    """A contrastive loss: the second call is on another input, which the memory does not see."""
+
+    def contrast(model: nn.Module, inputs: Batch) -> Tensor:
+        mask = inputs["attention_mask"]
+        one = model(input_ids=inputs["input_ids"], attention_mask=mask).logits
+        two = model(input_ids=inputs["input_ids"].flip(1), attention_mask=mask).logits
+        return (one * two).sum(dim=1)
+
+    reuse = estimator(head_only(tiny_bert), reuse=True, objective=contrast)
+    assert not prefix_is_exact(reuse, text_batch(3), Direction(KEY, 0))
+
+
+class SharedFrozen(nn.Module):
+    """One frozen module used alone and inside another frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(3, 3)
+        self.alone, self.stack = shared, nn.Sequential(shared, nn.Tanh())
+        self.head = nn.Linear(3, 3)
+        self.alone.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stack(self.alone(x)))
+
+
+def test_a_frozen_module_inside_another_is_remembered_with_it():
+    reuse = estimator(seeded(SharedFrozen), reuse=True, objective=squares)
+    full = estimator(seeded(SharedFrozen), reuse=False, objective=squares)
+    batch = {"x": torch.linspace(-1, 1, 12).view(4, 3)}
+    assert prefix_is_exact(reuse, batch, Direction(KEY, 0))
+    assert torch.equal(differences(reuse, [batch]), differences(full, [batch]))
+
+
+# ---------------------------------------------------------------- what is kept of it
+
+
+def held(estimate: FiniteDifferences, batch: Batch) -> list[int]:
+    """Bytes of the prefix at the objective's end in each pass of one evaluation."""
+    found, objective = [], estimate.objective
+
+    def spied(model: nn.Module, inputs: Batch) -> Tensor:
+        losses = objective(model, inputs)
+        assert estimate.prefix is not None
+        found.append(estimate.prefix.bytes_held)
+        return losses
+
+    estimate.objective = spied
+    differences(estimate, [batch])
+    estimate.objective = objective
+    return found
+
+
+def deep_encoder(layers: int = 24) -> nn.Module:
+    """BERT of hidden size 16; only the last layer and the classifier train."""
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=40,
+    )
+    model = seeded(lambda: BertForSequenceClassification(config)).eval()
+    select_trainable(model, rf"layer\.{layers - 1}\.|classifier")
+    return model
+
+
+def test_a_deep_frozen_encoder_keeps_one_output():
+    """Embeddings and 23 layers give [5, 7, 16] float32 each; only the last layer's is read."""
+    batch, one = text_batch(5), 5 * 7 * 16 * 4
+    estimate = estimator(deep_encoder(), reuse=True)
+    assert set(held(estimate, batch)) == {24 * one}
+    expected = differences(estimate, [batch])
+    assert make_exact(estimate, text_batch(2), Direction(KEY, 0)) == []
+    small = held(estimate, batch)
+    assert set(small) == {one + 23 * 4}  # and a scalar for each of the others
+    assert len(small) == 6
+    assert torch.equal(differences(estimate, [batch]), expected)
+    full = estimator(deep_encoder(), reuse=False)
+    assert torch.equal(differences(full, [batch]), expected)
+
+
+def test_only_what_the_head_reads_of_an_encoder_is_kept(tiny_bert: Any):
+    """The head reads pooler_output [3, 16], not last_hidden_state [3, 7, 16]."""
+    estimate = estimator(head_only(tiny_bert), reuse=True)
+    assert make_exact(estimate, text_batch(2), Direction(KEY, 0)) == []
+    assert set(held(estimate, text_batch(3))) == {3 * 16 * 4 + 4}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forgetting_is_bit_identical_to_full_passes(name: str, tiny_bert: Any):
+    batches = [text_batch(size, seed=size) for size in (3, 2, 4)]
+    estimate = estimator(MODELS[name](tiny_bert), reuse=True)
+    before = max(held(estimate, batches[0]))
+    assert make_exact(estimate, text_batch(2), Direction(KEY, 0)) == []
+    assert estimate.prefix is not None
+    assert estimate.prefix.forgetful
+    assert max(held(estimate, batches[0])) < before
+    full = estimator(MODELS[name](tiny_bert), reuse=False)
+    assert torch.equal(differences(estimate, batches), differences(full, batches))
+
+
+@pytest.mark.parametrize("pattern", ["layers.1", "final_layer_norm|fc2"])
+def test_forgetting_in_decoders(pattern: str, tiny_opt: Any):
+    results = []
+    for reuse in (True, False):
+        model = tiny_opt()
+        select_trainable(model, pattern)
+        estimate = estimator(model, reuse=reuse)
+        assert make_exact(estimate, language_batch(2), Direction(KEY, 0)) == []
+        results.append(differences(estimate, [language_batch(3, seed=1)]))
+        assert (estimate.prefix is not None) == reuse
+    assert torch.equal(*results)
+
+
+class Residual(nn.Module):
+    """Reads frozen outputs through plain code: of the three only the first and the last count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.head = (nn.Linear(3, 3) for _ in range(4))
+        for frozen in (self.a, self.b, self.c):
+            frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        doubled = first * 2
+        assert first.shape == doubled.shape
+        third = self.c(torch.tanh(self.b(first)) + 1)
+        return self.head(third) + doubled
+
+
+def rows(count: int) -> Batch:
+    return {"x": torch.linspace(-1, 1, 3 * count).view(count, 3)}
+
+
+def test_what_plain_code_derives_is_followed():
+    estimate = estimator(seeded(Residual), reuse=True, objective=squares)
+    full = estimator(seeded(Residual), reuse=False, objective=squares)
+    assert make_exact(estimate, rows(2), Direction(KEY, 0)) == []
+    one = 4 * 3 * 4
+    assert set(held(estimate, rows(4))) == {2 * one + 4}
+    assert torch.equal(differences(estimate, [rows(4)]), differences(full, [rows(4)]))
+
+
+class Fickle(nn.Module):
+    """Reads the first frozen output only for batches of more than two rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = (nn.Linear(3, 3) for _ in range(3))
+        self.a.requires_grad_(False)
+        self.b.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        out = self.head(self.b(first))
+        return out + first if len(x) > 2 else out
+
+
+def test_a_pass_that_reads_what_the_trial_did_not_is_repeated_with_all_kept():
+    estimate = estimator(seeded(Fickle), reuse=True, objective=squares)
+    full = estimator(seeded(Fickle), reuse=False, objective=squares)
+    assert make_exact(estimate, rows(2), Direction(KEY, 0)) == []
+    assert estimate.prefix is not None
+    assert estimate.prefix.forgetful
+    batches = [rows(2), rows(4), rows(2)]
+    assert torch.equal(differences(estimate, batches), differences(full, batches))
+    assert not estimate.prefix.forgetful
+
+
+def test_losses_that_are_nan_anyway_end_the_forgetting_and_stay_nan():
+    estimate = estimator(seeded(Residual), reuse=True, objective=squares)
+    assert make_exact(estimate, rows(2), Direction(KEY, 0)) == []
+    batch = {"x": rows(4)["x"].index_fill(0, torch.tensor([1]), torch.nan)}
+    found = differences(estimate, [batch])
+    assert found.isnan().any(dim=1).tolist() == [False, True, False, False]
+
+
+class Hidden(torch.autograd.Function):
+    """An operation that `__torch_function__` does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class HiddenReading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = (nn.Linear(3, 3) for _ in range(3))
+        self.a.requires_grad_(False)
+        self.b.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        return self.head(self.b(first)) + Hidden.apply(first)
+
+
+def test_where_the_flow_cannot_be_followed_all_is_kept():
+    estimate = estimator(seeded(HiddenReading), reuse=True, objective=squares)
+    full = estimator(seeded(HiddenReading), reuse=False, objective=squares)
+    assert make_exact(estimate, rows(2), Direction(KEY, 0)) == []
+    assert estimate.prefix is not None
+    assert torch.equal(differences(estimate, [rows(4)]), differences(full, [rows(4)]))
+
+
+@pytest.mark.parametrize("build", [InPlace, BehindTheBack, Impatient])
+def test_make_exact_turns_a_prefix_off_that_cannot_be(build: Callable[[], nn.Module]):
+    estimate = estimator(seeded(build), reuse=True, objective=squares)
+    full = estimator(seeded(build), reuse=False, objective=squares)
+    batch = {"x": torch.linspace(-1, 1, 12).view(4, 3)}
+    assert make_exact(estimate, batch, Direction(KEY, 0)) == [
+        "reuse_frozen_prefix is off: it would not be exact for this model."
+    ]
+    assert estimate.prefix is None
+    assert differences(estimate, [batch]).shape == (4, 3)
+    if build is not Impatient:  # which gives other losses every other time
+        assert torch.equal(differences(estimate, [batch]), differences(full, [batch]))

@@ -1,0 +1,659 @@
+"""All copies in one pass: whole_model's losses to rounding, theta untouched, misfits refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_dpzero.estimators import stacked, stacked_kernels
+from hf_dpzero.estimators.exactness_checks import STACKED_TOLERANCE, make_exact, strategy_is_exact
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.estimators.parameter_guard import ParameterChanged
+from hf_dpzero.estimators.stacked import StackedCopies
+from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+
+KEY, SMOOTHING, VOCABULARY, WIDTH = 5, 1e-2, 64, 24
+Batch = Mapping[str, Tensor]
+Build = Callable[[], nn.Module]
+
+
+def us(count: int, step: int = 0) -> list[Direction]:
+    return [Direction(KEY, step, k) for k in range(count)]
+
+
+def bits(space: ParameterSpace) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in space.tensors]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) > 0 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Bench:
+    """One model and space; both strategies run on the very same numbers."""
+
+    def __init__(
+        self, model: nn.Module, objective: Callable[..., Tensor] | None = None, **settings: Any
+    ) -> None:
+        self.model, self.objective = model, objective or select_objective(model)
+        self.space = ParameterSpace.from_model(model, smoothing=SMOOTHING, **settings)
+        self.space.snap_()
+
+    def estimator(self, strategy: str = "stacked", reuse: bool = True) -> FiniteDifferences:
+        return FiniteDifferences(self.model, self.space, self.objective, SMOOTHING, reuse, strategy)
+
+    def losses(self, batches: list[Batch], count: int, strategy: str = "stacked") -> Tensor:
+        """[2, B, K], theta settled."""
+        found = self.estimator(strategy).losses(batches, us(count))
+        self.space.settle_()
+        return torch.stack(found)
+
+    def assert_alike(self, batches: list[Batch], count: int = 5, least: float = 1e-4) -> None:
+        """stacked agrees with whole_model to 1e-5, and moves nothing; the directions do matter."""
+        theta = bits(self.space)
+        expected = self.losses(batches, count, "whole_model")
+        found = self.losses(batches, count)
+        assert same(bits(self.space), theta)
+        assert found.dtype == torch.float32 and found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+        assert float(((expected[0] - expected[1]) / expected[0]).abs().mean()) > least
+
+
+# ---------------------------------------------------------------- one family after the other
+
+
+@pytest.fixture
+def sentence_head() -> nn.Module:
+    """A head on a tiny frozen encoder, logit_scale 10, as in recipes/sst2."""
+    from transformers import BertConfig, BertModel
+
+    from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = BertModel(config)
+    model = SentenceClassifier.from_encoder(encoder, num_labels=2, logit_scale=10.0)
+    model.requires_grad_(False)
+    model.classifier.requires_grad_(True)
+    generator = torch.Generator().manual_seed(0)
+    model.classifier.weight.data.normal_(std=0.1, generator=generator)
+    return model
+
+
+def features(rows: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    embedded = F.normalize(torch.randn(rows, WIDTH, generator=generator), dim=1)
+    labels = torch.randint(0, 2, (rows,), generator=generator)
+    return {"sentence_embedding": embedded, "labels": labels}
+
+
+def text(rows: int, seed: int = 0, left: bool = False) -> Batch:
+    """Row i has i % 3 tokens of padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, VOCABULARY, (rows, 9), generator=generator)
+    place = torch.arange(9).flip(0) if left else torch.arange(9)
+    mask = (place < 9 - (torch.arange(rows) % 3)[:, None]).long()
+    labels = torch.randint(0, 2, (rows,), generator=generator)
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+
+
+def language(rows: int, seed: int = 0) -> Batch:
+    batch = text(rows, seed)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return {**batch, "labels": labels}
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "sphere"])
+def test_a_head_on_stored_features(sentence_head: nn.Module, distribution: str):
+    bench = Bench(sentence_head, distribution=distribution)
+    bench.assert_alike([features(7), features(1, seed=1), features(4, seed=2)], count=6)
+
+
+def test_a_head_behind_its_encoder(sentence_head: nn.Module):
+    assert bench_prefix(Bench(sentence_head)) is not None
+    Bench(sentence_head).assert_alike([text(3), text(4, seed=1, left=True)])
+
+
+def bench_prefix(bench: Bench) -> Any:
+    return bench.estimator().prefix
+
+
+@pytest.mark.parametrize("trainable", ["", "classifier", "layer.1"])
+def test_bert(tiny_bert: Any, trainable: str):
+    model = tiny_bert()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable in name)
+    Bench(model).assert_alike([text(4), text(1, seed=1), text(3, seed=2, left=True)])
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention(tiny_bert: Any, attention: str):
+    model = tiny_bert()
+    model.set_attn_implementation(attention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where it runs one kernel for each copy
+        Bench(model).assert_alike([text(4)])
+
+
+@pytest.mark.parametrize("factory", ["tiny_opt", "tiny_gpt2", "tiny_masked_lm", "tiny_t5"])
+def test_language_models(factory: str, request: Any):
+    """Tied embeddings, causal masks, labels of some positions only."""
+    Bench(request.getfixturevalue(factory)()).assert_alike([language(4), language(2, seed=1)])
+
+
+def test_lora(tiny_bert: Any):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False)
+    Bench(peft.get_peft_model(tiny_bert(), config), select_objective(tiny_bert())).assert_alike(
+        [text(4), text(2, seed=1)], least=2e-5
+    )
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3)])
+def test_a_shared_input_is_multiplied_once(
+    bias: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """Small integers: every sum is exact, so the order of the terms cannot show."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (
+        torch.randint(-4, 5, size, generator=generator).float()
+        for size in (shape, (6, 4, 3), (6, 4))
+    )
+    products: list[Any] = []
+    rule = stacked_kernels._SharedInput.vmap
+    monkeypatch.setattr(
+        stacked_kernels._SharedInput,
+        "vmap",
+        staticmethod(lambda *a: (products.append(a), rule(*a))[1]),
+    )
+
+    def one(weight: Tensor, shift: Tensor) -> Tensor:
+        return F.linear(x, weight, shift if bias else None)
+
+    with stacked_kernels.StackedKernels() as kernels:
+        found = torch.func.vmap(one)(w, b)
+    expected = torch.stack([F.linear(x, w[i], b[i] if bias else None) for i in range(6)])
+    assert torch.equal(found, expected)
+    assert len(products) == 1
+    assert kernels.widest == expected[0].numel()
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("mask", [None, "rows", "one", "square"])
+def test_attention_folds_copies_into_the_batch(mask: str | None, own: bool):
+    """Queries and keys of each copy's own, values of all; masks of either kind."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(5, 3, 2, 4, 8, generator=generator) for _ in range(2))
+    v = torch.randn(3, 2, 4, 8, generator=generator)  # every copy's
+    shapes = {"rows": (3, 1, 4, 4), "one": (1, 1, 4, 4), "square": (4, 4)}
+    allowed = torch.ones(5, 1, 1, dtype=torch.bool)
+    if mask is not None:
+        allowed = torch.rand(5, *shapes[mask], generator=generator) < 0.7
+        allowed[..., 0] = True
+
+    def one(query: Tensor, key: Tensor, each: Tensor) -> Tensor:
+        seen = None if mask is None else each if own else allowed[0]
+        return F.scaled_dot_product_attention(query, key, v, attn_mask=seen, scale=0.3)
+
+    with stacked_kernels.StackedKernels(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.func.vmap(one)(q, k, allowed)
+    expected = torch.stack([one(q[i], k[i], allowed[i]) for i in range(5)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- chunks
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "sphere"])
+def test_copies_hold_the_bits_of_whole_model(tiny_bert: Any, distribution: str):
+    bench = Bench(tiny_bert(), distribution=distribution)
+    stack = bench.estimator().stack
+    assert stack is not None
+    stack._write(us(3), SMOOTHING)
+    names = [f"model.{name}" for name in bench.space.names]
+    for k, u in enumerate(us(3)):
+        for row, scale in ((k, SMOOTHING), (3 + k, -SMOOTHING)):
+            bench.space.move_to_(((u, scale),))
+            moved = bits(bench.space)
+            bench.space.settle_()
+            assert same([stack._stack[name][row] for name in names], moved)
+
+
+@pytest.mark.parametrize("directions_held", [1, 2, 3, 5])
+def test_held_directions_do_not_matter(
+    sentence_head: nn.Module, monkeypatch: pytest.MonkeyPatch, directions_held: int
+):
+    bench, batches = Bench(sentence_head), [features(7), features(2, seed=1)]
+    whole = bench.losses(batches, 5)
+    size = stacked.copies_bytes(bench.space, 1)
+    assert size == 2 * 4 * (2 * WIDTH + 2)
+    monkeypatch.setattr(stacked, "STACK_BYTES", directions_held * size + 1)
+    estimate = bench.estimator()
+    assert estimate.stack is not None
+    assert estimate.stack.directions_at_once == directions_held
+    torch.testing.assert_close(bench.losses(batches, 5), whole, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3, 7])
+def test_copies_in_one_pass_do_not_matter(
+    tiny_bert: Any, monkeypatch: pytest.MonkeyPatch, copies: int
+):
+    bench, batches = Bench(tiny_bert()), [text(4), text(2, seed=1)]
+    whole = bench.losses(batches, 3)
+    estimate = bench.estimator()
+    estimate.losses(batches[:1], us(1))  # learns how wide results are
+    stack = estimate.stack
+    assert stack is not None
+    wide = stack.floats_per_example
+    assert wide is not None
+    assert wide >= 9 * 32  # an example's 9 tokens in the feed-forward layer
+    monkeypatch.setattr(stacked, "WIDEST_FLOATS", int(copies * wide * 4) + 1)
+    assert [stack.copies_at_once(batch) for batch in batches] == [copies, 2 * copies]
+    sizes: list[int] = []
+    run = stack._pass
+    monkeypatch.setattr(
+        stack, "_pass", lambda part, *a: (sizes.append(len(next(iter(part.values())))), run(part, *a))[1]
+    )  # fmt: skip
+    torch.testing.assert_close(
+        torch.stack(estimate.losses(batches, us(3))), whole, rtol=1e-5, atol=0.0
+    )
+    assert max(sizes) == min(6, 2 * copies) and sum(sizes) == 2 * 6
+
+
+def test_a_frozen_encoder_runs_once_whatever_the_chunks(
+    sentence_head: Any, monkeypatch: pytest.MonkeyPatch
+):
+    bench = Bench(sentence_head)
+    calls: list[int] = []
+    sentence_head.encoder.embeddings.register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(stacked, "WIDEST_FLOATS", 1)  # one copy in a pass
+    estimate = bench.estimator()
+    assert estimate.prefix is not None
+    found = torch.stack(estimate.losses([text(3), text(2, seed=1)], us(3)))
+    assert len(calls) == 2  # once a microbatch, not once a copy
+    expected = bench.losses([text(3), text(2, seed=1)], 3, "whole_model")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+
+
+def test_copies_are_written_once_for_all_microbatches(
+    sentence_head: nn.Module, monkeypatch: pytest.MonkeyPatch
+):
+    bench, written = Bench(sentence_head), []
+    write = bench.space.write_stack_
+    monkeypatch.setattr(
+        bench.space, "write_stack_", lambda us, *a: (written.append(len(us)), write(us, *a))
+    )
+    batches = [features(2, seed=i) for i in range(4)]
+    estimate = bench.estimator()
+    estimate.losses(batches, us(3))
+    assert written == [3]
+    estimate.losses(batches, us(3))  # theta may have moved in between
+    assert written == [3, 3]
+
+
+# ---------------------------------------------------------------- shapes, values, errors
+
+
+def test_no_microbatch_gives_no_rows(sentence_head: nn.Module):
+    found = Bench(sentence_head).estimator()([], us(3))
+    assert found.shape == (0, 3)
+    assert found.dtype == torch.float64
+
+
+def test_nan_rows_come_through_and_stay_alone(sentence_head: nn.Module):
+    bench, batch = Bench(sentence_head), features(5)
+    good = bench.losses([batch], 4)
+    spoilt = {**batch, "sentence_embedding": batch["sentence_embedding"].clone()}
+    spoilt["sentence_embedding"][2, 0] = torch.nan
+    found = bench.losses([spoilt], 4)
+    assert found[:, 2].isnan().all()
+    others = [0, 1, 3, 4]
+    torch.testing.assert_close(found[:, others], good[:, others], rtol=1e-6, atol=0.0)
+
+
+def test_rows_are_coupled_by_rounding_only(tiny_bert: Any):
+    bench, batch = Bench(tiny_bert()), text(4)
+    together = bench.losses([batch], 4)
+    alone = bench.losses([{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)], 4)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda losses: losses.mean(), r"shape \[\] where \[3\] is needed"),
+        (lambda losses: losses[:, None], r"shape \[3, 1\] where \[3\] is needed"),
+        (lambda losses: losses[:1], r"shape \[1\] where \[3\] is needed"),
+        (lambda losses: losses.expand(8, -1), r"shape \[8, 3\] where \[3\] is needed"),
+        (lambda losses: losses.long(), "dtype torch.int64"),
+    ],
+)
+def test_each_copys_losses_are_checked(
+    sentence_head: nn.Module, wrong: Callable[[Tensor], Tensor], message: str
+):
+    objective = select_objective(sentence_head)
+    bench = Bench(sentence_head, lambda model, inputs: wrong(objective(model, inputs)))
+    theta = bits(bench.space)
+    with pytest.raises(ValueError, match=message):
+        bench.estimator().losses([features(3)], us(4))
+    assert same(bits(bench.space), theta)
+
+
+def test_losses_that_no_parameter_moves(sentence_head: nn.Module):
+    bench = Bench(sentence_head, lambda model, inputs: inputs["sentence_embedding"][:, 0])
+    found = bench.losses([features(3)], 4)
+    assert torch.equal(found, features(3)["sentence_embedding"][:, 0, None].expand(2, 3, 4))
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, MemoryError])
+def test_an_exception_leaves_theta_and_no_stale_copies(
+    sentence_head: nn.Module, error: type[BaseException]
+):
+    objective, failing = select_objective(sentence_head), [False]
+
+    def sometimes(model: nn.Module, inputs: Batch) -> Tensor:
+        if failing[0]:
+            raise error("boom")
+        return objective(model, inputs)
+
+    bench = Bench(sentence_head.train(), sometimes)
+    estimate, theta = bench.estimator(), bits(bench.space)
+    expected = estimate([features(3)], us(4))
+    failing[0] = True
+    with pytest.raises(error, match="boom"):
+        estimate([features(3)], us(4))
+    assert same(bits(bench.space), theta) and bench.space.settled
+    assert sentence_head.training
+    own = list(sentence_head.classifier.parameters())
+    assert all(p is q for p, q in zip(bench.space.tensors, own, strict=True))
+    failing[0] = False
+    assert torch.equal(estimate([features(3)], us(4)), expected)
+
+
+def test_gradients_are_never_recorded_and_modes_come_back(sentence_head: nn.Module):
+    objective, seen = select_objective(sentence_head), []
+
+    def spying(model: nn.Module, inputs: Batch) -> Tensor:
+        losses = objective(model, inputs)
+        seen.append((losses.requires_grad, model.training))
+        return losses
+
+    bench = Bench(sentence_head.train(), spying)
+    bench.estimator()([features(2)], us(2))
+    assert seen and set(seen) == {(False, False)}
+    assert sentence_head.training
+
+
+def test_a_step_of_training_goes_the_same_way(sentence_head: nn.Module):
+    """Ten updates under each strategy end within rounding of each other, and far from the start."""
+    ends, starts = [], []
+    for strategy in ("whole_model", "stacked"):
+        model = type(sentence_head)(sentence_head.config)
+        model.load_state_dict(sentence_head.state_dict())
+        model.requires_grad_(False)
+        model.classifier.requires_grad_(True)
+        bench = Bench(model)
+        starts.append(bits(bench.space)[0])
+        estimate = bench.estimator(strategy)
+        for step in range(10):
+            x = estimate([features(16)], us(4, step)).mean(dim=0)
+            bench.space.step_(us(4, step), (-1e-2 * x).tolist(), defer=True)
+        bench.space.settle_()
+        ends.append(bits(bench.space)[0])
+    assert torch.equal(*starts)
+    assert float((ends[0] - starts[0]).norm()) > 0.05
+    assert float((ends[0] - ends[1]).norm()) < 1e-3 * float((ends[0] - starts[0]).norm())
+
+
+# ---------------------------------------------------------------- modules that write
+
+
+class Writing(nn.Module):
+    """x -> x . weight, after `write(self)`."""
+
+    def __init__(self, write: Callable[[Writing], None], frozen: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
+        self.steady = nn.Parameter(torch.ones(6), requires_grad=not frozen)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self)
+        return (x * self.weight * self.steady).sum(dim=1).square()
+
+
+def vectors(rows: int = 3) -> Batch:
+    return {"x": torch.randn(rows, 6, generator=torch.Generator().manual_seed(0))}
+
+
+def squared(model: nn.Module, inputs: Batch) -> Tensor:
+    return model(inputs["x"])
+
+
+def add_to_weight(module: Writing) -> None:
+    module.weight.add_(1.0)
+
+
+def add_to_steady(module: Writing) -> None:
+    module.steady.mul_(1.0)
+
+
+def replace_weight(module: Writing) -> None:
+    module.weight = nn.Parameter(module.weight * 2.0, requires_grad=False)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (add_to_weight, "weight was written to during a forward pass"),
+        (add_to_steady, "steady was written to during a forward pass"),
+        (replace_weight, "weight was replaced during a forward pass"),
+    ],
+)
+def test_a_module_that_writes_its_parameters_is_refused(
+    write: Callable[[Writing], None], name: str, frozen: bool
+):
+    bench = Bench(Writing(write, frozen), squared)
+    theta = bits(bench.space)
+    with pytest.raises(ParameterChanged, match=f"^{name}"):
+        bench.estimator().losses([vectors()], us(4))
+    assert same(bits(bench.space), theta)
+    assert bench.model.weight is bench.space.tensors[0]
+
+
+def test_writes_through_data_fail() -> None:
+    bench = Bench(Writing(lambda module: module.weight.data.add_(1.0)), squared)
+    with pytest.raises(RuntimeError, match="data"):
+        bench.estimator().losses([vectors()], us(4))
+
+
+# ---------------------------------------------------------------- what vmap cannot take
+
+
+class Deciding(nn.Module):
+    """Linear, with `decide` in between: something that vmap cannot follow."""
+
+    def __init__(self, decide: Callable[[Deciding, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
+        self.decide = decide
+        self.hidden = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decide(self, x * self.weight).sum(dim=1).square()
+
+
+def branching(module: Deciding, h: Tensor) -> Tensor:
+    return h if float(h.sum()) > 0 else -h
+
+
+def noisy(module: Deciding, h: Tensor) -> Tensor:
+    return h + 0.0 * torch.randn_like(h)
+
+
+def in_place(module: Deciding, h: Tensor) -> Tensor:
+    return torch.zeros(h.shape).add_(h)
+
+
+def through_numpy(module: Deciding, h: Tensor) -> Tensor:
+    return torch.from_numpy(h.numpy())
+
+
+def behind_the_back(module: Deciding, h: Tensor) -> Tensor:
+    return h + 1e-9 * module.hidden[0]
+
+
+def coarse(module: Deciding, h: Tensor) -> Tensor:
+    """What no strategy sees in whole numbers: losses here depend on the batch's shape."""
+    return h * (1.0 + 1e-3 * stacked_kernels.is_stacked(h))
+
+
+CANNOT: list[tuple[Callable[[Deciding, Tensor], Tensor], str]] = [
+    (branching, "fails on a trial batch .*Error.: torch.func.vmap takes no random numbers"),
+    (noisy, "fails on a trial batch"),
+    (in_place, "fails on a trial batch"),
+    (through_numpy, "fails on a trial batch"),
+    (behind_the_back, "gives other losses than full perturbation on a trial batch"),
+    (coarse, "gives other losses than full perturbation on a trial batch"),
+]
+
+
+@pytest.mark.parametrize(("decide", "message"), CANNOT)
+def test_what_cannot_be_stacked_is_refused_or_left(
+    decide: Callable[[Deciding, Tensor], Tensor], message: str
+):
+    bench = Bench(Deciding(decide), squared)
+    theta = bits(bench.space)
+    with pytest.raises(ValueError, match=f"strategy='stacked' {message}.*; use 'whole_model'"):
+        make_exact(bench.estimator(), vectors(), us(1)[0], 64)
+    automatic = bench.estimator("auto")
+    assert make_exact(automatic, vectors(), us(1)[0], 64) == []
+    assert (automatic.strategy, automatic.stack) == ("whole_model", None)
+    assert same(bits(bench.space), theta)
+
+
+def test_a_trial_says_nothing_of_its_rows():
+    def telling(module: Deciding, h: Tensor) -> Tensor:
+        if stacked_kernels.is_stacked(h):
+            raise RuntimeError("the secret of row 1")
+        return h
+
+    bench = Bench(Deciding(telling), squared)
+    with pytest.raises(ValueError, match="RuntimeError") as caught:
+        make_exact(bench.estimator(), vectors(), us(1)[0])
+    assert "secret" not in str(caught.value)
+
+
+def test_half_precision_is_refused():
+    model = nn.Linear(3, 3).to(torch.bfloat16)
+    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    with pytest.raises(
+        ValueError, match=r"strategy='stacked' with weight in torch.bfloat16.*train in"
+    ):
+        FiniteDifferences(model, space, squared, SMOOTHING, strategy="stacked")
+
+
+def test_a_compiled_model_is_refused():
+    model: Any = torch.compile(nn.Linear(3, 3), backend="eager")
+    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    with pytest.raises(ValueError, match="strategy='stacked' .* use strategy='whole_model'"):
+        FiniteDifferences(model, space, squared, SMOOTHING, strategy="stacked")
+
+
+def test_a_space_of_another_model_is_refused(sentence_head: nn.Module):
+    space = ParameterSpace.from_model(nn.Linear(3, 3), smoothing=SMOOTHING)
+    with pytest.raises(ValueError, match="not the model's parameters"):
+        StackedCopies(sentence_head, space, squared)
+
+
+# ---------------------------------------------------------------- what auto takes
+
+
+def chosen(bench: Bench, batch: Batch, count: int) -> str:
+    estimate = bench.estimator("auto")
+    assert make_exact(estimate, batch, us(1)[0], count) == []
+    return estimate.strategy
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, "whole_model"), (3, "whole_model"), (4, "stacked"), (64, "stacked")]
+)
+def test_auto_stacks_from_four_directions_on(sentence_head: nn.Module, count: int, expected: str):
+    assert chosen(Bench(sentence_head), features(2), count) == expected
+
+
+def test_auto_stacks_what_fits(sentence_head: nn.Module, monkeypatch: pytest.MonkeyPatch):
+    bench = Bench(sentence_head)
+    size = stacked.copies_bytes(bench.space, 8)
+    for limit, expected in ((size, "stacked"), (size - 1, "whole_model")):
+        monkeypatch.setattr(stacked, "STACK_BYTES", limit)
+        assert chosen(bench, features(2), 8) == expected
+
+
+def test_auto_leaves_wide_models_alone():
+    """4096 outputs an example are the last that stack: two rows of features on a wide head."""
+
+    def wide(width: int) -> str:
+        model = nn.Linear(6, width)
+        return chosen(Bench(model, lambda m, i: m(i["x"]).square().mean(dim=1)), vectors(2), 4)
+
+    assert wide(stacked.AUTO_FLOATS) == "stacked"
+    assert wide(stacked.AUTO_FLOATS + 1) == "whole_model"
+
+
+def test_auto_without_a_trial_or_by_name_does_not_stack(sentence_head: nn.Module):
+    bench = Bench(sentence_head)
+    assert bench.estimator("auto").strategy == "whole_model"
+    by_name = bench.estimator("whole_model")
+    assert make_exact(by_name, features(2), us(1)[0], 64) == []
+    assert by_name.strategy == "whole_model"
+
+
+def test_auto_keeps_half_precision_layerwise():
+    model = nn.Linear(6, 2).to(torch.bfloat16)
+    bench = Bench(model, lambda m, i: m(i["x"].bfloat16()).float().square().sum(dim=1))
+    assert chosen(bench, vectors(2), 64) == "layerwise"
+
+
+def test_the_trial_accepts_rounding_and_nothing_more(sentence_head: nn.Module):
+    """A loss that is off by less than the tolerance passes, by three times as much does not."""
+    objective = select_objective(sentence_head)
+
+    def off_by(relative: float) -> bool:
+        def shifted(model: nn.Module, inputs: Batch) -> Tensor:
+            losses = objective(model, inputs) + 1.0
+            return losses * (1.0 + relative * stacked_kernels.is_stacked(losses))
+
+        estimate = Bench(sentence_head, shifted).estimator()
+        return strategy_is_exact(estimate, features(2), us(1)[0])
+
+    assert off_by(0.0)
+    assert off_by(STACKED_TOLERANCE / 3)
+    assert not off_by(STACKED_TOLERANCE * 3)
+
+
+def test_nan_rows_do_not_decide(sentence_head: nn.Module):
+    batch = {k: v.clone() for k, v in features(2).items()}
+    batch["sentence_embedding"][1] = torch.nan
+    assert chosen(Bench(sentence_head), batch, 8) == "stacked"

@@ -1,0 +1,1054 @@
+"""`hf-dpzero compare`: the grid, what it refuses, its rows and tables, and how it continues."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_dpzero.cli import main
+from hf_dpzero.experiments import tables
+from hf_dpzero.experiments.aggregate import Record, aggregate, mean_and_error
+from hf_dpzero.experiments.compare import compare, record_of, settings_of
+from hf_dpzero.experiments.grid import Run, build_grid, sibling_name
+from hf_dpzero.experiments.merge import merge
+from hf_dpzero.experiments.outcome import Exit, error_line, row_of, why, zero_shot_group
+from hf_dpzero.experiments.plots import plot_comparison
+from hf_dpzero.experiments.results import Row, append_row, latest, passes_of, read_rows
+from hf_dpzero.experiments.runner import (
+    Attempt,
+    Comparison,
+    Process,
+    discard_weights,
+    execute,
+    last_checkpoint,
+    locked,
+)
+from hf_dpzero.recipes.arguments import ModelArguments
+from hf_dpzero.recipes.recipe import load_recipe
+from hf_dpzero.training.meter import StepMeter
+
+PNG = b"\x89PNG\r\n\x1a\n"
+Settings = dict[str, Any]
+BASE: Settings = {
+    "model_name_or_path": "some/model",
+    "task": "quickstart",
+    "max_train_samples": 64,
+    "method": "dpzero",
+    "target_epsilon": 4.0,
+    "target_delta": 1e-3,
+    "expected_batch_size": 8,
+    "max_steps": 4,
+    "use_cpu": True,
+}
+
+
+def write_recipe(folder: Path, name: str = "tiny-dpzero", **settings: Any) -> Path:
+    """A recipe file; a setting that is None is left out."""
+    values = {key: value for key, value in {**BASE, **settings}.items() if value is not None}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def grid(path: Path, methods: str = "dpzero", **settings: Any) -> list[Run]:
+    """`build_grid` with one epsilon and one seed unless told otherwise."""
+    asked = {"epsilons": [2.0], "seeds": [42], **settings}
+    return build_grid(path, methods=methods.split(","), **asked)
+
+
+# ---------------------------------------------------------------- the grid
+
+
+def test_private_methods_run_once_an_epsilon_and_others_once_a_seed(tmp_path):
+    runs = grid(write_recipe(tmp_path), "dpzero,mezo", epsilons=[2.0, 6.0], seeds=[42, 13])
+    names = [run.name for run in runs]
+    assert names == [
+        "dpzero-eps2-seed42",
+        "dpzero-eps6-seed42",
+        "mezo-epsinf-seed42",
+        "dpzero-eps2-seed13",
+        "dpzero-eps6-seed13",
+        "mezo-epsinf-seed13",
+    ]
+    assert [run.recipe.training.target_epsilon for run in runs[:3]] == [2.0, 6.0, None]
+    assert len({run.digest for run in runs}) == 6
+
+
+def test_a_seed_sets_everything_public_and_nothing_secret(tmp_path):
+    (run,) = grid(write_recipe(tmp_path, noise_multiplier=3.0, target_epsilon=None), seeds=[13])
+    recipe = run.recipe
+    assert recipe.data.subset_seed == recipe.model.init_seed == recipe.training.seed == 13
+    assert recipe.training.direction_key == 13
+    assert recipe.training.noise_multiplier is None
+    assert recipe.training.sampler_key is None
+    assert recipe.training.insecure_noise_seed is None
+
+
+def test_the_recipe_beside_is_taken_where_there_is_one(tmp_path):
+    path = write_recipe(tmp_path)
+    write_recipe(tmp_path, "tiny-mezo", method="mezo", target_epsilon=None, learning_rate=0.125)
+    of_its_own, fallback = (grid(p, "mezo")[0] for p in (path, write_recipe(tmp_path, "other")))
+    assert of_its_own.recipe.training.learning_rate == 0.125
+    assert of_its_own.arm.source == str(tmp_path / "tiny-mezo.yaml")
+    assert fallback.recipe.training.learning_rate != 0.125
+    assert fallback.arm.source == f"{tmp_path / 'other.yaml'} with method: mezo"
+    assert not fallback.arm.private
+
+
+def test_a_recipe_file_is_a_method_too(tmp_path):
+    path = write_recipe(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    other = write_recipe(tmp_path / "elsewhere", "more-directions", num_directions=4)
+    runs = grid(path, f"dpzero,{other}")
+    assert [run.arm.name for run in runs] == ["dpzero", "more-directions"]
+    assert [run.recipe.training.num_directions for run in runs] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "own_method", "wanted", "expected"),
+    [
+        ("minilm-dpzero", "dpzero", "dp-adamw", "minilm-dp-adamw.yaml"),
+        ("minilm-dp-adamw", "dp-adamw", "adamw", "minilm-adamw.yaml"),
+        ("minilm-dp-lora", "dp-adamw", "dpzero", "minilm-dpzero.yaml"),
+        ("minilm-dpzero-k1", "dpzero", "dpzero-k64", "minilm-dpzero-k64.yaml"),
+        ("roberta-large", "dpzero", "mezo", "roberta-large-mezo.yaml"),
+    ],
+)
+def test_the_stem_ends_before_the_method(name, own_method, wanted, expected):
+    assert sibling_name(Path(f"{name}.yaml"), wanted, own_method) == expected
+
+
+def test_overrides_reach_every_run(tmp_path):
+    runs = grid(write_recipe(tmp_path), "dpzero,mezo", overrides=["--max_steps", "9"])
+    assert [run.recipe.training.max_steps for run in runs] == [9, 9]
+
+
+def test_epsilons_default_to_the_recipes(tmp_path):
+    assert grid(write_recipe(tmp_path), epsilons=[])[0].epsilon == 4.0
+
+
+def test_a_run_as_a_file_loads_to_the_same_settings(tmp_path):
+    (run,) = grid(write_recipe(tmp_path))
+    (tmp_path / "run.yaml").write_text(run.to_yaml("out/x"), encoding="utf-8")
+    loaded = load_recipe(tmp_path / "run.yaml")
+    assert loaded.values == {**run.recipe.values, "output_dir": "out/x"}
+
+
+def test_the_digest_changes_with_a_setting_and_not_with_the_folder(tmp_path):
+    path = write_recipe(tmp_path)
+    first, again = grid(path)[0], grid(path)[0]
+    other = grid(path, overrides=["--learning_rate", "0.5"])[0]
+    assert first.digest == again.digest != other.digest
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"max_train_samples": 32}, "max_train_samples is 64 in the first and 32 in the second"),
+        ({"max_seq_length": 7}, "max_seq_length is 128 in the first and 7 in the second"),
+        ({"task": "sst2"}, "task is 'quickstart' in the first and 'sst2' in the second"),
+        ({"train_file": "a.jsonl"}, "train_file is None in the first and 'a.jsonl' in the second"),
+        ({"num_examples_per_class": 8}, "num_examples_per_class is None in the first and 8"),
+        ({"text_column": "words"}, "text_column is None in the first and 'words' in the second"),
+        ({"dataset_name": "me/mine"}, "dataset_name is None in the first and 'me/mine'"),
+        (
+            {"neighboring_relation": "replace_one"},
+            "neighboring_relation is add_or_remove_one in the first and replace_one in the second",
+        ),
+        ({"target_delta": 1e-5}, "target_delta is 0.001 in the first and 1e-05 in the second"),
+        ({"target_delta": None}, "target_delta is 0.001 in the first and 1 / (10 n)"),
+        ({"push_to_hub": True}, "would publish every run"),
+    ],
+)
+def test_arms_that_cannot_be_compared_are_refused(other, message, tmp_path):
+    path = write_recipe(tmp_path)
+    write_recipe(tmp_path, "tiny-dpgd-0th", method="dpgd-0th", **other)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        grid(path, "dpzero,dpgd-0th")
+
+
+def test_an_override_makes_arms_comparable(tmp_path):
+    path = write_recipe(tmp_path)
+    write_recipe(tmp_path, "tiny-mezo", method="mezo", max_train_samples=32)
+    runs = grid(path, "dpzero,mezo", overrides=["--max_train_samples", "48"])
+    assert [run.recipe.data.max_train_samples for run in runs] == [48, 48]
+
+
+def test_a_method_without_privacy_may_have_another_delta(tmp_path):
+    path = write_recipe(tmp_path)
+    write_recipe(tmp_path, "tiny-mezo", method="mezo", target_delta=1e-7)
+    assert len(grid(path, "dpzero,mezo")) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"methods": "dance"}, "'dance' is no method (dpzero,"),
+        ({"methods": "dpzero,dpzero"}, "'dpzero' stands there more than once"),
+        ({"seeds": []}, "there are no seeds; give e.g. --seeds 42,13,21"),
+        ({"seeds": [1, 1]}, "seeds: 1 stands there more than once"),
+        ({"seeds": [-1]}, "seed=-1 must lie in 0.."),
+        ({"epsilons": [0.0]}, "epsilon=0 must be a finite number above 0"),
+        ({"epsilons": [2.0, -6.0]}, "epsilon=-6 must be"),
+        ({"epsilons": [math.inf]}, "epsilon=inf must be"),
+        ({"epsilons": [2.0, 2.0]}, "epsilons: 2.0 stands there more than once"),
+        ({"overrides": ["--seed", "3"]}, "--seed 3: set by --seeds"),
+        ({"overrides": ["--target_epsilon", "3"]}, "--target_epsilon 3: set by --epsilons"),
+        ({"overrides": ["--clip", "0"]}, "clip=0"),
+        ({"overrides": ["--max_step", "3"]}, "did you mean 'max_steps'"),
+    ],
+)
+def test_a_grid_that_makes_no_sense_is_refused(asked, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        grid(write_recipe(tmp_path), **asked)
+
+
+def test_private_methods_need_an_epsilon_from_somewhere(tmp_path):
+    path = write_recipe(tmp_path, target_epsilon=None, noise_multiplier=2.0)
+    with pytest.raises(ValueError, match="there are no epsilons"):
+        grid(path, epsilons=[])
+    assert grid(path, "mezo", epsilons=[])[0].epsilon == math.inf
+
+
+def test_one_recipe_under_two_names_is_refused(tmp_path):
+    path = write_recipe(tmp_path)
+    copy = write_recipe(tmp_path, "copy")
+    with pytest.raises(ValueError, match="'dpzero' and 'copy' have the same settings"):
+        grid(path, f"dpzero,{copy}")
+
+
+# ---------------------------------------------------------------- rows
+
+
+def row(**settings: Any) -> Row:
+    values: Settings = {
+        "method": "dpzero",
+        "algorithm": "dpzero",
+        "private": True,
+        "target_epsilon": 2.0,
+        "seed": 42,
+        "digest": "d0",
+        "folder": "dpzero-eps2-seed42",
+        "status": "done",
+        "metric": "accuracy",
+        "score": 0.5,
+        "zero_shot": 0.25,
+        "epsilon": 1.99,
+        "delta": 1e-5,
+    }
+    return Row(**{**values, **settings})
+
+
+def test_rows_come_back_as_they_were_written(tmp_path):
+    rows = [row(), row(digest="d1", target_epsilon=math.inf, epsilon=math.inf, private=False)]
+    for each in rows:
+        append_row(tmp_path / "rows.jsonl", each)
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+    assert read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    append_row(path, row())
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"method": "mez')
+    assert read_rows(path) == [row()]
+    append_row(path, row(digest="d1"))
+    assert [found.digest for found in read_rows(path)] == ["d0", "d1"]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"method": 3}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: not a row"):
+        read_rows(path)
+
+
+def test_the_last_row_of_a_run_counts():
+    assert latest([row(status="failed"), row()])["d0"].status == "done"
+
+
+def test_passes_are_counted_by_hand():
+    """10 steps of 64 examples: 2 x 16 forwards each, or one forward and one backward."""
+    zeroth = passes_of(first_order=False, steps=10, batch_size=64, num_directions=16)
+    first = passes_of(first_order=True, steps=10, batch_size=64, num_directions=16)
+    assert zeroth == (10 * 64 * 32, 0)
+    assert first == (640, 640)
+
+
+@pytest.mark.parametrize(
+    ("status", "errors", "expected", "line"),
+    [
+        (2, "loading\nerror: clip=0 must be positive.\n", "refused", "clip=0"),
+        (1, "Traceback:\n  x\nRuntimeError: bad\n", "failed", "RuntimeError: bad"),
+        (-9, "half a line", "out_of_memory", "killed by SIGKILL"),
+        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried", "out_of_memory", "CUDA out of"),
+        (1, "numpy.core.MemoryError: Unable", "out_of_memory", "Unable"),
+        (2, "error: [Errno 12] Cannot allocate memory", "out_of_memory", "Errno 12"),
+        (-11, "", "failed", "ended by SIGSEGV; it said nothing"),
+    ],
+)
+def test_how_a_process_ended_is_a_status(status, errors, expected, line):
+    found, error = why(status, errors)
+    assert found == expected
+    assert line in error
+
+
+def test_the_error_is_found_among_progress_bars_and_warnings():
+    said = "10%|#  |\r20%|## |\nValueError: no rows\n/usr/lib/x.py:3: UserWarning: leaked\n"
+    assert error_line(said) == "ValueError: no rows"
+    assert len(error_line("x" * 5000)) == 400
+
+
+# ---------------------------------------------------------------- what a run left -> a row
+
+
+REPORT: Settings = {
+    "target_epsilon": 2.0,
+    "target_delta": 1e-3,
+    "epsilon": 1.99,
+    "delta": 1e-3,
+    "accountant": "pld",
+    "neighboring_relation": "add_or_remove_one",
+    "privacy_unit": "example",
+    "sampling": "poisson",
+    "sampling_probability": 0.125,
+    "expected_batch_size": 8.0,
+    "num_examples": 64,
+    "steps": 4,
+    "planned_steps": 4,
+    "noise_multiplier": 3.0,
+    "clip": 50.0,
+    "direction": "rademacher",
+    "num_directions": 1,
+    "noise_source": "operating system",
+    "private": True,
+    "method": "dpzero",
+    "log_private_diagnostics": False,
+    "statement": "private",
+    "caveats": [],
+    "versions": {},
+}
+RESULTS: Settings = {
+    "eval_accuracy": 0.75,
+    "eval_loss": 0.5,
+    "eval_runtime": 1.0,
+    "zero_shot_accuracy": 0.5,
+    "zero_shot_loss": 0.7,
+    "seconds_per_step": 0.125,
+    "peak_memory_bytes": 3 * 2**20,
+}
+
+
+@pytest.fixture
+def report(monkeypatch) -> Settings:
+    """The privacy report that is found in every folder; tests change it."""
+    from hf_dpzero.experiments import outcome
+
+    values = dict(REPORT)
+    kind = type("Report", (), {})
+
+    def load(path: Path) -> Any:
+        found = kind()
+        vars(found).update(values)
+        return found
+
+    monkeypatch.setattr(outcome.PrivacyReport, "load", load)
+    return values
+
+
+def leave_results(folder: Path, **results: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "all_results.json").write_text(json.dumps({**RESULTS, **results}), encoding="utf-8")
+    return folder
+
+
+def test_a_finished_run_is_a_row_of_figures(tmp_path, report):
+    (run,) = grid(write_recipe(tmp_path), overrides=["--num_directions", "3"])
+    found = row_of(run, leave_results(tmp_path / "a"), "", Exit(0, 12.345, 7))
+    assert (found.status, found.error) == ("done", None)
+    assert (found.score, found.zero_shot, found.metric) == (0.75, 0.5, "accuracy")
+    assert (found.seconds_per_step, found.peak_memory_bytes) == (0.125, 3 * 2**20)
+    assert (found.wall_seconds, found.max_rss_bytes) == (12.35, 7) or found.wall_seconds == 12.34
+    assert (found.epsilon, found.delta, found.steps) == (1.99, 1e-3, 4)
+    assert (found.forwards, found.backwards) == (4 * 8 * 2 * 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"private": False, "statement": "NOT PRIVATE: the noise was seeded"}, "seeded"),
+        ({"epsilon": 2.00001}, "spent epsilon = 2.001, more than the 2 asked for"),
+    ],
+)
+def test_a_private_run_must_keep_its_promise(change, message, tmp_path, report):
+    report.update(change)
+    (run,) = grid(write_recipe(tmp_path))
+    found = row_of(run, leave_results(tmp_path / "a"), "", Exit(0, 1.0))
+    assert found.status == "not_private"
+    assert message in str(found.error)
+    assert not found.done
+
+
+def test_mezo_promises_nothing(tmp_path, report):
+    report.update(private=False, epsilon=math.inf)
+    (run,) = grid(write_recipe(tmp_path), "mezo")
+    found = row_of(run, leave_results(tmp_path / "a"), "", Exit(0, 1.0))
+    assert (found.status, found.epsilon, found.delta) == ("done", math.inf, None)
+
+
+def test_a_run_without_results_failed_whatever_its_exit_status(tmp_path, report):
+    (run,) = grid(write_recipe(tmp_path))
+    found = row_of(run, tmp_path / "none", "", Exit(0, 1.0))
+    assert found.status == "failed"
+    assert "left no readable results" in str(found.error)
+
+
+def test_a_task_with_another_metric_is_read(tmp_path, report):
+    (run,) = grid(write_recipe(tmp_path))
+    folder = tmp_path / "a"
+    folder.mkdir()
+    results = {"eval_loss": 1.0, "eval_f1": 0.5, "zero_shot_f1": 0.25, "zero_shot_loss": 2.0}
+    (folder / "all_results.json").write_text(json.dumps(results), encoding="utf-8")
+    found = row_of(run, folder, "", Exit(0, 1.0))
+    assert (found.metric, found.score, found.zero_shot) == ("f1", 0.5, 0.25)
+
+
+def test_zero_shot_models_are_told_apart_by_what_matters_before_training():
+    plain = ModelArguments(model_name_or_path="m")
+    lora = dataclasses.replace(plain, peft_method="lora", lora_r=2, init_seed=7)
+    prefix = dataclasses.replace(plain, peft_method="prefix")
+    zero = dataclasses.replace(plain, head_init="zero")
+    groups = [zero_shot_group(arguments) for arguments in (plain, lora, prefix, zero)]
+    assert groups[0] == groups[1]
+    assert len(set(groups)) == 3
+
+
+# ---------------------------------------------------------------- means and tables
+
+
+def test_mean_and_standard_error_by_hand():
+    """0.8, 0.9, 1.0: deviations -0.1, 0, 0.1, variance 0.02 / 2 = 0.01, s.e. 0.1 / sqrt(3)."""
+    mean, error = mean_and_error([0.8, 0.9, 1.0])
+    assert mean == pytest.approx(0.9)
+    assert error == pytest.approx(0.1 / math.sqrt(3))
+
+
+def three_seeds() -> list[Row]:
+    """dpzero at 2: 0.8, 0.9, one failure; mezo: 0.96 three times; zero-shot 0.5, 0.6 and 0.7."""
+    shared = {"zero_shot_group": "g"}
+    rows = [
+        row(
+            seed=seed,
+            score=score,
+            zero_shot=zero,
+            seconds_per_step=second,
+            peak_memory_bytes=memory,
+            epsilon=epsilon,
+            forwards=128.0,
+            backwards=0.0,
+            **shared,
+        )
+        for seed, score, zero, second, memory, epsilon in (
+            (42, 0.8, 0.5, 0.1, 2**21, 1.99),
+            (13, 0.9, 0.6, 0.2, 3 * 2**20 + 5, 1.998),
+        )
+    ]
+    rows.append(row(seed=21, status="out_of_memory", error="killed by SIGKILL", score=None))
+    rows += [
+        row(
+            method="mezo",
+            algorithm="mezo",
+            private=False,
+            target_epsilon=math.inf,
+            epsilon=math.inf,
+            seed=seed,
+            score=0.96,
+            zero_shot=zero,
+            **shared,
+        )
+        for seed, zero in ((42, 0.5), (13, 0.6), (21, 0.7))
+    ]
+    return rows
+
+
+PLANNED = {("dpzero", 2.0): 3, ("dpzero", 6.0): 3, ("mezo", math.inf): 3}
+
+
+def record(**settings: Any) -> Record:
+    cells, zero_shot = aggregate(three_seeds(), PLANNED)
+    values: Settings = {
+        "task": "trec",
+        "seeds": [42, 13, 21],
+        "jobs": 1,
+        "delta": "1e-05",
+        "neighboring_relation": "add_or_remove_one",
+        "overrides": ["--max_steps", "9"],
+        "arms": [{"name": "dpzero", "source": "a.yaml", "method": "dpzero", "private": True}],
+    }
+    return Record(
+        settings={**values, **settings},
+        rows=three_seeds(),
+        cells=cells,
+        zero_shot=zero_shot,
+        pending=["dpzero-eps6-seed42", "dpzero-eps6-seed13", "dpzero-eps6-seed21"],
+    )
+
+
+def test_a_cell_counts_only_runs_that_count():
+    cell = record().cell("dpzero", 2.0)
+    assert cell is not None
+    assert (cell.planned, cell.finished) == (3, 2)
+    assert cell.mean == pytest.approx(0.85)
+    assert cell.standard_error == pytest.approx(0.05)  # sd 0.0707 / sqrt(2)
+    assert cell.seconds_per_step == pytest.approx(0.15)
+    assert cell.peak_memory_bytes == 3 * 2**20 + 5
+    assert cell.epsilon_spent == 1.998
+
+
+def test_an_unprivate_row_stays_out_of_the_mean():
+    rows = [row(score=0.5), row(seed=13, score=1.0, status="not_private")]
+    cells, _ = aggregate(rows, {("dpzero", 2.0): 2})
+    assert (cells[0].mean, cells[0].finished, cells[0].standard_error) == (0.5, 1, None)
+
+
+def test_zero_shot_counts_each_seed_once():
+    """0.5 and 0.6 stand twice (dpzero and mezo), 0.7 once: the mean over seeds is 0.6."""
+    (cell,) = record().zero_shot
+    assert cell.mean == pytest.approx(0.6)
+    assert cell.standard_error == pytest.approx(0.1 / math.sqrt(3))
+    assert (cell.method, cell.finished) == ("zero-shot", 3)
+
+
+def test_zero_shot_models_that_differ_have_rows_of_their_own():
+    rows = [row(zero_shot_group="a"), row(method="mezo", zero_shot_group="b", zero_shot=0.75)]
+    _, cells = aggregate(rows, PLANNED)
+    assert [(c.method, c.mean) for c in cells] == [
+        ("zero-shot (dpzero)", 0.25),
+        ("zero-shot (mezo)", 0.75),
+    ]
+
+
+def test_the_table_by_hand():
+    lines = tables.table(record()).splitlines()
+    assert lines[0] == (
+        "| method | accuracy (%), ε = 2 | accuracy (%), ε = 6 | accuracy (%), ε = ∞ | epsilon spent "
+        "| s/step | peak MiB | example-forwards | example-backwards |"
+    )
+    assert lines[2] == (
+        "| dpzero | 85.00 ± 5.00 (2 of 3) | none (0 of 3) | – | 1.998 | 0.150 | 3 | 128 | 0 |"
+    )
+    assert lines[3] == "| mezo | – | – | 96.00 ± 0.00 | ∞ | – | – | – | – |"
+    assert lines[4].startswith("| zero-shot | 60.00 ± 5.77 | 60.00 ± 5.77 | 60.00 ± 5.77 | 0 |")
+    assert len(lines) == 5
+
+
+def test_nothing_is_rounded_up_but_epsilon():
+    assert tables.percent(0.99999) == "99.99"
+    assert tables.percent(0.29) == "29.00"  # 100 * 0.29 is 28.999999999999996
+    assert tables.seconds(0.9999) == "0.999"
+    assert tables.seconds(59.99) == "59.9"
+    assert tables.mebibytes(2**21 - 1) == "1"
+    assert tables.spent(1.99901) == "2"
+    assert tables.spent(5.998001) == "5.999"
+
+
+def test_what_stands_under_the_table():
+    text = tables.markdown(record())
+    assert text.startswith("# trec: dpzero, mezo\n")
+    assert "seeds 42, 13, 21" in text
+    assert "δ = 1e-05 under adding or removing one training example" in text
+    assert "cannot be repeated bit for bit, by design" in text
+    assert "- dpzero: `a.yaml`" in text
+    assert "- all of them: `--max_steps 9`" in text
+    assert "Runs that do not count (1):" in text
+    assert "- dpzero, ε = 2, seed 21: **out_of_memory**" in text
+    assert "killed by SIGKILL" in text
+    assert "Runs that are still to be made (3):" in text
+    assert "noisy" not in text
+
+
+def test_the_table_says_that_runs_shared_the_machine():
+    shared = record()
+    shared.rows[0] = dataclasses.replace(shared.rows[0], jobs=2)
+    assert "Up to 2 runs shared the machine: seconds per step are noisy" in tables.markdown(shared)
+
+
+def test_a_record_comes_back_as_it_was_saved(tmp_path):
+    record().save(tmp_path)
+    assert Record.load(tmp_path) == record()
+    json.loads((tmp_path / "comparison.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_the_plot_is_a_png_and_needs_a_finished_run(tmp_path):
+    path = plot_comparison(record(), tmp_path)
+    assert path is not None
+    assert path.read_bytes().startswith(PNG)
+    empty = [dataclasses.replace(cell, mean=None) for cell in record().cells]
+    assert plot_comparison(dataclasses.replace(record(), cells=empty), tmp_path) is None
+
+
+# ---------------------------------------------------------------- several tasks in one table
+
+
+def test_merge_puts_methods_down_and_tasks_across(tmp_path):
+    for name in ("trec", "sst2"):
+        (tmp_path / name).mkdir()
+        record(task=name).save(tmp_path / name)
+    text = merge([tmp_path / "trec", tmp_path / "sst2"], tmp_path / "all")
+    lines = text.splitlines()
+    assert "| method, score (%) | trec | sst2 |" in lines
+    assert "| dpzero, ε = 6 | none (0 of 3) | none (0 of 3) |" in lines
+    assert "| dpzero, ε = 2 | 85.00 ± 5.00 (2 of 3) | 85.00 ± 5.00 (2 of 3) |" in lines
+    assert "| mezo, ε = ∞ | 96.00 ± 0.00 | 96.00 ± 0.00 |" in lines
+    assert "| zero-shot | 60.00 ± 5.77 | 60.00 ± 5.77 |" in lines
+    assert "| dpzero, ε = 2 | 0.150 | 0.150 |" in lines
+    assert "- sst2: dpzero, ε = 2, seed 21: **out_of_memory**" in text
+    assert (tmp_path / "all" / "comparison.md").read_text(encoding="utf-8") == text
+    assert (tmp_path / "all" / "comparison.png").read_bytes().startswith(PNG)
+    assert set(json.loads((tmp_path / "all" / "comparison.json").read_text())["tasks"]) == {
+        "trec",
+        "sst2",
+    }
+
+
+def test_merge_names_two_comparisons_of_one_task_by_their_folders(tmp_path):
+    for name in ("few", "full"):
+        (tmp_path / name).mkdir()
+        record().save(tmp_path / name)
+    text = merge([tmp_path / "few", tmp_path / "full"], tmp_path / "all")
+    assert "| method, score (%) | few | full |" in text
+
+
+def test_merge_refuses(tmp_path):
+    for name, relation in (("a", "add_or_remove_one"), ("b", "replace_one")):
+        (tmp_path / name).mkdir()
+        record(task=name, neighboring_relation=relation).save(tmp_path / name)
+    with pytest.raises(ValueError, match="neighboring_relation is add_or_remove_one in the first"):
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
+    with pytest.raises(ValueError, match="1 comparison to merge"):
+        merge([tmp_path / "a"], tmp_path / "all")
+    with pytest.raises(FileNotFoundError, match="hf-dpzero compare"):
+        merge([tmp_path / "a", tmp_path / "none"], tmp_path / "all")
+    record(task="b").save(tmp_path / "b")
+    with pytest.raises(ValueError, match="is one of the folders"):
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "b")
+
+
+# ---------------------------------------------------------------- running and continuing
+
+
+@dataclasses.dataclass
+class Fake:
+    """Starts attempts that end at once with the given status, leaving what a run would."""
+
+    status: Callable[[Attempt], int] = lambda attempt: 0
+    seen: list[Attempt] = dataclasses.field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+    stopped: list[str] = dataclasses.field(default_factory=list)
+
+    def __call__(self, attempt: Attempt) -> Any:
+        self.seen.append(attempt)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        attempt.folder.mkdir(parents=True, exist_ok=True)
+        (attempt.folder / "trajectory.ledger").touch()
+        return FakeChild(self, attempt)
+
+    @property
+    def names(self) -> list[str]:
+        return [attempt.folder.name for attempt in self.seen]
+
+
+@dataclasses.dataclass
+class FakeChild:
+    fake: Fake
+    attempt: Attempt
+
+    def poll(self) -> Exit | None:
+        status = self.fake.status(self.attempt)
+        self.fake.at_once -= 1
+        if status == 0:
+            leave_results(self.attempt.folder)
+        Path(f"{self.attempt.log}.err").write_text("error: it was asked to\n")
+        return Exit(status, 1.0, 10)
+
+    def stop(self) -> None:
+        self.fake.stopped.append(self.attempt.folder.name)
+
+
+def run_all(folder: Path, runs: list[Run], fake: Fake, **settings: Any) -> Record:
+    about = settings_of(runs, recipe="tiny.yaml")
+    return compare(folder, runs, about, start=fake, **settings)
+
+
+def test_a_comparison_leaves_rows_record_table_and_plot(tmp_path, report):
+    runs = grid(write_recipe(tmp_path), epsilons=[2.0, 6.0], seeds=[1, 2])
+    out = tmp_path / "out"
+    found = run_all(out, runs, Fake())
+    assert [row.folder for row in read_rows(out / "rows.jsonl")] == [run.name for run in runs]
+    assert Record.load(out) == found
+    assert "75.00 ± 0.00" in (out / "comparison.md").read_text(encoding="utf-8")
+    assert (out / "comparison.png").read_bytes().startswith(PNG)
+    assert load_recipe(out / "recipes" / f"{runs[0].name}.yaml").training.target_epsilon == 2.0
+
+
+def test_a_rerun_skips_what_has_a_row(tmp_path, report):
+    path, out = write_recipe(tmp_path), tmp_path / "out"
+    run_all(out, grid(path, seeds=[1, 2]), Fake())
+    before = (out / "rows.jsonl").read_bytes()
+    again = Fake()
+    run_all(out, grid(path, seeds=[1, 2, 3]), again)
+    assert again.names == ["dpzero-eps2-seed3"]
+    assert (out / "rows.jsonl").read_bytes().startswith(before)
+
+
+def test_a_changed_setting_runs_again_in_a_folder_of_its_own(tmp_path, report):
+    path, out = write_recipe(tmp_path), tmp_path / "out"
+    run_all(out, grid(path), Fake())
+    changed = Fake()
+    run_all(out, grid(path, overrides=["--clip", "3"]), changed)
+    assert changed.names == ["dpzero-eps2-seed42-attempt2"]
+
+
+def test_failures_are_rows_and_are_retried_only_on_request(tmp_path, report):
+    runs, out = grid(write_recipe(tmp_path), seeds=[1, 2, 3]), tmp_path / "out"
+    ends = {1: 2, 2: 1, 3: -int(signal.SIGKILL)}
+    found = run_all(out, runs, Fake(status=lambda attempt: ends[attempt.run.seed]))
+    assert [row.status for row in found.rows] == ["refused", "failed", "out_of_memory"]
+    assert "it was asked to" in str(found.rows[0].error)  # a refusal names the mistake
+    assert all("may be private" in str(row.error) for row in found.rows[1:])
+    assert not any("asked to" in str(row.error) for row in found.rows[1:])
+    assert found.cells[0].finished == 0
+
+    untouched = Fake()
+    run_all(out, runs, untouched)
+    assert untouched.names == []
+
+    retried = Fake()
+    found = run_all(out, runs, retried, retry_failed=True)
+    assert retried.names == [f"dpzero-eps2-seed{seed}-attempt2" for seed in (1, 2, 3)]
+    assert [row.status for row in found.rows] == ["done"] * 3
+    assert len(read_rows(out / "rows.jsonl")) == 6
+
+
+def interrupted(folder: Path, runs: list[Run]) -> Fake:
+    """A comparison that is interrupted while its first run trains."""
+
+    def ctrl_c(attempt: Attempt) -> int:
+        raise KeyboardInterrupt
+
+    fake = Fake(status=ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(folder, runs, fake)
+    return fake
+
+
+def leave_checkpoint(folder: Path, step: int, whole: bool = True) -> None:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    if whole:
+        (checkpoint / "dpzero_state.json").write_text("{}")
+
+
+def test_an_interruption_stops_the_run_and_marks_nothing(tmp_path, report):
+    runs, out = grid(write_recipe(tmp_path)), tmp_path / "out"
+    fake = interrupted(out, runs)
+    assert fake.stopped == ["dpzero-eps2-seed42"]
+    assert read_rows(out / "rows.jsonl") == []
+
+
+def test_a_half_finished_run_continues_from_its_last_whole_checkpoint(tmp_path, report):
+    runs, out = grid(write_recipe(tmp_path)), tmp_path / "out"
+    interrupted(out, runs)
+    folder = out / "runs" / "dpzero-eps2-seed42"
+    for step, whole in ((2, True), (10, True), (20, False)):
+        leave_checkpoint(folder, step, whole)
+    fake = Fake()
+    found = run_all(out, runs, fake)
+    assert fake.names == ["dpzero-eps2-seed42"]
+    assert fake.seen[0].checkpoint == folder / "checkpoint-10"
+    assert fake.seen[0].words[-2:] == ["--resume_from_checkpoint", str(folder / "checkpoint-10")]
+    assert found.rows[0].resumed
+
+
+def test_a_ledger_without_a_checkpoint_is_left_and_a_new_folder_taken(tmp_path, report):
+    runs, out = grid(write_recipe(tmp_path)), tmp_path / "out"
+    interrupted(out, runs)
+    fake = Fake()
+    run_all(out, runs, fake)
+    assert fake.names == ["dpzero-eps2-seed42-attempt2"]
+    assert fake.seen[0].checkpoint is None
+    assert (out / "runs" / "dpzero-eps2-seed42" / "trajectory.ledger").exists()
+
+
+def test_a_checkpoint_of_other_settings_is_not_continued(tmp_path, report):
+    path, out = write_recipe(tmp_path), tmp_path / "out"
+    interrupted(out, grid(path))
+    leave_checkpoint(out / "runs" / "dpzero-eps2-seed42", 2)
+    fake = Fake()
+    run_all(out, grid(path, overrides=["--clip", "3"]), fake)
+    assert fake.names == ["dpzero-eps2-seed42-attempt2"]
+    assert fake.seen[0].checkpoint is None
+
+
+def test_a_folder_where_nothing_was_spent_is_used_again(tmp_path, report):
+    runs, out = grid(write_recipe(tmp_path)), tmp_path / "out"
+    interrupted(out, runs)
+    (out / "runs" / "dpzero-eps2-seed42" / "trajectory.ledger").unlink()
+    fake = Fake()
+    run_all(out, runs, fake)
+    assert fake.names == ["dpzero-eps2-seed42"]
+
+
+def test_jobs_run_together_and_their_rows_say_so(tmp_path, report):
+    runs = grid(write_recipe(tmp_path), seeds=[1, 2, 3, 4, 5])
+    fake = Fake()
+    found = run_all(tmp_path / "out", runs, fake, jobs=2)
+    assert fake.most_at_once == 2
+    assert {row.jobs for row in found.rows} == {2}
+    with pytest.raises(ValueError, match="jobs=0"):
+        run_all(tmp_path / "out", runs, fake, jobs=0)
+
+
+def test_discarded_weights_leave_results_and_ledger(tmp_path):
+    for name in ("model.safetensors", "trajectory.safetensors", "trajectory.ledger", "a.json"):
+        (tmp_path / name).touch()
+    leave_checkpoint(tmp_path, 3)
+    discard_weights(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["a.json", "trajectory.ledger", "trajectory.safetensors"]
+
+
+def test_last_checkpoint_ignores_strangers(tmp_path):
+    assert last_checkpoint(tmp_path / "none") is None
+    for name in ("checkpoint-best", "checkpoint-3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "dpzero_state.json").write_text("{}")
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+
+
+def test_two_comparisons_do_not_share_a_folder(tmp_path):
+    refused = pytest.raises(OSError, match="another comparison, or a run that outlived one")
+    with locked(tmp_path), refused, locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def wait_for(child: Process) -> Exit:
+    deadline = time.monotonic() + 30
+    while (found := child.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def python(tmp_path: Path, code: str, lock: int | None = None, **environment: str) -> Process:
+    return Process([sys.executable, "-c", code], tmp_path / "log", environment, lock)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("import sys; print('error: no', file=sys.stderr); sys.exit(2)", 2),
+        ("raise RuntimeError('broken')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -int(signal.SIGKILL)),
+        ("", 0),
+    ],
+)
+def test_a_process_tells_how_it_ended(code, status, tmp_path):
+    assert wait_for(python(tmp_path, code)).status == status
+
+
+def test_a_failing_process_is_a_row(tmp_path):
+    """The whole way: a process that dies of each kind, its log, its row."""
+    deaths = {
+        1: "import sys; sys.exit('error: not this data')",
+        2: "raise RuntimeError('broken')",
+        3: "import os; os.kill(os.getpid(), 9)",
+        4: "raise MemoryError",
+    }
+
+    def start(attempt: Attempt) -> Process:
+        return Process([sys.executable, "-c", deaths[attempt.run.seed]], attempt.log, {})
+
+    runs = grid(write_recipe(tmp_path), seeds=[1, 2, 3, 4])
+    comparison = Comparison(tmp_path / "out", runs)
+    execute(comparison, runs, start)
+    found = {row.seed: row for row in comparison.rows()}
+    assert found[1].status == "failed"
+    assert found[1].error == "error (its message may be private: see the log)"
+    assert found[2].error == "RuntimeError (its message may be private: see the log)"
+    assert [found[seed].status for seed in (2, 3, 4)] == [
+        "failed",
+        "out_of_memory",
+        "out_of_memory",
+    ]
+    assert found[3].exit_status == -9
+    assert all((row.max_rss_bytes or 0) > 0 for row in found.values())
+    assert record_of(comparison, settings_of(runs, recipe="x")).cells[0].planned == 4
+
+
+def test_memory_is_the_processs_own(tmp_path):
+    """The kernel's ru_maxrss alone would give both the size of the process that runs this test."""
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    small = wait_for(python(tmp_path, "import time; time.sleep(0.5)")).max_rss_bytes
+    code = f"import time; x = b'1' * {own + 2**26}; time.sleep(0.5)"
+    large = wait_for(python(tmp_path, code)).max_rss_bytes
+    assert small is not None
+    assert large is not None
+    assert large >= own + 2**26
+    assert small < own / 2
+
+
+def test_a_process_gets_its_environment_and_can_be_stopped(tmp_path):
+    child = python(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'])", OMP_NUM_THREADS="3")
+    wait_for(child)
+    assert (tmp_path / "log.out").read_text() == "3\n"
+    sleeper = python(tmp_path, "import time; time.sleep(60)")
+    sleeper.stop()
+    assert wait_for(sleeper).status != 0
+
+
+def test_the_lock_lasts_as_long_as_a_process_that_outlives_its_comparison(tmp_path):
+    with locked(tmp_path) as lock:
+        orphan = python(tmp_path, "import time; time.sleep(60)", lock)
+    with pytest.raises(OSError, match="outlived"), locked(tmp_path):
+        pass
+    orphan.stop()
+    with locked(tmp_path):
+        pass
+
+
+# ---------------------------------------------------------------- the meter
+
+
+def test_the_meter_leaves_out_what_lies_between_steps():
+    meter = StepMeter("cpu")
+    assert meter.metrics() == {}
+    for pause in (0.0, 0.05, 0.0):
+        meter.on_step_begin(None, None, None)
+        time.sleep(0.01)
+        meter.on_step_end(None, None, None)
+        time.sleep(pause)
+    found = meter.metrics()
+    assert len(meter.seconds) == 3
+    assert 0.01 <= found["seconds_per_step"] < 0.05
+    assert found["peak_memory_bytes"] > 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_the_meter_forgets_the_peak_of_an_evaluation():
+    code = (
+        "from hf_dpzero.training.meter import StepMeter; m = StepMeter('cpu')\n"
+        "x = b'1' * 2**29; del x\n"  # larger than what a step below takes
+        "m.on_step_begin(None, None, None); y = b'1' * 2**26; m.on_step_end(None, None, None)\n"
+        "from hf_dpzero.training.meter import forget_peak, peak_bytes\n"
+        "print(m.peak, peak_bytes('cpu'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    peak, now = map(int, done.stdout.split())
+    assert 2**26 < peak < now + 2**26
+
+
+# ---------------------------------------------------------------- the command
+
+
+def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    status = main.main([str(word) for word in words])
+    assert status == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "dpzero"], "there are no seeds"),
+        (["--seeds", "1"], "there are no methods"),
+        (["--methods", "dpzero", "--seeds", "1.5"], "--seeds 1.5: give whole numbers"),
+        (["--methods", "dpzero", "--seeds", "1", "--epsilons", "two"], "--epsilons two"),
+        (["--methods", "dpzero", "--seeds", "1", "--epsilons", "-2"], "epsilon=-2"),
+        (["--methods", "dpzero", "--seeds", "1", "--jobs", "0"], "jobs=0"),
+        (["--merge"], "--output_dir is missing"),
+        (["--merge", "--seeds", "1"], "--seeds: --merge runs nothing"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words, message, tmp_path, capsys, monkeypatch):
+    path = write_recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert message in fail(capsys, "compare", path, *words)
+    assert not (tmp_path / "out" / "compare-tiny-dpzero" / "rows.jsonl").exists()
+
+
+def test_two_recipes_are_refused(tmp_path, capsys):
+    path = write_recipe(tmp_path)
+    assert "give one recipe" in fail(capsys, "compare", path, path, "--methods", "dpzero")
+
+
+def tiny_checkpoint(folder: Path, tiny_bert: Any) -> Path:
+    """A saved tiny BERT encoder with a word tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "urgent", "blood", "please", "today", "my", "the")
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
+    ).save_pretrained(folder)
+    tiny_bert().bert.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_compare_from_the_command_line(tmp_path, tiny_bert, capsys):
+    """dpzero and mezo, two seeds, real processes; a second call has nothing left to do."""
+    path = write_recipe(
+        tmp_path,
+        model_name_or_path=str(tiny_checkpoint(tmp_path / "checkpoint", tiny_bert)),
+        max_eval_samples=16,
+        max_seq_length=16,
+        num_directions=2,
+        save_strategy="no",
+    )
+    out = tmp_path / "out"
+    words = ["compare", path, "--methods", "dpzero,mezo", "--epsilons", "4", "--seeds", "42,13"]
+    words += ["--output_dir", out, "--jobs", "2", "--max_steps", "3"]
+    assert main.main([str(word) for word in words]) == 0
+    assert "| dpzero |" in capsys.readouterr().out
+    found = Record.load(out)
+    assert [row.status for row in found.rows] == ["done"] * 4, [r.error for r in found.rows]
+    assert [row.method for row in found.rows] == ["dpzero", "mezo", "dpzero", "mezo"]
+    for each in found.rows:
+        assert each.steps == 3
+        assert each.forwards == 3 * 8 * 4
+        assert 0 < (each.seconds_per_step or 0) < (each.wall_seconds or 0)
+        assert 2**20 < (each.peak_memory_bytes or 0) <= 1.01 * (each.max_rss_bytes or 0)
+        assert each.epsilon == math.inf if not each.private else 0 < (each.epsilon or 0) <= 4
+    by_seed = {(r.method, r.seed): r.zero_shot for r in found.rows}
+    assert by_seed["dpzero", 42] == by_seed["mezo", 42]  # the same draw, the same head
+    assert [cell.method for cell in found.zero_shot] == ["zero-shot"]
+    assert (out / "comparison.png").read_bytes().startswith(PNG)
+    assert "noisy" in (out / "comparison.md").read_text(encoding="utf-8")
+    before = (out / "rows.jsonl").read_bytes()
+    assert main.main([str(word) for word in words]) == 0
+    assert (out / "rows.jsonl").read_bytes() == before

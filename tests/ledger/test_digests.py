@@ -1,0 +1,96 @@
+"""A model's digest names everything that its losses depend on, quantised layers' buffers included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.ledger.digests import digest_model, digest_tensors
+
+
+class PackedLinear(nn.Module):
+    """As layers of GPTQ, AWQ and BitNet: integers and half-precision scales, all in buffers."""
+
+    def __init__(self, integers: torch.dtype = torch.int32) -> None:
+        super().__init__()
+        values = torch.arange(-6, 6).view(3, 4)
+        self.register_buffer("qweight", values.to(integers))
+        self.register_buffer("scales", torch.full((3,), 0.5, dtype=torch.float16))
+        self.register_buffer("g_idx", torch.arange(4, dtype=torch.int32))
+        self.register_buffer("shifts", torch.arange(8, dtype=torch.int32), persistent=False)
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.qweight.float() * self.scales.float()[:, None]
+        return x[:, self.g_idx.long()] @ weight.T + self.bias
+
+
+def changed(name: str) -> nn.Module:
+    """A model whose packed layer differs in one element of one buffer."""
+    model = nn.Sequential(PackedLinear(), nn.Linear(3, 2))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.25)
+    if name:
+        buffer = getattr(model[0], name).view(-1)
+        buffer[-1] = buffer[-1] - 1
+    return model
+
+
+@pytest.mark.parametrize("name", ["qweight", "scales", "g_idx"])
+def test_quantised_bases_that_differ_in_a_buffer_have_different_digests(name: str):
+    x = torch.ones(2, 4) * torch.arange(4)
+    assert not torch.equal(changed("")(x), changed(name)(x))  # they are different models
+    assert digest_model(changed("")) == digest_model(changed(""))
+    assert digest_model(changed("")) != digest_model(changed(name))
+
+
+def test_scratch_of_a_quantised_layer_does_not_count():
+    """A vector that is not saved may be as long as the device likes."""
+    assert digest_model(changed("")) == digest_model(changed("shifts"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.float8_e4m3fn])
+def test_every_narrow_type_of_weights_counts(dtype: torch.dtype):
+    models = [nn.Sequential(PackedLinear(dtype)) for _ in range(2)]
+    assert digest_model(models[0]) == digest_model(models[1])
+    models[1][0].qweight = (models[1][0].qweight.float() + 1).to(dtype)
+    assert digest_model(models[0]) != digest_model(models[1])
+
+
+class Tables(nn.Module):
+    """Buffers of models that are not quantised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(4.0))
+        self.register_buffer("position_ids", torch.arange(6).view(1, 6))
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool))
+        self.register_buffer("sines", torch.rand(3, 3).half())
+        self.register_buffer("frequencies", torch.rand(3, 3))
+        self.register_buffer("phases", torch.ones(2, 2, dtype=torch.complex64))
+        self.register_buffer("count", torch.tensor(0, dtype=torch.int32))
+        self.register_buffer("running_mean", torch.rand(3))
+
+
+def unquantised() -> list[Callable[[], Any]]:
+    return [Tables, lambda: nn.Linear(3, 2), lambda: nn.BatchNorm1d(3).half()]
+
+
+@pytest.mark.parametrize("make", unquantised())
+def test_models_that_are_not_quantised_are_named_by_their_parameters_alone(
+    make: Callable[[], nn.Module],
+):
+    """Their digests stand in the headers of trajectories, and must not move."""
+    model = make()
+    assert digest_model(model) == digest_tensors(model.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "opt", "gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_are_language_models(language_model, family: str, dtype: torch.dtype):
+    model = language_model(family).to(dtype)
+    assert digest_model(model) == digest_tensors(model.named_parameters())

@@ -1,0 +1,531 @@
+"""The ledger: round trips, corruption, crash safety, and replay bit for bit.
+
+`python tests/test_trajectory.py` re-records `golden/trajectory.json`; do that only with a change
+that is meant to alter numbers, and say why in the changelog.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dpzero.ledger import log_file
+from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.ledger.trajectory import (
+    LedgerError,
+    Release,
+    Trajectory,
+    apply_release,
+    directions_of,
+    replay,
+    space_from_header,
+)
+from hf_dpzero.perturbation.directions import DISTRIBUTIONS, Direction, direction_vector
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "trajectory.json"
+KEY = 0x00112233445566778899AABBCCDDEEFF
+
+
+def float32(value: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def header_for(model: nn.Module | None = None, **changes: object) -> dict[str, object]:
+    names = [] if model is None else [n for n, p in model.named_parameters() if p.requires_grad]
+    header = {
+        "base_model_digest": "" if model is None else digest_model(model),
+        "direction_key": f"{KEY:032x}",
+        "direction": "rademacher",
+        "num_directions": 2,
+        "smoothing": 1e-3,
+        "weight_decay": 0.01,
+        "trainable": names,
+        "decayed": [n for n in names if n.endswith("weight")],
+        "replayable": True,
+        "plan": {"name": "test", "steps": 20},
+        "versions": {"hf_dpzero": "0.1.0"},
+    }
+    return {**header, **changes}
+
+
+def release_at(step: int, count: int = 2) -> Release:
+    """Values and rates of every size: some updates far below a grid step, some that re-grid."""
+    values = tuple(
+        float32(((7 * step + 3 * k) % 11 - 5) / 4 * 10.0 ** (k - 1)) for k in range(count)
+    )
+    return Release(step, values, learning_rate=[1e-7, 1e-5, 1e-3, 0.3][step % 4])
+
+
+def written(path: Path, count: int = 3, **changes: object) -> Trajectory:
+    trajectory = Trajectory.create(path, header_for(**changes))
+    for step in range(count):
+        trajectory.append(release_at(step, trajectory.num_values))
+    return trajectory
+
+
+class Explicit(nn.Module):
+    """34 + 18 float32 and 40 bfloat16 weights, given by formulas; one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = self._weights(32), self._weights(16)
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(4, 4)
+        self.frozen = nn.Parameter(self._weights(3), requires_grad=False)
+        self.narrow = nn.Parameter(self._weights(40).bfloat16())
+        self.first.weight.data, self.second.weight.data = first.view(4, 8), second.view(4, 4)
+        self.first.bias.data, self.second.bias.data = torch.zeros(4), self._weights(4)
+
+    @staticmethod
+    def _weights(count: int) -> torch.Tensor:
+        return (torch.arange(count) * 37 % 101 - 50).float() / 64
+
+
+# ---------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("count", [0, 1, 17])
+def test_ledger_round_trip(tmp_path: Path, count: int):
+    path = tmp_path / "deep" / "trajectory.ledger"
+    made = written(path, count)
+    made.close()
+    for reopen in (Trajectory.open, Trajectory.load, lambda p: Trajectory.open(p, header_for())):
+        opened = reopen(path)
+        opened.close()
+        assert opened.header == made.header
+        assert opened.releases == [release_at(step) for step in range(count)]
+        assert opened.next_step == count
+
+
+@pytest.mark.parametrize("count", [0, 1, 17])
+def test_shipping_round_trip(tmp_path: Path, count: int):
+    made = written(tmp_path / "trajectory.ledger", count)
+    made.to_safetensors(tmp_path / "trajectory.safetensors")
+    loaded = Trajectory.load(tmp_path / "trajectory.safetensors")
+    assert loaded.header == made.header
+    assert loaded.releases == made.releases
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "trajectory.ledger",
+        "trajectory.safetensors",
+    ]
+
+
+def test_shipping_form_is_plain_safetensors(tmp_path: Path):
+    from safetensors import safe_open
+
+    written(tmp_path / "a.ledger", 5).to_safetensors(tmp_path / "a.safetensors")
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        header = json.loads(file.metadata()["header"])
+        shapes = {
+            n: (file.get_tensor(n).dtype, tuple(file.get_tensor(n).shape)) for n in file.keys()
+        }
+    assert header["direction_key"] == f"{KEY:032x}"
+    assert shapes == {
+        "values": (torch.float32, (5, 2)),
+        "steps": (torch.int64, (5,)),
+        "learning_rates": (torch.float64, (5,)),
+    }
+
+
+def test_a_record_costs_twenty_bytes_and_four_a_direction(tmp_path: Path):
+    path = tmp_path / "t.ledger"
+    trajectory = written(path, 0, num_directions=16)
+    empty = path.stat().st_size
+    for step in range(10):
+        trajectory.append(release_at(step, 16))
+    assert path.stat().st_size == empty + 10 * (8 + 8 + 16 * 4 + 4)
+
+
+def test_releases_without_values_round_trip(tmp_path: Path):
+    """DPGD-0th: the ledger only counts what was spent."""
+    path = tmp_path / "t.ledger"
+    trajectory = Trajectory.create(path, header_for(replayable=False, num_directions=1))
+    trajectory.append(Release(0, (), 0.1))
+    trajectory.append(Release(1, (), 0.05))
+    trajectory.close()
+    trajectory.to_safetensors(tmp_path / "t.safetensors")
+    for found in (Trajectory.open(path), Trajectory.load(tmp_path / "t.safetensors")):
+        assert found.releases == [Release(0, (), 0.1), Release(1, (), 0.05)]
+
+
+def test_get_finds_by_step_and_gaps_are_refused():
+    trajectory = Trajectory(header_for())
+    for step in (0, 1):
+        trajectory.append(release_at(step))
+    assert trajectory.get(1) == release_at(1)
+    assert trajectory.get(3) is None
+    assert trajectory.next_step == 2
+    with pytest.raises(LedgerError, match="does not follow step 1"):
+        trajectory.append(release_at(5))
+
+
+def test_a_ledger_is_held_by_one_run_until_it_is_closed(tmp_path: Path):
+    path = tmp_path / "t.ledger"
+    held = written(path, 2)
+    with pytest.raises(LedgerError, match="written by another run"):
+        Trajectory.open(path)
+    held.close()
+    with pytest.raises(LedgerError, match="closed"):
+        held.append(release_at(2))
+    other = Trajectory.open(path)
+    other.append(release_at(2))
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(LedgerError, match="changed by somebody else"):
+        other.append(release_at(3))
+
+
+def test_digest_names_a_prefix(tmp_path: Path):
+    made = written(tmp_path / "t.ledger", 4)
+    shorter = Trajectory(made.header, made.releases[:2])
+    assert made.digest(2) == shorter.digest() != made.digest()
+    other = Trajectory({**made.header, "direction_key": "0"}, made.releases[:2])
+    assert other.digest() != shorter.digest()
+
+
+# ---------------------------------------------------------------- crash safety
+
+
+def test_append_is_on_disk_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A second reader sees each record; and the file was synced, after writing, each time."""
+    path, synced = tmp_path / "t.ledger", []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
+    trajectory = written(path, 0)
+    for step in range(4):
+        trajectory.append(release_at(step))
+        assert synced[-1] == path.stat().st_size
+        assert Trajectory.load(path).releases == trajectory.releases
+    assert len(synced) == 6  # the header and the folder, too
+
+
+@pytest.mark.parametrize("lost", [1, 11, 27])
+def test_a_tail_cut_short_by_a_crash_is_dropped(tmp_path: Path, lost: int):
+    path = tmp_path / "t.ledger"
+    written(path, 3)
+    os.truncate(path, path.stat().st_size - lost)
+    with pytest.raises(LedgerError, match="cut short after step 1"):
+        Trajectory.load(path)  # a reader does not repair
+    opened = Trajectory.open(path)
+    assert opened.next_step == 2
+    opened.append(release_at(2))
+    assert Trajectory.load(path).releases == [release_at(step) for step in range(3)]
+
+
+def test_a_failed_write_leaves_neither_half_a_record_nor_a_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Disk full: the file is as before, and the step counts as not released."""
+    path = tmp_path / "t.ledger"
+    trajectory = written(path, 2)
+    before = path.read_bytes()
+
+    def full(file: object) -> None:
+        file.flush()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log_file, "flush", full)
+        with pytest.raises(OSError, match="No space left"):
+            trajectory.append(release_at(2))
+    assert path.read_bytes() == before
+    assert trajectory.next_step == 2
+    trajectory.append(release_at(2))
+    assert Trajectory.load(path).next_step == 3
+
+
+def test_an_existing_ledger_is_never_overwritten(tmp_path: Path):
+    path = tmp_path / "t.ledger"
+    written(path, 2)
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match=r"earlier run: resume it.*budget stays spent"):
+        Trajectory.create(path, header_for())
+    assert path.read_bytes() == before
+
+
+# ---------------------------------------------------------------- corruption
+
+
+def flips(raw: bytes) -> list[bytes]:
+    """Every byte changed in turn: in its lowest bit, its highest, or all, in turn."""
+    masks = (0x01, 0x80, 0xFF)
+    return [raw[:i] + bytes([raw[i] ^ masks[i % 3]]) + raw[i + 1 :] for i in range(len(raw))]
+
+
+def test_every_flipped_byte_of_a_ledger_is_noticed(tmp_path: Path):
+    """Records by their checksum, the header by its own; both ways of reading."""
+    path = tmp_path / "t.ledger"
+    written(path, 3)
+    broken = flips(path.read_bytes())
+    assert len(broken) > 400
+    for raw in broken:
+        path.write_bytes(raw)
+        for read in (Trajectory.load, Trajectory.open):
+            with pytest.raises(LedgerError):
+                read(path)
+        assert path.read_bytes() == raw, "a corrupt file is evidence: leave it"
+
+
+def test_every_flipped_byte_of_the_shipping_form_is_noticed(tmp_path: Path):
+    path = tmp_path / "t.safetensors"
+    Trajectory(header_for(), [release_at(step) for step in range(3)]).to_safetensors(path)
+    broken = flips(path.read_bytes())
+    assert len(broken) > 700
+    for raw in broken:
+        path.write_bytes(raw)
+        with pytest.raises(LedgerError):
+            Trajectory.load(path)
+
+
+def test_every_truncation_of_the_shipping_form_is_noticed(tmp_path: Path):
+    path = tmp_path / "t.safetensors"
+    Trajectory(header_for(), [release_at(step) for step in range(3)]).to_safetensors(path)
+    raw = path.read_bytes()
+    for length in range(0, len(raw), 13):
+        path.write_bytes(raw[:length])
+        with pytest.raises(LedgerError):
+            Trajectory.load(path)
+
+
+def test_the_corrupt_record_is_located(tmp_path: Path):
+    path = tmp_path / "t.ledger"
+    written(path, 3)
+    raw = bytearray(path.read_bytes())
+    raw[-28 - 5] ^= 1  # in the record of step 1; a record is 28 bytes
+    path.write_bytes(raw)
+    with pytest.raises(LedgerError, match=r"after step 0 is corrupt \(checksum\).*unknown"):
+        Trajectory.open(path)
+
+
+def test_records_out_of_order_or_twice_are_refused(tmp_path: Path):
+    path = tmp_path / "t.ledger"
+    written(path, 3)
+    raw = path.read_bytes()
+    path.write_bytes(raw + raw[-28:])  # the last record again, checksum intact
+    with pytest.raises(LedgerError, match="step 2 with 2 values does not follow step 2"):
+        Trajectory.open(path)
+
+
+def test_other_files_are_not_trajectories(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    with pytest.raises(LedgerError, match="no such trajectory"):
+        Trajectory.load(tmp_path / "none.ledger")
+    for name, content in [("empty", b""), ("text", b"hello\n"), ("json", b"{}\n")]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(LedgerError):
+            Trajectory.load(tmp_path / name)
+        with pytest.raises(LedgerError):
+            Trajectory.open(tmp_path / name)
+    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(LedgerError, match="not a trajectory"):
+        Trajectory.load(tmp_path / "model.safetensors")
+
+
+def test_another_version_is_refused():
+    with pytest.raises(LedgerError, match="version 3 is not .* version 2: another release"):
+        Trajectory({**header_for(), "version": 3})
+
+
+# ---------------------------------------------------------------- what does not belong
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("plan", {"name": "test", "steps": 21}),
+        ("smoothing", 2e-3),
+        ("direction_key", "0" * 32),
+        ("trainable", ["other"]),
+        ("num_directions", 3),
+        ("weight_decay", 0.0),
+    ],
+)
+def test_a_changed_plan_is_refused_by_name(tmp_path: Path, key: str, value: object):
+    path = tmp_path / "t.ledger"
+    written(path, 2)
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match=f"other {key}.*: it has .*this run has"):
+        Trajectory.open(path, header_for(**{key: value}))
+    assert path.read_bytes() == before
+
+
+def test_other_versions_of_libraries_may_continue(tmp_path: Path):
+    path = tmp_path / "t.ledger"
+    written(path, 2)
+    assert Trajectory.open(path, header_for(versions={"hf_dpzero": "0.2"})).next_step == 2
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        Release(1, (1.0, 2.0), 0.1),  # not after step 1
+        Release(2, (1.0,), 0.1),
+        Release(2, (1.0, 2.0, 3.0), 0.1),
+        Release(2, (0.1, 2.0), 0.1),  # not a float32 number
+        Release(2, (math.nan, 2.0), 0.1),
+        Release(2, (math.inf, 2.0), 0.1),
+        Release(2, (1e300, 2.0), 0.1),
+    ],
+)
+def test_releases_that_do_not_fit_are_refused_before_writing(tmp_path: Path, release: Release):
+    path = tmp_path / "t.ledger"
+    trajectory = written(path, 2)
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match=f"step {release.step}"):
+        trajectory.append(release)
+    assert trajectory.next_step == 2
+    assert path.read_bytes() == before
+
+
+# ---------------------------------------------------------------- replay
+
+
+def train(model: nn.Module, header: dict[str, object], steps: int) -> Trajectory:
+    """What the trainer does, without data: perturb, release, update."""
+    trajectory = Trajectory(header)
+    space = space_from_header(model, header)
+    space.snap_()
+    for step in range(steps):
+        for direction in directions_of(step, header):
+            space.move_to_(((direction, header["smoothing"]),))
+            space.move_to_(((direction, -header["smoothing"]),))
+        trajectory.append(release_at(step, header["num_directions"]))
+        apply_release(space, trajectory, trajectory.releases[-1])
+    return trajectory
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("form", ["memory", "t.ledger", "t.safetensors"])
+def test_replay_is_bit_exact(tmp_path: Path, distribution: str, form: str):
+    model = Explicit()
+    header = header_for(model, direction=distribution, num_directions=3)
+    trajectory = train(model, header, 20)
+    if form == "t.ledger":
+        on_disk = Trajectory.create(tmp_path / form, header)
+        for release in trajectory.releases:
+            on_disk.append(release)
+    if form == "t.safetensors":
+        trajectory.to_safetensors(tmp_path / form)
+    base = Explicit().requires_grad_(False)  # the header says what trains
+    replay(base, trajectory if form == "memory" else Trajectory.load(tmp_path / form))
+    assert digest_model(base) == digest_model(model) != header["base_model_digest"]
+    assert [n for n, p in base.named_parameters() if p.requires_grad] == header["trainable"]
+
+
+def test_replay_up_to_a_step():
+    half, whole = Explicit(), Explicit()
+    header = header_for(half)
+    train(half, header, 7)
+    trajectory = train(whole, header, 20)
+    base = Explicit()
+    replay(base, trajectory, upto=7)
+    assert digest_model(base) == digest_model(half)
+
+
+def test_replay_is_the_equation():
+    """theta_{t+1} = (1 - lr wd) theta_t - lr sum_k value_k u_k, in float64 beside it."""
+    model, theta = Explicit(), {}
+    model.narrow.requires_grad_(False)
+    header = header_for(model)
+    trajectory = Trajectory(header, [release_at(step) for step in range(20)])
+    replay(model, trajectory)
+    base = dict(Explicit().named_parameters())
+    layout, offset = [], 0
+    for name in header["trainable"]:
+        layout.append((offset, base[name].numel()))
+        offset += 32 * math.ceil(base[name].numel() / 32)
+        theta[name] = base[name].detach().double().view(-1)
+    for step, values, rate in trajectory.releases:
+        us = [
+            direction_vector(Direction(KEY, step, k), "rademacher", layout)
+            .double()
+            .split([size for _, size in layout])
+            for k in range(2)
+        ]
+        for i, name in enumerate(theta):
+            shrink = rate * 0.01 if name in header["decayed"] else 0.0
+            theta[name] = (1 - shrink) * theta[name]
+            theta[name] -= rate * sum(v * u[i] for v, u in zip(values, us, strict=True))
+    for name, value in theta.items():
+        found = dict(model.named_parameters())[name].detach().double().view(-1)
+        assert float((found - value).abs().max()) < 20 * 3 * 2.0**-20  # 3 roundings a step
+
+
+def test_another_base_model_is_refused():
+    model = Explicit()
+    trajectory = train(model, header_for(model), 3)
+    other = Explicit()
+    other.frozen.data[0] += 1  # frozen weights count as well
+    before = digest_model(other)
+    with pytest.raises(LedgerError, match="not the base that the trajectory was trained from"):
+        replay(other, trajectory)
+    assert digest_model(other) == before
+    with pytest.raises(LedgerError, match="not the base"):
+        replay(model, trajectory)  # already trained
+
+
+def test_a_wrong_number_of_directions_is_refused():
+    model = Explicit()
+    releases = train(model, header_for(model), 3).releases
+    with pytest.raises(LedgerError, match="2 values does not follow .* with 3 values a step"):
+        Trajectory(header_for(Explicit(), num_directions=3), releases)
+
+
+def test_missing_trained_tensors_are_named():
+    model = Explicit()
+    header = header_for(model, trainable=["first.weight", "lora_A.weight"])
+    with pytest.raises(LedgerError, match=r"lacks the trained tensors \['lora_A.weight'\]"):
+        replay(model, Trajectory(header))
+
+
+def test_a_run_of_dense_releases_cannot_be_replayed():
+    model = Explicit()
+    with pytest.raises(LedgerError, match="dpgd-0th.*use the saved weights"):
+        replay(model, Trajectory(header_for(model, replayable=False, num_directions=1)))
+
+
+# ---------------------------------------------------------------- golden
+
+
+def golden(distribution: str) -> dict[str, object]:
+    """20 releases on `Explicit`: the base's digest, the result's, and how each direction starts."""
+    model = Explicit()
+    header = header_for(model, direction=distribution)
+    replay(model, Trajectory(header, [release_at(step) for step in range(20)]))
+    space = ParameterSpace.from_model(model, distribution=distribution)
+    starts = [
+        direction_vector(u, distribution, space.layout)[:4].tolist()
+        for t in range(20)
+        for u in directions_of(t, header)
+    ]
+    return {
+        "base_model_digest": header["base_model_digest"],
+        "final_model_digest": digest_model(model),
+        "first_bias": model.first.bias.tolist(),
+        "releases_digest": hashlib.sha256(
+            repr([release_at(step) for step in range(20)]).encode()
+        ).hexdigest(),
+        "first_coordinates": starts,
+    }
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_golden_trajectory(distribution: str):
+    """The same key and releases give the same bits, on every machine and in every later version."""
+    stored = json.loads(GOLDEN.read_text())
+    assert set(stored) == set(DISTRIBUTIONS)
+    found = golden(distribution)
+    for name, value in stored[distribution].items():
+        assert found[name] == value, name
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({d: golden(d) for d in DISTRIBUTIONS}, indent=1) + "\n")

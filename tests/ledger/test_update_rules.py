@@ -1,0 +1,779 @@
+"""Update rules: each against its textbook dense form, and through ledger, replay and resume.
+
+`python tests/test_update_rules.py` re-records `golden/update_rules.json`; do that only with a change
+that is meant to alter numbers, and say why in the changelog.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.ledger import update_rules
+from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.ledger.trajectory import LedgerError, Release, Trajectory, replay, space_from_header
+from hf_dpzero.ledger.update_rules import (
+    SGD,
+    UPDATE_RULES,
+    Adam,
+    Kalman,
+    Momentum,
+    UpdateRule,
+    UpdateTerms,
+    default_window,
+    make_update_rule,
+    update_rule_from_dict,
+    update_terms,
+)
+from hf_dpzero.perturbation.directions import Direction, direction_vector
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.perturbation.subspaces import LowRank, Sparse, Subspace
+from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveScalarMechanism
+from hf_dpzero.privacy.noise import InsecureSeededNoise
+from hf_dpzero.training.zeroth_order_step import PrivateStep
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "update_rules.json"
+KEY = 0x00112233445566778899AABBCCDDEEFF
+RULES = [
+    SGD(),
+    Momentum(momentum=0.8, window=5),
+    Adam(momentum=0.7, window=6),
+    Kalman(momentum=0.8, window=4, averaging=0.9),
+]
+
+
+def by_name(rule: UpdateRule) -> str:
+    return rule.name
+
+
+def releases_of(
+    values: Sequence[Sequence[float]], rates: Sequence[float] = (0.1,)
+) -> list[Release]:
+    return [
+        Release(t, tuple(row), learning_rate=rates[t % len(rates)]) for t, row in enumerate(values)
+    ]
+
+
+def drawn(steps: int, count: int = 1, seed: int = 0, mean: float = 0.0) -> list[tuple[float, ...]]:
+    """Released values that float32 represents."""
+    generator = np.random.Generator(np.random.Philox(key=seed))
+    rows = (mean + generator.normal(size=(steps, count))).astype(np.float32)
+    return [tuple(float(v) for v in row) for row in rows]
+
+
+def noiseless(step: int) -> float:
+    return 0.0
+
+
+def dense(terms: Sequence[Any], vectors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The update of these terms, [d]; vectors [T, K, d]."""
+    assert len({(term.step, term.query) for term in terms}) == len(terms)
+    return sum(term.coefficient * vectors[term.step, term.query] for term in terms)
+
+
+def signs(steps: int, count: int, dimension: int) -> NDArray[np.float64]:
+    rows = [
+        [
+            direction_vector(Direction(KEY, t, k), "rademacher", [(0, dimension)]).numpy()
+            for k in range(count)
+        ]
+        for t in range(steps)
+    ]
+    return np.array(rows, np.float64)
+
+
+# ---------------------------------------------------------------- sgd and momentum
+
+
+def test_sgd_is_the_present_release_to_the_last_bit():
+    releases = releases_of(drawn(5, 3), rates=(1e-7, 0.3))
+    for t in range(5):
+        terms = update_terms(SGD(), releases[: t + 1], 3, noiseless)
+        expected = [-releases[t].learning_rate * v for v in releases[t].values]
+        assert [(s, k) for s, k, _ in terms] == [(t, 0), (t, 1), (t, 2)]
+        assert [c for _, _, c in terms] == expected
+
+
+def test_momentum_with_a_full_window_is_torch_sgd_with_momentum():
+    steps, count, dimension, rates = 30, 2, 40, (0.1, 0.05, 0.2)
+    values, us = drawn(steps, count), signs(steps, count, dimension)
+    releases = releases_of(values, rates)
+    theta = nn.Parameter(torch.zeros(dimension, dtype=torch.float64))
+    optimizer = torch.optim.SGD([theta], lr=1.0, momentum=0.9)
+    found = np.zeros(dimension)
+    for t in range(steps):
+        theta.grad = torch.from_numpy(np.tensordot(values[t], us[t], axes=1))
+        optimizer.param_groups[0]["lr"] = rates[t % 3]
+        optimizer.step()
+        rule = Momentum(momentum=0.9, window=steps)
+        found += dense(update_terms(rule, releases[: t + 1], count, noiseless), us)
+        assert np.abs(found - theta.detach().numpy()).max() < 1e-12
+    assert np.abs(found).max() > 0.1
+
+
+def test_a_cut_off_window_holds_exactly_the_last_releases():
+    releases = releases_of([(1.0,)] * 9)
+    terms = update_terms(Momentum(momentum=0.5, window=3), releases, 1, noiseless)
+    assert [tuple(term) for term in terms] == [(8, 0, -0.1), (7, 0, -0.05), (6, 0, -0.025)]
+
+
+def test_the_default_window_leaves_out_one_percent():
+    for beta in (0.05, 0.3, 0.5, 0.9, 0.95, 0.99):
+        window = default_window(beta)
+        assert beta**window <= 1e-2 < beta ** (window - 1)
+        assert Momentum(momentum=beta).length == Kalman(momentum=beta).length == window
+        kept = sum(beta**age for age in range(window)) * (1 - beta)
+        assert 0.99 <= kept < 1.0
+    assert default_window(0.0) == 1
+    assert default_window(0.9) == 44
+
+
+def test_terms_of_zero_in_the_past_are_left_out_but_never_the_present_ones():
+    releases = releases_of([(1.0, 0.0), (0.0, 2.0), (0.0, 0.0)])
+    terms = update_terms(Momentum(momentum=0.5, window=9), releases, 2, noiseless)
+    assert [(s, k) for s, k, _ in terms] == [(2, 0), (2, 1), (1, 1), (0, 0)]
+
+
+# ---------------------------------------------------------------- adam
+
+
+@pytest.mark.parametrize("settings", [(0.9, 0.999, 1e-8), (0.5, 0.9, 1e-3), (0.0, 0.0, 1e-8)])
+def test_adam_on_one_rademacher_scalar_is_torch_adam_on_the_dense_vector(settings):
+    b1, b2, eps = settings
+    steps, dimension, rates = 60, 50, (0.1, 0.03)
+    values, us = drawn(steps), signs(steps, 1, dimension)
+    releases = releases_of(values, rates)
+    theta = nn.Parameter(torch.zeros(dimension, dtype=torch.float64))
+    optimizer = torch.optim.Adam([theta], lr=1.0, betas=(b1, b2), eps=eps)
+    rule = Adam(momentum=b1, second_moment=b2, stability=eps, window=steps)
+    found = np.zeros(dimension)
+    for t in range(steps):
+        theta.grad = torch.from_numpy(values[t][0] * us[t, 0])
+        optimizer.param_groups[0]["lr"] = rates[t % 2]
+        optimizer.step()
+        found += dense(update_terms(rule, releases[: t + 1], 1, noiseless), us)
+        assert np.abs(found - theta.detach().numpy()).max() < 1e-10
+    assert np.abs(found).max() > 0.1
+
+
+def test_adam_for_several_directions_uses_the_mean_square_of_a_coordinate():
+    """sum_k v_k^2, which the mean over many coordinates of g_i^2 comes close to."""
+    values, dimension = (3.0, -1.0, 0.5), 20_000
+    g = np.tensordot(values, signs(1, 3, dimension)[0], axes=1)
+    square = 9 + 1 + 0.25
+    assert abs(np.mean(g**2) / square - 1) < 0.05  # sd of the mean: 2 sqrt(11.5) / 10.25 / 141
+    terms = update_terms(Adam(), releases_of([values]), 3, noiseless)
+    expected = [-0.1 * v / (math.sqrt(square) + 1e-8) for v in values]
+    assert [c for _, _, c in terms] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_cut_off_adam_keeps_the_weights_sum_at_one():
+    for t in (0, 1, 5, 30):
+        releases = releases_of([(2.0,)] * (t + 1))
+        terms = update_terms(Adam(window=4), releases, 1, noiseless)
+        assert len(terms) == min(t + 1, 4)
+        assert sum(c for _, _, c in terms) == pytest.approx(-0.1, rel=1e-7)  # -lr v / (|v| + eps)
+
+
+# ---------------------------------------------------------------- kalman
+
+
+def hadamard(size: int) -> NDArray[np.float64]:
+    h = np.ones((1, 1))
+    while len(h) < size:
+        h = np.block([[h, h], [h, -h]])
+    return h
+
+
+def estimated_signal(
+    values: Sequence[Sequence[float]], noise: Sequence[float], decay: float
+) -> float:
+    """The average of v^2 - R with weights decay^age, at least 0."""
+    weights = [decay**age for age in range(len(values) - 1, -1, -1)]
+    excess = [np.mean(np.square(row)) - r for row, r in zip(values, noise, strict=True)]
+    return max(float(np.average(excess, weights=weights)), 0.0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_kalman_is_the_dense_filter_where_directions_are_orthogonal(count: int):
+    """Textbook predict and update with full covariances; noise as an adaptive clip would change it."""
+    d, a, decay = 64, 0.8, 0.9
+    steps = d // count // 2
+    us = hadamard(d).reshape(d // count, count, d)
+    values = [tuple(1.5 * v for v in row) for row in drawn(steps, count, seed=3)]
+    noise = [0.3 * 1.1**t for t in range(steps)]
+    signals = [estimated_signal(values[: t + 1], noise[: t + 1], decay) for t in range(steps)]
+    rule = Kalman(momentum=a, window=steps, averaging=decay)
+    releases = releases_of(values, rates=(0.1, 0.2))
+    mean, cov = np.zeros(d), np.eye(d) * signals[0] / d
+    for t in range(steps):
+        if t:
+            mean, cov = a * mean, a * a * cov + (1 - a * a) * signals[t] / d * np.eye(d)
+        h = us[t]  # observations v = h g + noise
+        gain = cov @ h.T @ np.linalg.inv(h @ cov @ h.T + noise[t] * np.eye(count))
+        mean = mean + gain @ (np.array(values[t]) - h @ mean)
+        cov = cov - gain @ h @ cov
+        found = dense(update_terms(rule, releases[: t + 1], count, lambda s: noise[s]), us)
+        expected = -releases[t].learning_rate * d * mean
+        assert np.abs(found - expected).max() < 1e-9
+    assert np.abs(expected).max() > 0.01 and max(signals) > 1
+
+
+def lengths(rule: UpdateRule, values: Sequence[Sequence[float]], variance: float) -> float:
+    """rms over the later half of the run of the length of the updates, in units of sqrt(d)."""
+    releases, count = releases_of(values), len(values[0])
+    terms = UpdateTerms(rule, count, lambda step: variance)
+    squares = [
+        sum(c * c for _, _, c in terms(releases, t)) for t in range(len(values) // 2, len(values))
+    ]
+    return math.sqrt(np.mean(squares))
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_kalman_shrinks_pure_noise_towards_no_update(count: int):
+    """The average of v^2 - 1 has deviation sqrt(2 (1 - b) / (1 + b) / K) = 0.1 / sqrt(K)."""
+    values = drawn(4000, count, seed=1)
+    ratio = lengths(Kalman(), values, 1.0) / lengths(SGD(), values, 1.0)
+    momentum = lengths(Momentum(), values, 1.0) / lengths(SGD(), values, 1.0)
+    assert momentum == pytest.approx(1 / math.sqrt(1 - 0.81), rel=0.1)
+    assert 0 < ratio < 0.25 / math.sqrt(count)
+
+
+def test_kalman_comes_to_momentum_when_the_signal_is_strong():
+    values = [tuple(30 * v for v in row) for row in drawn(600, 2, seed=2)]
+    releases = releases_of(values)
+    wiener = 900 / 901
+    for t in (50, 599):
+        shrunk = update_terms(Kalman(), releases[: t + 1], 2, lambda step: 1.0)
+        full = update_terms(Momentum(), releases[: t + 1], 2, noiseless)
+        ratios = [a.coefficient / b.coefficient for a, b in zip(shrunk, full, strict=True)]
+        assert all(ratio == pytest.approx(wiener, abs=1e-3) for ratio in ratios)
+        assert max(ratios) < 1
+
+
+def test_kalman_without_noise_is_momentum():
+    releases = releases_of(drawn(60, 2))
+    shrunk, full = (update_terms(r, releases, 2, noiseless) for r in (Kalman(), Momentum()))
+    assert shrunk == full
+
+
+def test_kalman_trusts_a_release_by_its_own_noise():
+    """Steps 0 .. 99 with R = 1; then one with R = 100 and one with R = 0.01, values alike."""
+    values = [(2.0,)] * 102
+    noise = [1.0] * 100 + [100.0, 0.01]
+    terms = update_terms(Kalman(momentum=0.9), releases_of(values), 1, lambda step: noise[step])
+    gains = {s: c / (-0.1 * 2.0 * 0.9 ** (101 - s)) for s, _, c in terms}
+    assert gains[99] == pytest.approx(3 / 4, rel=1e-9)  # v^2 - R = 3
+    assert 0 < gains[100] < 3 / 103 and 0.99 < gains[101] < 1
+
+
+def test_kalman_does_nothing_while_releases_stay_below_their_noise():
+    releases = releases_of([(0.5, -0.9), (0.99, 0.1)])
+    for t in (0, 1):
+        terms = update_terms(Kalman(), releases[: t + 1], 2, lambda step: 1.0)
+        assert [(s, k, abs(c)) for s, k, c in terms] == [(t, 0, 0.0), (t, 1, 0.0)]
+
+
+# ---------------------------------------------------------------- every rule
+
+
+@pytest.mark.parametrize("rule", RULES, ids=by_name)
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 3e38, -3e38])
+@pytest.mark.parametrize("variance", [0.0, 1e-300, 1.0, 1e60])
+def test_extreme_releases_give_finite_updates(rule: UpdateRule, value: float, variance: float):
+    releases = releases_of([(value, value)] * 12)
+    for t in range(12):
+        terms = update_terms(rule, releases[: t + 1], 2, lambda step: variance)
+        assert all(math.isfinite(c) for _, _, c in terms)
+        if not value:
+            assert [(s, k, abs(c)) for s, k, c in terms] == [(t, 0, 0.0), (t, 1, 0.0)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=by_name)
+def test_random_access_is_sequential_access(rule: UpdateRule):
+    releases = releases_of(drawn(120, 2), rates=(0.1, 0.3))
+    order = [7, 119, 0, 64, *random.Random(0).sample(range(120), 40)]
+
+    def variance(step: int) -> float:
+        return 0.5 + step / 100
+
+    shuffled = UpdateTerms(rule, 2, variance)
+    forward = UpdateTerms(rule, 2, variance)
+    in_order = [forward(releases, t) for t in range(120)]
+    for t in order:
+        alone = update_terms(rule, releases[: t + 1], 2, variance)
+        assert shuffled(releases, t) == in_order[t] == alone
+
+
+class Counted(list):
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        raise AssertionError("a whole run is read for one step")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=by_name)
+def test_a_step_reads_its_window_and_no_more(rule: UpdateRule):
+    releases, asked = Counted(releases_of(drawn(500))), []
+    terms = UpdateTerms(rule, 1, lambda step: asked.append(step) or 1.0)
+    for t in range(500):
+        before = releases.reads
+        terms(releases, t)
+        assert releases.reads - before <= rule.length + 2
+    assert asked == (list(range(500)) if rule.reads_noise_variance else [])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=by_name)
+def test_nothing_but_public_numbers_reaches_a_rule(rule: UpdateRule):
+    """Signature-level: there is no argument through which data, a loss or a weight could come."""
+    assert Release._fields == ("step", "values", "learning_rate")
+    assert list(inspect.signature(UpdateTerms.__call__).parameters)[1:] == ["releases", "step"]
+    assert list(inspect.signature(rule.advance).parameters) == ["state", "values", "variance"]
+    assert list(inspect.signature(rule.weights).parameters) == ["states"]
+    tree = ast.parse(Path(update_rules.__file__).read_text())
+    modules = [n.module for n in tree.body if isinstance(n, ast.ImportFrom)]
+    names = [alias.name for n in tree.body if isinstance(n, ast.Import) for alias in n.names]
+    standard = {"__future__", "abc", "collections.abc", "dataclasses", "typing", "math"}
+    assert len(modules + names) >= 5 and set(modules + names) <= standard
+
+
+@pytest.mark.parametrize("rule", RULES, ids=by_name)
+def test_what_is_not_a_coefficient_and_what_comes_later_changes_nothing(rule: UpdateRule):
+    """The count that an adaptive clip follows is the K + 1-th value of a record."""
+    releases = releases_of(drawn(20, 3))
+    others = [r._replace(values=(*r.values[:2], 7.0)) for r in releases]
+    later = [*others[:10], *releases_of([(9.0, 9.0, 9.0)] * 20)[10:]]
+    plain = [r._replace(values=r.values[:2]) for r in releases]
+    found = [
+        update_terms(rule, given[:10], 2, lambda s: 1.0) for given in (releases, others, plain)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert UpdateTerms(rule, 2, lambda s: 1.0)(later, 9) == found[0]
+    assert {query for _, query, _ in found[0]} == {0, 1}
+
+
+def test_arithmetic_is_the_same_on_every_machine():
+    """No power, exponential or `sum` of floats (compensated from Python 3.12 on) in an update."""
+    tree = ast.parse(Path(update_rules.__file__).read_text())
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    inside = [n for f in functions if f.name != "default_window" for n in ast.walk(f)]
+    assert len(functions) > 20 and len(inside) > 500
+    called = {ast.unparse(n.func) for n in inside if isinstance(n, ast.Call)}
+    assert {name for name in called if name.startswith("math.")} <= {
+        "math.fsum", "math.sqrt", "math.isfinite",
+    }  # fmt: skip
+    assert not called & {"sum", "pow"}
+    assert not any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Pow) for n in inside)
+
+
+def golden(rule: UpdateRule) -> list[list[float]]:
+    """All terms of the last of 30 steps, whose values are given by a formula."""
+    values = [(((7 * t + 3) % 11 - 5) / 4, ((5 * t + 1) % 13 - 6) / 8) for t in range(30)]
+    releases = releases_of(values, rates=(0.01, 0.003))
+    return [list(term) for term in update_terms(rule, releases, 2, lambda s: (s + 1) / 64)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=by_name)
+def test_golden_coefficients(rule: UpdateRule):
+    """To the last bit on every machine and in every later version, or old logs would not replay."""
+    stored = json.loads(GOLDEN.read_text())
+    assert set(stored) == set(UPDATE_RULES)
+    found = golden(rule)
+    assert found == stored[rule.name]
+    assert len(found) >= rule.length and all(c for _, _, c in found)
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_every_rule_is_tested_here():
+    assert [rule.name for rule in RULES] == list(UPDATE_RULES)
+    assert list(UPDATE_RULES) == ["sgd", "momentum", "adam", "kalman"]
+
+
+@pytest.mark.parametrize("rule", [*RULES, Momentum(), Adam(), Kalman()], ids=by_name)
+def test_a_rule_comes_back_from_json(rule: UpdateRule):
+    assert update_rule_from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
+
+
+def test_settings_reach_the_rules_that_know_them():
+    assert make_update_rule("sgd", 0.5, 3) == SGD() == update_rule_from_dict(None)
+    for name, kind in (("momentum", Momentum), ("adam", Adam), ("kalman", Kalman)):
+        assert make_update_rule(name) == kind(momentum=0.9, window=44)
+        assert make_update_rule(name, 0.5, 3) == kind(momentum=0.5, window=3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "lion"}, "update_rule='lion' is unknown; use one of sgd, momentum, adam, kalman"),
+        ({}, "update_rule=None is unknown"),
+        ({"name": "sgd", "momentum": 0.9}, r"update_rule sgd has no \['momentum'\]; it has \[\]"),
+        ({"name": "momentum", "momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
+        ({"name": "momentum", "momentum": -0.1}, "momentum=-0.1 must be"),
+        ({"name": "momentum", "momentum": math.nan}, "momentum=nan must be"),
+        ({"name": "adam", "window": 0}, "update_window=0 must be an integer of at least 1"),
+        ({"name": "adam", "window": 2.0}, "update_window=2.0 must be an integer"),
+        ({"name": "adam", "window": True}, "update_window=True must be an integer"),
+        ({"name": "adam", "second_moment": 1.0}, "second_moment=1.0 must be"),
+        ({"name": "adam", "stability": 0.0}, "stability=0.0 divides .* at least 1e-30"),
+        ({"name": "adam", "stability": math.inf}, "stability=inf divides"),
+        ({"name": "kalman", "averaging": 1.5}, "averaging=1.5 must be"),
+    ],
+)
+def test_settings_out_of_range_are_refused(values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        update_rule_from_dict(values)
+
+
+# ---------------------------------------------------------------- in a run
+
+
+class Quadratic(nn.Module):
+    """f(theta; x) = |theta - x|^2 / 2, theta in two tensors of which one is decayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = (torch.arange(20) * 37 % 101 - 50).float() / 64
+        self.weight = nn.Parameter(weight.view(4, 5))
+        self.bias = nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (self.theta() - x).square().sum(dim=1)
+
+    def theta(self) -> torch.Tensor:
+        return torch.cat([self.weight.view(-1), self.bias])
+
+
+def loss(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(inputs["x"])
+
+
+def mechanism_of(count: int, noise_multiplier: float = 0.5) -> ScalarMechanism:
+    return ScalarMechanism(
+        clip=4.0,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=4,
+        num_directions=count,
+    )
+
+
+def header_for(rule: UpdateRule, count: int = 3, **changes: Any) -> dict[str, Any]:
+    header = {
+        "base_model_digest": digest_model(Quadratic()),
+        "direction_key": f"{KEY:032x}",
+        "direction": "rademacher",
+        "num_directions": count,
+        "smoothing": 1e-3,
+        "weight_decay": 0.05,
+        "trainable": ["weight", "bias"],
+        "decayed": ["weight"],
+        "replayable": True,
+        "plan": {"mechanism": mechanism_of(count).to_dict()},
+        "update_rule": rule.to_dict(),
+    }
+    return {**header, **changes}
+
+
+class Run:
+    """A model, its space and its step, on a ledger."""
+
+    def __init__(
+        self, trajectory: Trajectory, state: dict[str, Any] | None = None, **settings: Any
+    ):
+        self.model, self.trajectory = Quadratic(), trajectory
+        if state is not None:
+            self.model.load_state_dict(state["model"])
+        self.space = space_from_header(self.model, trajectory.header)
+        if state is None:
+            self.space.snap_()
+        else:
+            self.space.load_state_dict(state["space"])
+        self.step = PrivateStep(
+            mechanism=mechanism_of(trajectory.num_directions),
+            space=self.space,
+            differences=FiniteDifferences(self.model, self.space, loss, 1e-3),
+            noise=InsecureSeededNoise(5),
+            trajectory=trajectory,
+            **settings,
+        )
+
+    def take(self, start: int, stop: int) -> Run:
+        for t in range(start, stop):
+            generator = torch.Generator().manual_seed(t)
+            batch = {"x": torch.randn(4, 32, generator=generator)}
+            self.step(t, [batch], learning_rate=[0.02, 0.01][t % 2])
+        self.space.settle_()
+        return self
+
+    def state(self) -> dict[str, Any]:
+        model = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return {"model": model, "space": self.space.state_dict()}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=by_name)
+@pytest.mark.parametrize(("distribution", "count"), [("rademacher", 3), ("sphere", 1)])
+def test_replay_is_bit_exact(tmp_path: Path, rule: UpdateRule, distribution: str, count: int):
+    header = header_for(rule, count, direction=distribution)
+    run = Run(Trajectory.create(tmp_path / "t.ledger", header)).take(0, 15)
+    run.trajectory.to_safetensors(tmp_path / "t.safetensors")
+    run.trajectory.close()
+    for form in ("t.ledger", "t.safetensors"):
+        base = Quadratic()
+        replay(base, Trajectory.load(tmp_path / form))
+        assert digest_model(base) == digest_model(run.model) != header["base_model_digest"]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=by_name)
+@pytest.mark.parametrize("subspace", [Sparse(density=0.5), LowRank(rank=2, hold=3)])
+def test_replay_is_bit_exact_in_a_subspace(rule: UpdateRule, subspace: Subspace):
+    """A window reaches back over the steps at which the low-rank factor changes."""
+    header = header_for(rule, 2, subspace=subspace.to_dict())
+    run, base = Run(Trajectory(header)).take(0, 10), Quadratic()
+    replay(base, run.trajectory)
+    assert digest_model(base) == digest_model(run.model) != header["base_model_digest"]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=by_name)
+def test_a_deferred_update_is_the_same(rule: UpdateRule):
+    header = header_for(rule)
+    runs = [Run(Trajectory(header), defer=defer).take(0, 12) for defer in (False, True)]
+    assert runs[0].trajectory.releases == runs[1].trajectory.releases
+    assert digest_model(runs[0].model) == digest_model(runs[1].model)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=by_name)
+def test_resuming_in_the_middle_is_going_straight_on(tmp_path: Path, rule: UpdateRule):
+    """From a checkpoint of step 6, and from one of step 3 with a ledger that is ahead of it."""
+    straight = Run(Trajectory(header_for(rule))).take(0, 12)
+    states = []
+    path = tmp_path / "t.ledger"
+    first = Run(Trajectory.create(path, header_for(rule)))
+    for start, stop in ((0, 3), (3, 6)):
+        states.append(first.take(start, stop).state())
+    first.trajectory.close()
+    for start, state in ((3, states[0]), (6, states[1])):
+        opened = Trajectory.open(path, header_for(rule))
+        resumed = Run(opened, state).take(start, 12)
+        opened.close()
+        assert opened.releases == straight.trajectory.releases
+        assert digest_model(resumed.model) == digest_model(straight.model)
+
+
+def test_the_rules_are_different_and_so_are_their_runs():
+    digests = {digest_model(Run(Trajectory(header_for(rule))).take(0, 6).model) for rule in RULES}
+    assert len(digests) == len(RULES)
+
+
+def test_replay_of_momentum_is_the_equation():
+    """m <- beta m + g; theta <- (1 - lr wd) theta - lr m, in float64 beside it, K = 3."""
+    rule, wd, count = Momentum(momentum=0.8, window=40), 0.05, 3
+    trajectory = Trajectory(header_for(rule), releases_of(drawn(40, count), rates=(0.01, 0.003)))
+    model = Quadratic()
+    replay(model, trajectory)
+    us = np.array(
+        [
+            [
+                direction_vector(Direction(KEY, t, k), "rademacher", [(0, 20), (32, 12)]).numpy()
+                for k in range(count)
+            ]
+            for t in range(40)
+        ],
+        np.float64,
+    )
+    base = Quadratic().theta().detach().double().numpy()
+    theta, m, decayed = base, np.zeros(32), np.array([1.0] * 20 + [0.0] * 12)
+    for t, values, rate in trajectory.releases:
+        m = 0.8 * m + np.tensordot(values, us[t], axes=1)
+        theta = (1 - rate * wd * decayed) * theta - rate * m
+    found = model.theta().detach().double().numpy()
+    assert np.abs(theta - base).max() > 0.05
+    assert np.abs(found - theta).max() < 40 * (40 * count + 1) * 2.0**-23  # roundings to the grid
+
+
+def test_the_noise_that_kalman_is_told_is_the_mechanism_s():
+    """sigma C / B = 0.5 for Gaussian noise; a Laplace of that scale has twice the variance."""
+    found = {}
+    for name in ("gaussian", "laplace"):
+        mechanism = ScalarMechanism(
+            clip=4.0,
+            noise_multiplier=0.5,
+            expected_batch_size=4,
+            num_directions=1,
+            distribution=name,
+        )
+        header = header_for(Kalman(), 1, plan={"mechanism": mechanism.to_dict()})
+        (term,) = Trajectory(header, releases_of([(2.0,)])).update_terms(0)
+        found[name] = term.coefficient / -0.2
+    assert found == pytest.approx({"gaussian": 3.75 / 4, "laplace": 3.5 / 4})
+    plain = NonPrivateMean(expected_batch_size=4.0).to_dict()
+    header = header_for(Kalman(), 1, plan={"mechanism": plain})
+    assert Trajectory(header, releases_of([(2.0,)])).update_terms(0)[0].coefficient == -0.2
+
+
+def test_the_noise_that_kalman_is_told_follows_an_adaptive_clip():
+    """C_t = C_0 exp(-eta sum_{s<t} (fraction_s - gamma)), the fraction being the last value."""
+    mechanism = AdaptiveScalarMechanism(
+        clip=4.0,
+        noise_multiplier=0.5,
+        expected_batch_size=4,
+        clip_count_noise=1.0,
+        clip_learning_rate=0.5,
+        num_directions=2,
+    )
+    multiplier = (0.5**-2 - 2.0**-2) ** -0.5
+    rows = [(1.0, -2.0, 0.75), (2.0, 0.5, 1.0), (1.5, 1.0, 0.0), (0.5, -1.0, 0.25)]
+    clips = [4.0 * math.exp(-0.5 * e) for e in (0.0, 0.25, 0.75, 0.25)]
+    variances = [(multiplier * clip / 4) ** 2 for clip in clips]
+    header = header_for(
+        Kalman(), 2, num_values=3, plan={"mechanism": mechanism.to_dict()}, direction="rademacher"
+    )
+    trajectory = Trajectory(header)
+    for release in releases_of(rows):
+        trajectory.append(release)
+        told = update_terms(Kalman(), trajectory.releases, 2, lambda s: variances[s])
+        found = trajectory.update_terms(release.step)
+        assert [c for _, _, c in found] == pytest.approx([c for _, _, c in told], rel=1e-6)
+        assert found == Trajectory(header, trajectory.releases).update_terms(release.step)
+    assert len(found) == 8
+
+
+# ---------------------------------------------------------------- logs, old and new
+
+
+def test_a_log_without_the_key_is_sgd():
+    old = header_for(SGD())
+    del old["update_rule"]
+    releases = releases_of(drawn(4, 3))
+    terms = Trajectory(old, releases).update_terms(2)
+    assert terms == update_terms(SGD(), releases[:3], 3, noiseless)
+
+
+def test_an_old_log_continues_as_sgd_and_as_nothing_else(tmp_path: Path):
+    old = header_for(SGD())
+    del old["update_rule"]
+    Trajectory.create(tmp_path / "t.ledger", old).close()
+    new = {**header_for(SGD()), "num_values": 3, "subspace": {"name": "full"}, "method": "dpzero"}
+    Trajectory.open(tmp_path / "t.ledger", new).close()
+    for key, value in (
+        ("update_rule", Momentum().to_dict()),
+        ("num_values", 4),
+        ("subspace", {"name": "sparse"}),
+        ("method", "mezo"),
+    ):
+        with pytest.raises(LedgerError, match=f"other {key}: it has .*this run has"):
+            Trajectory.open(tmp_path / "t.ledger", {**new, key: value})
+
+
+def test_a_run_that_says_nothing_continues_no_momentum(tmp_path: Path):
+    Trajectory.create(tmp_path / "t.ledger", header_for(Momentum())).close()
+    silent = header_for(SGD())
+    del silent["update_rule"]
+    with pytest.raises(
+        LedgerError, match="other update_rule: it has .*momentum.*this run has .*sgd"
+    ):
+        Trajectory.open(tmp_path / "t.ledger", silent)
+
+
+def test_another_rule_s_setting_is_refused(tmp_path: Path):
+    Trajectory.create(tmp_path / "t.ledger", header_for(Momentum(momentum=0.9))).close()
+    with pytest.raises(LedgerError, match="other update_rule"):
+        Trajectory.open(tmp_path / "t.ledger", header_for(Momentum(momentum=0.8)))
+
+
+@pytest.mark.parametrize("form", ["t.ledger", "t.safetensors"])
+def test_a_record_may_hold_more_than_the_coefficients(tmp_path: Path, form: str):
+    """K + 1 values where the clip adapts; the update is that of the first K."""
+    header = header_for(Momentum(momentum=0.5), num_values=4)
+    plain, more = Trajectory(header_for(Momentum(momentum=0.5))), Trajectory(header)
+    ledger = Trajectory.create(tmp_path / "t.ledger", header)
+    for release in releases_of(drawn(6, 4)):
+        plain.append(release._replace(values=release.values[:3]))
+        more.append(release)
+        ledger.append(release)
+    ledger.close()
+    more.to_safetensors(tmp_path / "t.safetensors")
+    read = Trajectory.load(tmp_path / form)
+    assert read.releases == more.releases and (read.num_values, read.num_directions) == (4, 3)
+    models = Quadratic(), Quadratic()
+    replay(models[0], plain)
+    replay(models[1], read)
+    assert digest_model(models[0]) == digest_model(models[1])
+    with pytest.raises(LedgerError, match="3 values does not follow step 5 of a ledger with 4"):
+        more.append(Release(6, (1.0, 1.0, 1.0), 0.1))
+
+
+@pytest.mark.parametrize(("num_values", "values"), [(0, ()), (1, (0.5,))])
+def test_a_run_without_scalars_logs_what_it_says(
+    tmp_path: Path, num_values: int, values: tuple[float, ...]
+):
+    header = header_for(SGD(), replayable=False, num_values=num_values)
+    with_key = Trajectory.create(tmp_path / "t.ledger", header)
+    with_key.append(Release(0, values, 0.1))
+    assert Trajectory.load(tmp_path / "t.ledger").releases == [Release(0, values, 0.1)]
+    with pytest.raises(LedgerError, match="released d-dimensional noised vectors"):
+        replay(Quadratic(), with_key)
+
+
+def test_a_step_that_was_not_released_has_no_update():
+    with pytest.raises(LedgerError, match="step 3 has no update: the last release is of 2"):
+        Trajectory(header_for(SGD()), releases_of(drawn(3, 3))).update_terms(3)
+
+
+def test_a_rule_of_a_later_release_is_named():
+    header = {**header_for(SGD()), "update_rule": {"name": "lion"}}
+    with pytest.raises(LedgerError, match="the header's update_rule='lion' is unknown"):
+        Trajectory(header, releases_of(drawn(1, 3))).update_terms(0)
+
+
+def test_updates_that_are_out_of_range_change_nothing():
+    """A rule's sum of coefficients may pass what single releases would not: refused as a whole."""
+    huge = 2.0**100
+    trajectory = Trajectory(
+        header_for(Momentum(), 1), [Release(0, (huge,), 0.9), Release(1, (huge,), 0.9)]
+    )
+    model = Quadratic()
+    with pytest.raises(ValueError, match="nothing was changed. Lower learning_rate"):
+        replay(model, trajectory)
+
+
+def test_a_wide_window_of_directions_makes_one_update():
+    """500 directions at once: the sum of what each of them does alone."""
+    rule = Momentum(momentum=0.99, window=250)
+    trajectory = Trajectory(header_for(rule, 2), releases_of(drawn(250, 2), rates=(1e-3,)))
+    terms = trajectory.update_terms(249)
+    assert len(terms) == 500
+    model = Quadratic()
+    space = ParameterSpace.from_model(model)
+    before = model.theta().detach().double().numpy()
+    directions = [Direction(KEY, t.step, t.query) for t in terms]
+    space.step_(directions, [t.coefficient for t in terms])
+    expected = before + sum(
+        t.coefficient * direction_vector(u, "rademacher", space.layout).double().numpy()
+        for t, u in zip(terms, directions)
+    )
+    found = model.theta().detach().double().numpy()
+    assert np.abs(expected - before).max() > 0.01
+    assert np.abs(found - expected).max() < 500 * 2.0**-23
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({rule.name: golden(rule) for rule in RULES}, indent=1) + "\n")

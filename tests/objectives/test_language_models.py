@@ -1,0 +1,772 @@
+"""Language models of recipes: loading by head, adapters on them, quantised bases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from datasets import Dataset
+from tiny_language_models import opt_tokenizer, roberta_tokenizer, save_causal_lm, seeded
+from torch import Tensor, nn
+from transformers import PreTrainedModel, default_data_collator
+
+from hf_dpzero import DPZeroConfig, DPZeroTrainer
+from hf_dpzero.ledger.digests import checksums, digest_model
+from hf_dpzero.ledger.trajectory import Trajectory, replay
+from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.recipes.adapters import trained_adapter, with_adapters
+from hf_dpzero.recipes.arguments import ModelArguments
+from hf_dpzero.recipes.build import load_trained
+from hf_dpzero.recipes.models import load_model
+
+CAUSAL = ("opt", "gpt2", "llama", "qwen2")
+MASKED = ("roberta", "bert")
+FAMILIES = (*CAUSAL, *MASKED)
+PREFIX = 3
+
+Loader = Callable[..., Any]
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def body(**settings: Any) -> dict[str, Any]:
+    return {
+        **SIZES,
+        "vocab_size": len(roberta_tokenizer()),
+        "intermediate_size": 32,
+        "max_position_embeddings": 40,
+        "pad_token_id": 1,
+        **settings,
+    }
+
+
+def configuration(family: str) -> Any:
+    """Two layers of width 16; Llama and Qwen2 share one key-value head, Llama unties its head."""
+    opt, size = transformers.OPTConfig, body()
+    ends = {"bos_token_id": 2, "eos_token_id": 2}
+    return {
+        "opt": lambda: opt(**body(word_embed_proj_dim=16, ffn_dim=32, **ends)),
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=size["vocab_size"], n_embd=16, n_layer=2, n_head=2, n_positions=40, **ends
+        ),
+        "llama": lambda: transformers.LlamaConfig(**body(num_key_value_heads=1, **ends)),
+        "qwen2": lambda: transformers.Qwen2Config(
+            **body(num_key_value_heads=1, tie_word_embeddings=True, **ends)
+        ),
+        "roberta": lambda: transformers.RobertaConfig(**body()),
+        "bert": lambda: transformers.BertConfig(**body()),
+        "distilbert": lambda: transformers.DistilBertConfig(
+            vocab_size=size["vocab_size"], dim=16, n_layers=2, n_heads=2, hidden_dim=32
+        ),
+    }[family]()
+
+
+def head_of(family: str) -> str:
+    return "causal_lm" if family in CAUSAL else "masked_lm"
+
+
+def prompted(family: str) -> Any:
+    """As much of a prompted task as a model needs to know."""
+    return SimpleNamespace(head=head_of(family), name="prompted")
+
+
+def classified(labels: int = 2) -> Any:
+    names = tuple(map(str, range(labels)))
+    return SimpleNamespace(name="labels", num_labels=labels, label_names=names)
+
+
+def automatic(family: str) -> Any:
+    name = "AutoModelForCausalLM" if family in CAUSAL else "AutoModelForMaskedLM"
+    return getattr(transformers, name)
+
+
+def written(folder: Path, family: str, model: PreTrainedModel) -> str:
+    model.save_pretrained(folder)
+    (opt_tokenizer() if family in CAUSAL else roberta_tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
+def spread(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights large enough for tokens to matter; fresh ones hardly attend to anything."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            std = 0.3 if parameter.dim() > 1 else 0.1
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A family -> the folder of its pretrained language model, with a tokenizer."""
+    folders: dict[str, str] = {}
+
+    def find(family: str) -> str:
+        if family not in folders:
+            made = seeded(lambda: automatic(family).from_config(configuration(family)), 0)
+            folder = tmp_path_factory.mktemp(family)
+            folders[family] = written(folder, family, spread(made))
+        return folders[family]
+
+    return find
+
+
+@pytest.fixture
+def load(saved: Callable[[str], str]) -> Loader:
+    """(family, **settings of the recipe) -> the model."""
+
+    def loaded(family: str, **settings: Any) -> Any:
+        adapter = settings.pop("adapter", None)
+        arguments = recipe(saved(family), **settings)
+        return load_model(arguments, prompted(family), adapter=adapter)[0]
+
+    return loaded
+
+
+def recipe(folder: str, **settings: Any) -> ModelArguments:
+    return ModelArguments(model_name_or_path=folder, **settings)
+
+
+def texts(family: str, side: str = "right") -> dict[str, Tensor]:
+    """Three rows of 9, 5 and 2 tokens; labels at every token (causal) or the second (masked)."""
+    rows, labels = ([], []), []
+    generator = torch.Generator().manual_seed(3)
+    for length in (9, 5, 2):
+        ids = torch.randint(5, 200, (length,), generator=generator)
+        label = ids.clone() if family in CAUSAL else torch.full_like(ids, -100)
+        label[1] = ids[1]
+        filler = 9 - length
+        for found, row, value in (
+            (rows[0], ids, 1),
+            (rows[1], torch.ones_like(ids), 0),
+            (labels, label, -100),
+        ):
+            padding = torch.full((filler,), value)
+            found.append(torch.cat([row, padding] if side == "right" else [padding, row]))
+    ids, mask = map(torch.stack, rows)
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.stack(labels)}
+
+
+@torch.no_grad()
+def losses(model: nn.Module, family: str, side: str = "right") -> Tensor:
+    return select_objective(model)(model, texts(family, side))
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+# ---------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_the_pretrained_head_answers(
+    saved: Callable[[str], str], load: Loader, family: str
+) -> None:
+    model, plain = load(family), automatic(family).from_pretrained(saved(family))
+    assert type(model) is type(plain)
+    assert not model.training
+    assert digest_model(model) == digest_model(plain)
+    assert model.config.id2label == plain.config.id2label
+    assert model.config._name_or_path == saved(family)
+    ids = texts(family)["input_ids"]
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+    assert len(trained(model)) == len(list(model.parameters())) > 20
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "qwen2"])
+def test_a_head_tied_to_the_embeddings_is_not_missing(
+    saved: Callable[[str], str], tmp_path: Path, family: str
+) -> None:
+    """A bare decoder's checkpoint has no output matrix, and its language model needs none."""
+    bare = transformers.AutoModel.from_pretrained(saved(family))
+    folder = written(tmp_path, family, bare)
+    model, _ = load_model(recipe(folder), prompted(family))
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert digest_model(model) == digest_model(automatic(family).from_pretrained(saved(family)))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "absent"),
+    [
+        ("bert", "AutoModel", "cls.predictions.bias and 5 more"),
+        ("roberta", "AutoModelForSequenceClassification", "lm_head.bias and 5 more"),
+        ("llama", "AutoModel", "lm_head.weight and 0 more"),
+    ],
+)
+def test_a_missing_head_is_refused(
+    saved: Callable[[str], str], tmp_path: Path, family: str, kind: str, absent: str
+) -> None:
+    other = getattr(transformers, kind).from_pretrained(saved(family))
+    folder = written(tmp_path, family, other)
+    with pytest.raises(ValueError, match=rf"has no language-model head \({absent}") as error:
+        load_model(recipe(folder), prompted(family))
+    wanted = automatic(family).from_pretrained(saved(family))
+    assert f"it was saved as {type(other).__name__}" in str(error.value)
+    assert f"load a checkpoint of {type(wanted).__name__}, or set prompt to null" in str(
+        error.value
+    )
+
+
+def test_other_missing_weights_depend_on_init_seed_alone(
+    saved: Callable[[str], str], tmp_path: Path
+) -> None:
+    name = "roberta.encoder.layer.1.output.dense.weight"
+    folder = Path(
+        written(tmp_path, "roberta", automatic("roberta").from_pretrained(saved("roberta")))
+    )
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    del tensors[name]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    def drawn(seed: int) -> dict[str, Tensor]:
+        model, _ = load_model(recipe(str(folder), init_seed=seed), prompted("roberta"))
+        return dict(model.named_parameters())
+
+    first = drawn(1)
+    torch.rand(3)  # the global generator moves on; nothing may change
+    again, other = drawn(1), drawn(2)
+    assert torch.equal(first[name], again[name])
+    assert [n for n in first if not torch.equal(first[n], other[n])] == [name]
+    assert 0.01 < first[name].std() < 0.03  # initializer_range is 0.02
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "message"),
+    [
+        (
+            "opt",
+            "masked_lm",
+            r"has the type opt, which does not serve as a masked_lm: set prompt: causal_lm",
+        ),
+        ("bert", "causal_lm", r"has the type bert, which.*a causal_lm: set prompt: masked_lm"),
+        ("roberta", "causal_lm", r"set prompt: masked_lm, or load a GPT-2, OPT, Llama or Qwen"),
+    ],
+)
+def test_the_other_kind_of_model_is_refused(
+    saved: Callable[[str], str], family: str, head: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(recipe(saved(family)), SimpleNamespace(head=head))
+
+
+@pytest.mark.parametrize("head", ["causal_lm", "masked_lm"])
+def test_an_encoder_decoder_is_refused(
+    tiny_t5: Callable[..., PreTrainedModel], tmp_path: Path, head: str
+) -> None:
+    tiny_t5().save_pretrained(tmp_path)
+    roberta_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"has the type t5, which does not serve as a {head}: load a"
+    ):
+        load_model(recipe(str(tmp_path)), SimpleNamespace(head=head))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"architecture": "sentence_classifier"},
+        {"head_init": "zero"},
+        {"label_texts": ["bad", "good"]},
+        {"pair_features": "siamese"},
+        {"logit_scale": 2.0},
+        {"precompute_features": True},
+        {"pooling": "cls"},
+        {"normalize": False},
+    ],
+)
+def test_settings_of_a_classification_head_are_refused(
+    saved: Callable[[str], str], settings: dict[str, Any]
+) -> None:
+    name, value = next(iter(settings.items()))
+    with pytest.raises(
+        ValueError, match=rf"{name}={value!r}.*leave {name} out".replace("[", r"\[")
+    ):
+        load_model(recipe(saved("opt"), **settings), prompted("opt"))
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def test_a_masked_lm_needs_a_mask_token(saved: Callable[[str], str], tmp_path: Path) -> None:
+    automatic("bert").from_pretrained(saved("bert")).save_pretrained(tmp_path)
+    opt_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no mask token, which a masked_lm prompt asks at"):
+        load_model(recipe(str(tmp_path)), prompted("bert"))
+
+
+def test_a_causal_lm_pads_with_its_end_token(saved: Callable[[str], str], tmp_path: Path) -> None:
+    automatic("gpt2").from_pretrained(saved("gpt2")).save_pretrained(tmp_path)
+    tokenizer = opt_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    model, found = load_model(recipe(str(tmp_path)), prompted("gpt2"))
+    assert found.pad_token == found.eos_token == "</s>"
+    assert model.config.pad_token_id == found.eos_token_id == 2
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="neither a padding token nor an end token"):
+        load_model(recipe(str(tmp_path)), prompted("gpt2"))
+
+
+# ---------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_auto_takes_the_checkpoints_dtype(
+    saved: Callable[[str], str], tmp_path: Path, dtype: str
+) -> None:
+    whole = automatic("opt").from_pretrained(saved("opt"), dtype=getattr(torch, dtype))
+    folder = written(tmp_path, "opt", whole)
+    for asked, expected in (("auto", dtype), ("float32", "float32"), ("bfloat16", "bfloat16")):
+        model, _ = load_model(recipe(folder, torch_dtype=asked), prompted("opt"))
+        assert {p.dtype for p in model.parameters()} == {getattr(torch, expected)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_half_precision_language_model_is_trained_whole(
+    load: Loader, tmp_path: Path, dtype: str
+) -> None:
+    """What the field's documentation says; a private run needs microbatch_size=1."""
+    model = load("opt", torch_dtype=dtype)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    settings = {"max_steps": 2, "smoothing": 0.02}
+    with pytest.raises(ValueError, match="microbatch_size=1"):
+        step(model, tmp_path / "many", microbatch_size=4, **settings)
+    trainer = step(model, tmp_path / "one", **settings)
+    assert trainer.trajectory.next_step == 2
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+    moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    assert len(moved) == len(before)
+    again = load("opt", torch_dtype=dtype)
+    replay(again, trainer.trajectory)
+    assert digest_model(again) == digest_model(model)
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_trains_adapters_alone(load: Loader, family: str) -> None:
+    model = load(family, peft_method="lora", lora_r=2)
+    assert isinstance(model, peft.PeftModel)
+    names = set(trained(model))
+    assert names
+    assert all(".lora_A." in name or ".lora_B." in name for name in names)
+    assert not [name for name in names if "head" in name or "cls" in name]
+    assert not [name for name, _ in model.named_parameters() if "modules_to_save" in name]
+    assert torch.equal(losses(model, family), losses(load(family), family))  # B starts at zero
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_of_a_language_model_reacts_and_comes_back(load: Loader, family: str) -> None:
+    model = load(family, peft_method="lora", lora_r=2)
+    space = ParameterSpace(list(trained(model).items()), smoothing=1e-2)
+    with space.perturbed(Direction(5, 0), 1e-2):
+        pass  # the first time, the weights go onto their grid
+    before = losses(model, family)
+    with space.perturbed(Direction(5, 0), 1e-2):
+        moved = losses(model, family)
+    assert torch.equal(losses(model, family), before)
+    assert (moved - before).abs().min() > 1e-6
+
+
+@pytest.mark.parametrize("family", ["opt", "bert"])
+@pytest.mark.parametrize("peft_method", ["lora", "prefix"])
+def test_adapters_are_float32_on_any_base(load: Loader, family: str, peft_method: str) -> None:
+    for torch_dtype in ("bfloat16", "float16"):
+        model = load(family, peft_method=peft_method, torch_dtype=torch_dtype)
+        assert {p.dtype for p in trained(model).values()} == {torch.float32}
+        frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+        assert frozen == {getattr(torch, torch_dtype)}
+        assert losses(model, family).isfinite().all()
+
+
+def test_targets_of_a_language_model_are_named(load: Loader) -> None:
+    with pytest.raises(ValueError, match=r"of c_attn, c_fc, c_proj \(the head is not trained\)"):
+        load("gpt2", peft_method="lora", lora_target_modules=["nothing"])
+
+
+# ---------------------------------------------------------------- BitFit
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "qwen2", "roberta", "bert"])
+def test_bitfit_trains_biases_alone(load: Loader, family: str) -> None:
+    model = load(family, peft_method="bitfit")
+    names = set(trained(model))
+    assert names == {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert len(names) >= 6
+
+
+def test_bitfit_of_a_model_without_biases_is_refused(
+    load: Loader, saved: Callable[[str], str]
+) -> None:
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has none.*peft_method: lora"):
+        load("llama", peft_method="bitfit")
+    with pytest.raises(ValueError, match=r"LlamaForSequenceClassification has none below its head"):
+        load_model(recipe(saved("llama"), peft_method="bitfit"), classified())
+
+
+# ---------------------------------------------------------------- prefixes
+
+
+def real_tokens(model: Any, seed: int = 0) -> Tensor:
+    """The tokens whose keys and values a prefix starts as, `[1, PREFIX]`."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    rows = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(rows, (1, PREFIX), generator=generator)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+@torch.no_grad()
+def test_a_causal_prefix_starts_as_tokens_in_front(load: Loader, family: str) -> None:
+    model, plain = load(family, peft_method="prefix", num_virtual_tokens=PREFIX), load(family)
+    batch = texts(family)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    front = real_tokens(plain).expand(len(ids), -1)
+    longer = torch.cat([torch.ones_like(front), mask], dim=1)
+    expected = plain(input_ids=torch.cat([front, ids], 1), attention_mask=longer).logits[:, PREFIX:]
+    found = model(input_ids=ids, attention_mask=mask).logits
+    attended = mask.bool()
+    torch.testing.assert_close(found[attended], expected[attended], atol=1e-4, rtol=1e-4)
+    assert (found - plain(input_ids=ids, attention_mask=mask).logits)[attended].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", MASKED)
+@torch.no_grad()
+def test_a_masked_prefix_starts_as_tokens_that_see_no_text(load: Loader, family: str) -> None:
+    """Text attends to the tokens in front, and these attend to themselves alone."""
+    model, plain = load(family, peft_method="prefix", num_virtual_tokens=PREFIX), load(family)
+    ids = texts(family)["input_ids"][:1]
+    front = real_tokens(plain)
+    total = PREFIX + ids.shape[1]
+    sees = torch.ones(1, 1, total, total, dtype=torch.bool)
+    sees[..., :PREFIX, PREFIX:] = False
+    whole = torch.cat([front, ids], 1)
+    expected = plain(input_ids=whole, attention_mask=sees).logits[:, PREFIX:]
+    found = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (found - plain(input_ids=ids).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefix_is_all_that_is_trained(load: Loader, family: str) -> None:
+    model = load(family, peft_method="prefix", num_virtual_tokens=PREFIX)
+    (parameter,) = trained(model).values()
+    heads = 1 if family in ("llama", "qwen2") else 2
+    assert tuple(parameter.shape) == (PREFIX, 2 * 2 * heads * 8)
+
+
+@pytest.mark.parametrize("family", ["opt", "roberta"])
+def test_a_fresh_prefix_depends_on_the_seed_alone(load: Loader, family: str) -> None:
+    def prefix(seed: int) -> Tensor:
+        model = load(family, peft_method="prefix", num_virtual_tokens=PREFIX, init_seed=seed)
+        return next(iter(trained(model).values())).detach()
+
+    first = prefix(1)
+    torch.rand(7)  # the global generator moves on; nothing may change
+    assert torch.equal(prefix(1), first)
+    assert not torch.equal(prefix(2), first)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("peft_method", [None, "lora", "prefix"])
+def test_losses_do_not_depend_on_padding(
+    load: Loader, family: str, peft_method: str | None
+) -> None:
+    """Left, right or none: positions are counted from an example's own first token."""
+    model = load(family, peft_method=peft_method)
+    right, left = (losses(model, family, side) for side in ("right", "left"))
+    objective = select_objective(model)
+    batch = texts(family)
+    alone = []
+    for row in range(3):
+        length = int(batch["attention_mask"][row].sum())
+        with torch.no_grad():
+            alone.append(objective(model, {k: v[row : row + 1, :length] for k, v in batch.items()}))
+    torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(alone), right, atol=1e-5, rtol=1e-5)
+    assert right.max() - right.min() > 0.1
+
+
+def test_a_model_that_takes_no_prefix_is_refused(load: Loader) -> None:
+    with pytest.raises(ValueError, match=r"DistilBertForMaskedLM takes none.*lora or bitfit"):
+        made = seeded(lambda: transformers.DistilBertForMaskedLM(configuration("distilbert")), 0)
+        with_adapters(made, recipe("unused", peft_method="prefix"), "masked_lm")
+
+
+# ---------------------------------------------------------------- saved and loaded again
+
+
+def shifted(model: nn.Module) -> nn.Module:
+    """The model after some training: every trained tensor has moved."""
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in trained(model).values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "roberta"])
+@pytest.mark.parametrize("peft_method", ["lora", "prefix", "bitfit", None])
+def test_what_was_trained_is_loaded_again(
+    load: Loader, saved: Callable[[str], str], tmp_path: Path, family: str, peft_method: Any
+) -> None:
+    if (family, peft_method) == ("llama", "bitfit"):
+        pytest.skip("Llama has no biases")
+    model = shifted(load(family, peft_method=peft_method))
+    folder = written(tmp_path, family, model)  # type: ignore[arg-type]
+    assert (tmp_path / "adapter_config.json").exists() == (peft_method in ("lora", "prefix"))
+    arguments = recipe(folder, peft_method=peft_method)
+    again, _ = load_trained(arguments, prompted(family), base=saved(family))
+    assert not again.training
+    assert torch.equal(losses(again, family), losses(model, family))
+    assert (losses(load(family), family) - losses(model, family)).abs().min() > 1e-4
+
+
+@pytest.mark.parametrize("peft_method", ["lora", "prefix"])
+def test_an_adapter_of_another_head_is_refused(
+    load: Loader, saved: Callable[[str], str], tmp_path: Path, peft_method: str
+) -> None:
+    load("opt", peft_method=peft_method).save_pretrained(tmp_path)
+    message = r"holds an adapter of a causal_lm model, and the task needs a masked_lm model"
+    with pytest.raises(ValueError, match=message):
+        trained_adapter(load("roberta"), str(tmp_path), "masked_lm")
+    arguments = recipe(saved("opt"), peft_method=peft_method)
+    classifier, _ = load_model(arguments, classified())
+    classifier.save_pretrained(tmp_path / "classifier")
+    with pytest.raises(ValueError, match="of a sequence_classification model"):
+        load("opt", adapter=str(tmp_path / "classifier"))
+
+
+# ---------------------------------------------------------------- private steps
+
+
+def rows(count: int = 40) -> Dataset:
+    ids = torch.randint(5, 200, (count, 9), generator=torch.Generator().manual_seed(1))
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    return Dataset.from_dict({name: value.tolist() for name, value in whole.items()})
+
+
+def step(model: nn.Module, folder: Path, **settings: Any) -> DPZeroTrainer:
+    """The trainer after a private run of one step on all of the trainable parameters."""
+    defaults = {
+        "noise_multiplier": 1.0,
+        "target_delta": 1e-3,
+        "clip": 5.0,
+        "expected_batch_size": 6,
+        "microbatch_size": 1,
+        "max_steps": 1,
+        "learning_rate": 1e-2,
+        "direction_key": 7,
+        "sampler_key": "ab" * 32,
+        "insecure_noise_seed": 3,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    trainer = DPZeroTrainer(
+        model=model,
+        args=DPZeroConfig(output_dir=str(folder), **{**defaults, **settings}),
+        train_dataset=rows(),
+        data_collator=default_data_collator,
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("family", ["opt", "roberta"])
+@pytest.mark.parametrize("peft_method", ["lora", "prefix", "bitfit", None])
+def test_a_private_step_on_a_language_model(
+    load: Loader, tmp_path: Path, family: str, peft_method: Any
+) -> None:
+    model = load(family, peft_method=peft_method)
+    frozen = checksums((n, p) for n, p in model.named_parameters() if not p.requires_grad)
+    before = losses(model, family)
+    trainer = step(model, tmp_path, microbatch_size=4)
+    trainer.save_model()
+    assert checksums((n, p) for n, p in model.named_parameters() if n in frozen) == frozen
+    assert bool(frozen) == (peft_method is not None)
+    assert not torch.equal(losses(model, family), before)
+    again = load(family, peft_method=peft_method)
+    replay(again, Trajectory.load(tmp_path / "trajectory.safetensors"))
+    assert digest_model(again) == digest_model(model)
+
+
+# ---------------------------------------------------------------- quantised bases
+
+QUANTISED = [
+    {"load_in_4bit": True, "peft_method": "lora"},
+    {"load_in_4bit": True, "peft_method": "prefix"},
+    {"load_in_8bit": True, "peft_method": "lora"},
+    *(
+        pytest.param(settings, marks=pytest.mark.slow)  # rounding is measured first
+        for settings in (
+            {"load_in_4bit": True, "peft_method": "lora", "torch_dtype": "bfloat16"},
+            {"load_in_8bit": True, "peft_method": "prefix", "torch_dtype": "float16"},
+        )
+    ),
+]
+
+
+@pytest.fixture
+def bitsandbytes() -> None:
+    """Skips a test where it is not installed."""
+    pytest.importorskip("bitsandbytes", reason="needs the quantization extra")
+
+
+def quantised_names(model: nn.Module) -> list[str]:
+    kinds = ("Params4bit", "Int8Params")
+    return [name for name, p in model.named_parameters() if type(p).__name__ in kinds]
+
+
+@pytest.mark.parametrize("settings", QUANTISED, ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.usefixtures("bitsandbytes")
+def test_a_private_step_on_a_quantised_base(
+    load: Loader, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Steps, leaves the base alone, replays, saves, and loads what it saved."""
+    model = load("opt", **settings)
+    assert len(quantised_names(model)) == 2 * 6  # four of attention and two more in each layer
+    assert {p.dtype for p in trained(model).values()} == {torch.float32}
+    frozen = checksums((n, p) for n, p in model.named_parameters() if not p.requires_grad)
+    base, before = digest_model(model), losses(model, "opt")
+    assert digest_model(load("opt", **settings)) == base
+    trainer = step(model, tmp_path)
+    trainer.save_model()
+    assert checksums((n, p) for n, p in model.named_parameters() if n in frozen) == frozen
+    assert digest_model(model) != base
+    assert trainer.trajectory.header["base_model_digest"] == base
+    again = load("opt", **settings)
+    replay(again, Trajectory.load(tmp_path / "trajectory.safetensors"))
+    assert digest_model(again) == digest_model(model)
+    loaded = load("opt", **settings, adapter=str(tmp_path))
+    assert torch.equal(losses(loaded, "opt"), losses(model, "opt"))
+    assert not torch.equal(losses(loaded, "opt"), before)
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+def test_a_quantised_base_needs_one_example_a_pass(load: Loader, tmp_path: Path) -> None:
+    model = load("opt", load_in_4bit=True, peft_method="lora")
+    with pytest.raises(ValueError, match=r"not float32.*microbatch_size=1"):
+        step(model, tmp_path, microbatch_size=4)
+
+
+@torch.no_grad()
+def dequantised_(plain: nn.Module, quantised: nn.Module) -> nn.Module:
+    """The float model with the weights that the quantised one stands for."""
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+
+    targets = {
+        n.replace(".base_layer", ""): m for n, m in quantised.get_base_model().named_modules()
+    }
+    for name, module in plain.named_modules():
+        kind = type(targets.get(name)).__name__
+        if kind not in ("Linear4bit", "Linear8bitLt"):
+            continue
+        weight: Any = targets[name].weight
+        found = (
+            dequantize_4bit(weight.data, weight.quant_state)
+            if kind == "Linear4bit"
+            else int8_vectorwise_dequant(weight.data, targets[name].state.SCB)
+        )
+        module.weight.copy_(found.T if type(module).__name__ == "Conv1D" else found)
+    return plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.usefixtures("bitsandbytes")
+def test_a_quantised_base_computes_with_its_own_weights(
+    load: Loader, family: str, bits: int
+) -> None:
+    """Nothing else is rounded in 4 bits, nearly nothing in 8; forward passes write to no weight."""
+    model = load(family, **{f"load_in_{bits}bit": True}, peft_method="lora")
+    assert len(quantised_names(model)) >= 2 * 4
+    assert model.get_output_embeddings().weight.dtype == torch.float32
+    before = checksums(model.named_parameters())
+    found, exact = losses(model, family), losses(load(family), family)
+    assert checksums(model.named_parameters()) == before
+    same = losses(dequantised_(load(family), model), family)
+    torch.testing.assert_close(found, same, atol=1e-4 if bits == 4 else 0.1, rtol=1e-4)
+    assert (found - exact).abs().max() > (0.05 if bits == 4 else 1e-4)
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+def test_eight_bits_do_not_fill_the_log(load: Loader, caplog: pytest.LogCaptureFixture) -> None:
+    model = load("opt", load_in_8bit=True, peft_method="lora")
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    with caplog.at_level(logging.WARNING, logger=logger.name):
+        losses(model, "opt")
+        logger.warning("something else")
+    assert [record.message for record in caplog.records if record.name == logger.name] == [
+        "something else"
+    ]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.usefixtures("bitsandbytes")
+def test_a_fresh_classification_head_on_a_quantised_base(
+    saved: Callable[[str], str], bits: int
+) -> None:
+    """RoBERTa's head is two layers; neither is quantised, both depend on init_seed alone."""
+
+    def head(seed: int) -> dict[str, Tensor]:
+        settings = {f"load_in_{bits}bit": True, "peft_method": "lora", "init_seed": seed}
+        model, _ = load_model(recipe(saved("roberta"), **settings), classified())
+        assert quantised_names(model)
+        return {n: p for n, p in trained(model).items() if "modules_to_save" in n}
+
+    first, again, other = head(1), head(1), head(2)
+    assert len(first) == 4
+    assert {p.dtype for p in first.values()} == {torch.float32}
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+def test_quantised_weights_are_not_drawn(saved: Callable[[str], str]) -> None:
+    """BERT's classifier has a pooler, which a masked language model's checkpoint lacks."""
+    settings = {"load_in_4bit": True, "peft_method": "lora"}
+    with pytest.raises(ValueError, match=r"has no bert\.pooler\.dense\.bias, and weights of a"):
+        load_model(recipe(saved("bert"), **settings), classified())
+    with pytest.raises(ValueError, match=r"load_in_4bit=True needs architecture: auto"):
+        load_model(
+            recipe(saved("bert"), architecture="sentence_classifier", **settings), classified()
+        )
+
+
+def test_the_shared_tiny_checkpoint_loads(tmp_path: Path) -> None:
+    model, tokenizer = load_model(recipe(str(save_causal_lm(tmp_path))), prompted("opt"))
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_digest_of_a_quantised_base_sees_its_scales(bits: int, tmp_path: Path) -> None:
+    """Doubling a layer changes its quantisation scales and nothing else."""
+    pytest.importorskip("bitsandbytes")
+    model = automatic("opt").from_config(configuration("opt"))
+    spread(model)
+    found = []
+    for folder in ("one", "two"):
+        path = written(tmp_path / folder, "opt", model)
+        loaded, _ = load_model(
+            recipe(path, peft_method="lora", **{f"load_in_{bits}bit": True}), prompted("opt")
+        )
+        found.append(digest_model(loaded))
+        losses(loaded, "opt")
+        assert digest_model(loaded) == found[-1]  # a forward pass leaves it alone
+        with torch.no_grad():
+            model.model.decoder.layers[0].fc1.weight.mul_(2)
+    assert found[0] != found[1]

@@ -1,0 +1,850 @@
+"""Prompted losses: what they equal, that no example meets another, and every way to evaluate them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dpzero.estimators.exactness_checks import make_exact, strategy_is_exact
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.estimators.ghost_clipping import GhostGradients
+from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
+from hf_dpzero.objectives.bounded import AnswerF1, ZeroOne, alone
+from hf_dpzero.objectives.losses import (
+    Within,
+    causal_lm_objective,
+    differentiable,
+    single_pass,
+    trial,
+)
+from hf_dpzero.objectives.prompted import (
+    Answers,
+    Candidates,
+    LabelWords,
+    PromptObjective,
+    selected_logits,
+)
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.training.first_order_step import PlainGradients
+
+Batch = dict[str, Tensor]
+CAUSAL, MASKED = ("opt", "gpt2", "llama", "qwen2"), ("bert", "roberta")
+WORDS, PAD, NEW = (11, 23, 5), 0, 5
+SMOOTHING = 1e-2
+
+
+# ---------------------------------------------------------------- examples and batches
+
+
+def tokens(*lengths: int, seed: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, 64, (length,), generator=generator) for length in lengths]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Unpadded token rows (several for candidates) with what else the batch holds of the example."""
+
+    rows: list[Tensor]
+    others: dict[str, Any]
+    labels: list[Tensor] | None = None
+
+
+def padded(rows: Sequence[Tensor], side: str, width: int, fill: int) -> Tensor:
+    gaps = [width - len(row) for row in rows]
+    return torch.stack(
+        [
+            F.pad(row, (gap, 0) if side == "left" else (0, gap), value=fill)
+            for row, gap in zip(rows, gaps, strict=True)
+        ]
+    )
+
+
+def collated(examples: Sequence[Example], side: str = "right", extra: int = 0) -> Batch:
+    """One batch; a batch of candidates is [B, L, T]. `extra` columns hold padding only."""
+    width = max(len(row) for example in examples for row in example.rows) + extra
+    ids = [padded(e.rows, side, width, PAD) for e in examples]
+    mask = [padded([torch.ones_like(r) for r in e.rows], side, width, 0) for e in examples]
+    join: Callable[..., Tensor] = torch.stack if len(ids[0]) > 1 else torch.cat
+    batch = {"input_ids": join(ids), "attention_mask": join(mask)}
+    if examples[0].labels is not None:
+        batch["labels"] = torch.cat([padded(e.labels or [], side, width, -100) for e in examples])
+    for name in examples[0].others:
+        batch[name] = torch.tensor([example.others[name] for example in examples])
+    return batch
+
+
+def label_word_examples() -> list[Example]:
+    """The scored token is the last one, the first one, and one in between."""
+    places, labels = (4, 0, 6, 2), (0, 2, 1, 1)
+    return [
+        Example([row], {"positions": place, "labels": label})
+        for row, place, label in zip(tokens(5, 3, 9, 7), places, labels, strict=True)
+    ]
+
+
+def candidate_examples() -> list[Example]:
+    """Words of one to four tokens after prompts of one to six."""
+    found = []
+    for prompt, lengths, label in ((3, (1, 2, 4), 2), (6, (2, 2, 1), 0), (1, (3, 1, 2), 1)):
+        (shared,) = tokens(prompt, seed=prompt)
+        rows = [torch.cat([shared, word]) for word in tokens(*lengths, seed=10 + prompt)]
+        found.append(Example(rows, {"answer_lengths": list(lengths), "labels": label}))
+    return found
+
+
+def answer_examples() -> list[Example]:
+    found = []
+    for i, (row, prompt) in enumerate(zip(tokens(6, 9, 4, 8), (2, 5, 3, 1), strict=True)):
+        labels = row.clone()
+        labels[:prompt] = -100
+        found.append(Example([row], {"references": i}, [labels]))
+    return found
+
+
+def token_match(found: list[int], reference: int) -> float:
+    """A stand-in for F1: the share of answer tokens of the reference's parity."""
+    return sum(token % 2 == reference % 2 for token in found) / max(1, len(found))
+
+
+ANSWERS = Answers(max_new_tokens=NEW, stop_token_ids=(2,), pad_token_id=PAD)
+KINDS: dict[str, tuple[PromptObjective, Callable[[], list[Example]]]] = {
+    "words": (LabelWords(WORDS), label_word_examples),
+    "candidates": (Candidates(), candidate_examples),
+    "answers": (ANSWERS, answer_examples),
+    "zero-one words": (ZeroOne(LabelWords(WORDS)), label_word_examples),
+    "zero-one candidates": (ZeroOne(Candidates()), candidate_examples),
+    "answer f1": (AnswerF1(ANSWERS, token_match), answer_examples),
+}
+SMOOTH = ("words", "candidates", "answers")
+BOUNDED = ("zero-one words", "zero-one candidates", "answer f1")
+CASES = [
+    *(("words", family) for family in MASKED),
+    *((kind, family) for kind in SMOOTH for family in CAUSAL),
+]
+
+
+def mostly_slow(cases: Sequence[tuple[Any, ...]], quick: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """All the cases as parameters, those that are not `quick` with the mark."""
+    assert set(quick) < set(cases)
+    return [c if c in quick else pytest.param(*c, marks=pytest.mark.slow) for c in cases]
+
+
+# ---------------------------------------------------------------- what the losses are
+
+
+def reference_scores(model: nn.Module, example: Example) -> Tensor:
+    """Label words or candidates by hand: full logits of every row alone, a Python loop over tokens."""
+    found = []
+    for n, row in enumerate(example.rows):
+        logits = full_logits(model, row)
+        if "positions" in example.others:
+            return torch.stack([logits[example.others["positions"], word] for word in WORDS])
+        log_p, length = logits.log_softmax(dim=1), example.others["answer_lengths"][n]
+        places = range(len(row) - length, len(row))
+        found.append(sum(log_p[t - 1, row[t]] for t in places) / length)
+    return torch.stack(found)
+
+
+def full_logits(model: nn.Module, row: Tensor) -> Tensor:
+    """`[T, V]` float32 of one row alone, without any padding."""
+    ids = row.unsqueeze(0)
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+    return logits[-len(row) :].float()
+
+
+def reference_loss(model: nn.Module, kind: str, example: Example) -> Tensor:
+    if kind == "answers":
+        (row,), (labels,) = example.rows, example.labels or []
+        log_p = full_logits(model, row).log_softmax(dim=1)
+        own = [t for t in range(1, len(row)) if labels[t] != -100]
+        return -sum(log_p[t - 1, row[t]] for t in own) / len(own)
+    return -reference_scores(model, example).log_softmax(dim=0)[example.others["labels"]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("kind", "family"), CASES)
+@torch.no_grad()
+def test_batch_equals_loop_over_examples(
+    kind: str, family: str, side: str, language_model: Any
+) -> None:
+    model, (objective, make) = language_model(family), KINDS[kind]
+    single = torch.cat([objective(model, collated([example])) for example in make()])
+    losses = objective(model, collated(make(), side, extra=2))
+    assert losses.shape == (len(make()),)
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, single, atol=1e-5, rtol=1e-5)
+    assert losses.max() - losses.min() > 1e-2, "the examples must be told apart"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("kind", "family"), CASES)
+@torch.no_grad()
+def test_losses_are_those_of_full_logits(
+    kind: str, family: str, side: str, language_model: Any
+) -> None:
+    model, (objective, make) = language_model(family), KINDS[kind]
+    expected = torch.stack([reference_loss(model, kind, example) for example in make()])
+    losses = objective(model, collated(make(), side))
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "family"), [case for case in CASES if case[0] in SMOOTH[:2]])
+@torch.no_grad()
+def test_scores_and_labels(kind: str, family: str, language_model: Any) -> None:
+    """Over all labels, exp(-loss) is a distribution, and the largest score has the smallest loss."""
+    model, (objective, make) = language_model(family), KINDS[kind]
+    batch = collated(make())
+    scores = objective.predict(model, batch)
+    assert scores.shape == (len(make()), 3)
+    assert scores.dtype == torch.float32
+    expected = torch.stack([reference_scores(model, example) for example in make()])
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+    losses = torch.stack(
+        [
+            objective(model, {**batch, "labels": torch.full_like(batch["labels"], c)})
+            for c in (0, 1, 2)
+        ]
+    )
+    torch.testing.assert_close(torch.exp(-losses).sum(dim=0), torch.ones(len(make())))
+    assert torch.equal(losses.argmin(dim=0), scores.argmax(dim=1))
+    permuted = objective(model, {**batch, "labels": batch["labels"].roll(1)})
+    assert not torch.allclose(permuted, objective(model, batch), atol=1e-2)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+@torch.no_grad()
+def test_answers_have_the_loss_of_next_token_prediction(family: str, language_model: Any) -> None:
+    model, batch = language_model(family), collated(answer_examples(), "left")
+    plain = {key: value for key, value in batch.items() if key != "references"}
+    torch.testing.assert_close(
+        ANSWERS(model, batch), causal_lm_objective(model, plain), atol=1e-6, rtol=1e-6
+    )
+
+
+@torch.no_grad()
+def test_rows_without_answer_tokens_have_loss_zero(language_model: Any) -> None:
+    model, batch = language_model("opt"), collated(answer_examples())
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    assert ANSWERS(model, batch).tolist() == [0.0] * 4
+    batch["labels"][:, 0] = 7  # the first token has no predictor
+    assert ANSWERS(model, batch).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_answers_predict_from_the_prompt_alone(family: str, side: str, language_model: Any) -> None:
+    model, examples = language_model(family), answer_examples()
+    found = ANSWERS.predict(model, collated(examples, side))
+    prompts = [e.rows[0][(e.labels or [])[0] == -100] for e in examples]
+    without = {"input_ids": padded(prompts, "right", 9, PAD)}
+    without["attention_mask"] = padded([torch.ones_like(p) for p in prompts], "right", 9, 0)
+    assert found.shape == (4, NEW)
+    assert torch.equal(found, ANSWERS.predict(model, without))
+    assert len(found.unique(dim=0)) > 1
+
+
+def test_columns_are_what_no_model_takes(language_model: Any) -> None:
+    seen = []
+    for kind, (objective, make) in KINDS.items():
+        model = language_model("opt")
+        batch = collated(make())
+        taken: list[str] = []
+        model.register_forward_pre_hook(
+            lambda _m, _a, kwargs, taken=taken: taken.extend(kwargs), with_kwargs=True
+        )
+        objective(model, batch)
+        assert taken, kind
+        assert not set(taken) & {*objective.columns, "labels"}
+        assert set(batch) - {"input_ids", "attention_mask", "labels"} == set(objective.columns)
+        seen.append(kind)
+    assert seen == list(KINDS)
+
+
+# ---------------------------------------------------------------- logits where they are needed
+
+
+def head_of(model: Any) -> nn.Module:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base.get_output_embeddings()
+
+
+def watched_head(model: nn.Module) -> list[list[int]]:
+    """Shapes of the logits that the output embedding computes."""
+    shapes: list[list[int]] = []
+    head_of(model).register_forward_hook(lambda _m, _i, out: shapes.append(list(out.shape)))
+    return shapes
+
+
+def adapted(model: Any, name: str | None) -> Any:
+    if name is None:
+        return model
+    configs = {
+        "lora": lambda: peft.LoraConfig(r=2, target_modules="all-linear"),
+        "head lora": lambda: peft.LoraConfig(r=2, target_modules=["lm_head"]),
+        "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    }
+    found = peft.get_peft_model(model, configs[name]()).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    return found
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("family", "adapter"),
+    [(family, None) for family in (*MASKED, *CAUSAL)]
+    + [(family, "lora") for family in (*MASKED, *CAUSAL)]
+    + [(family, kind) for family in CAUSAL for kind in ("prefix", "prompt")]
+    + [("llama", "head lora")],
+)
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_selected_logits_are_those_of_full_passes(
+    family: str, adapter: str | None, side: str, language_model: Any
+) -> None:
+    model, examples = adapted(language_model(family), adapter), label_word_examples()
+    positions = torch.tensor([[0, 4, 2], [2, 2, 0], [8, 1, 3], [0, 6, 5]])
+    batch = collated(examples, side, extra=1)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    shapes = watched_head(model)
+    found = selected_logits(model, inputs, positions)
+    assert shapes == [[4, 3, 64]], "no other logit is computed"
+    rows = [full_logits(model, e.rows[0])[p] for e, p in zip(examples, positions, strict=True)]
+    torch.testing.assert_close(found, torch.stack(rows), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["roberta", "opt", "llama"])
+@torch.no_grad()
+def test_selected_logits_in_half_precision(family: str, language_model: Any) -> None:
+    """The same bits as all logits of the same batch: a matrix product's rows round alike."""
+    model = language_model(family).to(torch.bfloat16)
+    batch = collated(label_word_examples())
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    positions = torch.tensor([[0, 4], [2, 1], [8, 1], [6, 5]])
+    found = selected_logits(model, inputs, positions)
+    full = model(**inputs).logits
+    assert found.dtype == torch.bfloat16
+    expected = torch.stack([row[p] for row, p in zip(full, positions, strict=True)])
+    torch.testing.assert_close(found, expected, atol=0.0, rtol=2**-7)
+
+
+@torch.no_grad()
+def test_explicit_position_ids_are_left_alone(language_model: Any) -> None:
+    """Such rows are not rolled, and positions still count from their first token."""
+    model = language_model("gpt2")
+    batch = collated(label_word_examples(), "left")
+    positions = torch.tensor([[0], [2], [8], [6]])
+    mask = batch["attention_mask"]
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": mask}
+    inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    expected = selected_logits(model, {k: inputs[k] for k in list(inputs)[:2]}, positions)
+    found = selected_logits(model, inputs, positions)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+class _Odd(nn.Module):
+    """A language model around another one, which calls its head in a way of its own."""
+
+    def __init__(self, inner: Any, call: str) -> None:
+        super().__init__()
+        self.inner, self.call, self.config = inner, call, inner.config
+
+    def get_output_embeddings(self) -> Any:
+        return None if self.call == "none" else self.inner.lm_head
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        hidden = self.inner.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        if self.call == "flat":
+            return {
+                "logits": self.inner.lm_head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+            }
+        if self.call == "keyword":
+            return {"logits": self.inner.lm_head(input=hidden)}
+        return {"logits": F.linear(hidden, self.inner.lm_head.weight)}
+
+
+@pytest.mark.parametrize("call", ["none", "flat", "keyword", "compiled"])
+@torch.no_grad()
+def test_other_models_compute_all_logits(call: str, language_model: Any) -> None:
+    plain, batch = language_model("llama"), collated(label_word_examples(), "left")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    positions = torch.tensor([[0, 4], [2, 1], [8, 1], [6, 5]])
+    expected = selected_logits(plain, inputs, positions)
+    if call == "compiled":
+        plain.compile(backend="eager")
+        shapes = watched_head(plain)
+        found = selected_logits(plain, inputs, positions)
+        assert shapes == [[4, 9, 64]]
+    else:
+        found = selected_logits(_Odd(plain, call), inputs, positions)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_no_hook_is_left(language_model: Any) -> None:
+    model = language_model("opt")
+    batch = collated(label_word_examples())
+    LabelWords(WORDS)(model, batch)
+    broken = {**batch, "input_ids": batch["input_ids"] + 60}
+    with pytest.raises(IndexError):
+        LabelWords(WORDS)(model, broken)
+    assert not head_of(model)._forward_pre_hooks
+    assert model(**{k: batch[k] for k in ("input_ids", "attention_mask")}).logits.shape[1] == 9
+
+
+@pytest.mark.parametrize("kind", ["candidates", "answers"])
+@torch.no_grad()
+def test_float32_copies_are_of_one_row(
+    kind: str, language_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (objective, make) = language_model("opt").to(torch.bfloat16), KINDS[kind]
+    rows: list[int] = []
+    original = F.cross_entropy
+
+    def spy(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert logits.dtype == torch.float32
+        rows.append(logits.shape[0])
+        return original(logits, *args, **kwargs)
+
+    monkeypatch.setattr(F, "cross_entropy", spy)
+    objective(model, collated(make()))
+    expected = [1, 2, 4, 2, 2, 1, 3, 1, 2, 3] if kind == "candidates" else [4, 4, 1, 7]
+    assert rows == expected  # the last of the candidates' calls is over the classes of 3 examples
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("words", [(), (5,), (5, 6, 5)])
+def test_label_words_must_differ(words: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"token_ids=\(.*no two alike"):
+        LabelWords(words)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("row", "place"), [(0, -1), (1, 3), (2, 9)])
+def test_positions_must_be_inside(row: int, place: int, side: str, language_model: Any) -> None:
+    batch = collated(label_word_examples(), side, extra=2)
+    batch["positions"][row] = place
+    with pytest.raises(ValueError, match=rf"positions\[{row}\] lies outside of its row"):
+        LabelWords(WORDS)(language_model("roberta"), batch)
+
+
+@pytest.mark.parametrize(("candidate", "length"), [((0, 0), 0), ((1, 2), 7), ((2, 1), -1)])
+def test_answer_lengths_must_leave_a_prompt(
+    candidate: tuple[int, int], length: int, language_model: Any
+) -> None:
+    batch = collated(candidate_examples(), "left")
+    batch["answer_lengths"][candidate] = length
+    number = 3 * candidate[0] + candidate[1]
+    with pytest.raises(ValueError, match=f"candidate {number} of the batch has answer_lengths out"):
+        Candidates()(language_model("opt"), batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("words", "positions"),
+        ("words", "labels"),
+        ("candidates", "answer_lengths"),
+        ("candidates", "labels"),
+        ("answers", "labels"),
+        ("zero-one words", "labels"),
+        ("answer f1", "references"),
+    ],
+)
+def test_missing_columns_are_named(kind: str, missing: str, language_model: Any) -> None:
+    objective, make = KINDS[kind]
+    batch = {name: value for name, value in collated(make()).items() if name != missing}
+    with pytest.raises(ValueError, match=f"no '{missing}'"):
+        objective(language_model("opt"), batch)
+
+
+def test_candidates_need_three_dimensions(language_model: Any) -> None:
+    batch = {**collated(label_word_examples()), "answer_lengths": torch.ones(4, 3).long()}
+    with pytest.raises(ValueError, match=r"\[B, L, T\].*not \[4, 9\] and \[4, 3\]"):
+        Candidates()(language_model("opt"), batch)
+
+
+# ---------------------------------------------------------------- finite differences
+
+
+def trained(model: Any, what: str) -> Any:
+    """What of the model is trained: all of it, LoRA matrices, or the second half."""
+    if what == "lora":
+        return adapted(model, "lora")
+    if what == "half":
+        for name, parameter in model.named_parameters():
+            late = any(part in name for part in ("layer.1.", "layers.1.", "h.1."))
+            parameter.requires_grad_(late)
+        assert any(p.requires_grad for p in model.parameters())
+    return model
+
+
+def differences(model: nn.Module, objective: Any, strategy: str, reuse: bool = False) -> Any:
+    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    space.snap_()
+    return FiniteDifferences(model, space, objective, SMOOTHING, reuse, strategy)
+
+
+def sweep(estimate: FiniteDifferences, batches: Sequence[Batch]) -> Tensor:
+    """Losses [2, B, K] along three directions."""
+    directions = [Direction(77, 4, k) for k in range(3)]
+    try:
+        return torch.stack(estimate.losses(batches, directions))
+    finally:
+        estimate.space.settle_()
+
+
+STRATEGY_CASES = [
+    ("words", "roberta"),
+    ("words", "bert"),
+    ("words", "gpt2"),
+    *((kind, family) for kind in ("candidates", "answers") for family in ("opt", "llama")),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "what"),
+    mostly_slow(
+        [(*case, what) for case in STRATEGY_CASES for what in ("all", "lora", "half")],
+        [("words", "roberta", "all"), ("candidates", "opt", "lora")],
+    ),
+)
+def test_every_strategy_gives_the_losses_of_whole_model(
+    kind: str, family: str, what: str, language_model: Any
+) -> None:
+    """`paired` runs attention and activations on both halves at once: on rows this small they round
+    otherwise in the last place."""
+    model, (objective, make) = trained(language_model(family), what), KINDS[kind]
+    batches = [collated(make()[:2], "left"), collated(make()[2:])]
+    expected = sweep(differences(model, objective, "whole_model"), batches)
+    assert (expected[0] - expected[1]).abs().min() > 1e-4, "the perturbation must be seen"
+    for strategy, tolerance in (("layerwise", 0.0), ("paired", 1e-6), ("stacked", 1e-5)):
+        estimate = differences(model, objective, strategy)
+        if strategy != "paired":
+            assert make_exact(estimate, batches[0], Direction(1, 1, 1)) == []
+        found = sweep(estimate, batches)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "strategy"),
+    mostly_slow(
+        [(*case, s) for case in STRATEGY_CASES for s in ("whole_model", "layerwise")],
+        [("words", "roberta", "whole_model"), ("candidates", "opt", "layerwise")],
+    ),
+)
+def test_the_frozen_prefix_is_reused(
+    kind: str, family: str, strategy: str, language_model: Any
+) -> None:
+    model, (objective, make) = trained(language_model(family), "half"), KINDS[kind]
+    batches = [collated(make()[:2], "left"), collated(make()[2:])]
+    expected = sweep(differences(model, objective, strategy), batches)
+    estimate = differences(model, objective, strategy, reuse=True)
+    assert make_exact(estimate, batches[0], Direction(1, 1, 1)) == []
+    assert estimate.prefix is not None
+    assert torch.equal(sweep(estimate, batches), expected)
+
+
+@pytest.mark.parametrize(
+    "kind", ["words", *(pytest.param(k, marks=pytest.mark.slow) for k in SMOOTH[1:])]
+)
+def test_half_precision_weights(kind: str, language_model: Any) -> None:
+    model, (objective, make) = language_model("opt").to(torch.bfloat16), KINDS[kind]
+    batches = [collated([example]) for example in make()]
+    expected = sweep(differences(model, objective, "whole_model"), batches)
+    estimate = differences(model, objective, "auto")
+    assert make_exact(estimate, batches[0], Direction(1, 1, 1)) == []
+    assert estimate.strategy == "layerwise"
+    assert torch.equal(sweep(estimate, batches), expected)
+
+
+# ---------------------------------------------------------------- losses that are steps
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+@torch.no_grad()
+def test_zero_one_counts_errors(family: str, language_model: Any) -> None:
+    model = language_model(family)
+    for inner, make in (KINDS["words"], KINDS["candidates"]):
+        batch = collated(make())
+        best = torch.stack([reference_scores(model, e).argmax() for e in make()])
+        expected = (best != batch["labels"]).float()
+        assert torch.equal(ZeroOne(inner)(model, batch), expected)  # type: ignore[arg-type]
+        right = {**batch, "labels": best}
+        assert ZeroOne(inner)(model, right).tolist() == [0.0] * len(best)  # type: ignore[arg-type]
+        assert torch.equal(ZeroOne(inner).predict(model, batch), inner.predict(model, batch))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_scores_that_are_not_numbers_are_wrong(language_model: Any) -> None:
+    model, batch = language_model("roberta"), collated(label_word_examples())
+    head_of(model).bias.fill_(float("nan"))
+    for label in range(3):
+        labelled = {**batch, "labels": torch.full_like(batch["labels"], label)}
+        assert ZeroOne(LabelWords(WORDS))(model, labelled).tolist() == [1.0] * 4
+
+
+def test_answer_f1_scores_what_is_decoded(language_model: Any) -> None:
+    model, batch = language_model("llama"), collated(answer_examples(), "left")
+    decoded = [[t for t in row if t >= 0] for row in ANSWERS.predict(model, batch).tolist()]
+    asked: list[tuple[list[int], int]] = []
+
+    def score(found: list[int], reference: int) -> float:
+        asked.append((found, reference))
+        return 0.25 * reference
+
+    assert AnswerF1(ANSWERS, score)(model, batch).tolist() == [1.0, 0.75, 0.5, 0.25]
+    assert asked == [(row, i) for i, row in enumerate(decoded)]
+    objective = AnswerF1(ANSWERS, score)
+    assert torch.equal(objective.predict(model, batch), ANSWERS.predict(model, batch))
+
+
+@pytest.mark.parametrize("score", [-0.1, 1.5, float("nan")])
+def test_scores_must_be_bounded(score: float, language_model: Any) -> None:
+    objective = AnswerF1(ANSWERS, lambda *_: score)
+    with pytest.raises(ValueError, match=r"score=.*must lie in \[0, 1\]"):
+        objective(language_model("opt"), collated(answer_examples()))
+
+
+def test_each_counts_its_own_kind() -> None:
+    with pytest.raises(TypeError, match="LabelWords or Candidates, not of Answers"):
+        ZeroOne(ANSWERS)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match="AnswerF1 counts the answers of Answers, not of Candidates"
+    ):
+        AnswerF1(Candidates(), token_match)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    mostly_slow(
+        [(kind, family) for kind in BOUNDED for family in CAUSAL],
+        [("zero-one words", "llama"), ("answer f1", "opt")],
+    ),
+)
+def test_bounded_losses_know_nothing_of_the_batch(
+    kind: str, family: str, language_model: Any
+) -> None:
+    """To the last bit, also of the trial, whose numbers move with every logit."""
+    model, (objective, make) = language_model(family), KINDS[kind]
+    examples = make()
+    for evaluate in (objective, objective.trial):  # type: ignore[attr-defined]
+        single = torch.cat([evaluate(model, collated([example])) for example in examples])
+        for side, extra in (("left", 0), ("right", 7)):
+            assert torch.equal(evaluate(model, collated(examples, side, extra)), single)
+        backwards = evaluate(model, collated(examples[::-1]))
+        assert torch.equal(backwards.flip(0), single)
+    assert len(single.unique()) == len(examples), "the trial must tell them apart"
+
+
+def test_a_batch_would_round_otherwise(language_model: Any) -> None:
+    """Why the examples are evaluated alone: this is what `ZeroOne` keeps out."""
+    model, examples = language_model("llama"), label_word_examples()
+    objective = LabelWords(WORDS)
+    single = torch.cat([objective(model, collated([example])) for example in examples])
+    widths = [objective(model, collated(examples, "left", extra)) for extra in range(8)]
+    assert any(not torch.equal(losses, single) for losses in widths)
+
+
+def test_alone_cuts_every_kind_of_batch() -> None:
+    for make in (label_word_examples, candidate_examples, answer_examples):
+        examples = make()
+        for side in ("left", "right"):
+            rows = list(alone(collated(examples, side, extra=3)))
+            assert len(rows) == len(examples)
+            for row, example in zip(rows, examples, strict=True):
+                expected = collated([example])  # one padding token is number 0 there too
+                assert row.keys() == expected.keys()
+                assert all(torch.equal(row[name], expected[name]) for name in expected)
+    assert list(alone({"input_ids": torch.zeros(0, 3)})) == []
+
+
+def test_alone_refuses_empty_rows_and_keeps_rows_without_a_mask() -> None:
+    rows = torch.tensor([[5, 6]])
+    with pytest.raises(ValueError, match="no attended token"):
+        list(alone({"input_ids": rows, "attention_mask": torch.zeros_like(rows)}))
+    (kept,) = alone({"input_ids": rows})
+    assert torch.equal(kept["input_ids"], rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    mostly_slow(
+        [(kind, what) for kind in BOUNDED for what in ("all", "half")],
+        [("zero-one words", "half")],
+    ),
+)
+def test_bounded_losses_under_the_strategies(kind: str, what: str, language_model: Any) -> None:
+    """No prefix and no stack, asked for or not; layerwise gives the bits of whole_model."""
+    model, (objective, make) = trained(language_model("opt"), what), KINDS[kind]
+    batches = [collated(make()[:2], "left"), collated(make()[2:])]
+    whole = differences(model, objective, "auto", reuse=True)
+    assert whole.prefix is None
+    assert make_exact(whole, batches[0], Direction(1, 1, 1), num_directions=8) == []
+    assert whole.strategy == "whole_model"
+    layerwise = differences(model, objective, "layerwise", reuse=True)
+    assert make_exact(layerwise, batches[0], Direction(1, 1, 1)) == []
+    expected = sweep(whole, batches)
+    assert torch.equal(sweep(layerwise, batches), expected)
+    assert ((expected >= 0) & (expected <= 1)).all()
+    whole.objective = layerwise.objective = trial(objective)
+    moved = sweep(whole, batches)
+    assert (moved[0] - moved[1]).abs().min() > 1e-4, "what is behind the steps must have moved"
+    assert torch.equal(sweep(layerwise, batches), moved)
+
+
+@pytest.mark.parametrize("strategy", ["paired", "stacked"])
+@pytest.mark.parametrize("kind", BOUNDED)
+def test_strategies_that_join_passes_are_refused(
+    kind: str, strategy: str, language_model: Any
+) -> None:
+    with pytest.raises(ValueError, match=f"strategy='{strategy}'.*every example by itself"):
+        differences(language_model("opt"), KINDS[kind][0], strategy)
+
+
+class _ReadsOutside(nn.Module):
+    """Reads its head's weight outside of the head's forward, where `layerwise` does not perturb it."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        hidden = self.inner.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        return {"logits": F.linear(hidden, self.inner.lm_head.weight)}
+
+
+def test_a_wrong_strategy_shows_behind_equal_steps(language_model: Any) -> None:
+    """The 0/1 losses agree, NaN weights included; the trial does not."""
+    model, batch = _ReadsOutside(language_model("llama")), collated(label_word_examples()[:2])
+    objective = ZeroOne(LabelWords(WORDS))
+    layerwise = differences(model, objective, "layerwise")
+    whole = differences(model, objective, "whole_model")
+    assert torch.equal(sweep(layerwise, [batch]), sweep(whole, [batch])), "or this shows nothing"
+    assert not strategy_is_exact(layerwise, batch, Direction(1, 1, 1))
+    with pytest.raises(ValueError, match=r"strategy='layerwise' .*lm_head\.weight"):
+        make_exact(layerwise, batch, Direction(1, 1, 1))
+
+
+# ---------------------------------------------------------------- what an objective says of itself
+
+
+def test_traits() -> None:
+    for kind, (objective, _) in KINDS.items():
+        assert objective.differentiable is (kind in SMOOTH), kind
+        assert objective.single_pass is (kind in SMOOTH), kind
+        assert (trial(objective) is objective) is (kind in SMOOTH), kind
+    assert single_pass(causal_lm_objective)
+    assert differentiable(causal_lm_objective)
+    assert trial(causal_lm_objective) is causal_lm_objective
+
+
+def test_traits_survive_being_wrapped(language_model: Any) -> None:
+    def doubled(objective: Any) -> Any:
+        return lambda model, inputs: 2 * objective(model, inputs)
+
+    model, batch = language_model("opt"), collated(label_word_examples())
+    seen = []
+    for kind in ("words", "zero-one words"):
+        inner = KINDS[kind][0]
+        outer = Within(inner, doubled)
+        assert (single_pass(outer), differentiable(outer)) == (kind == "words",) * 2
+        assert torch.equal(outer(model, batch), 2 * inner(model, batch))
+        assert torch.equal(trial(outer)(model, batch), 2 * trial(inner)(model, batch))
+        seen.append(kind)
+    assert len(seen) == 2
+
+
+# ---------------------------------------------------------------- per-example gradients
+
+GRADIENT_CASES = [
+    ("words", "roberta", "all"),
+    ("words", "roberta", "lora"),
+    ("words", "bert", "all"),
+    ("words", "opt", "all"),
+    *((k, f, "lora") for k in ("candidates", "answers") for f in CAUSAL),
+    ("candidates", "opt", "all"),
+    ("answers", "opt", "all"),
+]
+
+
+@pytest.mark.parametrize("kind_of_gradients", [PerExampleGradients, GhostGradients])
+@pytest.mark.parametrize(
+    ("kind", "family", "what"),
+    mostly_slow(GRADIENT_CASES, [*GRADIENT_CASES[:2], ("candidates", "opt", "lora")]),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_per_example_gradients_are_those_of_examples_alone(
+    kind: str, family: str, what: str, kind_of_gradients: Any, language_model: Any
+) -> None:
+    """Also of the tied output matrix, which both looks up and multiplies, and of L rows an example."""
+    model, (objective, make) = trained(language_model(family), what), KINDS[kind]
+    gradients, batch = kind_of_gradients(model, objective), collated(make())
+    gradients.check_attribution(batch)
+    weights = torch.arange(1.0, 1.0 + len(make()))
+    found, norms = gradients.weighted_sum([batch], lambda n: weights.double())
+    singles = []
+    for example in make():
+        loss = objective(model, collated([example])).sum()
+        own = torch.autograd.grad(loss, gradients.parameters, materialize_grads=True)
+        singles.append(torch.cat([g.flatten() for g in own]))
+    expected = torch.stack(singles)
+    scale = float(expected.norm(dim=1).max())
+    torch.testing.assert_close(norms, expected.norm(dim=1), atol=1e-5 * scale, rtol=1e-4)
+    total = torch.cat([g.flatten() for g in found])
+    torch.testing.assert_close(total, weights @ expected, atol=1e-5 * scale, rtol=1e-4)
+
+
+def test_tied_weights_get_both_of_their_uses(language_model: Any) -> None:
+    """The case above has power: output and lookup both reach the tied matrix of RoBERTa."""
+    model, batch = language_model("roberta"), collated(label_word_examples())
+    tied = model.roberta.embeddings.word_embeddings.weight
+    assert head_of(model).weight is tied
+    LabelWords(WORDS)(model, batch).sum().backward()
+    looked_up = batch["input_ids"][batch["attention_mask"] == 1].unique()
+    never = [word for word in WORDS if word not in looked_up]
+    assert never
+    assert tied.grad[never].abs().sum() > 0  # by the output alone
+    others = [int(token) for token in looked_up if token not in WORDS]
+    assert tied.grad[others].abs().sum() > 0  # by the lookup alone: label words take the softmax
+
+
+@pytest.mark.parametrize("gradients", [PerExampleGradients, GhostGradients, PlainGradients])
+@pytest.mark.parametrize("kind", BOUNDED)
+def test_steps_have_no_gradients(kind: str, gradients: Any, language_model: Any) -> None:
+    with pytest.raises(ValueError, match="counts right answers, which has no gradient"):
+        gradients(language_model("opt"), KINDS[kind][0])
+
+
+class _Custom(PromptObjective):
+    """A user's own objective needs two methods."""
+
+    columns: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+        return self.predict(model, inputs).sum(dim=1)
+
+    def predict(self, model: nn.Module, inputs: Any) -> Tensor:
+        return inputs["input_ids"].float()
+
+
+def test_a_users_own_objective_has_the_usual_traits() -> None:
+    objective = _Custom()
+    assert single_pass(objective)
+    assert differentiable(objective)
+    assert objective(nn.Identity(), {"input_ids": torch.ones(2, 3)}).tolist() == [3.0, 3.0]

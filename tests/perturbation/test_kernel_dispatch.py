@@ -1,0 +1,431 @@
+"""The passes over a flat tensor: compiled against plain torch and exact arithmetic, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hf_dpzero.perturbation import directions
+from hf_dpzero.perturbation.directions import DITHER_STEP
+from hf_dpzero.perturbation.kernels import dispatch, numba_kernels, torch_reference
+from hf_dpzero.perturbation.kernels.dispatch import Members
+from hf_dpzero.perturbation.kernels.torch_reference import half_precision, stochastically_rounded
+
+HALVES = [torch.bfloat16, torch.float16]
+KINDS = ["signs", "normals", "bfloat16 signs", "bfloat16 normals", "float16 signs",
+         "float16 normals"]  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A pass's source and arguments; `run` makes it by any of the backends."""
+
+    kind: str
+    source: Tensor
+    offset: int
+    rest: tuple[Any, ...]
+    members: Members | None
+
+    def run(self, backend: Any, out: Tensor, source: Tensor, pieces: Any = None) -> Tensor:
+        name = {"signs": "add_signs", "normals": "add_normals"}.get(self.kind, "add_rounded")
+        getattr(backend, name)(out, source, self.offset, *self.rest, self.members, pieces)
+        return out
+
+    def of(self, backend: Any) -> Tensor:
+        """Out of place, on a fresh tensor of other values."""
+        return self.run(backend, torch.full_like(self.source, 7.0), self.source)
+
+
+def case(kind: str, n: int, offset: int, terms: int, members: Members | None = None, seed: int = 0):
+    """Random coefficients of many sizes; on the lattices' grids where the pass wants that."""
+    draw, m = np.random.default_rng(seed), 1 if members is None else len(members.starts)
+    keys = draw.integers(0, 1 << 32, (terms, 4), dtype=np.uint32)
+    dithers = draw.integers(0, 1 << 32, (terms, m), dtype=np.uint32)
+    spacing = (2.0 ** -draw.integers(20, 26, m)).astype(np.float32)
+    if kind in ("signs", "normals"):
+        steps = draw.standard_normal(n) * 2.0**16
+        source = torch.from_numpy(np.rint(steps).astype(np.float32) * np.float32(2.0**-20))
+    if kind == "signs":
+        amounts = draw.integers(-1000, 1000, (terms, m)) * spacing
+        return Case(kind, source, offset, (keys, amounts.astype(np.float32)), members)
+    if kind == "normals":
+        new, old = (draw.standard_normal((2, terms, m)) * 1000).astype(np.float32)
+        update = draw.standard_normal((terms, m)).astype(np.float32)
+        update[1::2] = 0.0  # a term without an update
+        return Case(kind, source, offset, (keys, new, old, update, spacing, dithers), members)
+    sizes = 10.0 ** draw.integers(-8, 3, n)
+    source = torch.from_numpy(draw.standard_normal(n) * sizes).to(getattr(torch, kind.split()[0]))
+    coefficients = (draw.standard_normal(terms) * 1e-3).astype(np.float32)
+    rest = (keys, kind.endswith("normals"), coefficients, dithers[0])
+    return Case(kind, source, offset, rest, members)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    raw = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return torch.equal(a.view(raw), b.view(raw))
+
+
+# ---------------------------------------------------------------- compiled = plain torch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("terms", [1, 2, 3, 17])
+def test_compiled_equals_torch_bit_for_bit(kind: str, terms: int):
+    """Sizes and offsets on, before and after the ends of rows and tiles, and beyond 2^32."""
+    sizes = [0, 1, 31, 32, 33, 768, 4096, 5000, 12_321]
+    offsets = [0, 32, 96, 4064, 4096, (1 << 33) + 96, (1 << 41) - 32]
+    for i, n in enumerate(sizes):
+        for offset in (offsets[i % 7], offsets[(2 * i + terms) % 7]):
+            made = case(kind, n, offset, terms, seed=i)
+            expected = made.of(torch_reference)
+            assert same_bits(made.of(dispatch), expected), (n, offset)
+            in_place = made.source.clone()
+            assert same_bits(made.run(dispatch, in_place, in_place), expected), (n, offset)
+            in_place = made.source.clone()
+            assert same_bits(made.run(torch_reference, in_place, in_place), expected), (n, offset)
+            assert n < 32 or not same_bits(expected, made.source)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("offset", [0, 4064, (1 << 33) + 96])
+def test_members_get_their_own_parameters(kind: str, offset: int):
+    """As one pass over each member alone, and as torch; members within and across tiles."""
+    starts, n = [0, 32, 320, 320 + 4096, 9024], 9024 + 77
+    members = Members.at(starts, n)
+    made = case(kind, n, offset, 3, members)
+    found = made.of(dispatch)
+    assert same_bits(found, made.of(torch_reference))
+    for m, (start, end) in enumerate(zip(starts, [*starts[1:], n])):
+        own = [v[..., m : m + 1] for v in made.rest[1:] if isinstance(v, np.ndarray)]
+        if made.source.dtype != torch.float32:
+            own = [*made.rest[1:3], made.rest[3][m : m + 1]]
+        alone = Case(kind, made.source[start:end], offset + start, (made.rest[0], *own), None)
+        assert same_bits(alone.of(dispatch), found[start:end]), m
+
+
+def test_members_at_maps_rows_and_starts():
+    members = Members.at([0, 32, 128, 128, 160], 200)  # the third is empty
+    assert members.rows.tolist() == [0, 1, 1, 1, 3, 4, 4]
+    assert members.rows.dtype == np.int32
+    assert members.starts.tolist() == [0, 32, 128, 128, 160]
+    assert members.starts.dtype == np.int64
+    assert Members.at([0], 33).rows.tolist() == [0, 0]
+    for n in (1, 31, 32, 33, 4097):
+        assert len(Members.at([0], n).rows) == math.ceil(n / 32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [32, 96, 4096, 5120])
+def test_pieces_are_rows_of_the_dense_pass(kind: str, width: int, monkeypatch: pytest.MonkeyPatch):
+    """Rows of an embedding, in any order and repeated, compiled and in plain torch."""
+    rows = np.array([3, 0, 7, 3, 5])
+    made = case(kind, 9 * width, (1 << 33) + 64, 2)
+    dense = made.of(dispatch).view(9, width)[rows]
+    source = made.source.view(9, width)[rows].reshape(-1)
+    for backend in (numba_kernels, None):
+        monkeypatch.setattr(dispatch, "_cpu_kernels", lambda backend=backend: backend)
+        found = made.run(dispatch, torch.zeros_like(source), source, rows * width)
+        assert same_bits(found.view(5, width), dense)
+        found = made.run(dispatch, torch.zeros_like(source), source, (rows + 1) * width)
+        assert not same_bits(found.view(5, width), dense)
+
+
+# ---------------------------------------------------------------- coordinates by themselves
+
+
+@pytest.mark.parametrize("gaussian", [False, True])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_coordinates_made_by_a_pass_are_the_directions(
+    gaussian: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """From any start, aligned or not, in the units of the direction; norms in exact integers."""
+    if not compiled:
+        monkeypatch.setattr(dispatch, "_cpu_kernels", lambda: None)
+    key, unit = np.arange(4, dtype=np.uint32), 2.0**-21 if gaussian else 1.0
+    for start, count in [(0, 1), (7, 100), (4090, 5000), ((1 << 33) + 31, 1), (32, 0)]:
+        found = dispatch.coordinates(key, gaussian, start, count, torch.device("cpu"))
+        assert found.dtype == torch.float32
+        expected = directions.coordinates(key, gaussian, start, count)
+        assert torch.equal(found.double() / unit, torch.from_numpy(expected).double())
+
+
+@pytest.mark.parametrize("chunk", [96, 1 << 20])
+def test_sums_of_squares_are_the_same_integers(chunk: int, monkeypatch: pytest.MonkeyPatch):
+    """Whatever the chunks; and no sum that int64 holds can overflow, at the widest normal."""
+    monkeypatch.setattr(dispatch, "_NORM_CHUNK", chunk)
+    key, n = np.arange(4, dtype=np.uint32), 3000 if chunk == 96 else 300_000
+    z = directions.coordinates(key, True, 17, n).astype(object)
+    exact = int((z * z).sum())
+    assert dispatch.sum_of_squared_normals(key, 17, n, torch.device("cpu")) == exact
+    assert directions.sum_of_squared_normals(key, 17, n) == exact
+    widest = round(directions.largest_coordinate("gaussian") * 2**21)
+    assert dispatch._SAFE_SUM * widest**2 < 2**63  # what is summed in int64 cannot overflow
+    assert directions._PART * widest**2 < 2**63
+
+
+# ---------------------------------------------------------------- threads
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_number_of_threads_does_not_matter(kind: str, threads: Callable[[int], None]):
+    """300 000 elements from the middle of a tile on: split in 1, 2 and 4, with and without members."""
+    n, offset = 300_000, 4096 * 5 + 96
+    for members in (None, Members.at([0, 131_072 + 64, 131_072 + 128], n)):
+        made, results = case(kind, n, offset, 2, members), []
+        for count in (1, 2, 4):
+            threads(count)
+            results.append(made.of(dispatch))
+        assert same_bits(results[0], made.of(torch_reference))
+        for other in results[1:]:
+            assert same_bits(results[0], other)
+
+
+def test_a_large_pass_is_cut_at_tiles_into_as_many_parts_as_threads(threads):
+    """The parts cover everything once; small passes stay whole."""
+    for count, size, lead, expected in [
+        (1, 1 << 20, 0, 1), (2, 1 << 20, 0, 2), (4, 300_000, 96, 4), (4, 140_000, 4064, 2),
+        (4, 65_535, 0, 1), (4, 0, 0, 1),
+    ]:  # fmt: skip
+        threads(count)
+        parts: list[tuple[int, int]] = []
+        numba_kernels._in_parallel(lambda a, b, parts=parts: parts.append((a, b)), size, lead)
+        parts.sort()
+        assert len(parts) == expected
+        assert [a for a, _ in parts] == [0, *(b for _, b in parts[:-1])]
+        assert parts[-1][1] == size
+        assert all((b + lead) % 4096 == 0 for _, b in parts[:-1])
+
+
+def test_an_error_in_any_thread_is_raised(threads):
+    def work(begin: int, end: int) -> None:
+        if begin:
+            raise ZeroDivisionError
+
+    threads(2)
+    with pytest.raises(ZeroDivisionError):
+        numba_kernels._in_parallel(work, 1 << 20, 0)
+
+
+# ---------------------------------------------------------------- without numba
+
+
+def test_without_numba_the_engine_runs_in_plain_torch():
+    """A fresh process that cannot import numba gives the golden trajectory's bits."""
+    program = (
+        "import sys; sys.modules['numba'] = None; sys.path.insert(0, sys.argv[1])\n"
+        "import json, test_trajectory as t\n"
+        "from hf_dpzero.perturbation.kernels import dispatch\n"
+        "assert dispatch._cpu_kernels() is None\n"
+        "print(json.dumps({d: t.golden(d) for d in t.DISTRIBUTIONS}))\n"
+    )
+    here = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(here / "ledger")],
+        capture_output=True, text=True, cwd=here.parent, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((here / "golden" / "trajectory.json").read_text())
+    assert json.loads(done.stdout) == stored
+
+
+def test_out_alone_is_written():
+    """Source, keys and parameters are what they were."""
+    for kind in KINDS:
+        made = case(kind, 5000, 32, 3)
+        before = made.source.clone(), [np.copy(value) for value in made.rest]
+        made.of(dispatch)
+        assert same_bits(made.source, before[0])
+        for value, copy in zip(made.rest, before[1], strict=True):
+            assert np.array_equal(value, copy)
+
+
+# ---------------------------------------------------------------- the numbers, in rationals
+
+
+def test_add_signs_is_the_exact_sum():
+    """Grid multiples: the float32 result equals the sum of rationals at every element."""
+    made = case("signs", 500, 4064, 3)
+    keys, amounts = made.rest
+    us = [torch_reference.coordinates(key, False, 4064, 500).tolist() for key in keys]
+    found = made.of(dispatch).tolist()
+    for e, start in enumerate(made.source.tolist()):
+        exact = Fraction(start) + sum(
+            Fraction(float(a)) * u[e] for a, u in zip(amounts[:, 0], us, strict=True)
+        )
+        assert Fraction(found[e]) == exact
+
+
+def float32(value: float) -> float:
+    return float(np.float32(value))
+
+
+def test_add_normals_is_the_documented_formula():
+    """Element by element in Python's integers and float32 products, as the docstring says."""
+    made, offset = case("normals", 300, 4064, 2), 4064
+    keys, new, old, update, spacing, dithers = made.rest
+    zs = [torch_reference.coordinates(key, True, offset, 300).tolist() for key in keys]
+    found = made.of(dispatch).tolist()
+    for e, total in enumerate(made.source.tolist()):
+        for t in range(2):
+            z = zs[t][e] * 2.0**-21
+            c = float32(z * float(update[t, 0]))
+            d = (int(dithers[t, 0]) + e * DITHER_STEP) % 2**32
+            fraction = float32(float32(c - math.floor(c)) + (d >> 8) * 2.0**-24)
+            n = round(float32(z * float(new[t, 0]))) - round(float32(z * float(old[t, 0])))
+            total = float32(total + (n + math.floor(c) + math.floor(fraction)) * float(spacing[0]))
+        assert found[e] == total
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_add_rounded_is_the_documented_formula(dtype: torch.dtype):
+    """Products and sums rounded one by one: a fused multiply-add would differ somewhere."""
+    made = case(f"{str(dtype)[6:]} normals", 4000, 4064, 2)
+    keys, _, coefficients, dithers = made.rest
+    zs = [torch_reference.coordinates(key, True, 4064, 4000) * np.float32(2.0**-21) for key in keys]
+    total = made.source.float().numpy()
+    fused = total.copy()
+    for z, c in zip(zs, coefficients, strict=True):
+        z = z.astype(np.float32)
+        total = (total + (z * c).astype(np.float32)).astype(np.float32)
+        fused = (fused.astype(np.float64) + z.astype(np.float64) * float(c)).astype(np.float32)
+    d = (int(dithers[0]) + np.arange(4000) * DITHER_STEP) % 2**32
+    expected = half_precision(torch.from_numpy(total), torch.from_numpy(d), dtype)
+    assert same_bits(made.of(dispatch), expected)
+    assert not np.array_equal(fused, total)
+
+
+# ---------------------------------------------------------------- rounding, exactly unbiased
+
+
+def all_dithers(dtype: torch.dtype) -> Tensor:
+    """One 32-bit dither for each of the values that the rounding distinguishes, in the middle."""
+    bits = 16 if dtype == torch.bfloat16 else 13
+    return (torch.arange(1 << bits) << (32 - bits)) + (1 << (31 - bits))
+
+
+def neighbours(value: Fraction, dtype: torch.dtype) -> tuple[Fraction, Fraction]:
+    """The grid of `dtype` around a value of its range: subnormals evenly spaced below the least."""
+    digits, least = (8, -126) if dtype == torch.bfloat16 else (11, -14)
+    power = max(least, math.frexp(float(abs(value)))[1] - 1) if value else least
+    spacing = Fraction(2) ** (power - digits + 1)
+    low = math.floor(value / spacing) * spacing
+    return (low, low) if low == value else (low, low + spacing)
+
+
+def mean_rounded(value: float, dtype: torch.dtype, rounding: Callable = half_precision) -> Fraction:
+    """Over all dithers, in exact arithmetic."""
+    dithers = all_dithers(dtype)
+    rounded = rounding(torch.full((dithers.numel(),), value), dithers, dtype).double()
+    values, counts = rounded.unique(return_counts=True)
+    total = sum(Fraction(v) * c for v, c in zip(values.tolist(), counts.tolist()))
+    return total / dithers.numel()
+
+
+def nearest(values: Tensor, dithers: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype)
+
+
+BFLOAT16_VALUES = [1.0 + 0.3 * 2**-7, 3.003, 0.999, 1e-3, 1e-30, 0.1, 200.7, 1.0, 0.0, 3e-39]
+FLOAT16_VALUES = [1.0003, 3.003, 0.99999, 1e-3, 6.2e-5, 5e-5, 1e-6, 4e-8, 1e-9, 2.0**-24,
+                  2.0**-14, 2.0**-14 - 2.0**-26, 1000.3, 60_001.7, 65_504.0, 1.0, 0.0]  # fmt: skip
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.bfloat16, v) for v in BFLOAT16_VALUES] + [(torch.float16, v) for v in FLOAT16_VALUES],
+)
+def test_half_precision_is_unbiased_over_all_dithers(dtype: torch.dtype, value: float, sign: float):
+    """The mean over all dithers is the value to one dither's share; only its neighbours occur."""
+    value = sign * float32(value)
+    low, high = neighbours(Fraction(value), dtype)
+    dithers = all_dithers(dtype)
+    rounded = half_precision(torch.full((dithers.numel(),), value), dithers, dtype)
+    assert {Fraction(v) for v in rounded.double().tolist()} <= {low, high}
+    assert abs(mean_rounded(value, dtype) - Fraction(value)) <= (high - low) / dithers.numel()
+    assert low == high or math.copysign(1.0, float(rounded[0])) == sign
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_nearest_rounding_would_not_pass_the_test_above(dtype: torch.dtype):
+    value = float32(1.0 + 0.3 * (2**-7 if dtype == torch.bfloat16 else 2**-10))
+    low, high = neighbours(Fraction(value), dtype)
+    bias = abs(mean_rounded(value, dtype, nearest) - Fraction(value))
+    assert bias > 1000 * (high - low) / all_dithers(dtype).numel()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_compiled_rounding_is_unbiased_too(dtype: torch.dtype):
+    """The real pass over a long row of equal elements: the mean move is c u, both signs of both.
+
+    About n / 2 elements share a sign; their moves are 0 or a spacing, so the mean of moved / c has a
+    standard error below sqrt(1/4 / (n/2)) / 0.3 = 0.0046. Nearest rounding gives 0, truncation 0 or 2.
+    """
+    n, spacing = 1 << 18, 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10
+    key, c = np.arange(4, dtype=np.uint32)[None], np.array([0.3 * spacing], np.float32)
+    u = torch.from_numpy(torch_reference.coordinates(key[0], False, 0, n)).double()
+    for sign in (1.5, -1.5):
+        source = torch.full((n,), sign, dtype=dtype)
+        out = torch.empty_like(source)
+        dispatch.add_rounded(out, source, 0, key, False, c, np.array([12_345], np.uint32))
+        for up in (1.0, -1.0):
+            moved = (out.double() - sign)[u == up] / (float(c[0]) * up)
+            assert float(moved.mean()) == pytest.approx(1, abs=5 * math.sqrt(0.5 / n) / 0.3)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_values_of_the_type_itself_never_move(dtype: torch.dtype):
+    """All 65 536 bit patterns but infinities and NaN, under the smallest and largest dithers."""
+    patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    finite = patterns[patterns.isfinite()]
+    assert finite.numel() == (65_280 if dtype == torch.bfloat16 else 63_488)
+    key, zero = np.zeros((1, 4), np.uint32), np.zeros(1, np.float32)
+    for d in (0, 0x80000000, 0xFFFFFFFF):
+        rounded = half_precision(finite.float(), torch.full(finite.shape, d), dtype)
+        assert same_bits(rounded, finite)
+        out = torch.empty_like(finite)
+        dispatch.add_rounded(out, finite, 0, key, False, zero, np.array([d], np.uint32))
+        unsigned = lambda t: torch.where(t == 0, torch.zeros_like(t), t)  # noqa: E731  -0 + 0 = 0
+        assert same_bits(unsigned(out), unsigned(finite))
+
+
+def test_float16_saturates_instead_of_overflowing():
+    for value in (65_504.0, 65_519.9, 65_520.0, 1e6, 3e38):
+        values = torch.tensor([value, -value])
+        for d in (0, 0xFFFFFFFF):
+            rounded = half_precision(values, torch.full((2,), d), torch.float16)
+            assert rounded.tolist() == [65_504.0, -65_504.0]
+        out, source = torch.empty(64).half(), torch.full((64,), 65_504.0).half()
+        key, c = np.zeros((1, 4), np.uint32), np.array([value], np.float32)
+        dispatch.add_rounded(out, source, 0, key, False, c, np.array([0xFFFFFFFF], np.uint32))
+        raised = torch.from_numpy(torch_reference.coordinates(key[0], False, 0, 64)) > 0
+        assert (out[raised] == 65_504.0).all()
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [0.3, -0.3, 17.0, -2.5, 1e-4, 8_000_000.5])
+def test_stochastic_rounding_to_integers_is_unbiased(value: float):
+    """Over 2^16 equidistant dithers: the mean is the value to one dither's share."""
+    value = float32(value)
+    rounded = stochastically_rounded(torch.full((1 << 16,), value), all_dithers(torch.bfloat16))
+    assert set(rounded.tolist()) <= {math.floor(value), math.floor(value) + 1.0}
+    assert abs(float(rounded.double().mean()) - value) <= 2.0**-16
+    if value != round(value):
+        assert abs(round(value) - value) > 2.0**-16  # nearest rounding would fail

@@ -1,0 +1,1224 @@
+"""The perturbation engine: exact in float32, unbiased where it rounds, small in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.ledger.digests import digest_model, digest_tensors
+from hf_dpzero.perturbation import parameter_space
+from hf_dpzero.perturbation import segments as tensor_kinds
+from hf_dpzero.perturbation.directions import DISTRIBUTIONS, Direction, direction_vector
+from hf_dpzero.perturbation.kernels import dispatch, torch_reference
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+
+KEY = 0xA5A5_0123_4567_89AB_CDEF_0000_FFFF_1234
+SMOOTHING = 1e-3
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def directions_of(step: int, count: int) -> list[Direction]:
+    return [Direction(KEY, step, k) for k in range(count)]
+
+
+def some_tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    """Five shapes, scales from 1e-3 to 30, one all zeros of both signs, one empty."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"matrix": (33, 17), "row": (1000,), "tiny": (1,), "large": (3000,), "zero": (40,)}
+    scales = {"matrix": 0.05, "row": 1e-3, "tiny": 1.0, "large": 30.0, "zero": 0.0}
+    made = {n: torch.randn(*s, generator=generator) * scales[n] for n, s in sizes.items()}
+    made["empty"] = torch.empty(0, 4)
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def space_of(tensors: dict[str, Tensor], **settings: object) -> ParameterSpace:
+    space = ParameterSpace(tensors.items(), **{"smoothing": SMOOTHING, **settings})
+    space.snap_()
+    return space
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
+    """Bit for bit: -0 is not +0."""
+    pairs = [[t.detach().contiguous() for t in pair] for pair in zip(left, right, strict=True)]
+    return all(
+        a.dtype == b.dtype and torch.equal(a.view(torch.int16), b.view(torch.int16))
+        for a, b in pairs
+    )
+
+
+def flat(space: ParameterSpace) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in space.tensors]).double()
+
+
+def spacings(space: ParameterSpace) -> Tensor:
+    """Each coordinate's grid step."""
+    parts = []
+    for number, tensor in enumerate(space.tensors):
+        segment, m = space._places[number]
+        parts.append(torch.full((tensor.numel(),), segment.spacing[m], dtype=torch.float64))
+    return torch.cat(parts)
+
+
+# ---------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_restore_is_bit_exact_after_many_cycles(distribution: str, dtype: torch.dtype):
+    space = space_of(some_tensors(dtype), distribution=distribution)
+    before = copies(space.tensors)
+    for step in range(100):
+        (u,) = directions_of(step, 1)
+        space.move_to_(((u, SMOOTHING),))
+        assert not same(space.tensors, before)
+        space.move_to_(((u, -SMOOTHING),))
+        space.settle_()
+    assert same(space.tensors, before)
+
+
+def test_plain_float_arithmetic_would_not_restore():
+    """The test above has power: +, -2, + in plain float32 moves most coordinates in 100 cycles."""
+    theta = some_tensors()["large"].clone()
+    before = theta.clone()
+    for step in range(100):
+        u = direction_vector(Direction(KEY, step), "gaussian", [(0, theta.numel())])
+        theta += SMOOTHING * u
+        theta -= 2 * SMOOTHING * u
+        theta += SMOOTHING * u
+    assert float((theta != before).float().mean()) > 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_restore_after_an_exception_in_the_body(distribution: str, dtype: torch.dtype):
+    space = space_of(some_tensors(dtype), distribution=distribution)
+    before, (u, v) = copies(space.tensors), directions_of(0, 2)
+    with pytest.raises(ZeroDivisionError), space.perturbed(u, 0.4 * SMOOTHING):
+        inside = copies(space.tensors)
+        with pytest.raises(KeyError), space.perturbed(v, -0.6 * SMOOTHING):
+            raise KeyError
+        assert same(space.tensors, inside)
+        raise ZeroDivisionError
+    assert space.position == ()
+    assert same(space.tensors, before)
+
+
+def test_perturbation_is_lambda_u_to_half_a_grid_step():
+    for distribution in DISTRIBUTIONS:
+        space = space_of(some_tensors(), distribution=distribution)
+        before, (u,) = flat(space), directions_of(3, 1)
+        expected = before + SMOOTHING * direction_vector(u, distribution, space.layout).double()
+        with space.perturbed(u, SMOOTHING):
+            error = (flat(space) - expected).abs() / spacings(space)
+        assert float(error.max()) <= 0.5 + 0.05  # float32 rounding of lambda u itself
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_any_fusion_and_order_gives_the_same_weights(distribution: str, dtype: torch.dtype):
+    """Updates from a settled start (a replay) and fused with three other positions are equal."""
+    results = []
+    for visit in range(4):
+        space = space_of(some_tensors(dtype), distribution=distribution)
+        for step in range(10):
+            us = directions_of(step, 3)
+            if visit == 1:
+                for u in us:
+                    space.move_to_(((u, SMOOTHING),))
+                    space.move_to_(((u, -SMOOTHING),))
+            if visit == 2:
+                space.move_to_(((us[1], 0.5 * SMOOTHING), (us[2], -0.5 * SMOOTHING)))
+            if visit == 3:
+                space.move_to_(((Direction(KEY ^ 1, step), SMOOTHING),))
+            space.step_(us, [3e-4, -2e-4, 1e-6], decay=1e-3 if step % 2 else 0.0)
+        results.append(copies(space.tensors))
+    for other in results[1:]:
+        assert same(results[0], other)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_update_is_the_float64_reference_within_a_grid_step(distribution: str):
+    """K = 2; each term may round by one step, weight decay by one more."""
+    space = space_of(some_tensors(), distribution=distribution)
+    before, us, coefficients = flat(space), directions_of(0, 2), [7e-4, -1.3e-6]
+    space.move_to_(((us[1], -SMOOTHING),))
+    space.step_(us, coefficients, decay=0.01)
+    expected = before * (1 - 0.01)
+    for u, c in zip(us, coefficients, strict=True):
+        expected += c * direction_vector(u, distribution, space.layout).double()
+    error = (flat(space) - expected).abs() / spacings(space)
+    assert float(error.max()) <= 3.0 + 0.01
+    assert float(error.mean()) < 1.5
+
+
+def mixed_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """Tensors of all three dtypes, next to each other and apart."""
+    made = some_tensors(seed=seed)
+    made["half"] = torch.linspace(-1, 1, 777).bfloat16()
+    made["short"] = torch.linspace(-2, 1e-3, 350).half()
+    made["norm"] = torch.ones(70).half()
+    made["last"] = torch.linspace(-1e-5, 1, 100)
+    return made
+
+
+def short_training(distribution: str, dense: bool = False) -> tuple[list[Tensor], dict]:
+    space = space_of(mixed_tensors(), distribution=distribution)
+    for step in range(3):
+        us = directions_of(step, 2)
+        space.move_to_(((us[0], SMOOTHING),))
+        space.step_(us, [1e-3, 2e-7], decay=1e-6)
+    if dense:
+        noise = lambda part, count: torch.linspace(-1e-4, 1e-4, count)  # noqa: E731
+        space.dense_step_([us[0]], [1e-3], noise)
+    space.move_to_(((us[1], -SMOOTHING),))
+    standing = copies(space.tensors)
+    space.settle_()
+    return standing + copies(space.tensors), space.state_dict()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_chunk_size_does_not_matter(
+    distribution: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not compiled:
+        monkeypatch.setattr(dispatch, "_cpu_kernels", lambda: None)
+    expected = short_training(distribution)
+    for chunk in (352, 4096):
+        for module, name in [(parameter_space, "CHUNK"), (tensor_kinds, "_SLICE"),
+                             (torch_reference, "_CHUNK")]:  # fmt: skip
+            monkeypatch.setattr(module, name, chunk)
+        tensors, state = short_training(distribution)
+        assert same(tensors, expected[0])
+        assert state == expected[1]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_which_tensors_share_a_segment_does_not_matter(
+    distribution: str, monkeypatch: pytest.MonkeyPatch
+):
+    """All alone, some together, all of a kind together: the same bits, with dense steps too."""
+    results = []
+    for small, segments in [(0, 10), (500, 8), (1 << 16, 4)]:
+        monkeypatch.setattr(tensor_kinds, "SMALL", small)
+        assert len(space_of(mixed_tensors())._segments) == segments
+        results.append(short_training(distribution, dense=True))
+    for tensors, state in results[1:]:
+        assert same(tensors, results[0][0])
+        assert state == results[0][1]
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_ten_thousand_small_tensors_are_one_pass(
+    distribution: str, monkeypatch: pytest.MonkeyPatch
+):
+    """One segment, one call to the pass whatever their number, and right in every tensor."""
+    name = "add_signs" if distribution == "rademacher" else "add_normals"
+    calls, original = [], getattr(dispatch, name)
+    monkeypatch.setattr(dispatch, name, lambda *a: (calls.append(a[0].numel()), original(*a)))
+    values = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
+    sizes = [1 + i % 7 for i in range(10_000)]
+    tensors = {f"t{i}": part.clone() for i, part in enumerate(values[: sum(sizes)].split(sizes))}
+    space = space_of(tensors, distribution=distribution)
+    assert space.dimension == sum(sizes)
+    assert len(space._segments) == 1
+    before, start, u = copies(space.tensors), flat(space), Direction(KEY, 1)
+    assert [offset for offset, _ in space.layout] == [32 * i for i in range(10_000)]
+    padded = space.stream(u).raw(0, 320_000).view(10_000, 32)
+    expected = torch.cat([row[:n] for row, n in zip(padded, sizes)]) * space.stream(u).scale
+    space.move_to_(((u, SMOOTHING),))
+    assert torch.allclose(flat(space), start + SMOOTHING * expected.double(), atol=1e-6, rtol=0)
+    assert calls == [9_999 * 32 + sizes[-1]]
+    space.settle_()
+    assert same(space.tensors, before)
+    assert len(calls) == 2
+
+
+def test_moving_twice_to_a_position_equals_once_and_positions_may_overlap():
+    space = space_of(some_tensors(), distribution="gaussian")
+    u, v = directions_of(0, 2)
+    space.move_to_(((u, SMOOTHING),))
+    once = copies(space.tensors)
+    space.move_to_(((u, 0.2 * SMOOTHING), (v, 0.7 * SMOOTHING)))
+    space.move_to_(((u, SMOOTHING),))
+    assert same(space.tensors, once)
+    space.move_to_(((u, SMOOTHING),))
+    assert same(space.tensors, once)
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_exact_at_the_very_edge_of_the_grid(distribution: str):
+    """theta is led to the range's end by updates; positions replace each other there, exactly."""
+    smoothing = 0.05
+    space = space_of({"w": torch.full((64,), 0.2)}, distribution=distribution, smoothing=smoothing)
+    exponents = set()
+    for step in range(200):
+        u, v = Direction(KEY, step), Direction(KEY, step, 1)
+        space.step_([u], [0.01])
+        state = space.state_dict()["w"]
+        exponents.add(state["exponent"])
+        before = flat(space)
+        assert float(before.abs().max()) <= state["bound"]
+        space.move_to_(((u, 0.5 * smoothing), (v, 0.5 * smoothing)))
+        space.move_to_(((v, -smoothing),))
+        space.move_to_(((u, smoothing),))
+        space.settle_()
+        assert torch.equal(flat(space), before)
+        assert state["bound"] + 2 * smoothing < 2.0 ** state["exponent"]
+    assert len(exponents) > 1
+
+
+@pytest.mark.parametrize("coefficient", [17.5, 0.5, 16.5])
+def test_the_bound_holds_though_updates_round_up(coefficient: float):
+    """Every update pushes the one coordinate up; rounding adds up to a step each time."""
+    space = space_of({"w": torch.tensor([1.0])})
+    spacing = float(spacings(space)[0])
+    for step in range(300):
+        u = Direction(KEY, step)
+        sign = float(direction_vector(u, "rademacher", space.layout))
+        space.step_([u], [sign * coefficient * spacing])
+        assert float(flat(space)) <= space.state_dict()["w"]["bound"]
+
+
+# ---------------------------------------------------------------- growth
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_growth_regrids_at_the_same_step_under_replay(distribution: str):
+    """Updates of 0.3 carry zeros far past the first grid; visits in between change nothing."""
+    trained = space_of({"b": torch.zeros(50), "w": torch.ones(9)}, distribution=distribution)
+    replayed = space_of({"b": torch.zeros(50), "w": torch.ones(9)}, distribution=distribution)
+    seen = []
+    for step in range(60):
+        us = directions_of(step, 2)
+        trained.move_to_(((us[1], -SMOOTHING),))
+        trained.step_(us, [0.3, 0.1 * (step + 1)], decay=0.01 if step % 2 else 0.0)
+        replayed.step_(us, [0.3, 0.1 * (step + 1)], decay=0.01 if step % 2 else 0.0)
+        assert trained.state_dict() == replayed.state_dict()
+        assert same(trained.tensors, replayed.tensors)
+        seen.append(trained.state_dict()["b"]["exponent"])
+    assert seen == sorted(seen)
+    assert seen[-1] >= seen[0] + 3
+    grid = flat(trained) / spacings(trained)
+    assert torch.equal(grid, grid.round())
+
+
+def test_zero_tensors_move_and_come_back_to_zero():
+    space = space_of({"b": torch.zeros(100)})
+    (u,) = directions_of(0, 1)
+    with space.perturbed(u, SMOOTHING):
+        assert torch.allclose(space.tensors[0].abs(), torch.tensor(SMOOTHING), atol=1e-8)
+    assert torch.equal(space.tensors[0], torch.zeros(100))
+    space.step_([u], [1e-6])
+    assert float(space.tensors[0].abs().min()) > 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e35])
+@pytest.mark.parametrize("where", ["coefficient", "decay"])
+def test_numbers_that_are_not_usable_are_refused_and_settled(bad: float, where: str):
+    space = space_of(some_tensors())
+    before, us = copies(space.tensors), directions_of(0, 2)
+    space.move_to_(((us[0], SMOOTHING),))
+    coefficients, decay = ([1e-3, bad], 0.0) if where == "coefficient" else ([1e-3, 1e-3], bad)
+    with pytest.raises(ValueError, match=r"(not finite|out of range).*Lower learning_rate"):
+        space.step_(us, coefficients, decay=decay)
+    assert space.position == ()
+    assert same(space.tensors, before)
+
+
+def test_directions_and_coefficients_must_pair_up():
+    space = space_of(some_tensors())
+    before, us = copies(space.tensors), directions_of(0, 2)
+    for chosen, coefficients in [(us, [1.0]), ([us[0], us[0]], [1.0, 2.0]), (us[:1], [1.0, 2.0])]:
+        space.move_to_(((us[0], SMOOTHING),))
+        with pytest.raises(ValueError, match="as many distinct directions as coefficients"):
+            space.step_(chosen, coefficients)
+        assert same(space.tensors, before)
+
+
+@pytest.mark.parametrize("scale", [1.01 * SMOOTHING, -2 * SMOOTHING, math.nan, math.inf])
+def test_positions_beyond_smoothing_are_refused(scale: float):
+    space = space_of(some_tensors())
+    before, (u,) = copies(space.tensors), directions_of(0, 1)
+    with pytest.raises(ValueError, match=r"larger than smoothing=0\.001"):
+        space.move_to_(((u, scale),))
+    with pytest.raises(ValueError, match="larger than smoothing"), space.perturbed(u, scale):
+        pytest.fail("the body must not run")
+    with pytest.raises(ValueError, match="names a direction twice"):
+        space.move_to_(((u, 1e-4), (u, 1e-4)))
+    assert same(space.tensors, before)
+    assert space.position == ()
+
+
+# ---------------------------------------------------------------- unbiased rounding
+
+
+def drift_of(space: ParameterSpace, coefficient: float, steps: int) -> tuple[Tensor, Tensor]:
+    """(what `steps` updates did, what they should have done), in grid steps, and applies them."""
+    before, wanted = flat(space), torch.zeros(space.dimension, dtype=torch.float64)
+    for step in range(steps):
+        (u,) = directions_of(step, 1)
+        space.step_([u], [coefficient])
+        wanted += coefficient * direction_vector(u, space.distribution, space.layout).double()
+    return flat(space) - before, wanted
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_updates_far_below_the_grid_are_not_lost(distribution: str):
+    """Updates of f = 0.1 grid steps: nearest rounding would do nothing at all in any of them.
+
+    A coordinate's rounding error over T steps has variance below f T, so the slope of what was done
+    on what was wanted (deviation f sqrt(T) in each of n coordinates) is known to 1/sqrt(f n), and,
+    where one rounding serves a whole tensor, to 1/sqrt(f T) more.
+    """
+    f, steps, n = 0.1, 1000, 4096
+    space = space_of({"w": torch.full((n,), 0.9)}, distribution=distribution)
+    spacing = float(spacings(space)[0])
+    done, wanted = (part / spacing for part in drift_of(space, f * spacing, steps))
+    assert float((done - wanted).abs().max()) < 6 * math.sqrt(f * steps)
+    slope = float((done * wanted).sum() / wanted.square().sum())
+    uncertainty = math.hypot(1 / math.sqrt(f * n), 1 / math.sqrt(f * steps))
+    assert uncertainty < 0.12
+    assert slope == pytest.approx(1, abs=4 * uncertainty)  # nearest rounding: 0
+
+
+def test_weight_decay_far_below_the_grid_is_not_lost():
+    """lr * weight_decay = 1e-8: one float32 multiplication by 1 - 1e-8 changes nothing, ever.
+
+    Here 2000 steps must shrink the weights by 2e-5 of themselves on average; the noise of the
+    mean over 4096 coordinates of about 2^22 grid steps is sqrt(0.04 * 2000 / 4096) steps.
+    """
+    assert torch.tensor(0.9) * (1 - 1e-8) == torch.tensor(0.9)
+    generator = torch.Generator().manual_seed(0)
+    space = space_of({"w": 0.5 + 0.5 * torch.rand(4096, generator=generator)})
+    before, spacing = flat(space), float(spacings(space)[0])
+    for step in range(2000):
+        space.step_(directions_of(step, 1), [0.0], decay=1e-8)
+    shrunk = float((before - flat(space)).mean()) / spacing
+    wanted = float(before.mean()) * 2e-5 / spacing
+    assert wanted > 50
+    assert shrunk == pytest.approx(wanted, abs=6 * math.sqrt(0.04 * 2000 / 4096) + 0.05)
+
+
+def test_weight_decay_touches_only_decayed():
+    tensors = {"w": torch.ones(100), "b": torch.ones(100), "h": torch.ones(100).bfloat16()}
+    space = space_of(tensors, decayed=["w", "h"])
+    space.step_(directions_of(0, 1), [0.0], decay=0.25)
+    assert torch.equal(tensors["w"], torch.full((100,), 0.75))
+    assert torch.equal(tensors["b"], torch.ones(100))
+    assert torch.equal(tensors["h"], torch.full((100,), 0.75).bfloat16())
+
+
+def test_decay_of_one_is_zero_weights():
+    space = space_of({"w": torch.linspace(-1, 1, 99)})
+    space.step_(directions_of(0, 1), [0.0], decay=1.0)
+    assert float(space.tensors[0].abs().max()) <= float(spacings(space)[0])
+
+
+# ---------------------------------------------------------------- 10 000 updates of one sign
+
+STEPS = 10_000
+
+
+@functools.cache
+def first_coordinates(distribution: str) -> list[float]:
+    """u(KEY, t)[0] for every step t."""
+    layout = [(0, 1)]
+    return [float(direction_vector(Direction(KEY, t), distribution, layout)) for t in range(STEPS)]
+
+
+def drifted(space: ParameterSpace, size: float) -> tuple[float, float]:
+    """(how far the one coordinate went, how far it should have), all moves of one sign."""
+    before, wanted = float(space.tensors[0]), 0.0
+    for step, u in enumerate(first_coordinates(space.distribution)):
+        space.step_([Direction(KEY, step)], [math.copysign(size, u)])
+        wanted += size * abs(u)
+    return float(space.tensors[0]) - before, wanted
+
+
+def drifted_by_nearest(dtype: torch.dtype, size: float) -> float:
+    """The same by plain arithmetic in the parameters' own precision."""
+    weight = torch.ones(1, dtype=dtype)
+    for _ in range(STEPS):
+        weight = (weight.float() + size).to(dtype)
+    return float(weight) - 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "distribution"),
+    [(d, "rademacher") for d in DTYPES] + [(d, "gaussian") for d in DTYPES],
+)
+def test_updates_of_one_hundredth_of_a_step_add_up(dtype: torch.dtype, distribution: str):
+    """From 1, where the spacing is 2^-7 (bfloat16), 2^-10 (float16), the lattice's (float32).
+
+    A move is one spacing with probability f = 0.01 |u|, else none: variance f (1 - f) <= f, so the
+    total has a standard error of at most sqrt(wanted / spacing) spacings: 10 of 100. Plain rounding
+    to nearest moves nothing, ten standard errors off.
+    """
+    space = space_of({"w": torch.ones(1, dtype=dtype)}, distribution=distribution)
+    spacing = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}.get(dtype)
+    spacing = float(spacings(space)[0]) if spacing is None else spacing
+    moved, wanted = (part / spacing for part in drifted(space, 0.01 * spacing))
+    assert moved == pytest.approx(wanted, abs=5 * math.sqrt(wanted))
+    assert wanted > 9 * math.sqrt(wanted - 20)
+    if dtype != torch.float32:
+        assert drifted_by_nearest(dtype, 0.01 * spacing) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_half_precision_updates_are_unbiased_coordinate_by_coordinate(
+    distribution: str, dtype: torch.dtype
+):
+    """400 updates of 5 % of a step in 4096 coordinates: the slope of done on wanted is 1.
+
+    A coordinate's rounding error over T steps has variance below f T E|u| steps^2; what was wanted has
+    deviation f sqrt(T), so the slope's standard error is at most 1 / sqrt(f n). Nearest gives 0.
+    """
+    f, steps, n = 0.05, 400, 4096
+    spacing = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10
+    space = space_of({"w": torch.full((n,), 1.5, dtype=dtype)}, distribution=distribution)
+    done, wanted = (part / spacing for part in drift_of(space, f * spacing, steps))
+    slope = float((done * wanted).sum() / wanted.square().sum())
+    assert slope == pytest.approx(1, abs=5 / math.sqrt(f * n))
+    assert 5 / math.sqrt(f * n) < 0.36
+    assert float((done - wanted).abs().max()) < 6 * math.sqrt(f * steps)
+
+
+def test_bfloat16_layer_norm_weights_of_one_are_perturbed_right_on_average():
+    """lambda = 1e-3 at a spacing of 2^-7: nearest rounding leaves every weight where it is.
+
+    theta+ moves by 2^-7 with probability p = lambda 2^7, theta- by 2^-8 with q = lambda 2^8, so that
+    (theta+ - theta-) u / (2 lambda) has mean 1 and, whatever their dependence, a deviation of at most
+    (2^-7 sqrt(p (1 - p)) + 2^-8 sqrt(q (1 - q))) / (2 lambda) < 2.2. The mean over the coordinates of
+    one direction has no more, and directions are independent.
+    """
+    ones, count = torch.ones(96).bfloat16(), 1000
+    assert torch.equal((ones + SMOOTHING).bfloat16(), ones)
+    space = space_of({"w": ones})
+    means = []
+    for step in range(count):
+        u = Direction(KEY, step)
+        space.move_to_(((u, SMOOTHING),))
+        plus = space.tensors[0].double()
+        space.move_to_(((u, -SMOOTHING),))
+        difference = (plus - space.tensors[0].double()) / (2 * SMOOTHING)
+        means.append(float(difference @ direction_vector(u, "rademacher", [(0, 96)]).double()) / 96)
+    space.settle_()
+    assert torch.equal(space.tensors[0], torch.ones(96).bfloat16())
+    p, q = SMOOTHING * 2**7, SMOOTHING * 2**8
+    deviation = 2**-7 * math.sqrt(p * (1 - p)) + 2**-8 * math.sqrt(q * (1 - q))
+    deviation /= 2 * SMOOTHING
+    assert deviation < 2.2
+    assert float(np.mean(means)) == pytest.approx(1, abs=5 * deviation / math.sqrt(count))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_thousand_cycles_without_an_update_change_no_bit(dtype: torch.dtype):
+    space = space_of(some_tensors(dtype))
+    before = copies(space.tensors)
+    for step in range(1000):
+        u = Direction(KEY, step)
+        space.move_to_(((u, SMOOTHING),))
+        space.move_to_(((u, -SMOOTHING),))
+        space.step_([u], [0.0], defer=step % 2 == 0)
+    space.settle_()
+    assert same(space.tensors, before)
+
+
+def test_half_precision_puts_a_copy_aside_and_float32_none():
+    wide = space_of({"w": torch.ones(1000)})
+    half = space_of({"w": torch.ones(1000).bfloat16()})
+    for space in (wide, half):
+        space.move_to_(((Direction(KEY, 0), SMOOTHING),))
+    own = [v for v in vars(wide._segments[0]).values() if isinstance(v, Tensor)]
+    assert [v.data_ptr() for v in own] == [wide.tensors[0].data_ptr()]
+    assert half._segments[0].settled.dtype == torch.bfloat16
+    half.settle_()
+    assert half._segments[0].settled is None
+
+
+# ---------------------------------------------------------------- deferred updates
+
+
+def random_position(draw: np.random.Generator, us: list[Direction]) -> Any:
+    """Up to three of the directions, in any order, together within half of the smoothing."""
+    chosen = draw.permutation(len(us))[: draw.integers(0, 4)]
+    return tuple((us[i], float(draw.uniform(-0.5, 0.5)) * SMOOTHING / 3) for i in chosen)
+
+
+def dense_noise(part: int, count: int) -> Tensor:
+    return 1e-3 * torch.randn(count, generator=torch.Generator().manual_seed(part))
+
+
+def operate(space: ParameterSpace, seed: int, step: int, defer: bool) -> tuple[str, list[Tensor]]:
+    """One random operation; (its name, everything that may be read after it)."""
+    draw = np.random.default_rng((seed, step))
+    us = [*directions_of(step, 2), *directions_of(step - 1 if step else 99, 2)]
+    name = str(draw.choice(["step", "step", "step", "decay", "regrid", "dense", "move", "move",
+                            "perturbed", "settle", "write", "state"]))  # fmt: skip
+    scale = {"regrid": 3.0 * 2 ** (step % 3)}.get(name, float(10 ** draw.uniform(-8, -2)))
+    coefficients = (draw.standard_normal(2) * scale * (draw.random(2) < 0.8)).tolist()
+    position = random_position(draw, us)
+    if name in ("step", "decay", "regrid"):
+        decay = 0.01 if name == "decay" else 0.0
+        space.step_([us[i] for i in draw.permutation(2)], coefficients, decay=decay, defer=defer)
+        return name, []
+    if name == "dense":
+        space.dense_step_([us[0]], [coefficients[0]], dense_noise)
+    elif name == "move":
+        space.move_to_(position)
+    elif name == "perturbed":
+        with space.perturbed(Direction(KEY, step, 9), 0.4 * SMOOTHING):
+            inside = copies(space.tensors)
+        return name, [*inside, *copies(space.tensors)]
+    else:
+        space.settle_()
+        assert space.settled
+    if name == "write" and position:
+        outs = [torch.empty_like(tensor) for tensor in space.tensors]
+        for number, out in enumerate(outs):
+            space.write_perturbed_(number, position, out)
+        return name, [*outs, *copies(space.tensors)]
+    if name == "state":
+        space.load_state_dict(json.loads(json.dumps(space.state_dict())))
+    return name, copies(space.tensors)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("block", range(4))
+def test_deferred_updates_equal_eager_ones_bit_for_bit(distribution: str, block: int):
+    """36 random programs of 12 operations for each law, all dtypes: the same wherever one may look."""
+    seen, waited = set(), 0
+    for seed in range(9 * block, 9 * block + 9):
+        eager, deferred = (space_of(mixed_tensors(), distribution=distribution) for _ in range(2))
+        for step in range(12):
+            name, readable = operate(eager, seed, step, defer=False)
+            found = operate(deferred, seed, step, defer=True)[1]
+            assert same(readable, found), (seed, step, name)
+            seen.add((name, deferred.waiting))
+            waited += deferred.waiting
+        eager.settle_()
+        deferred.settle_()
+        assert same(eager.tensors, deferred.tensors), seed
+        assert eager.state_dict() == deferred.state_dict()
+    assert len({name for name, _ in seen}) == 9
+    assert waited > 20
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    "follow",
+    [
+        lambda s, u, v, w: s.settle_(),
+        lambda s, u, v, w: s.move_to_(((w, SMOOTHING),)),
+        lambda s, u, v, w: s.move_to_(((v, 0.5 * SMOOTHING), (u, -0.5 * SMOOTHING))),
+        lambda s, u, v, w: s.move_to_(((u, SMOOTHING),)),
+        lambda s, u, v, w: (s.step_([w], [1e-3], defer=not s.settled), s.settle_()),
+        lambda s, u, v, w: s.step_([w], [1e-3], decay=0.01),
+        lambda s, u, v, w: s.step_([w], [5.0]),
+        lambda s, u, v, w: s.dense_step_([w], [1e-3], dense_noise),
+    ],
+)
+def test_whatever_follows_a_deferred_step_sees_its_update(follow, distribution: str, dtype):
+    """From a standing perturbation, as a run has it; the position is gone as after an eager step."""
+    results = []
+    for defer in (False, True):
+        space = space_of(some_tensors(dtype), distribution=distribution)
+        u, v, w = directions_of(4, 3)
+        space.move_to_(((v, SMOOTHING),))
+        standing = copies(space.tensors)
+        space.step_([u, v], [1e-3, -2e-6], defer=defer)
+        assert space.waiting == defer
+        assert space.settled == (not defer)
+        assert same(space.tensors, standing) == defer  # no pass was made
+        follow(space, u, v, w)
+        results.append(copies(space.tensors))
+        space.settle_()
+        assert space.settled and not space.waiting
+        results.append(copies(space.tensors))
+    assert same(results[0], results[2])
+    assert same(results[1], results[3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_perturbed_after_a_deferred_step_starts_from_theta(dtype: torch.dtype):
+    """The old perturbation is off inside, and the parameters are theta on exit, also by exception."""
+    (u, v), results = directions_of(0, 2), []
+    for defer in (False, True):
+        space = space_of(some_tensors(dtype))
+        space.move_to_(((u, -SMOOTHING),))
+        space.step_([u], [1e-3], defer=defer)
+        with pytest.raises(KeyError), space.perturbed(v, SMOOTHING):
+            results.append(copies(space.tensors))
+            raise KeyError
+        assert space.settled
+        results.append(copies(space.tensors))
+    assert same(results[0], results[2])
+    assert same(results[1], results[3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_position_is_a_set(distribution: str, dtype: torch.dtype):
+    """Neither the order of its terms nor where the space came from changes a bit."""
+    space = space_of(some_tensors(dtype), distribution=distribution)
+    u, v, w = directions_of(0, 3)
+    terms = [(u, 0.2 * SMOOTHING), (v, 0.3 * SMOOTHING), (w, -0.1 * SMOOTHING)]
+    results = []
+    for origin in [(), ((w, SMOOTHING),), ((v, SMOOTHING),)]:
+        for order in itertools.permutations(terms):
+            space.move_to_(origin)
+            space.move_to_(order)
+            results.append(copies(space.tensors))
+    for other in results[1:]:
+        assert same(results[0], other)
+
+
+def test_a_refused_move_leaves_the_waiting_update_waiting():
+    eager, space = space_of(some_tensors()), space_of(some_tensors())
+    u, v = directions_of(0, 2)
+    eager.step_([u], [1e-3])
+    space.step_([u], [1e-3], defer=True)
+    with pytest.raises(ValueError, match="larger than smoothing"):
+        space.move_to_(((v, 2 * SMOOTHING),))
+    assert space.waiting
+    with pytest.raises(ValueError, match="not finite"):
+        space.step_([v], [math.nan], defer=True)
+    assert space.settled
+    assert same(space.tensors, eager.tensors)
+
+
+def test_what_needs_theta_refuses_unsettled_tensors():
+    space = space_of(some_tensors())
+    u, out = Direction(KEY, 0), torch.empty(33, 17)
+    for unsettle in (
+        lambda: space.move_to_(((u, SMOOTHING),)),
+        lambda: space.step_([u], [1e-3], defer=True),
+    ):
+        unsettle()
+        with pytest.raises(AssertionError, match="settle_"):
+            space.state_dict()
+        with pytest.raises(AssertionError, match="settle_"):
+            space.write_perturbed_(0, ((u, SMOOTHING),), out)
+        space.settle_()
+
+
+def test_traffic_of_a_step_is_three_passes_and_two_with_deferral():
+    """K = 1: to theta + lambda u, to theta - lambda u, home with the update; read and write."""
+    space = space_of({"w": torch.ones(100_000)})
+    a_pass = 2 * 4 * 100_000
+    for defer, expected in [(False, 3), (True, 2)]:
+        for step in range(5):
+            before, u = space.traffic, Direction(KEY, step)
+            space.move_to_(((u, SMOOTHING),))
+            space.move_to_(((u, -SMOOTHING),))
+            space.step_([u], [1e-3], defer=defer)
+            assert space.traffic - before == expected * a_pass
+    space.settle_()
+    space.settle_()  # nothing left to do
+    assert space.traffic == (3 * 5 + 2 * 5 + 1) * a_pass
+
+
+# ---------------------------------------------------------------- perturbed copies
+
+
+def written_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Matrices of widths that are and are not multiples of 32, alone and among others."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"a": (9, 64), "b": (7, 20), "norm": (33,), "big": (1100, 64), "odd": (1400, 50)}
+    return {n: torch.randn(*s, generator=generator).to(dtype) for n, s in shapes.items()}
+
+
+def positions() -> list[Any]:
+    u, v = directions_of(6, 2)
+    return [((u, SMOOTHING),), ((u, -SMOOTHING),), ((v, 0.3 * SMOOTHING), (u, 0.7 * SMOOTHING))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_written_copies_are_what_a_move_puts_there(distribution: str, dtype: torch.dtype):
+    """Whole tensors, pairs and rows (in any order, repeated); theta stays as it is."""
+    space = space_of(written_tensors(dtype), distribution=distribution)
+    before, (u, _) = copies(space.tensors), directions_of(6, 2)
+    rows = torch.tensor([5, 0, 6, 5, 3])
+    for position in positions():
+        space.move_to_(position)
+        expected = copies(space.tensors)
+        space.settle_()
+        for number, wanted in enumerate(expected):
+            out = torch.full_like(wanted, 7.0)
+            space.write_perturbed_(number, position, out)
+            assert torch.equal(out, wanted), space.names[number]
+            if wanted.dim() == 2:
+                few = torch.full((5, wanted.shape[1]), 7.0, dtype=dtype)
+                space.write_perturbed_rows_(number, rows, position, few)
+                assert torch.equal(few, wanted[rows]), space.names[number]
+    for number in range(len(space.tensors)):
+        outs = [torch.empty_like(space.tensors[number]) for _ in range(4)]
+        space.write_perturbed_pair_(number, u, SMOOTHING, *outs[:2])
+        for sign, out in zip((1, -1), outs[2:]):
+            space.write_perturbed_(number, ((u, sign * SMOOTHING),), out)
+        assert same(outs[:2], outs[2:])
+        assert not same(outs[:1], outs[1:2])
+    assert same(space.tensors, before)
+    assert space.settled
+
+
+def test_written_copies_after_growth_and_within_reach():
+    """On a grid that updates made coarser; beyond the smoothing they are refused as moves are."""
+    space = space_of(written_tensors(torch.float32), distribution="gaussian")
+    for step in range(3):
+        space.step_([Direction(KEY, step)], [10.0])
+    u, outs = Direction(KEY, 9), [torch.empty(9, 64) for _ in range(2)]
+    space.write_perturbed_pair_(0, u, SMOOTHING, *outs)
+    for sign, out in zip((1, -1), outs):
+        with space.perturbed(u, sign * SMOOTHING):
+            assert torch.equal(space.tensors[0], out)
+    with pytest.raises(ValueError, match="larger than smoothing"):
+        space.write_perturbed_(0, ((u, 2 * SMOOTHING),), outs[0])
+
+
+# ---------------------------------------------------------------- small tensors share a storage
+
+
+class Blocks(nn.Module):
+    """Many small tensors of two kinds around one large one, one tied and one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1200, 64)
+        self.first, self.norm = nn.Linear(64, 8), nn.LayerNorm(8)
+        self.second, self.head = nn.Linear(8, 64), nn.Linear(64, 1200, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm.half()
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+
+def test_small_tensors_are_moved_but_stay_the_same_parameters():
+    model = Blocks()
+    objects = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in objects.items()}
+    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    assert dict(model.named_parameters()) == objects
+    assert all(p is objects[name] for name, p in model.named_parameters())
+    assert all(torch.equal(p, values[name]) for name, p in objects.items())
+    assert model.head.weight is model.embed.weight
+    storages = {name: p.untyped_storage().data_ptr() for name, p in objects.items()}
+    assert storages["first.weight"] == storages["first.bias"]
+    assert storages["norm.weight"] == storages["norm.bias"] != storages["first.bias"]
+    assert storages["second.weight"] == storages["second.bias"] != storages["first.bias"]
+    assert storages["frozen"] not in [v for n, v in storages.items() if n != "frozen"]
+    space.check_is_of(model)
+    space.snap_()
+    before = {name: p.detach().clone() for name, p in objects.items()}
+    with space.perturbed(Direction(KEY, 0), SMOOTHING):
+        moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+        assert moved == set(objects) - {"frozen"}
+
+
+def test_a_model_on_shared_storage_saves_and_loads(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = Blocks()
+    ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    state = {n: t for n, t in model.state_dict().items() if n != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    for found in (load_file(tmp_path / "model.safetensors"), torch.load(tmp_path / "model.pt")):
+        assert {n: t.dtype for n, t in found.items()}.items() >= {
+            n: t.dtype for n, t in state.items()
+        }.items()
+        assert all(torch.equal(found[n], t) for n, t in state.items())
+    other = Blocks()
+    other.load_state_dict(torch.load(tmp_path / "model.pt"))
+    assert digest_model(other) == digest_model(model)
+
+
+def test_a_pretrained_model_on_shared_storage_saves_and_loads(tiny_bert, tmp_path):
+    model = tiny_bert()
+    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    space.snap_()
+    space.step_([Direction(KEY, 0)], [1e-3])
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert digest_model(loaded) == digest_model(model)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda m: setattr(m.first, "bias", nn.Parameter(torch.zeros(8))),
+        lambda m: m.frozen.requires_grad_(True),
+        lambda m: m.first.requires_grad_(False),
+    ],
+)
+def test_other_parameters_after_setup_are_noticed(replace):
+    model = Blocks()
+    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    model.to("cpu")  # a move that moves nothing
+    space.check_is_of(model)
+    replace(model)
+    with pytest.raises(RuntimeError, match="replaced"):
+        space.check_is_of(model)
+
+
+def give_new_storage(model: nn.Module) -> None:
+    """What wrappers that flatten or move parameters do: same objects, same values, other memory."""
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone()
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("defer", [False, True])
+def test_new_storage_is_followed_by_every_operation(distribution: str, defer: bool):
+    """What touches parameters is done to those the model has when `check_is_of` looks, once a step."""
+
+    def operations(space: ParameterSpace, between) -> list[Tensor]:
+        u, v = directions_of(0, 2)
+        between()
+        space.snap_()
+        between()
+        space.step_([u], [1e-3], decay=0.125, defer=defer)
+        between()
+        space.move_to_(((v, SMOOTHING),))
+        between()
+        standing = copies(space.tensors)
+        space.step_([u, v], [1e-3, 5.0], defer=defer)
+        between()
+        space.settle_()
+        between()
+        space.step_([v], [1e-3], decay=0.125, defer=defer)
+        between()
+        space.dense_step_([u], [1e-3], dense_noise)
+        between()
+        space.load_state_dict(space.state_dict())
+        between()
+        return [*standing, *copies(space.tensors)]
+
+    results = []
+    for between in (lambda m: None, give_new_storage):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = Blocks()
+        space = ParameterSpace.from_model(model, smoothing=SMOOTHING, distribution=distribution)
+
+        def exchanged(model=model, space=space, between=between) -> None:
+            between(model)
+            space.check_is_of(model)
+
+        results.append(operations(space, exchanged))
+        space.check_is_of(model)
+    assert same(*results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_are_written_from_theta_while_a_parameter_holds_a_copy(dtype: torch.dtype):
+    """A module's parameters may be exchanged for perturbed copies while others are written."""
+    space = space_of(written_tensors(dtype))
+    u, home = Direction(KEY, 0), [tensor.data for tensor in space.tensors]
+    first, second, rows = (torch.empty_like(home[0]) for _ in range(3))
+    space.write_perturbed_(0, ((u, SMOOTHING),), first)
+    space.tensors[0].data = first
+    space.write_perturbed_(0, ((u, SMOOTHING),), second)
+    space.write_perturbed_rows_(0, torch.arange(9), ((u, SMOOTHING),), rows)
+    space.tensors[0].data = home[0]
+    assert same([first, first], [second, rows])
+    with space.perturbed(u, SMOOTHING):
+        assert torch.equal(space.tensors[0], first)
+
+
+def test_a_model_converted_after_setup_is_refused():
+    """Its grid, and the kind of its arithmetic, were those of another dtype."""
+    model = Blocks()
+    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    space.snap_()
+    model.first.to(torch.bfloat16)
+    with pytest.raises(
+        RuntimeError, match=r"first.weight was torch.float32 .*bfloat16 now: convert"
+    ):
+        space.move_to_(((Direction(KEY, 0), SMOOTHING),))
+    assert space.settled
+
+
+def test_two_spaces_on_one_model_find_their_tensors():
+    """Each moves the small tensors; either may be used, one at a time."""
+    model = Blocks()
+    before = digest_model(model)
+    first = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    second = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    assert digest_model(model) == before
+    first.snap_()
+    snapped, u = digest_model(model), Direction(KEY, 0)
+    for space in (first, second, first):
+        with space.perturbed(u, SMOOTHING):
+            assert digest_model(model) != snapped
+        assert digest_model(model) == snapped
+
+
+# ---------------------------------------------------------------- what is refused, what counts once
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_count_once():
+    model = Tied()
+    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
+    assert space.dimension == 40
+    assert space.names == ["embed.weight"]
+    space.snap_()
+    before, (u,) = model.head.weight.detach().clone(), directions_of(0, 1)
+    with space.perturbed(u, SMOOTHING):
+        moved = (model.head.weight - before).detach().abs()
+        assert torch.allclose(moved, torch.tensor(SMOOTHING), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[:2],
+        lambda t: t.t(),  # made contiguous, it would silently stop being shared
+        lambda t: t.view(-1)[5:9],
+        lambda t: t[:, :1],
+    ],
+)
+def test_shared_memory_that_is_not_one_parameter_is_refused(view):
+    base = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match=r"(a and b|b and a) share memory"):
+        ParameterSpace({"a": base, "b": view(base)}.items())
+
+
+def test_neighbours_in_one_buffer_are_fine():
+    buffer = torch.zeros(10)
+    tensors = {"a": buffer[:5], "b": buffer[5:]}
+    space = space_of(tensors)
+    with space.perturbed(Direction(KEY, 0), SMOOTHING):
+        assert all(float(tensor.abs().min()) > 0 for tensor in tensors.values())
+
+
+def test_non_contiguous_parameters_are_made_contiguous_in_place():
+    layer = nn.Linear(3, 5)
+    layer.weight.data = torch.arange(15.0).reshape(3, 5).t()
+    value = layer.weight.detach().clone()
+    space = ParameterSpace.from_model(layer, smoothing=SMOOTHING)
+    assert layer.weight.is_contiguous()
+    assert torch.equal(layer.weight, value)
+    space.snap_()
+    with space.perturbed(Direction(KEY, 0), SMOOTHING):
+        assert not torch.equal(layer.weight, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.complex64])
+def test_unsupported_dtypes_are_named(dtype: torch.dtype):
+    with pytest.raises(
+        ValueError, match=rf"w has dtype {re.escape(str(dtype))}.*float32, bfloat16 or float16"
+    ):
+        ParameterSpace([("w", torch.zeros(3, dtype=dtype))])
+
+
+def test_meta_nan_and_nothing_trainable_are_refused():
+    with pytest.raises(ValueError, match="w is on the meta device"):
+        ParameterSpace([("w", torch.zeros(3, device="meta"))])
+    with pytest.raises(ValueError, match="no parameter is trainable"):
+        ParameterSpace.from_model(nn.Linear(2, 2).requires_grad_(False))
+    for dtype in DTYPES:
+        for bad in (math.nan, math.inf):
+            with pytest.raises(ValueError, match="finite weights"):
+                ParameterSpace([("w", torch.tensor([1.0, bad], dtype=dtype))]).snap_()
+    with pytest.raises(ValueError, match="direction='cauchy'"):
+        ParameterSpace([("w", torch.zeros(3))], distribution="cauchy")
+
+
+def test_a_space_notices_that_the_model_got_other_parameters():
+    model = nn.Linear(2, 2)
+    space = ParameterSpace.from_model(model)
+    space.check_is_of(model)
+    model.weight = nn.Parameter(model.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="replaced"):
+        space.check_is_of(model)
+
+
+# ---------------------------------------------------------------- state, digests, dense steps
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_state_survives_json_and_continues_bit_for_bit(distribution: str):
+    straight = space_of(some_tensors(), distribution=distribution)
+    for step in range(5):
+        straight.step_(directions_of(step, 2), [0.05, 0.02])
+    state = json.loads(json.dumps(straight.state_dict()))
+    saved = dict(zip(straight.names, copies(straight.tensors), strict=True))
+    resumed = ParameterSpace(saved.items(), distribution=distribution, smoothing=SMOOTHING)
+    resumed.load_state_dict(state)
+    for step in range(5, 12):
+        for space in (straight, resumed):
+            space.step_(directions_of(step, 2), [0.05, 0.02])
+    assert same(straight.tensors, resumed.tensors)
+    assert straight.state_dict() == resumed.state_dict()
+
+
+def test_state_of_another_model_is_refused():
+    state = space_of(some_tensors()).state_dict()
+    with pytest.raises(ValueError, match=r"trainable tensors \(6\) are not this model's \(1\)"):
+        ParameterSpace([("w", torch.zeros(3))]).load_state_dict(state)
+
+
+def test_state_refuses_weights_that_are_not_on_its_grid():
+    """Weights that went through bfloat16, or were edited, would make every later move inexact."""
+    space = space_of({"w": torch.linspace(0.1, 1, 50)})
+    state = space.state_dict()
+    space.tensors[0].add_(1e-8)
+    other = ParameterSpace([("w", torch.linspace(0.1, 1, 50) / 3)])
+    with pytest.raises(ValueError, match="w holds values that are not on the grid"):
+        other.load_state_dict(state)
+
+
+def test_digest_sees_names_shapes_dtypes_and_every_bit():
+    base = {"a": torch.zeros(4), "b": torch.ones(2, 2)}
+    variants = [
+        base,
+        {"a": torch.zeros(4), "c": torch.ones(2, 2)},
+        {"a": torch.zeros(4), "b": torch.ones(4)},
+        {"a": torch.zeros(4), "b": torch.ones(2, 2).bfloat16()},
+        {"a": torch.tensor([0.0, 0.0, -0.0, 0.0]), "b": torch.ones(2, 2)},
+        {"a": torch.zeros(4), "b": torch.ones(2, 2) + 2**-23},
+        {"b": torch.ones(2, 2), "a": torch.zeros(4)},
+    ]
+    digests = {digest_tensors(v.items()) for v in variants}
+    assert len(digests) == len(variants)
+    assert digest_tensors({k: v.clone() for k, v in base.items()}.items()) in digests
+
+
+def test_digest_of_a_model_counts_frozen_parameters():
+    model = nn.Linear(2, 2)
+    before = digest_model(model)
+    model.requires_grad_(False)
+    assert digest_model(model) == before
+    model.bias.data[0] += 1
+    assert digest_model(model) != before
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_direction_norm_is_the_norm(distribution: str):
+    space = space_of(some_tensors(), distribution=distribution)
+    u = Direction(KEY, 4)
+    norm = float(direction_vector(u, distribution, space.layout).double().norm())
+    assert space.direction_norm(u) == pytest.approx(norm, rel=1e-6)
+
+
+def test_dense_step_adds_u_and_the_noise_within_a_grid_step():
+    """DPGD-0th: the noise joins before the rounding; parts arrive in order, each once."""
+    space = space_of(some_tensors(), distribution="gaussian")
+    before, u, drawn = flat(space), Direction(KEY, 2), []
+
+    def noise(part: int, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(part)
+        drawn.append((part, torch.randn(count, generator=generator)))
+        return drawn[-1][1].clone()
+
+    space.move_to_(((u, SMOOTHING),))
+    space.dense_step_([u], [1e-3], noise)
+    assert [part for part, _ in drawn] == list(range(5))
+    noises = torch.cat([values for _, values in drawn]).double()
+    expected = before + 1e-3 * direction_vector(u, "gaussian", space.layout).double() + noises
+    error = (flat(space) - expected).abs() / spacings(space)
+    # A coarser grid on the way (1/2), the rounding itself (1), float32 before it (1/2).
+    assert float(error.max()) <= 2.0
+    moved = copies(space.tensors)
+    with space.perturbed(u, SMOOTHING):
+        pass
+    assert same(space.tensors, moved)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def peak_resident_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read())[1]) * 1024
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return int(re.search(r"VmRSS:\s+(\d+) kB", status.read())[1]) * 1024
+
+
+def forget_peak() -> None:
+    """Garbage and freed heap are given back first, so that neither hides nor feeds what follows."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux /proc")
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_no_copy_of_the_model_is_made(distribution: str):
+    """128 MiB of weights: snapping, perturbing and updating may not take 24 MiB more."""
+    short_training(distribution)  # so that compiling is not counted
+    weights = torch.full((1 << 25,), 0.5)
+    forget_peak()
+    before = peak_resident_bytes()
+    space = space_of({"w": weights}, distribution=distribution)
+    u = Direction(KEY, 0)
+    space.move_to_(((u, SMOOTHING),))
+    space.step_([u], [1e-4], decay=1e-6, defer=True)
+    space.settle_()
+    assert peak_resident_bytes() - before < 24 << 20
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux /proc")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_holds_one_copy_while_perturbed_and_none_when_settled(dtype: torch.dtype):
+    """64 MiB of weights: snapping and updating take no copy; a perturbation one, until it is off."""
+    short_training("rademacher")
+    weights, size = torch.full((1 << 25,), 0.5, dtype=dtype), 64 << 20
+    forget_peak()
+    before, now = peak_resident_bytes(), resident_bytes()
+    space = space_of({"w": weights})
+    u, v = directions_of(0, 2)
+    space.step_([u], [1e-4], decay=1e-6)
+    assert peak_resident_bytes() - before < 24 << 20
+    for position in [((u, SMOOTHING),), ((v, -SMOOTHING),)]:
+        space.move_to_(position)
+        assert size - (8 << 20) < resident_bytes() - now < size + (24 << 20)
+    space.settle_()
+    assert resident_bytes() - now < 24 << 20
+    assert peak_resident_bytes() - before < size + (24 << 20)
+
+
+def test_power_of_the_memory_test():
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("needs Linux /proc")
+    forget_peak()
+    before = peak_resident_bytes()
+    copy = np.ones(1 << 25, np.float32)  # a copy of the model above, too large for the heap
+    assert peak_resident_bytes() - before > 24 << 20
+    del copy

@@ -1,0 +1,802 @@
+"""The Triton passes against a slow reference, bit for bit: in the interpreter, and on CUDA.
+
+The reference below follows the definition coordinate by coordinate, in uint64 for the integers and
+numpy's float32 for the rest, and shares nothing with the package but the table of normals.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpzero.perturbation.directions import Direction, DirectionStream, normal_tables
+from hf_dpzero.perturbation.kernels import triton_launch
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs the triton package"
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE_CODE = "hf_dpzero.perturbation.kernels.triton_kernels"
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where the tensors of a test live; the device code is loaded anew for the one or the other."""
+    interpreted = request.param == "interpreter"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
+        before = sys.modules.pop(DEVICE_CODE, None)
+        yield torch.device("cpu" if interpreted else "cuda")
+        sys.modules.pop(DEVICE_CODE, None)
+        if before is not None:
+            sys.modules[DEVICE_CODE] = before
+
+
+# ---------------------------------------------------------------- the reference
+
+LOW = 0xFFFFFFFF
+KEY = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+
+
+def philox(c: list[int], k: list[int]) -> list[int]:
+    """Philox4x32-10 of one counter, in Python's integers."""
+    for turn in range(10):
+        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        k0, k1 = (k[0] + turn * 0x9E3779B9) & LOW, (k[1] + turn * 0xBB67AE85) & LOW
+        c = [second >> 32 ^ c[1] ^ k0, second & LOW, first >> 32 ^ c[3] ^ k1, first & LOW]
+    return c
+
+
+KNOWN = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([LOW] * 4, [LOW] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+def words_at(calls: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """uint32 [4, n], each distinct call computed on its own."""
+    k0, k1, n0, n1 = (int(k) for k in key)
+    distinct, where = np.unique(calls, return_inverse=True)
+    table = [philox([int(c) & LOW, int(c) >> 32, n0, n1], [k0, k1]) for c in distinct]
+    return np.array(table, np.uint32)[where].T
+
+
+def signs_at(index: np.ndarray, key: np.ndarray) -> np.ndarray:
+    row, lane = index % 4096 // 32, index % 32
+    words = words_at(index // 4096 * 32 + lane, key)
+    word = words[(row // 32).astype(int), np.arange(len(index))]
+    return np.where(word >> (row % 32).astype(np.uint32) & np.uint32(1), 1, -1).astype(np.float32)
+
+
+def normal_of(x: np.ndarray) -> np.ndarray:
+    center, half = (table.astype(np.int64) for table in normal_tables())
+    x = x.astype(np.int64)
+    s = (x & 255) + (x >> 8 & 255) + (x >> 16 & 255)
+    b = x >> 24 & 127
+    return (center[s] + (2 * b - 127) * half[s]).astype(np.float32) * np.float32(2.0**-21)
+
+
+def normals_at(index: np.ndarray, key: np.ndarray) -> np.ndarray:
+    word, lane = index % 128 // 32, index % 32
+    words = words_at(index // 128 * 32 + lane, key)
+    return normal_of(words[word.astype(int), np.arange(len(index))])
+
+
+def indices(offset: int, count: int) -> np.ndarray:
+    return np.uint64(offset) + np.arange(count, dtype=np.uint64)
+
+
+class Layout:
+    """Tensors of given sizes in one flat tensor, each from a multiple of 32 on."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        padded = [-(-size // 32) * 32 for size in sizes]
+        self.starts = np.cumsum([0, *padded[:-1]])
+        self.count = int(self.starts[-1]) + sizes[-1]
+        self.rows = np.repeat(np.arange(len(sizes)), np.array(padded) // 32)
+        self.number = len(sizes)
+
+    @property
+    def member(self) -> np.ndarray:
+        """Of each element."""
+        return np.repeat(self.rows, 32)[: self.count]
+
+    @property
+    def index(self) -> np.ndarray:
+        """Of each element within its own tensor."""
+        return np.arange(self.count) - self.starts[self.member]
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.number == 1:
+            return None
+        rows = torch.from_numpy(self.rows.astype(np.int32))
+        return rows.to(device), torch.from_numpy(self.starts.astype(np.int64)).to(device)
+
+    def dither(self, start: np.ndarray) -> np.ndarray:
+        """uint32 of each element, from the members' starts [M]."""
+        wide = start.astype(object)[self.member] + self.index.astype(object) * 0x9E3779B9
+        return (wide & LOW).astype(np.uint32)
+
+
+def reference_signs(source, offset, keys, amounts, layout):
+    index, acc = indices(offset, layout.count), source.copy()
+    for key, amount in zip(keys, amounts):
+        acc = acc + signs_at(index, key) * amount[layout.member]
+    return acc
+
+
+def reference_normals(source, offset, keys, new, old, update, spacing, dither, layout):
+    index, acc, member = indices(offset, layout.count), source.copy(), layout.member
+    for t, key in enumerate(keys):
+        z = normals_at(index, key)
+        a, b, c = (z * coefficient[t][member] for coefficient in (new, old, update))
+        uniform = (layout.dither(dither[t]) >> np.uint32(8)).astype(np.float32)
+        fraction = (c - np.floor(c)) + uniform * np.float32(2.0**-24)
+        n = np.rint(a) - np.rint(b) + (np.floor(c) + np.floor(fraction))
+        acc = acc + n * spacing[member]
+    assert acc.dtype == np.float32
+    return acc
+
+
+def round_to_bfloat16(acc: np.ndarray, dither: np.ndarray) -> np.ndarray:
+    """The bits, uint16."""
+    return ((acc.view(np.uint32) + (dither >> np.uint32(16))) >> np.uint32(16)).astype(np.uint16)
+
+
+def round_to_float16(acc: np.ndarray, dither: np.ndarray) -> np.ndarray:
+    """The bits, uint16."""
+    least, size = np.float32(2.0**-14), np.abs(acc)
+    small = size < least
+    bits = np.where(small, size + least, size).view(np.uint32) + (dither >> np.uint32(19))
+    cut = (bits & np.uint32(LOW - 0x1FFF)).view(np.float32)
+    cut = np.minimum(np.where(small, cut - least, cut), np.float32(65504))
+    with np.errstate(all="raise"):
+        exact = np.copysign(cut, acc).astype(np.float16)
+    assert np.array_equal(exact.astype(np.float32), np.copysign(cut, acc))
+    return exact.view(np.uint16)
+
+
+def reference_rounded(source, offset, keys, gaussian, coefficients, dither, layout, dtype):
+    acc, index = source.float().numpy(), indices(offset, layout.count)
+    for key, coefficient in zip(keys, coefficients):
+        u = normals_at(index, key) if gaussian else signs_at(index, key)
+        acc = acc + u * coefficient
+    rounding = round_to_bfloat16 if dtype == torch.bfloat16 else round_to_float16
+    return rounding(acc, layout.dither(dither))
+
+
+# ---------------------------------------------------------------- what the tests draw
+
+
+def generator(seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def draw_keys(terms: int, seed: int = 1) -> np.ndarray:
+    return generator(seed).integers(0, 1 << 32, (terms, 4), np.uint32)
+
+
+def draw(shape: tuple[int, ...], scale: float = 1.0, seed: int = 2) -> np.ndarray:
+    return (generator(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    unsigned = {4: np.uint32, 2: np.uint16}[tensor.element_size()]
+    integers = {4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    return tensor.cpu().view(integers).numpy().view(unsigned)
+
+
+def same(tensor: torch.Tensor, expected: np.ndarray) -> bool:
+    """Bit for bit: 0 and -0 differ."""
+    wanted = expected.view(np.uint32) if expected.dtype == np.float32 else expected
+    return np.array_equal(bits(tensor), wanted)
+
+
+PLACES = [
+    (1, 0),
+    (31, 32),
+    (32, 4096 - 32),
+    (33, 4096 - 32),
+    (4096, 0),
+    (4096, 96),
+    (5000, 7 * 4096 + 32 * 77),
+    (150, (1 << 32) - 64),
+    (4200, (1 << 45) + 160),
+]
+"""(elements, offset): tails, tiles cut at either end, coordinates beyond 2^32."""
+
+ONE, SEVERAL = [5000], [1, 33, 4096, 64, 70]
+
+
+# ---------------------------------------------------------------- random words
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_the_reference_gives_the_known_answers(counter, key, expected):
+    assert philox(counter, key) == expected
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_signs_are_the_bits_of_the_known_answers(device, counter, key, expected):
+    call, out = counter[0] | counter[1] << 32, torch.zeros(4096, device=device)
+    stream = np.array([*key, *counter[2:]], np.uint32)
+    triton_launch.signs(out, call // 32 * 4096, stream)
+    column = out.cpu().view(4, 32, 32)[:, :, call % 32]  # word, bit
+    assert [sum(1 << b for b in range(32) if word[b] > 0) for word in column] == expected
+    assert set(out.abs().tolist()) == {1.0}
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_normals_are_made_of_the_known_answers(device, counter, key, expected):
+    call, out = counter[0] | counter[1] << 32, torch.zeros(128, device=device)
+    stream = np.array([*key, *counter[2:]], np.uint32)
+    triton_launch.normals(out, call // 32 * 128, stream)
+    expected_values = normal_of(np.array(expected, np.uint32))
+    assert out.cpu().view(4, 32)[:, call % 32].tolist() == expected_values.tolist()
+
+
+@pytest.mark.parametrize(("count", "offset"), PLACES)
+def test_directions_are_the_reference_s(device, count, offset):
+    out, key = torch.empty(count, device=device), np.array(KEY, np.uint32)
+    triton_launch.signs(out, offset, key)
+    assert same(out, signs_at(indices(offset, count), key))
+    triton_launch.normals(out, offset, key)
+    assert same(out, normals_at(indices(offset, count), key))
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_directions_are_those_of_the_other_backends(device, distribution):
+    stream = DirectionStream(Direction(2**100 + 3, 5, 1), distribution, [(0, 9000)])
+    out = torch.empty(4500, device=device)
+    write = triton_launch.signs if distribution == "rademacher" else triton_launch.normals
+    write(out, 4064, stream.key)
+    assert torch.equal(out.cpu(), stream.raw(4064, 4500))
+
+
+def test_neighbouring_streams_differ(device):
+    """A nonce or key word that the kernel dropped would not change the directions."""
+    found = set()
+    for changed in range(5):
+        key, out = np.array(KEY, np.uint32), torch.empty(64, device=device)
+        if changed < 4:
+            key[changed] ^= 1
+        triton_launch.signs(out, 0, torch.from_numpy(key))
+        found.add(tuple(out.tolist()))
+    assert len(found) == 5
+
+
+# ---------------------------------------------------------------- float32
+
+
+@pytest.mark.parametrize(("count", "offset"), PLACES)
+def test_add_signs(device, count, offset):
+    source, keys, amounts = draw((count,)), draw_keys(1), draw((1, 1), seed=3)
+    theta = torch.from_numpy(source.copy()).to(device)
+    triton_launch.add_signs(theta, theta, offset, keys, amounts)
+    assert same(theta, reference_signs(source, offset, keys, amounts, Layout([count])))
+
+
+@pytest.mark.parametrize("sizes", [ONE, SEVERAL], ids=["one", "several"])
+@pytest.mark.parametrize("terms", [1, 3])
+def test_add_signs_of_several_terms_and_members(device, sizes, terms):
+    layout, keys = Layout(sizes), draw_keys(terms)
+    source, amounts = draw((layout.count,)), draw((terms, layout.number), seed=3)
+    theta = torch.from_numpy(source.copy()).to(device)
+    out = torch.full_like(theta, 9.0)
+    triton_launch.add_signs(out, theta, 64, keys, torch.from_numpy(amounts), layout.on(device))
+    expected = reference_signs(source, 64, keys, amounts, layout)
+    assert same(out, expected)
+    assert same(theta, source)  # left alone
+    triton_launch.add_signs(theta, theta, 64, torch.from_numpy(keys), amounts, layout.on(device))
+    assert same(theta, expected)
+
+
+def grid_numbers(terms: int, members: int, updating: bool) -> dict[str, np.ndarray]:
+    spacing = 2.0 ** -np.arange(20, 20 + members).astype(np.float32)
+    dither = generator(7).integers(0, 1 << 32, (terms, members), np.uint32)
+    return {
+        "new": draw((terms, members), 300.0, seed=4),
+        "old": draw((terms, members), 3.0, seed=5),
+        "update": draw((terms, members), 0.7 * updating, seed=6),
+        "spacing": spacing,
+        "dither": dither,
+    }
+
+
+@pytest.mark.parametrize("updating", [False, True])
+@pytest.mark.parametrize(("count", "offset"), PLACES)
+def test_add_normals(device, count, offset, updating):
+    keys, numbers = draw_keys(1), grid_numbers(1, 1, updating)
+    source = np.rint(draw((count,), 2.0**18)) * numbers["spacing"]
+    theta = torch.from_numpy(source.copy()).to(device)
+    triton_launch.add_normals(theta, theta, offset, keys, **numbers)
+    assert same(theta, reference_normals(source, offset, keys, **numbers, layout=Layout([count])))
+
+
+@pytest.mark.parametrize("sizes", [ONE, SEVERAL], ids=["one", "several"])
+@pytest.mark.parametrize("terms", [1, 3])
+def test_add_normals_of_several_terms_and_members(device, sizes, terms):
+    layout, keys = Layout(sizes), draw_keys(terms)
+    numbers = grid_numbers(terms, layout.number, True)
+    source = np.rint(draw((layout.count,), 2.0**18)) * numbers["spacing"][layout.member]
+    theta = torch.from_numpy(source.copy()).to(device)
+    out = torch.full_like(theta, 9.0)
+    triton_launch.add_normals(out, theta, 4128, keys, **numbers, members=layout.on(device))
+    assert same(out, reference_normals(source, 4128, keys, **numbers, layout=layout))
+    assert same(theta, source)
+
+
+def test_a_perturbation_of_normals_is_undone_bit_for_bit(device):
+    keys, numbers = draw_keys(2), grid_numbers(2, 1, False)
+    source = np.rint(draw((3000,), 2.0**18)) * numbers["spacing"]
+    theta = torch.from_numpy(source + np.float32(0)).to(device)  # the grid has one zero
+    nothing = np.zeros_like(numbers["new"])
+    there = {**numbers, "old": nothing}
+    back = {**numbers, "old": numbers["new"], "new": nothing}
+    triton_launch.add_normals(theta, theta, 32, keys, **there)
+    assert not np.array_equal(theta.cpu().numpy(), source)
+    triton_launch.add_normals(theta, theta, 32, keys, **back)
+    assert same(theta, source + np.float32(0))
+
+
+@pytest.mark.parametrize("scale", [2.0**20, 2.0**24, 2.0**-130, 1e-9], ids=str)
+def test_roundings_at_the_edges(device, scale):
+    """z is an integer times 2^-21: ties to even at 2^20; no fractions, and next to nothing."""
+    keys, count = draw_keys(1), 600
+    each = np.full((1, 1), scale, np.float32)
+    one, start = np.ones(1, np.float32), np.full((1, 1), 0xFFFFFF00, np.uint32)
+    z = normals_at(indices(0, count), keys[0])
+    if scale == 2.0**20:
+        assert np.mean(np.abs(z * each[0] % 1) == 0.5) > 0.3  # ties indeed
+    for new, old, update in [(each, 0 * each, 0 * each), (0 * each, each, each)]:
+        theta = torch.zeros(count, device=device)
+        triton_launch.add_normals(theta, theta, 0, keys, new, old, update, one, start)
+        expected = reference_normals(
+            np.zeros(count, np.float32), 0, keys, new, old, update, one, start, Layout([count])
+        )
+        assert same(theta, expected)
+
+
+def test_a_fraction_that_rounds_to_one_meets_the_largest_uniform(device):
+    """(step - floor) + U = 2 for a negative step near 0 with U = 1 - 2^-24: floor gives 2, not 1."""
+    keys, scale = draw_keys(1), np.full((1, 1), 1e-9, np.float32)
+    z = normals_at(indices(0, 1), keys[0])
+    update = -scale * np.sign(z)
+    start, zero = np.full((1, 1), LOW, np.uint32), np.zeros((1, 1), np.float32)
+    theta = torch.zeros(1, device=device)
+    triton_launch.add_normals(
+        theta, theta, 0, keys, zero, zero, update, np.ones(1, np.float32), start
+    )
+    assert theta.item() == -1 + 2
+
+
+# ---------------------------------------------------------------- half precision
+
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("gaussian", [False, True], ids=["signs", "normals"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("count", "offset"), PLACES[::2])
+def test_add_rounded(device, count, offset, dtype, gaussian):
+    source = torch.from_numpy(draw((count,))).to(dtype)
+    keys, coefficients = draw_keys(1), draw((1,), 1e-2, seed=3)
+    dither, theta = np.array([0x12345678], np.uint32), source.clone().to(device)
+    triton_launch.add_rounded(theta, theta, offset, keys, gaussian, coefficients, dither)
+    numbers = (keys, gaussian, coefficients, dither)
+    assert same(theta, reference_rounded(source, offset, *numbers, Layout([count]), dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("gaussian", "terms"), [(False, 3), (True, 1), (True, 3)])
+def test_add_rounded_of_several_terms_and_members(device, dtype, gaussian, terms):
+    layout, keys = Layout(SEVERAL), draw_keys(terms)
+    source = torch.from_numpy(draw((layout.count,), 0.03)).to(dtype)
+    coefficients = draw((terms,), 1e-3, seed=3)
+    dither = generator(7).integers(0, 1 << 32, layout.number, np.uint32)
+    theta, out = source.to(device), torch.zeros_like(source, device=device)
+    numbers = (keys, gaussian, coefficients, dither)
+    triton_launch.add_rounded(out, theta, 96, *numbers, layout.on(device))
+    assert same(out, reference_rounded(source, 96, *numbers, layout, dtype))
+    assert torch.equal(theta.cpu(), source)
+
+
+@pytest.mark.parametrize("dither", [0, LOW])
+@pytest.mark.parametrize("value", [0.0, 2e-8, 5e-5, 2.0**-14, 1.0, 1000.3, 65000.0, 65504.0, 3e38])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_least_dither_truncates_and_the_largest_rounds_away(device, dtype, value, dither):
+    """The source is 0 and u = +-1, so the sum is +-value: its neighbours are known."""
+    theta, amount = torch.zeros(1, dtype=dtype, device=device), np.array([value], np.float32)
+    keys, start = draw_keys(1), np.array([dither], np.uint32)
+    triton_launch.add_rounded(theta, theta, 0, keys, False, amount, start)
+    nearest, largest = torch.tensor(value).to(dtype), torch.tensor(65504.0).to(dtype)
+    size = torch.tensor(value) if dtype == torch.bfloat16 else torch.tensor(min(value, 65504.0))
+    below = nearest if nearest.float() <= size else _next_down(nearest)
+    exact = below.float() == size
+    wanted = below if dither == 0 or exact else _next_up(below)
+    if dtype == torch.float16:
+        wanted = torch.minimum(wanted, largest)
+    sign = signs_at(indices(0, 1), keys[0])[0]
+    assert theta.cpu().abs().item() == wanted.item()
+    assert bool(theta.signbit().item()) == (sign < 0 and value != 0.0)
+
+
+def _next_up(x: torch.Tensor) -> torch.Tensor:
+    return (x.view(torch.int16) + 1).view(x.dtype)
+
+
+def _next_down(x: torch.Tensor) -> torch.Tensor:
+    return (x.view(torch.int16) - 1).view(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_sign_of_a_zero_sum_is_kept(device, dtype):
+    theta, keys = torch.full((32,), -0.0, dtype=dtype, device=device), draw_keys(1)
+    zero, start = np.zeros(1, np.float32), np.zeros(1, np.uint32)
+    triton_launch.add_rounded(theta, theta, 0, keys, False, zero, start)
+    negative = signs_at(indices(0, 32), keys[0]) < 0  # -0 + -0, else -0 + 0
+    assert theta.signbit().tolist() == negative.tolist()
+    assert not theta.any()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_stochastic_rounding_goes_up_as_often_as_the_distance_says(device, dtype):
+    value = 1.0 + 0.3 * torch.finfo(dtype).eps
+    theta, keys = torch.ones(4096, dtype=dtype, device=device), draw_keys(1)
+    start, step = np.array([99], np.uint32), np.array([value - 1.0], np.float32)
+    triton_launch.add_rounded(theta, theta, 0, keys, False, step, start)
+    raised = theta.cpu().float().numpy()[signs_at(indices(0, 4096), keys[0]) > 0]
+    assert set(raised.tolist()) == {1.0, 1.0 + torch.finfo(dtype).eps}
+    assert (raised > 1.0).mean() == pytest.approx(0.3, abs=0.05)  # 5 sigma over 2000 of them
+
+
+# ---------------------------------------------------------------- nothing contracted
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_product_is_rounded_before_it_is_added(device, dtype):
+    """z c - z c is 0 where both products are rounded; a fused multiply-add leaves a rounding error."""
+    coefficient, count = np.float32(1e3 / 3), 200
+    keys = np.repeat(draw_keys(1), 2, axis=0)
+    product = normals_at(indices(0, count), keys[0]).astype(np.float64) * coefficient
+    left = np.abs(product.astype(np.float32) - product)
+    assert (left > 1e-7).mean() > 0.5  # what fusing would leave, visible in both precisions
+    theta, start = torch.zeros(count, dtype=dtype, device=device), np.array([5], np.uint32)
+    both = np.array([coefficient, -coefficient])
+    triton_launch.add_rounded(theta, theta, 0, keys, True, both, start)
+    assert theta.abs().max().item() == 0.0
+
+
+def test_a_product_is_rounded_before_it_is_rounded_to_the_grid(device):
+    """On these numbers contraction into the rounding gives other integers."""
+    keys, count, new = draw_keys(1), 2000, np.full((1, 1), 1.3 * 2**20, np.float32)
+    z, theta = normals_at(indices(0, count), keys[0]), torch.zeros(count, device=device)
+    contracted, apart = np.rint(z.astype(np.float64) * new[0, 0]), np.rint(z * new[0, 0])
+    assert (contracted != apart).mean() > 0.01
+    zero, one, start = np.zeros((1, 1), np.float32), np.ones(1, np.float32), np.uint32([[5]])
+    triton_launch.add_normals(theta, theta, 0, keys, new, zero, zero, one, start)
+    assert np.array_equal(theta.cpu().numpy(), apart)
+
+
+# ---------------------------------------------------------------- pieces of a tensor
+
+
+PIECES = np.array([42 * 96, 5000 * 96, 0])
+"""Rows 42 (which straddles two tiles), 5000 and 0 of a tensor with rows of 96."""
+
+
+@pytest.mark.parametrize("size", [96, 90, 4128], ids=["rows", "short", "long"])
+def test_pieces_are_what_the_whole_tensor_has_there(device, size):
+    keys, offset = draw_keys(2), (1 << 33) + 64
+    source, amounts = draw((len(PIECES), size)), draw((2, 1), seed=3)
+    theta = torch.from_numpy(source.copy()).to(device)
+    triton_launch.add_signs(theta, theta, offset, keys, amounts, pieces=PIECES)
+    for row, first, values in zip(theta, PIECES, source):
+        assert same(row, reference_signs(values, offset + first, keys, amounts, Layout([size])))
+
+
+def test_the_dither_of_a_piece_is_the_whole_tensor_s(device):
+    keys, size, numbers = draw_keys(2), 96, grid_numbers(2, 1, True)
+    source = np.rint(draw((len(PIECES), size), 2.0**18)) * numbers["spacing"]
+    theta = torch.from_numpy(source.copy()).to(device)
+    half = torch.from_numpy(source).bfloat16()
+    rounded, start = half.clone().to(device), numbers["dither"][0]
+    triton_launch.add_normals(theta, theta, 32, keys, **numbers, pieces=torch.from_numpy(PIECES))
+    terms = (keys, True, draw((2,), 1e-2, seed=3))
+    triton_launch.add_rounded(rounded, rounded, 32, *terms, start, pieces=PIECES)
+    for row, first in enumerate(PIECES.tolist()):
+        moved = numbers | {"dither": numbers["dither"] + np.uint32(first * 0x9E3779B9 & LOW)}
+        place = (32 + first, keys)
+        expected = reference_normals(source[row], *place, **moved, layout=Layout([size]))
+        assert same(theta[row], expected)
+        dither = moved["dither"][0]
+        expected = reference_rounded(
+            half[row], 32 + first, *terms, dither, Layout([size]), half.dtype
+        )
+        assert same(rounded[row], expected)
+
+
+def test_all_pieces_are_one_launch(device, recorder):
+    out = torch.zeros(len(PIECES), 96, device=device)
+    triton_launch.add_signs(out, out, 0, draw_keys(1), np.ones((1, 1), np.float32), pieces=PIECES)
+    assert [launch.grid for launch in recorder.launches] == [(len(PIECES), 2)]
+
+
+# ---------------------------------------------------------------- how it is launched
+
+
+@pytest.mark.parametrize("count", [33, 4100])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_nothing_beside_the_tensor_is_written(device, dtype, count):
+    buffer = torch.full((9000,), 7.0, dtype=dtype, device=device)
+    part, keys, start = buffer[4000 : 4000 + count], draw_keys(1), np.zeros(1, np.uint32)
+    one = np.ones((1, 1), np.float32)
+    if dtype == torch.float32:
+        triton_launch.add_signs(part, part, 32, keys, 30 * one)
+        triton_launch.add_normals(part, part, 32, keys, one, 0 * one, one, one, start)
+    else:
+        triton_launch.add_rounded(part, part, 32, keys, True, one, start)
+        triton_launch.add_rounded(part, part, 32, keys, False, 30 * one, start)
+    assert (buffer[:4000] == 7).all() and (buffer[4000 + count :] == 7).all()
+    assert (part != 7).all()
+
+
+def test_small_numbers_may_be_on_the_tensor_s_device(device):
+    layout, keys, amounts = Layout(SEVERAL), draw_keys(2), draw((2, 5), seed=3)
+    source = draw((layout.count,))
+    theta = torch.from_numpy(source.copy()).to(device)
+    there = [torch.from_numpy(numbers).to(device) for numbers in (keys, amounts)]
+    triton_launch.add_signs(theta, theta, 0, *there, layout.on(device))
+    assert same(theta, reference_signs(source, 0, keys, amounts, layout))
+
+
+def test_an_empty_tensor_is_left_alone(device):
+    empty = torch.empty(0, device=device)
+    triton_launch.add_signs(empty, empty, 0, draw_keys(1), np.ones((1, 1), np.float32))
+    assert empty.numel() == 0
+
+
+class Recorder:
+    """Stands in for the device code: `walk[grid](...)` notes what it was launched with."""
+
+    def __init__(self) -> None:
+        self.launches: list[SimpleNamespace] = []
+        self.walk = self
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def launch(*arguments: object, **options: object) -> None:
+            table, integers = arguments[2], arguments[7:]
+            self.launches.append(
+                SimpleNamespace(grid=grid, table=table, integers=integers, options=options)
+            )
+
+        return launch
+
+
+@pytest.fixture
+def recorder(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    monkeypatch.setattr(triton_launch, "_device_code", lambda: found)
+    return found
+
+
+def test_every_launch_forbids_contraction(device, recorder):
+    theta, keys, one = torch.zeros(40, device=device), draw_keys(1), np.ones((1, 1), np.float32)
+    start, half = np.zeros(1, np.uint32), torch.zeros(40, dtype=torch.bfloat16, device=device)
+    triton_launch.signs(theta, 0, keys[0])
+    triton_launch.normals(theta, 0, keys[0])
+    triton_launch.add_signs(theta, theta, 0, keys, one)
+    triton_launch.add_normals(theta, theta, 0, keys, one, one, one, one, start)
+    triton_launch.add_rounded(half, half, 0, keys, True, one, start)
+    assert len(recorder.launches) == 5
+    assert all(launch.options["enable_fp_fusion"] is False for launch in recorder.launches)
+
+
+def test_one_term_of_one_tensor_sends_no_table(device, recorder):
+    theta, keys = torch.zeros(64, device=device), draw_keys(1)
+    triton_launch.add_signs(theta, theta, 0, keys, np.ones((1, 1), np.float32))
+    launch = recorder.launches[0]
+    assert launch.table is None
+    assert all(-(2**31) <= word < 2**31 for word in launch.integers[5:])  # one compiled variant
+    assert [word & LOW for word in launch.integers[5:10]] == [*keys[0].tolist(), 0x3F800000]
+
+
+def test_several_send_one_table_of_a_few_words(device, recorder):
+    layout, keys = Layout(SEVERAL), draw_keys(3)
+    theta = torch.zeros(layout.count, device=device)
+    numbers = grid_numbers(3, 5, True)
+    triton_launch.add_normals(theta, theta, 0, keys, **numbers, members=layout.on(device))
+    launch = recorder.launches[0]
+    assert launch.table.dtype == torch.int32 and launch.table.numel() == 3 * 4 + 5 * 3 * 5
+    assert launch.integers[:2] == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("count", "offset", "programs"),
+    [(1, 0, 1), (4096, 0, 1), (4096, 32, 2), (4097, 0, 2), (32, 4064, 1), (64, 4064, 2)],
+)
+def test_a_program_owns_a_tile_of_the_index_space(device, recorder, count, offset, programs):
+    triton_launch.signs(torch.zeros(count, device=device), offset, draw_keys(1)[0])
+    assert recorder.launches[0].grid == (programs,)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refused(device: torch.device, match: str, **changed: object) -> None:
+    theta = torch.zeros(40, device=device)
+    arguments = {"out": theta, "source": theta, "offset": 0, "keys": draw_keys(1)}
+    arguments |= {"amounts": np.ones((1, 1), np.float32), "members": None, **changed}
+    with pytest.raises(ValueError, match=match):
+        triton_launch.add_signs(**arguments)
+    assert not theta.any()
+
+
+def test_arguments_that_do_not_fit_are_refused(device):
+    other = torch.zeros(41, device=device)
+    refused(device, "offset=31 is not a multiple of 32", offset=31)
+    refused(device, "offset=-32", offset=-32)
+    refused(device, r"source is torch.float32 \(41,\)", source=other)
+    refused(device, "source is torch.bfloat16", source=torch.zeros(40).bfloat16().to(device))
+    refused(device, "strides", out=torch.zeros(80, device=device)[::2])
+    refused(device, "needs torch.float32", out=torch.zeros(40).double().to(device))
+    refused(device, "keys name no term", keys=np.zeros((0, 4), np.uint32))
+    refused(device, "do not fit 1 terms and 1 members", amounts=np.ones((2, 1), np.float32))
+    refused(device, "float64", amounts=np.ones((1, 1)))
+    one_row = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    refused(device, "name 1 rows, out has 2", members=one_row)
+    refused(device, "are not 3 equal pieces", pieces=np.zeros(3, np.int64))
+    two_rows = (torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    refused(device, "members or pieces", members=two_rows, pieces=np.zeros(1, np.int64))
+
+
+def test_half_precision_has_its_own_pass(device):
+    theta, one = torch.zeros(40, device=device), np.ones(1, np.float32)
+    with pytest.raises(ValueError, match=r"needs torch.bfloat16 or torch.float16"):
+        triton_launch.add_rounded(theta, theta, 0, draw_keys(1), False, one, np.zeros(1, np.uint32))
+
+
+def test_cpu_tensors_need_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert not triton_launch.available("cpu")
+    theta = torch.zeros(40)
+    with pytest.raises(ValueError, match="do not run on cpu"):
+        triton_launch.signs(theta, 0, draw_keys(1)[0])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton_launch.available("cpu") and not triton_launch.available("meta")
+
+
+def test_nothing_is_available_without_triton(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton_launch, "_triton_is_installed", lambda: False)
+    assert not triton_launch.available("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_cuda_is_not_available_without_it(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert not triton_launch.available("cuda")
+
+
+# ---------------------------------------------------------------- on a device only
+
+
+@pytest.mark.gpu
+def test_a_pass_neither_waits_nor_allocates(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.delitem(sys.modules, DEVICE_CODE, raising=False)
+    theta = torch.zeros(1 << 22, device="cuda")
+    layout = Layout([1 << 21, 1 << 21])
+    members, keys, numbers = layout.on(theta.device), draw_keys(3), grid_numbers(3, 2, True)
+    triton_launch.add_normals(theta, theta, 0, keys, **numbers, members=members)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        triton_launch.add_normals(theta, theta, 0, keys, **numbers, members=members)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 1 << 16
+
+
+# ---------------------------------------------------------------- what is compiled for a GPU
+
+COMPILE = """
+import json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from hf_dpzero import kernels, triton_kernels as code
+
+def ptx(pointer, fusion, **variant):
+    names, absent = code.walk.arg_names, {"table", "rows", "starts", "pieces"}
+    if not variant["GAUSSIAN"]:
+        absent = absent | {"normals"}
+    kinds = dict.fromkeys(names, "i32") | {"out": pointer, "source": pointer, "normals": "*i64"}
+    constants = dict.fromkeys(absent) | variant
+    kinds |= dict.fromkeys(constants, "constexpr")
+    where = {name: (place,) for place, name in enumerate(names)}
+    aligned = {where[n]: [["tt.divisibility", 16]] for n in names if kinds[n].startswith("*")}
+    source = ASTSource(
+        code.walk, {n: kinds[n] for n in names}, {where[n]: v for n, v in constants.items()}, aligned
+    )
+    warps = kernels.NORMALS_WARPS if variant["GAUSSIAN"] else kernels.SIGNS_WARPS
+    options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": fusion}
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+print(json.dumps([ptx(**wanted) for wanted in json.loads(sys.argv[1])]))
+"""
+
+
+def compiled(tmp_path: Path, *variants: dict[str, object]) -> list[str]:
+    """The PTX of variants of the kernel for compute capability 9.0; needs no GPU."""
+    if tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) < (3, 3):
+        pytest.skip("written against the compiler's interface since Triton 3.3")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(variants)],
+        capture_output=True, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+NORMALS = {"GAUSSIAN": True, "GRID": True, "UPDATE": True, "ROUND": 0, "EVEN": True}
+SIGNS = {"GAUSSIAN": False, "GRID": False, "UPDATE": False, "ROUND": 0, "EVEN": True}
+FUSED = ("fma.", "mad.f32", "mad.rn.f32")
+
+
+def check_compiled(text: str) -> None:
+    """Nothing fused, no subnormal flushed, no register spilled, 8 or 16 bytes at a time."""
+    assert not any(name in text for name in FUSED)
+    assert ".ftz" not in text and ".local" not in text
+    assert all(re.search(rf"{access}\.global\.v[24]\.b32", text) for access in ("ld", "st"))
+    assert "add.rn.f32" in text and "mul.wide.u32" in text
+
+
+def test_the_launch_option_keeps_the_compiler_from_fusing(tmp_path):
+    variant = {"pointer": "*fp32", **NORMALS}
+    apart, fused = compiled(tmp_path, {"fusion": False, **variant}, {"fusion": True, **variant})
+    check_compiled(apart)
+    assert any(name in fused for name in FUSED)  # it would, were it allowed to
+
+
+@pytest.mark.slow
+def test_no_other_pass_is_compiled_into_fused_operations(tmp_path):
+    variants = [
+        {"pointer": "*fp32", **SIGNS},
+        {"pointer": "*fp32", **NORMALS, "UPDATE": False},
+        {"pointer": "*i16", **NORMALS, "GRID": False, "ROUND": 1},
+        {"pointer": "*fp16", **NORMALS, "GRID": False, "ROUND": 2},
+        {"pointer": "*i16", **SIGNS, "ROUND": 1},
+        {"pointer": "*fp16", **SIGNS, "ROUND": 2},
+    ]
+    for text in compiled(tmp_path, *[{"fusion": False, **variant} for variant in variants]):
+        check_compiled(text)
+
+
+def test_the_host_side_loads_without_triton():
+    code = (
+        "import sys, hf_dpzero.perturbation.kernels.triton_launch; print('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

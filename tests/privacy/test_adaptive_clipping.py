@@ -1,0 +1,366 @@
+"""Adaptive clipping: one Gaussian of multiplier z, its noise, and a clip that finds the quantile."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from hf_dpzero.ledger.trajectory import Release
+from hf_dpzero.privacy.discretization import GRID_RADIUS, discretisation_slack
+from hf_dpzero.privacy.mechanisms import ScalarMechanism
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import (
+    AdaptiveDPAdamW,
+    AdaptiveDPSGD,
+    AdaptiveScalarMechanism,
+    Following,
+)
+from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import (
+    FixedSizeSampler,
+    FullBatchSampler,
+    PoissonSampler,
+    TruncatedPoissonSampler,
+)
+
+CLASSES = [AdaptiveScalarMechanism, AdaptiveDPSGD, AdaptiveDPAdamW]
+DELTA = 1e-5
+
+
+def adaptive(cls=AdaptiveScalarMechanism, **changes):
+    """z = 3, 2 sigma_b = 5, so z_d = 15/4."""
+    base = {"clip": 2.0, "noise_multiplier": 3.0, "expected_batch_size": 16,
+            "clip_count_noise": 2.5}  # fmt: skip
+    return cls(**{**base, **changes})
+
+
+def plan(mechanism, **changes) -> PrivacyPlan:
+    sampler = PoissonSampler(num_examples=1000, expected_batch_size=16)
+    return PrivacyPlan(**{"sampler": sampler, "mechanism": mechanism, "steps": 100, **changes})
+
+
+# --- The joint event ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("z", [2.0**-10, 0.7, 3.0, 12.5, 100.0])
+@pytest.mark.parametrize("ratio", [1 + 1e-10, 1 + 1e-6, 1.01, 2.0, 100.0])
+def test_the_two_multipliers_spend_z_and_not_more(z, ratio):
+    """z_d^-2 + (2 sigma_b)^-2 <= z^-2 in exact arithmetic, and hardly less."""
+    m = adaptive(noise_multiplier=z, clip_count_noise=z * ratio / 2)
+    parts = [1 / Fraction(v) ** 2 for v in m.event_multipliers]
+    allowed = 1 / Fraction(z) ** 2
+    assert allowed * Fraction(1 - 2.0**-44) <= sum(parts) <= allowed
+    assert m.event_multipliers == (m.sum_multiplier, 2 * m.clip_count_noise)
+
+
+def contributions(m: AdaptiveScalarMechanism, rows: torch.Tensor) -> list[list[Fraction]]:
+    """p_i of every row alone, exactly: the integers of its total over the noise's integer scales."""
+    scales = [Fraction(m.sum_multiplier)] * m.num_directions + [Fraction(2 * m.clip_count_noise)]
+    return [
+        [Fraction(n, GRID_RADIUS) / s for n, s in zip(m.clip_sum(row[None]), scales, strict=True)]
+        for row in rows
+    ]
+
+
+def squared(p: list[Fraction], q: list[Fraction] | None = None) -> Fraction:
+    other = q or [Fraction(0)] * len(p)
+    return sum(((a - b) ** 2 for a, b in zip(p, other, strict=True)), Fraction(0))
+
+
+def hostile_rows(k: int, clip: float) -> torch.Tensor:
+    rng = np.random.default_rng(k)
+    unit = rng.standard_normal((60, k))
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    near = [unit[:20] * clip * (1 + n * np.finfo(float).eps) for n in range(-4, 5)]
+    sizes = [unit * clip * s for s in (1e-300, 1e-9, 0.5, 2.0, 1e9, 1e300)]
+    axes = [np.eye(k) * clip * s for s in (1.0, -1.0, 3.0, -3.0)]
+    odd = np.full((3, k), [[math.nan], [math.inf], [0.0]])
+    return torch.from_numpy(np.concatenate([*near, *sizes, *axes, odd]))
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("clip", [2.0, 0.1, 1e-9])
+def test_one_example_moves_both_parts_by_1_over_z_together(k, clip):
+    """add_or_remove_one and replace_special; and the total is the sum of what each brings alone."""
+    m = adaptive(clip=clip, num_directions=k)
+    rows = hostile_rows(k, clip)
+    moves = [squared(p) for p in contributions(m, rows)]
+    bound = Fraction(1) / Fraction(m.noise_multiplier) ** 2
+    assert bound * Fraction(1 - 1e-8) <= max(moves) <= bound
+    alone = [m.clip_sum(row[None]) for row in rows]
+    assert m.clip_sum(rows) == [sum(column) for column in zip(*alone, strict=True)]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_one_exchanged_example_moves_both_parts_by_2_over_z_together(k):
+    m = adaptive(num_directions=k)
+    rows = torch.cat([hostile_rows(k, 2.0)[::9], 2.0 * torch.eye(k)[:1], -9.0 * torch.eye(k)[:1]])
+    points = contributions(m, rows)
+    moves = [squared(p, q) for p in points for q in points]
+    bound = Fraction(2) ** 2 / Fraction(m.noise_multiplier) ** 2
+    assert bound * Fraction(1 - 1e-8) <= max(moves) <= bound
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_moves_neither_part(value):
+    m = adaptive(num_directions=2)
+    good = torch.tensor([[0.1, 0.2], [5.0, 5.0]])
+    bad = torch.tensor([[value, 0.0]])
+    assert m.clip_sum(torch.cat([good, bad])) == m.clip_sum(good)
+    gradients = adaptive(AdaptiveDPSGD)
+    assert gradients.count(torch.tensor([1.0, 7.0, 0.5, value])) == [GRID_RADIUS]
+    assert gradients.weights(torch.tensor([value])).tolist() == [0.0]
+
+
+def hockey_stick(p: np.ndarray, q: np.ndarray, epsilon: float) -> float:
+    return float(np.maximum(p - math.exp(epsilon) * q, 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("relation", "delta"),
+    [("add_or_remove_one", 1e-2), ("add_or_remove_one", 1e-4), ("replace_one", 1e-2),
+     ("replace_one", 1e-4), ("replace_special", 1e-3)],
+)  # fmt: skip
+def test_one_sampled_step_costs_what_the_plane_says(relation, delta):
+    """The two releases as one density in the plane, integrated: no composition, no accountant."""
+    q, m = 0.3, adaptive(noise_multiplier=0.8, clip_count_noise=0.6, expected_batch_size=300)
+    sampler = PoissonSampler(num_examples=1000, expected_batch_size=300)
+    claim = plan(m, sampler=sampler, steps=1, relation=relation).epsilon(delta)
+    axis_a = np.linspace(-8, 8, 1601) * m.sum_multiplier
+    axis_b = np.linspace(-8, 8, 1601) * m.clip_count_noise
+    a, b = np.meshgrid(axis_a, axis_b, indexing="ij")
+
+    def density(total: float, count: float) -> np.ndarray:
+        x = ((a - total) / m.sum_multiplier) ** 2 + ((b - count) / m.clip_count_noise) ** 2
+        found = np.exp(-x / 2)
+        return found / found.sum()
+
+    absent = density(0.0, 0.0)
+    first = (1 - q) * absent + q * density(1.0, 0.5)  # sum in units of C
+    other = (1 - q) * absent + q * density(-1.0, -0.5) if relation == "replace_one" else absent
+    truth = max(hockey_stick(first, other, claim), hockey_stick(other, first, claim))
+    assert delta * 0.97 <= truth <= delta * (1 + 1e-3)
+
+
+def test_the_composition_read_by_another_accountant_costs_the_same():
+    """dp-accounting's RDP combines the two Gaussians of a sampled event by its own formula."""
+    from dp_accounting import rdp
+
+    p = plan(adaptive(), accountant="rdp")
+    once = p.event().event
+    assert [e.noise_multiplier for e in once.event.events] == pytest.approx([3.75, 5.0])
+    assert once.sampling_probability == 0.016
+    accountant = rdp.RdpAccountant()
+    accountant.compose(p.event())
+    assert p.epsilon(DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-9)
+    joint = p.event(joint=True).event.event
+    assert joint.noise_multiplier == 3.0
+    assert plan(adaptive()).epsilon(DELTA) < p.epsilon(DELTA)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_an_adaptive_plan_costs_what_a_fixed_one_with_z_costs(cls):
+    fixed = ScalarMechanism(clip=2.0, noise_multiplier=3.0, expected_batch_size=16)
+    for relation in ("add_or_remove_one", "replace_one", "replace_special"):
+        costs = [plan(m, relation=relation).epsilon(DELTA) for m in (adaptive(cls), fixed)]
+        assert costs[0] == pytest.approx(costs[1], rel=1e-9)
+
+
+def test_every_draw_has_its_slack():
+    """h of K + 1 coordinates at the smallest multiplier, z."""
+    p = plan(adaptive(num_directions=4, noise_multiplier=2.0**-9, clip_count_noise=1.0))
+    assert p.law.num_directions == 5
+    assert p.law.noise_multiplier == 2.0**-9
+    slack = discretisation_slack(2.0**-9, 5 * 100)
+    parts = 100 * (4 * discretisation_slack(p.mechanism.sum_multiplier, 1)
+                   + discretisation_slack(2.0, 1))  # fmt: skip
+    assert parts < slack
+
+
+SAMPLERS = [
+    PoissonSampler(num_examples=100, expected_batch_size=16),
+    TruncatedPoissonSampler(num_examples=100, expected_batch_size=16, max_batch_size=32),
+    FixedSizeSampler(num_examples=100, expected_batch_size=16),
+    FullBatchSampler(num_examples=16, expected_batch_size=16),
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda s: s.name)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_sampler_calibrates_and_round_trips(cls, sampler):
+    p = plan(adaptive(cls, clip_count_noise=40.0), sampler=sampler, relation="replace_one", steps=4)
+    found = p.calibrate(epsilon=2.0, delta=1e-3)
+    assert 1.98 < found.epsilon(1e-3) <= 2.0
+    assert found.mechanism.clip_count_noise == 40.0
+    assert found.mechanism.sum_multiplier > found.mechanism.noise_multiplier
+    copy = PrivacyPlan.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
+    assert copy == found
+    assert copy.digest() == found.digest()
+    assert found.digest() != p.digest()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_calibration_says_when_the_count_has_too_little_noise(cls):
+    p = plan(adaptive(cls, noise_multiplier=0.0, clip_count_noise=0.4))
+    message = r"clip_count_noise=0\.4 must be above half of the noise multiplier .*raise clip_count"
+    with pytest.raises(ValueError, match=message):
+        p.calibrate(epsilon=0.1, delta=DELTA)
+    assert p.calibrate(epsilon=20.0, delta=DELTA).epsilon(DELTA) <= 20.0
+
+
+# --- What is released -----------------------------------------------------------------------------
+
+
+def test_release_of_scalars():
+    m = adaptive(num_directions=2, noise_multiplier=0.0)
+    assert not m.private
+    x = torch.tensor([[1.0, -1.0], [3.0, 4.0], [0.5, 0.5]])  # norms 1.41, 5, 0.71; C = 2
+    expected = [(1.0 + 1.2 + 0.5) / 16, (-1.0 + 1.6 + 0.5) / 16, (2 - 1) / 2 / 16 + 0.5]
+    assert m.release(m.clip_sum(x), 0, SecureNoise()) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match="total has 2 entries"):
+        m.release([0, 0], 0, SecureNoise())
+
+
+def test_microbatches_and_processes_add_up_exactly():
+    m, g = adaptive(num_directions=3), adaptive(AdaptiveDPSGD)
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) * 2
+    parts = [m.clip_sum(part) for part in x.split(7)]
+    assert [sum(column) for column in zip(*parts, strict=True)] == m.clip_sum(x)
+    norms = x.double().norm(dim=1)
+    assert sum(g.count(part)[0] for part in norms.split(7)) == g.count(norms)[0]
+    assert g.count(norms)[0] == m.clip_sum(x)[-1]
+    assert g.count(torch.empty(0)) == [0]
+
+
+def powers(draws: np.ndarray, deviation: float) -> tuple[float, float, float]:
+    return tuple(
+        stats.kstest(draws / (deviation * wrong), "norm").pvalue for wrong in (1, 2 / 3, 3 / 2)
+    )  # type: ignore[return-value]
+
+
+def test_noise_on_sum_and_count_has_the_accounted_scales():
+    """z_d C / B on each mean, sigma_b / B on the fraction; not 2/3 or 3/2 of it."""
+    m = adaptive(num_directions=8)
+    source = SecureNoise()
+    released = np.array([m.release([0] * 9, 0, source) for _ in range(1200)])
+    for draws, deviation in ((released[:, :-1].ravel(), 3.75 * 2.0 / 16),
+                             (released[:, -1] - 0.5, 2.5 / 16)):  # fmt: skip
+        right, less, more = powers(draws, deviation)
+        assert right > 1e-7
+        assert max(less, more) < 1e-9
+
+
+def test_noise_on_gradient_and_count_has_the_accounted_scales():
+    m = adaptive(AdaptiveDPAdamW)
+    dense = m.noise_part(SecureNoise(), 30_000, 0, 0).astype(float)
+    counts = np.array([m.release_count([0], 0, SecureNoise())[0] for _ in range(1200)]) - 0.5
+    for draws, deviation in ((dense, 3.75 * 2.0 / 16), (counts, 2.5 / 16)):
+        right, less, more = powers(draws, deviation)
+        assert right > 1e-7
+        assert max(less, more) < 1e-9
+
+
+@pytest.mark.parametrize("source", [SecureNoise(), InsecureSeededNoise(0)], ids=lambda s: s.name)
+def test_the_count_has_a_draw_of_its_own(source):
+    m = adaptive()
+    released = np.array([m.release([0, 0], step, source) for step in range(2000)])
+    assert abs(np.corrcoef(released.T)[0, 1]) < 0.12
+
+
+# --- The clip -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_clip_is_a_function_of_the_past(cls):
+    m = adaptive(cls, clip_quantile=0.75, clip_learning_rate=0.5)
+    past = [(0.1,) * (m.values_per_release - 1) + (f,) for f in (1.0, 0.5, 0.25)]
+    assert m.at(past).clip == pytest.approx(2.0 * math.exp(-0.5 * (1.75 - 3 * 0.75)))
+    assert m.at(past[::-1]) == m.at(past)
+    assert m.at([]) == m
+    assert m.at(past[:1]).clip < m.clip
+    same = {**m.at(past).to_dict(), "clip": m.clip}
+    assert same == m.to_dict()
+
+
+def test_following_a_growing_past_is_the_same_to_the_last_bit():
+    rng = np.random.default_rng(0)
+    m = adaptive(clip_learning_rate=0.01)
+    past = [(0.0, float(np.float32(v))) for v in rng.normal(0.5, 3.0, 400)]
+    releases = [Release(step, values, 0.1) for step, values in enumerate(past)]
+    follow = Following(m)
+    for n in (0, 1, 2, 3, 100, 101, 400, 400):
+        assert follow.after(releases[:n]) == m.at(past[:n])
+    assert len({m.at(past[:n]).clip for n in range(100)}) == 100
+    with pytest.raises(ValueError, match="3 releases after 400 were seen: follow another run"):
+        follow.after(releases[:3])
+
+
+def test_what_does_not_adapt_stays_itself():
+    fixed = ScalarMechanism(clip=2.0, noise_multiplier=3.0, expected_batch_size=16)
+    assert Following(fixed).after([Release(0, (0.1,), 0.1)]) is fixed
+
+
+def test_the_clip_stays_in_range():
+    m = adaptive(clip_learning_rate=1.0)
+    assert m.at([(0.0, 1e6)]).clip == pytest.approx(2.0 * 2.0**-20)
+    assert m.at([(0.0, -1e6)]).clip == pytest.approx(2.0 * 2.0**20)
+    assert adaptive(clip=2.0**60).at([(0.0, -1e6)]).clip == 2.0**64
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("start", [0.01, 100.0])
+def test_the_clip_finds_the_quantile(quantile, start):
+    """Log-normal norms, Poisson batches: from a hundred times off to within the noise."""
+    rng = np.random.default_rng(1)
+    truth = math.exp(stats.norm.ppf(quantile))
+    m = adaptive(clip=start * truth, clip_quantile=quantile, expected_batch_size=200,
+                 noise_multiplier=2.0, clip_count_noise=10.0, clip_learning_rate=0.2)  # fmt: skip
+    source, releases, clips = InsecureSeededNoise(2), [], []
+    step_mechanism, follow = m, Following(m)
+    for step in range(500):
+        norms = np.exp(rng.standard_normal(rng.poisson(200)))
+        x = torch.from_numpy(norms * rng.choice([-1.0, 1.0], norms.size))[:, None]
+        values = step_mechanism.release(step_mechanism.clip_sum(x), step, source)
+        releases.append(Release(step, values, 0.1))
+        step_mechanism = follow.after(releases)
+        clips.append(step_mechanism.clip)
+    settled = np.log(np.array(clips[-200:]) / truth)
+    assert abs(settled.mean()) < 0.1
+    assert settled.std() < 0.3
+    assert abs(math.log(clips[0] / truth)) > 4
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip_quantile": 0.0}, r"clip_quantile=0.0 is outside \(0, 1\)"),
+        ({"clip_quantile": 1.0}, r"clip_quantile=1.0 is outside \(0, 1\)"),
+        ({"clip_learning_rate": -0.1}, "clip_learning_rate=-0.1 is outside"),
+        ({"clip_learning_rate": math.nan}, "clip_learning_rate=nan is outside"),
+        ({"clip_count_noise": 0.0}, "clip_count_noise=0.0 must be finite and positive"),
+        ({"clip_count_noise": math.nan}, "clip_count_noise=nan must be finite and positive"),
+        (
+            {"clip_count_noise": 1.5},
+            "must be above half of the noise multiplier 3, .*; raise clip_",
+        ),
+        ({"clip_count_noise": 1.0}, "the count alone costs more than the whole step"),
+        ({"clip_count_noise": 2.0**25}, r"2 \* clip_count_noise=67108864.0 is outside"),
+        ({"clip": math.inf}, "clip=inf must be finite and positive"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 must be finite"),
+    ],
+)
+def test_bad_settings_are_refused(cls, changes, message):
+    with pytest.raises(ValueError, match=message):
+        adaptive(cls, **changes)
+
+
+def test_directions_must_be_counted():
+    with pytest.raises(ValueError, match="num_directions=0 must be at least 1"):
+        adaptive(num_directions=0)

@@ -1,0 +1,283 @@
+"""First-order mechanisms: weights, groups, sensitivity, noise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from hf_dpzero.privacy.mechanisms.gradient import (
+    DPSGD,
+    DPAdamW,
+    GradientMechanism,
+    PlainAdamW,
+    PlainSGD,
+    row_norms,
+)
+from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
+
+KEY = bytes(range(32))
+CLIPS = [1.0, 0.1, 7.3, 1e-9, 1e9]
+
+
+def mechanism(**changes) -> GradientMechanism:
+    base = {"clip": 2.0, "noise_multiplier": 1.5, "expected_batch_size": 8}
+    return DPSGD(**{**base, **changes})
+
+
+def norms_of_every_size(clip: float) -> torch.Tensor:
+    """float32: zero, subnormal, within rounding of the bound, the largest there is."""
+    steps = torch.arange(-40, 41, dtype=torch.float64) * 2.0**-24
+    sizes = torch.tensor([0.0, 1e-45, 1e-38, 1e-6, 0.5, 1.0, 2.0, 1e6, 3.4e38], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    random = torch.exp(8 * torch.randn(400, generator=generator, dtype=torch.float64))
+    return torch.cat([clip * (1 + steps), sizes, clip * random]).float()
+
+
+# --- Weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clipping", ["fixed", "automatic", "averaged"])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_no_contribution_exceeds_the_clip_and_some_attain_it(clip, clipping):
+    norms = norms_of_every_size(clip)
+    weights = mechanism(clip=clip, clipping=clipping).weights(norms)
+    assert weights.dtype == torch.float32
+    sizes = weights.double() * norms.double()
+    assert (sizes <= clip * (1 - 2.0**-17)).all()
+    assert sizes.max() >= clip * (1 - 2.0**-15)
+
+
+@pytest.mark.parametrize("clipping", ["fixed", "automatic", "averaged"])
+def test_factors_that_float32_rounds_coarsely_are_zero(clipping):
+    """1e-6 / 3e38 is 2^-148: as float32 it is 1.31 times too large."""
+    bound = 2.0**-100
+    m = mechanism(clip=1e-6, clipping=clipping)
+    norms = torch.tensor([3e38, 1e-6 / bound * 1.01, 1e-6 / bound * 0.99], dtype=torch.float64)
+    weights = m.weights(norms)
+    assert weights[:2].tolist() == [0.0, 0.0]
+    assert weights[2] >= bound
+    gradient = torch.full((1, 1), 3e38)
+    assert float(m.weights(row_norms(gradient)).double() * 3e38) <= m.clip
+
+
+def test_fixed_weights_are_abadis():
+    """min(1, C / norm): nothing is touched below the bound, everything is on it above."""
+    m = mechanism(clip=2.0)
+    assert m.weights(torch.tensor([0.0, 1e-30, 1.0, 1.9999])).tolist() == [1.0] * 4
+    weights = m.weights(torch.tensor([3.0, 8.0, 1e30]))
+    assert weights.tolist() == pytest.approx([2 / 3, 1 / 4, 2e-30], rel=2e-5)
+
+
+def test_automatic_weights_are_auto_s_times_c():
+    """C / (norm + gamma): the size of a contribution grows with the norm and stays below C."""
+    m = mechanism(clip=2.0, clipping="automatic", clip_stability=0.5)
+    norms = torch.tensor([0.0, 0.5, 1.5, 99.5])
+    assert m.weights(norms).tolist() == pytest.approx([4.0, 2.0, 1.0, 0.02], rel=2e-5)
+    sizes = m.weights(norms) * norms
+    assert (sizes.diff() > 0).all()
+    smallest = mechanism(clip=2.0**64, clipping="automatic", clip_stability=2.0**-40)
+    assert smallest.weights(torch.zeros(1)).isfinite().all()
+
+
+@pytest.mark.parametrize("clipping", ["fixed", "automatic", "averaged"])
+def test_norms_that_are_not_finite_weigh_nothing(clipping):
+    norms = torch.tensor([math.nan, math.inf, 1.0])
+    weights = mechanism(clipping=clipping).weights(norms).tolist()
+    assert weights[:2] == [0.0, 0.0]
+    assert weights[2] > 0
+    assert PlainSGD(expected_batch_size=8).weights(norms).tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_dtype_and_no_examples(dtype):
+    m = mechanism()
+    assert m.weights(torch.empty(0, dtype=dtype)).shape == (0,)
+    assert m.weights(torch.tensor([4.0], dtype=dtype)).tolist() == pytest.approx([0.5], rel=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_long_rows_are_exact_to_float64(dtype):
+    """One float32 sum over such a row may miss more than the margin of the weights leaves."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, 4_000_000, generator=generator).abs().add(0.5).to(dtype)
+    truth = rows.double().norm(dim=1)
+    assert row_norms(rows).tolist() == pytest.approx(truth.tolist(), rel=1e-6)
+    short = torch.randn(5, 7, generator=generator).to(dtype)
+    assert row_norms(short).tolist() == pytest.approx(short.double().norm(dim=1).tolist(), rel=1e-6)
+    assert row_norms(torch.zeros(3, 0)).tolist() == [0.0] * 3
+    assert row_norms(torch.zeros(0, 5)).shape == (0,)
+    odd = row_norms(torch.tensor([[math.nan, 1.0], [math.inf, 1.0]]))
+    assert not mechanism().weights(odd).any()
+    assert not mechanism().weights(row_norms(torch.tensor([[3e38, 3e38]]))).any()
+
+
+@pytest.mark.parametrize("size", [10, 1000, 300_000])
+def test_float32_norms_leave_the_true_contribution_below_the_clip(size):
+    """Norm and product in float32, as a step computes them; the contribution measured in float64."""
+    generator = torch.Generator().manual_seed(size)
+    gradients = torch.randn(8, size, generator=generator) * torch.logspace(-2, 3, 8)[:, None]
+    m = mechanism(clip=0.37)
+    contributions = m.weights(row_norms(gradients))[:, None] * gradients
+    assert (contributions.double().norm(dim=1) <= 0.37).all()
+
+
+# --- Averaged clipping ----------------------------------------------------------------------------
+
+
+def averaged_sum(m: GradientMechanism, data: dict[int, np.ndarray], batch: set[int]) -> np.ndarray:
+    """Sum over groups of the clipped mean gradient, of the examples of `data` in the batch."""
+    total = np.zeros(2)
+    present = np.array(sorted(set(data) & batch), dtype=np.int64)
+    groups = m.group_of(present, KEY)
+    for group in set(groups.tolist()):
+        mean = np.mean([data[i] for i in present[groups == group]], axis=0)
+        norm = torch.tensor([np.linalg.norm(mean)])
+        total += float(m.weights(norm)[0]) * mean
+    return total
+
+
+def worst_moves(m: GradientMechanism) -> dict[str, float]:
+    """Largest move of the sum when example 0 appears, or is exchanged, over 900 data sets.
+
+    The first data sets are the adversary's: all others at one end, example 0 far out at the other.
+    """
+    rng = np.random.default_rng(m.clip_groups)
+    worst = {"presence": 0.0, "replacement": 0.0}
+    for trial in range(900):
+        others = rng.standard_normal((8, 2)) * 10.0 ** rng.uniform(-2, 3)
+        mine = rng.standard_normal((2, 2)) * 10.0 ** rng.uniform(-2, 4)
+        if trial % 3 == 0:
+            others = np.tile([-10.0, 0.0], (8, 1))
+            mine = np.array([[1e6, 0.0], [0.0, 1e6] if trial else [-1e6, 0.0]])
+        data = {i + 1: row for i, row in enumerate(others)}
+        batch = {0, *np.flatnonzero(rng.random(9) < 0.6).tolist()}
+        sums = [
+            averaged_sum(m, d, batch) for d in (data, {**data, 0: mine[0]}, {**data, 0: mine[1]})
+        ]
+        presence = max(np.linalg.norm(sums[1] - sums[0]), np.linalg.norm(sums[2] - sums[0]))
+        worst["presence"] = max(worst["presence"], float(presence))
+        replacement = float(np.linalg.norm(sums[2] - sums[1]))
+        worst["replacement"] = max(worst["replacement"], replacement)
+    return worst
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_averaged_clipping_moves_by_2c_under_every_relation_and_never_by_more(groups):
+    """From -C to +C by one example, however many others are averaged with it: no gain of 1/m."""
+    m = mechanism(clip=1.5, clipping="averaged", clip_groups=groups)
+    worst = worst_moves(m)
+    for found, relation in (
+        (worst["presence"], "add_or_remove_one"),
+        (worst["presence"], "replace_special"),
+        (worst["replacement"], "replace_one"),
+    ):
+        assert m.sensitivity(relation) == 3.0
+        assert 3.0 * (1 - 1e-4) <= found <= 3.0
+
+
+def test_per_example_clipping_moves_by_c_and_2c():
+    for m in (mechanism(clip=1.5), mechanism(clip=1.5, clipping="automatic")):
+        assert m.sensitivity("add_or_remove_one") == m.sensitivity("replace_special") == 1.5
+        assert m.sensitivity("replace_one") == 3.0
+
+
+def test_a_group_belongs_to_the_example_not_to_its_place():
+    m = mechanism(clipping="averaged", clip_groups=5)
+    indices = np.arange(1000)
+    groups = m.group_of(indices, KEY)
+    assert groups.dtype == np.int64
+    assert set(groups.tolist()) == set(range(5))
+    shuffled = np.random.default_rng(0).permutation(indices)
+    assert (m.group_of(shuffled, KEY) == groups[shuffled]).all()
+    assert (m.group_of(indices[::7], KEY) == groups[::7]).all()
+    assert (m.group_of(indices, bytes(32)) != groups).mean() > 0.6
+    assert m.group_of(np.empty(0, dtype=np.int64), KEY).shape == (0,)
+
+
+@pytest.mark.statistical
+def test_groups_are_independent_and_alike_over_keys():
+    """The law on which add-or-remove rests: pairs of groups are uniform whatever the two indices."""
+    m = mechanism(clipping="averaged", clip_groups=3)
+    for indices in ([0, 1], [7, 10**9], [5, 2**40]):
+        drawn = [m.group_of(indices, n.to_bytes(32, "little")).tolist() for n in range(4500)]
+        counts = [drawn.count(list(pair)) for pair in itertools.product(range(3), repeat=2)]
+        assert stats.chisquare(counts).pvalue > 1e-6
+
+
+def test_a_short_group_key_is_refused():
+    with pytest.raises(ValueError, match="group key of 0 bytes given; use the run's sampler key"):
+        mechanism().group_of([0], b"")
+
+
+def test_the_release_divides_by_the_number_of_groups():
+    assert mechanism(clipping="averaged", clip_groups=4).divisor == 4.0
+    assert mechanism().divisor == PlainAdamW(expected_batch_size=8).divisor == 8.0
+
+
+# --- Noise ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 1.5 * 2.0 / 8),
+        ({"clipping": "automatic"}, 1.5 * 2.0 / 8),
+        ({"clipping": "averaged", "clip_groups": 3}, 1.5 * 2.0 / 3),
+    ],
+)
+def test_noise_of_the_mean_has_the_accounted_deviation(changes, expected):
+    """sigma C over the divisor, and not 2/3 or 3/2 of it."""
+    draws = mechanism(**changes).noise_part(SecureNoise(), 40_000, 0, 0)
+    assert draws.dtype == np.float32
+
+    def p(deviation: float) -> float:
+        return stats.kstest(draws.astype(float) / deviation, "norm").pvalue
+
+    assert p(expected) > 1e-7
+    assert p(expected * 2 / 3) < 1e-50
+    assert p(expected * 3 / 2) < 1e-50
+
+
+def test_chunks_and_steps_have_noise_of_their_own():
+    m, source = mechanism(), InsecureSeededNoise(3)
+    chunks = [m.noise_part(source, 4, step, part) for step in (0, 1) for part in (0, 1)]
+    assert len({float(v) for chunk in chunks for v in chunk}) == 16
+    assert (m.noise_part(source, 4, 1, 1) == chunks[-1]).all()
+
+
+def test_no_noise_means_not_private():
+    for silent in (mechanism(noise_multiplier=0.0), PlainSGD(expected_batch_size=8)):
+        assert not silent.private
+        assert not silent.noise_part(SecureNoise(), 5, 0, 0).any()
+    assert PlainSGD(expected_batch_size=8).sensitivity("replace_one") == math.inf
+    assert "not private" in PlainSGD(expected_batch_size=8).caveats[0]
+    assert "floating-point" in mechanism().caveats[0]
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [DPSGD, DPAdamW])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip": 0.0}, "clip=0.0 must be finite and positive"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 must be finite and >= 0"),
+        ({"noise_multiplier": 2.0**-11}, r"outside \[2\^-10, 2\^25\]"),
+        ({"expected_batch_size": 0}, "expected_batch_size=0.0 must be finite and positive"),
+        ({"clipping": "adaptive"}, "clipping='adaptive' is unknown; use one of"),
+        ({"clip_groups": 2}, "clip_groups=2 has no meaning with clipping='fixed'.*use clipping="),
+        ({"clipping": "averaged", "clip_groups": 0}, "clip_groups=0 must be at least 1"),
+        ({"clipping": "averaged", "clip_groups": 2.0}, "clip_groups=2.0 must be an integer"),
+        ({"clip_stability": 0.0}, "clip_stability=0.0 must be positive"),
+        ({"clip_stability": math.inf}, "clip_stability=inf must be positive"),
+    ],
+)
+def test_bad_settings_are_refused(cls, changes, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**{"clip": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 4, **changes})

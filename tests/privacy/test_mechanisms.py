@@ -1,0 +1,459 @@
+"""Mechanisms: sensitivity attained and never exceeded, limits, released law, an audit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from hf_dpzero.privacy.accounting import StepLaw, epsilon_after
+from hf_dpzero.privacy.discretization import GRID_RADIUS
+from hf_dpzero.privacy.mechanisms import (
+    NonPrivateMean,
+    ScalarMechanism,
+    VectorMechanism,
+    discretisation_slack,
+    mechanism_from_dict,
+)
+from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
+
+NOISE = InsecureSeededNoise(0)
+CLIPS = [1.0, 0.1, 7.3, 50.0, 1e-9, 1e9]
+
+
+def scalar(
+    k: int = 1, clip: float = 1.0, distribution: str = "gaussian", **more
+) -> ScalarMechanism:
+    more = {"noise_multiplier": 1.0, "expected_batch_size": 8, **more}
+    return ScalarMechanism(clip=clip, num_directions=k, distribution=distribution, **more)
+
+
+def adversarial_rows(k: int, clip: float, distribution: str) -> np.ndarray:
+    """Rows of every size from 1e-300 to 1e300, on the axes, and within rounding of the bound."""
+    rng = np.random.default_rng(k)
+    directions = rng.standard_normal((400, k)) * 10.0 ** rng.uniform(-3, 3, (400, k))
+    order = 2 if distribution == "gaussian" else 1
+    unit = directions / np.linalg.norm(directions, ord=order, axis=1, keepdims=True)
+    ulps = 1 + np.arange(-8, 9) * np.finfo(float).eps
+    at_bound = np.concatenate([unit[:40] * clip * u for u in ulps])
+    ones = np.ones((1, k)) * clip * np.array([[1.0], [k**-0.5], [1 / k]])
+    sizes = np.array([1e-300, 1e-30, 0.5, 1.0, 2.0, 1e30, 1e300])
+    sized = (unit[:50, None, :] * sizes[None, :, None]).reshape(-1, k)
+    axes = np.concatenate([np.eye(k) * s * clip for s in (1.0, -1.0, 3.0, -1e9)])
+    invisible = axes + clip * 2.0**-30 * rng.integers(-3, 4, axes.shape)
+    return np.concatenate([directions, at_bound, ones, sized, axes, invisible])
+
+
+def norm_power(integers: list[int], distribution: str) -> tuple[int, int]:
+    """(norm^p, radius^p) in exact integers: p = 2 for Gaussian noise, 1 for Laplace."""
+    if distribution == "gaussian":
+        return sum(v * v for v in integers), GRID_RADIUS**2
+    return sum(map(abs, integers)), GRID_RADIUS
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
+@pytest.mark.parametrize("k", [1, 4, 16])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_one_row_never_exceeds_the_sensitivity_and_attains_it(k, clip, distribution):
+    """Add or remove: the total moves by exactly the row's own integer vector."""
+    mechanism = scalar(k, clip, distribution)
+    rows = torch.from_numpy(adversarial_rows(k, clip, distribution))
+    others = mechanism.clip_sum(rows)
+    worst = 0
+    for row in rows:
+        alone = mechanism.clip_sum(row[None])
+        value, bound = norm_power(alone, distribution)
+        assert value <= bound
+        worst = max(worst, value)
+    assert worst == bound
+    with_one_more = mechanism.clip_sum(torch.cat([rows, rows[:1]]))
+    moved = [a - b for a, b in zip(with_one_more, others, strict=True)]
+    assert moved == mechanism.clip_sum(rows[:1])
+    assert Fraction(mechanism.granularity) * GRID_RADIUS == Fraction(
+        mechanism.sensitivity("add_or_remove_one")
+    )
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
+@pytest.mark.parametrize("k", [1, 4, 16])
+def test_replacing_one_row_moves_at_most_twice_the_clip_and_attains_it(k, distribution):
+    mechanism = scalar(k, 0.1, distribution)
+    rows = [
+        mechanism.clip_sum(torch.from_numpy(r)[None])
+        for r in adversarial_rows(k, 0.1, distribution)[::7]
+    ]
+    power = 2 if distribution == "gaussian" else 1
+    moves = [
+        norm_power([a - b for a, b in zip(x, y, strict=True)], distribution)[0]
+        for x, y in itertools.product(rows[:60], rows)
+    ]
+    assert max(moves) <= (2 * GRID_RADIUS) ** power
+    axis = torch.zeros(1, k)
+    axis[0, 0] = 1e9
+    up, down = mechanism.clip_sum(axis), mechanism.clip_sum(-axis)
+    moved = norm_power([a - b for a, b in zip(up, down, strict=True)], distribution)[0]
+    assert moved == (2 * GRID_RADIUS) ** power
+    assert mechanism.sensitivity("replace_one") == 0.2
+
+
+@pytest.mark.parametrize("size", [1.0, 1e9])
+@pytest.mark.parametrize("small", [1, 3, 8])
+def test_the_integer_check_catches_what_float64_cannot_see(size, small):
+    """(2^30, s) has norm^2 = 2^60 + s^2 > 2^60, and its float64 norm rounds to 2^30 exactly."""
+    mechanism = scalar(2, 1.0)
+    row = torch.tensor([[size, size * small * 2.0**-30]], dtype=torch.float64)
+    assert float(row.norm()) == size
+    first, second = mechanism.clip_sum(row)
+    assert first**2 + second**2 <= GRID_RADIUS**2
+    assert (first, second) == (GRID_RADIUS - 1, small - 1)
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
+def test_clipping_keeps_direction_and_truncates_toward_zero(distribution):
+    mechanism = scalar(2, 5.0, distribution)
+    at_bound = [3.0, -4.0] if distribution == "gaussian" else [15 / 7, -20 / 7]
+    cases = [
+        ([30.0, -40.0], at_bound),
+        ([3e300, -4e300], at_bound),
+        ([0.3, 0.4], [0.3, 0.4]),
+        ([1e-3, 0.0], [1e-3, 0.0]),
+    ]
+    for row, expected in cases:
+        total = mechanism.clip_sum(torch.tensor([row], dtype=torch.float64))
+        got = np.array(total) * mechanism.granularity
+        assert np.abs(got - expected).max() <= 2 * mechanism.granularity
+        assert (np.abs(got) <= np.abs(expected) * (1 + 1e-15)).all()
+
+
+@pytest.mark.parametrize(
+    "mechanism", [scalar(3), NonPrivateMean(expected_batch_size=8, num_directions=3)]
+)
+def test_bad_rows_count_as_zero_and_reach_nothing_else(mechanism):
+    good = torch.tensor([[0.1, -0.2, 0.3], [0.5, 0.5, 0.5]])
+    bad = torch.tensor([[math.nan, 0.0, 0.0], [1.0, math.inf, 0.0], [0.0, 0.0, -math.inf]])
+    assert mechanism.clip_sum(torch.cat([bad, good, bad])) == mechanism.clip_sum(good)
+    assert not any(mechanism.clip_sum(bad))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_dtype_and_empty_batches(dtype):
+    mechanism = scalar(2, 4.0)
+    assert mechanism.clip_sum(torch.empty(0, 2, dtype=dtype)) == [0, 0]
+    total = mechanism.clip_sum(torch.tensor([[1.0, 2.0], [0.5, -0.25]], dtype=dtype))
+    assert [n * mechanism.granularity for n in total] == [1.5, 1.75]
+    assert all(isinstance(n, int) for n in total)
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
+def test_microbatches_and_processes_add_up_exactly(distribution):
+    mechanism = scalar(4, 0.7, distribution)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    whole = mechanism.clip_sum(x)
+    for size in (1, 8, 13):
+        parts = [mechanism.clip_sum(part) for part in x.split(size)]
+        assert [sum(column) for column in zip(*parts, strict=True)] == whole
+
+
+def test_large_batches_do_not_overflow():
+    mechanism = scalar(1, 1.0)
+    assert mechanism.clip_sum(torch.full((300_000, 1), 1e30)) == [300_000 * GRID_RADIUS]
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 1), ()])
+def test_wrong_shapes_are_refused(shape):
+    with pytest.raises(ValueError, match=r"expected \[B, 2\], one row per example"):
+        scalar(2).clip_sum(torch.zeros(shape))
+
+
+def test_no_clip_and_no_noise_is_mezo_bit_for_bit():
+    """Plain MeZO: the float64 mean of the finite differences, rounded to float32."""
+    generator = torch.Generator().manual_seed(1)
+    for trial in range(200):
+        batch = 1 + trial % 65
+        x = torch.randn(batch, 3, generator=generator) * 10 ** (trial % 7 - 3)
+        mechanism = NonPrivateMean(expected_batch_size=batch, num_directions=3)
+        plain = (x.double().sum(dim=0) / batch).float()
+        released = mechanism.release(mechanism.clip_sum(x), trial, NOISE)
+        assert released == tuple(plain.double().tolist())
+    scaled = NonPrivateMean(expected_batch_size=2 * batch, num_directions=3)
+    assert scaled.release(scaled.clip_sum(x), 0, NOISE) == tuple((plain / 2).double().tolist())
+
+
+def test_a_clip_that_never_binds_without_noise_is_the_mean_to_the_grid():
+    x = torch.randn(50, 2, generator=torch.Generator().manual_seed(2))
+    mechanism = scalar(2, 64.0, noise_multiplier=0.0, expected_batch_size=50)
+    assert not mechanism.private
+    released = mechanism.release(mechanism.clip_sum(x), 0, SecureNoise())
+    mean = x.double().mean(dim=0)
+    tolerance = mechanism.granularity + 2.0**-24
+    assert (torch.tensor(released, dtype=torch.float64) - mean).abs().max() <= tolerance
+
+
+def test_release_is_float32_divides_by_the_public_batch_size_and_adds_noise_once():
+    mechanism = scalar(2, 3.0, expected_batch_size=7, noise_multiplier=1.5)
+    released = mechanism.release([GRID_RADIUS, -5], 9, NOISE)
+    draws = NOISE.gaussian(1.5 * 2**30, 2, 9)
+    expected = [(t + z) * 3.0 / 2**30 / 7 for t, z in zip([GRID_RADIUS, -5], draws, strict=True)]
+    assert released == tuple(float(np.float32(v)) for v in expected)
+    with pytest.raises(ValueError, match="total has 1 entries for num_directions=2"):
+        mechanism.release([0], 0, NOISE)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "law"), [("gaussian", stats.norm()), ("laplace", stats.laplace())]
+)
+def test_released_noise_has_the_accounted_scale(distribution, law):
+    """Power at the place that matters: sigma * C / B on the release, not 2/3 or 3/2 of it."""
+    mechanism = scalar(64, 3.0, distribution, noise_multiplier=0.8, expected_batch_size=7)
+    empty = mechanism.clip_sum(torch.empty(0, 64))
+    released = [mechanism.release(empty, 0, SecureNoise()) for _ in range(200)]
+    draws = np.array(released).ravel()
+    edges = law.ppf(np.linspace(0, 1, 51))
+
+    def p(sigma: float) -> float:
+        counts = np.histogram(draws / (sigma * 3.0 / 7), edges)[0]
+        return stats.chisquare(counts).pvalue
+
+    assert p(0.8) > 1e-7
+    assert p(0.8 * 2 / 3) < 1e-50
+    assert p(0.8 * 3 / 2) < 1e-50
+
+
+def test_two_releases_of_the_same_total_differ():
+    mechanism = scalar(4)
+    first, second = (mechanism.release([0] * 4, 0, SecureNoise()) for _ in range(2))
+    assert not set(first) & set(second)
+    assert mechanism.release([0] * 4, 3, NOISE) == mechanism.release([0] * 4, 3, NOISE)
+
+
+def vector(k: int = 1, clip: float = 6.0, **more) -> VectorMechanism:
+    more = {"noise_multiplier": 1.0, "expected_batch_size": 2, **more}
+    return VectorMechanism(clip=clip, num_directions=k, **more)
+
+
+def along(norm: float) -> np.ndarray:
+    return np.array([[norm**2]])
+
+
+def test_vector_mechanism_clips_along_the_direction():
+    mechanism = vector()
+    bound = 6.0 / 4.0
+    x = torch.tensor([[1.0], [1e30], [-0.25], [math.nan]])
+    assert mechanism.clip_sum(x, along(4.0)) == (1.0 + bound - 0.25,)
+    assert mechanism.clip_sum(torch.empty(0, 1), along(4.0)) == (0.0,)
+    for norm in (1.0, 3.0, math.sqrt(7), 1e4, 355e6**0.5):
+        for value in (1e30, -1e30, 6.0 / norm):
+            (s,) = mechanism.clip_sum(torch.tensor([[value]], dtype=torch.float64), along(norm))
+            assert abs(s) * norm <= 6.0 * (1 + 1e-15)
+            assert abs(s) * norm >= 6.0 * (1 - 2.0**-29)
+
+
+def test_vector_mechanism_with_one_direction_is_what_it_was():
+    """|s| clipped at C / ||u||, each term truncated to 2^-30 of the power of two below the bound."""
+    x = torch.randn(64, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for norm in (2.3, 17.0, math.sqrt(11)):
+        bound = 0.3 / norm
+        grid = 2.0 ** (math.floor(math.log2(bound)) - 30)
+        terms = [int(min(max(s, -bound), bound) / grid) for s in x[:, 0].tolist()]
+        assert vector(1, 0.3).clip_sum(x, along(norm)) == (sum(terms) * grid,)
+
+
+def directions(k: int, kind: str) -> np.ndarray:
+    """[K, 6] rows: independent signs, or directions that almost coincide."""
+    rng = np.random.default_rng(k)
+    if kind == "signs":
+        return rng.choice([-1.0, 1.0], size=(k, 6))
+    scale = {"close": 1e-3, "nearly equal": 1e-9, "equal": 0.0}[kind]
+    return np.ones((k, 6)) + scale * rng.standard_normal((k, 6))
+
+
+def squared_norm(coefficients: tuple[float, ...], u: np.ndarray) -> Fraction:
+    """||sum_k c_k u_k||^2 in exact arithmetic."""
+    coordinates = [
+        sum(Fraction(c) * Fraction(v) for c, v in zip(coefficients, column, strict=True))
+        for column in u.T.tolist()
+    ]
+    return sum((v * v for v in coordinates), Fraction(0))
+
+
+@pytest.mark.parametrize("kind", ["signs", "close", "nearly equal", "equal"])
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_one_vector_never_exceeds_the_clip_in_exact_arithmetic(k, kind):
+    u = directions(k, kind)
+    mechanism, gram = vector(k, 0.7), u @ u.T
+    cancelling = np.zeros((4, k))
+    cancelling[:, 0], cancelling[:, 1] = [1, 1e5, 1e12, 1e30], [-1, -1e5, -1e12, -1e30]
+    rows = np.concatenate([adversarial_rows(k, 0.7, "gaussian")[::17], cancelling])
+    worst = Fraction(0)
+    for row in torch.from_numpy(rows):
+        squared = squared_norm(mechanism.clip_sum(row[None], gram), u)
+        assert squared <= Fraction(0.7) ** 2
+        worst = max(worst, squared)
+    assert worst >= (Fraction(0.7) * Fraction(1 - 2.0**-19)) ** 2
+
+
+def test_several_directions_clip_the_vector_that_they_span():
+    """Against d-vectors made in full: scaled to norm C as wholes, then added."""
+    u = directions(3, "signs")
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    vectors = x.numpy() @ u
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    assert (norms > 2).sum() > 5
+    assert (norms < 2).sum() > 5
+    expected = (vectors * np.minimum(1, 2.0 / norms)).sum(axis=0)
+    found = np.array(vector(3, 2.0).clip_sum(x, torch.from_numpy(u @ u.T))) @ u
+    assert np.abs(found - expected).max() < 40 * 2.0 * 2.0**-20
+    bad = torch.tensor([[math.nan, 0, 0], [0, math.inf, 0]], dtype=torch.float64)
+    mixed = vector(3, 2.0).clip_sum(torch.cat([bad, x]), u @ u.T)
+    assert mixed == vector(3, 2.0).clip_sum(x, u @ u.T)
+
+
+def test_orthogonal_directions_are_clipped_as_dpzero_clips_them():
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    scalars = scalar(4, 1.5)
+    expected = np.array(scalars.clip_sum(x / 3.0)) * scalars.granularity
+    found = np.array(vector(4, 4.5).clip_sum(x / 3.0, 9.0 * np.eye(4)))
+    assert np.abs(found - expected).max() < 40 * 1.5 * 2.0**-20
+
+
+@pytest.mark.parametrize(
+    ("gram", "message"),
+    [
+        (np.eye(3), r"gram of shape \(3, 3\) for num_directions=2"),
+        (np.diag([1.0, 0.0]), "finite with a positive diagonal"),
+        (np.diag([1.0, math.nan]), "finite with a positive diagonal"),
+        (np.array([[1.0, 2.0], [2.0, 1.0]]), "not symmetric and positive semi-definite"),
+        (np.array([[1.0, 0.5], [0.4, 1.0]]), "not symmetric and positive semi-definite"),
+    ],
+)
+def test_what_is_no_gram_matrix_is_refused(gram, message):
+    with pytest.raises(ValueError, match=message):
+        vector(2).clip_sum(torch.zeros(1, 2), gram)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_vector_mechanism_adds_up_exactly(k):
+    mechanism = vector(k, 0.3)
+    u = directions(4, "signs")[:k]
+    x = torch.randn(64, k, generator=torch.Generator().manual_seed(3))
+    whole = mechanism.clip_sum(x, u @ u.T)
+    for size in (1, 5, 13):
+        parts = [mechanism.clip_sum(part, u @ u.T) for part in x.split(size)]
+        assert tuple(sum(column) for column in zip(*parts, strict=True)) == whole
+
+
+def test_vector_mechanism_scales_its_noise():
+    mechanism = vector(1, 0.3, noise_multiplier=2.0, expected_batch_size=5)
+    noise = mechanism.noise_part(InsecureSeededNoise(1), 20_000, 0, 0).astype(float)
+    assert stats.kstest(noise / (2.0 * 0.3 / 5), "norm").pvalue > 1e-7
+    assert stats.kstest(noise / (2.0 * 0.3 / 5), "norm", args=(0, 1.5)).pvalue < 1e-50
+    silent = vector(noise_multiplier=0.0)
+    assert not silent.noise_part(SecureNoise(), 4, 0, 0).any()
+    assert mechanism.caveats
+    assert not mechanism.replayable
+
+
+REFUSED = [
+    ({"clip": 0.0}, "clip=0.0 must be finite and positive"),
+    ({"clip": -1.0}, "clip=-1.0 must be finite and positive"),
+    ({"clip": math.inf}, "use method mezo"),
+    ({"clip": math.nan}, "clip=nan"),
+    ({"noise_multiplier": -0.1}, r"noise_multiplier=-0.1 must be finite and >= 0"),
+    ({"noise_multiplier": math.nan}, "noise_multiplier=nan"),
+    ({"noise_multiplier": math.inf}, "noise_multiplier=inf"),
+    ({"noise_multiplier": 2.0**-11}, r"outside \[2\^-10, 2\^25\]"),
+    ({"noise_multiplier": 2.0**26}, r"outside \[2\^-10, 2\^25\]"),
+    ({"expected_batch_size": 0}, "expected_batch_size=0.0 must be finite and positive"),
+    ({"expected_batch_size": math.inf}, "expected_batch_size=inf"),
+]
+
+
+@pytest.mark.parametrize("cls", [ScalarMechanism, VectorMechanism])
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_bad_settings_are_refused(cls, change, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**{"clip": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 4, **change})
+
+
+def test_more_refusals():
+    with pytest.raises(ValueError, match="num_directions=0 must be at least 1"):
+        scalar(0)
+    with pytest.raises(ValueError, match=r"num_directions=2.0 must be an integer"):
+        scalar(2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="distribution='cauchy' is unknown"):
+        scalar(1, distribution="cauchy")
+    with pytest.raises(ValueError, match="relation='swap' is unknown"):
+        scalar().sensitivity("swap")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mechanism name 'magic' is unknown"):
+        mechanism_from_dict({"name": "magic"})
+    with pytest.raises(ValueError, match=r"has no fields \['sensitivity'\]"):
+        mechanism_from_dict({**scalar().to_dict(), "sensitivity": 1.0})
+
+
+def test_discrete_and_rounded_gaussian_are_as_close_as_the_proof_says():
+    """Step 2 of the module's argument, at scales where 40 digits can see the difference."""
+    mpmath.mp.dps = 40
+    for s in (64, 1024):
+        normaliser = mpmath.sqrt(2 * mpmath.pi) * s  # Poisson summation: exact to exp(-2 pi^2 s^2)
+        root = s * mpmath.sqrt(2)
+        for t in (0, 1, 4, 12):
+            y = mpmath.mpf(t * s)
+            discrete = mpmath.exp(-((y / root) ** 2)) / normaliser
+            rounded = (mpmath.erfc((y - 0.5) / root) - mpmath.erfc((y + 0.5) / root)) / 2
+            distance = abs(mpmath.log(discrete / rounded))
+            bound = mpmath.mpf(t**2 + 2) / (12 * s**2)
+            assert distance <= bound
+            assert t < 4 or distance >= bound / 3
+
+
+def test_discretisation_slack_formula():
+    """t = 40: (1600 + 2) / (12 * 2^60 sigma^2) per draw."""
+    assert discretisation_slack(2.0, 10) == pytest.approx(10 * 1602 / (12 * 4.0 * 2.0**60))
+    assert discretisation_slack(2.0**-10, 10**4) < 1e-5
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
+def test_audit_of_one_full_batch_step(distribution, relation):
+    """An attacker with the best threshold test finds less than the claim, and most of it.
+
+    Data set A: one example at +C among zeros. B: it is missing, or it is at -C. From 40 000
+    releases of each, Clopper-Pearson at 99.9999 % bounds epsilon from below at delta = 0.02.
+    """
+    draws, delta = 40_000, 0.02
+    sigma = 1.2 if relation == "add_or_remove_one" else 2.4
+    mechanism = scalar(1, 2.0, distribution, noise_multiplier=sigma, expected_batch_size=3)
+    a = torch.tensor([[1e30], [0.0], [0.0]])
+    b = a[1:] if relation == "add_or_remove_one" else torch.tensor([[-1e30], [0.0], [0.0]])
+    totals = [mechanism.clip_sum(x) for x in (a, b)]
+    released = [
+        np.array([mechanism.release(t, 0, SecureNoise())[0] for _ in range(draws)]) for t in totals
+    ]
+    law = StepLaw(
+        sampling="full_batch",
+        num_examples=3,
+        batch_size=3.0,
+        relation=relation,
+        distribution=distribution,
+        noise_multiplier=sigma,
+    )
+    claim = epsilon_after(law, 1, delta)
+    # The optimal threshold: halfway, plus the shift at which the log-likelihood ratio is `claim`.
+    high, low = (t[0] * mechanism.granularity / 3 for t in totals)
+    noise = mechanism.noise_scale / 3
+    shift = claim * noise**2 / (high - low) if distribution == "gaussian" else claim * noise / 2
+    threshold = (high + low) / 2 + shift
+    hits_a, hits_b = (int((r > threshold).sum()) for r in released)
+    assert hits_b > 100
+    confident = 5e-7
+    p_a = stats.beta.ppf(confident, hits_a, draws - hits_a + 1)
+    p_b = stats.beta.ppf(1 - confident, hits_b + 1, draws - hits_b)
+    lower = math.log((p_a - delta) / p_b)
+    assert 0.6 * claim < lower < claim

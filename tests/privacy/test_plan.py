@@ -1,0 +1,298 @@
+"""PrivacyPlan: one object, one guarantee."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+
+from hf_dpzero.privacy.accounting import StepLaw, epsilon_after
+from hf_dpzero.privacy.mechanisms import (
+    DPSGD,
+    AdaptiveScalarMechanism,
+    DPAdamW,
+    NonPrivateMean,
+    PlainAdamW,
+    PlainSGD,
+    ScalarMechanism,
+    VectorMechanism,
+)
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import (
+    FixedSizeSampler,
+    FullBatchSampler,
+    PoissonSampler,
+    TruncatedPoissonSampler,
+)
+
+DELTA = 1e-5
+SIZES = {"num_examples": 1000, "expected_batch_size": 16}
+
+
+def plan(**changes) -> PrivacyPlan:
+    base = {
+        "sampler": PoissonSampler(**SIZES),
+        "mechanism": ScalarMechanism(clip=3.0, noise_multiplier=2.0, expected_batch_size=16),
+        "steps": 100,
+    }
+    return PrivacyPlan(**{**base, **changes})
+
+
+def test_the_accounting_reads_the_objects_that_run():
+    capped = TruncatedPoissonSampler(**SIZES, max_batch_size=40)
+    mechanism = ScalarMechanism(
+        clip=3.0, noise_multiplier=1.5, expected_batch_size=16, num_directions=4
+    )
+    found = plan(sampler=capped, mechanism=mechanism, relation="replace_one").law
+    assert found == StepLaw(
+        sampling="truncated_poisson",
+        num_examples=1000,
+        batch_size=16.0,
+        max_batch_size=40,
+        distribution="gaussian",
+        noise_multiplier=1.5,
+        num_directions=4,
+        relation="replace_one",
+        accountant="pld",
+    )
+    assert plan().law.probability == plan().sampler.sampling_probability == 0.016
+
+
+def test_clip_and_directions_do_not_change_epsilon_beyond_the_grid():
+    wide = ScalarMechanism(
+        clip=50.0, noise_multiplier=2.0, expected_batch_size=16, num_directions=16
+    )
+    assert plan(mechanism=wide).epsilon(DELTA) == pytest.approx(plan().epsilon(DELTA), abs=1e-9)
+
+
+def test_sensitivity_is_the_mechanisms():
+    assert plan().sensitivity == 3.0
+    assert plan(relation="replace_one").sensitivity == 6.0
+
+
+def test_epsilon_over_time():
+    p = plan()
+    curve = [p.epsilon(DELTA, at=k) for k in (0, 1, 10, 50, 100)]
+    assert curve[0] == 0.0
+    assert all(a < b for a, b in itertools.pairwise(curve))
+    assert curve[-1] == p.epsilon(DELTA) == epsilon_after(p.law, 100, DELTA)
+    for at in (-1, 101):
+        with pytest.raises(ValueError, match=rf"at={at} is outside 0\.\.100"):
+            p.epsilon(DELTA, at=at)
+
+
+def test_a_part_of_the_run_never_costs_more_than_the_whole():
+    p = plan(steps=3000)
+    whole = p.epsilon(DELTA)
+    assert all(p.epsilon(DELTA, at=k) <= whole for k in (2900, 2990, 2998, 2999))
+
+
+def test_not_private_means_infinite():
+    for mechanism in (
+        NonPrivateMean(expected_batch_size=16),
+        ScalarMechanism(clip=1.0, noise_multiplier=0.0, expected_batch_size=16),
+    ):
+        p = plan(mechanism=mechanism)
+        assert not p.private
+        assert p.epsilon(DELTA) == math.inf
+        assert p.epsilon(DELTA, at=0) == 0.0
+        assert type(p.event()).__name__ == "NonPrivateDpEvent"
+        assert p.accountant_used == "none"
+    assert plan(mechanism=NonPrivateMean(expected_batch_size=16)).sensitivity == math.inf
+
+
+def test_event_repeats_the_step():
+    event = plan().event(at=7)
+    assert event.count == 7
+    assert event.event.sampling_probability == 0.016
+    assert event.event.event.noise_multiplier == 2.0
+    assert plan().event().count == 100
+    assert type(plan().event(at=0)).__name__ == "NoOpDpEvent"
+
+
+def test_the_event_read_by_the_library_gives_our_epsilon():
+    """Nothing between the event and the report but the grid, its slack, and nothing else."""
+    from dp_accounting import NeighboringRelation, pld
+
+    for relation in ("add_or_remove_one", "replace_one"):
+        p = plan(relation=relation)
+        accountant = pld.PLDAccountant(NeighboringRelation[relation.upper()])
+        accountant.compose(p.event())
+        assert p.epsilon(DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-3)
+
+
+def test_accountant_in_the_report():
+    full = {
+        "sampler": FullBatchSampler(num_examples=16, expected_batch_size=16),
+    }
+    fixed = {"sampler": FixedSizeSampler(**SIZES), "relation": "replace_one"}
+    assert plan().accountant_used == "pld"
+    assert plan(accountant="rdp").accountant_used == "rdp"
+    assert plan(**fixed).accountant_used == "rdp"
+    assert plan(**full).accountant_used == "gaussian_exact"
+    lemma = plan(**full, relation="replace_one", accountant="advanced_composition")
+    assert lemma.accountant_used == "advanced_composition"
+
+
+@pytest.mark.parametrize("cls", [ScalarMechanism, VectorMechanism, DPSGD, DPAdamW])
+def test_calibrate_returns_a_new_plan_that_keeps_the_target(cls):
+    before = plan(mechanism=cls(clip=3.0, noise_multiplier=7.0, expected_batch_size=16))
+    after = before.calibrate(epsilon=2.0, delta=DELTA)
+    assert after.epsilon(DELTA) <= 2.0
+    sigma = after.mechanism.noise_multiplier
+    less = dataclasses.replace(after.mechanism, noise_multiplier=sigma * 0.999)
+    assert plan(mechanism=less).epsilon(DELTA) > 2.0
+    assert before.mechanism.noise_multiplier == 7.0
+    assert dataclasses.replace(after, mechanism=before.mechanism) == before
+
+
+def test_calibrate_starts_from_no_noise_too():
+    silent = ScalarMechanism(clip=1.0, noise_multiplier=0.0, expected_batch_size=16)
+    assert plan(mechanism=silent).calibrate(epsilon=1.0, delta=DELTA).epsilon(DELTA) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "instead"),
+    [(NonPrivateMean, "mezo", "dpzero"), (PlainSGD, "sgd", "dp-sgd"),
+     (PlainAdamW, "adamw", "dp-adamw")],
+)  # fmt: skip
+def test_what_is_not_private_cannot_be_calibrated(cls, name, instead):
+    p = plan(mechanism=cls(expected_batch_size=16))
+    assert not p.private
+    assert p.epsilon(DELTA) == math.inf
+    message = rf"'{name}', which has no noise to calibrate; use method '{instead}', or drop"
+    with pytest.raises(ValueError, match=message):
+        p.calibrate(epsilon=1.0, delta=DELTA)
+
+
+def test_all_gaussian_methods_cost_the_same():
+    """One clipped contribution, one Gaussian: scalars, d-vectors and gradients alike."""
+    sizes = {"clip": 3.0, "noise_multiplier": 2.0, "expected_batch_size": 16}
+    more = [VectorMechanism(**sizes, num_directions=5), DPSGD(**sizes), DPAdamW(**sizes),
+            DPSGD(**sizes, clipping="automatic")]  # fmt: skip
+    costs = {round(plan(mechanism=m).epsilon(DELTA), 9) for m in more}
+    assert costs == {round(plan().epsilon(DELTA), 9)}
+
+
+def test_averaged_clipping_costs_twice_the_bound():
+    """Its sum moves by 2C: as much as an ordinary mechanism with half the noise."""
+    sizes = {"clip": 3.0, "noise_multiplier": 4.0, "expected_batch_size": 16}
+    averaged = DPSGD(**sizes, clipping="averaged", clip_groups=4)
+    for relation in ("add_or_remove_one", "replace_one", "replace_special"):
+        p = plan(mechanism=averaged, relation=relation)
+        assert p.sensitivity == 6.0
+        assert p.epsilon(DELTA) == plan(relation=relation).epsilon(DELTA)
+    calibrated = plan(mechanism=averaged).calibrate(epsilon=1.0, delta=DELTA)
+    assert 0.99 < calibrated.epsilon(DELTA) <= 1.0
+    ordinary = plan().calibrate(epsilon=1.0, delta=DELTA).mechanism.noise_multiplier
+    assert calibrated.mechanism.noise_multiplier == 2 * ordinary
+
+
+def test_averaged_clipping_on_a_full_batch_gains_what_replacement_allows():
+    """A replacement moves the sum by 2C, not by 4C: the cost is that of the presence."""
+    sizes = {"clip": 3.0, "noise_multiplier": 4.0, "expected_batch_size": 16}
+    full = {"sampler": FullBatchSampler(num_examples=16, expected_batch_size=16), "steps": 5}
+    averaged = DPSGD(**sizes, clipping="averaged")
+    costs = [plan(mechanism=averaged, relation=r, **full).epsilon(DELTA)
+             for r in ("add_or_remove_one", "replace_one")]  # fmt: skip
+    assert costs[0] == costs[1] == plan(**full).epsilon(DELTA)
+    ordinary = DPSGD(**sizes)
+    for accountant in ("pld", "rdp", "advanced_composition"):
+        same = {"relation": "replace_one", "accountant": accountant, **full}
+        costs = [plan(mechanism=m, **same).epsilon(DELTA) for m in (averaged, ordinary)]
+        assert costs[0] == pytest.approx(costs[1], rel=1e-12)
+        goal = plan(mechanism=averaged, **same).calibrate(epsilon=3.0, delta=DELTA)
+        assert 2.99 < goal.epsilon(DELTA) <= 3.0
+
+
+def test_the_event_on_a_full_batch_read_by_the_library_is_ours():
+    from dp_accounting import NeighboringRelation, pld
+
+    full = {"sampler": FullBatchSampler(num_examples=16, expected_batch_size=16), "steps": 5}
+    sizes = {"clip": 3.0, "noise_multiplier": 8.0, "expected_batch_size": 16}
+    for mechanism in (DPSGD(**sizes), DPSGD(**sizes, clipping="averaged"),
+                      AdaptiveScalarMechanism(**sizes, clip_count_noise=6.0)):  # fmt: skip
+        for relation in ("add_or_remove_one", "replace_one"):
+            p = plan(mechanism=mechanism, relation=relation, **full)
+            accountant = pld.PLDAccountant(NeighboringRelation[relation.upper()])
+            accountant.compose(p.event())
+            assert p.epsilon(DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-3)
+
+
+def test_batch_sizes_must_agree():
+    other = ScalarMechanism(clip=1.0, noise_multiplier=1.0, expected_batch_size=17)
+    with pytest.raises(ValueError, match=r"batches of 16\.0, the mechanism divides by 17\.0"):
+        plan(mechanism=other)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.0, True])
+def test_steps_must_be_a_count(steps):
+    with pytest.raises(ValueError, match="must be an integer of at least 1"):
+        plan(steps=steps)
+
+
+def test_unsound_combinations_are_refused_when_the_plan_is_made():
+    with pytest.raises(ValueError, match="use relation='replace_one', or the poisson sampler"):
+        plan(sampler=FixedSizeSampler(**SIZES))
+    with pytest.raises(ValueError, match="or the full_batch sampler"):
+        plan(accountant="advanced_composition", relation="replace_one")
+    with pytest.raises(ValueError, match="relation='swap' is unknown"):
+        plan(relation="swap")
+
+
+def test_round_trip_through_json_and_digest():
+    original = plan(steps=7, relation="replace_one")
+    copy = PrivacyPlan.from_dict(json.loads(json.dumps(original.to_dict(), allow_nan=False)))
+    assert copy == original
+    assert copy.digest() == original.digest()
+    assert len(original.digest()) == 64
+    changes = (
+        {"steps": 8},
+        {"relation": "add_or_remove_one"},
+        {"mechanism": dataclasses.replace(original.mechanism, clip=3.5)},
+        {"sampler": TruncatedPoissonSampler(**SIZES, max_batch_size=64)},
+    )
+    digests = {dataclasses.replace(original, **change).digest() for change in changes}
+    assert len(digests | {original.digest()}) == 5
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "digest"),
+    [
+        (ScalarMechanism(clip=3, noise_multiplier=2, expected_batch_size=16),
+         "580a684ce55faadfc1d967f1ed4cabc92b56f884fb165ce5566c2b248c2923ca"),
+        (ScalarMechanism(clip=3, noise_multiplier=2, expected_batch_size=16, num_directions=4),
+         "fb13d6086257a0ac22c0cd7f670ba6275ddad397b60b3c6afd26453809a2165f"),
+        (NonPrivateMean(expected_batch_size=16),
+         "20c973377a0cf7062caa48206e36858dc35f22d8440bd14165a7943bc68029af"),
+        (VectorMechanism(clip=3, noise_multiplier=2, expected_batch_size=16),
+         "67497f12ec6a35d7611f970f6135fcb124034765add161fa5ee4817c74582dab"),
+    ],
+)  # fmt: skip
+def test_digests_of_old_plans_hold(mechanism, digest):
+    """A ledger refuses another plan than its own, so fields added later must not show."""
+    assert plan(mechanism=mechanism).digest() == digest
+
+
+def test_a_later_field_shows_once_it_is_used():
+    sizes = {"clip": 3, "noise_multiplier": 2, "expected_batch_size": 16}
+    assert "num_directions" not in VectorMechanism(**sizes).to_dict()
+    assert VectorMechanism(**sizes, num_directions=2).to_dict()["num_directions"] == 2
+
+
+def test_integers_and_floats_make_the_same_plan():
+    a = plan(sampler=PoissonSampler(num_examples=1000, expected_batch_size=16.0))
+    b = plan(mechanism=ScalarMechanism(clip=3, noise_multiplier=2, expected_batch_size=16.0))
+    assert a == b == plan()
+    assert a.digest() == b.digest() == plan().digest()
+
+
+def test_broken_descriptions_are_refused():
+    good = plan().to_dict()
+    with pytest.raises(ValueError, match=r"has no fields \['epsilon'\]"):
+        PrivacyPlan.from_dict({**good, "epsilon": 1.0})
+    with pytest.raises(ValueError, match=r"PrivacyPlan needs \['steps'\]"):
+        PrivacyPlan.from_dict({k: v for k, v in good.items() if k != "steps"})

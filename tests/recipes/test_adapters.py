@@ -1,0 +1,234 @@
+"""Adapters of recipes' models: what is trained, what is saved, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel, RobertaConfig, RobertaModel
+
+from hf_dpzero.objectives import losses as objectives
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.recipes.adapters import with_adapters
+from hf_dpzero.recipes.arguments import ModelArguments
+from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
+from hf_dpzero.training.validation import check_adapters, select_trainable
+
+Factory = Callable[..., PreTrainedModel]
+ARCHITECTURES = ["auto", "sentence_classifier"]
+HEAD = {"auto": 2 * 16 + 2 + 16 * 16 + 16, "sentence_classifier": 2 * 16 + 2}
+
+
+@pytest.fixture
+def model_of(tiny_roberta: Factory) -> Callable[[str], PreTrainedModel]:
+    """An architecture -> a RoBERTa of that sort with a random head, 2 layers of width 16."""
+
+    def make(architecture: str) -> PreTrainedModel:
+        whole = tiny_roberta()
+        if architecture == "auto":
+            return whole
+        model = SentenceClassifier.from_encoder(whole.roberta, num_labels=2)
+        generator = torch.Generator().manual_seed(3)
+        nn.init.normal_(model.classifier.weight, generator=generator)
+        return model
+
+    return make
+
+
+def lora(**settings: Any) -> ModelArguments:
+    return ModelArguments(model_name_or_path="unused", peft_method="lora", **settings)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[1, 7, 9, 2], [1, 8, 2, 0]])
+    labels = torch.tensor([0, 1])
+    return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": labels}
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_lora_trains_adapters_and_the_head(
+    model_of: Callable[[str], PreTrainedModel], architecture: str
+) -> None:
+    """The paper's LoRA arm: r = 8, alpha = 16 on query and value; the head is trained too."""
+    model = with_adapters(model_of(architecture), lora())
+    adapters = {name: p for name, p in trained(model).items() if "lora_" in name}
+    head = {name: p for name, p in trained(model).items() if name not in adapters}
+    assert sum(p.numel() for p in adapters.values()) == 2 * 2 * (8 * 16 + 16 * 8)
+    assert sum(p.numel() for p in head.values()) == HEAD[architecture]
+    assert all("classifier.modules_to_save" in name for name in head)
+    scales = {m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")}
+    assert scales == {16 / 8}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_adapters_and_the_head_react_to_being_moved_in_place(
+    model_of: Callable[[str], PreTrainedModel], architecture: str
+) -> None:
+    """PEFT runs its copy of the head: moving the trainable one moves the losses, and comes back."""
+    model = with_adapters(model_of(architecture), lora()).eval()
+    objective = objectives.select_objective(model)
+    named = trained(model)
+    for part in ("lora_B", "modules_to_save"):
+        space = ParameterSpace([(n, p) for n, p in named.items() if part in n])
+        with torch.no_grad():
+            with space.perturbed(Direction(5, 0), 1e-3):
+                pass  # the first time, the weights go onto their grid
+            before = objective(model, batch())
+            with space.perturbed(Direction(5, 0), 1e-3):
+                moved = objective(model, batch())
+            assert torch.equal(objective(model, batch()), before)
+        assert (moved - before).abs().min() > 1e-7, part
+
+
+def test_the_idle_copy_of_the_head_changes_nothing(
+    model_of: Callable[[str], PreTrainedModel],
+) -> None:
+    model = with_adapters(model_of("sentence_classifier"), lora()).eval()
+    objective = objectives.select_objective(model)
+    idle = [p for name, p in model.named_parameters() if ".original_module." in name]
+    with torch.no_grad():
+        before = objective(model, batch())
+        assert len(idle) == 2
+        for parameter in idle:
+            parameter.add_(1.0)
+        assert torch.equal(objective(model, batch()), before)
+    addresses = {p.data_ptr() for p in trained(model).values()}
+    assert addresses.isdisjoint({p.data_ptr() for p in idle})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_trained_head_is_saved_with_the_adapter(
+    model_of: Callable[[str], PreTrainedModel], architecture: str, tmp_path: Any
+) -> None:
+    model = with_adapters(model_of(architecture), lora()).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in trained(model).values():
+        parameter.add_(torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(model_of(architecture), str(tmp_path)).eval()
+    inputs = {key: value for key, value in batch().items() if key != "labels"}
+    assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    bare = model_of(architecture)(**inputs).logits
+    assert (bare - model(**inputs).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bitfit_trains_biases_and_the_head(
+    model_of: Callable[[str], PreTrainedModel], architecture: str
+) -> None:
+    arguments = ModelArguments(model_name_or_path="unused", peft_method="bitfit")
+    names = set(trained(with_adapters(model_of(architecture), arguments)))
+    body = {name for name in names if not name.startswith("classifier")}
+    assert body
+    assert all(name.endswith("bias") for name in body)
+    assert any(name.startswith("classifier") and name.endswith("weight") for name in names)
+
+
+def test_the_last_layer_and_the_head_by_a_pattern(
+    model_of: Callable[[str], PreTrainedModel],
+) -> None:
+    """What the docstring of ModelArguments says for six layers, here for two."""
+    model = model_of("sentence_classifier")
+    select_trainable(model, r"layer\.1\.|^classifier")
+    names = set(trained(model))
+    assert {name.split(".")[0] for name in names} == {"encoder", "classifier"}
+    layers = {name.split("layer.")[1][0] for name in names if name.startswith("encoder")}
+    assert layers == {"1"}
+    select_trainable(model, "^classifier")
+    assert set(trained(model)) == {"classifier.weight", "classifier.bias"}
+
+
+def test_fresh_adapters_of_an_embedding_depend_on_the_seed_alone() -> None:
+    def fresh(seed: int) -> dict[str, torch.Tensor]:
+        config = RobertaConfig(
+            vocab_size=20,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            max_position_embeddings=20,
+        )
+        encoder = RobertaModel(config)
+        model = SentenceClassifier.from_encoder(encoder, num_labels=2)
+        arguments = lora(lora_target_modules=["word_embeddings", "query"], init_seed=seed)
+        found = with_adapters(model, arguments).named_parameters()
+        return {n: p.detach().clone() for n, p in found if "lora_" in n}
+
+    first = fresh(1)
+    torch.rand(5)  # the global generator moves on; nothing may change
+    again, other = fresh(1), fresh(2)
+    moved = [name for name in first if not torch.equal(first[name], other[name])]
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any("lora_embedding_B" in name for name in moved)
+    assert any("lora_A" in name for name in moved)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("targets", [["nothing"], ["classifier"], ["LayerNorm"]])
+def test_targets_that_cannot_be_adapted_are_refused(
+    model_of: Callable[[str], PreTrainedModel], architecture: str, targets: list[str]
+) -> None:
+    with pytest.raises(ValueError, match=r"peft_method=lora has nothing to train with") as error:
+        with_adapters(model_of(architecture), lora(lora_target_modules=targets))
+    assert f"lora_target_modules={targets}: name linear layers" in str(error.value)
+    assert "query, value" in str(error.value)
+    assert "classifier" not in str(error.value).split("of the body, of ")[1].split(" (the head")[0]
+
+
+def test_a_pattern_that_trains_the_idle_head_is_refused(
+    model_of: Callable[[str], PreTrainedModel],
+) -> None:
+    model = with_adapters(model_of("sentence_classifier"), lora())
+    select_trainable(model, "classifier")
+    with pytest.raises(
+        ValueError, match=r"original_module\.weight would be trained.*'lora_\|modules_to_save'"
+    ):
+        check_adapters(model)
+
+
+def test_a_pattern_without_the_adapter_is_refused(
+    model_of: Callable[[str], PreTrainedModel],
+) -> None:
+    model = with_adapters(model_of("sentence_classifier"), lora())
+    select_trainable(model, "modules_to_save")
+    with pytest.raises(ValueError, match=r"no parameter of the adapter would be.*drop peft_method"):
+        check_adapters(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"would be trained \(but none\)"):
+        check_adapters(model)
+
+
+@pytest.mark.parametrize("pattern", [None, "lora_|modules_to_save", "lora_B"])
+def test_patterns_that_fit_pass(
+    model_of: Callable[[str], PreTrainedModel], pattern: str | None
+) -> None:
+    model = with_adapters(model_of("sentence_classifier"), lora())
+    select_trainable(model, pattern)
+    check_adapters(model)
+    check_adapters(model_of("auto"))  # no adapter, nothing to check
+
+
+def test_a_prefix_is_an_adapter(model_of: Callable[[str], PreTrainedModel]) -> None:
+    arguments = ModelArguments(model_name_or_path="unused", peft_method="prefix")
+    model = with_adapters(model_of("auto"), arguments)
+    check_adapters(model)
+    select_trainable(model, "modules_to_save")
+    with pytest.raises(ValueError, match=r"set it to 'prompt_encoder\|modules_to_save'"):
+        check_adapters(model)

@@ -1,0 +1,429 @@
+"""Recipes: what loads, what is refused, and that the words of the refusal help."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from hf_dpzero.recipes.arguments import ModelArguments
+from hf_dpzero.recipes.recipe import Recipe, load_recipe, parse_overrides, read_recipe
+from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.values import coerce, nearest, parse_yaml
+
+MINIMAL = """
+model_name_or_path: some/model
+task: sst2
+target_epsilon: 2
+target_delta: 1e-5
+learning_rate: 1e-6
+max_steps: 7
+use_cpu: true
+"""
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    NO = "no"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def to(text: str, name: str = "recipe.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(f"output_dir: {tmp_path / 'out'}\n{text}", encoding="utf-8")
+        return path
+
+    return to
+
+
+# ---------------------------------------------------------------- loading
+
+
+def test_values_reach_the_dataclass_that_owns_them(write):
+    recipe = load_recipe(write(MINIMAL + "label_texts: [bad, good]\nmax_seq_length: 32\n"))
+    assert recipe.model.model_name_or_path == "some/model"
+    assert recipe.model.label_texts == ["bad", "good"]
+    assert (recipe.data.task, recipe.data.max_seq_length) == ("sst2", 32)
+    assert recipe.training.target_epsilon == 2.0
+    assert type(recipe.training.target_epsilon) is float
+    assert recipe.training.learning_rate == 1e-6  # PyYAML alone reads `1e-6` as text
+    assert recipe.training.max_steps == 7
+
+
+def test_unsaid_fields_keep_their_defaults(write):
+    recipe = load_recipe(write(MINIMAL))
+    defaults = ModelArguments(model_name_or_path="some/model")
+    assert recipe.model == defaults
+    assert recipe.data == dataclasses.replace(DataArguments(), task="sst2")
+
+
+def test_overrides_win_and_the_last_one_wins(write):
+    words = ["--max_steps", "9", "--clip=3", "--max_steps", "1e1", "--normalize", "false"]
+    recipe = load_recipe(write(MINIMAL), words)
+    assert recipe.training.max_steps == 10
+    assert recipe.training.clip == 3.0
+    assert recipe.model.normalize is False
+
+
+def test_a_bare_flag_is_true_and_dashes_are_underscores(write):
+    recipe = load_recipe(write(MINIMAL), ["--log-private-diagnostics", "--max-steps", "3"])
+    assert recipe.training.log_private_diagnostics is True
+    assert recipe.training.max_steps == 3
+
+
+def test_several_words_make_a_list(write):
+    recipe = load_recipe(write(MINIMAL), ["--lora_target_modules", "query", "value"])
+    assert recipe.model.lora_target_modules == ["query", "value"]
+
+
+def test_a_mapping_of_overrides(write):
+    recipe = load_recipe(write(MINIMAL), {"max_steps": 4, "peft_method": "lora"})
+    assert (recipe.training.max_steps, recipe.model.peft_method) == (4, "lora")
+
+
+def test_null_overrides_a_value(write):
+    text = MINIMAL + "max_train_samples: 10\n"
+    assert load_recipe(write(text)).data.max_train_samples == 10
+    assert load_recipe(write(text), ["--max_train_samples", "null"]).data.max_train_samples is None
+
+
+def test_yaml_words_mean_what_they_say(write):
+    """`no` names a strategy of Hugging Face; YAML 1.1 would make it false."""
+    recipe = load_recipe(write(MINIMAL + "eval_strategy: no\nsave_strategy: steps\n"))
+    assert recipe.training.eval_strategy == "no"
+    assert recipe.training.save_strategy == "steps"
+
+
+def test_to_yaml_round_trips_and_keeps_no_secret(write):
+    path = write(MINIMAL + "label_texts: ['it''s: bad', good]\nclip: .5\n")
+    secret = {"hub_token": "hf_secret", "sampler_key": "ab" * 32}
+    recipe = load_recipe(path, secret)
+    text = recipe.to_yaml()
+    assert "hf_secret" not in text
+    assert "abab" not in text
+    again = path.with_name("again.yaml")
+    again.write_text(text, encoding="utf-8")
+    expected = {k: v for k, v in recipe.values.items() if k not in secret}
+    assert expected
+    assert load_recipe(again).values == expected
+
+
+def test_recipe_is_frozen(write):
+    recipe = load_recipe(write(MINIMAL))
+    assert isinstance(recipe, Recipe)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.model.lora_r = 3  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------- recipes that extend others
+
+
+def test_a_recipe_lays_its_keys_over_those_it_extends(tmp_path, write):
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases" / "_model.yaml").write_text(
+        "model_name_or_path: some/model\nclip: 5\nmax_seq_length: 32\nmax_train_samples: 9\n"
+    )
+    (tmp_path / "bases" / "_task.yaml").write_text(
+        "extends: _model.yaml\ntask: sst2\nclip: 4\nmax_seq_length: 64\n"
+    )
+    recipe = load_recipe(
+        write(
+            "extends: bases/_task.yaml\ntarget_epsilon: 2\ntarget_delta: 1e-5\nclip: 3\n"
+            "max_train_samples: null\nmax_steps: 7\nuse_cpu: true\n"
+        ),
+        {"max_steps": 6},
+    )
+    assert recipe.model.model_name_or_path == "some/model"
+    assert (recipe.data.task, recipe.data.max_seq_length) == ("sst2", 64)  # the nearer base wins
+    assert recipe.training.clip == 3.0
+    assert recipe.data.max_train_samples is None
+    assert recipe.training.max_steps == 6
+
+
+def test_what_is_written_down_stands_alone(tmp_path, write):
+    (tmp_path / "_base.yaml").write_text(MINIMAL)
+    path = write("extends: _base.yaml\nclip: 3\n")
+    recipe = load_recipe(path)
+    assert "extends" not in recipe.values
+    alone = tmp_path / "elsewhere" / "recipe.yaml"
+    alone.parent.mkdir()
+    alone.write_text(recipe.to_yaml(), encoding="utf-8")
+    again = load_recipe(alone)
+    assert again.values == recipe.values
+    assert (again.training.clip, again.model) == (3.0, recipe.model)
+    assert read_recipe(path) == {**parse_yaml(MINIMAL), **read_recipe(alone)}
+
+
+def test_recipes_in_a_circle_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: ./a.yaml\n")
+    with pytest.raises(ValueError, match=r"in a circle: \S*a\.yaml -> \S*b\.yaml -> \S*a\.yaml"):
+        load_recipe(tmp_path / "a.yaml")
+    (tmp_path / "self.yaml").write_text("extends: self.yaml\n")
+    with pytest.raises(ValueError, match=r"in a circle: \S*self\.yaml -> \S*self\.yaml"):
+        read_recipe(tmp_path / "self.yaml")
+
+
+def test_an_unknown_key_names_the_file_it_stands_in(tmp_path, write):
+    base = tmp_path / "_base.yaml"
+    base.write_text(MINIMAL + "lerning_rate: 1\n")
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(base))}: unknown key 'lerning_rate'"):
+        load_recipe(write("extends: _base.yaml\n"))
+    base.write_text(MINIMAL + "clip: high\n")
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(base))}: clip: 'high' is not a number"):
+        load_recipe(write("extends: _base.yaml\n"))
+
+
+@pytest.mark.parametrize("base", ["[]", "[_a.yaml, 3]", "null", "''", "3"])
+def test_a_recipe_extends_files(write, base):
+    with pytest.raises(
+        ValueError, match=r"recipe\.yaml: extends: .* is not the path of one recipe"
+    ):
+        load_recipe(write(f"extends: {base}\n"))
+
+
+def test_a_base_that_is_not_there_names_both_files(write):
+    path = write("extends: ../_base.yaml\n")
+    with pytest.raises(FileNotFoundError) as error:
+        load_recipe(path)
+    assert str(error.value).startswith(f"{path}: extends: '../_base.yaml' not found")
+
+
+def test_only_files_extend(write):
+    with pytest.raises(ValueError, match="command line: unknown key 'extends'"):
+        load_recipe(write(MINIMAL), ["--extends", "other.yaml"])
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "near"),
+    [
+        ("lerning_rate: 1", "lerning_rate", "learning_rate"),
+        ("target_eps: 2", "target_eps", "target_epsilon"),
+        ("evaluation_strategy: no", "evaluation_strategy", "eval_strategy"),
+        ("label_text: [a]", "label_text", "label_texts"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_and_the_file(write, line, key, near):
+    path = write(MINIMAL + line + "\n")
+    with pytest.raises(ValueError, match="unknown key") as error:
+        load_recipe(path)
+    assert repr(key) in str(error.value)
+    assert f"did you mean {near!r}" in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_an_unknown_override_names_the_command_line(write):
+    with pytest.raises(ValueError, match=r"command line: unknown key 'max_step'.*'max_steps'"):
+        load_recipe(write(MINIMAL), ["--max_step", "3"])
+
+
+def test_a_key_like_nothing_else_is_still_an_error(write):
+    with pytest.raises(ValueError, match="unknown key 'zzzz'"):
+        load_recipe(write(MINIMAL + "zzzz: 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("clip: high", "clip: 'high' is not a number"),
+        ("clip: .nan", "clip: '.nan' is not a number"),
+        ("num_directions: 1.5", "num_directions: 1.5 is not an integer"),
+        ("num_directions: true", "num_directions: True is not an integer"),
+        ("normalize: 1", "normalize: 1 is not true or false"),
+        ("model_revision: 1234567", "model_revision: 1234567 is not text; put it in quotes"),
+        ("pooling: max", "pooling: 'max' is not one of mean, cls"),
+        ("peft_method: lore", "did you mean 'lora'"),
+        ("lr_scheduler_type: linearr", "did you mean 'linear'"),
+        ("label_texts: {a: 1}", "label_texts: {'a': 1} is not a list"),
+        ("max_seq_length: null", "max_seq_length: None is not an integer"),
+        ("head_init: label_text", "needs label_texts"),
+        ("max_seq_length: 1", "leaves no room for text"),
+        ("max_train_samples: 0", "max_train_samples=0 must be positive"),
+        ("model: {name: x}", "unknown key 'model'"),
+    ],
+)
+def test_bad_values_name_the_key_and_the_value(write, line, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_recipe(write(MINIMAL + line + "\n"))
+
+
+def test_a_repeated_key_is_refused(write):
+    path = write(MINIMAL + "max_steps: 8\n")
+    with pytest.raises(ValueError, match="'max_steps' appears more than once"):
+        load_recipe(path)
+
+
+def test_a_missing_model_is_refused(write):
+    with pytest.raises(ValueError, match="model_name_or_path is missing"):
+        load_recipe(write("task: sst2\ntarget_epsilon: 1\n"))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"recipe '.*none\.yaml' not found"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "", "just words", "a: [1\n", "a: b: c\n"])
+def test_what_is_no_mapping_is_refused(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"recipe\.yaml"):
+        load_recipe(path)
+
+
+def test_yaml_cannot_build_objects(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("output_dir: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(ValueError, match="not valid YAML"):
+        load_recipe(path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xff\xfe\x00a: 1")
+    with pytest.raises(ValueError, match=r"recipe\.yaml"):
+        load_recipe(path)
+
+
+def test_a_stray_word_is_refused():
+    with pytest.raises(ValueError, match="'5' belongs to no setting"):
+        parse_overrides(["5", "--max_steps", "5"])
+
+
+def test_the_dataclasses_share_no_field():
+    from hf_dpzero.training.config import DPZeroConfig
+
+    owners = (ModelArguments, DataArguments, DPZeroConfig)
+    names = [field.name for owner in owners for field in dataclasses.fields(owner)]
+    assert len(names) > 100  # TrainingArguments alone has that many
+    assert len(names) == len(set(names))
+
+
+def test_every_argument_is_documented():
+    for owner in (ModelArguments, DataArguments):
+        names = [field.name for field in dataclasses.fields(owner)]
+        assert names
+        for name in names:
+            assert f"\n      {name}: " in (owner.__doc__ or ""), name
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "expected"),
+    [
+        ("1e-6", float, 1e-6),
+        (3, float, 3.0),
+        ("inf", float, math.inf),
+        ("1e4", int, 10_000),
+        (1e4, int, 10_000),
+        (str(2**127 + 1), int, 2**127 + 1),  # direction keys have 128 bits; a float has 53
+        ("0xff", int, 255),
+        ("-3", int, -3),
+        ("yes", bool, True),
+        ("off", bool, False),
+        ("null", int | None, None),
+        (None, str | None, None),
+        ("", float | None, None),
+        ("5", int | None, 5),
+        ("a, b", list[str], ["a", "b"]),
+        ("[1, 2]", list[int], [1, 2]),
+        (["1", 2], list[int], [1, 2]),
+        ('["a, b", c]', list[str] | None, ["a, b", "c"]),
+        ("tensorboard", str | list[str], "tensorboard"),
+        ("[a, b]", str | list[str], ["a", "b"]),
+        ("{min_lr: 1e-7}", dict | str | None, {"min_lr": 1e-7}),
+        ("file.json", dict | str | None, "file.json"),
+        ({"a": 1}, dict[str, Any] | None, {"a": 1}),
+        ("red", Colour | str, "red"),
+        ("no", Colour | str, "no"),
+        ("steps", bool | str, "steps"),
+        ("true", bool | str, True),
+        ("lora", Literal["lora", "bitfit"] | None, "lora"),
+        ("false", Literal[False] | None, False),
+        ("[1]", Any, [1]),
+        ("word", Any, "word"),
+    ],
+)
+def test_coerce(value, annotation, expected):
+    found = coerce(value, annotation)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation"),
+    [
+        ("nan", float),
+        (True, float),
+        ("abc", int),
+        (0.5, int),
+        ("inf", int),
+        (1, bool),
+        ("maybe", bool),
+        (5, str),
+        (False, str | None),
+        ("blue", Colour | str),
+        (False, Colour | str),
+        ([1, "x"], list[int]),
+        (None, int),
+        (3, dict | None),
+        ("x", complex),
+    ],
+)
+def test_coerce_refuses(value, annotation):
+    with pytest.raises(ValueError, match=r".+"):
+        coerce(value, annotation)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1e-6", 1e-6),
+        ("1E5", 1e5),
+        ("-2.5e+3", -2500.0),
+        (".5", 0.5),
+        ("3.", 3.0),
+        ("1_000.0", 1000.0),
+        (".inf", math.inf),
+        ("12", 12),
+        ("1.2.3", "1.2.3"),
+        ("e5", "e5"),
+        ("no", "no"),
+        ("on", "on"),
+        ("True", True),
+        ("~", None),
+    ],
+)
+def test_yaml_scalars(text, expected):
+    found = parse_yaml(text)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_nearest_gives_nothing_for_nothing_close():
+    assert nearest("qqq", ["learning_rate"]) is None
+
+
+def test_a_recipe_may_extend_several_each_over_those_before(tmp_path):
+    (tmp_path / "_data.yaml").write_text("model_name_or_path: m\ntask: quickstart\nclip: 1.0\n")
+    (tmp_path / "_arm.yaml").write_text("clip: 2.0\ntarget_epsilon: 3.0\nmax_steps: 5\n")
+    path = tmp_path / "both.yaml"
+    path.write_text("extends: [_data.yaml, _arm.yaml]\nmax_steps: 7\n")
+    recipe = load_recipe(path)
+    assert (recipe.training.clip, recipe.training.max_steps) == (2.0, 7)
+    assert recipe.data.task == "quickstart"
+
+
+def test_report_to_none_is_hugging_faces_word(write):
+    assert load_recipe(write(MINIMAL + "report_to: none\n")).training.report_to == []

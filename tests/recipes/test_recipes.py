@@ -1,0 +1,520 @@
+"""The prompted recipes: what their headers promise, the paper's settings, and two steps of each.
+
+Every one is built and trained as `hf-dpzero train` does, on a tiny model of its architecture with a
+tokenizer of its kind (`tiny_language_models`) and rows in the columns of its data set. The recipes that
+train a classification head are in test_cli.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_language_models
+import yaml
+
+from hf_dpzero.cli import main
+from hf_dpzero.experiments.memory.shapes import build_config
+from hf_dpzero.privacy.mechanisms import mechanism_from_dict
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import PoissonSampler
+from hf_dpzero.recipes.build import build_trainer
+from hf_dpzero.recipes.recipe import load_recipe, read_recipe
+from scripts import recipe_table
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "recipes"
+DATA = ROOT.parent / "shared" / "data"
+NUMBERS = recipe_table.read_reported(FOLDER)
+
+ROBERTA_TASKS = ("sst2", "sst5", "snli", "mnli", "rte", "trec")
+ROBERTA_ARMS = ("dpzero", "dp-adamw", "dp-lora", "mezo", "adamw", "lora")
+OPT_TASKS = ("sst2", "boolq", "squad", "drop")
+OPT_SIZES = ("1.3b", "2.7b", "6.7b", "13b")
+GENERATED = ("squad", "drop")
+PROMPTED = {
+    *(f"{task}/roberta-large-{arm}.yaml" for task in ROBERTA_TASKS for arm in ROBERTA_ARMS),
+    *(
+        f"{task}/opt-{size}-{arm}.yaml"
+        for task in OPT_TASKS
+        for size in OPT_SIZES
+        for arm in ("dpzero", "mezo")
+    ),
+}
+QUICK = {  # one for each architecture, method, precision and kind of answer; the others are slow
+    "sst2/roberta-large-dpzero.yaml",
+    "sst5/roberta-large-mezo.yaml",
+    "snli/roberta-large-dp-adamw.yaml",
+    "mnli/roberta-large-dp-lora.yaml",
+    "rte/roberta-large-adamw.yaml",
+    "trec/roberta-large-lora.yaml",
+    "sst2/opt-1.3b-dpzero.yaml",
+    "boolq/opt-6.7b-dpzero.yaml",
+    "sst2/opt-13b-mezo.yaml",
+    "boolq/opt-2.7b-mezo.yaml",
+    "squad/opt-2.7b-dpzero.yaml",
+    "drop/opt-13b-dpzero.yaml",
+    "squad/opt-6.7b-mezo.yaml",
+    "drop/opt-1.3b-mezo.yaml",
+}
+
+
+@cache
+def values(name: str) -> dict[str, Any]:
+    """A recipe's settings, those of what it extends included."""
+    return read_recipe(FOLDER / name)
+
+
+@cache
+def header(name: str) -> str:
+    """The comment above a recipe's settings, its lines joined by single spaces."""
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    lines = re.match(r"(#.*\n)+", text).group().splitlines()
+    return " ".join(" ".join(line.lstrip("#") for line in lines).split())
+
+
+def settings_of(name: str) -> tuple[str, str, str, str]:
+    """Architecture, method, precision, kind of answer."""
+    recipe = values(name)
+    family = recipe_table.model_of(recipe).split("-")[0]
+    kind = "generation" if recipe["task"] in GENERATED else "label words"
+    return family, recipe_table.arm_of(recipe), recipe.get("torch_dtype", "float32"), kind
+
+
+def every_prompted() -> list[Any]:
+    return [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in sorted(PROMPTED)
+    ]
+
+
+# ---------------------------------------------------------------- what there is
+
+
+def test_every_arm_of_the_papers_tables_has_a_recipe_and_nothing_else_prompts():
+    found = {path.relative_to(FOLDER).as_posix() for path in recipe_table.recipes_in(FOLDER)}
+    assert {name for name in found if "prompt" in values(name)} == PROMPTED
+    run = {
+        (recipe_table.model_of(values(n)), values(n)["task"], recipe_table.arm_of(values(n)))
+        for n in PROMPTED
+    }
+    in_paper = {(n.model, n.task, n.arm) for n in NUMBERS if n.arm != "zero-shot"}
+    assert in_paper <= run
+    assert {model for model, _, _ in run - in_paper} == {"opt-13b"}
+
+
+def test_the_quick_recipes_are_one_of_each():
+    assert QUICK <= PROMPTED
+    assert {settings_of(name) for name in QUICK} == {settings_of(name) for name in PROMPTED}
+
+
+def test_a_base_is_no_experiment():
+    bases = [path for path in FOLDER.glob("*/_*.yaml") if path.parent.name != "arms"]
+    prompted = [path for path in bases if "prompt" in read_recipe(path)]
+    assert len(prompted) == len(ROBERTA_TASKS) + len(OPT_TASKS)
+    for path in prompted:
+        words = " ".join(path.read_text(encoding="utf-8").replace("\n#", " ").split())
+        assert "Not an experiment by itself" in words
+        assert read_recipe(path)["task"] == path.parent.name
+        assert not {"method", "target_epsilon", "output_dir"} & set(read_recipe(path))
+
+
+# ---------------------------------------------------------------- headers
+
+
+@pytest.mark.parametrize("name", sorted(PROMPTED))
+def test_the_header_has_the_commands(name):
+    text, recipe = header(name), values(name)
+    path = recipe["model_name_or_path"]
+    assert f"hf download {path} " in text
+    assert f"hf-dpzero train recipes/{name} " in text
+    assert f"hf-dpzero evaluate recipes/{name} --zero_shot" in text
+    at_six = f"hf-dpzero train recipes/{name} --target_epsilon 6"
+    assert (at_six in text) == ("target_epsilon" in recipe)
+    assert {"Hardware", "Time"} <= set(re.findall(r"(\w+):", text))
+    assert "What differs from the paper" in text
+
+
+@pytest.mark.parametrize("name", sorted(PROMPTED))
+def test_the_header_quotes_the_papers_numbers_and_no_others(name):
+    sentence = recipe_table.reported(NUMBERS, values(name))
+    if "13b" in name:
+        assert sentence == ""
+        assert "The paper has no result for this size" in header(name)
+    else:
+        assert f"The paper reports {sentence}" in header(name)
+    percents = re.findall(r"([\d.]+)(?: ± [\d.]+)? %", header(name))
+    assert percents == re.findall(r"([\d.]+)(?: ± [\d.]+)? %", sentence)
+
+
+def test_reported_numbers_are_the_papers():
+    """Spot checks: Zhang et al. 2024, Tables 2, 4 and 5; the larger budget is never worse by 0.1."""
+    assert len(NUMBERS) == 6 * 10 + 3 * 4 * 4
+    zero_order = values("sst2/roberta-large-dpzero.yaml")
+    assert recipe_table.reported(NUMBERS, zero_order) == (
+        "91.8 ± 0.1 % at epsilon = 2, 92.2 ± 0.3 % at epsilon = 6, 79.0 % zero-shot (Table 2)"
+    )
+    adapters = values("rte/roberta-large-lora.yaml")
+    assert recipe_table.reported(NUMBERS, adapters) == (
+        "84.2 ± 0.4 % without privacy, 51.4 % zero-shot (Table 2)"
+    )
+    decoder = values("drop/opt-6.7b-dpzero.yaml")
+    assert recipe_table.reported(NUMBERS, decoder) == (
+        "27.6 ± 0.7 % at epsilon = 2, 28.4 ± 1.3 % at epsilon = 6, 17.8 % zero-shot (Table 5)"
+    )
+    budgets = {(n.model, n.task, n.arm, n.epsilon): float(n.mean) for n in NUMBERS}
+    pairs = [key for key in budgets if key[3] == 2]
+    assert len(pairs) == 3 * 6 + 3 * 4
+    assert all(budgets[key] < budgets[(*key[:3], 6)] for key in pairs)
+
+
+@cache
+def epsilon_of(noise_multiplier: float, num_examples: int, batch: int, steps: int) -> float:
+    """What Poisson-sampled steps with this noise cost at delta = 1e-5 (PLD, add/remove)."""
+    mechanism = {
+        "name": "dpzero",  # a Gaussian of this multiplier on a clipped sum, as in dp-adamw
+        "clip": 1.0,
+        "noise_multiplier": noise_multiplier,
+        "expected_batch_size": batch,
+    }
+    return PrivacyPlan(
+        sampler=PoissonSampler(num_examples=num_examples, expected_batch_size=batch),
+        mechanism=mechanism_from_dict(mechanism),
+        steps=steps,
+    ).epsilon(delta=1e-5)
+
+
+@pytest.mark.parametrize("task", ROBERTA_TASKS)
+@pytest.mark.parametrize("arm", ["dpzero", "dp-adamw", "dp-lora"])
+def test_the_stated_noise_costs_the_stated_budget(task, arm):
+    name = f"{task}/roberta-large-{arm}.yaml"
+    stated = re.search(r"deviation ([\d.]+) C/B at epsilon = 2 and ([\d.]+) C/B at 6", header(name))
+    n, steps = recipe_table.num_examples(values(name)), values(name)["max_steps"]
+    found = [epsilon_of(float(noise), n, 64, steps) for noise in stated.groups()]
+    assert found == pytest.approx([2, 6], rel=0.01)
+
+
+def test_the_stated_noise_of_opt_costs_the_stated_budget():
+    text = header("arms/_opt-dpzero.yaml")
+    stated = re.search(r"noise of ([\d.]+) C at epsilon = 2 and of ([\d.]+) C at 6", text)
+    found = [epsilon_of(float(noise), 1_000, 8, 20_000) for noise in stated.groups()]
+    assert found == pytest.approx([2, 6], rel=0.01)
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("name", sorted(PROMPTED))
+def test_settings_are_the_papers(name):
+    """Zhang et al. 2024, Tables 8 and 10 and Appendix B.2."""
+    recipe = values(name)
+    opt, first_order = "opt" in name, recipe["method"] in ("adamw", "dp-adamw")
+    assert recipe["prompt"] == ("causal_lm" if opt else "masked_lm")
+    assert recipe["expected_batch_size"] == (8 if opt else 64)
+    assert recipe["max_steps"] == (20_000 if opt else 1_000 if first_order else 10_000)
+    assert recipe["subset_seed"] in ((0, 29, 83) if opt else (42, 13, 21))
+    assert recipe["max_eval_samples"] == 1_000
+    assert recipe["max_train_samples" if opt else "num_examples_per_class"] == (
+        1_000 if opt else 512
+    )
+    rates = (1e-6, 1e-7) if opt else (5e-5, 1e-4, 5e-4, 1e-3) if first_order else (1e-6,)
+    assert recipe["learning_rate"] in rates
+    if not first_order:
+        assert (recipe["smoothing"], recipe["num_directions"]) == (1e-3, 1)
+    if "peft_method" in recipe:
+        assert (recipe["peft_method"], recipe["lora_r"], recipe["lora_alpha"]) == ("lora", 8, 16)
+    if "clip" in recipe:
+        clips = (10, 50, 100, 200) if opt else (50, 100, 150, 200, 250, 300, 400)
+        assert recipe["clip"] in ((0.1, 0.5, 1, 10) if first_order else clips)
+        assert (recipe["target_epsilon"], recipe["target_delta"]) == (2, 1e-5)
+    assert ("clip" in recipe) == (recipe["method"] not in ("mezo", "adamw"))
+
+
+def test_n_of_a_few_shot_recipe():
+    """512 a class; TREC's ABBR has 86 questions, all of which are taken."""
+    classes = {"sst2": 2, "rte": 2, "snli": 3, "mnli": 3, "sst5": 5}
+    for task, count in classes.items():
+        assert recipe_table.num_examples(values(f"{task}/roberta-large-dpzero.yaml")) == 512 * count
+    trec = values("trec/roberta-large-dpzero.yaml")
+    assert trec["allow_fewer_per_class"]
+    assert recipe_table.num_examples(trec) == 86 + 5 * 512
+    assert recipe_table.num_examples(values("boolq/opt-2.7b-mezo.yaml")) == 1_000
+
+
+@pytest.mark.parametrize("task", ["sst5", "trec", "rte"])
+def test_class_sizes_are_those_of_the_data(task):
+    path = DATA / task / "train.jsonl"
+    if not path.is_file():
+        pytest.skip("no local copy of the data")
+    labels = [json.loads(line)["label"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert recipe_table.ROWS_OF_CLASSES[task] == tuple(map(labels.count, sorted(set(labels))))
+
+
+def test_private_runs_in_low_precision_take_one_example_at_a_time():
+    low = [name for name in PROMPTED if values(name).get("torch_dtype") == "bfloat16"]
+    assert len(low) == 2 * 4 * 2
+    for name in low:
+        assert values(name)["microbatch_size"] == (1 if "target_epsilon" in values(name) else 8)
+
+
+def test_texts_fit_the_published_models():
+    """RoBERTa spends two of its 514 positions on padding; OPT has 2,048."""
+    for name in PROMPTED:
+        config = build_config(recipe_table.model_of(values(name)))
+        spent = 2 if config.model_type == "roberta" else 0
+        assert values(name)["max_seq_length"] <= config.max_position_embeddings - spent
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_the_table_is_current():
+    """`python -m scripts.recipe_table recipes` writes it."""
+    assert (FOLDER / "README.md").read_text(encoding="utf-8") == recipe_table.table(FOLDER)
+
+
+def test_the_table_has_a_row_for_every_recipe():
+    text = recipe_table.table(FOLDER)
+    for path in recipe_table.recipes_in(FOLDER):
+        name = path.relative_to(FOLDER).as_posix()
+        assert text.count(f"| [`{name}`]({name}) |") == 1
+    row = next(line for line in text.splitlines() if "trec/roberta-large-dp-lora" in line)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:6] == ["TREC", "roberta-large", "dp-lora", "lora, r = 8", "(2, 1e-5)"]
+    assert cells[6] == "2,646 / 64 / 1,000"
+    assert cells[7].startswith("83.2 ± 2.3 % at epsilon = 2, 89.2 ± 0.8 %")
+    assert cells[8:] == [
+        "one 16 GB GPU",
+        "`hf-dpzero train recipes/trec/roberta-large-dp-lora.yaml`",
+    ]
+
+
+def test_a_recipe_without_hardware_is_refused(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("# Nothing about what it needs.\nmodel_name_or_path: big/model\n")
+    with pytest.raises(ValueError, match="has no line `# Hardware: ...`; say what it needs"):
+        recipe_table.hardware_of(recipe, read_recipe(recipe))
+
+
+def test_the_command_writes_the_table(tmp_path):
+    (tmp_path / "quickstart.yaml").write_bytes((FOLDER / "quickstart.yaml").read_bytes())
+    recipe_table.main([str(tmp_path)])
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert text == recipe_table.table(tmp_path)
+    assert "| 4,096 / 256 / 200 | – | 2 CPU cores |" in text
+
+
+# ---------------------------------------------------------------- two steps of each
+
+Row = dict[str, Any]
+TEXTS = ("a film that was good", "it was slow", "the river ends in a lake", "nobody went to see")
+
+
+def text(i: int) -> str:
+    return f"{TEXTS[i % len(TEXTS)]} in {1900 + i}."
+
+
+HUB_ROWS: dict[str, Callable[[int], Row]] = {
+    "sst2": lambda i: {"idx": i, "sentence": text(i), "label": i % 2},
+    "sst5": lambda i: {"text": text(i), "label": i % 5, "label_text": "neutral"},
+    "trec": lambda i: {"text": text(i), "coarse_label": i % 6, "fine_label": i % 50},
+    "rte": lambda i: {"sentence1": text(i), "sentence2": text(i + 1), "label": i % 2, "idx": i},
+    "snli": lambda i: {"premise": text(i), "hypothesis": text(i + 1), "label": i % 4 - 1},
+    "mnli": lambda i: {"premise": text(i), "hypothesis": text(i + 1), "label": i % 3, "idx": i},
+    "boolq": lambda i: {
+        "question": f"was it in {1900 + i}",
+        "answer": i % 3 == 0,
+        "passage": text(i),
+    },
+    "squad": lambda i: {
+        "id": str(i),
+        "title": "The_River",
+        "context": text(i),
+        "question": "When was it?",
+        "answers": {
+            "text": [str(1900 + i)] * 2,
+            "answer_start": [text(i).index(str(1900 + i))] * 2,
+        },
+    },
+    "drop": lambda i: {
+        "section_id": "history_1",
+        "query_id": str(i),
+        "passage": text(i),
+        "question": "Which years are named?",
+        "answers_spans": {"spans": [str(1900 + i), str(1900 + i)], "types": ["number", "number"]},
+    },
+}
+"""task -> row i as its data set on the Hub has it (columns of the sources in tasks/benchmarks.py)."""
+
+
+def write_rows(task: str, folder: Path, rows: int = 48) -> dict[str, Path]:
+    """train_file and validation_file in the columns of the Hub's data set."""
+    files = {}
+    for split, start in (("train", 0), ("validation", 1000)):
+        lines = (json.dumps(HUB_ROWS[task](start + i)) for i in range(rows))
+        files[f"{split}_file"] = folder / f"{split}.jsonl"
+        files[f"{split}_file"].write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return files
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    """Architecture -> folder of a tiny checkpoint with its tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "roberta": tiny_language_models.save_masked_lm(folder / "roberta"),
+        "opt": tiny_language_models.save_causal_lm(folder / "opt"),
+    }
+
+
+def small(name: str, checkpoints: dict[str, Path], files: dict[str, Path], out: Path) -> Row:
+    """Overrides that make a recipe tiny and leave its method, prompt and privacy as they are."""
+    few = {"num_examples_per_class": 8} if "num_examples_per_class" in values(name) else {}
+    return {
+        "model_name_or_path": str(checkpoints[settings_of(name)[0]]),
+        "max_eval_samples": 6,
+        "expected_batch_size": 4,
+        "max_seq_length": 64,
+        "max_new_tokens": 4,
+        "max_steps": 2,
+        "eval_steps": 1,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "output_dir": str(out),
+        **{key: str(path) for key, path in files.items()},
+        **few,
+    }
+
+
+def run(name: str, overrides: Row) -> None:
+    words = [f"--{key}={value}" for key, value in overrides.items()]
+    assert main.main(["train", str(FOLDER / name), *words]) == 0
+
+
+def check_results(name: str, out: Path) -> None:
+    """The report's budget and the metric before and after are there and make sense."""
+    report = json.loads((out / "privacy_report.json").read_text(encoding="utf-8"))
+    recipe = values(name)
+    assert report["steps"] == 2
+    if "target_epsilon" in recipe:
+        assert 0 < report["epsilon"] <= recipe["target_epsilon"]
+    else:
+        assert report["epsilon"] == "inf"
+    results = json.loads((out / "all_results.json").read_text(encoding="utf-8"))
+    metric = "f1" if recipe["task"] in GENERATED else "accuracy"
+    for split in ("zero_shot", "eval"):
+        assert 0 <= results[f"{split}_{metric}"] <= 1
+        assert results[f"{split}_loss"] > 0
+
+
+@pytest.mark.parametrize("name", every_prompted())
+def test_every_prompted_recipe_trains_a_tiny_model(name, tmp_path, checkpoints):
+    files = write_rows(values(name)["task"], tmp_path)
+    run(name, small(name, checkpoints, files, tmp_path / "out"))
+    check_results(name, tmp_path / "out")
+
+
+@pytest.mark.parametrize("task", sorted(HUB_ROWS))
+def test_a_recipe_of_each_task_trains_on_real_rows(task, tmp_path, checkpoints):
+    """Local files in the columns of this project's copies, a few rows of them."""
+    source = DATA / task / "train.jsonl"
+    if not source.is_file():
+        source = DATA / task / "validation.jsonl"  # MNLI has no training rows here
+    if not source.is_file():
+        pytest.skip("no local copy of the data")
+    with source.open(encoding="utf-8") as lines:
+        rows = [line for line, _ in zip(lines, range(400))]
+    files = {}
+    for k, split in enumerate(("train", "validation")):
+        files[f"{split}_file"] = tmp_path / f"{split}.jsonl"
+        files[f"{split}_file"].write_text("".join(rows[k::2]), encoding="utf-8")
+    name = f"{task}/{'roberta-large' if task in ROBERTA_TASKS else 'opt-1.3b'}-dpzero.yaml"
+    overrides = small(name, checkpoints, files, tmp_path / "out")
+    run(name, {**overrides, "max_seq_length": 200})
+    check_results(name, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["trec/roberta-large-dpzero.yaml", "boolq/opt-1.3b-dpzero.yaml"])
+def test_zero_shot_is_what_training_starts_from(name, tmp_path, checkpoints, capsys):
+    files = write_rows(values(name)["task"], tmp_path)
+    overrides = small(name, checkpoints, files, tmp_path / "out")
+    run(name, overrides)
+    trained = json.loads((tmp_path / "out" / "all_results.json").read_text(encoding="utf-8"))
+    tiny = tmp_path / "tiny.yaml"  # --zero_shot takes no other model than the recipe's own
+    tiny.write_text(yaml.safe_dump({"extends": str(FOLDER / name), **overrides}), encoding="utf-8")
+    capsys.readouterr()
+    assert main.main(["evaluate", str(tiny), "--zero_shot", "--json"]) == 0
+    untrained = json.loads(capsys.readouterr().out)
+    assert untrained["eval_accuracy"] == trained["zero_shot_accuracy"]
+    assert untrained["eval_loss"] == pytest.approx(trained["zero_shot_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("arm", ["dpzero", "dp-adamw", "dp-lora", "lora"])
+def test_what_is_trained(arm, tmp_path, checkpoints):
+    """All parameters of the language model, or the adapters and nothing else: there is no head."""
+    name = f"sst2/roberta-large-{arm}.yaml"
+    files = write_rows("sst2", tmp_path)
+    model = build_trainer(
+        load_recipe(FOLDER / name, small(name, checkpoints, files, tmp_path / "out"))
+    ).model
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    if "lora" in arm:  # on queries and values of two layers, an A and a B each
+        assert len(trained) == 2 * 2 * 2
+        assert all("lora_" in name for name in trained)
+    else:
+        assert trained == {name for name, _ in model.named_parameters()}
+
+
+def test_dp_adamw_at_the_published_size_takes_ghost_clipping(tmp_path, checkpoints):
+    """Tiny gradients fit, so `auto` takes dense ones here; the recipe's own model is too large."""
+    name = "sst2/roberta-large-dp-adamw.yaml"
+    files = write_rows("sst2", tmp_path)
+    overrides = small(name, checkpoints, files, tmp_path / "out")
+    run(name, {**overrides, "per_example_gradients": "ghost"})
+    check_results(name, tmp_path / "out")
+
+
+def test_epsilon_six_is_one_override(tmp_path, checkpoints):
+    name = "squad/opt-1.3b-dpzero.yaml"
+    files = write_rows("squad", tmp_path)
+    run(
+        name,
+        {**small(name, checkpoints, files, tmp_path / "out"), "target_epsilon": 6},
+    )
+    report = json.loads((tmp_path / "out" / "privacy_report.json").read_text(encoding="utf-8"))
+    assert 2 < report["epsilon"] <= 6
+
+
+# ---------------------------------------------------------------- the tiny tokenizers
+
+
+def test_tiny_roberta_reads_text_as_roberta_does(checkpoints):
+    """`<s> text </s>`; the mask takes the space in front of it; label words are one token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["roberta"])
+    assert tokenizer("")["input_ids"] == [0, 2]
+    assert [tokenizer.pad_token_id, tokenizer.unk_token_id] == [1, 3]
+    assert tokenizer.mask_token_id == len(tokenizer) - 1
+    tight, spaced = (tokenizer(t)["input_ids"] for t in ("It was<mask>.", "It was <mask>."))
+    assert tight == spaced
+    for word in tiny_language_models.LABEL_WORDS:
+        assert len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1
+    assert len(tokenizer(" nevertheless", add_special_tokens=False)["input_ids"]) > 1
+
+
+def test_tiny_opt_reads_text_as_opt_does(checkpoints):
+    """`</s>` in front, nothing at the end; `<pad>` is another token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["opt"])
+    ids = tokenizer("It was great")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id == tokenizer.eos_token_id == 2
+    assert ids.count(2) == 1
+    assert tokenizer.pad_token_id == 1
+    assert tokenizer.decode(ids[1:]) == "It was great"

@@ -1,0 +1,628 @@
+"""The privacy report says what was spent, in numbers and words, and never less."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+
+from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism, VectorMechanism
+from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
+from hf_dpzero.reporting.privacy_report import (
+    REPORT_FILE,
+    BudgetMeter,
+    PrivacyReport,
+    base_names,
+    earlier_runs,
+    plot_run,
+    round_up,
+)
+
+KEYS = [
+    "target_epsilon",
+    "target_delta",
+    "epsilon",
+    "delta",
+    "accountant",
+    "neighboring_relation",
+    "privacy_unit",
+    "sampling",
+    "sampling_probability",
+    "expected_batch_size",
+    "num_examples",
+    "steps",
+    "planned_steps",
+    "noise_multiplier",
+    "clip",
+    "direction",
+    "num_directions",
+    "noise_source",
+    "private",
+    "method",
+    "log_private_diagnostics",
+    "tuning",
+    "earlier_runs",
+    "statement",
+    "caveats",
+    "versions",
+]
+
+
+def poisson_plan(steps: int = 40, sigma: float = 2.0) -> PrivacyPlan:
+    return PrivacyPlan(
+        sampler=PoissonSampler(num_examples=1024, expected_batch_size=64.0),
+        mechanism=ScalarMechanism(
+            clip=50.0, noise_multiplier=sigma, expected_batch_size=64.0, num_directions=4
+        ),
+        steps=steps,
+    )
+
+
+def full_batch_plan(steps: int = 25, sigma: float = 5.0) -> PrivacyPlan:
+    return PrivacyPlan(
+        sampler=FullBatchSampler(num_examples=100, expected_batch_size=100.0),
+        mechanism=ScalarMechanism(clip=1.0, noise_multiplier=sigma, expected_batch_size=100.0),
+        steps=steps,
+    )
+
+
+def mezo_plan() -> PrivacyPlan:
+    return dataclasses.replace(poisson_plan(), mechanism=NonPrivateMean(expected_batch_size=64.0))
+
+
+def report(plan: PrivacyPlan | None = None, **settings: Any) -> PrivacyReport:
+    plan = plan or poisson_plan()
+    given: dict[str, Any] = {
+        "delta": 1e-5,
+        "target_epsilon": 2.0,
+        "steps_completed": plan.steps,
+        "noise": SecureNoise(),
+        "direction": "rademacher",
+        **settings,
+    }
+    return PrivacyReport.from_run(plan, **given)
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    """delta(epsilon) of a Gaussian with shift mu (Balle and Wang 2018, Theorem 5)."""
+    phi = NormalDist().cdf
+    first = phi(mu / 2 - epsilon / mu)
+    return first - math.exp(epsilon) * phi(-mu / 2 - epsilon / mu)
+
+
+# ------------------------------------------------------------------ the numbers
+
+
+def test_keys_are_those_of_the_file_format() -> None:
+    assert list(report().to_dict()) == KEYS
+
+
+def test_numbers_come_from_the_plan() -> None:
+    found = report(direction="sphere").to_dict()
+    expected = {
+        "target_epsilon": 2.0,
+        "target_delta": 1e-5,
+        "accountant": "pld",
+        "neighboring_relation": "add_or_remove_one",
+        "privacy_unit": "example",
+        "sampling": "poisson",
+        "sampling_probability": 64 / 1024,
+        "expected_batch_size": 64.0,
+        "num_examples": 1024,
+        "steps": 40,
+        "planned_steps": 40,
+        "noise_multiplier": 2.0,
+        "clip": 50.0,
+        "direction": "sphere",
+        "num_directions": 4,
+        "noise_source": "os_entropy_exact",
+        "private": True,
+        "method": "dpzero",
+        "log_private_diagnostics": False,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_epsilon_is_the_analytic_one_of_a_full_batch_gaussian() -> None:
+    # 25 steps with sigma = 5: one Gaussian of shift mu = sqrt(25) / 5 = 1.
+    found = report(full_batch_plan())
+    assert gaussian_delta(1.0, found.epsilon) == pytest.approx(1e-5, rel=1e-3)
+
+
+def test_stopping_early_reports_what_was_spent_and_names_the_whole_plan() -> None:
+    # 4 of 25 steps: mu = sqrt(4) / 5 = 0.4.
+    found = report(full_batch_plan(), steps_completed=4)
+    assert gaussian_delta(0.4, found.epsilon) == pytest.approx(1e-5, rel=1e-3)
+    assert (found.steps, found.planned_steps) == (4, 25)
+    planned = round_up(full_batch_plan().epsilon(1e-5))
+    stopped = [caveat for caveat in found.caveats if "stopped after 4 of 25" in caveat]
+    assert len(stopped) == 1
+    assert stopped[0].endswith(f"the epsilon of the whole plan, {planned}.")
+
+
+def test_no_steps_spend_nothing() -> None:
+    assert report(steps_completed=0).epsilon == 0.0
+
+
+@pytest.mark.parametrize("steps", [-1, 41])
+def test_steps_outside_the_plan_are_refused(steps: int) -> None:
+    with pytest.raises(ValueError, match=rf"steps_completed={steps} is outside 0\.\.40"):
+        report(steps_completed=steps)
+
+
+def test_versions_name_what_computed_the_claim() -> None:
+    import numpy
+    import torch
+
+    found = report().versions
+    assert found["torch"] == torch.__version__
+    assert found["numpy"] == numpy.__version__
+    assert set(found) <= {"hf_dpzero", "torch", "transformers", "dp_accounting", "opendp", "numpy"}
+
+
+# ------------------------------------------------------------------ what is not private
+
+
+def test_mezo_is_not_private() -> None:
+    found = report(mezo_plan())
+    assert not found.private
+    assert math.isinf(found.epsilon)
+    assert (found.target_epsilon, found.target_delta) == (None, None)
+    assert (found.noise_source, found.noise_multiplier) == ("none", 0.0)
+    assert found.statement.startswith("NOT PRIVATE: the method mezo")
+    assert str(found).startswith("NOT PRIVATE")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"noise": InsecureSeededNoise(1)}, "seeded generator"),
+        ({"log_private_diagnostics": True}, "log_private_diagnostics"),
+        ({"sampler_key_is_secret": False}, "sampler_key was set by hand"),
+    ],
+)
+def test_settings_that_break_the_guarantee_are_said_loudly(
+    settings: dict[str, Any], reason: str
+) -> None:
+    found = report(**settings)
+    assert not found.private
+    assert found.statement.startswith("NOT PRIVATE")
+    assert reason in found.statement
+    assert str(found).startswith("NOT PRIVATE")
+    assert "differentially private" not in str(found)
+
+
+def test_zero_noise_is_not_private() -> None:
+    found = report(poisson_plan(sigma=0.0))
+    assert not found.private
+    assert "NOT PRIVATE" in found.statement
+
+
+def test_full_batches_hide_nothing_so_their_key_may_be_known() -> None:
+    assert report(full_batch_plan(), sampler_key_is_secret=False).private
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"epsilon": "inf"}, "no finite epsilon"),
+        ({"method": "mezo"}, "mezo"),
+        ({"log_private_diagnostics": True}, "un-noised"),
+        ({"noise_source": InsecureSeededNoise(0).name}, "seeded"),
+    ],
+)
+def test_a_report_edited_to_claim_privacy_is_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"private=true, but .*{reason}"):
+        PrivacyReport.from_dict({**report().to_dict(), **change})
+
+
+# ------------------------------------------------------------------ the words
+
+
+def test_statement_names_epsilon_delta_and_neighbours() -> None:
+    found = report(full_batch_plan())
+    shown = round_up(found.epsilon)
+    assert float(shown) >= found.epsilon
+    assert f"are ({shown}, 1e-05)-differentially private under adding or removing one training" in (
+        found.statement
+    )
+    assert "every example in every step" in found.statement
+    replaced = report(dataclasses.replace(full_batch_plan(), relation="replace_one"))
+    assert "replacing one training example by another" in replaced.statement
+    assert report().statement.endswith(
+        "40 steps of dpzero with Poisson sampling with probability 0.0625, gaussian noise of "
+        "multiplier 2, accountant pld."
+    )
+
+
+def test_terminal_form_is_a_few_lines_with_the_budget_first() -> None:
+    found = report()
+    lines = str(found).splitlines()
+    assert lines[0] == (
+        f"(epsilon = {round_up(found.epsilon)}, delta = 1e-05)-differentially private (target 2)"
+    )
+    assert 4 <= len(lines) <= 10
+    assert max(map(len, lines)) < 120
+    assert any("K = 4 rademacher, clip C = 50, noise multiplier 2" in line for line in lines)
+
+
+def test_caveats_state_what_is_assumed() -> None:
+    text = " ".join(report().caveats)
+    for assumption in ("Evaluation data", "Hyper-parameter search", "number of training examples"):
+        assert assumption in text
+    assert "stopped after" not in text
+    assert "1/n" not in text
+
+
+def test_own_caveats_of_a_method_and_of_a_large_delta() -> None:
+    vector = VectorMechanism(clip=1.0, noise_multiplier=5.0, expected_batch_size=100.0)
+    naive = report(dataclasses.replace(full_batch_plan(), mechanism=vector))
+    assert any("floating-point" in caveat for caveat in naive.caveats)
+    large = report(full_batch_plan(), delta=0.02)  # n = 100
+    assert any("delta = 0.02 is above 1/n = 0.01" in caveat for caveat in large.caveats)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.9981123, 2.0, 0.000123456, 12345.678])
+def test_round_up_never_understates(value: float) -> None:
+    shown = float(round_up(value))
+    assert value <= shown <= value * 1.001
+
+
+# ------------------------------------------------------------------ the file
+
+
+@pytest.mark.parametrize("plan", [poisson_plan(), mezo_plan()], ids=["private", "mezo"])
+def test_save_and_load_round_trip_through_strict_json(plan: PrivacyPlan, tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    original = report(plan)
+    path = original.save(tmp_path)
+    assert path == tmp_path / REPORT_FILE
+    json.loads(path.read_text(), parse_constant=refuse)
+    assert PrivacyReport.load(tmp_path) == PrivacyReport.load(path) == original
+    assert [p.name for p in tmp_path.iterdir()] == [REPORT_FILE]
+
+
+def test_a_failed_write_leaves_the_old_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = report()
+    old.save(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("hf_dpzero.reporting.privacy_report.os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        report(steps_completed=3).save(tmp_path)
+    assert PrivacyReport.load(tmp_path) == old
+    assert [p.name for p in tmp_path.iterdir()] == [REPORT_FILE]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ('{"epsilon": 1}', "missing or unknown: accountant"),
+    ],
+)
+def test_damaged_reports_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / REPORT_FILE).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        PrivacyReport.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": -1.0}, "epsilon=-1.0"),
+        ({"epsilon": "two"}, "wrong type"),
+        ({"steps": 41}, "steps=41 is outside 0..40"),
+    ],
+)
+def test_impossible_values_are_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / REPORT_FILE).write_text(json.dumps({**report().to_dict(), **change}))
+    with pytest.raises(ValueError, match=message):
+        PrivacyReport.load(tmp_path)
+
+
+# ------------------------------------------------------------------ bases that were trained before
+
+
+def folder_of(path: Path, found: PrivacyReport) -> Path:
+    path.mkdir(parents=True)
+    found.save(path)
+    return path
+
+
+def test_a_base_without_a_report_adds_nothing(tmp_path: Path) -> None:
+    assert earlier_runs([str(tmp_path), "roberta-large", ""]) == []
+    assert report(earlier_runs=[]) == report()
+    assert report().earlier_runs == []
+
+
+def test_a_private_base_is_a_caveat_with_its_statement(tmp_path: Path) -> None:
+    base = report(full_batch_plan())
+    found = report(earlier_runs=earlier_runs([str(folder_of(tmp_path / "first", base))]))
+    assert found.earlier_runs == [{"folder": "first", "private": True, "statement": base.statement}]
+    (caveat,) = set(found.caveats) - set(report().caveats)
+    assert base.statement in caveat
+    assert "the budgets add up" in caveat
+    assert "(first)" in caveat
+    assert found.statement == report().statement
+    assert found.caveats[0] == report().caveats[0]
+    assert any(
+        line.startswith("  base model") and "first" in line for line in str(found).split("\n")
+    )
+    assert "base model" not in dict(report().rows())
+
+
+def test_a_base_that_is_not_private_comes_first(tmp_path: Path) -> None:
+    base = report(mezo_plan())
+    found = report(earlier_runs=earlier_runs([str(folder_of(tmp_path / "leaky", base))]))
+    assert found.private  # of its own steps; the base's rows may be others
+    assert base.statement.startswith("NOT PRIVATE: the method mezo")
+    assert base.statement in found.caveats[0]
+    assert found.caveats[1:] == report().caveats
+    assert found.statement.startswith(report().statement)
+    assert "leaky, which is NOT PRIVATE" in found.statement
+    assert "leaky (NOT PRIVATE)" in dict(found.rows())["base model"]
+
+
+def test_what_lies_under_the_base_is_not_forgotten(tmp_path: Path) -> None:
+    """mezo, then dpzero, then dpzero: the last one's base is private, and its base was not."""
+    leaky = folder_of(tmp_path / "leaky", report(mezo_plan()))
+    middle = report(full_batch_plan(), earlier_runs=earlier_runs([str(leaky)]))
+    found = report(earlier_runs=earlier_runs([str(folder_of(tmp_path / "middle", middle))]))
+    assert [(run["folder"], run["private"]) for run in found.earlier_runs] == [
+        ("middle", True),
+        ("leaky", False),
+    ]
+    assert "NOT PRIVATE: the method mezo" in found.caveats[0]
+    assert sum(middle.statement in caveat for caveat in found.caveats) == 1
+    assert "leaky, which is NOT PRIVATE" in found.statement
+
+
+def test_a_folder_that_several_parts_came_from_counts_once(tmp_path: Path) -> None:
+    base = folder_of(tmp_path / "first", report())
+    assert len(earlier_runs([str(base), str(base / "." / ".." / "first")])) == 1
+
+
+def test_names_of_a_base_come_from_configurations_and_adapters() -> None:
+    class Part:
+        def __init__(self, *parts: Part, **values: Any) -> None:
+            self.parts = parts
+            vars(self).update(values)
+
+        def modules(self) -> list[Any]:
+            return [self, *(inner for part in self.parts for inner in part.modules())]
+
+    class Named:
+        def __init__(self, **values: Any) -> None:
+            vars(self).update(values)
+
+    encoder = Part(config=Named(_name_or_path="encoder"))
+    adapter = Named(base_model_name_or_path="base")
+    model = Part(encoder, Part(config={}), Part(), config=Named(_name_or_path=""))
+    assert base_names(model) == ["encoder"]
+    assert base_names(Part(model, peft_config={"default": adapter})) == ["base", "encoder"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"epsilon": 1}', "\udcff"])
+def test_a_base_with_a_damaged_report_is_taken_as_not_private(tmp_path: Path, text: str) -> None:
+    (tmp_path / REPORT_FILE).write_bytes(text.encode("utf-8", "surrogateescape"))
+    (entry,) = earlier_runs([str(tmp_path)])
+    assert not entry["private"]
+    assert entry["statement"].startswith("NOT PRIVATE")
+    assert str(tmp_path) not in json.dumps(entry)
+
+
+def test_earlier_runs_survive_the_file_and_tuning(tmp_path: Path) -> None:
+    base = folder_of(tmp_path / "leaky", report(mezo_plan()))
+    plan = poisson_plan()
+    found = report(plan, earlier_runs=earlier_runs([str(base)]))
+    found.save(tmp_path)
+    assert PrivacyReport.load(tmp_path) == found
+    tuned = PrivacyReport.load(tmp_path).with_tuning("not_accounted", plan)
+    assert tuned.caveats[0] == found.caveats[0]
+    assert "leaky, which is NOT PRIVATE" in tuned.statement
+    assert tuned.with_tuning("none", plan) == found
+    assert str(tmp_path) not in json.dumps(found.to_dict())
+
+
+def test_reports_from_before_there_were_earlier_runs_are_read() -> None:
+    values = report().to_dict()
+    del values["earlier_runs"]
+    assert PrivacyReport.from_dict(values) == report()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "leaky",
+        ["leaky"],
+        [{"folder": "leaky"}],
+        [{"folder": "leaky", "private": "no", "statement": ""}],
+        [{"folder": "leaky", "private": True, "statement": "", "extra": 1}],
+    ],
+)
+def test_damaged_earlier_runs_are_refused(entry: Any) -> None:
+    with pytest.raises(ValueError, match="earlier_runs="):
+        PrivacyReport.from_dict({**report().to_dict(), "earlier_runs": entry})
+
+
+@pytest.fixture
+def train(tiny_bert, tiny_dataset, pad_collator, tmp_path) -> Any:
+    """(folder name, base folder or None, settings) -> the trainer, after training and saving."""
+    from hf_dpzero import DPZeroConfig, DPZeroTrainer
+
+    def run(name: str, base: Path | None, **settings: Any) -> DPZeroTrainer:
+        model = tiny_bert() if base is None else type(tiny_bert()).from_pretrained(base)
+        given = {
+            "method": "dpzero",
+            "noise_multiplier": 1.0,
+            "clip": 5.0,
+            "target_delta": 1e-3,
+            "expected_batch_size": 8,
+            "max_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            **settings,
+        }
+        trainer = DPZeroTrainer(
+            model=model,
+            args=DPZeroConfig(output_dir=str(tmp_path / name), **given),
+            train_dataset=tiny_dataset(),
+            data_collator=pad_collator,
+        )
+        trainer.train()
+        trainer.save_model()
+        return trainer
+
+    return run
+
+
+MEZO = {"method": "mezo", "noise_multiplier": None}
+
+
+def test_training_on_top_of_a_leaky_run_says_so(train, tmp_path: Path, caplog: Any) -> None:
+    train("leaky", None, **MEZO)
+    assert not [r for r in caplog.records if "earlier run" in r.message]
+    trainer = train("second", tmp_path / "leaky")
+    warned = [r for r in caplog.records if r.levelno == logging.WARNING and "leaky" in r.message]
+    assert len(warned) == 1
+    found = PrivacyReport.load(tmp_path / "second")
+    assert found == trainer.privacy_report()
+    assert found.private
+    assert "NOT PRIVATE: the method mezo" in found.caveats[0]
+    assert warned[0].getMessage() == found.caveats[0]
+    card = shipped(tmp_path / "second", tmp_path / "hub")
+    first = card.split("## Privacy")[0]
+    assert "leaky, which is NOT PRIVATE" in first
+    assert found.caveats[0] in card
+
+
+def shipped(run: Path, folder: Path) -> str:
+    """The card of the folder that may be shipped, in which no absolute path stands."""
+    from hf_dpzero.reporting.hub import build_hub_folder
+
+    build_hub_folder(run, folder)
+    for name in ("README.md", REPORT_FILE):
+        assert str(run.parent) not in (folder / name).read_text()
+    assert PrivacyReport.load(folder) == PrivacyReport.load(run)
+    return (folder / "README.md").read_text()
+
+
+def test_a_base_that_nobody_trained_here_is_no_news(
+    train, tiny_bert, tmp_path: Path, caplog: Any
+) -> None:
+    tiny_bert().save_pretrained(tmp_path / "base")
+    trainer = train("only", tmp_path / "base")
+    assert trainer.privacy_report().earlier_runs == []
+    assert not [r for r in caplog.records if "earlier run" in r.message]
+
+
+def test_the_base_is_looked_at_before_the_run_writes_over_it(train, tmp_path: Path) -> None:
+    """A base in the run's own output_dir: its report is replaced by the run's."""
+    base = tmp_path / "both"
+    train("leaky", None, **MEZO).model.save_pretrained(base)
+    (tmp_path / "leaky" / REPORT_FILE).rename(base / REPORT_FILE)
+    trainer = train("both", base)
+    assert PrivacyReport.load(base).private
+    for found in (PrivacyReport.load(base), trainer.privacy_report()):
+        assert [run["private"] for run in found.earlier_runs] == [False]
+
+
+def test_an_adapter_names_its_base(train, tiny_bert, tmp_path: Path) -> None:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    train("leaky", None, **MEZO)
+    base = type(tiny_bert()).from_pretrained(tmp_path / "leaky")
+    model = get_peft_model(base, LoraConfig(task_type=TaskType.SEQ_CLS, r=2))
+    assert base_names(model) == [str(tmp_path / "leaky")]
+    base.config._name_or_path = ""
+    assert base_names(model) == [str(tmp_path / "leaky")]
+
+
+# ------------------------------------------------------------------ the meter and the plot
+
+
+class CountingPlan:
+    """epsilon = sqrt(step), and a count of evaluations."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.asked = steps, []
+
+    def epsilon(self, delta: float, at: int) -> float:
+        self.asked.append(at)
+        return math.sqrt(at)
+
+
+def test_meter_never_understates_and_is_exact_at_the_end() -> None:
+    plan = poisson_plan()
+    meter = BudgetMeter(plan, 1e-5, points=7)
+    shown = [meter.at(step) for step in range(plan.steps + 1)]
+    exact = [plan.epsilon(1e-5, at=step) for step in range(plan.steps + 1)]
+    assert all(s >= e for s, e in zip(shown, exact, strict=True))
+    assert (shown[0], shown[-1]) == (0.0, exact[-1])
+    assert shown == sorted(shown)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 20, 21, 1000, 1003])
+def test_meter_is_lazy_and_evaluates_a_short_grid_once(steps: int) -> None:
+    plan = CountingPlan(steps)
+    meter = BudgetMeter(plan, 1e-5)  # type: ignore[arg-type]
+    assert plan.asked == []
+    for _ in range(2):
+        for step in range(steps + 1):
+            assert math.sqrt(step) <= meter.at(step) <= math.sqrt(step + math.ceil(steps / 20))
+    assert len(plan.asked) == len(set(plan.asked)) == min(20, steps)
+    assert plan.asked[-1] == steps
+
+
+@pytest.mark.parametrize("step", [-1, 41])
+def test_meter_refuses_steps_outside_the_plan(step: int) -> None:
+    with pytest.raises(ValueError, match=rf"step={step} is outside 0\.\.40"):
+        BudgetMeter(poisson_plan(), 1e-5).at(step)
+
+
+def test_meter_of_a_run_without_privacy_is_infinite() -> None:
+    assert math.isinf(BudgetMeter(mezo_plan(), 1e-5).at(1))
+
+
+def test_plot_writes_a_png_without_a_display(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DISPLAY", raising=False)
+    history = [
+        {"step": 0, "eval_accuracy": 0.5, "eval_loss": 0.7},
+        {"step": 10, "epsilon": 0.4, "learning_rate": 1e-6},
+        {"step": 10, "eval_accuracy": 0.6, "eval_loss": math.nan},
+        {"step": 20, "epsilon": math.inf},
+        {"train_runtime": 3.0},
+    ]
+    path = plot_run(history, tmp_path)
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.parent == tmp_path
+
+
+def test_nothing_to_plot_writes_nothing(tmp_path: Path) -> None:
+    assert (
+        plot_run([{"step": 1, "learning_rate": 1.0}, {"step": 2, "epsilon": math.inf}], tmp_path)
+        is None
+    )
+    assert list(tmp_path.iterdir()) == []

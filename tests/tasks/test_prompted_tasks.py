@@ -1,0 +1,1450 @@
+"""Prompted tasks: what rows become, which words stand for labels, what is scored, and what is kept."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import yaml
+from tiny_language_models import (
+    LABEL_WORDS,
+    opt_tokenizer,
+    roberta_tokenizer,
+    save_causal_lm,
+    save_masked_lm,
+)
+from tokenizer_families import CAUSAL, MASKED, Slow, bert, llama
+from transformers import EvalPrediction
+
+from hf_dpzero.cli import main
+from hf_dpzero.tasks import build_task, prompted
+from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.benchmarks import BENCHMARKS
+from hf_dpzero.tasks.collators import AnswerCollator, CandidateCollator, LabelWordCollator
+from hf_dpzero.tasks.label_words import mask_word_ids
+from hf_dpzero.tasks.prompted import tokenizer_state
+from hf_dpzero.tasks.prompted_classification import PromptedClassification
+from hf_dpzero.tasks.prompted_generation import (
+    PromptedGeneration,
+    decoded,
+    gold_answers,
+    spans_like,
+    stop_tokens,
+)
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+KINDS = ("masked_lm", "causal_lm")
+
+roberta, opt = functools.cache(roberta_tokenizer), functools.cache(opt_tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows from files are kept in a folder of this test, so that none is found by accident."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+
+
+def write(path: Path, rows: list[dict[str, Any]], end: str = "") -> str:
+    """A file that is left alone if it says so already: `datasets` goes by its time of change."""
+    text = "\n".join(json.dumps(row) for row in rows) + end
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def arguments(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataArguments:
+    """The same rows for training and, in reverse order, for evaluation."""
+    defaults: dict[str, Any] = {
+        "train_file": write(folder / "train.jsonl", rows),
+        "validation_file": write(folder / "validation.jsonl", rows[::-1], end="\n"),
+    }
+    return DataArguments(**{**defaults, **settings})
+
+
+def task_of(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Any:
+    return build_task(arguments(folder, rows, **settings))
+
+
+def tokenizer_for(kind: str) -> Any:
+    return roberta() if kind == "masked_lm" else opt()
+
+
+# ---------------------------------------------------------------- the benchmarks' prompts
+
+ROWS: dict[str, dict[str, Any]] = {
+    "sst2": {"sentence": "a gripping film . ", "label": 1},
+    "sst5": {"sentence": "it is long", "label": 2},
+    "trec": {"text": "What is an atom ?", "label": 2},
+    "rte": {"premise": "No arms were found.", "hypothesis": "Arms were found.", "label": 1},
+    "snli": {"premise": "A man sleeps.", "hypothesis": "He dreams.", "label": 1},
+    "mnli": {"premise": "It rained; all day!", "hypothesis": "It was dry.", "label": 2},
+    "boolq": {"passage": "Rain is wet.", "question": "is rain wet", "label": True},
+    "squad": {
+        "title": "Rain",
+        "context": "It rained in May.",
+        "question": "When did it rain?",
+        "answers": {"text": ["in May", "May"], "answer_start": [10, 13]},
+    },
+    "drop": {
+        "passage": "Two red and three blue birds.",
+        "question": "Which colours?",
+        "answers": [["red", "blue"], ["blue"]],
+    },
+}
+
+PROMPTS = {
+    ("sst2", "masked_lm"): "a gripping film . It was great.",
+    ("sst2", "causal_lm"): "a gripping film . It was great",
+    ("sst5", "masked_lm"): "it is long It was okay.",
+    ("sst5", "causal_lm"): "it is long It was okay",
+    ("trec", "masked_lm"): "Description: What is an atom ?",
+    ("trec", "causal_lm"): "Question: What is an atom ?\nKind of answer: Description",
+    ("rte", "masked_lm"): "No arms were found? No, arms were found.",
+    ("rte", "causal_lm"): (
+        'No arms were found.\nDoes this mean that "Arms were found." is true? Yes or No?\nNo'
+    ),
+    ("snli", "masked_lm"): "A man sleeps? Maybe, he dreams.",
+    ("snli", "causal_lm"): (
+        'A man sleeps.\nDoes this mean that "He dreams." is true? Yes, Maybe or No?\nMaybe'
+    ),
+    ("mnli", "masked_lm"): "It rained; all day? No, it was dry.",
+    ("mnli", "causal_lm"): (
+        'It rained; all day!\nDoes this mean that "It was dry." is true? Yes, Maybe or No?\nNo'
+    ),
+    ("boolq", "masked_lm"): "Rain is wet. Is rain wet? Yes.",
+    ("boolq", "causal_lm"): "Rain is wet. Is rain wet?\nYes",
+    ("squad", "causal_lm"): (
+        "Title: Rain\nContext: It rained in May.\nQuestion: When did it rain?\nAnswer: in May"
+    ),
+    ("drop", "causal_lm"): (
+        "Passage: Two red and three blue birds.\nQuestion: Which colours?\nAnswer: red, blue"
+    ),
+}
+
+WORDS = {
+    "sst2": ("terrible", "great"),
+    "sst5": ("terrible", "bad", "okay", "good", "great"),
+    "trec": ("Expression", "Entity", "Description", "Human", "Location", "Number"),
+    "rte": ("Yes", "No"),
+    "snli": ("Yes", "Maybe", "No"),
+    "mnli": ("Yes", "Maybe", "No"),
+    "boolq": ("No", "Yes"),
+}
+
+
+def test_every_benchmark_has_its_prompts_written_down() -> None:
+    offered = {(name, kind) for name, task in BENCHMARKS.items() for kind in task.prompts}
+    assert offered == set(PROMPTS)
+    assert set(BENCHMARKS) == set(ROWS)
+
+
+@pytest.mark.parametrize(("name", "kind"), PROMPTS)
+def test_a_benchmark_row_as_a_prompt(name: str, kind: str, tmp_path: Path) -> None:
+    task = task_of(tmp_path, [ROWS[name]], task=name, prompt=kind)
+    assert task.head == kind
+    assert task.prompt.label_words == WORDS.get(name, ())
+    tokenizer = tokenizer_for(kind)
+    row = task.splits["train"][0]
+    text = task.example(task.encoder(tokenizer), row)
+    assert text == PROMPTS[name, kind]
+    encoded = task.tokenize(tokenizer)["train"][0]
+    if kind == "causal_lm":
+        assert tokenizer.decode(encoded["input_ids"], skip_special_tokens=True) in (
+            text[: text.rindex(task.prompt.label_words[row["label"]])].rstrip(" ")
+            if name in WORDS
+            else text + "\n",
+        )
+        return
+    word = WORDS[name][row["label"]]
+    before, after = text.rsplit(word, 1) if name != "trec" else ("", text.removeprefix(word))
+    if name == "rte":
+        before, after = "No arms were found? ", ", arms were found."
+    assert encoded["input_ids"] == tokenizer(before + "<mask>" + after)["input_ids"]
+    assert encoded["input_ids"][encoded["positions"]] == tokenizer.mask_token_id
+    assert encoded["labels"] == row["label"]
+
+
+def test_squad_without_a_title_has_no_title_line(tmp_path: Path) -> None:
+    expected = "Context: It rained in May.\nQuestion: When did it rain?\nAnswer: in May"
+    row = {**ROWS["squad"]}
+    for title in ({}, {"title": None}, {"title": " "}):
+        row = {**{k: v for k, v in ROWS["squad"].items() if k != "title"}, **title}
+        task = task_of(tmp_path, [row], task="squad", prompt="causal_lm")
+        assert task.example(task.encoder(opt()), task.splits["train"][0]) == expected
+
+
+def test_numbers_are_text_too(tmp_path: Path) -> None:
+    """A field may hold 0, which is not the same as nothing."""
+    rows = [{"text": 0, "label": 0}, {"text": 12, "label": 1}]
+    settings: dict[str, Any] = {"template": "{text} It was {mask}.", "label_words": ["bad", "good"]}
+    task = task_of(tmp_path, rows, prompt="masked_lm", **settings)
+    made = task.encoder(roberta())
+    assert [task.example(made, row) for row in task.splits["train"]] == [
+        "0 It was bad.",
+        "12 It was good.",
+    ]
+
+
+def test_lists_are_no_text(tmp_path: Path) -> None:
+    """The refusal says of what kind a row's value is, and nothing of what it says."""
+    rows = [{"context": ["confidential", "b"], "question": "c", "answers": "d"}]
+    task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
+    with pytest.raises(
+        ValueError, match=r"column 'context' holds a list of 2 entries, and a prompt"
+    ) as refused:
+        task.tokenize(opt())
+    assert "confidential" not in str(refused.value)
+
+
+def test_new_lines_at_the_end_of_a_template_are_left_out(tmp_path: Path) -> None:
+    """YAML's block text (template: |) ends with one."""
+    for kind, end in (("masked_lm", "{mask}"), ("causal_lm", "{answer}")):
+        task = sentiment(tmp_path, kind, template=f"{{sentence}}\n{end}\n\n")
+        assert task.template.text == f"{{sentence}}\n{end}"
+        assert task.prompt.template == task.template.text
+
+
+# ---------------------------------------------------------------- label words
+
+
+def test_label_words_are_the_tokens_after_a_space() -> None:
+    words = WORDS["sst5"]
+    expected = [roberta().convert_tokens_to_ids(f"Ġ{word}") for word in words]
+    assert mask_word_ids(roberta(), words) == tuple(expected)
+    assert roberta().unk_token_id not in expected
+    assert mask_word_ids(bert(), ("Terrible", "great")) == tuple(
+        bert().convert_tokens_to_ids(["terrible", "great"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "alternative"),
+    [(("GREAT", "bad"), "great"), (("greats", "bad"), "great"), (("maybe", "No"), "Maybe")],
+)
+def test_a_word_of_several_tokens_is_refused_with_a_word_of_one(
+    words: tuple[str, ...], alternative: str
+) -> None:
+    with pytest.raises(ValueError, match=f"label word '{words[0]}' is . tokens") as error:
+        mask_word_ids(roberta(), words)
+    named = re.findall(r"'([^']+)'", str(error.value).split("for example")[1].split(";")[0])
+    assert alternative in named
+    for word in named:
+        assert len(roberta()(f" {word}", add_special_tokens=False)["input_ids"]) == 1
+    assert "prompt: causal_lm scores words of several tokens" in str(error.value)
+
+
+def test_no_alternative_is_better_than_a_wrong_one() -> None:
+    for word in ("xyzzy", "qqqq"):
+        with pytest.raises(ValueError, match="set label_words to words of the vocabulary"):
+            mask_word_ids(roberta(), (word, "bad"))
+    with pytest.raises(ValueError, match=r"label word 'ss' is 2 tokens") as error:
+        mask_word_ids(roberta(), ("ss", "bad"))
+    assert "''" not in str(error.value)
+
+
+def test_a_word_outside_of_the_vocabulary_is_said_to_be() -> None:
+    with pytest.raises(ValueError, match=r"'日本' is not in the vocabulary"):
+        mask_word_ids(bert(), ("日本", "bad"))
+
+
+def test_two_words_of_one_token_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="label words 'Great' and 'great' are the same token"):
+        mask_word_ids(bert(), ("Great", "bad", "great"))
+    task = sentiment(tmp_path, "causal_lm", label_words=["great", "great"])
+    with pytest.raises(ValueError, match="'great' and 'great' are the same token.*choose other"):
+        task.objective(opt())
+
+
+def test_a_model_without_a_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a mask token, and .* has none.*causal_lm"):
+        mask_word_ids(opt(), ("bad", "good"))
+
+
+def sentiment(folder: Path, kind: str, **settings: Any) -> PromptedClassification:
+    """SST-2 with rows of several lengths."""
+    rows = [{"sentence": f"a {'very ' * size}good film", "label": size % 2} for size in range(4)]
+    found: PromptedClassification = task_of(folder, rows, task="sst2", prompt=kind, **settings)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("words", [["bad"], ["bad", "okay", "great"], []])
+def test_one_word_a_label(kind: str, words: list[str], tmp_path: Path) -> None:
+    message = f"{len(words)} words.*for the 2 labels negative, positive; give one each"
+    with pytest.raises(ValueError, match=message):
+        sentiment(tmp_path, kind, label_words=words)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_blank_word_is_refused(kind: str, tmp_path: Path) -> None:
+    for word in ("", " "):
+        with pytest.raises(ValueError, match=f"label word '{word}' of negative is blank"):
+            sentiment(tmp_path, kind, label_words=[word, "great"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spaces_belong_to_the_template(kind: str, tmp_path: Path) -> None:
+    """After "It was " a word " great" would be another token than "great", and so a silent loss."""
+    with pytest.raises(
+        ValueError, match="label word ' great' of positive is blank or has white sp"
+    ):
+        sentiment(tmp_path, kind, label_words=["bad", " great"])
+
+
+def test_single_words_need_one_pass_and_others_one_each(tmp_path: Path) -> None:
+    from hf_dpzero.objectives.prompted import Candidates, LabelWords
+
+    one = sentiment(tmp_path, "causal_lm")
+    ids = tuple(opt().convert_tokens_to_ids(["Ġterrible", "Ġgreat"]))
+    assert one.objective(opt()) == LabelWords(ids)
+    assert isinstance(one.collator(opt()), LabelWordCollator)
+    several = sentiment(tmp_path, "causal_lm", label_words=["great", "terrible film"])
+    assert several.objective(opt()) == Candidates()
+    collator = several.collator(opt())
+    assert isinstance(collator, CandidateCollator)
+    assert collator.answers[0] == (ids[1],)
+    assert [opt().decode(list(ids)) for ids in collator.answers] == [" great", " terrible film"]
+
+
+def test_the_tokens_of_a_word_depend_on_what_is_before_it(tmp_path: Path) -> None:
+    """After a new line there is no space in front of it."""
+    task = sentiment(
+        tmp_path, "causal_lm", label_words=["No", "Yes"], template="{sentence}\n{answer}"
+    )
+    assert task.words(opt()) == tuple((i,) for i in opt().convert_tokens_to_ids(["No", "Yes"]))
+    before = len(llama()("film\n")["input_ids"])
+    expected = [tuple(llama()(f"film\n{word}")["input_ids"][before:]) for word in ("No", "Yes")]
+    assert task.words(llama()) == tuple(expected)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_every_family_says_the_same_words(family: str, tmp_path: Path) -> None:
+    tokenizer = CAUSAL[family]()
+    task = sentiment(tmp_path, "causal_lm", label_words=["great", "in May 1900"])
+    rows = task.tokenize(tokenizer)["train"]
+    batch = task.collator(tokenizer)([rows[0], rows[3]])
+    words = task.words(tokenizer)
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    for example, sentence in enumerate(("a good film", "a very very very good film")):
+        for label, word in enumerate(("great", "in May 1900")):
+            together = tokenizer(f"{sentence} It was {word}")["input_ids"]
+            together = together[:-1] if family == "llama_with_end" else together
+            found = ids[example] if ids.dim() == 2 else ids[example, label]
+            attended = mask[example] if ids.dim() == 2 else mask[example, label]
+            assert found[attended].tolist() == together
+            assert tuple(together[-len(words[label]) :]) == words[label]
+
+
+def test_accuracy_as_the_objective(tmp_path: Path) -> None:
+    from hf_dpzero.objectives.bounded import ZeroOne
+    from hf_dpzero.objectives.prompted import Candidates, LabelWords
+
+    for words, inner in ((["bad", "good"], LabelWords), (["bad", "very good"], Candidates)):
+        task = sentiment(tmp_path, "causal_lm", label_words=words, objective="accuracy")
+        found = task.objective(opt())
+        assert isinstance(found, ZeroOne)
+        assert isinstance(found.objective, inner)
+
+
+# ---------------------------------------------------------------- collators
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_label_word_batches(side: str) -> None:
+    rows = [
+        {"input_ids": [5, 6, 7], "positions": 1, "labels": 1, "other": "x"},
+        {"input_ids": list(range(10, 19)), "positions": 8, "labels": 0},
+    ]
+    found = LabelWordCollator(9, side)(rows)
+    short = [5, 6, 7], [1, 1, 1]
+    fill = [9] * 13, [0] * 13
+    first = [s + f if side == "right" else f + s for s, f in zip(short, fill, strict=True)]
+    second = [*range(10, 19)], [1] * 9
+    gap = [9] * 7, [0] * 7
+    longer = [s + f if side == "right" else f + s for s, f in zip(second, gap, strict=True)]
+    assert found["input_ids"].tolist() == [first[0], longer[0]]
+    assert found["attention_mask"].tolist() == [first[1], longer[1]]
+    assert found["positions"].tolist() == [1, 8]
+    assert found["labels"].tolist() == [1, 0]
+    assert set(found) == {"input_ids", "attention_mask", "positions", "labels"}
+    assert {tensor.dtype for tensor in found.values()} == {torch.int64}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_candidate_batches(side: str) -> None:
+    found = CandidateCollator(0, side, answers=((7,), (8, 9)))(
+        [{"input_ids": [1, 2], "labels": 1}, {"input_ids": [3, 4, 5, 6, 1, 2, 3], "labels": 0}]
+    )
+    plain = [[[1, 2, 7], [1, 2, 8, 9]], [[3, 4, 5, 6, 1, 2, 3, 7], [3, 4, 5, 6, 1, 2, 3, 8, 9]]]
+
+    def fill(row: list[int]) -> list[int]:
+        return row + [0] * (16 - len(row)) if side == "right" else [0] * (16 - len(row)) + row
+
+    assert found["input_ids"].tolist() == [[fill(row) for row in rows] for rows in plain]
+    expected = [[fill([1] * len(row)) for row in rows] for rows in plain]
+    assert found["attention_mask"].tolist() == expected
+    assert found["answer_lengths"].tolist() == [[1, 2], [1, 2]]
+    assert found["labels"].tolist() == [1, 0]
+    assert set(found) == {"input_ids", "attention_mask", "answer_lengths", "labels"}
+    assert {tensor.dtype for tensor in found.values()} == {torch.int64}
+    assert all(tensor.is_contiguous() for tensor in found.values())
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_answer_batches(side: str) -> None:
+    found = AnswerCollator(0, side)(
+        [
+            {"input_ids": [1, 2, 3, 4], "prompt_length": 3, "references": 7},
+            {"input_ids": [5, 6, 7, 8, 9, 1, 2, 3], "prompt_length": 2, "references": 0},
+        ]
+    )
+    gap, ignored = [0] * 4, [-100] * 4
+    short = {"input_ids": [1, 2, 3, 4], "attention_mask": [1] * 4, "labels": [-100, -100, -100, 4]}
+    long = {
+        "input_ids": [5, 6, 7, 8, 9, 1, 2, 3],
+        "attention_mask": [1] * 8,
+        "labels": [-100, -100, 7, 8, 9, 1, 2, 3],
+    }
+    for name, row in short.items():
+        fill = ignored if name == "labels" else gap
+        padded = row + fill if side == "right" else fill + row
+        assert found[name].tolist() == [padded, long[name]]
+    assert found["references"].tolist() == [7, 0]
+    assert set(found) == {*short, "references"}
+    assert {tensor.dtype for tensor in found.values()} == {torch.int64}
+
+
+def test_collators_take_tensors_arrays_and_single_rows() -> None:
+    listed = {"input_ids": [1, 2], "positions": 1, "labels": 0}
+    expected = LabelWordCollator(0)([listed])
+    assert expected["input_ids"].shape == (1, 8)
+    for kind in (np.asarray, torch.as_tensor):
+        row = {name: kind(value) for name, value in listed.items()}
+        found = LabelWordCollator(0)([row])
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_padding_takes_the_tokenizers_token_and_side(tmp_path: Path) -> None:
+    tokenizer = opt_tokenizer()
+    tokenizer.padding_side = "left"
+    collator = sentiment(tmp_path, "causal_lm").collator(tokenizer)
+    assert (collator.pad_token_id, collator.side) == (1, "left")  # type: ignore[attr-defined]
+    bare = llama()
+    assert bare.pad_token_id is None
+    assert sentiment(tmp_path, "causal_lm").collator(bare).pad_token_id == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_rows_of_a_data_set(kind: str, tmp_path: Path) -> None:
+    tokenizer, task = tokenizer_for(kind), sentiment(tmp_path, kind)
+    rows = task.tokenize(tokenizer)["train"]
+    assert rows.column_names == ["input_ids", "positions", "labels"]
+    batch = task.collator(tokenizer)(rows.__getitems__([3, 0]))
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    for index, row in enumerate((rows[3], rows[0])):
+        assert ids[index][mask[index]].tolist() == row["input_ids"]
+    assert batch["labels"].tolist() == [1, 0]
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def boolq(folder: Path, kind: str, rows: int = 6, **settings: Any) -> Any:
+    """Passages of 1, 11, 21, ... sentences."""
+    listed = [
+        {"passage": "It rains. " * (10 * i + 1), "question": "does it rain", "label": bool(i % 2)}
+        for i in range(rows)
+    ]
+    return task_of(folder, listed, task="boolq", prompt=kind, **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_cut_are_counted(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = tokenizer_for(kind)
+    whole = boolq(tmp_path, kind, max_seq_length=256, rows=4).tokenize(tokenizer)["train"]
+    lengths = [len(ids) for ids in whole["input_ids"]]
+    limit = lengths[2] + (kind == "causal_lm")  # a decoder's label word needs room too
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        found = boolq(tmp_path, kind, max_seq_length=limit).tokenize(tokenizer)
+    assert [len(ids) for ids in found["train"]["input_ids"]][:3] == lengths[:3]
+    assert all(limit - 4 < len(ids) <= limit for ids in found["train"]["input_ids"][3:])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert said[0].startswith(f"3 of 6 train prompts have more than max_seq_length={limit} tokens")
+    assert "cut at the end of their passage (a count of private rows: do not publish it)" in said[0]
+    assert said[1].startswith("3 of 6 validation prompts")
+    assert "private" not in said[1]
+    if kind == "masked_lm":
+        places = zip(found["train"]["input_ids"], found["train"]["positions"], strict=True)
+        assert all(ids[place] == tokenizer.mask_token_id for ids, place in places)
+
+
+def test_nothing_is_said_where_nothing_is_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    boolq(tmp_path, "causal_lm", rows=2).tokenize(opt())
+    assert not caplog.records
+
+
+def test_a_decoders_candidates_fit_with_the_prompt(tmp_path: Path) -> None:
+    words = ["No", "Yes, it was in May 1900"]
+    task = boolq(tmp_path, "causal_lm", max_seq_length=48, label_words=words)
+    batch = task.collator(opt())(list(task.tokenize(opt())["train"]))
+    lengths = batch["attention_mask"].sum(dim=-1)
+    assert lengths.max() == 48
+    assert (lengths[:, 1] - lengths[:, 0] == len(task.words(opt())[1]) - 1).all()
+
+
+def test_no_room_for_the_template(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"template alone has \d+ tokens, and only 5 fit"):
+        boolq(tmp_path, "masked_lm", max_seq_length=5).tokenize(roberta())
+
+
+def test_more_tokens_than_the_model_takes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_seq_length=257 is beyond the 256 tokens"):
+        boolq(tmp_path, "masked_lm", max_seq_length=257).tokenize(roberta())
+    boolq(tmp_path, "masked_lm", max_seq_length=256).tokenize(roberta())
+
+
+def test_a_template_without_the_passage_cuts_the_longest_field(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = task_of(
+        tmp_path,
+        [{"passage": "", "question": "does it rain " * 20, "label": 1}] * 2,
+        task="boolq",
+        prompt="causal_lm",
+        template="{question}? {answer}",
+        max_seq_length=20,
+    )
+    assert task.prompt.passage is None
+    task.tokenize(opt())
+    assert "2 of 2 train prompts" in caplog.text
+    assert "at the end of their longest field" in caplog.text
+
+
+# ---------------------------------------------------------------- demonstrations
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_demonstrations_are_training_rows_drawn_by_the_seed(kind: str, tmp_path: Path) -> None:
+    rows = [{"sentence": f"film {index}", "label": index % 2} for index in range(20)]
+
+    def shown(**settings: Any) -> tuple[str, ...]:
+        task = task_of(tmp_path, rows, task="sst2", prompt=kind, **settings)
+        found: tuple[str, ...] = task.encoder(tokenizer_for(kind)).demonstrations
+        return found
+
+    words = WORDS["sst2"]
+    possible = {f"film {i} It was {words[i % 2]}{'.' * (kind == 'masked_lm')}" for i in range(20)}
+    three = shown(num_demonstrations=3)
+    assert len(set(three)) == 3
+    assert set(three) <= possible
+    assert shown(num_demonstrations=3) == three
+    assert shown(num_demonstrations=3, subset_seed=1) != three
+    assert shown() == ()
+    kept = shown(num_demonstrations=2, max_train_samples=2, subset_seed=3)
+    task = task_of(tmp_path, rows, task="sst2", prompt=kind, max_train_samples=2, subset_seed=3)
+    assert {text.split(" It")[0] for text in kept} == set(task.splits["train"]["sentence"])
+    with pytest.raises(ValueError, match="num_demonstrations=21, but there are 20 training rows"):
+        shown(num_demonstrations=21)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_demonstrations_stand_in_front_of_every_prompt(kind: str, tmp_path: Path) -> None:
+    task, between = (
+        sentiment(tmp_path, kind, num_demonstrations=2),
+        " " * (kind == KINDS[0]) or "\n\n",
+    )
+    tokenizer = tokenizer_for(kind)
+    shown = task.encoder(tokenizer).demonstrations
+    with pytest.raises(ValueError, match="no clip bounds them"):
+        task.tokenize(tokenizer)
+    rows = task.tokenize(tokenizer, only="validation")["validation"]
+    for sentence, ids in zip(task.splits["validation"]["sentence"], rows["input_ids"], strict=True):
+        own = f"{sentence} It was" + (" <mask>." if kind == "masked_lm" else "")
+        assert ids == tokenizer(between.join((*shown, own)))["input_ids"]
+
+
+def test_demonstrations_that_are_left_out_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Room for one of two beside the longest prompt: each of the four rows leaves out one or none."""
+    task = sentiment(tmp_path, "causal_lm", num_demonstrations=2)
+    made = task.encoder(opt())
+    sizes = [
+        [len(opt()("\n\n".join((*made.demonstrations[skip:], f"{s} It was")))["input_ids"])
+         for skip in range(3)]
+        for s in task.splits["train"]["sentence"]
+    ]  # fmt: skip
+    limit = max(size[1] for size in sizes)
+    expected = sum(next(skip for skip in range(3) if size[skip] <= limit) for size in sizes)
+    assert expected > 0
+    task = sentiment(tmp_path, "causal_lm", num_demonstrations=2, max_seq_length=limit + 1)
+    task.tokenize(opt(), only="validation")
+    said = f"{expected} demonstrations were left out of 4 validation prompts for lack of room."
+    assert said in caplog.text
+
+
+def test_demonstrations_of_generated_answers(tmp_path: Path) -> None:
+    task = questions(tmp_path, num_demonstrations=1)
+    (shown,) = task.encoder(opt()).demonstrations
+    match = re.fullmatch(r"Context: It rained in (\d+)\.\nQuestion: When\?\nAnswer: (\d+)", shown)
+    assert match
+    assert match[1] == match[2]
+
+
+# ---------------------------------------------------------------- generated answers
+
+
+def questions(folder: Path, count: int = 5, **settings: Any) -> PromptedGeneration:
+    rows = [
+        {
+            "context": f"It rained in {1900 + index}.",
+            "question": "When?",
+            "answers": {
+                "text": [str(1900 + index), f"in {1900 + index}"],
+                "answer_start": [13, 10],
+            },
+        }
+        for index in range(count)
+    ]
+    defaults = {"task": "squad", "prompt": "causal_lm"}
+    found: PromptedGeneration = task_of(folder, rows, **{**defaults, **settings})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("42", [["42"]]),
+        (["42", "forty-two", "42"], [["42"], ["forty-two"]]),
+        ([["red", "blue"], ["red"]], [["red", "blue"], ["red"]]),
+        ({"text": ["a", "b", "a"], "answer_start": [0, 1, 2]}, [["a"], ["b"]]),
+        ({"spans": ["a"], "types": ["span"]}, [["a"]]),
+        ({"text": [], "answer_start": []}, []),
+        ({"other": ["a"]}, []),
+        ([["", " "], ["a"]], [["a"]]),
+        ([], []),
+        ([[]], []),
+        ("  ", []),
+        (None, []),
+        (0, [["0"]]),
+        ([3, 4.5], [["3"], ["4.5"]]),
+        ([None, "a"], [["a"]]),
+    ],
+)
+def test_gold_answers(value: Any, expected: list[list[str]]) -> None:
+    assert gold_answers(value) == expected
+
+
+def test_prompt_and_answer_of_a_question(tmp_path: Path) -> None:
+    task = questions(tmp_path, 2)
+    rows = task.tokenize(opt())
+    assert rows["train"].column_names == ["input_ids", "prompt_length", "references"]
+    for row, year in zip(rows["train"], (1900, 1901), strict=True):
+        prompt = f"Context: It rained in {year}.\nQuestion: When?\nAnswer:"
+        assert row["input_ids"] == opt()(f"{prompt} {year}\n")["input_ids"]
+        assert row["prompt_length"] == len(opt()(prompt)["input_ids"])
+    batch = task.collator(opt())(list(rows["train"]))
+    labelled = batch["labels"][1][batch["labels"][1] != -100]
+    assert opt().decode(labelled) == " 1901\n"
+
+
+def test_new_lines_in_an_answer_do_not_end_it(tmp_path: Path) -> None:
+    rows = [{"context": "a", "question": "b", "answers": ["one\ntwo \n", "x"]}]
+    task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
+    row = task.tokenize(opt())["train"][0]
+    assert opt().decode(row["input_ids"][row["prompt_length"] :]) == " one two\n"
+
+
+def test_references_tell_every_row_of_both_splits(tmp_path: Path) -> None:
+    rows = questions(tmp_path).tokenize(opt())
+    assert rows["train"]["references"][:] == [0, 1, 2, 3, 4]
+    assert rows["validation"]["references"][:] == [5, 6, 7, 8, 9]
+
+
+def test_references_where_both_splits_hold_the_same_rows(tmp_path: Path) -> None:
+    """Rows and prompts are the same, so only their place says which of the kept results is whose."""
+    questions(tmp_path)
+    same = tmp_path / "same.jsonl"
+    same.write_text((tmp_path / "train.jsonl").read_text(encoding="utf-8") + "\n")
+    rows = questions(tmp_path, validation_file=str(same)).tokenize(opt())
+    assert rows["train"]["input_ids"][:] == rows["validation"]["input_ids"][:]
+    assert rows["train"]["references"][:] == [0, 1, 2, 3, 4]
+    assert rows["validation"]["references"][:] == [5, 6, 7, 8, 9]
+
+
+def predictions(texts: list[str]) -> np.ndarray:
+    """Generated tokens `[N, T]`, padded with -100, each text ended by a new line and then noise."""
+    ids = [opt()(f" {text}\nnoise", add_special_tokens=False)["input_ids"] for text in texts]
+    width = max(map(len, ids)) + 2
+    return np.asarray([row + [-100] * (width - len(row)) for row in ids])
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_answers_are_scored_against_their_own_row(split: str, tmp_path: Path) -> None:
+    """Also of rows that were shuffled or selected after they were tokenised."""
+    task = questions(tmp_path)
+    rows, years = (
+        task.tokenize(opt())[split],
+        [int(c[13:17]) for c in task.splits[split]["context"]],
+    )
+    assert sorted(years) == [1900, 1901, 1902, 1903, 1904]
+    order = [4, 1, 3]
+    chosen = task.collator(opt())(list(rows.select(order)))["references"].numpy()
+    said = predictions([f"in {years[order[0]]}", f"{years[order[1]]}", "1850"])
+    scores = task.metrics(opt())(EvalPrediction(said, chosen))
+    assert scores == {"exact_match": pytest.approx(2 / 3), "f1": pytest.approx(2 / 3)}
+
+
+def test_a_subset_of_the_rows_keeps_its_answers(tmp_path: Path) -> None:
+    task = questions(tmp_path, max_train_samples=2, max_eval_samples=3, subset_seed=5)
+    rows = task.tokenize(opt())
+    assert [rows[split]["references"][:] for split in rows] == [[0, 1], [2, 3, 4]]
+    years = [context[13:17] for context in task.splits["validation"]["context"]]
+    references = np.asarray(rows["validation"]["references"][:])
+    scores = task.metrics(opt())(EvalPrediction(predictions(years), references))
+    assert scores == {"exact_match": 1.0, "f1": 1.0}
+
+
+def test_partly_right_answers(tmp_path: Path) -> None:
+    """SQuAD: 2 of 3 words right of 2 gives 2 * (2/3 * 1) / (2/3 + 1) = 0.8."""
+    task = questions(tmp_path)
+    said = EvalPrediction(predictions(["late in 1900", ""]), np.asarray([0, 1]))
+    assert task.metrics(opt())(said) == {"exact_match": 0.0, "f1": pytest.approx(0.4)}
+
+
+def test_spans_of_drop(tmp_path: Path) -> None:
+    """An answer is taken apart at its commas only where a gold answer has several spans."""
+    assert spans_like("red, blue", [["blue", "red"]]) == ["red", "blue"]
+    assert spans_like("1, 2", [["1, 2"]]) == ["1, 2"]
+    assert spans_like("", [["a", "b"]]) == [""]
+    rows = [
+        {"passage": "p", "question": "q", "answers": [["red", "blue"], ["blue"]]},
+        {"passage": "p", "question": "q", "answers": [["Reno, Nevada"]]},
+    ]
+    task = task_of(tmp_path, rows, task="drop", prompt="causal_lm")
+    said = EvalPrediction(predictions(["blue, red", "Reno, Nevada"]), np.asarray([0, 1]))
+    assert task.metrics(opt())(said) == {"exact_match": 1.0, "f1": 1.0}
+    said = EvalPrediction(predictions(["blue", "Nevada"]), np.asarray([0, 1]))
+    # "blue" is all of the second annotator's answer; of two words "Nevada" is one: 2/3, rounded
+    assert task.metrics(opt())(said) == {"exact_match": 0.5, "f1": pytest.approx((1 + 0.67) / 2)}
+
+
+def test_f1_as_the_objective_scores_a_row_as_the_metric_does(tmp_path: Path) -> None:
+    from hf_dpzero.objectives.bounded import AnswerF1
+
+    task = questions(tmp_path, objective="f1", max_new_tokens=7)
+    objective = task.objective(opt())
+    assert isinstance(objective, AnswerF1)
+    assert objective.objective.max_new_tokens == 7
+    for reference, text in ((0, "late in 1900"), (6, "1900"), (5, "in 1904")):
+        row = predictions([text])
+        expected = task.metrics(opt())(EvalPrediction(row, np.asarray([reference])))["f1"]
+        assert objective.score(row[0].tolist(), reference) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_answers_are_decoded_up_to_the_new_line(family: str) -> None:
+    tokenizer = CAUSAL[family]()
+    ids = tokenizer("x in May, 1900 \nand more", add_special_tokens=False)["input_ids"]
+    own = [*ids, tokenizer.eos_token_id, -100, -100]
+    assert decoded(tokenizer, own) == "x in May, 1900"
+    assert decoded(tokenizer, [-100, -100]) == ""
+    assert decoded(tokenizer, []) == ""
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_what_ends_an_answer(family: str) -> None:
+    tokenizer = CAUSAL[family]()
+    stops = stop_tokens(tokenizer)
+    assert stops[0] == tokenizer.eos_token_id
+    assert len(stops) == 2
+    written = tokenizer("in May\n", add_special_tokens=False)["input_ids"]
+    assert written[-1] == stops[1]
+    if not isinstance(tokenizer, Slow):
+        assert tokenizer.decode([stops[1]]).endswith("\n")
+    answers = tokenizer("in May 1900", add_special_tokens=False)["input_ids"]
+    assert not set(answers) & set(stops)
+
+
+def test_room_is_kept_for_the_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"context": "It rained. " * 30, "question": "When?", "answers": ["in May"]}]
+    task = task_of(
+        tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=60, max_new_tokens=20
+    )
+    row = task.tokenize(opt())["train"][0]
+    assert 60 - 20 - 2 <= row["prompt_length"] <= 60 - 20
+    prompt = opt().decode(row["input_ids"][: row["prompt_length"]])
+    assert prompt.endswith("\nQuestion: When?\nAnswer:")
+    assert "end of their context" in caplog.text
+    task = task_of(
+        tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=60, max_new_tokens=1
+    )
+    row = task.tokenize(opt())["train"][0]
+    assert 58 <= len(row["input_ids"]) <= 60  # its own answer has more than one token
+    with pytest.raises(ValueError, match="lower max_new_tokens"):
+        task_of(tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=40).tokenize(opt())
+
+
+def test_rows_without_an_answer_are_refused(tmp_path: Path) -> None:
+    rows = [{"context": "a", "question": "b", "answers": answers} for answers in (["c"], [])]
+    task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
+    with pytest.raises(ValueError, match="column 'answers' has rows without an answer; drop them"):
+        task.tokenize(opt())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt": None}, "task 'squad' generates its answers, which needs prompt: causal_lm"),
+        ({"prompt": "masked_lm"}, "needs prompt: causal_lm, not masked_lm"),
+        ({"objective": "accuracy"}, "objective='accuracy' is for label words: use f1 or loss"),
+        ({"num_examples_per_class": 3}, "num_examples_per_class=3 .* no labels; set max_train"),
+        ({"label_words": ["a", "b"]}, "label_words=.*task 'squad', which has no labels"),
+        ({"text_column": "context"}, "text_column='context'.*names its own columns"),
+        ({"text_pair_column": "question"}, "text_pair_column='question'.*names its own columns"),
+        ({"label_column": "answers"}, "label_column='answers'.*names its own columns"),
+        ({"template": "{context} {answer}."}, "put {answer} last"),
+        ({"template": "{sentence} {answer}"}, "a field {sentence}; there are {title}, {context}"),
+    ],
+)
+def test_refusals_of_generation(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        questions(tmp_path, **settings)
+
+
+# ---------------------------------------------------------------- scores of a classification
+
+
+def test_accuracy_of_scores(tmp_path: Path) -> None:
+    """Macro-F1 by hand: class 0 has 1 hit, 1 miss, 1 false alarm (1/2), class 1 the same."""
+    task = sentiment(tmp_path, "masked_lm")
+    scores = np.asarray([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0], [0.0, 3.0]])
+    found = EvalPrediction(scores, np.asarray([0, 0, 1, 1]))
+    assert task.metrics(roberta())(found) == {"accuracy": 0.5}
+
+
+def test_macro_f1_of_scores(tmp_path: Path) -> None:
+    """Said 0 0 0 1, true 0 0 1 1: F1 of class 0 is 4/5, of class 1 2/3, their mean 11/15."""
+    file = tmp_path / "task.yaml"
+    file.write_text(
+        "fields: [text]\nlabels: [a, b]\nmetric: macro_f1\n"
+        'prompts: {masked_lm: {template: "{text} {mask}", label_words: [bad, good]}}\n',
+        encoding="utf-8",
+    )
+    rows = [{"text": "x", "label": 0}, {"text": "y", "label": 1}]
+    task = task_of(tmp_path, rows, task=str(file), prompt="masked_lm")
+    scores = np.asarray([[2.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.0, 3.0]])
+    found = task.metrics(roberta())(EvalPrediction(scores, np.asarray([0, 0, 1, 1])))
+    assert found == {"accuracy": 0.75, "macro_f1": pytest.approx(11 / 15)}
+
+
+# ---------------------------------------------------------------- kept between runs
+
+
+@pytest.fixture
+def encoded_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """() -> how many rows were encoded since the last call."""
+    counts = [0]
+    for kind in (PromptedClassification, PromptedGeneration):
+        original = kind.encode
+
+        def counting(self: Any, rows: Any, *rest: Any, original: Any = original) -> Any:
+            counts.append(len(rows))
+            return original(self, rows, *rest)
+
+        monkeypatch.setattr(kind, "encode", counting)
+
+    def since() -> int:
+        found = sum(counts)
+        counts.clear()
+        return found
+
+    return since
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_encoded_once(kind: str, tmp_path: Path, encoded_rows: Callable[[], int]) -> None:
+    first = sentiment(tmp_path, kind).tokenize(tokenizer_for(kind))
+    assert encoded_rows() == 8
+    other = roberta_tokenizer() if kind == "masked_lm" else opt_tokenizer()
+    other(["padded", "and cut"], padding=True, truncation=True, max_length=4)  # leaves a trace
+    again = sentiment(tmp_path, kind).tokenize(other)
+    assert encoded_rows() == 0
+    for split in first:
+        assert again[split][:] == first[split][:]
+
+
+def test_generated_answers_are_encoded_once(
+    tmp_path: Path, encoded_rows: Callable[[], int]
+) -> None:
+    first = questions(tmp_path).tokenize(opt())["validation"][:]
+    assert encoded_rows() == 10
+    assert questions(tmp_path).tokenize(opt_tokenizer())["validation"][:] == first
+    assert encoded_rows() == 0
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+sys.path[:0] = [{tests!r}]
+import datasets
+datasets.config.HF_DATASETS_CACHE = {cache!r}
+from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks import build_task
+from hf_dpzero.tasks.prompted_classification import PromptedClassification
+from tiny_language_models import opt_tokenizer
+
+def encode(self, rows, encoder, places):
+    raise SystemExit("encoded again")
+
+PromptedClassification.encode = encode
+found = build_task(DataArguments(**{settings!r})).tokenize(opt_tokenizer(), only="validation")
+print(found["validation"]["input_ids"][:])
+"""
+
+
+@pytest.mark.slow
+def test_another_process_finds_them(tmp_path: Path) -> None:
+    import dataclasses
+
+    task = sentiment(tmp_path, "causal_lm", num_demonstrations=1)
+    expected = task.tokenize(opt(), only="validation")["validation"]["input_ids"][:]
+    code = IN_ANOTHER_PROCESS.format(
+        tests=str(Path(__file__).resolve().parents[1]),
+        cache=str(datasets.config.HF_DATASETS_CACHE),
+        settings=dataclasses.asdict(task.data),
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == str(expected)
+
+
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "template": {"template": "{sentence} That was {answer}"},
+    "label words": {"label_words": ["bad", "very good indeed"]},
+    "length": {"max_seq_length": 127},
+    "demonstrations": {"num_demonstrations": 1},
+    "fewer rows": {"max_train_samples": 3, "max_eval_samples": 3},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_SETTINGS)
+def test_other_settings_are_encoded_anew(
+    change: str, tmp_path: Path, encoded_rows: Callable[[], int]
+) -> None:
+    sentiment(tmp_path, "causal_lm").tokenize(opt())
+    encoded_rows()
+    sentiment(tmp_path, "causal_lm", **OTHER_SETTINGS[change]).tokenize(opt(), only="validation")
+    assert encoded_rows() == (3 if change == "fewer rows" else 4)
+
+
+def test_other_demonstrations_are_encoded_anew(
+    tmp_path: Path, encoded_rows: Callable[[], int]
+) -> None:
+    settings: dict[str, Any] = {"num_demonstrations": 1}
+    first = sentiment(tmp_path, "causal_lm", **settings)
+    shown = first.encoder(opt()).demonstrations
+    seeds = range(1, 20)
+    other = next(
+        task
+        for task in (sentiment(tmp_path, "causal_lm", subset_seed=s, **settings) for s in seeds)
+        if task.encoder(opt()).demonstrations != shown
+    )
+    first.tokenize(opt(), only="validation")
+    assert encoded_rows() == 4
+    other.tokenize(opt(), only="validation")
+    assert encoded_rows() == 4
+
+
+def test_another_tokenizer_encodes_anew(tmp_path: Path, encoded_rows: Callable[[], int]) -> None:
+    task = sentiment(tmp_path, "causal_lm")
+    task.tokenize(opt())
+    assert encoded_rows() == 8
+    task.tokenize(opt_tokenizer([*LABEL_WORDS, "film"]))
+    assert encoded_rows() == 8
+    more = opt_tokenizer()
+    more.add_tokens(["good film"])
+    task.tokenize(more)
+    assert encoded_rows() == 8
+
+
+def test_another_number_of_new_tokens_is_encoded_anew(
+    tmp_path: Path, encoded_rows: Callable[[], int]
+) -> None:
+    questions(tmp_path).tokenize(opt())
+    encoded_rows()
+    questions(tmp_path, max_new_tokens=49).tokenize(opt())
+    assert encoded_rows() == 10
+
+
+ANSWERS_TASK = """
+name: years
+fields: [context, note]
+{optional}
+answers: {answers}
+prompts:
+  causal_lm: {{template: "{{context}}\\nNote: {{note}}\\nYear: {{answer}}"}}
+"""
+
+
+def test_other_answers_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None:
+    """The same file, the same template: another column of answers must not find the first one's."""
+    rows = [{"context": "c", "note": "", "first": "1900", "second": "2000"}] * 2
+    found = {}
+    for answers in ("first", "second"):
+        for optional in ("", "optional_fields: [note]"):
+            file = tmp_path / "years.yaml"
+            file.write_text(ANSWERS_TASK.format(answers=answers, optional=optional), "utf-8")
+            task = task_of(tmp_path, rows, task=str(file), prompt="causal_lm")
+            ids = task.tokenize(opt())["train"][0]["input_ids"]
+            found[answers, optional != ""] = opt().decode(ids, skip_special_tokens=True)
+    assert found == {
+        ("first", False): "c\nNote: \nYear: 1900\n",
+        ("first", True): "c\nYear: 1900\n",
+        ("second", False): "c\nNote: \nYear: 2000\n",
+        ("second", True): "c\nYear: 2000\n",
+    }
+
+
+def test_other_columns_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None:
+    rows, found = [{"one": "1", "two": "2", "answers": "3"}] * 2, []
+    for column in ("one", "two"):
+        file = tmp_path / "t.yaml"
+        prompt = '{causal_lm: {template: "{text}\\n{answer}"}}'
+        file.write_text(
+            f"fields: {{text: {column}}}\nanswers: answers\nprompts: {prompt}\n", "utf-8"
+        )
+        task = task_of(tmp_path, rows, task=str(file), prompt="causal_lm")
+        ids = task.tokenize(opt())["train"][0]["input_ids"]
+        found.append(opt().decode(ids, skip_special_tokens=True))
+    assert found == ["1\n3\n", "2\n3\n"]
+
+
+def test_other_code_encodes_anew(
+    tmp_path: Path, encoded_rows: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release that makes other tokens must not find those of the one before."""
+    sentiment(tmp_path, "causal_lm").tokenize(opt())
+    encoded_rows()
+    assert len(prompted.code_digest()) == 64
+    monkeypatch.setattr(prompted, "code_digest", lambda: "other")
+    sentiment(tmp_path, "causal_lm").tokenize(opt())
+    assert encoded_rows() == 8
+
+
+def test_what_decides_about_tokens() -> None:
+    same = tokenizer_state(opt()), tokenizer_state(opt_tokenizer())
+    assert same[0] == same[1]
+    other = roberta_tokenizer()
+    other.mask_token = "<pad>"  # the same vocabulary
+    assert tokenizer_state(other) != tokenizer_state(roberta())
+    assert tokenizer_state(Slow()) == tokenizer_state(Slow())
+    assert tokenizer_state(Slow(eos_token="<unk>")) != tokenizer_state(Slow())
+
+
+def test_rows_in_memory_are_encoded_every_time(
+    encoded_rows: Callable[[], int],
+) -> None:
+    data = DataArguments(
+        task="quickstart", prompt="causal_lm", max_train_samples=3, max_eval_samples=2
+    )
+    for _ in range(2):
+        build_task(data).tokenize(opt())
+        assert encoded_rows() == 5
+
+
+# ---------------------------------------------------------------- from a recipe
+
+
+def test_the_quickstart_with_a_prompt() -> None:
+    for kind in KINDS:
+        task: Any = build_task(DataArguments(task="quickstart", prompt=kind))  # type: ignore[arg-type]
+        row = task.splits["train"][0]
+        word = ("No", "Yes")[row["label"]]
+        assert task.example(task.encoder(tokenizer_for(kind)), row) == (
+            f"{row['text']} Is this urgent? {word}"
+        )
+        assert task.label_names == ("routine", "urgent")
+
+
+def test_a_users_own_rows_with_the_recipes_template(tmp_path: Path) -> None:
+    rows = [{"body": "no light", "to": "us", "kind": k} for k in ("outage", "billing")]
+    settings: dict[str, Any] = {
+        "prompt": "masked_lm",
+        "text_column": "body",
+        "text_pair_column": "to",
+        "label_column": "kind",
+        "template": "To {to}: {body}. It was {mask}.",
+        "label_words": ["Number", "bad"],
+    }
+    task = task_of(tmp_path, rows, **settings)
+    assert task.label_names == ("billing", "outage")
+    made = task.encoder(roberta())
+    texts = [task.example(made, row) for row in task.splits["train"]]
+    assert texts == ["To us: no light. It was bad.", "To us: no light. It was Number."]
+    with pytest.raises(ValueError, match="a field {text}; there are {body}, {to}"):
+        task_of(tmp_path, rows, **{**settings, "template": "{text} {mask}"})
+    with pytest.raises(ValueError, match=r"no template for prompt=masked_lm \(it has: none\)"):
+        task_of(tmp_path, rows, **{**settings, "template": None})
+    with pytest.raises(ValueError, match="0 words .* for the 2 labels billing, outage"):
+        task_of(tmp_path, rows, **{**settings, "label_words": None})
+    with pytest.raises(ValueError, match="'answer'.*stands for the place"):
+        renamed = [{"answer": row["body"], "label": row["kind"]} for row in rows]
+        task_of(
+            tmp_path, renamed, prompt="causal_lm", text_column="answer", template="{answer}",
+            label_words=["bad", "good"],
+        )  # fmt: skip
+
+
+def test_a_tasks_field_in_another_column(tmp_path: Path) -> None:
+    rows = [{"review": "fine", "stars": label} for label in range(2)]
+    task = task_of(
+        tmp_path, rows, task="sst2", prompt="causal_lm", text_column="review", label_column="stars"
+    )
+    assert task.columns == {"sentence": "review"}
+    made = task.encoder(opt())
+    assert task.example(made, task.splits["train"][1]) == "fine It was great"
+
+
+def test_a_second_text_that_no_prompt_shows_is_refused(tmp_path: Path) -> None:
+    rows = [{"sentence": "fine", "more": "x", "label": label} for label in range(2)]
+    with pytest.raises(ValueError, match="text_pair_column='more'.*one text.*sentence"):
+        task_of(tmp_path, rows, task="sst2", prompt="causal_lm", text_pair_column="more")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt": "both"}, "prompt='both' is not one of null, masked_lm, causal_lm"),
+        ({"prompt": "causal_lm", "objective": "recall"}, "objective='recall' is not one of loss"),
+        ({"template": "{text} {mask}"}, "template=.*needs a prompt"),
+        ({"label_words": ["a", "b"]}, "label_words=.*needs a prompt"),
+        ({"num_demonstrations": 2}, "num_demonstrations=2 needs a prompt"),
+        ({"objective": "accuracy"}, "objective='accuracy' needs a prompt.*or objective to loss"),
+        ({"prompt": "causal_lm", "num_demonstrations": -1}, "num_demonstrations=-1 must be 0 or"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be positive"),
+    ],
+)
+def test_refused_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataArguments(**settings)
+
+
+def test_f1_is_for_generated_answers(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="objective='f1'.*'sst2' is a classification: use accuracy"
+    ):
+        sentiment(tmp_path, "causal_lm", objective="f1")
+
+
+def test_a_task_without_this_prompt_names_those_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "t.yaml"
+    file.write_text(
+        "fields: [text]\nlabels: [a, b]\n"
+        'prompts: {causal_lm: {template: "{text} {answer}", label_words: [bad, good]}}\n', "utf-8"
+    )  # fmt: skip
+    rows = [{"text": "x", "label": 0}, {"text": "y", "label": 1}]
+    with pytest.raises(ValueError, match=r"prompt=masked_lm \(it has: causal_lm\); set template"):
+        task_of(tmp_path, rows, task=str(file), prompt="masked_lm")
+
+
+def test_data_that_is_not_there_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="hf download rajpurkar/squad --repo-type dataset"):
+        build_task(DataArguments(task="squad", prompt="causal_lm"))
+    missing = str(tmp_path / "no.jsonl")
+    with pytest.raises(FileNotFoundError, match="no.jsonl not found"):
+        build_task(
+            DataArguments(
+                task="squad", prompt="causal_lm", train_file=missing, validation_file=missing
+            )
+        )
+
+
+REAL = [(name, kind) for name, kind in PROMPTS if name not in ("mnli", "drop")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), REAL)
+def test_real_rows(name: str, kind: str) -> None:
+    """Every row of the files that are there: within the limit, the mask in its place."""
+    files = [DATA / name / f"{split}.jsonl" for split in ("train", "validation")]
+    if not all(file.is_file() for file in files):
+        pytest.skip("no shared data here")
+    settings: dict[str, Any] = {"task": name, "prompt": kind, "max_train_samples": 500}
+    settings["max_seq_length"] = limit = 256 if name == "squad" else 128
+    task: Any = build_task(
+        DataArguments(
+            train_file=str(files[0]),
+            validation_file=str(files[1]),
+            max_eval_samples=500,
+            **settings,
+        )
+    )
+    tokenizer = tokenizer_for(kind)
+    rows = task.tokenize(tokenizer)["validation"]
+    assert len(rows) == min(500, len(task.splits["validation"]))
+    for row in rows:
+        assert len(row["input_ids"]) <= limit
+        if kind == "masked_lm":
+            assert row["input_ids"][row["positions"]] == tokenizer.mask_token_id
+
+
+def test_masked_families_find_their_masks(tmp_path: Path) -> None:
+    for family, make in MASKED.items():
+        tokenizer = make()
+        if isinstance(tokenizer, Slow):
+            continue  # its words are several tokens each
+        task = sentiment(tmp_path, "masked_lm")
+        batch = task.collator(tokenizer)(list(task.tokenize(tokenizer)["train"]))
+        chosen = batch["input_ids"][torch.arange(4), batch["positions"]]
+        assert chosen.tolist() == [tokenizer.mask_token_id] * 4, family
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "masked_lm": save_masked_lm(folder / "masked"),
+        "causal_lm": save_causal_lm(folder / "causal"),
+    }
+
+
+COMMAND_ROWS = {
+    "sst2": [{"sentence": f"a {'very ' * (i % 5)}good film", "label": i % 2} for i in range(24)],
+    "squad": [
+        {"context": f"It rained in {1900 + i}.", "question": "When?", "answers": {"text": [str(i)]}}
+        for i in range(24)
+    ],
+}
+RUNS = [("sst2", "masked_lm"), ("sst2", "causal_lm"), ("squad", "causal_lm")]
+
+
+def recipe_of(folder: Path, models: dict[str, Path], task: str, kind: str, **settings: Any) -> Path:
+    """A recipe that trains a tiny language model for two steps."""
+    files = {
+        f"{split}_file": write(folder / f"{split}.jsonl", COMMAND_ROWS[task][:rows])
+        for split, rows in (("train", 24), ("validation", 8))
+    }
+    values = {
+        "model_name_or_path": str(models[kind]),
+        "task": task,
+        "prompt": kind,
+        **files,
+        "max_seq_length": 64,
+        "max_new_tokens": 3,
+        "target_epsilon": 4.0,
+        "target_delta": 1e-3,
+        "expected_batch_size": 8,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "output_dir": str(folder / "out"),
+        **settings,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """Runs a command that must succeed and returns what it printed."""
+    status = main.main([str(word) for word in words])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """Runs a command that must be refused and returns its one line."""
+    status = main.main([str(word) for word in words])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2
+    return error
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=["-".join(names) for names in RUNS])
+def trained(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    models: dict[str, Path],
+) -> Path:
+    """The output_dir of a finished run; its recipe lies beside it. Read only."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert main.main(["train", str(recipe_of(folder, models, *request.param))]) == 0
+    return folder / "out"
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_run_scores_before_and_after(trained: Path) -> None:
+    results = read(trained / "all_results.json")
+    scores = ["f1", "exact_match"] if "zero_shot_f1" in results else ["accuracy"]
+    for stage in ("zero_shot", "eval"):
+        for score in scores:
+            assert 0 <= results[f"{stage}_{score}"] <= 1
+    assert results["zero_shot_loss"] != results["eval_loss"]
+    assert read(trained / "privacy_report.json")["private"] is True
+
+
+def test_evaluate_zero_shot(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """The same figures as before the run's first step; the file says what was printed."""
+    recipe, results = trained.parent / "recipe.yaml", read(trained / "all_results.json")
+    found = json.loads(run(capsys, "evaluate", recipe, "--zero_shot", "--json"))
+    assert found["privacy"] == "zero-shot: no training row was used"
+    assert found["eval_loss"] == pytest.approx(results["zero_shot_loss"], rel=1e-5)
+    assert found["eval_samples"] == 8
+    scores = [name for name in found if name in ("eval_accuracy", "eval_f1", "eval_exact_match")]
+    assert scores
+    for name in scores:
+        assert found[name] == results[name.replace("eval", "zero_shot")]
+    words = ["evaluate", recipe, "--zero_shot", "--output_dir", tmp_path / "new"]
+    assert found["privacy"] in run(capsys, *words).splitlines()
+    written = read(tmp_path / "new" / "eval_results.json")
+    assert {name: written[name] for name in (*scores, "privacy")} == {
+        name: found[name] for name in (*scores, "privacy")
+    }
+
+
+def test_evaluate_a_trained_model(trained: Path, capsys: Any) -> None:
+    recipe, results = trained.parent / "recipe.yaml", read(trained / "all_results.json")
+    words = ["evaluate", recipe, "--model_name_or_path", trained, "--json"]
+    found = json.loads(run(capsys, *words))
+    report = trained / "privacy_report.json"
+    assert found["privacy"] == f"{read(report)['statement']} So says {report}."
+    assert ")-differentially private under" in found["privacy"]
+    assert found["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
+
+
+def test_evaluate_with_demonstrations_is_not_private(trained: Path, capsys: Any) -> None:
+    recipe = trained.parent / "recipe.yaml"
+    for model in ([], ["--model_name_or_path", trained]):
+        words = ["evaluate", recipe, "--num_demonstrations", 2, "--max_seq_length", 200, *model]
+        found = json.loads(run(capsys, *words, "--json"))
+        assert found["privacy"].startswith("NOT PRIVATE: 2 training rows stand in every prompt")
+        assert found["eval_samples"] == 8
+    plain = json.loads(run(capsys, "evaluate", recipe, "--json"))
+    assert plain["privacy"] == "zero-shot: no training row was used"
+    assert found["eval_loss"] != plain["eval_loss"]
+
+
+def test_zero_shot_insists(tmp_path: Path, models: dict[str, Path], capsys: Any) -> None:
+    recipe = recipe_of(tmp_path, models, "sst2", "causal_lm")
+    for name, value in (("num_demonstrations", 2), ("model_name_or_path", models["masked_lm"])):
+        said = fail(capsys, "evaluate", recipe, "--zero_shot", f"--{name}", value)
+        assert f"without training rows, and {name}={value} says otherwise; leave one out" in said
+    said = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_revision", "later")
+    assert "model_revision=later says otherwise" in said
+    run(capsys, "evaluate", recipe, "--zero_shot", "--num_demonstrations", 0)
+
+
+def test_replay_needs_no_rows(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """Who verifies a published run has its folder and the base model, not its private rows."""
+    published = tmp_path / "published"
+    published.mkdir()
+    for name in ("config.json", "model.safetensors", "trajectory.safetensors", "recipe.yaml"):
+        shutil.copy(trained / name, published)
+    values = yaml.safe_load((published / "recipe.yaml").read_text(encoding="utf-8"))
+    values |= {"train_file": "gone.jsonl", "validation_file": "gone.jsonl", "task": "gone.yaml"}
+    (published / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    out = run(
+        capsys,
+        *("replay", "--base", published / "recipe.yaml", "--output_dir", tmp_path / "rebuilt"),
+        *("--trajectory", published / "trajectory.safetensors"),
+    )
+    assert "replayed 2 of 2 steps" in out
+    assert "bit for bit" in out
+
+
+REFUSED_RUNS: list[tuple[str, str, dict[str, Any], str]] = [
+    (
+        *("sst2", "causal_lm", {"objective": "accuracy", "method": "adamw"}),
+        "objective='accuracy' has no gradient, which method='adamw' needs: use method: dpzero",
+    ),
+    (
+        *("squad", "causal_lm", {"objective": "f1", "method": "dp-adamw"}),
+        "objective='f1' has no gradient, which method='dp-adamw' needs",
+    ),
+    (
+        *("sst2", "masked_lm", {"num_demonstrations": 2}),
+        "num_demonstrations=2 would put these training rows into every example's loss",
+    ),
+    (
+        *("sst2", "causal_lm", {"max_seq_length": 257}),
+        "max_seq_length=257, but opt models of this size take 256 tokens; lower it",
+    ),
+    (
+        *("sst2", "masked_lm", {"max_seq_length": 257}),
+        "max_seq_length=257, but roberta models of this size take 256 tokens; lower it",
+    ),
+    ("sst2", "causal_lm", {"objective": "f1"}, "'sst2' is a classification: use accuracy or loss"),
+    ("squad", "causal_lm", {"objective": "accuracy"}, "is for label words: use f1 or loss here"),
+    ("squad", "masked_lm", {}, "which needs prompt: causal_lm, not masked_lm"),
+    ("squad", "causal_lm", {"num_examples_per_class": 2}, "no labels; set max_train_samples"),
+    ("sst2", "masked_lm", {"label_words": ["good", "goods"]}, "label word 'goods' is"),
+    ("sst2", "causal_lm", {"label_words": ["good", "good"]}, "are the same token"),
+    (
+        "sst2",
+        "causal_lm",
+        {"template": "{text} {answer}"},
+        "there are {sentence}, {mask}, {answer}",
+    ),
+    ("sst2", "causal_lm", {"train_file": "gone.jsonl"}, "gone.jsonl not found"),
+    ("sst2", "causal_lm", {"model_name_or_path": "./gone"}, "no such folder"),
+    ("sst2", "causal_lm", {"model_name_or_path": "no/body"}, "hf download no/body"),
+    (
+        *("squad", "causal_lm", {"train_file": None, "validation_file": None}),
+        "fetch it once with `hf download rajpurkar/squad --repo-type dataset`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "kind", "settings", "message"), REFUSED_RUNS)
+def test_a_run_is_refused(
+    task: str,
+    kind: str,
+    settings: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    models: dict[str, Path],
+    capsys: Any,
+) -> None:
+    noise = {"target_epsilon": None} if settings.get("method") == "adamw" else {}
+    recipe = recipe_of(tmp_path, models, task, kind, **{**settings, **noise})
+    assert message in fail(capsys, "train", recipe)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "objective"), [("sst2", "accuracy"), ("squad", "f1")])
+def test_a_run_on_what_is_counted(
+    task: str, objective: str, tmp_path: Path, models: dict[str, Path], capsys: Any
+) -> None:
+    recipe = recipe_of(tmp_path, models, task, "causal_lm", objective=objective, max_steps=1)
+    run(capsys, "train", recipe)
+    assert read(tmp_path / "out" / "privacy_report.json")["private"] is True

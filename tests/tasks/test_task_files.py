@@ -1,0 +1,417 @@
+"""Tasks in YAML files and in Python, and what a description refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny_language_models import opt_tokenizer, roberta_tokenizer
+
+from hf_dpzero import tasks
+from hf_dpzero.tasks import TASKS, build_task, register_task
+from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.benchmarks import BENCHMARKS
+from hf_dpzero.tasks.description import Prompt, TaskDescription
+from hf_dpzero.tasks.rows import HubSource
+from hf_dpzero.tasks.task_files import described_by, read_task
+from hf_dpzero.tasks.templates import checked_template
+
+TICKETS: dict[str, Any] = {
+    "name": "tickets",
+    "dataset": "me/tickets",
+    "config": "english",
+    "revision": "v1",
+    "validation_split": "dev",
+    "fields": {"subject": "title", "body": ["body", "text"]},
+    "optional_fields": "subject",
+    "labels": ["billing", "outage"],
+    "label_column": ["kind", "label"],
+    "drop_unlabelled": True,
+    "metric": "macro_f1",
+    "prompts": {
+        "masked_lm": {
+            "template": "{subject}\n{body} This is about {mask}.",
+            "label_words": ["bad", "good"],
+            "passage": "body",
+            "source": "me",
+        },
+        "causal_lm": {"template": "{body}\n{answer}"},
+    },
+}
+
+QUESTIONS: dict[str, Any] = {
+    "fields": ["question"],
+    "answers": ["answer", "answers"],
+    "prompts": {"causal_lm": {"template": "{question}\n{answer}"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry of this test's own."""
+    monkeypatch.setattr(tasks, "_REGISTERED", {})
+
+
+def changed(values: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """Without the keys that are set to ...: they are left out."""
+    return {k: v for k, v in {**values, **settings}.items() if v is not ...}
+
+
+def file(folder: Path, values: Any) -> str:
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return str(path)
+
+
+# ---------------------------------------------------------------- what a file says
+
+
+def test_every_key(tmp_path: Path) -> None:
+    assert read_task(file(tmp_path, TICKETS)) == TaskDescription(
+        name="tickets",
+        source=HubSource("me/tickets", config="english", revision="v1", validation="dev"),
+        fields={"subject": ("title",), "body": ("body", "text")},
+        optional_fields=("subject",),
+        label_columns=("kind", "label"),
+        label_names=("billing", "outage"),
+        drop_unlabelled=True,
+        metric="macro_f1",
+        prompts={
+            "masked_lm": Prompt(
+                template="{subject}\n{body} This is about {mask}.",
+                label_words=("bad", "good"),
+                passage="body",
+                source="me",
+            ),
+            "causal_lm": Prompt(template="{body}\n{answer}"),
+        },
+    )
+
+
+def test_every_key_is_in_the_file_above() -> None:
+    from hf_dpzero.tasks.task_files import _KEYS, _PROMPT_KEYS
+
+    assert {*TICKETS, "answers"} == set(_KEYS)
+    assert set(TICKETS["prompts"]["masked_lm"]) == set(_PROMPT_KEYS)
+
+
+def test_what_is_left_out_has_its_usual_value(tmp_path: Path) -> None:
+    short = {"fields": ["text"], "labels": ["a", "b"]}
+    assert read_task(file(tmp_path, short)) == TaskDescription(
+        name="own", fields={"text": ("text",)}, label_names=("a", "b"), metric="accuracy"
+    )
+    assert read_task(file(tmp_path, QUESTIONS)) == TaskDescription(
+        name="own",
+        fields={"question": ("question",)},
+        answer_columns=("answer", "answers"),
+        metric="squad",
+        prompts={"causal_lm": Prompt(template="{question}\n{answer}")},
+    )
+
+
+def test_null_is_the_same_as_left_out() -> None:
+    short: dict[str, Any] = {"fields": {"text": None}, "labels": ["a", "b"]}
+    nulls = dict.fromkeys([key for key in TICKETS if key not in short])
+    assert described_by({**short, **nulls, "answers": None}) == described_by(short)
+    with pytest.raises(ValueError, match="the prompt masked_lm has no template"):
+        described_by({**short, "prompts": {"masked_lm": {"template": None}}})
+
+
+def test_the_words_of_yaml_1_1_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text("{fields: [text], labels: [no, yes]}", encoding="utf-8")
+    assert read_task(str(path)).label_names == ("no", "yes")
+
+
+def test_block_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        "fields: [a]\nanswers: b\nprompts:\n  causal_lm:\n    template: |\n"
+        "      Question: {a}\n      Answer: {answer}\n",
+        encoding="utf-8",
+    )
+    prompt = read_task(str(path)).prompts["causal_lm"]
+    assert prompt.template == "Question: {a}\nAnswer: {answer}"
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [("no", False), ("false", False), ("yes", True), ("True", True)]
+)
+def test_truth_in_a_file(word: str, expected: bool, tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(f"{{fields: [t], labels: [a, b], drop_unlabelled: {word}}}", encoding="utf-8")
+    assert read_task(str(path)).drop_unlabelled is expected
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (changed(TICKETS, label=["a"]), "unknown key 'label'; did you mean 'labels'?"),
+    (changed(TICKETS, xyzzy=1), "unknown key 'xyzzy'; there are name, dataset, config"),
+    (
+        changed(TICKETS, prompts={"masked_lm": {"templat": "x"}}),
+        "the prompt masked_lm has an unknown key 'templat'; did you mean 'template'?",
+    ),
+    (changed(TICKETS, prompts={"masked": {"template": "{body} {mask}"}}), "a prompt 'masked'"),
+    (changed(TICKETS, prompts={"masked_lm": {}}), "the prompt masked_lm has no template"),
+    (
+        changed(TICKETS, prompts={"masked_lm": None}),
+        "the prompt masked_lm is lines of `key: value`",
+    ),
+    (changed(TICKETS, prompts=["masked_lm"]), "is not a mapping of masked_lm or causal_lm"),
+    (changed(TICKETS, prompts={"causal_lm": {"template": 3}}), "template: 3 is not text; put it"),
+    (changed(TICKETS, fields=...), "fields is missing"),
+    (changed(TICKETS, fields=[], optional_fields=[], prompts={}), "has no fields"),
+    (changed(TICKETS, fields=3), "fields: 3 is not text or a list of texts"),
+    (changed(TICKETS, fields={"body": 3}), "body: 3 is not text or a list of texts"),
+    (changed(TICKETS, fields={"body": []}), "field body: [] names no column"),
+    (changed(TICKETS, labels=[0, 1]), "labels: [0, 1] is not text or a list of texts; put it into"),
+    (changed(TICKETS, labels=[True, False]), "put it into quotes"),
+    (changed(TICKETS, labels=...), "give label_names for a classification, or answer_columns"),
+    (
+        changed(TICKETS, answers="answer"),
+        "give label_names for a classification, or answer_columns",
+    ),
+    (changed(TICKETS, name=5), "name: 5 is not text"),
+    (changed(TICKETS, dataset=5), "dataset: 5 is not text"),
+    (changed(TICKETS, revision=1.0), "revision: 1.0 is not text"),
+    (changed(TICKETS, metric=["f1"]), "metric: ['f1'] is not text"),
+    (
+        changed(TICKETS, metric="f1"),
+        "metric='f1'; a classification task has one of accuracy, macro_",
+    ),
+    (changed(TICKETS, metric="squad"), "metric='squad'; a classification task"),
+    (changed(QUESTIONS, metric="accuracy"), "a generation task has one of squad, drop"),
+    (changed(TICKETS, drop_unlabelled="maybe"), "drop_unlabelled: 'maybe' is not true or false"),
+    (changed(TICKETS, drop_unlabelled=2), "drop_unlabelled: 2 is not true or false"),
+    (
+        changed(TICKETS, optional_fields=["sender"]),
+        "optional_fields with 'sender', which is none of",
+    ),
+    (changed(TICKETS, fields=["mask"], optional_fields=[], prompts={}), "a field 'mask', which in"),
+    (changed(QUESTIONS, fields=["answer"], prompts={}), "a field 'answer', which in a template"),
+    (changed(QUESTIONS, prompts={"masked_lm": {"template": "{mask}"}}), "there are causal_lm."),
+    (["a", "list"], "a task is lines of `key: value`, this is ['a', 'list']"),
+    (None, "a task is lines of `key: value`, this is None"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_a_file_is_refused(values: Any, message: str, tmp_path: Path) -> None:
+    path = file(tmp_path, values)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        read_task(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def masked(**settings: Any) -> dict[str, Any]:
+    """TICKETS with another masked prompt."""
+    prompt = changed(TICKETS["prompts"]["masked_lm"], **settings)
+    return changed(TICKETS, prompts={"masked_lm": prompt})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (masked(template="{sender} {mask}"), "a field {sender}; there are {subject}, {body}"),
+        (masked(template="{body:loud} {mask}"), "a filter 'loud'"),
+        (masked(template="{body}"), "needs exactly one {mask}"),
+        (masked(template="{body} {subject} {mask}"), "on a line with the optional {subject}"),
+        (masked(passage="sender"), "passage='sender' in its prompt masked_lm, which is none of"),
+        (masked(passage=3), "passage: 3 is not text"),
+        (masked(label_words=["bad"]), "1 label_words in its prompt masked_lm and 2 labels"),
+        (masked(label_words=[1, 2]), "label_words: [1, 2] is not text or a list of texts"),
+        (
+            changed(
+                QUESTIONS,
+                prompts={"causal_lm": {"template": "{question} {answer}", "label_words": ["a"]}},
+            ),
+            "1 label_words in its prompt causal_lm and 0 labels",
+        ),
+    ],
+)
+def test_a_prompt_of_a_file_is_refused_before_it_is_used(
+    values: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_task(file(tmp_path, values))
+
+
+def test_what_is_no_yaml_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("fields: [", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"broken\.yaml: not valid YAML"):
+        read_task(str(path))
+    path.write_text("fields: [a]\nfields: [b]", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"broken\.yaml: key 'fields' appears more than once"):
+        read_task(str(path))
+    path.write_bytes(b"name: \xff")
+    with pytest.raises(ValueError, match=r"broken\.yaml: "):
+        read_task(str(path))
+
+
+def test_a_file_that_is_not_there() -> None:
+    for name in ("no_such_task.yaml", "no_such_task.yml"):
+        with pytest.raises(FileNotFoundError, match=rf"task '{name}' not found \(paths are rel"):
+            build_task(DataArguments(task=name))
+
+
+def test_a_name_that_is_no_task_says_how_to_write_one() -> None:
+    register_task(described_by(TICKETS))
+    with pytest.raises(ValueError, match=r"'sst3' is not one of .*trec, tickets.*a \.yaml file"):
+        build_task(DataArguments(task="sst3"))
+
+
+# ---------------------------------------------------------------- used in a recipe
+
+
+def rows(folder: Path, listed: list[dict[str, Any]]) -> dict[str, str]:
+    path, other = folder / "rows.jsonl", folder / "others.jsonl"
+    text = "\n".join(json.dumps(row) for row in listed)
+    path.write_text(text, encoding="utf-8")
+    other.write_text(text + "\n", encoding="utf-8")
+    return {"train_file": str(path), "validation_file": str(other)}
+
+
+MESSAGES = [
+    {"title": "Bill", "text": "twice", "kind": "billing"},
+    {"title": "Light", "text": "none", "kind": "outage"},
+    {"title": "Light", "text": "unknown", "kind": "outage"},
+]
+
+
+def test_a_classification_from_a_file(tmp_path: Path) -> None:
+    data = DataArguments(
+        task=file(tmp_path, TICKETS), prompt="masked_lm", **rows(tmp_path, MESSAGES)
+    )
+    task: Any = build_task(data)
+    assert (task.name, task.label_names, task.metric) == (
+        "tickets", ("billing", "outage"), "macro_f1",
+    )  # fmt: skip
+    assert task.columns == {"subject": "title", "body": "text"}
+    made = task.encoder(roberta_tokenizer())
+    texts = [task.example(made, row) for row in task.splits["train"]]
+    assert texts[:2] == ["Bill\ntwice This is about bad.", "Light\nnone This is about good."]
+
+
+def test_rows_without_a_label_are_dropped(tmp_path: Path) -> None:
+    listed = [{"title": "a", "text": "b", "label": label} for label in (0, -1, 1)]
+    data = DataArguments(task=file(tmp_path, TICKETS), prompt="masked_lm", **rows(tmp_path, listed))
+    task: Any = build_task(data)
+    assert task.splits["train"]["label"][:] == [0, 1]
+
+
+def test_a_file_with_a_classification_head(tmp_path: Path) -> None:
+    task: Any = build_task(DataArguments(task=file(tmp_path, TICKETS), **rows(tmp_path, MESSAGES)))
+    assert task.head == "sequence_classification"
+    assert task.text_columns == ("title", "text")
+    assert task.label_names == ("billing", "outage")
+
+
+def test_the_recipe_overrides_the_files_prompt(tmp_path: Path) -> None:
+    data = DataArguments(
+        task=file(tmp_path, TICKETS),
+        prompt="causal_lm",
+        label_words=["money", "light"],
+        template="{subject:upper_first}: {body}\nAbout:\n{answer}",
+        **rows(tmp_path, MESSAGES),
+    )
+    with pytest.raises(ValueError, match="on a line with the optional"):
+        build_task(
+            DataArguments(
+                task=data.task, prompt="masked_lm", template="{subject} {mask}",
+                **rows(tmp_path, MESSAGES),
+            )
+        )  # fmt: skip
+    task: Any = build_task(data)
+    made = task.encoder(opt_tokenizer())
+    assert task.example(made, task.splits["train"][0]) == "Bill: twice\nAbout:\nmoney"
+
+
+def test_label_words_may_be_left_to_the_recipe(tmp_path: Path) -> None:
+    path = file(tmp_path, TICKETS)
+    with pytest.raises(ValueError, match=r"label_words has 0 words .* for the 2 labels"):
+        build_task(DataArguments(task=path, prompt="causal_lm", **rows(tmp_path, MESSAGES)))
+
+
+def test_questions_from_a_file(tmp_path: Path) -> None:
+    data = DataArguments(
+        task=file(tmp_path, QUESTIONS),
+        prompt="causal_lm",
+        **rows(tmp_path, [{"question": "When?", "answers": "1900"}]),
+    )
+    task: Any = build_task(data)
+    row = task.tokenize(opt_tokenizer())["train"][0]
+    text = opt_tokenizer().decode(row["input_ids"], skip_special_tokens=True)
+    assert text == "When?\n1900\n"
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        {},
+        {"title": None},
+        {"title": " "},
+    ],
+)
+def test_an_optional_column_may_be_missing_or_empty(
+    missing: dict[str, Any], tmp_path: Path
+) -> None:
+    listed = [{"text": "twice", "kind": kind, **missing} for kind in ("billing", "outage")]
+    data = DataArguments(task=file(tmp_path, TICKETS), prompt="masked_lm", **rows(tmp_path, listed))
+    task: Any = build_task(data)
+    made = task.encoder(roberta_tokenizer())
+    assert task.example(made, task.splits["train"][0]) == "twice This is about bad."
+
+
+def test_a_hub_data_set_that_cannot_be_reached(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="hf download me/tickets --repo-type dataset --revision v1"):
+        build_task(DataArguments(task=file(tmp_path, TICKETS), prompt="masked_lm"))
+    local = changed(TICKETS, dataset=..., config=..., revision=..., validation_split=...)
+    with pytest.raises(ValueError, match="has no data of its own: set train_file"):
+        build_task(DataArguments(task=file(tmp_path, local), prompt="masked_lm"))
+
+
+# ---------------------------------------------------------------- registered
+
+
+def test_a_registered_task(tmp_path: Path) -> None:
+    register_task(described_by(QUESTIONS, "dates"))
+    data = rows(tmp_path, [{"question": "When?", "answer": "1900"}])
+    task: Any = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
+    assert task.name == "dates"
+    assert task.answers == "answer"
+    register_task(described_by(changed(QUESTIONS, answers="question"), "dates"))
+    task = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
+    assert task.answers == "question"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_packages_own_names_are_taken(name: str) -> None:
+    with pytest.raises(ValueError, match=f"task '{name}' comes with this package"):
+        register_task(described_by(QUESTIONS, name))
+
+
+# ---------------------------------------------------------------- the benchmarks themselves
+
+
+def prompts() -> Iterator[tuple[str, str, Prompt]]:
+    for name, task in BENCHMARKS.items():
+        for kind, prompt in task.prompts.items():
+            yield name, kind, prompt
+
+
+def test_the_benchmarks_prompts_fit_their_tasks() -> None:
+    seen = 0
+    for name, kind, prompt in prompts():
+        task = BENCHMARKS[name]
+        template = checked_template(prompt.template, kind, tuple(task.fields), task.optional_fields)
+        assert set(template.used_fields) == set(task.fields), f"{name} {kind} leaves out a field"
+        assert prompt.passage in (None, *task.fields)
+        assert prompt.source
+        assert len(prompt.label_words) == len(task.label_names)
+        seen += 1
+    assert seen == 16

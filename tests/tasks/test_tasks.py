@@ -1,0 +1,650 @@
+"""Tasks: deterministic data, subsets by seed, rows that arrive as they left, clear refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import EvalPrediction, PreTrainedTokenizerFast
+
+from hf_dpzero.tasks import TASKS, build_task, quickstart
+from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.rows import HubSource, load_splits
+from hf_dpzero.tasks.subsets import subset
+from hf_dpzero.tasks.task import Task
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+def tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
+    """Words to ids; unknown words are 1."""
+    words = ["[PAD]", "[UNK]", "good", "bad", "film", "very"]
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", padding_side=side
+    )
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def files(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataArguments:
+    train, validation = write(folder / "t.jsonl", rows), write(folder / "v.jsonl", rows[:4])
+    Path(validation).write_text(Path(validation).read_text() + "\n")  # a copy would be refused
+    return DataArguments(train_file=train, validation_file=validation, **settings)
+
+
+ROWS = [{"text": "very " * (i % 5) + "good film", "label": i % 3} for i in range(30)]
+
+
+# ---------------------------------------------------------------- quickstart
+
+
+@pytest.fixture(scope="module")
+def messages() -> datasets.DatasetDict:
+    return quickstart.generate()
+
+
+def test_quickstart_is_deterministic_distinct_and_balanced(messages: datasets.DatasetDict) -> None:
+    again = quickstart.generate()
+    assert {name: len(rows) for name, rows in messages.items()} == {
+        "train": 8192,
+        "validation": 1024,
+    }
+    for name, rows in messages.items():
+        assert rows[:] == again[name][:]
+        assert np.mean(rows["label"][:]) == 0.5
+    texts = [text for rows in messages.values() for text in rows["text"][:]]
+    assert len(set(texts)) == len(texts)
+    assert quickstart.generate(seed=1)["train"][:] != messages["train"][:]
+
+
+def test_quickstart_splits_share_no_filling() -> None:
+    train, validation = quickstart._TRAIN, quickstart._VALIDATION
+    for field in ("openings", "closings", "people", "past", "future"):
+        first, second = set(getattr(train, field)), set(getattr(validation, field))
+        assert first
+        assert second
+        assert not first & second, field
+    assert train.situations < validation.situations == len(quickstart._URGENT)
+    assert len(quickstart._URGENT) == len(quickstart._ROUTINE)
+
+
+def test_quickstart_text_reads_well(messages: datasets.DatasetDict) -> None:
+    for text in messages["validation"]["text"][:] + messages["train"]["text"][:500]:
+        assert "{" not in text
+        assert "  " not in text
+        assert text[0].isupper()
+        assert text[-1] in ".?"
+
+
+def test_quickstart_does_not_touch_the_global_generators() -> None:
+    import random
+
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    quickstart.generate()
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_quickstart_refuses_files() -> None:
+    with pytest.raises(ValueError, match=r"train_file='x.jsonl'.*text_classification"):
+        build_task(DataArguments(task="quickstart", train_file="x.jsonl"))
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_integer_labels(tmp_path: Path) -> None:
+    task = build_task(files(tmp_path, ROWS))
+    assert (task.name, task.label_names) == ("text_classification", ("0", "1", "2"))
+    assert task.splits["train"]["label"][:] == [row["label"] for row in ROWS]
+    assert len(task.splits["validation"]) == 4
+
+
+def test_string_labels_are_sorted_names(tmp_path: Path) -> None:
+    rows = [{"text": "x", "label": name} for name in ("spam", "ham", "spam", "ham")]
+    task = build_task(files(tmp_path, rows))
+    assert task.label_names == ("ham", "spam")
+    assert task.splits["train"]["label"][:] == [1, 0, 1, 0]
+
+
+def test_csv_pairs_and_named_columns(tmp_path: Path) -> None:
+    for name in ("t.csv", "v.csv"):
+        end = "\n" if name == "t.csv" else "\n\n"
+        (tmp_path / name).write_text("a,b,gold,extra\ngood,bad,1,7\nbad,film,0,8" + end)
+    task = build_task(
+        DataArguments(
+            train_file=str(tmp_path / "t.csv"),
+            validation_file=str(tmp_path / "v.csv"),
+            text_column="a",
+            text_pair_column="b",
+            label_column="gold",
+        )
+    )
+    assert task.text_columns == ("a", "b")
+    encoded = task.tokenize(tokenizer())["train"]
+    assert encoded["input_ids"][:] == [[2, 3], [3, 4]]
+    assert encoded["labels"][:] == [1, 0]
+
+
+def test_sst2_from_local_files(tmp_path: Path) -> None:
+    rows = [{"sentence": "good film", "label": i % 2} for i in range(6)]
+    task = build_task(files(tmp_path, rows, task="sst2"))
+    assert task.name == "sst2"
+    assert task.label_names == ("negative", "positive")
+    assert task.text_columns == ("sentence",)
+
+
+# ---------------------------------------------------------------- the paper's tasks
+
+PREMISES = ("premise", "hypothesis")
+SENTENCES = ("sentence1", "sentence2")
+NAMES = {
+    "sst2": ("negative", "positive"),
+    "sst5": ("very negative", "negative", "neutral", "positive", "very positive"),
+    "trec": ("ABBR", "ENTY", "DESC", "HUM", "LOC", "NUM"),
+    "rte": ("entailment", "not_entailment"),
+    "snli": ("entailment", "neutral", "contradiction"),
+    "mnli": ("entailment", "neutral", "contradiction"),
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "label"),
+    [
+        ("sst2", ("sentence",), "label"),
+        ("sst5", ("sentence",), "label"),
+        ("sst5", ("text",), "label"),  # as SetFit/sst5 has it
+        ("trec", ("text",), "label"),
+        ("trec", ("text",), "coarse_label"),  # as CogComp/trec has it
+        ("rte", PREMISES, "label"),
+        ("rte", SENTENCES, "label"),  # as GLUE has it
+        ("snli", PREMISES, "label"),
+        ("mnli", PREMISES, "label"),
+    ],
+)
+def test_a_task_knows_its_columns_and_labels(
+    tmp_path: Path, task: str, columns: tuple[str, ...], label: str
+) -> None:
+    size = len(NAMES[task])
+    rows = [
+        {**{c: f"{c} {i}" for c in columns}, label: i % size, "fine_label": "x", "idx": i}
+        for i in range(2 * size)
+    ]
+    loaded = build_task(files(tmp_path, rows, task=task))
+    assert loaded.name == task
+    assert loaded.label_names == NAMES[task]
+    assert loaded.text_columns == columns
+    assert loaded.splits["train"].column_names == [*columns, "label"]
+    assert loaded.splits["train"]["label"][:] == [row[label] for row in rows]
+    assert loaded.splits["train"][columns[-1]][1] == f"{columns[-1]} 1"
+
+
+def test_label_names_may_stand_for_labels(tmp_path: Path) -> None:
+    rows = [{"text": "x", "label": name} for name in reversed(NAMES["trec"])]
+    assert build_task(files(tmp_path, rows, task="trec")).splits["train"]["label"][:] == [
+        5,
+        4,
+        3,
+        2,
+        1,
+        0,
+    ]
+
+
+def test_settings_name_other_columns(tmp_path: Path) -> None:
+    rows = [{"a": "1", "b": "2", "premise": "no", "hypothesis": "no", "gold": i} for i in (0, 1)]
+    named = files(
+        tmp_path, rows, task="rte", text_column="b", text_pair_column="a", label_column="gold"
+    )
+    assert build_task(named).text_columns == ("b", "a")
+    half = files(tmp_path, rows, task="rte", text_pair_column="a", label_column="gold")
+    assert build_task(half).text_columns == ("premise", "a")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a", "label": 0}, r"no column 'premise' \(they have text, label\).*text_column"),
+        ({"premise": "a", "label": 0}, r"no column 'hypothesis'.*set text_pair_column"),
+        ({"premise": "a", "hypothesis": "b"}, r"no column 'label'.*set label_column"),
+    ],
+)
+def test_missing_columns_of_a_pair(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_task(files(tmp_path, [row] * 4, task="rte"))
+
+
+def test_snli_leaves_out_rows_without_a_label_and_others_refuse_them(tmp_path: Path) -> None:
+    labels = [0, -1, 1, 2, -1, 0]
+    rows = [
+        {"premise": f"p{i}", "hypothesis": "h", "label": label} for i, label in enumerate(labels)
+    ]
+    splits = build_task(files(tmp_path, rows, task="snli")).splits
+    assert splits["train"]["label"][:] == [0, 1, 2, 0]
+    assert splits["train"]["premise"][:] == ["p0", "p2", "p3", "p5"]
+    assert splits["validation"]["label"][:] == [0, 1, 2]  # `files` gives it the first four rows
+    with pytest.raises(ValueError, match="row 2 of the train rows .*a negative integer"):
+        build_task(files(tmp_path, rows, task="mnli"))
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "expected"),
+    [
+        ("sst2", {}, ("stanfordnlp/sst2", None, None)),
+        ("sst5", {}, ("SetFit/sst5", None, None)),
+        ("trec", {}, ("CogComp/trec", None, "refs/convert/parquet")),
+        ("rte", {}, ("nyu-mll/glue", "rte", None)),
+        ("snli", {}, ("stanfordnlp/snli", None, None)),
+        ("mnli", {}, ("nyu-mll/glue", "mnli", None)),
+        ("rte", {"dataset_config_name": "wnli"}, ("nyu-mll/glue", "wnli", None)),
+        ("trec", {"dataset_name": "my/trec"}, ("my/trec", None, None)),
+        (
+            "rte",
+            {"dataset_name": "super_glue", "dataset_config_name": "rte"},
+            ("super_glue", "rte", None),
+        ),
+    ],
+)
+def test_where_rows_come_from_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    settings: dict[str, str],
+    expected: tuple[str | None, ...],
+) -> None:
+    """Offline: the call to `datasets` is recorded, and answered with a small set of rows."""
+    calls = []
+    column = "sentence" if task.startswith("sst") else "text"
+    row = {column: "a", "premise": "a", "hypothesis": "b", "label": 0}
+    train = datasets.Dataset.from_list([row] * 3)
+
+    def load_dataset(name: str, config: str | None, revision: str | None) -> datasets.DatasetDict:
+        calls.append((name, config, revision))
+        held_out = {"trec": "test", "mnli": "validation_matched"}.get(task, "validation")
+        return datasets.DatasetDict({"train": train, held_out: train.select([0]), "other": train})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    splits = build_task(DataArguments(task=task, **settings)).splits
+    assert calls == [expected]
+    assert (len(splits["train"]), len(splits["validation"])) == (3, 1)
+
+
+def test_an_unreachable_task_names_its_revision() -> None:
+    with pytest.raises(OSError, match=r"CogComp/trec --repo-type dataset --revision refs/convert"):
+        build_task(DataArguments(task="trec"))
+
+
+def test_a_hub_data_set_without_the_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = datasets.Dataset.from_list([{"premise": "a", "hypothesis": "b", "label": 0}])
+    there = datasets.DatasetDict(train=train, validation=train)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **settings: there)
+    with pytest.raises(ValueError, match=r"has splits \['train', 'validation'\].*_matched' \(or"):
+        build_task(DataArguments(task="mnli"))
+
+
+REAL = {  # rows, classes' counts of the training rows
+    "sst2": (65_349, 872, None),
+    "sst5": (8_544, 1_101, [1092, 2218, 1624, 2322, 1288]),
+    "trec": (5_452, 500, [86, 1250, 1162, 1223, 835, 896]),
+    "rte": (2_490, 277, [1249, 1241]),
+    "snli": (1_666, 4_000, [562, 554, 550]),
+}
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the real data is not here")
+@pytest.mark.parametrize("task", REAL)
+def test_real_rows(task: str) -> None:
+    train, validation = (str(DATA / task / f"{split}.jsonl") for split in ("train", "validation"))
+    loaded = build_task(DataArguments(task=task, train_file=train, validation_file=validation))
+    size, held_out, counts = REAL[task]
+    assert (len(loaded.splits["train"]), len(loaded.splits["validation"])) == (size, held_out)
+    found = np.bincount(loaded.splits["train"]["label"][:], minlength=loaded.num_labels)
+    assert len(found) == loaded.num_labels
+    assert min(found) > 0
+    assert counts is None or found.tolist() == counts
+    assert all(text for text in loaded.splits["validation"][loaded.text_columns[-1]][:])
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the real data is not here")
+def test_real_mnli_rows(tmp_path: Path) -> None:
+    path = DATA / "mnli" / "validation.jsonl"
+    other = tmp_path / "few.jsonl"
+    other.write_text("".join(path.read_text(encoding="utf-8").splitlines(True)[:3]))
+    loaded = build_task(
+        DataArguments(task="mnli", train_file=str(other), validation_file=str(path))
+    )
+    assert len(loaded.splits["validation"]) == 3_000
+
+
+# ---------------------------------------------------------------- subsets
+
+
+def test_subsets_are_drawn_by_seed_and_not_by_position(tmp_path: Path) -> None:
+    def chosen(seed: int) -> list[str]:
+        rows = [{"text": str(i), "label": i % 2} for i in range(100)]
+        data = files(tmp_path, rows, max_train_samples=20, subset_seed=seed)
+        return build_task(data).splits["train"]["text"][:]
+
+    assert chosen(1) == chosen(1)
+    assert chosen(1) != chosen(2)
+    assert chosen(1) != [str(i) for i in range(20)]
+    assert len(set(chosen(1))) == 20
+
+
+def test_few_shot_takes_the_same_number_of_each_class(tmp_path: Path) -> None:
+    data = files(tmp_path, ROWS, num_examples_per_class=4, max_eval_samples=2)
+    splits = build_task(data).splits
+    assert np.bincount(splits["train"]["label"][:]).tolist() == [4, 4, 4]
+    assert len(splits["validation"]) == 2
+
+
+def test_few_shot_refuses_a_class_that_is_too_small(tmp_path: Path) -> None:
+    data = files(tmp_path, ROWS, num_examples_per_class=11)
+    with pytest.raises(ValueError, match=r"num_examples_per_class=11, but label 0 has 10"):
+        build_task(data)
+
+
+def test_few_shot_takes_what_there_is_if_told_to_and_says_so(tmp_path: Path) -> None:
+    rows = [{"text": str(i), "label": name} for i, name in enumerate("aabbbbbbcc")]
+    data = files(tmp_path, rows, num_examples_per_class=3)
+    with pytest.raises(
+        ValueError,
+        match=r"=3, but label a has 2 training rows, label c has 2 training rows; lower.*allow_fewer",
+    ):
+        build_task(data)
+    with pytest.warns(
+        UserWarning, match=r"=3, but label a has 2 training rows, label c has 2 .*all"
+    ):
+        train = build_task(dataclasses.replace(data, allow_fewer_per_class=True)).splits["train"]
+    assert np.bincount(train["label"][:]).tolist() == [2, 3, 2]  # n = 7 is what is accounted
+    assert len(set(train["text"][:])) == 7
+
+
+def test_the_choice_of_rows_does_not_depend_on_being_allowed_fewer(tmp_path: Path) -> None:
+    data = files(tmp_path, ROWS, num_examples_per_class=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        allowed = build_task(dataclasses.replace(data, allow_fewer_per_class=True))
+    assert allowed.splits["train"][:] == build_task(data).splits["train"][:]
+
+
+def test_asking_for_more_rows_than_there_are_keeps_all(tmp_path: Path) -> None:
+    splits = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(ROWS), validation=datasets.Dataset.from_list(ROWS)
+    )
+    assert len(subset(splits, DataArguments(max_train_samples=1000))["train"]) == len(ROWS)
+
+
+# ---------------------------------------------------------------- features and metric
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokenize_and_collate(tmp_path: Path, side: str) -> None:
+    task = build_task(files(tmp_path, ROWS, max_seq_length=4))
+    words = tokenizer(side)
+    rows = task.tokenize(words)["train"]
+    assert set(rows.column_names) >= {"input_ids", "attention_mask", "labels"}
+    assert "text" not in rows.column_names
+    assert max(map(len, rows["input_ids"][:])) == 4
+    batch = task.collator(words)([rows[i] for i in range(3)])
+    assert batch["input_ids"].shape == (3, 8)
+    assert batch["labels"].tolist() == [0, 1, 2]
+    assert batch["attention_mask"].sum(dim=1).tolist() == [2, 3, 4]
+    assert batch["attention_mask"][0, 0 if side == "right" else -1] == 1
+
+
+def test_collator_stacks_precomputed_features(tmp_path: Path) -> None:
+    task = build_task(files(tmp_path, ROWS))
+    rows = [{"sentence_embedding": torch.ones(3) * i, "labels": i} for i in range(2)]
+    batch = task.collator(tokenizer())(rows)
+    assert batch["sentence_embedding"].tolist() == [[0.0] * 3, [1.0] * 3]
+    assert batch["labels"].tolist() == [0, 1]
+
+
+def test_accuracy_works_offline(tmp_path: Path) -> None:
+    task = build_task(files(tmp_path, ROWS))
+    logits = np.array([[2.0, 1.0, 0.0], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    prediction = EvalPrediction(predictions=logits, label_ids=np.array([0, 1, 1, 0]))
+    assert task.compute_metrics(prediction) == {"accuracy": 0.75}
+    assert task.metric == "accuracy"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_unknown_task_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"task='sst3' is not one of .*sst2"):
+        build_task(DataArguments(task="sst3"))
+
+
+def test_every_registered_task_has_a_builder() -> None:
+    import importlib
+
+    assert TASKS
+    assert all(callable(importlib.import_module(module).build) for module in TASKS.values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a"}] * 4, r"no column 'label' \(they have text\); set label_column"),
+        ([{"words": "a", "label": 1}] * 4, r"no column 'text'.*set text_column"),
+        ([{"text": "a", "label": -1}] * 4, r"row 1 of the train rows .*negative integer"),
+        ([{"text": "a", "label": 0.5}] * 4, r"train rows holds float64 values; class labels are"),
+        ([{"text": "a", "label": [0]}] * 4, r"train rows holds List values; class labels are"),
+        ([{"text": "a", "label": 0}] * 4, r"holds 1 classes"),
+        ([{"text": "a", "label": 941_207}] * 4, r"holds more than 1000 classes"),
+        ([{"text": "a", "label": 1}, {"text": "b", "label": None}] * 2, r"empty in 2 of 4 rows"),
+    ],
+)
+def test_refused_rows(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_task(files(tmp_path, rows))
+
+
+def test_a_label_outside_the_task_is_refused(tmp_path: Path) -> None:
+    rows = [{"sentence": "a", "label": i} for i in (0, 1, 2, 1)]
+    with pytest.raises(
+        ValueError,
+        match=r"row 3 of the train rows \(counted from 1\) has an integer in column 'label', which "
+        r"is none of the 2 classes \(negative, positive\)",
+    ):
+        build_task(files(tmp_path, rows, task="sst2"))
+
+
+SECRET = "confidential diagnosis"
+
+
+@pytest.mark.parametrize(
+    ("labels", "settings", "message"),
+    [
+        (
+            ("negative", "positive", "negative", "positive", "negative", SECRET),
+            {"task": "sst2"},
+            r"row 6 of the train rows .* a text of 22 characters in column 'label'",
+        ),
+        (
+            ("a", "b", "a", "b", "a", SECRET),
+            {"class_names": ["a", "b"]},
+            r"row 6 of the train rows .* a text of 22 characters .*set class_names to all labels",
+        ),
+        ((0, 1, 0, 1, 941_207), {"class_names": ["a", "b"]}, r"row 5 .* an integer in column"),
+        ((0, 1, 0, 1, 941_207), {}, r"more than 1000 classes"),
+        ((0, 1, 0, 1, 941_207), {"task": "snli"}, r"row 5 of the labelled train rows"),
+        ((0.0, 1.0, 0.0, 1.0, 0.125), {"task": "sst2"}, r"row 5 .* a float in column 'label'"),
+        (
+            ("a", "b", "a", "b", SECRET),
+            {"prompt": "causal_lm", "template": "{text} {answer}", "label_words": ["x", "y"]},
+            r"label_words has 2 words, and column 'label' holds 3 labels; .*set class_names",
+        ),
+    ],
+)
+def test_refusals_do_not_quote_rows(
+    tmp_path: Path, labels: tuple[Any, ...], settings: dict[str, Any], message: str
+) -> None:
+    """What is refused is written into tables and logs that may be published."""
+    columns = ("text", "sentence", "premise", "hypothesis")
+    rows = [{**dict.fromkeys(columns, SECRET), "label": label} for label in labels]
+    with pytest.raises(ValueError, match=message) as refused:
+        build_task(files(tmp_path, rows, **settings))
+    for quoted in (SECRET, SECRET[:8], "941207", "0.125"):
+        assert quoted not in str(refused.value)
+
+
+def test_floats_that_are_whole_are_labels(tmp_path: Path) -> None:
+    rows = [{"sentence": "a", "label": label} for label in (0.0, 1.0, 1.0, 0.0)]
+    splits = build_task(files(tmp_path, rows, task="sst2")).splits
+    assert splits["train"]["label"][:] == [0, 1, 1, 0]
+
+
+# ---------------------------------------------------------------- whose names of labels
+
+
+def labelled(folder: Path, train: list[Any], validation: list[Any], **settings: Any) -> Any:
+    """The task of rows with these labels."""
+    paths = {
+        f"{split}_file": write(folder / f"{split}.jsonl", [{"text": "x", "label": v} for v in rows])
+        for split, rows in (("train", train), ("validation", validation))
+    }
+    return build_task(DataArguments(**paths, **settings))
+
+
+def test_class_names_name_strings_in_its_order(tmp_path: Path) -> None:
+    names = ["spam", "ham", "other"]  # not sorted, and "other" is in no row
+    task = labelled(tmp_path, ["ham", "spam", "ham"], ["spam", "ham"], class_names=names)
+    assert task.label_names == tuple(names)
+    assert task.splits["train"]["label"][:] == [1, 0, 1]
+    assert task.splits["validation"]["label"][:] == [0, 1]
+
+
+def test_class_names_name_integers(tmp_path: Path, caplog: Any) -> None:
+    names = ["spam", "ham", "other"]
+    task = labelled(tmp_path, [1, 0, 2], [0, 1], class_names=names)
+    assert task.label_names == tuple(names)
+    assert task.splits["train"]["label"][:] == [1, 0, 2]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "warns"),
+    [
+        (["a", "b", "a"], ["a", "b", "c"], False),  # every name is a public row's
+        (["a", "b", SECRET], ["a", "b"], True),
+        ([0, 1, 1], [0, 1, 2], False),
+        ([0, 1, 2], [0, 1, 1], True),
+        ([True, True], [False, False], False),  # false and true, whatever is in the rows
+    ],
+)
+def test_names_that_only_private_rows_have_are_warned_of(
+    tmp_path: Path, train: list[Any], validation: list[Any], warns: bool, caplog: Any
+) -> None:
+    """They are shipped in config.json; without the recipe's class_names, somebody must be told."""
+    task = labelled(tmp_path, train, validation)
+    if isinstance(train[0], str):
+        assert task.label_names == tuple(sorted({*train, *validation}))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warns
+    for message in said:
+        assert "becomes public" in message
+        assert "config.json" in message
+        assert "class_names" in message
+        assert SECRET not in message
+
+
+def test_class_names_are_for_tasks_whose_data_names_the_labels(tmp_path: Path) -> None:
+    rows = [{"sentence": "a", "label": i % 2} for i in range(4)]
+    with pytest.raises(ValueError, match=r"task 'sst2' has labels of its own .*leave class_names"):
+        build_task(files(tmp_path, rows, task="sst2", class_names=["a", "b"]))
+
+
+@pytest.mark.parametrize("names", [["a"], [], ["a", "a"], ["a", " "]])
+def test_refused_class_names(names: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"class_names=.* two or more different names"):
+        DataArguments(class_names=names)
+
+
+def test_labels_of_two_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'label' holds integers and text"):
+        labelled(tmp_path, [0, 1], [SECRET, "b"])
+
+
+def test_missing_sources_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", ROWS)
+    with pytest.raises(ValueError, match="validation_file is not set"):
+        build_task(DataArguments(train_file=path))
+    with pytest.raises(ValueError, match="set train_file and validation_file"):
+        build_task(DataArguments())
+    with pytest.raises(FileNotFoundError, match=r"absent.jsonl not found"):
+        build_task(DataArguments(train_file="absent.jsonl", validation_file=path))
+    with pytest.raises(ValueError, match=r"rows are read from"):
+        build_task(DataArguments(train_file="rows.txt", validation_file=path))
+
+
+def test_an_unreachable_hub_data_set_names_the_command() -> None:
+    with pytest.raises(OSError, match=r"hf download nobody/nothing --repo-type dataset"):
+        build_task(DataArguments(dataset_name="nobody/nothing"))
+
+
+def test_task_knows_its_number_of_labels(messages: datasets.DatasetDict) -> None:
+    task = Task(name="t", label_names=("a", "b"), text_columns=("text",), splits=messages)
+    assert task.num_labels == 2
+
+
+# ---------------------------------------------------------------- private rows are no evaluation rows
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_eval_samples": 2}, {"prompt": "causal_lm"}])
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_training_file_is_not_evaluated_on(
+    tmp_path: Path, copied: bool, settings: dict[str, Any]
+) -> None:
+    train = write(tmp_path / "t.jsonl", ROWS)
+    other = write(tmp_path / "v.jsonl", ROWS) if copied else str(tmp_path / "." / "t.jsonl")
+    with pytest.raises(ValueError, match="is (a copy of )?the train_file.*without noise"):
+        build_task(DataArguments(train_file=train, validation_file=other, **settings))
+
+
+def test_a_train_split_is_no_validation_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_list(
+        [{"sentence": "a", "label": 0}, {"sentence": "b", "label": 1}]
+    )
+    there = datasets.DatasetDict(train=rows, test=rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: there)
+    for split, words in (("train", "holds the private rows"), ("dev", "'dev'")):
+        with pytest.raises(ValueError, match=words):
+            load_splits(DataArguments(), HubSource("me/data", validation=split))
+    found = load_splits(DataArguments(), HubSource("me/data"))  # "test" where nothing was named
+    assert set(found) == {"train", "validation"}
+
+
+def test_a_line_that_is_not_json_is_named_and_not_quoted(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a", "label": 0}\nsecret words\n')
+    with pytest.raises(ValueError, match="line 2 is not JSON") as found:
+        build_task(
+            DataArguments(train_file=str(bad), validation_file=write(tmp_path / "v.jsonl", ROWS))
+        )
+    assert "secret" not in str(found.value)
+
+
+def test_label_words_that_are_the_labels_in_another_order_are_refused(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": "money"}, {"text": "b", "label": "broken"}] * 4
+    words = {"prompt": "causal_lm", "template": "{text} is about {answer}"}
+    with pytest.raises(ValueError, match="labels in their order are broken, money"):
+        build_task(files(tmp_path, rows, label_words=["money", "broken"], **words))
+    build_task(files(tmp_path, rows, label_words=["broken", "money"], **words))
+    build_task(files(tmp_path, rows, label_words=["bad", "good"], **words))

@@ -1,0 +1,363 @@
+"""Tiny language models learn prompted tasks under a private budget, and only from an honest objective.
+
+A RoBERTa and an OPT read the toy language of `toy_tasks` here. Then they are fine-tuned as a recipe
+says: tokenizer, prompts, collator, objective, sampler, clip, calibrated noise from the operating
+system. What is fixed in these runs is public (models, rows, settings); directions, batches and noise
+are drawn anew each time, so the bounds below are far from what the runs reach.
+
+Every bound stands between what learning reaches and what a broken objective can: labels that have
+nothing to do with their texts, no signal at all, or the loss of other tokens than the answer's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_tasks
+from torch import Tensor, nn
+
+from hf_dpzero.recipes.build import build_trainer
+from hf_dpzero.recipes.recipe import load_recipe
+from hf_dpzero.training.trainer import DPZeroTrainer
+
+Rows = list[dict[str, Any]]
+
+PRIVATE_ROWS = 4000
+SETTINGS = {
+    "method": "dpzero",
+    "target_epsilon": 8.0,
+    "num_directions": 8,
+    "max_steps": 40,
+    "clip": 2.0,
+    "smoothing": 0.01,
+    "lr_scheduler_type": "linear",
+    "max_seq_length": 48,
+    "per_device_train_batch_size": 64,
+    "per_device_eval_batch_size": 100,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task in the toy language.
+
+    Attributes:
+      model: fixture of the model that has read it.
+      rows: (count, seed) -> rows.
+      label: the column that answers.
+      settings: of the recipe.
+      description: of the task, where it is none of the registered ones.
+    """
+
+    model: str
+    rows: Callable[[int, int], Rows]
+    label: str
+    settings: Mapping[str, Any]
+    description: Mapping[str, Any] | None = None
+
+
+REVIEWS: dict[str, Any] = {"rows": toy_tasks.review_rows, "label": "label"}
+MASKED = Task(
+    model="masked_lm",
+    settings={
+        "task": "sst2",
+        "prompt": "masked_lm",
+        "learning_rate": 0.01,
+        "expected_batch_size": 64,
+    },
+    **REVIEWS,
+)
+CAUSAL = Task(
+    model="causal_lm",
+    settings={
+        "task": "sst2",
+        "prompt": "causal_lm",
+        "learning_rate": 0.02,
+        "expected_batch_size": 64,
+    },
+    **REVIEWS,
+)
+CANDIDATES = dataclasses.replace(
+    CAUSAL,
+    settings={
+        **CAUSAL.settings,
+        "label_words": ["a terrible one", "a great one"],
+        "expected_batch_size": 32,
+    },
+)
+ANSWERS = Task(
+    model="causal_lm",
+    rows=toy_tasks.room_rows,
+    label="answer",
+    settings={
+        "prompt": "causal_lm",
+        "max_new_tokens": 4,
+        "peft_method": "lora",
+        "lora_r": 2,
+        "learning_rate": 0.03,
+        "expected_batch_size": 32,
+    },
+    description={
+        "name": "rooms",
+        "fields": ["context", "question"],
+        "answers": "answer",
+        "metric": "squad",
+        "prompts": {"causal_lm": {"template": toy_tasks.ROOM_TEMPLATE}},
+    },
+)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """An objective that gets another batch than the task's collator made, or whose loss is scaled.
+
+    Not one that predicts: the trainer evaluates by the honest one.
+    """
+
+    objective: Any
+    change: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
+    scale: float = 1.0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.objective.columns
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self.scale * self.objective(model, self.change(inputs))
+
+
+def one_token_early(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {**inputs, "positions": inputs["positions"] - 1}
+
+
+def prompt_instead(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The prompt is labelled, and the answer is not."""
+    prompt = (inputs["labels"] == -100) & (inputs["attention_mask"] > 0)
+    return {**inputs, "labels": inputs["input_ids"].masked_fill(~prompt, -100)}
+
+
+def shuffled(rows: Rows, label: str) -> Rows:
+    """Every row with the answer of another one: as many of each, and none has to do with its text."""
+    answers = [row[label] for row in rows]
+    random.Random(0).shuffle(answers)
+    return [{**row, label: answer} for row, answer in zip(rows, answers)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Scores of public rows before and after: "loss", and "accuracy" or "f1"."""
+
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    trainer: DPZeroTrainer
+
+    @property
+    def loss(self) -> float:
+        """Share of the first loss that is left."""
+        return self.after["loss"] / self.before["loss"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Callable[[str], Path]:
+    """ "masked_lm" or "causal_lm" -> the folder of the model, which reads on first use."""
+    read: dict[str, Path] = {}
+    make = {
+        "masked_lm": toy_tasks.pretrained_masked_lm,
+        "causal_lm": toy_tasks.pretrained_causal_lm,
+    }
+
+    def folder(name: str) -> Path:
+        if name not in read:
+            read[name] = make[name](tmp_path_factory.mktemp(name))
+        return read[name]
+
+    return folder
+
+
+@pytest.fixture
+def fine_tune(models, tmp_path_factory) -> Callable[..., Outcome]:
+    """(task, rows=..., broken=..., **settings) -> what a run of the recipe reaches."""
+
+    def run(
+        task: Task,
+        rows: Callable[[Rows, str], Rows] = lambda rows, label: rows,
+        broken: Callable[[Any], Any] = lambda honest: honest,
+        **settings: Any,
+    ) -> Outcome:
+        folder = tmp_path_factory.mktemp("run")
+        private = rows(task.rows(PRIVATE_ROWS, 1), task.label)
+        files = {
+            "train_file": str(toy_tasks.write_rows(folder / "train.jsonl", private)),
+            "validation_file": str(
+                toy_tasks.write_rows(folder / "public.jsonl", task.rows(200, 2))
+            ),
+            "model_name_or_path": str(models(task.model)),
+            "output_dir": str(folder / "out"),
+        }
+        if task.description is not None:
+            (folder / "task.yaml").write_text(json.dumps(task.description))
+            files["task"] = str(folder / "task.yaml")
+        (folder / "recipe.yaml").write_text(json.dumps(files))
+        trainer = build_trainer(
+            load_recipe(folder / "recipe.yaml", {**SETTINGS, **task.settings, **settings})
+        )
+        honest = trainer.per_example_loss
+        before = scores(trainer)
+        trainer.per_example_loss = broken(honest)
+        trainer.train()
+        trainer.per_example_loss = honest
+        return Outcome(before, scores(trainer), trainer)
+
+    return run
+
+
+def scores(trainer: DPZeroTrainer) -> dict[str, float]:
+    found = trainer.evaluate()
+    return {
+        name: found[f"eval_{name}"]
+        for name in ("loss", "accuracy", "f1")
+        if f"eval_{name}" in found
+    }
+
+
+def flipped(rows: Rows, label: str) -> Rows:
+    """Praise is called blame, and blame praise."""
+    return [{**row, label: 1 - row[label]} for row in rows]
+
+
+def assert_private(outcome: Outcome) -> None:
+    """The run spent the budget that it was given, with noise of the operating system."""
+    report = outcome.trainer.privacy_report()
+    assert report.private
+    assert 0 < outcome.trainer.epsilon_spent <= 8.0
+    assert outcome.trainer.trajectory.next_step == outcome.trainer.plan.steps
+
+
+# ---------------------------------------------------------------- the loss
+
+LEARNT, NOTHING = 0.3, 0.6
+"""Shares of the first loss: an honest run leaves less than the one, a broken run more than the other."""
+
+
+def test_masked_lm_learns_what_its_label_words_mean(models, fine_tune):
+    """At first both words are as likely; the labels alone say which of them praises."""
+    learnt = fine_tune(MASKED)
+    assert_private(learnt)
+    assert learnt.before["loss"] == pytest.approx(0.693, abs=0.05)  # log 2: it knows nothing
+    assert learnt.loss < LEARNT
+    assert learnt.after["accuracy"] > 0.95
+    assert fine_tune(MASKED, rows=shuffled).loss > NOTHING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "broken",
+    [lambda honest: Broken(honest, scale=0.0), lambda honest: Broken(honest, one_token_early)],
+    ids=["no_signal", "one_token_early"],
+)
+def test_masked_lm_learns_nothing_from_a_broken_objective(fine_tune, broken):
+    """Noise alone, and word scores at the token before the mask."""
+    assert fine_tune(MASKED, broken=broken).loss > NOTHING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [CAUSAL, CANDIDATES], ids=["one_token", "several_tokens"])
+def test_causal_lm_learns_what_its_label_words_mean(fine_tune, task):
+    """ " great" and " terrible" after the prompt; " a great one" and " a terrible one"."""
+    learnt = fine_tune(task)
+    assert_private(learnt)
+    assert learnt.loss < LEARNT
+    assert learnt.after["accuracy"] > 0.95
+    assert fine_tune(task, rows=shuffled).loss > NOTHING
+
+
+@pytest.mark.slow
+def test_causal_lm_learns_to_answer(fine_tune):
+    """At first it names the second thing; greedy answers become right, word for word."""
+    learnt = fine_tune(ANSWERS)
+    assert_private(learnt)
+    assert learnt.loss < LEARNT
+    assert learnt.before["f1"] < 0.1
+    assert learnt.after["f1"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [{"rows": shuffled}, {"broken": lambda honest: Broken(honest, prompt_instead)}],
+    ids=["answers_of_others", "loss_of_the_prompt"],
+)
+def test_causal_lm_does_not_learn_to_answer_from_a_broken_objective(fine_tune, setting):
+    assert fine_tune(ANSWERS, **setting).loss > NOTHING
+
+
+# ---------------------------------------------------------------- what has no gradient
+
+BY_ACCURACY = {
+    "objective": "accuracy",
+    "num_directions": 4,
+    "expected_batch_size": 32,
+    "max_steps": 25,
+    "smoothing": 0.05,
+    "learning_rate": 0.02,
+}
+
+
+@pytest.mark.slow
+def test_accuracy_itself_is_trained_on(fine_tune):
+    """It follows the labels both ways, so it is they that move it and no drift.
+
+    Near a tie a drift alone may call nearly every review right, or nearly every one wrong; the loss of
+    the cross entropy, which nobody trained on here, falls only where the right words gain.
+    """
+    right = fine_tune(MASKED, **BY_ACCURACY)
+    wrong = fine_tune(MASKED, rows=flipped, **BY_ACCURACY)
+    assert_private(right)
+    assert right.before["accuracy"] < 0.6
+    assert right.after["accuracy"] > 0.9
+    assert right.loss < 0.7
+    assert wrong.after["accuracy"] < 0.1
+    assert wrong.loss > 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dp-sgd", "dp-adamw"])
+def test_accuracy_is_refused_where_gradients_are_needed(fine_tune, method):
+    with pytest.raises(ValueError, match="has no gradient"):
+        fine_tune(MASKED, objective="accuracy", method=method)
+
+
+BY_F1 = {
+    "objective": "f1",
+    "max_new_tokens": 2,
+    "num_directions": 8,
+    "expected_batch_size": 8,
+    "max_steps": 45,
+    "smoothing": 0.1,
+    "learning_rate": 0.02,
+}
+
+
+@pytest.mark.slow
+def test_f1_itself_is_trained_on(fine_tune):
+    """At first nearly no token of a greedy answer is right, in the end most are.
+
+    The bound is no proof against drift, which may also come to prefer the first thing: of these very
+    settings on shuffled answers four runs reached 0 to 0.17, of honest ones seven 0.72 to 0.97.
+    """
+    learnt = fine_tune(ANSWERS, **BY_F1)
+    assert_private(learnt)
+    assert learnt.before["f1"] < 0.1
+    assert learnt.after["f1"] > 0.5

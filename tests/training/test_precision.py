@@ -1,0 +1,421 @@
+"""Ways of computing the same numbers: attention kernels, torch.compile, autocast."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import default_data_collator
+
+from hf_dpzero import DPZeroConfig, DPZeroTrainer
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.objectives.losses import is_compiled, select_objective
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.training import compilation
+from hf_dpzero.training.compilation import compile_, unwrapped
+from hf_dpzero.training.precision import uncached_autocast
+
+U = Direction(5, 0, 0)
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler"),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def graphs() -> int:
+    """Graphs that dynamo has compiled in this test."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def differences_of(model: Any, smoothing: float = 1e-2, **settings: Any) -> FiniteDifferences:
+    space = ParameterSpace.from_model(model, smoothing=smoothing)
+    space.snap_()
+    return FiniteDifferences(model, space, select_objective(model), smoothing, **settings)
+
+
+def per_example(model: Any, batch: Any, **settings: Any) -> torch.Tensor:
+    """x [B, 2]; the model is settled again."""
+    differences = differences_of(model, **settings)
+    x = differences([batch], [U, Direction(6, 0, 0)])
+    differences.space.settle_()
+    return x
+
+
+def tolerance(model: Any, batch: Any, smoothing: float = 1e-2) -> float:
+    """Eight roundings of float32 in each of two losses, divided by 2 lambda."""
+    with torch.no_grad():
+        largest = float(select_objective(model)(model, batch).max())
+    return 8 * 2**-23 * largest / smoothing
+
+
+# ---------------------------------------------------------------- attention
+
+
+def padded(batch: dict[str, torch.Tensor], side: str) -> dict[str, torch.Tensor]:
+    """Rows of different lengths, padded on `side`."""
+    mask = batch["attention_mask"]
+    assert len(mask.sum(1).unique()) > 1
+    if side == "right":
+        return batch
+    moves = (mask.shape[1] - mask.sum(1)).tolist()
+
+    def left(value: torch.Tensor) -> torch.Tensor:
+        rolled = [row.roll(n) for row, n in zip(value, moves)]
+        return torch.stack(rolled) if value.dim() == 2 else value
+
+    return {name: left(value) for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("factory", ["tiny_bert", "tiny_opt"])
+def test_sdpa_and_eager_attention_agree(factory: str, side: str, request: Any):
+    make = request.getfixturevalue(factory)
+    batch = padded(request.getfixturevalue("causal_batch")(), side)
+    if factory == "tiny_bert":
+        batch = {**batch, "labels": torch.tensor([0, 1, 1, 0])}
+    found = {}
+    for kind in ("sdpa", "eager"):
+        model = make()
+        model.set_attn_implementation(kind)
+        found[kind] = per_example(model, batch)
+        assert model.config._attn_implementation == kind
+    assert (found["sdpa"] - found["eager"]).abs().max() <= tolerance(make(), batch)
+    assert found["eager"].abs().min() > 10 * tolerance(make(), batch)  # or there is no power
+
+
+def test_agreement_would_fail_where_the_mask_is_ignored(tiny_opt, causal_batch):
+    """What the tolerance above must notice: attention to padding."""
+    batch = padded(causal_batch(), "right")
+    unmasked = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+    left = padded(causal_batch(), "left")
+    gone = {**left, "attention_mask": torch.ones_like(left["attention_mask"])}
+    kept = per_example(tiny_opt(), left)
+    assert (kept - per_example(tiny_opt(), gone)).abs().max() > tolerance(tiny_opt(), left)
+    # Padding on the right lies behind every label: causal attention does not see it.
+    same = per_example(tiny_opt(), batch) - per_example(tiny_opt(), unmasked)
+    assert same.abs().max() <= tolerance(tiny_opt(), batch)
+
+
+# ---------------------------------------------------------------- torch.compile, the engine
+
+
+def classification_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(4, 64, (4, 9), generator=generator)
+    labels = torch.tensor([0, 1, 1, 0])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [
+        ("eager", "in place"),
+        ("eager", "wrapped"),
+        ("eager", "one layer"),
+        ("aot_eager", "in place"),
+        pytest.param(*INDUCTOR.values, "in place", marks=INDUCTOR.marks),
+        pytest.param(*INDUCTOR.values, "wrapped", marks=INDUCTOR.marks),
+        pytest.param(*INDUCTOR.values, "one layer", marks=INDUCTOR.marks),
+    ],
+)
+def test_compiled_code_sees_the_perturbation(tiny_bert, backend: str, way: str):
+    batch, plain = classification_batch(), tiny_bert()
+    expected = per_example(plain, batch)
+    model: Any = tiny_bert()
+    if way == "wrapped":
+        model = torch.compile(model, backend=backend)
+    else:
+        (model if way == "in place" else model.bert.encoder.layer[0]).compile(backend=backend)
+    found = per_example(model, batch)
+    assert graphs() > 0
+    assert (found - expected).abs().max() <= tolerance(plain, batch)
+    assert expected.abs().min() > 10 * tolerance(plain, batch)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_one_graph_serves_every_perturbation(tiny_bert, backend: str):
+    """Values and version counters of weights are no guards: nothing is compiled again."""
+    model, batch = tiny_bert(), classification_batch()
+    model.compile(backend=backend)
+    differences = differences_of(model)
+    differences([batch], [U])
+    first = graphs()
+    for step in range(1, 4):
+        differences([batch], [Direction(5, step, 0)])
+        differences.space.step_([Direction(5, step, 0)], [1e-3])
+    assert graphs() == first > 0
+
+
+def test_a_frozen_prefix_is_not_reused_in_compiled_models(tiny_bert):
+    def frozen() -> Any:
+        model = tiny_bert()
+        model.bert.embeddings.requires_grad_(False)
+        model.bert.encoder.layer[0].requires_grad_(False)
+        return model
+
+    batch, model = classification_batch(), frozen()
+    model.compile(backend="eager")
+    assert differences_of(frozen()).prefix is not None
+    assert differences_of(model).prefix is None
+    expected, found = per_example(frozen(), batch), per_example(model, batch)
+    assert (found - expected).abs().max() <= tolerance(frozen(), batch)
+
+
+def test_unwrapped_gives_the_model_compiled_in_place(tiny_bert):
+    model = tiny_bert()
+    assert unwrapped(model) is model and not is_compiled(model)
+    inner = unwrapped(torch.compile(model, backend="eager"))
+    assert inner is model and is_compiled(model)
+    batch = classification_batch()
+    found = per_example(inner, batch)
+    assert graphs() == 1
+    assert (found - per_example(tiny_bert(), batch)).abs().max() <= tolerance(tiny_bert(), batch)
+    assert not any(name.startswith("_orig_mod") for name, _ in inner.named_parameters())
+
+
+def test_weights_folded_into_constants_are_refused(tiny_bert):
+    """Inductor's freezing would leave every loss at theta: x = 0 for everyone, and only noise."""
+    import torch._inductor.config as inductor
+
+    class Args:
+        torch_compile, torch_compile_backend, torch_compile_mode = False, "inductor", None
+
+    model = tiny_bert()
+    with inductor.patch(freezing=True):
+        compile_(model, Args)  # nothing is compiled: nothing to refuse
+        model.compile(backend="eager")
+        with pytest.raises(ValueError, match="freezing is on.*TORCHINDUCTOR_FREEZING"):
+            compile_(model, Args)
+    compile_(model, Args)
+
+
+# ---------------------------------------------------------------- in the trainer
+
+
+def rows(count: int = 40, seed: int = 1) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 64, (count, 8), generator=generator)
+    return [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": int(row[0] > 33)}
+        for row in ids
+    ]
+
+
+def build(folder: Any, model: Any, **settings: Any) -> DPZeroTrainer:
+    defaults = {
+        "output_dir": str(folder),
+        "noise_multiplier": 1.0,
+        "target_delta": 1e-3,
+        "clip": 50.0,
+        "expected_batch_size": 8,
+        "microbatch_size": 4,
+        "max_steps": 3,
+        "smoothing": 4e-3,
+        "learning_rate": 1e-3,
+        "direction_key": 7,
+        "sampler_key": "ab" * 32,
+        "insecure_noise_seed": 3,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return DPZeroTrainer(
+        model=model,
+        args=DPZeroConfig(**{**defaults, **settings}),
+        train_dataset=rows(),
+        eval_dataset=rows(10, seed=2),
+        data_collator=default_data_collator,
+    )
+
+
+def values(trainer: DPZeroTrainer) -> torch.Tensor:
+    trainer.train()
+    return torch.tensor([release.values[0] for release in trainer.trajectory.releases])
+
+
+def test_torch_compile_true_reaches_the_steps(tmp_path, tiny_bert):
+    """Hugging Face's compiled wrapper is not what a step evaluates; the model itself is compiled."""
+    expected = values(build(tmp_path / "plain", tiny_bert(), max_steps=1))
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
+    found = values(build(tmp_path / "compiled", tiny_bert(), **settings))
+    assert graphs() > 0
+    assert torch.allclose(found, expected, rtol=0, atol=1e-3)
+    assert expected.abs().min() > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [None, r"layer\.1|classifier"])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_torch_compile_true_trains_the_same(tmp_path, tiny_bert, backend: str, frozen: str | None):
+    """Losses differ by float32 rounding, values by that over 2 lambda: about 1e-5."""
+    plain = build(tmp_path / "plain", tiny_bert(), trainable=frozen)
+    expected = values(plain)
+    settings = {"torch_compile": True, "torch_compile_backend": backend, "trainable": frozen}
+    compiled = build(tmp_path / "compiled", tiny_bert(), **settings)
+    found = values(compiled)
+    assert graphs() > 0  # the steps ran compiled code
+    assert torch.allclose(found, expected, rtol=0, atol=1e-3)
+    assert expected.abs().min() > 1e-2
+    assert is_compiled(compiled.model)
+    assert compiled.trajectory.header["trainable"] == plain.trajectory.header["trainable"]
+    public_loss = plain.evaluate()["eval_loss"]
+    assert compiled.evaluate()["eval_loss"] == pytest.approx(public_loss, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_compiled_already_trains_the_same_and_saves(tmp_path, tiny_bert):
+    expected = values(build(tmp_path / "plain", tiny_bert()))
+    model = tiny_bert()
+    model.compile(backend="eager")
+    trainer = build(tmp_path / "compiled", model)
+    assert torch.allclose(values(trainer), expected, rtol=0, atol=1e-3)
+    assert graphs() > 0
+    trainer.save_model()
+    again = type(model).from_pretrained(tmp_path / "compiled")
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_the_attention_that_was_asked_for_stays(tmp_path, tiny_bert, kind: str):
+    model = tiny_bert()
+    model.set_attn_implementation(kind)
+    before = model.config.to_dict()
+    trainer = build(tmp_path, model)
+    trainer.train()
+    assert trainer.model.config._attn_implementation == kind
+    # Hugging Face's Trainer turns use_cache off; nothing else changes.
+    assert {**trainer.model.config.to_dict(), "use_cache": None} == {**before, "use_cache": None}
+
+
+class Writer(nn.Module):
+    """A model with one float per row, whose forward changes its weight."""
+
+    def __init__(self, through_data: bool) -> None:
+        super().__init__()
+        self.weight, self.through_data = nn.Parameter(torch.ones(8)), through_data
+
+    @torch.no_grad()
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        weight = self.weight.data if self.through_data else self.weight
+        weight.mul_(1.001)
+        return input_ids.float() @ self.weight
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_model_that_writes_to_its_weights_is_refused_before_anything(tmp_path, through_data):
+    trainer = build(tmp_path, Writer(through_data))
+    trainer.per_example_loss = lambda model, inputs: model(**inputs)
+    with pytest.raises(ValueError, match="weight changed its value during a forward pass"):
+        trainer.train()
+    assert not list(tmp_path.rglob("*.jsonl")) and trainer.trajectory is None
+
+
+# ---------------------------------------------------------------- autocast
+
+
+def test_bf16_trains_and_is_near_float32(tmp_path, tiny_bert):
+    """Same directions, rows and noise; bfloat16 has 8 bits, so values agree to a few percent."""
+    exact = values(build(tmp_path / "fp32", tiny_bert(), microbatch_size=1))
+    trainer = build(tmp_path / "bf16", tiny_bert(), bf16=True, microbatch_size=1)
+    low = values(trainer)
+    assert not torch.equal(low, exact)  # autocast was on
+    assert torch.allclose(low, exact, rtol=0.1, atol=0.1)
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    with pytest.raises(ValueError, match="bf16=True with microbatch_size=4"):
+        build(tmp_path / "coupled", tiny_bert(), bf16=True).train()
+
+
+@pytest.mark.slow
+def test_bf16_compiled_trains_the_same(tmp_path, tiny_bert):
+    settings = {"bf16": True, "microbatch_size": 1}
+    expected = values(build(tmp_path / "plain", tiny_bert(), **settings))
+    settings |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    found = values(build(tmp_path / "compiled", tiny_bert(), **settings))
+    assert graphs() > 0
+    assert torch.allclose(found, expected, rtol=0.1, atol=0.1)
+
+
+def test_what_is_checked_before_training_runs_in_its_arithmetic(tmp_path, tiny_bert):
+    """Accelerate puts autocast around the model only after the trial and the set-up checks."""
+    trainer = build(tmp_path, tiny_bert(), bf16=True, microbatch_size=1)
+    seen: list[tuple[bool, bool]] = []
+
+    def losses(model: Any, inputs: Any) -> torch.Tensor:
+        state = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+        seen.append(state)
+        return select_objective(model)(model, inputs)
+
+    trainer.per_example_loss = losses
+    trainer.train()
+    assert len(seen) > 10 and set(seen) == {(True, False)}
+
+
+def test_no_copy_of_a_weight_outlives_a_forward_pass(tmp_path, tiny_bert):
+    """With autocast's cache a second pass inside one block would not see a moved weight."""
+    trainer = build(tmp_path, tiny_bert(), bf16=True, microbatch_size=1)
+    model, batch = tiny_bert(), classification_batch()
+    objective = select_objective(model)
+
+    def moved_inside(context: Any) -> bool:
+        with torch.no_grad(), context:
+            before = objective(model, batch)
+            model.bert.encoder.layer[0].attention.self.query.weight.add_(0.5)
+            model.classifier.weight.add_(0.5)
+            return not torch.equal(before, objective(model, batch))
+
+    assert not moved_inside(torch.autocast("cpu", torch.bfloat16))  # the trap is there
+    assert moved_inside(uncached_autocast(trainer.accelerator))
+
+
+@pytest.mark.parametrize("strategy", ["layerwise"])
+def test_strategies_agree_under_autocast(tmp_path, tiny_bert, strategy: str):
+    """It shows several values through one Parameter: cached copies would make x nearly 0."""
+    settings = {"bf16": True, "microbatch_size": 1}
+    expected = values(build(tmp_path / "whole", tiny_bert(), **settings))
+    other = build(tmp_path / "other", tiny_bert(), perturbation_strategy=strategy, **settings)
+    assert torch.allclose(values(other), expected, rtol=0.05, atol=0.05)
+    assert other.step.differences.strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("fp16", "mixed_precision='fp16' .*too coarse"), ("bf16", "with microbatch_size=4")],
+)
+def test_mixed_precision_from_the_launcher_is_seen(tmp_path, tiny_bert, monkeypatch, name, message):
+    """`accelerate launch --mixed_precision` sets a variable, not an argument."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
+    trainer = build(tmp_path, tiny_bert())
+    assert not trainer.args.bf16
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_training_under_the_users_own_autocast_is_refused(tmp_path, tiny_bert):
+    trainer = build(tmp_path, tiny_bert())
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match=r"called under torch.autocast.*bf16=True"),
+    ):
+        trainer.train()
+
+
+def test_the_refusal_of_freezing_is_asked_by_the_trainer(tmp_path, tiny_bert, monkeypatch):
+    monkeypatch.setattr(compilation, "_folds_weights", lambda: True)
+    trainer = build(tmp_path, tiny_bert(), torch_compile=True, torch_compile_backend="eager")
+    with pytest.raises(ValueError, match="freezing is on"):
+        trainer.train()

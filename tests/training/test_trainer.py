@@ -1,0 +1,864 @@
+"""The trainer end to end on tiny models: the invariances and refusals of docs/privacy.md."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    TrainerCallback,
+    default_data_collator,
+)
+
+from hf_dpzero import DPZeroConfig, DPZeroTrainer
+from hf_dpzero.estimators.parameter_guard import ParameterChanged
+from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.ledger.trajectory import LedgerError, Trajectory, replay
+from hf_dpzero.perturbation.directions import Direction, DirectionStream, direction_vector
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
+
+KEY = "ab" * 32
+
+
+def tiny_model(seed: int = 0, **config) -> BertForSequenceClassification:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return BertForSequenceClassification(
+            BertConfig(
+                vocab_size=50,
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=32,
+                max_position_embeddings=16,
+                **config,
+            )
+        )
+
+
+def tiny_data(rows: int = 120, seed: int = 1) -> Dataset:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 50, (rows, 8), generator=generator)
+    return Dataset.from_dict(
+        {
+            "input_ids": ids.tolist(),
+            "attention_mask": torch.ones_like(ids).tolist(),
+            "labels": (ids[:, 0] > 27).long().tolist(),
+        }
+    )
+
+
+def config(tmp_path, **settings) -> DPZeroConfig:
+    defaults = {
+        "output_dir": str(tmp_path),
+        "noise_multiplier": 1.0,
+        "target_delta": 1e-3,
+        "clip": 5.0,
+        "expected_batch_size": 12,
+        "microbatch_size": 8,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "direction_key": 7,
+        "sampler_key": KEY,
+        "insecure_noise_seed": 3,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 2,
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return DPZeroConfig(**{**defaults, **settings})
+
+
+def build(tmp_path, model=None, *, data=None, trainer_settings=None, **settings) -> DPZeroTrainer:
+    return DPZeroTrainer(
+        model=model or tiny_model(),
+        args=config(tmp_path, **settings),
+        train_dataset=data if data is not None else tiny_data(),
+        eval_dataset=tiny_data(40, seed=2),
+        data_collator=default_data_collator,
+        **(trainer_settings or {}),
+    )
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------- the step is Algorithm 2
+
+
+def test_limit_no_clip_no_noise_is_mezo_bit_for_bit(tmp_path):
+    """MeZO written out here with torch only: same grid, same directions, no engine calls."""
+    trainer = build(
+        tmp_path,
+        method="mezo",
+        noise_multiplier=None,
+        sampling="full_batch",
+        max_steps=4,
+        microbatch_size=200,
+        lr_scheduler_type="constant",
+    )
+    model, data = tiny_model().eval(), tiny_data()
+    trainer.train()
+    batch = default_data_collator([data[i] for i in range(len(data))])
+    labels = batch.pop("labels")
+    space = ParameterSpace.from_model(model)  # only for its grid and layout
+    space.snap_()
+    spacings = [2.0 ** (state["exponent"] - 24) for state in space.state_dict().values()]
+
+    @torch.no_grad()
+    def losses(u, coefficient):
+        for p, o, q in zip(space.tensors, space.offsets, spacings):
+            part = u[o : o + p.numel()].view_as(p)
+            p.add_(part * (round(coefficient / q) * q))
+        out = torch.nn.functional.cross_entropy(model(**batch).logits, labels, reduction="none")
+        for p, o, q in zip(space.tensors, space.offsets, spacings):
+            p.sub_(u[o : o + p.numel()].view_as(p) * (round(coefficient / q) * q))
+        return out.double()
+
+    for step in range(4):
+        whole = [(0, space.offsets[-1] + space.tensors[-1].numel())]
+        u = direction_vector(Direction(7, step), "rademacher", whole)
+        difference = (losses(u, 1e-3) - losses(u, -1e-3)) / 2e-3
+        value = float(torch.tensor(float(difference.sum()) / len(data), dtype=torch.float32))
+        stream = DirectionStream(Direction(7, step), "rademacher", space.layout)
+        uniforms = stream.coefficient_uniforms(np.arange(len(spacings), dtype=np.uint64))
+        with torch.no_grad():
+            for p, o, q, r in zip(space.tensors, space.offsets, spacings, uniforms):
+                steps = math.floor(-1e-2 * value / q + r)  # public stochastic rounding
+                p.add_(u[o : o + p.numel()].view_as(p) * (steps * q))
+    assert same(weights(trainer.model), weights(model))
+
+
+def test_values_are_clipped_sum_plus_noise_over_expected_batch(tmp_path):
+    """One step by hand: same batch, same directions; the difference is exactly the seeded noise."""
+    trainer = build(tmp_path, max_steps=1, num_directions=3)
+    trainer.train()
+    quiet = build(tmp_path / "quiet", max_steps=1, num_directions=3, noise_multiplier=1e-3)
+    quiet.train()
+    noisy, clean = (t.trajectory.releases[0].values for t in (trainer, quiet))
+    mechanism = trainer.plan.mechanism
+    noise = InsecureSeededNoise(3).gaussian(1.0 * mechanism.clip / mechanism.granularity, 3, 0)
+    for value, base, integer in zip(noisy, clean, noise, strict=True):
+        expected = integer * mechanism.granularity / 12
+        assert value - base == pytest.approx(expected, abs=0.01)
+        assert abs(expected) < 5 * 5.0 / 12
+
+
+# ---------------------------------------------------------------- invariances
+
+
+def test_same_everything_gives_same_weights_and_microbatching_does_not_matter(tmp_path):
+    runs = [build(tmp_path / str(size), microbatch_size=size, max_steps=5) for size in (1, 8, 64)]
+    for trainer in runs:
+        trainer.train()
+    values = [[r.values[0] for r in t.trajectory.releases] for t in runs]
+    for other in values[1:]:  # losses of other batch shapes differ by float32 rounding only
+        assert other == pytest.approx(values[0], abs=2e-3)
+    again = build(tmp_path / "again", microbatch_size=8, max_steps=5)
+    again.train()
+    assert same(weights(again.model), weights(runs[1].model))
+
+
+def test_same_direction_key_different_noise(tmp_path):
+    runs = [build(tmp_path / str(i), insecure_noise_seed=None, max_steps=2) for i in range(2)]
+    for trainer in runs:
+        assert isinstance(trainer.noise, SecureNoise)
+        trainer.train()
+    first, second = (t.trajectory.releases for t in runs)
+    assert first[0].values != second[0].values
+    assert runs[0].trajectory.header["direction_key"] == runs[1].trajectory.header["direction_key"]
+
+
+@pytest.mark.parametrize("direction", ["rademacher", "gaussian", "sphere"])
+def test_replay_rebuilds_the_weights_bit_for_bit(tmp_path, direction):
+    trainer = build(
+        tmp_path,
+        direction=direction,
+        num_directions=2,
+        weight_decay=0.1,
+        warmup_steps=2,
+        lr_scheduler_type="cosine",
+    )
+    trainer.train()
+    trainer.save_model()
+    rebuilt = tiny_model()
+    replay(rebuilt, Trajectory.load(tmp_path / "trajectory.safetensors"))
+    assert same(weights(trainer.model), weights(rebuilt))
+    saved = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert same(weights(saved), weights(rebuilt))
+    assert not same(weights(tiny_model()), weights(rebuilt))
+
+
+class _StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+class _CrashAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step >= self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("crash_after", [4, 5])  # at a checkpoint, and one step past it
+def test_resume_equals_a_straight_run(tmp_path, crash_after):
+    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 9, "warmup_steps": 3}
+    straight = build(tmp_path / "straight", **settings)
+    straight.train()
+    first = build(
+        tmp_path / "cut", trainer_settings={"callbacks": [_CrashAt(crash_after)]}, **settings
+    )
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    assert first.trajectory.next_step == crash_after
+    second = build(tmp_path / "cut", **settings)
+    second.train(resume_from_checkpoint=True)
+    assert same(weights(straight.model), weights(second.model))
+    assert second.trajectory.releases == straight.trajectory.releases
+    assert second.state.global_step == 9
+    assert second.state.epoch == pytest.approx(9 * 12 / 120)
+
+
+def test_replayed_steps_draw_no_noise_and_touch_no_data(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    first = build(tmp_path, trainer_settings={"callbacks": [_CrashAt(5)]}, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+
+    class Counting(InsecureSeededNoise):
+        steps: list[int] = []
+
+        def gaussian(self, scale, size, step):
+            self.steps.append(step)
+            return super().gaussian(scale, size, step)
+
+    second = build(tmp_path, trainer_settings={"noise": Counting(3)}, **settings)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert Counting.steps == [5]
+
+
+def test_interrupt_inside_a_forward_leaves_settled_weights(tmp_path):
+    calls = []
+
+    def loss(model, inputs):
+        calls.append(1)
+        if len(calls) == 24:  # past the trial before training
+            raise KeyboardInterrupt
+        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+        return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+
+    trainer = build(
+        tmp_path, trainer_settings={"compute_per_example_loss": loss}, reuse_frozen_prefix=False
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    rebuilt = tiny_model()
+    space = ParameterSpace.from_model(rebuilt)
+    space.snap_()
+    trajectory = Trajectory.load(tmp_path / "trajectory.ledger")
+    fresh = tiny_model()
+    replay(fresh, trajectory)
+    assert same(weights(trainer.model), weights(fresh))
+
+
+# ---------------------------------------------------------------- what leaves the process
+
+
+def test_only_released_values_are_logged(tmp_path):
+    trainer = build(tmp_path, eval_strategy="steps", eval_steps=2)
+    output = trainer.train()
+    keys = {key for row in trainer.state.log_history for key in row}
+    assert {"epsilon", "released_value", "learning_rate", "eval_loss"} <= keys
+    assert not keys & {"loss", "grad_norm", "train_loss"}
+    assert "train_loss" not in output.metrics and math.isnan(output.training_loss)
+    epsilons = [row["epsilon"] for row in trainer.state.log_history if "epsilon" in row]
+    assert epsilons == sorted(epsilons) and epsilons[-1] == pytest.approx(
+        trainer.plan.epsilon(1e-3)
+    )
+
+
+def test_private_diagnostics_are_opt_in_and_reported(tmp_path):
+    trainer = build(tmp_path, log_private_diagnostics=True, insecure_noise_seed=None)
+    trainer.train()
+    assert any("private_clip_fraction" in row for row in trainer.state.log_history)
+    report = trainer.privacy_report()
+    assert not report.private and "NOT PRIVATE" in str(report)
+
+
+def test_report_states_what_was_spent(tmp_path):
+    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(3)]}, **secret)
+    trainer.train()
+    report = trainer.privacy_report()
+    assert report.private and report.steps == 3 and report.planned_steps == 6
+    assert report.epsilon == pytest.approx(trainer.plan.epsilon(1e-3, at=3))
+    assert report.epsilon < trainer.plan.epsilon(1e-3)
+    assert report.noise_source == SecureNoise().name
+
+
+def test_insecure_noise_and_mezo_are_not_private(tmp_path):
+    insecure = build(tmp_path / "a", sampler_key=None)
+    known_batches = build(tmp_path / "b", insecure_noise_seed=None)
+    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    mezo = build(tmp_path / "c", method="mezo", noise_multiplier=None, **secret)
+    for trainer in (insecure, known_batches, mezo):
+        trainer.train()
+        assert not trainer.privacy_report().private
+        assert "NOT PRIVATE" in str(trainer.privacy_report())
+
+
+def test_secrets_stay_out_of_saved_files(tmp_path):
+    trainer = build(tmp_path, save_strategy="steps", save_steps=3, sampler_key=None)
+    trainer.train()
+    trainer.save_model()
+    secret = (tmp_path / "_private" / "sampler_key").read_text()
+    assert len(secret) == 64
+    assert (tmp_path / "_private" / "sampler_key").stat().st_mode & 0o077 == 0
+    files = [p for p in tmp_path.rglob("*") if p.is_file() and p.parent.name != "_private"]
+    assert len(files) > 8
+    for path in files:
+        assert secret.encode() not in path.read_bytes(), path
+        assert bytes.fromhex(secret) not in path.read_bytes(), path
+
+
+def test_nan_losses_never_reach_the_weights(tmp_path):
+    def loss(model, inputs):
+        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+        losses = torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+        return torch.where(inputs["labels"] == 1, torch.nan, losses)
+
+    trainer = build(tmp_path, trainer_settings={"compute_per_example_loss": loss})
+    trainer.train()
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert trainer.trajectory.next_step == 6
+
+
+def test_empty_batches_still_release_noise(tmp_path):
+    trainer = build(tmp_path, expected_batch_size=0.01, max_steps=4, clip=0.01)
+    trainer.train()
+    assert trainer.trajectory.next_step == 4
+    assert all(abs(r.values[0]) > 0 for r in trainer.trajectory.releases)
+
+
+# ---------------------------------------------------------------- other arms
+
+
+def test_dpgd_0th_moves_every_coordinate_independently(tmp_path):
+    trainer = build(tmp_path, method="dpgd-0th", max_steps=1, learning_rate=1.0)
+    before = tiny_model()
+    space = ParameterSpace.from_model(before)
+    space.snap_()
+    start = torch.cat([t.detach().view(-1) for t in space.tensors])
+    trainer.train()
+    moved = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()]) - start
+    noise = 5.0 / 12  # sigma C / B, per coordinate
+    assert moved.std() == pytest.approx(noise, rel=0.05)
+    assert len(moved.unique()) > 0.9 * len(moved)
+    assert trainer.trajectory.releases[0].values == ()
+    with pytest.raises(LedgerError, match="dpgd-0th"):
+        replay(tiny_model(), trainer.trajectory)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "truncated_poisson", "full_batch"])
+def test_samplers_run(tmp_path, sampling):
+    cap = {"max_batch_size": 20} if sampling == "truncated_poisson" else {}
+    trainer = build(tmp_path, sampling=sampling, max_steps=2, **cap)
+    trainer.train()
+    assert trainer.privacy_report().sampling == sampling
+
+
+def separable_data(rows: int, seed: int) -> Dataset:
+    """Class 0 uses tokens 5..27, class 1 tokens 28..49."""
+    data = tiny_data(rows, seed).to_dict()
+    for i, label in enumerate(data["labels"]):
+        data["input_ids"][i] = [5 + (t - 5) % 23 + 22 * label for t in data["input_ids"][i]]
+    return Dataset.from_dict(data)
+
+
+def test_a_task_is_learnt_under_a_real_budget(tmp_path):
+    """(eps, 1e-3) with eps < 8 and OS-entropy noise: accuracy rises from chance to above 75 %."""
+    trainer = build(
+        tmp_path,
+        data=separable_data(600, 5),
+        insecure_noise_seed=None,
+        sampler_key=None,
+        noise_multiplier=None,
+        target_epsilon=8.0,
+        num_directions=4,
+        max_steps=120,
+        expected_batch_size=60,
+        microbatch_size=64,
+        learning_rate=6e-2,
+        clip=2.0,
+        lr_scheduler_type="constant",
+    )
+    evaluation = separable_data(200, 6)
+
+    def accuracy():
+        predictions = trainer.predict(evaluation)
+        return float((predictions.predictions.argmax(-1) == predictions.label_ids).mean())
+
+    before = accuracy()
+    trainer.train()
+    assert before < 0.65 and accuracy() > 0.75
+    assert trainer.privacy_report().private and trainer.privacy_report().epsilon <= 8.0
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"noise_multiplier": None, "target_epsilon": 0.0}, "target_epsilon=0.0"),
+        ({"noise_multiplier": None}, "exactly one"),
+        ({"target_delta": 1.0}, "target_delta=1.0"),
+        ({"target_delta": 0.0}, "target_delta=0.0"),
+        ({"clip": 0.0}, "clip=0.0"),
+        ({"smoothing": -1.0}, "smoothing=-1.0"),
+        ({"gradient_accumulation_steps": 4}, "microbatch_size"),
+        ({"max_batch_size": 5}, "truncated_poisson"),
+        ({"sampling": "shuffle"}, "sampling='shuffle'"),
+        ({"direction": "cauchy"}, "direction='cauchy'"),
+        ({"method": "newton"}, "method='newton'"),
+        ({"trainable": "("}, "regular expression"),
+        ({"num_directions": 0}, "num_directions=0"),
+        ({"method": "dpgd-0th", "subspace": "low_rank"}, "low_rank"),
+        ({"push_to_hub": True, "hub_strategy": "every_save"}, "allow list"),
+        ({"fp16": True}, "bf16"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+            "trajectory",
+        ),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
+def test_refusals_before_training_write_nothing(tmp_path):
+    cases = [
+        ({"expected_batch_size": 500}, {}, "500"),
+        ({}, {"data": tiny_data().remove_columns("labels")}, "labels"),
+        ({"trainable": "nowhere"}, {}, "matches no parameter"),
+        ({}, {"trainer_settings": {"compute_per_example_loss": _mean_loss}}, "shape"),
+        ({"sampling": "fixed_size_without_replacement"}, {}, "replace_one"),
+    ]
+    for index, (settings, pieces, message) in enumerate(cases):
+        trainer = build(tmp_path / str(index), **pieces, **settings)
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+        assert not (tmp_path / str(index) / "trajectory.ledger").exists()
+
+
+def _mean_loss(model, inputs):
+    return model(**inputs).loss
+
+
+def test_batch_norm_with_batch_statistics_is_refused(tmp_path):
+    model = tiny_model()
+    model.norm = torch.nn.BatchNorm1d(4, track_running_stats=False)
+    with pytest.raises(ValueError, match="normalises with the statistics of its batch"):
+        build(tmp_path, model).train()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_layer_norms_at_one_are_trained(tmp_path, dtype):
+    """In bfloat16 the neighbours of 1 are 2^-7 away: rounded to nearest, 1e-3 would do nothing."""
+    model = tiny_model().to(dtype)
+    assert bool((model.bert.embeddings.LayerNorm.weight == 1).all())
+    settings = {"max_steps": 40, "learning_rate": 2e-3, "microbatch_size": 1}
+    trainer = build(tmp_path, model, expected_batch_size=4, **settings)
+    trainer.train()
+    assert trainer.step.differences.strategy == "layerwise"
+    assert bool((model.bert.embeddings.LayerNorm.weight != 1).any())
+    rebuilt = tiny_model().to(dtype)
+    replay(rebuilt, trainer.trajectory)
+    assert same(weights(rebuilt), weights(trainer.model))
+
+
+def test_a_resume_with_another_plan_is_refused(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    build(tmp_path, **settings).train()
+    for changed in (
+        {"clip": 6.0},
+        {"noise_multiplier": 2.0},
+        {"smoothing": 2e-3},
+        {"insecure_noise_seed": None},
+        {"sampler_key": None},
+        {"log_private_diagnostics": True},
+    ):
+        with pytest.raises(LedgerError, match="continues only"):
+            build(tmp_path, **settings, **changed).train(resume_from_checkpoint=True)
+
+
+def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
+    build(tmp_path).train()
+    with pytest.raises(LedgerError, match="earlier run"):
+        build(tmp_path).train()
+
+
+def test_training_rows_as_evaluation_data_are_refused(tmp_path):
+    data = tiny_data()
+    split = data.train_test_split(0.2, seed=0)
+    cases = [
+        (data, data),
+        (data, {"public": tiny_data(9, seed=7), "seen": data}),
+        (data, data.select(range(5))),
+        (split["train"], data),
+        (torch.utils.data.Subset(data, [1, 2]), torch.utils.data.Subset(data, [2, 3])),
+    ]
+    for train, evaluation in cases:
+        with pytest.raises(ValueError, match="rows of train_dataset"):
+            DPZeroTrainer(
+                model=tiny_model(),
+                args=config(tmp_path),
+                train_dataset=train,
+                eval_dataset=evaluation,
+            )
+    trainer = DPZeroTrainer(
+        model=tiny_model(),
+        args=config(tmp_path),
+        train_dataset=split["train"],
+        eval_dataset=split["test"],
+        data_collator=default_data_collator,
+    )
+    assert trainer.evaluate()["eval_loss"] > 0
+    for call in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="rows of train_dataset"):
+            call(split["train"])
+
+
+def test_delta_above_one_over_n_warns(tmp_path, caplog):
+    trainer = build(tmp_path, target_delta=0.05)
+    logging.getLogger("hf_dpzero").propagate = True
+    with caplog.at_level(logging.WARNING):
+        assert trainer.delta == 0.05
+    assert "above 1/n" in caplog.text
+
+
+def test_trained_digest_differs_from_base(tmp_path):
+    trainer = build(tmp_path)
+    base = digest_model(tiny_model())
+    trainer.train()
+    assert trainer.trajectory.header["base_model_digest"] == base != digest_model(trainer.model)
+    saved = json.loads((tmp_path / "trajectory.ledger").read_text(errors="replace").split("\n")[0])
+    assert saved["plan"] == trainer.plan.to_dict()
+
+
+def test_perturbations_follow_a_replaced_storage():
+    """Wrappers such as DistributedDataParallel give parameters new storage: no stale views."""
+    model = tiny_model()
+    space = ParameterSpace.from_model(model)
+    space.snap_()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    before = weights(model)
+    with space.perturbed(Direction(1, 0), 1e-3):
+        assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert same(weights(model), before)
+    model.classifier.weight = torch.nn.Parameter(model.classifier.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="were replaced"):
+        space.check_is_of(model)
+
+
+# ---------------------------------------------------------------- attacks that were once open
+
+
+def test_resuming_with_the_same_trainer_reports_every_step(tmp_path):
+    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    settings = {"save_strategy": "steps", "save_steps": 2, **secret}
+    trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(2)]}, **settings)
+    trainer.train()
+    trainer.callback_handler.pop_callback(_StopAt)
+    trainer.train(resume_from_checkpoint=True)
+    assert (
+        trainer.privacy_report().steps
+        == 6
+        == len(Trajectory.load(trainer.trajectory.path).releases)
+    )
+    assert trainer.privacy_report().epsilon == trainer.plan.epsilon(1e-3)
+    trainer.args.output_dir = str(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="trained on the private data already"):
+        trainer.train()
+
+
+def test_a_collator_must_keep_one_row_for_each_example(tmp_path):
+    def flattening(rows):
+        batch = default_data_collator(rows)
+        return {k: v.reshape(1, -1) if v.dim() > 1 else v[:1] for k, v in batch.items()}
+
+    def windows(rows):
+        return {k: v.repeat_interleave(4, 0) for k, v in default_data_collator(rows).items()}
+
+    for number, collate in enumerate((flattening, windows)):
+        trainer = build(tmp_path / str(number))
+        trainer.data_collator = collate
+        with pytest.raises(ValueError, match="one row for each example"):
+            trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["centred", "in_batch"])
+def test_losses_that_couple_examples_are_refused(tmp_path, kind):
+    def loss(model, inputs):
+        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+        own = torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+        return own - own.mean() if kind == "centred" else own + logits.sum() * 0.1
+
+    with pytest.raises(ValueError, match="depends on the other examples"):
+        build(tmp_path, trainer_settings={"compute_per_example_loss": loss}).train()
+
+
+def test_data_cannot_move_the_global_generators(tmp_path):
+    """A randomly masking collator consumes random numbers; the checkpoint must not tell how many."""
+
+    def masking(rows):
+        batch = default_data_collator(rows)
+        torch.rand(int(batch["input_ids"].sum()) % 97)
+        return batch
+
+    states = []
+    for number in range(2):
+        trainer = build(tmp_path / str(number), data=tiny_data(120, seed=10 + number))
+        trainer.data_collator = masking
+        torch.manual_seed(5)
+        trainer.train()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_low_precision_needs_one_example_a_pass(tmp_path):
+    cases = [(tiny_model(), {"bf16": True}), (tiny_model().bfloat16(), {"smoothing": 0.05})]
+    for number, (model, settings) in enumerate(cases):
+        with pytest.raises(ValueError, match="microbatch_size=1"):
+            build(tmp_path / str(number), model, **settings).train()
+        alone = build(tmp_path / f"ok{number}", model, microbatch_size=1, max_steps=1, **settings)
+        alone.train()
+        assert alone.trajectory.next_step == 1
+
+
+def test_checkpoints_and_ledger_must_belong_together(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    build(tmp_path / "a", **settings).train()
+    build(tmp_path / "b", method="mezo", noise_multiplier=None, **settings).train()
+    foreign = str(tmp_path / "b" / "checkpoint-2")
+    with pytest.raises(LedgerError, match="made by another run"):
+        build(tmp_path / "a", **settings).train(resume_from_checkpoint=foreign)
+    ledger = tmp_path / "a" / "trajectory.ledger"
+    whole = ledger.read_bytes()
+    record = 8 + 8 + 4 + 4
+    ledger.write_bytes(whole[: -4 * record])
+    with pytest.raises(LedgerError, match="removed or rolled back"):
+        build(tmp_path / "a", **settings).train(
+            resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2")
+        )
+    ledger.unlink()
+    with pytest.raises(LedgerError, match="removed or rolled back"):
+        build(tmp_path / "a", **settings).train()
+
+
+def test_two_runs_cannot_share_a_ledger(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    first = build(tmp_path, trainer_settings={"callbacks": [_StopAt(2)]}, **settings)
+    first.train()
+    holder = Trajectory.open(tmp_path / "trajectory.ledger")
+    with pytest.raises(LedgerError, match="another run"):
+        build(tmp_path, **settings).train(resume_from_checkpoint=True)
+    holder.close()
+    build(tmp_path, **settings).train(resume_from_checkpoint=True)
+
+
+def test_changed_buffers_are_not_saved(tmp_path):
+    model = tiny_model()
+    model.register_buffer("seen", torch.zeros(1))
+    original = model.forward
+
+    def forward(*args, **kwargs):
+        model.seen += kwargs["input_ids"].sum()
+        return original(*args, **kwargs)
+
+    model.forward = forward
+    trainer = build(tmp_path, model, reuse_frozen_prefix=False, remove_unused_columns=False)
+    trainer.train()
+    with pytest.raises(ValueError, match="buffers"):
+        trainer.save_model()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_an_objective_of_several_passes_does_not_reuse_a_prefix(tmp_path, caplog):
+    def one_by_one(model, inputs):
+        rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(len(inputs["labels"]))]
+        logits = [
+            model(input_ids=r["input_ids"], attention_mask=r["attention_mask"]).logits for r in rows
+        ]
+        return torch.nn.functional.cross_entropy(
+            torch.cat(logits), inputs["labels"], reduction="none"
+        )
+
+    same_rows = Dataset.from_dict({k: v[:1] * 120 for k, v in tiny_data().to_dict().items()})
+    trainer = build(
+        tmp_path,
+        data=same_rows,
+        trainable="classifier",
+        trainer_settings={"compute_per_example_loss": one_by_one},
+    )
+    trainer.train()
+    assert trainer.step.differences.prefix is None
+
+
+def test_searches_and_late_models_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="model_init"):
+        DPZeroTrainer(args=config(tmp_path), model_init=tiny_model, train_dataset=tiny_data())
+    with pytest.raises(ValueError, match="every trial"):
+        build(tmp_path).hyperparameter_search()
+    with pytest.raises(ValueError, match="debug"):
+        config(tmp_path, debug="underflow_overflow")
+
+
+# ---------------------------------------------------------------- adapters, language models, Laplace
+
+
+def lora_model():
+    import peft
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        settings = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+        return peft.get_peft_model(tiny_model(), settings)
+
+
+def test_adapters_train_alone_ship_alone_and_replay(tmp_path):
+    trainer = build(tmp_path, lora_model(), learning_rate=1e-1)
+    before = weights(trainer.model)
+    trainer.train()
+    trainer.save_model()
+    moved = {name for name, w in weights(trainer.model).items() if not torch.equal(w, before[name])}
+    assert moved == {n for n, p in trainer.model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or "classifier" in name for name in moved)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+    rebuilt = lora_model()
+    replay(rebuilt, Trajectory.load(tmp_path / "trajectory.safetensors"))
+    assert same(weights(rebuilt), weights(trainer.model))
+
+
+def test_a_causal_language_model_with_the_stock_collator(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        )
+    data = tiny_data().remove_columns("labels")
+    data = data.add_column("labels", data["input_ids"][:])
+    trainer = build(tmp_path, model, data=data)
+    trainer.train()
+    assert trainer.trajectory.next_step == 6
+    tied = [name for name in trainer.space.names if "wte" in name or "lm_head" in name]
+    assert len(tied) == 1  # the tied embedding is one tensor, moved once
+
+
+def test_laplace_noise_gives_a_pure_epsilon(tmp_path):
+    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    trainer = build(
+        tmp_path, noise_distribution="laplace", target_delta=0.0, num_directions=3, **secret
+    )
+    trainer.train()
+    report = trainer.privacy_report()
+    pure = 6 * math.log1p(12 / 120 * math.expm1(1.0))  # T log(1 + q (e^(1/b) - 1)), b = 1
+    assert report.private and report.delta == 0.0
+    assert report.epsilon == pytest.approx(pure, rel=1e-6)
+
+
+# ---------------------------------------------------------------- what frozen parts may do
+
+
+def test_a_renormalising_embedding_is_refused_though_frozen(tmp_path):
+    """It rewrites the rows that private examples look up, whether it trains or not."""
+    model = tiny_model()
+    model.bert.embeddings.word_embeddings.max_norm = 1.0
+    model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="word_embeddings with max_norm=1.0.*set max_norm=None"):
+        build(tmp_path, model).train()
+
+
+def test_a_frozen_parameter_that_a_later_batch_changes_stops_the_run(tmp_path):
+    model = tiny_model()
+    frozen = model.bert.embeddings.LayerNorm.weight.requires_grad_(False)
+    forward, calls = model.bert.forward, []
+
+    def writing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 40:  # the trial and the first steps are innocent
+            with torch.no_grad():
+                frozen.add_(1.0)
+        return forward(*args, **kwargs)
+
+    model.bert.forward = writing
+    trainer = build(tmp_path, model, max_steps=60, reuse_frozen_prefix=False)
+    with pytest.raises(ParameterChanged, match="LayerNorm.weight was written to"):
+        trainer.train()
+    with pytest.raises(ValueError, match="un-noised private data"):
+        trainer.save_model()
+
+
+def test_paired_is_for_runs_that_are_not_private(tmp_path):
+    with pytest.raises(ValueError, match="'paired'.*method='mezo' only"):
+        build(tmp_path, perturbation_strategy="paired")
+    settings = {"method": "mezo", "noise_multiplier": None, "max_steps": 2}
+    trainer = build(tmp_path / "mezo", perturbation_strategy="paired", **settings)
+    trainer.train()
+    assert trainer.step.differences.strategy == "paired"
+
+
+def test_a_row_whose_loss_is_nan_changes_neither_strategy_nor_prefix(tmp_path, caplog):
+    """What is set up may not tell data sets apart."""
+    seen = []
+    for bad in (False, True):
+        model = tiny_model()
+        model.bert.encoder.layer[0].requires_grad_(False)
+        model.bert.embeddings.requires_grad_(False)
+
+        def loss(m, inputs, bad=bad):
+            out = torch.nn.functional.cross_entropy(
+                m(input_ids=inputs["input_ids"]).logits, inputs["labels"], reduction="none"
+            )
+            return torch.where(torch.arange(len(out)) == 0, math.nan, out) if bad else out
+
+        given = {"compute_per_example_loss": loss}
+        trainer = build(tmp_path / str(bad), model, trainer_settings=given, max_steps=1)
+        trainer.train()
+        differences = trainer.step.differences
+        seen.append((differences.strategy, differences.prefix is None, differences.forget_unread))
+    assert seen[0] == seen[1] == ("whole_model", False, False)
+    assert "reuse_frozen_prefix is off" not in caplog.text
+
+
+def test_a_second_run_beside_checkpoints_is_refused_for_what_it_is(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    build(tmp_path, **settings).train()
+    with pytest.raises(LedgerError) as refused:
+        build(tmp_path, **settings).train()
+    assert "rolled back" not in str(refused.value)

@@ -1,0 +1,552 @@
+"""Refusals that need the model or the data: each message says what, the value, what to do."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.training import validation
+
+
+class Rows:
+    """A map-style data set of given columns."""
+
+    def __init__(self, count: int, *columns: str) -> None:
+        self.count, self.columns = count, columns
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return dict.fromkeys(self.columns, index)
+
+
+# ---------------------------------------------------------------- data
+
+
+def test_num_examples_counts():
+    assert validation.num_examples(Rows(7, "labels")) == 7
+    assert validation.num_examples([1, 2, 3]) == 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (None, "train_dataset is None"),
+        (Rows(0), "train_dataset is empty"),
+        (iter([1, 2]), "without length or random access.*map-style"),
+        ({1, 2}, "a set without length or random access"),
+    ],
+)
+def test_data_without_a_size_is_refused(dataset: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        validation.num_examples(dataset)
+
+
+@pytest.mark.parametrize("column", validation.LABEL_COLUMNS)
+def test_any_label_column_will_do(column: str):
+    validation.check_labels(Rows(3, "input_ids", column))
+
+
+def test_labels_are_looked_for_in_column_names_first():
+    with_names = SimpleNamespace(column_names=["text", "label"])
+    validation.check_labels(with_names)
+    with pytest.raises(ValueError, match=r"\['idx', 'text'\] but no labels: name the label column"):
+        validation.check_labels(SimpleNamespace(column_names=["text", "idx"]))
+    with pytest.raises(
+        ValueError, match=r"\['input_ids'\] but no labels.*compute_per_example_loss"
+    ):
+        validation.check_labels(Rows(3, "input_ids"))
+
+
+def test_rows_that_are_not_mappings_are_left_to_the_collator():
+    validation.check_labels([(torch.zeros(2), 1)])
+
+
+# ---------------------------------------------------------------- what trains
+
+
+def test_trainable_selects_by_search_and_freezes_the_rest():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    validation.select_trainable(model, r"^1\.|bias")
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    ]
+    validation.select_trainable(model, None)
+    assert not model[0].weight.requires_grad
+
+
+def test_a_pattern_that_matches_nothing_changes_nothing():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"trainable='lora' matches no parameter; .*'bias'"):
+        validation.select_trainable(model, "lora")
+    assert all(p.requires_grad for p in model.parameters())
+
+
+# ---------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm])
+def test_batch_statistics_are_refused(layer: type[nn.Module]):
+    model = nn.Sequential(nn.Linear(2, 2), layer(2, track_running_stats=False))
+    with pytest.raises(
+        ValueError, match=r"1 normalises with the statistics of its batch.*LayerNorm"
+    ):
+        validation.check_model(model)
+    validation.check_model(nn.Sequential(layer(2)))  # running statistics couple nobody
+
+
+def test_batch_norm_without_statistics_does_couple_examples():
+    """Why it is refused: in eval mode another row changes the first row's output."""
+    layer = nn.BatchNorm1d(2, track_running_stats=False).eval()
+    rows = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    changed = torch.tensor([[1.0, 2.0], [9.0, 9.0]])
+    assert not torch.equal(layer(rows)[0], layer(changed)[0])
+
+
+class Stubborn(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Stubborn:
+        return super().train(True)
+
+
+def test_batch_norm_that_stays_in_training_mode_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), Stubborn(2)).eval()
+    with pytest.raises(ValueError, match=r"1 stays in training mode after model.eval\(\)"):
+        validation.check_evaluation_mode(model)
+    validation.check_evaluation_mode(nn.Sequential(nn.BatchNorm1d(2)).eval())
+
+
+# ---------------------------------------------------------------- dtypes that cannot be perturbed
+
+
+def holding(parameter: nn.Parameter) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.odd = parameter
+    return model
+
+
+class Params4bit(nn.Parameter):
+    """Named as bitsandbytes' class, which may store its bits in a floating-point dtype."""
+
+
+class Packed(torch.Tensor):
+    """A tensor subclass that looks like float32, as torchao's quantised tensors do."""
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (nn.Parameter(torch.ones(2, dtype=torch.float64)), r"float64.*load the model in float32"),
+        (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "complex64.*view_as_real"),
+        (
+            nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn)),
+            "float8_e4m3fn, too coarse.*bfloat16 or float32",
+        ),
+        (
+            nn.Parameter(torch.ones(2).to(torch.float8_e5m2)),
+            "float8_e5m2, too coarse.*bfloat16 or float32",
+        ),
+        (
+            Params4bit(torch.ones(2).bfloat16()),
+            r"odd is quantised \(Params4bit, torch.bfloat16\).*adapters \(LoRA\)",
+        ),
+        (
+            nn.Parameter(torch.ones(2).as_subclass(Packed)),
+            r"odd is quantised \(Packed, torch.float32\).*without quantization",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(value.dtype),
+)
+def test_dtypes_without_exact_perturbations_are_refused_where_they_train(
+    parameter: nn.Parameter, message: str
+):
+    model = holding(parameter)
+    with pytest.raises(ValueError, match=rf"^odd .*{message.removeprefix('odd ')}"):
+        validation.check_model(model)
+    parameter.requires_grad_(False)
+    validation.check_model(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_three_dtypes_that_train_are_let_through(dtype: torch.dtype):
+    validation.check_model(holding(nn.Parameter(torch.ones(2, dtype=dtype))))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_quantised_weights_selected_by_trainable_are_refused_and_stay_frozen(dtype: torch.dtype):
+    model = holding(nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False))
+    with pytest.raises(
+        ValueError, match=r"odd \(selected by trainable='odd\|bias'\) is quantised.*LoRA"
+    ):
+        validation.select_trainable(model, "odd|bias")
+    assert model.weight.requires_grad  # the refusal came before anything was frozen
+    validation.select_trainable(model, "bias")
+    validation.check_model(model)
+
+
+def test_weights_made_in_inference_mode_are_refused():
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"weight was made under torch.inference_mode\(\)"):
+        validation.check_model(model)
+
+
+# ---------------------------------------------------------------- where the weights are
+
+
+def test_meta_weights_and_lazy_layers_are_refused_also_where_frozen():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta").requires_grad_(False))
+    with pytest.raises(ValueError, match=r"1.weight is on the meta device.*load its weights"):
+        validation.check_model(model)
+    with pytest.raises(ValueError, match=r"0.weight has no shape yet"):
+        validation.check_model(nn.Sequential(nn.LazyLinear(2)))
+
+
+def offloaded_to_cpu(model: nn.Module, folder: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def offloaded_to_disk(model: nn.Module, folder: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+
+
+def offloaded_by_turns(model: nn.Module, folder: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload_with_hook(model, execution_device=torch.device("cpu"))
+
+
+def offloaded_under_another_hook(model: nn.Module, folder: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model[1], hooks.ModelHook())
+    hook = hooks.AlignDevicesHook(execution_device="cpu", offload=True, weights_map={})
+    model[1]._hf_hook = hooks.SequentialHook(model[1]._hf_hook, hook)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "offload",
+    [
+        offloaded_to_cpu,
+        offloaded_to_disk,
+        offloaded_by_turns,
+        offloaded_under_another_hook,
+    ],
+)
+def test_offloaded_weights_are_refused(tmp_path: Any, offload: Any, frozen: bool):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(not frozen)
+    offload(model, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"offloaded.*without offload, in a smaller dtype.*adapter"
+    ):
+        validation.check_model(model)
+
+
+def test_a_device_map_without_offload_is_let_through():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    hooks.attach_align_device_hook_on_blocks(
+        model, execution_device={"0": "cpu", "1": "cpu"}, offload={"0": False, "1": False}
+    )
+    assert model[0]._hf_hook is not None
+    validation.check_model(model)
+
+
+# ---------------------------------------------------------------- memory of a parameter's own
+
+
+class Shared(nn.Module):
+    """Each way of keeping a second tensor over `weight`'s memory."""
+
+    def __init__(self, kind: str, frozen: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=not frozen)
+        self.before = nn.Parameter(torch.ones(3), requires_grad=False)
+        view = self.weight.detach()[2:]
+        if kind == "buffer":
+            self.register_buffer("other", view)
+        elif kind == "frozen parameter":
+            self.other = nn.Parameter(view, requires_grad=False)
+        elif kind == "trainable parameter":
+            self.other = nn.Parameter(view)
+        elif kind == "attribute":
+            self.other = view
+        elif kind == "list":
+            self.other = [torch.zeros(1), view]
+        elif kind == "dictionary":
+            self.other = {"view": view.t()}
+
+
+KINDS = {
+    "buffer": "buffer m.other",
+    "frozen parameter": "parameter m.other",
+    "trainable parameter": "parameter m.other",
+    "attribute": "attribute m.other",
+    "list": "attribute m.other",
+    "dictionary": "attribute m.other",
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_memory_shared_with_what_is_not_a_tied_weight_is_refused(kind: str):
+    model = nn.ModuleDict({"m": Shared(kind), "free": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match="use the same memory.*clone") as error:
+        validation.check_model(model)
+    assert "parameter m.weight" in str(error.value)
+    assert KINDS[kind] in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "trainable parameter"])
+def test_shared_memory_of_frozen_weights_does_no_harm(kind: str):
+    validation.check_model(nn.ModuleDict({"m": Shared(kind, frozen=True)}))
+
+
+def test_tied_weights_neighbours_and_the_parameter_itself_as_attribute_are_fine():
+    model = nn.Module()
+    model.first = nn.Linear(4, 4)
+    model.tied = nn.Linear(4, 4)
+    model.tied.weight = model.first.weight
+    model.known = [model.first.weight]  # as nn.LSTM keeps its parameters
+    pool = torch.ones(8)
+    model.low, model.high = nn.Parameter(pool[:4]), nn.Parameter(pool[4:])
+    model.empty = nn.Parameter(pool[2:2])
+    validation.check_model(model)
+    validation.check_model(nn.LSTM(2, 2))
+
+
+def test_overlaps_are_found_whatever_lies_between():
+    """Against all pairs: random intervals of one pool, some trainable."""
+    generator = torch.Generator().manual_seed(0)
+    pool, verdicts = torch.ones(60), []
+    for _ in range(300):
+        model, spans = nn.Module(), []
+        for i in range(4):
+            start, size, trainable = torch.randint(0, 1 << 20, (3,), generator=generator).tolist()
+            start, size, trainable = start % 48, 1 + size % 12, trainable % 2 == 0
+            view = nn.Parameter(pool[start : start + size], requires_grad=trainable)
+            model.register_parameter(f"p{i}", view)
+            spans.append((start, start + size, trainable))
+        bad = any(
+            a[0] < b[1] and b[0] < a[1] and (a[2] or b[2])
+            for a, b in itertools.combinations(spans, 2)
+        )
+        verdicts.append(bad)
+        if bad:
+            with pytest.raises(ValueError, match="use the same memory"):
+                validation.check_storage(model)
+        else:
+            validation.check_storage(model)
+    assert 30 < sum(verdicts) < 270
+
+
+@pytest.mark.parametrize(
+    "factory", ["tiny_bert", "tiny_roberta", "tiny_masked_lm", "tiny_opt", "tiny_gpt2", "tiny_t5"]
+)
+def test_real_architectures_pass(factory: str, request: Any):
+    validation.check_model(request.getfixturevalue(factory)())
+
+
+# ---------------------------------------------------------------- forward passes that write
+
+
+class Writer(nn.Module):
+    """A layer whose forward does `write(self)`."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.write = write
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self)
+        return x * self.weight + self.frozen
+
+
+def add_and_take_off(module: Writer) -> None:
+    module.weight.add_(1.0)
+    module.weight.sub_(1.0)
+
+
+def replace(module: Writer) -> None:
+    module.weight = nn.Parameter(module.weight.clone())
+
+
+def remove(module: Writer) -> None:
+    kept = module.frozen
+    del module.frozen
+    module.frozen = kept.detach()
+
+
+WRITES = {
+    "in place": (lambda m: m.weight.mul_(2.0), "weight changed its value"),
+    "through data": (lambda m: m.weight.data.mul_(2.0), "weight changed its value"),
+    "one element": (lambda m: m.weight.data[2:].add_(1e-7), "weight changed its value"),
+    "two swapped": (
+        lambda m: m.weight.data.copy_(torch.tensor([1.0, 2.0, 3.0]).roll(int(m.weight[0] == 1.0))),
+        "weight changed its value",
+    ),
+    "frozen": (lambda m: m.frozen.data.add_(1.0), "frozen changed its value"),
+    "new storage": (
+        lambda m: setattr(m.weight, "data", m.weight.data.clone()),
+        "weight was written to",
+    ),
+    "undone": (add_and_take_off, "weight was written to"),
+    "replaced": (replace, "weight was replaced by another parameter"),
+    "removed": (remove, "frozen was removed"),
+}
+
+
+@pytest.mark.parametrize("kind", list(WRITES))
+def test_a_forward_that_writes_to_its_parameters_is_refused(kind: str):
+    write, message = WRITES[kind]
+    model = nn.Sequential(Writer(write))
+    with (
+        pytest.raises(ValueError, match=rf"0\.{message}.*un-noised private data"),
+        validation.parameters_left_alone(model),
+    ):
+        model(torch.ones(3))
+
+
+def test_a_forward_that_reads_or_keeps_buffers_is_left_alone():
+    model = nn.Sequential(Writer(lambda m: m.calls.add_(1)))
+    with validation.parameters_left_alone(model):
+        model(torch.ones(3))
+    with (
+        pytest.raises(RuntimeError, match="from inside"),  # and hides nobody's exception
+        validation.parameters_left_alone(model),
+    ):
+        raise RuntimeError("from inside")
+
+
+# ---------------------------------------------------------------- ways of running
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fsdp": ["full_shard"]}, "FSDP and DeepSpeed"),
+        ({"deepspeed": "ds.json"}, "FSDP and DeepSpeed"),
+        ({"n_gpu": 2}, "2 GPUs in one process.*accelerate launch"),
+    ],
+)
+def test_strategies_that_the_step_does_not_cover_are_refused(settings: dict, message: str):
+    plain = {"fsdp": [], "deepspeed": None, "n_gpu": 1}
+    with pytest.raises(ValueError, match=message):
+        validation.check_single_strategy(SimpleNamespace(**{**plain, **settings}))
+    validation.check_single_strategy(SimpleNamespace(**plain))
+    validation.check_single_strategy(SimpleNamespace(**{**plain, "n_gpu": 0}))
+
+
+# ---------------------------------------------------------------- precision
+
+
+def precision(microbatch_size: int = 8, **settings: Any) -> SimpleNamespace:
+    """Settings of a float32 run."""
+    plain = {"bf16": False, "tf32": False, "mixed_precision": "no"}
+    return SimpleNamespace(physical_batch_size=microbatch_size, **{**plain, **settings})
+
+
+def with_buffer(buffer: Tensor) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    model[1].register_buffer("qweight", buffer)
+    return model
+
+
+class Narrow(Tensor):
+    """As a weight of torchao or quanto: float32 by its dtype, int8 in memory."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Narrow:
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values: Tensor) -> None:
+        self.stored = (values * 10).to(torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, given, settings=None):
+        same = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+        return given[0] if function in same else NotImplemented
+
+
+def frozen_narrow() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(Narrow(torch.ones(4, 4)), requires_grad=False)
+    return model
+
+
+def narrow_buffer() -> nn.Module:
+    return with_buffer(Narrow(torch.ones(4, 4)))
+
+
+def configured() -> nn.Module:
+    """Activations are quantised in the forward pass; every tensor is float32 (BitNet's online mode)."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].config = SimpleNamespace(quantization_config={"quant_method": "bitnet"})
+    return model
+
+
+def packed(*shape: int, dtype: torch.dtype) -> Any:
+    return lambda: with_buffer(torch.ones(shape).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (packed(2, 2, dtype=torch.int32), r"1\.qweight: torch\.int32"),  # GPTQ, AWQ
+        (packed(2, 2, dtype=torch.uint8), r"1\.qweight: torch\.uint8"),  # BitNet
+        (packed(2, 2, dtype=torch.int8), r"1\.qweight: torch\.int8"),  # EETQ
+        (packed(2, 2, dtype=torch.float8_e4m3fn), r"1\.qweight: torch\.float8"),
+        (packed(2, dtype=torch.bfloat16), r"1\.qweight: torch\.bfloat16"),  # scales, one a row
+        (packed(2, 2, dtype=torch.float16), r"1\.qweight: torch\.float16"),
+        (narrow_buffer, r"1\.qweight: Narrow"),
+        (frozen_narrow, r"weight: Narrow, torch\.float32"),
+        (configured, "quantization_config"),
+        (lambda: nn.Linear(2, 2).bfloat16(), r"not float32 \(weight, \.\.\.\)"),
+    ],
+)
+def test_quantised_arithmetic_needs_one_example_a_pass(make: Any, named: str):
+    """Wherever a quantisation keeps its weights: parameters, buffers, tensor subclasses."""
+    with pytest.raises(ValueError, match=rf"{named}.*microbatch_size=8.*Set microbatch_size=1"):
+        validation.check_precision(make(), precision())
+    validation.check_precision(make(), precision(microbatch_size=1))
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.arange(6).view(1, 6),
+        torch.ones(3, 3, dtype=torch.bool),
+        torch.tensor(3, dtype=torch.int32),
+        torch.ones(4, dtype=torch.int32),
+        torch.ones(2, 2),
+        torch.ones(2, 2, dtype=torch.complex64),
+        torch.ones(2, 2, dtype=torch.float64),
+    ],
+)
+def test_tables_masks_and_counters_are_no_weights(buffer: Tensor):
+    validation.check_precision(with_buffer(buffer), precision())
+
+
+def test_a_configuration_that_quantises_nothing_passes():
+    model = configured()
+    model[0].config = SimpleNamespace(quantization_config=None)
+    validation.check_precision(model, precision())
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "opt", "gpt2", "llama", "qwen2"])
+def test_language_models_in_float32_pass(language_model, family: str):
+    validation.check_precision(language_model(family), precision())
+    with pytest.raises(ValueError, match="tf32=True with microbatch_size=8"):
+        validation.check_precision(language_model(family), precision(tf32=True))

@@ -1,0 +1,135 @@
+"""Directions, clips, update rules and subspaces through the trainer: resume, replay, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from test_trainer import build, config, same, tiny_model, weights
+from transformers import TrainerCallback
+
+from hf_dpzero.ledger.trajectory import Trajectory, replay
+
+ADAPTIVE = {"clipping": "adaptive", "clip_count_noise": 3.0}
+VARIANTS = {
+    "adaptive": ADAPTIVE,
+    "adaptive-K": {**ADAPTIVE, "num_directions": 3},
+    "momentum": {"update_rule": "momentum", "update_window": 3},
+    "adam": {"update_rule": "adam", "num_directions": 2},
+    "kalman": {"update_rule": "kalman"},
+    "kalman-adaptive": {"update_rule": "kalman", **ADAPTIVE},
+    "sparse": {"subspace": "sparse", "subspace_density": 0.2},
+    "low_rank": {"subspace": "low_rank", "subspace_rank": 2, "subspace_steps": 2},
+    "low_rank-momentum": {"subspace": "low_rank", "update_rule": "momentum", "num_directions": 2},
+    "stacked": {"perturbation_strategy": "stacked", "num_directions": 4},
+}
+
+
+class StopAt(TrainerCallback):
+    """Ends training after a save at `step`."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_save(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_replay_and_resume_give_the_weights_of_a_straight_run(tmp_path, name):
+    settings = {**VARIANTS[name], "save_strategy": "steps", "save_steps": 3}
+    straight = build(tmp_path / "a", **settings)
+    straight.train()
+    straight.save_model()
+    rebuilt = tiny_model()
+    replay(rebuilt, Trajectory.load(tmp_path / "a" / "trajectory.safetensors"))
+    assert same(weights(rebuilt), weights(straight.model))
+    assert not same(weights(rebuilt), weights(tiny_model()))
+
+    stopped = build(tmp_path / "b", **settings)
+    stopped.callback_handler.callbacks.append(StopAt(3))
+    stopped.train()
+    resumed = build(tmp_path / "b", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert same(weights(resumed.model), weights(straight.model))
+
+
+def test_all_variants_are_there():
+    """Every update rule, subspace and adaptive clip has a row above."""
+    from hf_dpzero.ledger.update_rules import UPDATE_RULES
+    from hf_dpzero.perturbation.subspaces import SUBSPACES
+
+    values = set(itertools.chain.from_iterable(v.values() for v in VARIANTS.values()))
+    assert set(UPDATE_RULES) - {"sgd"} <= values
+    assert set(SUBSPACES) - {"full"} <= values
+
+
+def test_dpgd_0th_with_k_directions_clips_the_vector(tmp_path):
+    """With a clip that binds and next to no noise, a step of B = n is at most C long."""
+    trainer = build(
+        tmp_path, method="dpgd-0th", num_directions=3, clip=1e-3, noise_multiplier=2.0**-10,
+        sampling="full_batch", expected_batch_size=120, max_steps=1, learning_rate=1.0,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    before = trainer.model.state_dict()
+    before = {k: v.clone() for k, v in before.items()}
+    trainer.train()
+    moved = [v - before[k] for k, v in trainer.model.state_dict().items()]
+    size = float(torch.cat([m.view(-1) for m in moved]).norm())
+    d = trainer.space.dimension
+    noise = 2.0**-10 * 1e-3 / 120 * math.sqrt(d)
+    assert 0 < size <= 1e-3 * (1 + 1e-4) + 2 * noise + 1e-5 * math.sqrt(d) * 0.1
+
+
+def test_an_adaptive_clip_follows_the_quantile(tmp_path):
+    """The clip starts a thousand times too small and ends near the median of |x|."""
+    trainer = build(
+        tmp_path, clipping="adaptive", clip=1e-3, clip_learning_rate=1.0, clip_count_noise=1.0,
+        noise_multiplier=0.25, max_steps=40, learning_rate=0.0, expected_batch_size=60,
+    )  # fmt: skip
+    trainer.train()
+    values = [r.values for r in trainer.trajectory.releases]
+    assert all(len(v) == 2 for v in values)
+    found = trainer.plan.mechanism.at(values).clip
+    differences = trainer.step.differences(
+        [trainer._training_rows().collate_rows(list(range(120)))],
+        [d for s in range(20) for d in _directions(trainer, s)],
+    )
+    trainer.space.settle_()
+    median = float(differences.abs().median())
+    assert median / 3 < found < median * 3
+
+
+def _directions(trainer, step):
+    from hf_dpzero.ledger.trajectory import directions_of
+
+    return directions_of(1000 + step, trainer.trajectory.header)
+
+
+def test_the_epsilon_of_adaptive_clipping_covers_both_releases(tmp_path):
+    fixed = config(tmp_path, noise_multiplier=1.0).plan(120)
+    adaptive = config(tmp_path, noise_multiplier=1.0, **ADAPTIVE).plan(120)
+    assert adaptive.epsilon(1e-3) >= fixed.epsilon(1e-3)
+    assert adaptive.mechanism.noise_scale > fixed.mechanism.noise_scale
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"subspace": "sparse", "subspace_density": 0.0}, "density"),
+        ({"subspace": "low_rank", "subspace_rank": 0}, "rank"),
+        ({"subspace": "low_rank", "direction": "gaussian"}, "rademacher"),
+        ({"subspace": "sparse", "perturbation_strategy": "layerwise"}, "whole_model"),
+        ({"subspace": "ring"}, "subspace"),
+        ({"update_rule": "kalman", "momentum": 1.5}, "momentum"),
+        ({"method": "dpgd-0th", "update_rule": "momentum"}, "released scalars"),
+        ({"method": "dpgd-0th", "subspace": "low_rank"}, "low_rank"),
+        ({"clipping": "adaptive", "clip_count_noise": 0.1}, "clip_count_noise"),
+        ({"clipping": "adaptive", "noise_distribution": "laplace"}, "gaussian"),
+    ],
+)
+def test_refusals(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, **settings).train()
