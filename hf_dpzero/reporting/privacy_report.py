@@ -218,7 +218,7 @@ class PrivacyReport:
         """The same run, and how its settings were chosen: numbers, statement and caveats.
 
         Args:
-          tuning: "none", "public", "not_accounted", or an entry made by `privacy.private_selection`, whose
+          tuning: "none", "public", "not_accounted", or an entry of `privacy.private_selection`, whose
             total epsilon replaces the run's own.
           plan: the plan that ran.
 
