@@ -22,6 +22,7 @@ step ruff check .
 step ruff format --check .
 step mypy
 if command -v mkdocs >/dev/null; then
+  export NO_MKDOCS_2_WARNING=1 # an announcement by the theme, on every build
   step mkdocs build --strict --quiet --site-dir "$(mktemp -d)"
 fi
 step python -m pytest -n 2 ${select[@]+"${select[@]}"} "$@"

@@ -175,9 +175,10 @@ class AdaptiveScalarMechanism(AdaptiveClipping):
     Guarantee: one example moves the first K integers by at most 2^30 in L2 norm and the last by at
     most 2^30, whatever its finite differences are; see the module's docstring for what follows.
 
+    Those of `AdaptiveClipping`, with `clip` in loss units per unit of smoothing, and:
+
     Attributes:
       num_directions: K.
-      and those of `AdaptiveClipping`, `clip` in loss units per unit of smoothing.
     """
 
     num_directions: int = 1

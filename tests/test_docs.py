@@ -1,0 +1,75 @@
+"""The API pages cover the package, docstrings say what signatures say, and versions agree."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hf_dpzero
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "hf_dpzero"
+PAGES = ROOT / "docs" / "api"
+
+Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+SECTION = re.compile(r"^(Args|Attributes|Raises):\n((?:[ ].*\n|\n)+)", re.MULTILINE)
+
+
+def test_every_room_has_an_api_page_and_every_page_a_room():
+    """A page shows a room with all modules below it (show_submodules in mkdocs.yml)."""
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    rooms |= {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in PAGES.glob("*.md")}
+    contents = pages.pop("index")
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert len(rooms) > 10 and pages.keys() == rooms
+    assert "show_submodules: true" in site
+    for room, text in pages.items():
+        assert f"\n::: hf_dpzero.{room}\n" in text
+        assert f"({room}.md)" in contents and f"- api/{room}.md\n" in site
+
+
+def test_the_api_index_lists_the_public_names():
+    listed = re.findall(r"^\| \[`(\w+)`\]", (PAGES / "index.md").read_text(), re.MULTILINE)
+    assert sorted([*listed, "__version__"]) == sorted(hf_dpzero.__all__)
+
+
+def documented() -> Iterator[tuple[str, Documented, str]]:
+    """(where, function or class, docstring) of all that have a docstring."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node, f"{text}\n"
+
+
+def entries(section: str) -> list[str]:
+    """What stands before the colon in each entry of a section; "" for a line that has none."""
+    lines = textwrap.dedent(section).splitlines()
+    names = (re.match(r"[*\w., \[\]`]+(?=:( |$))", line) for line in lines if line[:1].strip())
+    return [name[0] if name else "" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("section", "names"),
+    [("  x: a\n    b: c\n  y, z: d\n", ["x", "y, z"]), ("  x: a\n  and more\n", ["x", ""])],
+)
+def test_the_reader_of_sections_reads(section: str, names: list[str]):
+    assert entries(section) == names
+
+
+def test_sections_of_docstrings_name_what_the_signature_has():
+    seen = 0
+    for where, node, text in documented():
+        for title, section in SECTION.findall(text):
+            assert "" not in entries(section), f"{where}: an entry of {title} has no `name: `"
+            if title == "Args" and not isinstance(node, ast.ClassDef):
+                given = {name for entry in entries(section) for name in re.findall(r"\w+", entry)}
+                has = {p.arg for p in ast.walk(node.args) if isinstance(p, ast.arg)}
+                assert given <= has, f"{where}: no parameter {sorted(given - has)}"
+                seen += len(given)
+    assert seen > 100
