@@ -1,20 +1,17 @@
 """Recipes: flat YAML files whose keys are fields of the three configuration dataclasses.
 
-`load_recipe` reads the file, lays command-line overrides over it (the last one wins), coerces
-every value to its field's annotation and builds the dataclasses. Unknown keys, repeated keys,
+`load_recipe` reads the file, lets command-line overrides replace its values (the last one wins),
+converts every value to its field's type and builds the dataclasses. Unknown keys, repeated keys,
 nested keys and values of the wrong type are errors that name the file and the nearest known key.
 
-A recipe may start from another one: `extends: _minilm.yaml` (relative to its own folder) lays its
-keys over that file's, which may extend a third; of a list of recipes, each is laid over those before
-it. Files whose name starts with an underscore are such bases and no experiments by themselves. What a
-run writes down has everything in one file.
+`extends: _minilm.yaml` (relative to the recipe's folder) starts from another recipe, whose keys the
+recipe's own replace; in a list of recipes, later ones replace keys of earlier ones. Files whose name
+starts with an underscore only serve as such bases. A finished run stores all its values in one file.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +21,10 @@ import yaml
 
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.values import coerce, nearest, parse_yaml
+from hf_dpzero.values import parse_yaml
 
 if TYPE_CHECKING:
+    from hf_dpzero.recipes.parser import RecipeParser
     from hf_dpzero.training.config import DPZeroConfig
 
 COMMAND_LINE = "command line"
@@ -74,13 +72,7 @@ def load_recipe(
     for file, written in _read_chain(Path(path)):
         values.update(coerce_fields(written, str(file)))
     values.update(coerce_fields(given, COMMAND_LINE))
-    owners = _owners()
-    _require_all(values, owners, str(path))
-    built = {
-        owner: owner(**{key: value for key, value in values.items() if owners[key][0] is owner})
-        for owner in dict.fromkeys(owner for owner, _ in owners.values())
-    }
-    model, data, training = built.values()
+    model, data, training = recipe_parser().build(values, str(path))
     return Recipe(model=model, data=data, training=training, values=values)
 
 
@@ -157,67 +149,39 @@ def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
             groups[-1][1].append(word)
         else:
             raise ValueError(f"{word!r} belongs to no setting; write --key value after the recipe.")
-    return {key: _one_or_many(found) for key, found in groups}
+    return {key: _one_or_many(items) for key, items in groups}
 
 
 def coerce_fields(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Each value as its field's annotation wants it; `source` is named in errors.
+    """Converts each value to the type of its field (see `RecipeParser.convert`).
+
+    Args:
+      values: field name -> what YAML or a command line gave.
+      source: file name or "command line", named in errors.
+
+    Returns:
+      field name -> converted value, in the same order.
 
     Raises:
-      ValueError: a key that is no field, or a value that does not fit its field.
+      ValueError: a key that is no field (the nearest field is named), or a value that does not fit.
     """
-    owners = _owners()
-    coerced = {}
-    for key, value in values.items():
-        if key not in owners:
-            raise ValueError(f"{source}: {_unknown(key, owners)}")
-        try:
-            coerced[key] = value if _is_word(key, value) else coerce(value, owners[key][1])
-        except ValueError as error:
-            raise ValueError(f"{source}: {key}: {error}.") from error
-    return coerced
+    parser = recipe_parser()
+    return {key: parser.convert(key, value, source) for key, value in values.items()}
 
 
 @functools.cache
-def _owners() -> dict[str, tuple[Any, Any]]:
-    """field name -> (dataclass, annotation). Imports transformers on the first call."""
+def recipe_parser() -> RecipeParser:
+    """The parser of recipes; imports transformers on the first call."""
+    from hf_dpzero.recipes.parser import RecipeParser
     from hf_dpzero.training.config import DPZeroConfig
 
-    owners: dict[str, tuple[Any, Any]] = {}
-    for owner in (ModelArguments, DataArguments, DPZeroConfig):
-        hints = typing.get_type_hints(owner)
-        names = [field.name for field in dataclasses.fields(owner) if field.init]
-        assert owners.keys().isdisjoint(names), owners.keys() & set(names)
-        owners.update({name: (owner, hints[name]) for name in names})
-    return owners
+    return RecipeParser((ModelArguments, DataArguments, DPZeroConfig))
 
 
-def _unknown(key: str, known: Mapping[str, Any]) -> str:
-    near = nearest(key, known)
-    hint = f"did you mean {near!r}?" if near else "recipes take the fields of the config classes."
-    return f"unknown key {key!r}; {hint}"
-
-
-def _require_all(values: Mapping[str, Any], owners: Mapping[str, Any], source: str) -> None:
-    for owner in dict.fromkeys(owner for owner, _ in owners.values()):
-        for field in dataclasses.fields(owner):
-            if field.name in values or not field.init:
-                continue
-            if field.default is dataclasses.MISSING and (
-                field.default_factory is dataclasses.MISSING
-            ):
-                raise ValueError(f"{source}: {field.name} is missing; add `{field.name}: ...`.")
-
-
-def _one_or_many(found: list[str]) -> str | list[str]:
-    if not found:
+def _one_or_many(items: list[str]) -> str | list[str]:
+    if not items:
         return "true"
-    return found[0] if len(found) == 1 else found
-
-
-def _is_word(key: str, value: Any) -> bool:
-    """`report_to: none` is Hugging Face's word for nowhere, and not an absent value."""
-    return key == "report_to" and value == "none"
+    return items[0] if len(items) == 1 else items
 
 
 def _is_secret(key: str) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 
 from hf_dpzero.tasks.description import METRICS, Prompt, TaskDescription
 from hf_dpzero.tasks.rows import HubSource
-from hf_dpzero.values import coerce, nearest, parse_yaml
+from hf_dpzero.values import nearest, parse_yaml
 
 _KEYS = (
     "name", "dataset", "config", "revision", "validation_split", "fields", "optional_fields",
@@ -119,10 +119,10 @@ def _text(values: Mapping[str, Any], key: str, otherwise: str = "") -> str:
 
 
 def _truth(values: Mapping[str, Any], key: str) -> bool:
-    try:
-        return bool(coerce(values.get(key, False), bool))
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}.") from error
+    value = values.get(key, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}: {value!r} is not true or false.")
+    return value
 
 
 def _words(value: Any, key: str) -> tuple[str, ...]:
