@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 
 import numpy as np
 import pytest
@@ -279,6 +280,28 @@ def test_interrupt_inside_a_forward_leaves_settled_weights(tmp_path):
     fresh = tiny_model()
     replay(fresh, trajectory)
     assert same(weights(trainer.model), weights(fresh))
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dpgd-0th", "dp-sgd"])
+def test_a_step_that_cannot_be_written_down_changes_nothing(tmp_path, monkeypatch, method):
+    """The ledger comes first: with the disk full, neither weights nor gradients know of the step."""
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    class FullDisk(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            monkeypatch.setattr(os, "fsync", full)
+
+    expected = tiny_model()
+    if method != "dp-sgd":
+        ParameterSpace.from_model(expected).snap_()
+    trainer = build(tmp_path, method=method, trainer_settings={"callbacks": [FullDisk()]})
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert same(weights(trainer.model), weights(expected))
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert Trajectory.load(tmp_path / "trajectory.ledger").next_step == 0
 
 
 # ---------------------------------------------------------------- what leaves the process
