@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import BertForSequenceClassification, TrainerCallback
 
 from hf_dpzero.estimators.deferred_updates import all_known, settled_before_reads
+from hf_dpzero.ledger.trajectory import Trajectory, replay
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
@@ -133,3 +134,16 @@ def test_deferred_and_eager_training_end_in_the_same_weights(tmp_path: Path):
         assert trainer.space.settled
         runs.append(weights(trainer.model))
     assert same(*runs)
+
+
+def test_a_checkpoint_of_a_deferring_run_holds_theta(tmp_path: Path):
+    """Saved in the middle of the run, between a step and the pass that would make its update."""
+    from test_trainer import build, same, tiny_model, weights
+
+    trainer = build(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train()
+    assert trainer.step.defer
+    saved = BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
+    rebuilt = tiny_model()
+    replay(rebuilt, Trajectory.load(tmp_path / "trajectory.ledger"), upto=2)
+    assert same(weights(saved), weights(rebuilt))
