@@ -64,7 +64,14 @@ def parse_yaml(text: str) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None when nothing is close.
+    """Finds the known word most like `word`.
+
+    Args:
+      word: as written.
+      known: what may be written.
+
+    Returns:
+      The nearest known word, or None if none is close.
 
     >>> nearest("lerning_rate", ["learning_rate", "max_steps"])
     'learning_rate'
@@ -74,6 +81,17 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def one_of(arguments: Any, name: str, choices: tuple[str | None, ...], hint: str) -> None:
+    """Checks that a field has one of the known values.
+
+    Args:
+      arguments: config object.
+      name: its field.
+      choices: known values; None is written `null`.
+      hint: what to choose, for the message.
+
+    Raises:
+      ValueError: names the field, its value and the known ones.
+    """
     value = getattr(arguments, name)
     if value not in choices:
         known = ", ".join("null" if choice is None else choice for choice in choices)
@@ -81,6 +99,15 @@ def one_of(arguments: Any, name: str, choices: tuple[str | None, ...], hint: str
 
 
 def positive(arguments: Any, *names: str) -> None:
+    """Checks that numeric fields are above 0; None passes.
+
+    Args:
+      arguments: config object.
+      names: its fields.
+
+    Raises:
+      ValueError: names the field and its value.
+    """
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not value > 0:

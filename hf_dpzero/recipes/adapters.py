@@ -1,7 +1,7 @@
-"""Which few parameters of a recipe's model are trained: LoRA, a prefix, or the biases (BitFit).
+"""Parameter-efficient fine-tuning of a recipe's model: LoRA, a prefix, or the biases (BitFit).
 
-PEFT keeps a classification head trainable beside its adapters by training a copy of it: the
-parameters called `modules_to_save` run, those called `original_module` lie idle. A language model's
+PEFT trains a copy of the classification head beside its adapters: parameters under
+`modules_to_save` are used, those under `original_module` are idle. A language model's
 head is pretrained and stays frozen.
 """
 
@@ -33,7 +33,7 @@ _PREFIX_TASK_TYPES = {**_TASK_TYPES, "masked_lm": "FEATURE_EXTRACTION"}
 def with_adapters(
     model: PreTrainedModel, arguments: ModelArguments, head: str = _CLASSIFICATION
 ) -> Any:
-    """The model with what `peft_method` adds, everything else frozen.
+    """Adds what `peft_method` asks for and freezes everything else.
 
     A classification head stays trainable, a language model's head does not.
 
@@ -44,6 +44,10 @@ def with_adapters(
       model: not changed but for `requires_grad` and the modules that PEFT puts in.
       arguments: the recipe's.
       head: "sequence_classification", "masked_lm" or "causal_lm".
+
+    Returns:
+      The PEFT model; `model` itself for bitfit, or without a peft_method.
+
     Raises:
       ValueError: lora_target_modules that name nothing that LoRA can be put on; bitfit of a model
         without biases; a prefix where attention takes none.
@@ -63,7 +67,15 @@ def with_adapters(
 
 
 def trained_adapter(model: PreTrainedModel, folder: str, head: str = _CLASSIFICATION) -> Any:
-    """The model with the adapter that was saved in `folder`; nothing of it is trained further.
+    """Loads a saved adapter onto its base model, frozen, for evaluation.
+
+    Args:
+      model: the base model.
+      folder: what `save_pretrained` of the adapter wrote.
+      head: "sequence_classification", "masked_lm" or "causal_lm".
+
+    Returns:
+      The PEFT model.
 
     Raises:
       ValueError: the adapter was trained on another kind of model.

@@ -1,4 +1,4 @@
-"""Recipe -> task, model and trainer: what `train`, `evaluate` and `replay` have in common."""
+"""Builds the task, model and trainer of a recipe; `train`, `evaluate` and `replay` share it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def build_trainer(recipe: Recipe) -> DPZeroTrainer:
-    """The trainer that a recipe describes, with its untrained model.
+    """Builds the trainer of a recipe, with its untrained model.
 
-    The privacy plan is made as soon as the number of rows is known, so that what cannot be
-    accounted is refused before any text is encoded.
+    The privacy plan is made once the number of rows is known, so that a combination without sound
+    accounting is refused before any text is encoded.
 
     Raises:
       ValueError, OSError, ImportError: whatever the task, the model or the plan refuses.
@@ -48,7 +48,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
 
 
 def check_objective(recipe: Recipe) -> None:
-    """Refuses what cannot be trained on.
+    """Refuses objectives that the method cannot train on.
 
     Raises:
       ValueError: an objective without gradients for a first-order method, or demonstrations.
@@ -67,10 +67,14 @@ def check_objective(recipe: Recipe) -> None:
 
 
 def check_context(model: Any, recipe: Recipe) -> None:
-    """Refuses prompts that may be longer than the model's positions.
+    """Refuses prompts that may be longer than the model's context.
+
+    Args:
+      model: with its adapter, whose virtual tokens take positions too.
+      recipe: its max_seq_length is compared; without a prompt nothing is.
 
     Raises:
-      ValueError: names the most that fits.
+      ValueError: names the largest length that fits.
     """
     from hf_dpzero.objectives.losses import base_model
 
@@ -122,10 +126,15 @@ def output_dir(recipe: Recipe) -> Path:
 
 
 def load_trained(arguments: ModelArguments, task: AnyTask, base: str) -> tuple[Any, Any]:
-    """The model and tokenizer at `arguments.model_name_or_path`, which may be an adapter's folder.
+    """Loads a trained model, or a trained adapter onto its base model.
 
     Args:
-      base: the model that an adapter was trained on: what the recipe itself names.
+      arguments: `model_name_or_path` is the trained model's or adapter's folder or Hub id.
+      task: what the model answers.
+      base: the model that an adapter was trained on, as the recipe names it.
+
+    Returns:
+      Model in eval mode, and tokenizer.
     """
     from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
     from hf_dpzero.recipes.models import load_model

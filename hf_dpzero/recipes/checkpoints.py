@@ -1,4 +1,4 @@
-"""Where a recipe's weights and tokenizer come from: paths, what is missing, precision of the base."""
+"""Loads checkpoints: messages about what is missing, the tokenizer, dtype and quantisation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _INT8_CAST = "MatMul8bitLt: inputs will be cast from"
 
 
 def check_folder(path: str) -> None:
-    """Refuses what can only be a folder here and is none, and a folder without a model.
+    """Refuses a path to no folder, and a folder without a model; a Hub id passes.
 
-    A Hub id has at most one slash and starts with a letter, digit or underscore; such a name passes.
+    A Hub id has at most one slash and starts with a letter, digit or underscore.
 
     Raises:
-      FileNotFoundError: says what is there instead.
+      FileNotFoundError: says what is at the path instead.
     """
     place = Path(path)
     if place.is_dir():
@@ -62,7 +62,16 @@ def _check_config_file(folder: Path) -> None:
 
 
 def fetched(load: Callable[..., Any], path: str, arguments: ModelArguments, **settings: Any) -> Any:
-    """load(path) at the recipe's revision, with a message that says how to get what is not here.
+    """Calls load(path) at the recipe's revision; failures say how to get the checkpoint.
+
+    Args:
+      load: a `from_pretrained`.
+      path: folder or Hub id.
+      arguments: the recipe's; `model_revision` is used.
+      settings: passed on to `load`.
+
+    Returns:
+      What `load` returns.
 
     Raises:
       FileNotFoundError: see `check_folder`.
@@ -109,9 +118,16 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def load_tokenizer(path: str, arguments: ModelArguments) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer.
+    """Loads the checkpoint's tokenizer.
 
-    Transformers makes up a tokenizer without words where the files are missing; it is refused.
+    Where its files are missing transformers makes up a tokenizer without words, which is refused.
+
+    Args:
+      path: folder or Hub id.
+      arguments: the recipe's; `model_revision` is used.
+
+    Returns:
+      The tokenizer.
 
     Raises:
       ValueError: the checkpoint has no tokenizer.
@@ -139,12 +155,16 @@ def load_tokenizer(path: str, arguments: ModelArguments) -> PreTrainedTokenizerB
 def dtype_settings(
     arguments: ModelArguments, config: PreTrainedConfig, kept: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What `from_pretrained` is told about dtype and quantisation.
+    """Keyword arguments of `from_pretrained` for dtype and quantisation.
 
     Args:
       arguments: the recipe's.
       config: the checkpoint's, whose dtype "auto" takes.
       kept: modules that are not quantised; by default transformers leaves out the output layer.
+
+    Returns:
+      `dtype`, and with load_in_4bit or load_in_8bit `quantization_config`.
+
     Raises:
       ImportError: bitsandbytes is needed and not installed; names the pip command.
     """

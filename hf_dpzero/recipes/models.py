@@ -1,4 +1,4 @@
-"""A recipe's model: checkpoint, head, adapters; and features of a frozen encoder, computed once."""
+"""Builds a recipe's model: checkpoint, head and adapters; stores features of a frozen encoder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MAP_BATCH = 2048
 def load_model(
     arguments: ModelArguments, task: Task | PromptTask, adapter: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that a recipe describes, in eval mode, and its tokenizer.
+    """Loads the model that a recipe describes, and its tokenizer.
 
     On the CPU; a quantised base goes to the accelerator at once where there is one.
 
@@ -57,7 +57,11 @@ def load_model(
       arguments: the recipe's.
       task: `task.head` says which kind of model: "sequence_classification" (the number and names of
         its labels are the task's), "masked_lm" or "causal_lm".
-      adapter: folder of a trained adapter that is put on in place of a fresh one.
+      adapter: folder of a trained adapter, used in place of a fresh one.
+
+    Returns:
+      Model in eval mode, and tokenizer.
+
     Raises:
       ImportError: the package of a `package:` path, or bitsandbytes, is not installed; names the
         pip command.
@@ -350,18 +354,23 @@ def precompute_features(
     batch_size: int = 64,
     device: torch.device | str | None = None,
 ) -> datasets.Dataset:
-    """Runs the frozen encoder once over tokenised rows: columns sentence_embedding, labels.
+    """Runs the frozen encoder once over tokenised rows, so that training costs the head alone.
 
-    An embedding is what the head sees, `[H]`, or `[4 H]` of a pair encoded apart. Training then
-    costs the head alone. No privacy is spent: each embedding is a function of its own row and of
-    public weights, and the result is as private as the rows. `datasets` stores it beside its source
-    (when that is on disk) under a fingerprint of rows, weights and pooling.
+    No privacy is spent: each embedding is a function of its own row and of public weights, and the
+    result is as private as the rows. `datasets` caches it beside its source (when that is on disk)
+    under a fingerprint of rows, weights and pooling.
 
     Args:
       model: a `SentenceClassifier`; moved to `device` if given.
       dataset: rows with input_ids and labels, as `Task.tokenize` makes them.
       collate: pads rows into a batch of tensors, as `Task.collator` does.
       trainable: as in `DPZeroConfig`; applied first.
+      batch_size: rows in one forward pass, >= 1.
+      device: where the encoder runs; None leaves the model where it is.
+
+    Returns:
+      Rows with `sentence_embedding` `[H]` float32 (`[4 H]` of a pair encoded apart) and `labels`.
+
     Raises:
       ValueError: another model, or an encoder with parameters that are to be trained.
     """

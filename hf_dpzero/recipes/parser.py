@@ -40,7 +40,11 @@ class RecipeParser(HfArgumentParser):
         self.actions = {a.dest: a for a in self._actions if a.option_strings[0] == f"--{a.dest}"}
 
     def error(self, message: str) -> NoReturn:
-        """Raises argparse's message as a ValueError; a refused choice names the nearest known one."""
+        """Raises argparse's message as a ValueError, with the nearest known choice.
+
+        Raises:
+          ValueError: always.
+        """
         message = re.sub(r"^argument \S+: ", "", message)
         if refused := re.match(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             near = nearest(refused[1], re.findall(r"[\w-]+", refused[2]))
@@ -57,6 +61,9 @@ class RecipeParser(HfArgumentParser):
           key: field name of one of the config classes.
           value: what YAML or a command line gave: text, number, bool, None, list or mapping.
           source: file name or "command line", named in errors.
+
+        Returns:
+          A value of the field's type.
 
         Raises:
           ValueError: `key` is no field (the nearest one is named), or `value` does not fit it.
@@ -114,6 +121,9 @@ class RecipeParser(HfArgumentParser):
         Args:
           values: field name -> converted value.
           source: named where a field without a default is missing.
+
+        Returns:
+          One object of each class.
 
         Raises:
           ValueError: a required field is missing, or a class refuses its values.

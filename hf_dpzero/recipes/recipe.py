@@ -62,6 +62,9 @@ def load_recipe(
       path: the YAML file.
       overrides: command-line words (`["--max_steps", "5"]`) or a mapping; later ones win.
 
+    Returns:
+      The validated recipe.
+
     Raises:
       FileNotFoundError: no such recipe, or none that it extends.
       ValueError: unknown, repeated, missing or ill-typed keys, recipes that extend each other in a

@@ -108,6 +108,9 @@ class SentenceClassifier(PreTrainedModel):
         Args:
           encoder: a model whose output has `last_hidden_state` [B, T, H].
           settings: `num_labels`, `pooling`, ... of `SentenceClassifierConfig`.
+
+        Returns:
+          The classifier, in eval mode.
         """
         with torch.device("meta"):
             model = cls(SentenceClassifierConfig(encoder=encoder.config, **settings))
@@ -130,7 +133,7 @@ class SentenceClassifier(PreTrainedModel):
         return_dict: bool | None = None,
         **settings: Any,
     ) -> SequenceClassifierOutput | tuple[Tensor, ...]:
-        """Logits `[B, L]` and, with labels, the mean loss.
+        """Computes logits `[B, L]` and, with labels, the mean loss.
 
         Args:
           input_ids, ..., token_type_ids_pair: as for `embed`.
@@ -139,6 +142,10 @@ class SentenceClassifier(PreTrainedModel):
             encoder.
           return_dict: False gives a tuple, (loss if there are labels, logits).
           settings: passed on to the encoder.
+
+        Returns:
+          Logits `[B, L]`, float32 or the head's dtype, and the mean loss or None.
+
         Raises:
           ValueError: neither input_ids nor sentence_embedding is given.
         """
@@ -167,12 +174,17 @@ class SentenceClassifier(PreTrainedModel):
         token_type_ids_pair: Tensor | None = None,
         **settings: Any,
     ) -> Tensor:
-        """What the head sees of token rows, `[B, feature_size]` float32; each from its own row.
+        """Computes the head's input from token rows; row i depends on row i alone.
 
         Args:
           input_ids, attention_mask, token_type_ids: `[B, T]`.
           input_ids_pair, attention_mask_pair, token_type_ids_pair: `[B, T']`, the second texts,
             padded on either side; with pair_features=siamese, and only then.
+          settings: passed on to the encoder.
+
+        Returns:
+          `[B, feature_size]`, float32.
+
         Raises:
           ValueError: second texts that the configuration does not expect, or none where it does.
         """
@@ -209,7 +221,14 @@ class SentenceClassifier(PreTrainedModel):
 def compare(first: Tensor, second: Tensor, normalize: bool) -> Tensor:
     """[a; b; |a - b|; sqrt(H) a * b] of embeddings a, b `[B, H]`: `[B, 4 H]` (Conneau et al. 2017).
 
-    With `normalize` each row is scaled to length 1. The factor sqrt(H) gives the entries of the
+    Args:
+      first, second: a and b, `[B, H]`.
+      normalize: scale each row of the result to Euclidean length 1.
+
+    Returns:
+      `[B, 4 H]`.
+
+    The factor sqrt(H) gives the entries of the
     product the size of the others' where a and b have length 1 (entries of size 1/sqrt(H)); without
     normalize, the product is InferSent's own.
 
@@ -240,6 +259,10 @@ def pool(states: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
     Args:
       states: `[B, T, H]`.
       attention_mask: `[B, T]`, 1 at tokens; a row without tokens gives zeros ("mean").
+      pooling: "mean" or "cls".
+
+    Returns:
+      `[B, H]`.
 
     >>> states = torch.tensor([[[1., 2.], [3., 4.], [9., 9.]]])
     >>> pool(states, torch.tensor([[1, 1, 0]]), "mean")
@@ -256,7 +279,16 @@ def pool(states: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
 def embed_texts(
     model: SentenceClassifier, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> Tensor:
-    """Embeddings `[N, H]` float32 of a few texts, each by itself, in one batch."""
+    """Embeds a few single texts in one batch.
+
+    Args:
+      model: its encoder, pooling and normalisation are used.
+      tokenizer: of the encoder.
+      texts: N texts; each is cut to the tokenizer's maximum length.
+
+    Returns:
+      `[N, H]`, float32.
+    """
     encoded = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
     device = model.classifier.weight.device
     return model._embed_text(**{key: value.to(device) for key, value in encoded.items()})
@@ -269,6 +301,14 @@ def label_text_weights(
 
     Row c is the direction of the mean of the unit embeddings of label c's phrasings (separated by
     "|"), less the mean of all rows, so that what the descriptions share does not count.
+
+    Args:
+      model: its encoder embeds the descriptions.
+      tokenizer: of the encoder.
+      label_texts: L descriptions, in label order.
+
+    Returns:
+      `[L, H]`, float32.
     """
     rows = []
     for description in label_texts:
