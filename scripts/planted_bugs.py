@@ -88,7 +88,8 @@ BUGS = (
         "        object.__setattr__(mechanism, 'expected_batch_size', float(max(len(x), 1)))"),
     Bug("empty_batch_skipped",
         "An empty batch releases exact zeros, which tells that nobody was sampled.",
-        "hf_dpzero/training/zeroth_order_step.py", "tests/training/test_trainer.py::test_empty_batches_still_release_noise",
+        "hf_dpzero/training/zeroth_order_step.py",
+        "tests/training/test_trainer.py::test_empty_batches_still_release_noise",
         "values = shared_from_main(lambda: mechanism.release(total, step, self.noise))",
         "values = [0.0] * len(total)\n"
         "        if len(x):\n"
@@ -113,7 +114,8 @@ BUGS = (
         "for release in trajectory.releases[1:]:"),
     Bug("sampler_reused",
         "A resumed run counts its batches from 0 and draws the same batches again.",
-        "hf_dpzero/training/batches.py", "tests/training/test_trainer.py::test_resume_equals_a_straight_run",
+        "hf_dpzero/training/batches.py",
+        "tests/training/test_trainer.py::test_resume_equals_a_straight_run",
         "chosen = self.plan.sampler.batch(step, self.key)",
         "drawn = self.__dict__.setdefault('drawn', iter(range(2**62)))\n"
         "        chosen = self.plan.sampler.batch(next(drawn), self.key)"),
@@ -182,7 +184,8 @@ BUGS = (
         'f"checkpoint-{self.state.global_step}"\n'
         "        super()._save_checkpoint(model, trial)\n"
         "        self.arm.settle_()",
-        ("hf_dpzero/estimators/deferred_updates.py", "bool) -> None:\n        space.settle_()", "bool): ...")),
+        ("hf_dpzero/estimators/deferred_updates.py",
+        "bool) -> None:\n        space.settle_()", "bool): ...")),
     Bug("secret_key_shipped",
         "A push to the Hub copies the secret sampler key.",
         "hf_dpzero/reporting/hub.py", "tests/reporting/test_hub.py",
