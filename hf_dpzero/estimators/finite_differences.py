@@ -211,13 +211,11 @@ class FiniteDifferences:
         """The objective's losses, checked to be one an example, float32 [B]."""
         return check_per_example(self.objective(model, microbatch), batch_size(microbatch))
 
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
         """Around one evaluation of the objective."""
         if self.prefix is not None:
             self.prefix.begin_evaluation()
-        with self._guard.watching():
-            yield
+        return self._guard.watching()
 
     def _evaluate_pair(self, microbatch: Microbatch, direction: Direction) -> tuple[Tensor, Tensor]:
         assert isinstance(self.visits, PairedVisits)

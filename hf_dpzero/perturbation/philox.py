@@ -44,8 +44,9 @@ def philox_words(calls: NDArray[np.uint64], key: Words) -> Words:
     wide = key.astype(np.uint64)
     c = [calls & _LOW, calls >> _HALF, np.full_like(calls, wide[2]), np.full_like(calls, wide[3])]
     for turn in range(ROUNDS):
-        low, high = ((k + np.uint64(turn * w)) & _LOW for k, w in zip(wide, WEYL, strict=False))
-        first, second = (np.uint64(m) * c[i] for m, i in zip(MULTIPLIERS, (0, 2), strict=True))
+        low = (wide[0] + np.uint64(turn * WEYL[0])) & _LOW
+        high = (wide[1] + np.uint64(turn * WEYL[1])) & _LOW
+        first, second = np.uint64(MULTIPLIERS[0]) * c[0], np.uint64(MULTIPLIERS[1]) * c[2]
         c = [
             (second >> _HALF) ^ c[1] ^ low,
             second & _LOW,

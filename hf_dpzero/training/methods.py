@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_dpzero.estimators.deferred_updates import all_known, settled_before_reads
+from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
@@ -76,7 +76,8 @@ class ZerothOrderArm(Arm):
             trajectory=trainer.trajectory,
             defer=self._may_defer(),
         )
-        trainer.while_training(settled_before_reads(trainer.model, self.space))
+        self.reads = WeightReads(trainer.model, self.space)
+        trainer.while_training(self.reads)
         warn_of_rounding(trainer, self.step.differences)
         self.optimizer = _LearningRate(self.space.tensors, self.args.learning_rate)
 
@@ -108,16 +109,17 @@ class ZerothOrderArm(Arm):
         return differences
 
     def _may_defer(self) -> bool:
-        """Whether nobody reads the weights between steps but through a forward or a state dict."""
+        """True if weights are read between steps only through forward(), state_dict() or copies."""
         known = all_known([self.trainer, *self.trainer.callback_handler.callbacks])
         return self.args.defer_updates and known and not is_compiled(self.trainer.model)
 
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """One private step (see `zeroth_order_step`), on settled parameters if others may look."""
-        found = self.step(batch["step"], batch["microbatches"], learning_rate)
-        if self.step.defer and not all_known(self.trainer.callback_handler.callbacks):
-            self.space.settle_()  # a callback came in after the start
-        return found
+        with self.reads.own_step():
+            differences = self.step(batch["step"], batch["microbatches"], learning_rate)
+            if self.step.defer and not all_known(self.trainer.callback_handler.callbacks):
+                self.space.settle_()  # a callback came in after the start
+        return differences
 
     def settle_(self) -> None:
         """Takes the perturbation off and makes the update that waits."""

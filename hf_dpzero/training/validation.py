@@ -284,12 +284,12 @@ def parameters_left_alone(model: nn.Module) -> Iterator[None]:
     named = list(model.named_parameters())
     before = checksums(named)
     guard = ParameterGuard((name, p) for name, p in named if has_plain_storage(p))
-    guard.arm()
+    unwritten = guard.state()
     yield
     changed = _first_change(named, list(model.named_parameters()), before)
     if changed is None:
         try:
-            guard.check()
+            guard.check(unwritten)
         except ParameterChanged as error:
             raise ValueError(str(error)) from None
     else:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.deferred_updates import reads_watched
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, evaluation_mode
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
@@ -128,17 +127,6 @@ class Step:
         """The next step of `private` on the batch."""
         private(private.trajectory.next_step, [self.batch], LEARNING_RATE)
 
-    @contextlib.contextmanager
-    def as_in_training(self) -> Iterator[None]:
-        """Inside, reads are watched as in training where updates are deferred.
-
-        Not settled on leaving, which would move the waiting update out of the step.
-        """
-        with contextlib.ExitStack() as stack:
-            if self.bench.deferred:
-                stack.enter_context(reads_watched(self.model, self.space))
-            yield
-
     def restore_errors(self, cycles: int) -> tuple[float, float]:
         """max |theta after evaluations without an update - theta before|: after one, after all.
 
@@ -173,11 +161,10 @@ class OwnRhythm:
 
     @contextlib.contextmanager
     def as_in_training(self) -> Iterator[None]:
-        """`Step.as_in_training`, after an untimed step."""
-        with self.step.as_in_training():
-            if self.step.bench.deferred:
-                self.step.take(self.private)
-            yield
+        """Inside, an untimed step has gone before."""
+        if self.step.bench.deferred:
+            self.step.take(self.private)
+        yield
 
 
 def _shortened(batch: Mapping[str, Tensor], tokens: int = 8) -> dict[str, Tensor]:

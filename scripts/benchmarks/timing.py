@@ -146,7 +146,7 @@ def breakdown(bench: StepBench, step: Step, repeats: int = 3) -> dict[str, float
     step(0)
     for _ in range(min(repeats, bench.repeats)):
         watch = Stopwatch(bench.device)
-        with step.as_in_training(), _watched(step, watch), watch.running("rest"):
+        with _watched(step, watch), watch.running("rest"):
             step(0)
         rounds.append({"forwards": 0.0, "perturbation": 0.0, **watch.seconds})
     return {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}

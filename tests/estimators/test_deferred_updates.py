@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 from transformers import BertForSequenceClassification, TrainerCallback
 
-from hf_dpzero.estimators.deferred_updates import all_known, settled_before_reads
+from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
 from hf_dpzero.ledger.trajectory import Trajectory, replay
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
@@ -53,36 +56,78 @@ def test_without_the_guard_the_weights_are_not_theta():
     assert not same(dict(model.state_dict()), expected())
 
 
-def test_a_state_dict_of_the_model_or_a_part_is_theta():
-    whole, part = small_model(), small_model()
-    with settled_before_reads(whole, in_the_middle(whole)):
-        assert same(dict(whole.state_dict()), expected())
-    with settled_before_reads(part, in_the_middle(part)):
-        assert torch.equal(part[2].state_dict()["weight"], expected()["2.weight"])
+X = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
 
 
-def test_a_forward_pass_sees_the_update_but_a_perturbation_stays_for_its_owner():
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: model.state_dict()["2.weight"],
+        lambda model: model[2].state_dict()["weight"],
+        lambda model: copy.deepcopy(model)[2].weight,
+        lambda model: copy.deepcopy(model[2]).weight,
+        lambda model: pickle.loads(pickle.dumps(model))[2].weight,
+        lambda model: (model(X), model[2].weight)[1],
+        lambda model: (model[2](X[:, :30]), model[2].weight)[1],
+    ],
+    ids=["state_dict", "part_state_dict", "copy", "part_copy", "pickle", "forward", "part_forward"],
+)
+def test_every_read_between_steps_sees_the_update(read: Callable[[nn.Module], torch.Tensor]):
     model = small_model()
     space = in_the_middle(model)
-    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
-    with settled_before_reads(model, space), torch.no_grad():
-        found = model(x)
-        assert space.settled
+    with WeightReads(model, space) as reads, torch.no_grad():
+        assert torch.equal(read(model), expected()["2.weight"])
         u = Direction(1, 1)
-        space.move_to_(((u, 1e-3),))
-        moved = model(x)
-        assert space.position == ((u, 1e-3),)
-    reference = small_model()
-    reference.load_state_dict(expected())
-    with torch.no_grad():
-        assert torch.equal(found, reference(x))
-        assert not torch.equal(moved, found)
+        with reads.own_step():
+            space.move_to_(((u, 1e-3),))
+            model(X)  # a pass of our own leaves the perturbation alone
+            assert space.position == ((u, 1e-3),)
+            space.step_([u], [0.5], defer=True)
+        assert space.waiting
+        theta = read(model)
+        assert space.settled
+        assert torch.equal(theta, model[2].weight)
+        assert not torch.equal(theta, expected()["2.weight"])
+
+
+def test_a_copy_is_an_ordinary_module():
+    model = small_model()
+    with WeightReads(model, in_the_middle(model)):
+        copied = copy.deepcopy(model)
+    assert vars(copied).keys() == vars(small_model()).keys() == vars(model).keys()
+
+
+def test_a_failure_inside_a_step_leaves_nothing_for_the_next_read():
+    """The parameters stand at theta - lambda u when the step breaks off."""
+    model = small_model()
+    space = in_the_middle(model)
+    with WeightReads(model, space) as reads, torch.no_grad():
+        with pytest.raises(KeyError), reads.own_step():
+            space.move_to_(((Direction(1, 1), -1e-3),))
+            raise KeyError
+        model[1](X)  # the forward pass of any module
+        assert space.settled
+        assert same(dict(model.named_parameters()), expected())
+
+
+def test_no_hook_is_called_inside_a_step():
+    from torch.nn.modules import module as torch_module
+
+    model = small_model()
+    space = in_the_middle(model)
+    before = len(torch_module._global_forward_pre_hooks)
+    with WeightReads(model, space) as reads:
+        assert len(torch_module._global_forward_pre_hooks) == before + 1
+        with reads.own_step():
+            assert len(torch_module._global_forward_pre_hooks) == before
+            assert not any(part._forward_pre_hooks for part in model.modules())
+    assert len(torch_module._global_forward_pre_hooks) == before
 
 
 def test_leaving_settles_also_after_an_exception_and_takes_the_hooks_along():
     model = small_model()
     space = in_the_middle(model)
-    with pytest.raises(KeyError), settled_before_reads(model, space):
+    with pytest.raises(KeyError), WeightReads(model, space):
         raise KeyError
     assert space.settled
     assert same(dict(model.state_dict()), expected())

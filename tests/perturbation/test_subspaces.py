@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.deferred_updates import settled_before_reads
+from hf_dpzero.estimators.deferred_updates import WeightReads
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.trajectory import Trajectory, replay, space_from_header
@@ -553,7 +553,7 @@ def run_of(model: nn.Module, header: dict[str, Any], **settings: Any) -> Private
 def test_a_replay_is_the_training_bit_for_bit(subspace: Subspace | None, defer: bool):
     model, again = Quadratic(), Quadratic()
     step = run_of(model, header_of(model, subspace), defer=defer)
-    with settled_before_reads(model, step.space):
+    with WeightReads(model, step.space):
         for t in range(17):
             assert step(t, [batch(4, t), batch(2, 99 + t)], 0.05) is not None
         trained = {name: value.clone() for name, value in model.state_dict().items()}
