@@ -185,7 +185,8 @@ BUGS = (
         "        super()._save_checkpoint(model, trial)\n"
         "        self.arm.settle_()",
         ("hf_dpzero/estimators/deferred_updates.py",
-        "bool) -> None:\n        space.settle_()", "bool): ...")),
+        "register_state_dict_pre_hook(self._settle)",
+        "register_state_dict_pre_hook(lambda *_: None)")),
     Bug("secret_key_shipped",
         "A push to the Hub copies the secret sampler key.",
         "hf_dpzero/reporting/hub.py", "tests/reporting/test_hub.py",

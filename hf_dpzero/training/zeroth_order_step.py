@@ -40,7 +40,7 @@ class PrivateStep:
       noise: drawn once for each step, on the main process.
       trajectory: the ledger; written before the update.
       defer: leave restore and update to the next step's first pass, or to whoever settles the space
-        before the parameters are read (see `deferral`).
+        before the parameters are read (see `estimators.deferred_updates`).
     """
 
     mechanism: Mechanism
