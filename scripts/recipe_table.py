@@ -51,7 +51,7 @@ _COLUMNS = (
     *("recipe", "task", "model", "method", "trained", "(ε, δ)"),
     *("n / B / T", "the paper reports", "hardware", "command"),
 )
-_ARMS = {("dp-adamw", "lora"): "dp-lora", ("adamw", "lora"): "lora"}
+_ADAPTER_METHODS = {("dp-adamw", "lora"): "dp-lora", ("adamw", "lora"): "lora"}
 _INTRODUCTION = """\
 # Recipes
 
@@ -60,7 +60,14 @@ Written by `python -m scripts.recipe_table recipes`; change the recipes, not thi
 A recipe is a YAML file with the fields of `ModelArguments`, `DataArguments` and `DPZeroConfig`. Its
 header says what to download, what to expect and what differs from the paper. Any field can be
 overridden: `--target_epsilon 6`, `--train_file mine.jsonl --validation_file theirs.jsonl`. Files whose
-name starts with an underscore are what recipes share (`extends`), and no experiments.
+name starts with an underscore are parts that recipes share (`extends`); they do not run alone.
+
+The recipes with all-MiniLM-L6-v2 are written for DPZero. Other methods run on the same task and model
+with the settings in `methods/_minilm-METHOD.yaml`:
+
+```bash
+hf-dpzero compare recipes/trec/minilm-dpzero.yaml --methods dpzero,dp-sgd,dp-adamw,mezo,adamw
+```
 
 n is the number of training rows, which the accounting uses; B the expected batch; T the steps. What the
 paper reports (Zhang et al. 2024, arXiv:2310.09639) is what its own code reached, mean ± standard error
@@ -74,8 +81,8 @@ class Reported:
 
     Attributes:
       table: its table in the paper.
-      model, task, arm: what was run; arm "zero-shot" is the untrained model.
-      epsilon: None for an arm without privacy.
+      model, task, method: what was run; method "zero-shot" is the untrained model.
+      epsilon: None without privacy.
       mean: as printed, e.g. "91.8".
       standard_error: as printed, or "".
     """
@@ -83,7 +90,7 @@ class Reported:
     table: int
     model: str
     task: str
-    arm: str
+    method: str
     epsilon: int | None
     mean: str
     standard_error: str
@@ -92,7 +99,7 @@ class Reported:
         """As in the sentence of a header: "91.8 ± 0.1 % at epsilon = 2"."""
         error = f" ± {self.standard_error}" if self.standard_error else ""
         budget = "without privacy" if self.epsilon is None else f"at epsilon = {self.epsilon}"
-        return f"{self.mean}{error} % {'zero-shot' if self.arm == 'zero-shot' else budget}"
+        return f"{self.mean}{error} % {'zero-shot' if self.method == 'zero-shot' else budget}"
 
 
 def read_reported(folder: Path) -> list[Reported]:
@@ -109,7 +116,7 @@ def _reported(row: Mapping[str, str]) -> Reported:
         table=int(row["table"]),
         model=row["model"],
         task=row["task"],
-        arm=row["arm"],
+        method=row["method"],
         epsilon=int(row["epsilon"]) if row["epsilon"] else None,
         mean=row["mean"],
         standard_error=row["standard_error"],
@@ -125,11 +132,13 @@ def reported(numbers: Sequence[Reported], recipe: Mapping[str, Any]) -> str:
     if not recipe.get("prompt"):
         return ""
     wanted = (model_of(recipe), recipe["task"])
-    found = [n for n in numbers if (n.model, n.task) == wanted]
-    ours = sorted((n for n in found if n.arm == arm_of(recipe)), key=lambda n: n.epsilon or 0)
+    of_task = [n for n in numbers if (n.model, n.task) == wanted]
+    ours = sorted(
+        (n for n in of_task if n.method == method_of(recipe)), key=lambda n: n.epsilon or 0
+    )
     if not ours:
         return ""
-    untrained = [n for n in found if n.arm == "zero-shot"]
+    untrained = [n for n in of_task if n.method == "zero-shot"]
     return f"{', '.join(map(str, [*ours, *untrained]))} (Table {ours[0].table})"
 
 
@@ -148,10 +157,10 @@ def model_of(recipe: Mapping[str, Any]) -> str:
     return "all-MiniLM-L6-v2" if path.startswith("package:") else path.split("/")[-1]
 
 
-def arm_of(recipe: Mapping[str, Any]) -> str:
+def method_of(recipe: Mapping[str, Any]) -> str:
     """The method's name in the paper's tables: DP-AdamW on adapters is "dp-lora"."""
     method = str(recipe["method"])
-    return _ARMS.get((method, str(recipe.get("peft_method"))), method)
+    return _ADAPTER_METHODS.get((method, str(recipe.get("peft_method"))), method)
 
 
 def num_examples(recipe: Mapping[str, Any]) -> int:
@@ -192,9 +201,9 @@ def hardware_of(path: Path, recipe: Mapping[str, Any]) -> str:
     Raises:
       ValueError: a recipe whose weights do not come with a package says nothing about hardware.
     """
-    found = re.search(r"^# Hardware: ([^;\n]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    if found is not None:
-        return found.group(1).strip().rstrip(".")
+    stated = re.search(r"^# Hardware: ([^;\n]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if stated is not None:
+        return stated.group(1).strip().rstrip(".")
     if str(recipe["model_name_or_path"]).startswith("package:"):
         return "2 CPU cores"
     raise ValueError(f"{path}: the header has no line `# Hardware: ...`; say what it needs.")
@@ -230,7 +239,7 @@ def _cells(path: Path, folder: Path, numbers: Sequence[Reported]) -> list[str]:
         f"[`{name}`]({name})",
         NAMES[recipe["task"]],
         model_of(recipe),
-        arm_of(recipe),
+        method_of(recipe),
         trained_of(recipe),
         budget_of(recipe),
         f"{num_examples(recipe):,} / {recipe['expected_batch_size']:,} / {recipe['max_steps']:,}",

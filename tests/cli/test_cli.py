@@ -15,22 +15,9 @@ import yaml
 
 from hf_dpzero.cli import main
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
-from hf_dpzero.tasks.benchmarks import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parents[2]
-ARMS = sorted((ROOT / "recipes" / "arms").glob("_*.yaml"))  # methods that the tasks' recipes extend
-
-
-def heads(pattern: str) -> list[Path]:
-    """Recipes (or bases) that train a head; tests/test_recipes.py has those that prompt."""
-    found = sorted({*(ROOT / "recipes").rglob(pattern)} - {*ARMS})
-    return [path for path in found if "prompt" not in read_recipe(path)]
-
-
-RECIPES, BASES = heads("[!_]*.yaml"), heads("_*.yaml")  # bases: models and data to extend
-NOT_PRIVATE = ("mezo", "sgd", "adamw")
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "great", "bad", "awful", "film", "it", "was")
 
 PLAN = ["plan", "--num_examples", "1024", "--expected_batch_size", "64", "--max_steps", "10000"]
@@ -610,116 +597,3 @@ def test_train_refuses_before_anything_is_written(words, message, recipe, capsys
 
 def test_a_missing_recipe_is_one_line(capsys):
     assert "'none.yaml' not found" in fail(capsys, "train", "none.yaml")
-
-
-# ---------------------------------------------------------------- the recipes of the repository
-
-
-def recipe_name(path: Path) -> str:
-    return str(path.relative_to(ROOT / "recipes"))
-
-
-def test_there_are_recipes():
-    assert {recipe_name(path) for path in RECIPES} >= {
-        "quickstart.yaml",
-        "sst2/minilm-dpzero.yaml",
-    }
-    assert {recipe_name(path) for path in BASES} == {
-        f"{task}/_minilm.yaml" for task in ("sst2", "sst5", "trec", "rte", "snli")
-    }
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=recipe_name)
-def test_a_recipe_says_how_to_run_it_and_what_to_expect(path):
-    text = path.read_text(encoding="utf-8")
-    assert f"hf-dpzero train recipes/{recipe_name(path)}" in text
-    assert text.startswith("#")
-    assert "xpect" in text
-    training = load_recipe(path, {"use_cpu": True}).training
-    assert (training.target_epsilon is None) == (training.method in NOT_PRIVATE)
-
-
-def test_every_arm_is_extended_by_full_and_few_shot_recipes_of_all_five_tasks():
-    stems = {path.stem for path in ARMS}
-    names = {stem.removeprefix("_minilm-") for stem in stems if stem.startswith("_minilm-")}
-    assert {"dpzero", "dpgd-0th", "mezo", "dp-sgd", "dp-adamw", "dp-lora", "adamw"} <= names
-    for task in ("sst2", "sst5", "trec", "rte", "snli"):
-        for name in names:
-            full, few = (f"{task}/minilm-{few}{name}.yaml" for few in ("", "fewshot-"))
-            assert {full, few} <= {recipe_name(path) for path in RECIPES}
-            few_values = read_recipe(ROOT / "recipes" / few)
-            assert few_values["num_examples_per_class"] == 512
-            assert "num_examples_per_class" not in read_recipe(ROOT / "recipes" / full)
-
-
-@pytest.mark.parametrize("path", BASES, ids=recipe_name)
-def test_a_base_is_a_model_and_data_without_a_method(path, tmp_path, checkpoint):
-    words = path.read_text(encoding="utf-8").replace("\n# ", " ")
-    assert "Not an experiment by itself" in words
-    assert not {"method", "target_epsilon", "output_dir"} & set(read_recipe(path))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"extends: {path}\nmethod: mezo\noutput_dir: {tmp_path / 'out'}\n")
-    tiny = {
-        **rows_of(read_recipe(path)["task"], tmp_path),
-        "model_name_or_path": str(checkpoint),
-        "max_train_samples": 8,
-        "num_examples_per_class": None,
-        "expected_batch_size": 4,
-        "max_seq_length": 16,
-        "max_steps": 1,
-        "use_cpu": True,
-    }
-    trainer = build_trainer(load_recipe(recipe, tiny))
-    if trainer.args.trainable is not None:
-        named = trainer.model.named_parameters()
-        trained = [name for name, parameter in named if parameter.requires_grad]
-        assert trained == ["classifier.weight", "classifier.bias"]
-
-
-def rows_of(task: str, folder: Path) -> dict[str, str]:
-    """train_file and validation_file with the columns and all labels of a paper's task."""
-    labels = range(len(BENCHMARKS[task].label_names))
-    texts = ("it was good", "bad film", "awful it was", "great")
-    columns = [names[0] for names in BENCHMARKS[task].fields.values()]
-    lines = [
-        json.dumps(
-            {
-                **{c: texts[(i + k) % 4] for k, c in enumerate(columns)},
-                "label": labels[i % len(labels)],
-            }
-        )
-        for i in range(24 * len(labels))
-    ]
-    files = {name: str(folder / f"{name}.jsonl") for name in ("train_file", "validation_file")}
-    for path, order in zip(files.values(), (1, -1), strict=True):
-        Path(path).write_text("\n".join(lines[::order]) + "\n", encoding="utf-8")
-    return files
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=recipe_name)
-def test_every_recipe_trains_a_tiny_model(path, tmp_path, checkpoint, capsys):
-    values = read_recipe(path)
-    files = {} if values["task"] == "quickstart" else rows_of(values["task"], tmp_path)
-    few = {"num_examples_per_class": 24} if "num_examples_per_class" in values else {}
-    settings = {
-        "model_name_or_path": checkpoint,
-        "max_train_samples": 48,
-        "max_eval_samples": 8,
-        "expected_batch_size": 4,
-        "max_seq_length": 16,
-        "max_steps": 2,
-        "use_cpu": "true",
-        "disable_tqdm": "true",
-        "output_dir": tmp_path / "out",
-        **files,
-        **few,
-    }
-    run(capsys, "train", path, *(f"--{key}={value}" for key, value in settings.items()))
-    report = read(tmp_path / "out" / "privacy_report.json")
-    assert report["steps"] == 2
-    if values["method"] in NOT_PRIVATE:
-        assert report["epsilon"] == "inf"
-    else:
-        assert report["epsilon"] <= values["target_epsilon"]
-    if "num_directions" in values:
-        assert report["num_directions"] == values["num_directions"]
