@@ -125,7 +125,7 @@ def _add_plan(commands: _Commands) -> None:
     parser = _add_command(
         commands,
         "plan",
-        "compute the noise for a budget, or the epsilon of a noise; of a recipe also memory and time",
+        "compute the noise for a budget, or the epsilon of a noise; of a recipe also its memory",
     )
     parser.epilog = f"With --recipe, these options are overrides as well. {_OVERRIDES}"
     add = parser.add_argument
@@ -135,7 +135,6 @@ def _add_plan(commands: _Commands) -> None:
         metavar="RECIPE",
         help="YAML file: plan its run, download nothing",
     )
-    add("--no_calibration", action="store_true", help="with --recipe: time nothing on this machine")
     add(
         "--num_examples",
         type=_whole,

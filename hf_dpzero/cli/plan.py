@@ -1,5 +1,5 @@
 """`hf-dpzero plan`: the noise that a budget needs, or the epsilon that a noise spends; of a recipe also
-the memory and the time of its run.
+the memory of its run.
 """
 
 from __future__ import annotations
@@ -59,10 +59,6 @@ def with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
     for name in ("num_examples", "max_steps"):
         if getattr(arguments, name) is None:
             raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
-    if arguments.no_calibration:
-        raise ValueError(
-            "--no_calibration is about the time of a recipe's run; give --recipe FILE."
-        )
     for name, value in DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
@@ -73,7 +69,7 @@ def with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def plan_recipe(arguments: argparse.Namespace) -> None:
-    """Prints the plan of --recipe with its overrides: privacy, model, memory, time."""
+    """Prints the plan of --recipe with its overrides: privacy, model, memory."""
     from hf_dpzero.experiments.plan import overview
     from hf_dpzero.recipes.recipe import load_recipe, parse_overrides
 
@@ -81,7 +77,7 @@ def plan_recipe(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         overrides = {"output_dir": scratch, **said, **parse_overrides(arguments.overrides)}
         recipe = load_recipe(arguments.recipe, overrides)
-        found = overview(recipe, arguments.num_examples, not arguments.no_calibration)
+        found = overview(recipe, arguments.num_examples)
     privacy = recipe_facts(recipe, found)
     if arguments.json:
         print(json.dumps(_finite({**privacy, **found.sections}), indent=2))

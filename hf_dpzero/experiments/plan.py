@@ -20,7 +20,6 @@ from hf_dpzero.experiments.memory.peaks import (
     rooms,
 )
 from hf_dpzero.experiments.memory.row_counts import RowCounts, count_rows
-from hf_dpzero.experiments.memory.seconds import estimate_seconds
 from hf_dpzero.recipes.recipe import Recipe
 
 
@@ -31,7 +30,7 @@ class Overview:
     Attributes:
       rows: n and where it comes from.
       plan: the privacy plan, calibrated; None if n is not known or the method is not private.
-      sections: "model", "memory" and "time".
+      sections: "model" and "memory".
     """
 
     rows: RowCounts
@@ -39,12 +38,11 @@ class Overview:
     sections: Mapping[str, Any]
 
 
-def overview(recipe: Recipe, num_examples: int | None, calibrate: bool) -> Overview:
+def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     """Plans a recipe without a download.
 
     Args:
       num_examples: n as the user says, for data that is not here.
-      calibrate: whether to time a few layers on this machine.
 
     Raises:
       OSError: nothing says which shape the model has.
@@ -59,15 +57,9 @@ def overview(recipe: Recipe, num_examples: int | None, calibrate: bool) -> Overv
     several = several_tokens(rows.task, recipe.model)
     work = pass_of(blueprint, length, recipe.data, several)
     peaks = all_peaks(work, recipe)
-    time = (
-        estimate_seconds(work, recipe, plan, peaks, (rows.train, rows.validation))
-        if calibrate
-        else {"not_timed": "--no_calibration was given"}
-    )
     sections = {
         "model": model_section(blueprint, found, recipe),
         "memory": memory_section(work, recipe, peaks, devices(), several is None),
-        "time": time,
     }
     return Overview(rows, plan, sections)
 

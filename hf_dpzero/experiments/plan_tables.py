@@ -19,16 +19,13 @@ _PHASES = {
 
 
 def print_sections(sections: Mapping[str, Any]) -> None:
-    """Prints the model, its memory and its time."""
+    """Prints the model and its memory."""
     from rich.console import Console
 
     console = Console()
     for table in (_model(sections["model"]), _memory(sections["memory"])):
         console.print(table)
     for note in sections["memory"]["notes"]:
-        console.print(f"  {note}", markup=False, highlight=False)
-    console.print(_time(sections["time"]))
-    for note in sections["time"].get("notes", ()):
         console.print(f"  {note}", markup=False, highlight=False)
 
 
@@ -87,48 +84,3 @@ def gib(size: int | None) -> str:
     '1.50'
     """
     return "-" if size is None else f"{size / GIB:.2f}"
-
-
-def _time(found: Mapping[str, Any]) -> Any:
-    if "not_timed" in found:
-        return _pairs("time", {"not timed": str(found["not_timed"])})
-    made = found["calibration"]
-    layers = " and ".join(str(n) for n in made["layers"])
-    rows = {
-        "on": str(found["device"]),
-        "a step": duration(found["seconds_per_step"]),
-        "of that": f"{duration(found['evaluations'])} evaluations, "
-        f"{duration(found['passes_over_parameters'])} passes over parameters",
-        "encoding once": duration(found["seconds_encoding_once"]),
-        "the run": _run(found),
-        "from": f"models of {layers} layers, {made['microbatch_size']} x {made['sequence_length']} "
-        f"tokens, {made['dtype']}, in {made['seconds']:.0f} s",
-    }
-    return _pairs("time", {name: text for name, text in rows.items() if text})
-
-
-def _run(found: Mapping[str, Any]) -> str:
-    if found["seconds_per_run"] is None:
-        return "unknown: the number of steps depends on n"
-    return (
-        f"{duration(found['seconds_per_run'])} for {found['steps']} steps, evaluation not included"
-    )
-
-
-def duration(seconds: float | None) -> str:
-    """Two units at most; "" for None.
-
-    >>> duration(0.0123), duration(75.0), duration(200000.0)
-    ('12.3 ms', '1 min 15 s', '2 d 8 h')
-    """
-    if seconds is None:
-        return ""
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    first = next(i for i, (_, size) in enumerate(units) if seconds >= size)
-    (large, size), (small, part) = units[first], units[first + 1]
-    whole, rest = divmod(round(seconds / part) * part, size)
-    return f"{whole} {large} {rest // part} {small}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,27 @@ from torch import nn
 from transformers import AutoConfig
 
 from hf_dpzero.cli import main
+from hf_dpzero.estimators.exactness_checks import make_exact
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.experiments import plan as overview
 from hf_dpzero.experiments import plan_tables as tables
-from hf_dpzero.experiments.memory import configs, seconds, works
+from hf_dpzero.experiments.memory import configs
 from hf_dpzero.experiments.memory import live_bytes as estimate
 from hf_dpzero.experiments.memory import model_on_meta as blueprint
 from hf_dpzero.experiments.memory import objective_passes as passes
 from hf_dpzero.experiments.memory import peaks as memory
 from hf_dpzero.experiments.memory import row_counts as rows
 from hf_dpzero.experiments.memory.shapes import SHAPES
+from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.privacy.mechanisms import mechanism_from_dict
+from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.tasks.arguments import DataArguments
-from scripts.benchmarks import clock
+from hf_dpzero.training.first_order_step import GradientStep, PlainGradients
 
 TINY = {
     "model_type": "roberta",
@@ -262,7 +269,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (TINY, {"trainable": "^classifier", "num_directions": 8}),
     (TINY, {"prompt": "masked_lm"}),
     (TINY_OPT, {"prompt": "causal_lm", "peft_method": "lora"}),
-    (TINY, {"method": "mezo", "perturbation_strategy": "paired", "target_epsilon": None}),
     (TINY, {"method": "dp-adamw", "per_example_gradients": "dense"}),
     (TINY, {"method": "dp-sgd", "per_example_gradients": "ghost"}),
     (TINY, {"method": "adamw", "target_epsilon": None}),
@@ -287,24 +293,56 @@ def test_estimates_are_what_real_steps_keep_alive(
     live = estimate.LiveBytes()
     live.hold([*model.parameters(), *model.buffers()])
     assert live.live == expected.weights
-    work_of_step = step_of(work, model, recipe)
+    take_step = step_of(work, model, recipe)
     with live:
-        for _ in range(3):
-            work_of_step.run()
+        for step in range(3):
+            take_step(step)
     assert expected.training is not None
     assert expected.training > 1.05 * expected.weights or "classifier" in str(settings)
     assert expected.training == pytest.approx(live.peak, rel=0.15)
 
 
-def step_of(work: passes.Pass, model: nn.Module, recipe: Recipe) -> works.Timed:
-    """The step that a calibration takes."""
+def step_of(work: passes.Pass, model: nn.Module, recipe: Recipe) -> Callable[[int], None]:
+    """A training step of the recipe on one microbatch, as a function of its number."""
     args = recipe.training
-    batch = work.batch(args.physical_batch_size, "cpu")
-    mechanism = works.mechanism_of(args, None)
+    objective, batch = work.objective(model), work.batch(args.physical_batch_size, "cpu")
     if args.first_order:
-        return works.FirstOrderStep(model, work.objective(model), batch, args, mechanism)
-    count = args.num_directions
-    return works.ZerothOrderStep(model, work.objective(model), batch, args, mechanism, count)
+        return first_order_step(model, objective, batch, args)
+    space = ParameterSpace.from_model(model, distribution=args.direction, smoothing=args.smoothing)
+    space.snap_()
+    settings = (args.smoothing, args.reuse_frozen_prefix, args.perturbation_strategy)
+    differences = FiniteDifferences(model, space, objective, *settings)
+    make_exact(differences, batch, Direction(7, 1 << 40), args.num_directions)
+
+    def take(step: int) -> None:
+        differences([batch], [Direction(7, step, k) for k in range(args.num_directions)])
+        space.settle_()
+
+    return take
+
+
+def first_order_step(
+    model: nn.Module, objective: Any, batch: Any, args: Any
+) -> Callable[[int], None]:
+    """The gradients that the trainer takes, its mechanism and torch's AdamW (SGD for dp-sgd)."""
+    if args.not_private:
+        gradients: Any = PlainGradients(model, objective)
+    else:
+        how = (args.per_example_gradients, args.physical_batch_size)
+        gradients = per_example_gradients(model, objective, *how)
+    values = {"name": args.method, "expected_batch_size": 4.0}
+    values |= {} if args.not_private else {"clip": 1.0, "noise_multiplier": 1.0}
+    header = {**args.direction_settings(), "direction_key": "0", "replayable": False}
+    step = GradientStep(mechanism_from_dict(values), gradients, SecureNoise(), Trajectory(header))
+    kind = torch.optim.SGD if "sgd" in args.method else torch.optim.AdamW
+    optimizer = kind(gradients.parameters, lr=1e-8)
+
+    def take(number: int) -> None:
+        step(number, [batch], 1e-8)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return take
 
 
 def test_ghost_clipping_is_not_for_half_precision(recipe_of: Any):
@@ -363,171 +401,6 @@ def test_evaluation_by_generation_keeps_keys_and_values(recipe_of: Any):
     one_position = dataclasses.replace(work, by_generation=True)
     bare = memory.forward_bytes(one_position, work.blueprint.whole("float32"), 3)
     assert found.evaluation - found.weights - bare == 5 * 3 * 16 * 2 * 16 * 4
-
-
-# ---------------------------------------------------------------- time, extrapolated
-
-
-def layout(**settings: Any) -> seconds.Layout:
-    """A layout of 12 layers that all run, one direction, one microbatch of 8."""
-    usual = {"prefix": 0, "running": 12, "directions": 1, "examples": 8.0, "microbatches": 1}
-    return seconds.Layout(**{**usual, "repeats_passes": False, **settings})
-
-
-def measured(of: seconds.Layout, examples: int, layer: float = 0.0) -> seconds.Measured:
-    """What a machine would show on which everything is linear.
-
-    Evaluations: (0.5 + 0.25 layers) k per example, passes (1 + 2 layers) k, rest 0.125 + 0.5 k.
-    """
-    steps = {
-        (n, k): works.Parts(examples * (0.5 + 0.25 * n) * k, (1 + 2 * n) * k, 0.125 + 0.5 * k)
-        for n, k in itertools.product(of.depths, of.counts)
-    }
-    return seconds.Measured(steps=steps, layer=layer, examples=examples)
-
-
-@pytest.mark.parametrize("examples", [2, 8])
-@pytest.mark.parametrize("directions", [1, 4])
-@pytest.mark.parametrize("running", [1, 2, 12])
-def test_a_step_is_extrapolated_in_layers_directions_and_examples(
-    examples: int, directions: int, running: int
-):
-    of = layout(running=running, directions=directions)
-    found = seconds.step_seconds(measured(of, examples), of)
-    assert found.evaluations == pytest.approx(8 * (0.5 + 0.25 * running) * directions)
-    assert found.passes == pytest.approx((1 + 2 * running) * directions)
-    assert found.rest == pytest.approx(0.125 + 0.5 * directions)
-
-
-def test_frozen_layers_run_once_and_not_for_every_direction():
-    of = layout(prefix=9, running=3, directions=4)
-    found = seconds.step_seconds(measured(of, 2, layer=0.5), of)
-    assert found.evaluations == pytest.approx(8 * (0.5 + 0.25 * 3) * 4 + 9 * 0.5 * 8 / 2)
-    head = layout(prefix=12, running=0, directions=4)
-    assert head.depths == (1,) and head.counts == (4,)
-    found = seconds.step_seconds(measured(head, 2, layer=0.5), head)
-    assert found.evaluations == pytest.approx(8 * 0.75 * 4 + 11 * 0.5 * 8 / 2)
-
-
-def test_some_strategies_go_over_the_parameters_for_every_microbatch():
-    once, each = (layout(microbatches=3, repeats_passes=again) for again in (False, True))
-    assert seconds.step_seconds(measured(each, 8), each).passes == pytest.approx(
-        3 * seconds.step_seconds(measured(once, 8), once).passes
-    )
-
-
-def test_a_calibration_takes_turns_until_the_budget_is_spent():
-    """Each work costs a second on the fake clock; the untimed round counts towards the budget."""
-    now = itertools.count()
-    calls: list[str] = []
-
-    def work(name: str) -> Any:
-        def run() -> works.Parts:
-            calls.append(name)
-            next(now)
-            return works.Parts(float(len(calls)), 0.0, 1.0)
-
-        return run
-
-    time = [0.0]
-
-    def clock_() -> float:
-        time[0] = float(len(calls))
-        return time[0]
-
-    first, second = seconds.in_turns([work("a"), work("b")], budget=5.0, clock=clock_)
-    assert calls == ["a", "b"] * 3  # untimed, and rounds that begin at 2 s and at 4 s
-    assert (first.evaluations, second.evaluations) == (3.0, 4.0)  # the less of 3, 5 and of 4, 6
-    calls.clear()
-    seconds.in_turns([work("a")], budget=0.0, clock=clock_)
-    assert calls == ["a", "a"]
-    calls.clear()
-    seconds.in_turns([work("a")], budget=1e9, clock=clock_)
-    assert len(calls) == 1 + seconds.ROUNDS
-
-
-@pytest.mark.parametrize(
-    ("per_example", "most", "expected"),
-    [(0.0, 64, 64), (1.0, 64, 1), (0.1, 64, 4), (0.02, 64, 16), (0.01, 64, 64), (0.01, 5, 5)],
-)
-def test_a_microbatch_shrinks_to_what_can_be_afforded(per_example: float, most: int, expected: int):
-    """3 rounds of 4 layers in 10 s are 0.83 s: 83 examples of 0.01 s, 41 of 0.02 s, 8 of 0.1 s, none
-    of 1 s. Sizes are tried in steps of four, and only while the last one says that they fit.
-    """
-    tried: list[int] = []
-
-    def run(size: int) -> float:
-        tried.append(size)
-        return per_example * size
-
-    assert seconds.affordable(most, run, layers=4, budget=10.0) == expected
-    assert all(per_example * size * 12 <= 10.0 for size in tried[1:])
-
-
-def test_parts_of_a_step_are_told_apart(monkeypatch: Any):
-    ticks = itertools.count()
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
-
-    class Work(works.Timed):
-        def run(self) -> None:
-            self.under("passes", lambda: None)()
-            self.under("evaluations", lambda: self.under("passes", lambda: None)())()
-
-    found = Work("cpu")()
-    # Ticks: rest 0, passes 1-2, evaluations 3, passes 4-5, evaluations to 6, rest to 7.
-    assert found == works.Parts(evaluations=2.0, passes=2.0, rest=3.0)
-    assert found.total == 7.0
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"num_directions": 8, "trainable": "^classifier"},
-        {"num_directions": 3, "trainable": r"layer\.3\.|^classifier"},
-        {"method": "adamw", "target_epsilon": None},
-        {"method": "dpgd-0th", "torch_dtype": "bfloat16"},
-    ],
-)
-def test_a_calibration_of_a_tiny_model(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], recipe_of: Any
-):
-    monkeypatch.setattr(seconds, "busy_note", lambda: None)
-    before = torch.random.get_rng_state()
-    recipe = recipe_of(**settings)
-    work = plan_of(recipe)
-    plan = recipe.training.plan(64)
-    found = seconds.estimate_seconds(work, recipe, plan, memory.all_peaks(work, recipe), (64, 8))
-    assert torch.equal(torch.random.get_rng_state(), before)
-    parts = ("evaluations", "passes_over_parameters", "rest")
-    assert found["seconds_per_step"] == pytest.approx(sum(found[name] for name in parts))
-    assert found["evaluations"] > 0
-    assert found["seconds_per_run"] == pytest.approx(10 * found["seconds_per_step"])
-    assert found["device"].startswith("this machine")
-    assert found["calibration"]["microbatch_size"] == 4 and not found["notes"]
-
-
-def test_stored_features_are_encoded_once(recipe_of: Any, monkeypatch: Any):
-    """Training sees the head alone; 72 rows go through the encoder."""
-    settings = {"architecture": "sentence_classifier", "precompute_features": True}
-    recipe = recipe_of(**settings, trainable="^classifier", num_directions=4)
-    work = plan_of(recipe)
-    found = seconds.estimate_seconds(work, recipe, None, memory.all_peaks(work, recipe), (64, 8))
-    assert found["seconds_encoding_once"] > 0
-    total = 10 * found["seconds_per_step"] + found["seconds_encoding_once"]
-    assert found["seconds_per_run"] == pytest.approx(total)
-
-
-def test_what_is_not_calibrated_says_why(recipe_of: Any, monkeypatch: Any):
-    recipe = recipe_of()
-    work = plan_of(recipe)
-    peaks = memory.all_peaks(work, recipe)
-    monkeypatch.setattr(seconds, "available_bytes", lambda device: 1000)
-    found = seconds.estimate_seconds(work, recipe, None, peaks, (None, None))
-    assert set(found) == {"not_timed"} and "GiB may be used" in found["not_timed"]
-    quantised = recipe_of(TINY_OPT, prompt="causal_lm", peft_method="lora", load_in_4bit=True)
-    found = seconds.estimate_seconds(plan_of(quantised), quantised, None, peaks, (None, None))
-    assert "quantised" in found["not_timed"]
 
 
 # ---------------------------------------------------------------- rows
@@ -614,14 +487,13 @@ def written(recipe_of: Any, tmp_path: Path) -> Path:
 
 
 def test_a_recipe_is_planned(written: Path, capsys: Any):
-    found = planned(capsys, written, "--no_calibration")
+    found = planned(capsys, written)
     assert (found["num_examples"], found["steps"], found["method"]) == (16, 10, "dpzero")
     assert 3.5 < found["epsilon"] <= 4 and found["noise_multiplier"] > 0
     assert found["epsilon_by_relation"]["add_or_remove_one"] == found["epsilon"]
     assert found["model"]["parameters"] == found["model"]["trained_parameters"] > 0
     fits = found["memory"]["by_precision"]["float32"]["fits"]
     assert fits["24 GiB"] and fits["CPU"]
-    assert "--no_calibration" in found["time"]["not_timed"]
     assert not (written.parent / "trainer_output").exists()
 
 
@@ -632,7 +504,6 @@ def test_options_and_fields_override_the_recipe(written: Path, capsys: Any):
         "--max_steps",
         "2e1",
         "--microbatch_size=2",
-        "--no_calibration",
     ]
     found = planned(capsys, written, *words, "--trainable", "^classifier")
     assert (found["target_epsilon"], found["steps"]) == (1.0, 20)
@@ -641,19 +512,19 @@ def test_options_and_fields_override_the_recipe(written: Path, capsys: Any):
 
 
 def test_without_n_there_is_no_budget_and_the_rest_is_told(written: Path, capsys: Any):
-    found = planned(capsys, written, "--num_examples_per_class", "null", "--no_calibration")
+    found = planned(capsys, written, "--num_examples_per_class", "null")
     assert found["epsilon"] is None and "--num_examples" in found["missing"]
     assert found["memory"]["by_precision"]["float32"]["training"] > 0
-    words = ["--num_examples_per_class", "null", "--num_examples", "32", "--no_calibration"]
+    words = ["--num_examples_per_class", "null", "--num_examples", "32"]
     assert planned(capsys, written, *words)["num_examples"] == 32
 
 
 def test_a_method_without_privacy_says_so(written: Path, capsys: Any):
-    words = ["--method", "mezo", "--target_epsilon", "null", "--no_calibration"]
+    words = ["--method", "mezo", "--target_epsilon", "null"]
     with pytest.raises(SystemExit):  # the option takes a number; the recipe's line is to be dropped
         main.main(["plan", "--recipe", str(written), *words])
     capsys.readouterr()
-    found = planned(capsys, written, "--method", "mezo", "--no_calibration")
+    found = planned(capsys, written, "--method", "mezo")
     assert found["epsilon"] == "inf" and found["private"] is False
     assert "noise_multiplier" not in found
 
@@ -661,9 +532,8 @@ def test_a_method_without_privacy_says_so(written: Path, capsys: Any):
 def test_tables_for_people(written: Path, capsys: Any):
     assert main.main(["plan", "--recipe", str(written)]) == 0
     out = capsys.readouterr().out
-    for word in ("noise_multiplier", "parameters", "smallest card", "24 GiB", "a step", "10 steps"):
+    for word in ("noise_multiplier", "parameters", "smallest card", "24 GiB"):
         assert word in out, word
-    assert "this machine" in out
 
 
 @pytest.mark.parametrize(
@@ -671,7 +541,6 @@ def test_tables_for_people(written: Path, capsys: Any):
     [
         (["--max_steps", "5"], "num_examples is missing"),
         (["--num_examples", "5"], "max_steps is missing"),
-        (["--num_examples", "5", "--max_steps", "1", "--no_calibration"], "give --recipe"),
         (["--recipe", "none.yaml"], "recipe 'none.yaml' not found"),
     ],
 )
@@ -687,17 +556,5 @@ def test_unknown_fields_are_refused_with_and_without_a_recipe(written: Path, cap
         main.main(["plan", "--num_examples", "5", "--max_steps", "1", "--colour", "red"])
 
 
-def test_durations_and_sizes():
-    assert tables.duration(3725.0) == "1 h 2 min"
-    assert tables.duration(math.pi) == "3.14 s"
-    assert tables.duration(59.9999) == "60 s"
-    assert tables.duration(None) == ""
+def test_sizes():
     assert tables.gib(None) == "-"
-
-
-@pytest.mark.parametrize(("load", "says"), [(0.1, False), (64.0, True)])
-def test_a_busy_machine_is_said(load: float, says: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(seconds.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(seconds.os, "cpu_count", lambda: 8)
-    note = seconds.busy_note()
-    assert ("load 64.0 on 8 cores" in note) if says else note is None
