@@ -73,3 +73,20 @@ def test_sections_of_docstrings_name_what_the_signature_has():
                 assert given <= has, f"{where}: no parameter {sorted(given - has)}"
                 seen += len(given)
     assert seen > 100
+
+
+def test_documents_name_modules_and_functions_that_exist():
+    """`training/config.py` is a file of the package, `privacy.events.check_sound` a name in a module."""
+    rooms = "|".join(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    seen = 0
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", text):
+            assert (PACKAGE / name).is_file(), f"{page.name} names {name}"
+            seen += 1
+        for module, name in re.findall(rf"`((?:{rooms})(?:\.\w+)+)\.(\w+)(?:\(\))?`", text):
+            path = PACKAGE / f"{module.replace('.', '/')}.py"
+            assert path.is_file(), f"{page.name} names {module}.{name}"
+            assert re.search(rf"\b{name}\b", path.read_text()), f"{page.name}: {module}.{name}"
+            seen += 1
+    assert seen > 20
