@@ -10,32 +10,31 @@ signs in both,
 the expectation over both: E[u u^T] = I, which is all that a direction needs. Over U alone, with V
 held, it is the identity times V V^T / r on the rows.
 
-U V^T holds integers in [-r, r]. A matrix product of signs is therefore exact whatever its order, its
-device and its precision, and a coefficient on the lattice times an integer is on the lattice: moves,
-restore and update are exact as those of signs are.
+U V^T holds integers in [-r, r], so the product is exact whatever its order, device and precision. A
+coefficient on the grid times an integer is on the grid: moves, restore and update are exact.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hf_dpzero.perturbation.directions import DOMAIN_HELD, Direction, DirectionStream
-from hf_dpzero.perturbation.in_place_space import InPlaceSpace
 from hf_dpzero.perturbation.kernels import dispatch
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.philox import Words, stream_key
-from hf_dpzero.perturbation.segments import AnySegment, Change, LatticeSegment, runs, segment_of
+from hf_dpzero.perturbation.segments import AnySegment, Change, GridSegment, runs, segment_of
 from hf_dpzero.perturbation.trainable import gathered
 
 _CHUNK = 1 << 18  # elements of U and of a product made at a time: 1 MiB each
 _LARGEST_RANK = 256  # far more than is of use; signs and their products stay exact in any precision
 
 
-class LowRankSegment(LatticeSegment):
+class LowRankSegment(GridSegment):
     """One matrix W [m, n], moved along U V^T / sqrt(r).
 
     Row i of U is coordinates r i .. r i + r of the direction's own stream, from the matrix's offset
@@ -101,23 +100,21 @@ class LowRankSegment(LatticeSegment):
         return both.view(count, rank, count, rank).sum(dim=(1, 3)).cpu()
 
 
-class LowRankSpace(InPlaceSpace):
-    """Matrices move along U V^T / sqrt(r), everything else along signs.
+class LowRankSpace(ParameterSpace):
+    """Matrices move along U V^T / sqrt(r), everything else along signs; float32 tensors only.
 
     Args:
-      named_tensors: float32, as for `ParameterSpace`. Tensors with two dimensions, both above `rank`,
-        are the matrices.
+      named_tensors: as for `ParameterSpace`. Tensors with two dimensions, both above `rank`, are the
+        matrices.
       rank: r, 1 to 256.
       hold: v >= 1, the steps that V is held.
       distribution: `rademacher` only.
       settings: as for `ParameterSpace`.
 
     Raises:
-      ValueError: a rank or hold out of range, another distribution, or what `ParameterSpace` and
-        `InPlaceSpace` refuse.
+      ValueError: a rank or hold out of range, another distribution, a tensor that is not float32, or
+        what `ParameterSpace` refuses.
     """
-
-    name = "low_rank"
 
     def __init__(
         self,
@@ -134,54 +131,75 @@ class LowRankSpace(InPlaceSpace):
                 f"direction={distribution!r} has no exact products of low rank: use rademacher with "
                 "subspace='low_rank', or subspace='full'."
             )
+        named = list(named_tensors)
+        for name, tensor in named:
+            if tensor.dtype != torch.float32:
+                raise ValueError(
+                    f"{name} has dtype {tensor.dtype}: subspace='low_rank' moves float32 tensors "
+                    "only. Load the model in float32, train float32 adapters, or use subspace='full'."
+                )
         self.rank, self.hold = rank, hold
-        super().__init__(named_tensors, distribution=distribution, **settings)
+        super().__init__(named, distribution=distribution, **settings)
 
     def _make_segments(self) -> Sequence[AnySegment]:
-        matrices = {n for n, tensor in enumerate(self.tensors) if self._is_matrix(tensor)}
-        return [self._segment(run, matrices) for run in runs(self.tensors, matrices)]
-
-    def _is_matrix(self, tensor: Tensor) -> bool:
-        return tensor.dim() == 2 and min(tensor.shape) > self.rank
-
-    def _segment(self, run: list[int], matrices: Collection[int]) -> AnySegment:
-        if run[0] not in matrices:
-            return segment_of(self.tensors, self.offsets, run)
-        (number,) = run
-        tensor, offset = self.tensors[number], self.offsets[number]
-        flat = gathered([tensor], [0])
-        return LowRankSegment(flat, tensor.shape, offset, number, self.rank, self.hold)
-
-    def _squared_norm(self, direction: Direction) -> float:
-        """||u||^2 = sum over matrices of tr(U^T U V^T V) / r, plus a one for each other coordinate."""
-        return float(self._all_products([self.stream(direction)]))
+        tensors = enumerate(self.tensors)
+        matrices = {n for n, t in tensors if t.dim() == 2 and min(t.shape) > self.rank}
+        segments: list[AnySegment] = []
+        for run in runs(self.tensors, matrices):
+            if run[0] in matrices:  # a run of one
+                tensor, offset = self.tensors[run[0]], self.offsets[run[0]]
+                flat = gathered([tensor], [0])
+                place = (flat, tensor.shape, offset, run[0])
+                segments.append(LowRankSegment(*place, self.rank, self.hold))
+            else:
+                segments.append(segment_of(self.tensors, self.offsets, run))
+        return segments
 
     @torch.no_grad()
     def gram(self, directions: Sequence[Direction]) -> Tensor:
-        """<u_k, u_l>, float64 [K, K] on the CPU, from integers."""
-        return self._all_products([self.stream(u) for u in directions])
-
-    def _all_products(self, streams: Sequence[DirectionStream]) -> Tensor:
-        """Sums of integers, those of the matrices divided by r at the end."""
+        """<u_k, u_l>, float64 [K, K] on the CPU: sums of integers, the matrices' divided by r last."""
+        streams = [self.stream(u) for u in directions]
         total = torch.zeros(2, len(streams), len(streams), dtype=torch.float64)
-        for number in range(len(self.tensors)):
+        for number, (offset, size) in enumerate(self.layout):
             segment, _ = self._places[number]
             if isinstance(segment, LowRankSegment):
                 total[1] += segment.products(streams)
             else:
-                total[0] += self._products(number, streams)
+                device = segment.flat.device
+                total[0] += dispatch.inner_products(streams, offset, size, device)
         return total[0] + total[1] / self.rank
+
+    def _squared_norm(self, direction: Direction) -> float:
+        """||u||^2 = sum over matrices of tr(U^T U V^T V) / r, plus 1 for each other coordinate."""
+        return float(self.gram([direction]))
 
     def dense_step_(self, *_: Any) -> NoReturn:
         """Refused: a vector of noise on every coordinate does not lie in a low-rank subspace."""
         raise ValueError(
             "dpgd-0th adds noise to every coordinate, which subspace='low_rank' does not move one by "
-            "one: use subspace='full' or 'sparse', or method='dpzero'."
+            "one: use subspace='full', or method='dpzero'."
         )
+
+    def write_perturbed_(self, *_: Any) -> NoReturn:
+        """Refused: there are no copies of single tensors in a subspace."""
+        raise ValueError(
+            "subspace='low_rank' perturbs the model's own tensors, not copies of them: use "
+            "perturbation_strategy: whole_model."
+        )
+
+    write_perturbed_rows_ = write_stack_ = write_perturbed_  # type: ignore[assignment]
 
 
 def check_rank(rank: int, hold: int) -> None:
-    """Raises ValueError for a rank or a number of steps out of range."""
+    """Refuses numbers that no low-rank subspace has.
+
+    Args:
+      rank: r of U V^T, 1 to 256.
+      hold: v >= 1, steps that V is held.
+
+    Raises:
+      ValueError: out of range.
+    """
     if not 1 <= rank <= _LARGEST_RANK:
         raise ValueError(f"subspace_rank={rank} must lie in 1 .. {_LARGEST_RANK}.")
     if hold < 1:

@@ -1,52 +1,32 @@
-"""The perturbation engine: theta + lambda u in place, undone bit for bit, and the update.
+"""theta + lambda u in place, undone bit for bit, and the update.
 
 A `ParameterSpace` holds the trainable tensors as one long vector theta of dimension d (tied weights
-once) and remembers its `position`: the terms a_k u_k that currently stand on top of theta. Moving
-from one position to the next, restoring and updating are one pass over the parameters each, and
-are exact: float32 tensors live on a lattice (see `lattice`), lower precisions are restored from a
-copy. An update may be deferred into the pass that perturbs next. Extra memory is a MB or two for
-float32.
+once) and remembers its `position`: the terms a_k u_k that currently stand on top of theta. Moving to
+another position, restoring and updating each read and write the parameters once, and are exact:
+float32 tensors live on a grid (see `exact_grid`), lower precisions are restored from a copy. An update
+may be deferred until the next move, which then makes both at once. For float32 the extra memory is a
+MB or two.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
+import signal
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_dpzero.perturbation.directions import (
-    LANES,
-    Direction,
-    DirectionStream,
-    check_distribution,
-    largest_coordinate,
-)
-from hf_dpzero.perturbation.interrupts import held_back
+from hf_dpzero.perturbation.coordinates import Coordinates
+from hf_dpzero.perturbation.directions import LANES, Direction, largest_coordinate
 from hf_dpzero.perturbation.kernels import dispatch
-from hf_dpzero.perturbation.segments import (
-    CHUNK,
-    AnySegment,
-    Change,
-    LatticeSegment,
-    runs,
-    segment_of,
-)
-from hf_dpzero.perturbation.trainable import aligned_offsets, check_trainable, gathered
-from hf_dpzero.perturbation.vectors import combination, inner_products
+from hf_dpzero.perturbation.segments import CHUNK, Change, GridSegment
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-_address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # the fastest over many tensors
 _LARGEST_GROWTH = 2.0**100
 Position = tuple[tuple[Direction, float], ...]
-Move = tuple[float, float, float]  # a direction's old and new coefficient, and its update
 
 
 class Stack(NamedTuple):
@@ -61,11 +41,8 @@ class Stack(NamedTuple):
     tensors: list[Tensor]
 
 
-class ParameterSpace:
+class ParameterSpace(Coordinates):
     """The trainable coordinates of a model, perturbed and updated in place.
-
-    Neighbouring small tensors are moved into one storage, so that a pass over many costs what a
-    pass over one costs; they stay the same `Parameter` objects.
 
     Args:
       named_tensors: (name, tensor) of every trainable tensor, in the order that fixes the
@@ -76,7 +53,7 @@ class ParameterSpace:
 
     Attributes:
       layout: (offset, size) of each tensor in the direction's index space.
-      traffic: bytes of parameters read and written by passes so far.
+      traffic: bytes of parameters read and written so far.
 
     Raises:
       ValueError: nothing is trainable, an unsupported dtype, meta tensors, shared memory.
@@ -90,70 +67,13 @@ class ParameterSpace:
         smoothing: float = 1e-3,
         decayed: Collection[str] | None = None,
     ) -> None:
-        check_distribution(distribution)
-        named = list(named_tensors)
-        check_trainable(named)
-        self.distribution, self.smoothing = distribution, smoothing
-        self.names = [name for name, _ in named]
+        super().__init__(named_tensors, distribution, smoothing)
         self.decayed = set(self.names if decayed is None else decayed)
-        self.tensors = [tensor for _, tensor in named]
-        self.offsets = aligned_offsets(self.tensors)
-        sizes = [tensor.numel() for tensor in self.tensors]
-        self.layout = list(zip(self.offsets, sizes, strict=True))
-        self.dimension = sum(sizes)
-        self._segments = self._make_segments()
-        self._places = {
-            int(number): (segment, m)
-            for segment in self._segments
-            for m, number in enumerate(segment.numbers)
-        }
-        self._addresses = list(map(_address, self.tensors))
-        self._streams: dict[Direction, DirectionStream] = {}
         self._last_update: dict[Direction, float] = {}
         self._pending: dict[Direction, float] = {}
         self.position: Position = ()
         self._failed = False
         self.traffic = 0
-
-    def _make_segments(self) -> Sequence[AnySegment]:
-        """Every large tensor by itself; runs of small ones of one kind moved into one storage."""
-        return [segment_of(self.tensors, self.offsets, run) for run in runs(self.tensors)]
-
-    @classmethod
-    def from_model(cls, model: nn.Module, **settings: Any) -> Self:
-        """The space of the parameters with requires_grad; tied weights count once."""
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        return cls(trainable, **settings)
-
-    def check_is_of(self, model: nn.Module) -> None:
-        """Raises RuntimeError unless these are the very tensors that `model` computes with."""
-        own = {id(p) for p in model.parameters() if p.requires_grad}
-        if own != {id(tensor) for tensor in self.tensors}:
-            raise RuntimeError(
-                "the model's trainable parameters were replaced after training was set up, so "
-                "perturbations would not reach it: wrap or move the model before the trainer."
-            )
-        self._follow_storage_()
-
-    @property
-    def snapped(self) -> bool:
-        """Whether `snap_` (or `load_state_dict`) has put the tensors on their grids."""
-        return all(segment.snapped for segment in self._segments)
-
-    @torch.no_grad()
-    def snap_(self) -> None:
-        """Puts every float32 tensor on its grid; once, before the first perturbation.
-
-        Moves weights by a relative rms of about 3e-6. Deterministic, so a replay does the same.
-        """
-        self._follow_storage_()
-        for segment in self._segments:
-            segment.snap_(self._reach)
-
-    @property
-    def _reach(self) -> float:
-        """The largest move of a coordinate while one perturbation gives way to another."""
-        return 2.0 * largest_coordinate(self.distribution) * abs(self.smoothing)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to stay on the same grids (public, JSON-safe)."""
@@ -163,7 +83,11 @@ class ParameterSpace:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`; the tensors must already hold the values saved with it."""
+        """Restores `state_dict`; the tensors must already hold the values saved with it.
+
+        Raises:
+          ValueError: the state of other tensors, or values that are not on its grids.
+        """
         if list(state) != self.names:
             raise ValueError(
                 f"the checkpoint's trainable tensors ({len(state)}) are not this model's "
@@ -195,41 +119,45 @@ class ParameterSpace:
         """Makes the tensors theta + sum_k a_k u_k for the position's (u_k, a_k); () restores.
 
         Exact: any sequence of moves that ends at () leaves theta bit for bit as it was. An update
-        that waits is made in the same pass.
+        that waits is made together with the move.
+
+        Raises:
+          ValueError: a direction twice, or coefficients that together exceed the smoothing.
+          RuntimeError: an earlier move failed half-way.
         """
         if self.settled:
             self._follow_storage_()
-        self._ensure_snapped()
-        self._refuse_out_of_reach(position)
+        if not self.snapped:
+            self.snap_()
+        self._check_position(position)
         old, new, update = dict(self.position), dict(position), self._pending
-        moves = {
-            u: (old.get(u, 0.0), new.get(u, 0.0), update.get(u, 0.0))
-            for u in sorted({**update, **old, **new})  # whatever the order or the path here
-        }
-        with self._whole():
-            self._pass_(moves)
+        present = max((u.step for u, c in update.items() if c), default=0)
+        changes = [
+            Change(self.stream(u), *move, age=present - u.step if move[2] else 0)
+            for u in sorted({**update, **old, **new})  # the same order whatever the history
+            if any(move := (old.get(u, 0.0), new.get(u, 0.0), update.get(u, 0.0)))
+        ]
+        with self._all_or_nothing():
+            if changes:
+                self.traffic += sum(segment.apply_(changes) for segment in self._segments)
             self.position, self._pending = tuple(position), {}
         self._last_update = update or self._last_update  # the next shares its window's directions
         kept = {**new, **self._last_update}
         self._streams = {u: stream for u, stream in self._streams.items() if u in kept}
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """What happens inside happens to all tensors: not interrupted, and never carried on after a
-        failure half-way."""
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Ctrl-C inside waits until all tensors are written; after an error half-way the space refuses
+        to go on."""
         if self._failed:
             raise RuntimeError(
-                "a pass over the parameters failed half-way, so they hold neither the old nor the new "
+                "a change of the parameters failed half-way, so they hold neither the old nor the new "
                 "values: load the model anew and resume from a checkpoint."
             )
-        with held_back():
+        with interrupts_held_back():
             self._failed = True
             yield
-            self._written_()
             self._failed = False
-
-    def _written_(self) -> None:
-        """Called when the segments hold new values, before anyone may read them."""
 
     def settle_(self) -> None:
         """Takes every perturbation off and makes the update that waits, if any.
@@ -241,13 +169,23 @@ class ParameterSpace:
 
     @contextlib.contextmanager
     def perturbed(self, direction: Direction, scale: float) -> Iterator[None]:
-        """theta + scale * u inside, theta bit for bit on exit, also after an exception."""
+        """theta + scale * u inside, theta bit for bit on exit, also after an exception.
+
+        Args:
+          direction: u.
+          scale: at most the smoothing in magnitude, with what already stands.
+
+        Yields:
+          Nothing.
+        """
         before = () if self.waiting else self.position
         try:
             self.move_to_((*before, (direction, scale)))
             yield
         finally:
             self.move_to_(before)
+
+    # ------------------------------------------------------------------ perturbed copies
 
     @torch.no_grad()
     def write_perturbed_(self, number: int, position: Position, out: Tensor) -> None:
@@ -259,21 +197,50 @@ class ParameterSpace:
           out: contiguous, of the tensor's shape, dtype and device. theta, settled, is untouched,
             and read where it was, though the parameter may hold such a copy for the moment.
         """
-        self._ensure_snapped()
+        if not self.snapped:
+            self.snap_()
         segment, m = self._places[number]
         self._write(number, position, segment.member(m), out, None)
+
+    @torch.no_grad()
+    def write_perturbed_rows_(
+        self, number: int, rows: Tensor, position: Position, out: Tensor
+    ) -> None:
+        """`write_perturbed_` for some rows of a tensor [V, h].
+
+        Args:
+          number: place of the tensor among `tensors`.
+          rows: int64 [U], in any order, repeated or not.
+          position: as for `move_to_`; at least one term.
+          out: [U, h], contiguous, of the tensor's dtype and device.
+        """
+        if not self.snapped:
+            self.snap_()
+        segment, m = self._places[number]
+        table, width = self.tensors[number], self.tensors[number].shape[1]
+        source = segment.member(m).view(table.shape).index_select(0, rows)
+        if width % LANES == 0:
+            return self._write(number, position, source, out, rows.cpu().numpy() * width)
+        whole = torch.empty_like(table)
+        self.write_perturbed_(number, position, whole)
+        out.copy_(whole.index_select(0, rows))
+
+    def _write(
+        self, number: int, position: Position, source: Tensor, out: Tensor, pieces: Any
+    ) -> None:
+        assert self.settled, "settle_() before writing perturbed copies"
+        self._check_position(position)
+        changes = [Change(self.stream(u), 0.0, a, 0.0) for u, a in sorted(position)]
+        segment, m = self._places[number]
+        segment.write_(m, changes, source.view(-1), out.view(-1), pieces)
+        self.traffic += 2 * out.numel() * out.element_size()
 
     def write_perturbed_pair_(
         self, number: int, direction: Direction, scale: float, plus: Tensor, minus: Tensor
     ) -> None:
         """plus = theta + scale u and minus = theta - scale u for one tensor."""
         self.write_perturbed_(number, ((direction, scale),), plus)
-        if minus.dtype != torch.float32:
-            return self.write_perturbed_(number, ((direction, -scale),), minus)
-        segment, m = self._places[number]
-        theta = segment.member(m).view(minus.shape)
-        with torch.no_grad():  # on the grid both subtractions are exact, so u is drawn once
-            torch.sub(theta, plus, out=minus).add_(theta)
+        self.write_perturbed_(number, ((direction, -scale),), minus)
 
     def new_stack(self, copies: int) -> Stack:
         """Memory for that many copies of all tensors, uninitialised."""
@@ -290,45 +257,22 @@ class ParameterSpace:
     def write_stack_(self, directions: Sequence[Direction], scale: float, stack: Stack) -> None:
         """The stack's first K copies become theta + scale u_k, the last K theta - scale u_k.
 
-        The bits of `write_perturbed_pair_`, with little overhead for many small tensors.
+        The bits of `move_to_`, with little overhead for many small tensors.
 
         Args:
           directions: the K of them, distinct.
+          scale: at most the smoothing in magnitude.
           stack: of 2K copies, from `new_stack`; float32.
         """
-        self._ensure_snapped()
+        if not self.snapped:
+            self.snap_()
         assert self.settled, "settle_() before writing perturbed copies"
-        self._refuse_out_of_reach(((directions[0], scale),))
+        self._check_position(((directions[0], scale),))
         changes = [Change(self.stream(u), 0.0, scale, 0.0) for u in directions]
         for segment, flat in zip(self._segments, stack.flats, strict=True):
-            assert isinstance(segment, LatticeSegment), "stacks are of float32 tensors"
+            assert isinstance(segment, GridSegment), "stacks are of float32 tensors"
             segment.write_stack_(changes, *flat.chunk(2))
             self.traffic += 2 * flat.numel() * flat.element_size()
-
-    @torch.no_grad()
-    def write_perturbed_rows_(
-        self, number: int, rows: Tensor, position: Position, out: Tensor
-    ) -> None:
-        """As `write_perturbed_`, for the rows [U] (int64) of a tensor [V, h]; out is [U, h]."""
-        self._ensure_snapped()
-        segment, m = self._places[number]
-        table, width = self.tensors[number], self.tensors[number].shape[1]
-        source = segment.member(m).view(table.shape).index_select(0, rows)
-        if width % LANES == 0:
-            return self._write(number, position, source, out, rows.cpu().numpy() * width)
-        whole = torch.empty_like(table)
-        self.write_perturbed_(number, position, whole)
-        out.copy_(whole.index_select(0, rows))
-
-    def _write(
-        self, number: int, position: Position, source: Tensor, out: Tensor, pieces: Any
-    ) -> None:
-        assert self.settled, "settle_() before writing perturbed copies"
-        self._refuse_out_of_reach(position)
-        changes = [Change(self.stream(u), 0.0, a, 0.0) for u, a in sorted(position)]
-        segment, m = self._places[number]
-        segment.write_(m, changes, source.view(-1), out.view(-1), pieces)
-        self.traffic += 2 * out.numel() * out.element_size()
 
     # ------------------------------------------------------------------ updates
 
@@ -340,15 +284,14 @@ class ParameterSpace:
         decay: float = 0.0,
         defer: bool = False,
     ) -> None:
-        """theta <- (1 - decay) theta + sum_k c_k u_k, fused with the restore of the position.
+        """theta <- (1 - decay) theta + sum_k c_k u_k, at once with the restore of the position.
 
         Args:
           directions: the step's K directions.
           coefficients: c_k, for DPZero -learning_rate * value_k (Algorithm 2, line 3).
-          decay: learning_rate * weight_decay; 0 skips that pass.
-          defer: leave restore and update to the next `move_to_` or `settle_`, which makes them in
-            its own pass, with the same result to the last bit. Until then the tensors may not be
-            read.
+          decay: learning_rate * weight_decay; 0 skips the decay.
+          defer: leave restore and update to the next `move_to_` or `settle_`, with the same result to
+            the last bit. Until then the tensors may not be read.
 
         Raises:
           ValueError: a coefficient that is not finite or absurdly large, a decay outside [0, 1];
@@ -356,39 +299,36 @@ class ParameterSpace:
         """
         if self.settled:
             self._follow_storage_()
-        self._ensure_snapped()
+        if not self.snapped:
+            self.snap_()
         if self._pending:
             self.settle_()
-        self._refuse_update(directions, coefficients, decay)
-        if decay:
-            self.settle_()
-        with held_back():
-            if decay:
-                self._decay_(decay, self.stream(directions[0]))
-            self._make_room_(coefficients)
-            self._pending = dict(zip(directions, coefficients, strict=True))
-        if not defer:
-            self.settle_()
-
-    def _decay_(self, decay: float, stream: DirectionStream) -> None:
-        decayed = np.array([name in self.decayed for name in self.names])
-        for segment in self._segments:
-            segment.decay_(decay, stream, decayed[segment.numbers.astype(np.int64)])
-
-    def _refuse_update(
-        self, directions: Sequence[Direction], coefficients: Sequence[float], decay: float
-    ) -> None:
-        self._refuse_mismatch(directions, coefficients)
-        if not (self._growth(coefficients) <= _LARGEST_GROWTH and 0.0 <= decay <= 1.0):
+        self._check_pairs(directions, coefficients)
+        growth = self._growth(coefficients)
+        if not (growth <= _LARGEST_GROWTH and 0.0 <= decay <= 1.0):
             self.settle_()
             raise ValueError(
                 f"update coefficients {tuple(coefficients)} with decay {decay} are not finite, or "
                 "out of range; nothing was changed. Lower learning_rate (or weight_decay)."
             )
+        if decay:
+            self.settle_()
+        with interrupts_held_back():
+            if decay:
+                decayed = np.array([name in self.decayed for name in self.names])
+                stream = self.stream(directions[0])
+                for segment in self._segments:
+                    segment.decay_(decay, stream, decayed[segment.numbers.astype(np.int64)])
+            wanted = (growth, self._reach, len(coefficients))
+            if any(segment.short(*wanted).any() for segment in self._segments):
+                self.settle_()
+            for segment in self._segments:
+                segment.make_room_(*wanted)
+            self._pending = dict(zip(directions, coefficients, strict=True))
+        if not defer:
+            self.settle_()
 
-    def _refuse_mismatch(
-        self, directions: Sequence[Direction], coefficients: Sequence[float]
-    ) -> None:
+    def _check_pairs(self, directions: Sequence[Direction], coefficients: Sequence[float]) -> None:
         if len({*directions}) != len(coefficients) or len(directions) != len(coefficients):
             self.settle_()
             raise ValueError(
@@ -422,61 +362,26 @@ class ParameterSpace:
         """
         if self.settled:
             self._follow_storage_()
-        self._ensure_snapped()
+        if not self.snapped:
+            self.snap_()
         self.settle_()
-        self._refuse_mismatch(directions, coefficients)
+        self._check_pairs(directions, coefficients)
         streams, part = [self.stream(u) for u in directions], 0
-        with self._whole():
+        with self._all_or_nothing():
             for number, (offset, size) in enumerate(self.layout):
                 segment, m = self._places[number]
                 device = segment.flat.device
                 for start in range(0, size, CHUNK):
                     count = min(CHUNK, size - start)
-                    values = combination(streams, coefficients, offset + start, count, device)
+                    values = dispatch.combination(
+                        streams, coefficients, offset + start, count, device
+                    )
                     values.add_(noise(part, count).to(device))
                     segment.add_dense_(m, start, values, streams[0], self._reach)
                     part += 1
         self._streams.clear()
 
-    def stream(self, direction: Direction) -> DirectionStream:
-        """The coordinates of `direction` in this space (kept until another is perturbed along)."""
-        if direction not in self._streams:
-            device = self.tensors[0].device
-            squares = functools.partial(dispatch.sum_of_squared_normals, device=device)
-            self._streams[direction] = DirectionStream(
-                direction, self.distribution, self.layout, squares
-            )
-        return self._streams[direction]
-
-    def direction_norm(self, direction: Direction) -> float:
-        """||u||_2: sqrt(d) for rademacher and sphere, the drawn norm for gaussian."""
-        return math.sqrt(self._squared_norm(direction))
-
-    def _squared_norm(self, direction: Direction) -> float:
-        if self.distribution != "gaussian":
-            return float(self.dimension)
-        return self.stream(direction).squared_norm()
-
-    @torch.no_grad()
-    def gram(self, directions: Sequence[Direction]) -> Tensor:
-        """<u_k, u_l>, float64 [K, K] on the CPU; the diagonal is `direction_norm` squared.
-
-        Exact for rademacher. One direction costs what its norm costs, more a pass over all
-        coordinates, a few MB at a time.
-        """
-        norms = torch.tensor([self._squared_norm(u) for u in directions], dtype=torch.float64)
-        if len(directions) == 1:
-            return norms.diag()
-        streams = [self.stream(u) for u in directions]
-        scales = torch.tensor([stream.scale for stream in streams], dtype=torch.float64)
-        products = sum(self._products(n, streams) for n in range(len(self.layout)))
-        return (products * scales.outer(scales)).fill_diagonal_(0.0) + norms.diag()
-
-    def _products(self, number: int, streams: Sequence[DirectionStream]) -> Tensor:
-        """Inner products of the raw coordinates of one tensor, float64 [K, K] on the CPU."""
-        return inner_products(streams, *self.layout[number], self.tensors[number].device)
-
-    def _refuse_out_of_reach(self, position: Position) -> None:
+    def _check_position(self, position: Position) -> None:
         if len({u for u, _ in position}) != len(position):
             raise ValueError(f"position names a direction twice: {position}; add its coefficients.")
         size = sum(abs(a) for _, a in position)
@@ -486,46 +391,23 @@ class ParameterSpace:
                 "grids leave room: build the ParameterSpace with a larger smoothing."
             )
 
-    def _ensure_snapped(self) -> None:
-        if not self.snapped:
-            self.snap_()
 
-    def _make_room_(self, coefficients: Sequence[float]) -> None:
-        wanted = (self._growth(coefficients), self._reach, len(coefficients))
-        if any(segment.short(*wanted).any() for segment in self._segments):
-            self.settle_()
-        for segment in self._segments:
-            segment.make_room_(*wanted)
+@contextlib.contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Delivers Ctrl-C (SIGINT) on exit, to the handler that stood before.
 
-    def _follow_storage_(self) -> None:
-        """Wrappers may give a parameter new storage: works on that, never on a stale view.
-
-        Looked at once a step, by `check_is_of` or when a settled space moves.
-        """
-        if self._addresses == list(map(_address, self.tensors)):
-            return
-        for segment in self._segments:
-            numbers = segment.numbers.tolist()
-            self._refuse_other_dtype(numbers, segment.flat.dtype)
-            moved = any(_address(self.tensors[n]) != self._addresses[n] for n in numbers)
-            if moved:
-                segment.flat = gathered([self.tensors[n] for n in numbers], segment.starts)
-        self._addresses = list(map(_address, self.tensors))
-
-    def _refuse_other_dtype(self, numbers: Sequence[int], dtype: torch.dtype) -> None:
-        for n in numbers:
-            if self.tensors[n].dtype != dtype:
-                raise RuntimeError(
-                    f"{self.names[n]} was {dtype} when training was set up and is "
-                    f"{self.tensors[n].dtype} now: convert the model before the trainer."
-                )
-
-    def _pass_(self, moves: Mapping[Direction, Move]) -> None:
-        present = max((u.step for u, move in moves.items() if move[2]), default=0)
-        changes = [
-            Change(self.stream(u), *move, age=present - u.step if move[2] else 0)
-            for u, move in moves.items()
-            if any(move)
-        ]
-        if changes:
-            self.traffic += sum(segment.apply_(changes) for segment in self._segments)
+    Only the main thread receives signals; elsewhere, and where the handler is not Python's, nothing
+    is changed.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    received: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            before(*received[0])

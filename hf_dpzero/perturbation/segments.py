@@ -91,7 +91,7 @@ class Segment:
         return [(start, min(start + _SLICE, size)) for start in range(0, size, _SLICE)]
 
 
-class LatticeSegment(Segment):
+class GridSegment(Segment):
     """float32 tensors on their grids: changes are added to them, exactly.
 
     `bounds` are upper bounds on their magnitudes computed from public numbers alone; when the next
@@ -384,7 +384,7 @@ class RoundedSegment(Segment):
 
 # ---------------------------------------------------------------- which tensors, where
 
-AnySegment = LatticeSegment | RoundedSegment
+AnySegment = GridSegment | RoundedSegment
 
 
 def runs(tensors: Sequence[Tensor], apart: Collection[int] = ()) -> list[list[int]]:
@@ -409,5 +409,5 @@ def segment_of(
     chosen = [tensors[n] for n in numbers]
     starts = [offsets[n] - offsets[numbers[0]] for n in numbers]
     flat = gathered(chosen, starts)
-    kind = LatticeSegment if flat.dtype == torch.float32 else RoundedSegment
+    kind = GridSegment if flat.dtype == torch.float32 else RoundedSegment
     return kind(flat, offsets[numbers[0]], [t.numel() for t in chosen], starts, numbers)

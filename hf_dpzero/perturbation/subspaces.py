@@ -1,8 +1,7 @@
-"""Where directions may point: everywhere, at a fraction of the coordinates, or to low-rank matrices.
+"""Where directions may point: everywhere, or to low-rank matrices.
 
-A subspace is public: it is a function of the base weights, the direction key and settings in the
-header of the log, and costs no privacy. What is left out of a direction is not learned, and what is
-left is perturbed with the same lambda, so fewer coordinates bear the same noise of a release.
+A subspace is public and costs no privacy: it is a function of the direction key and of settings in
+the header of the log.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import nn
 
 from hf_dpzero.perturbation.low_rank_subspace import LowRankSpace, check_rank
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.perturbation.sparse_space import SparseSpace, check_density
 
 
 @dataclass(frozen=True)
@@ -47,27 +45,8 @@ class Full(Subspace):
 
 
 @dataclass(frozen=True)
-class Sparse(Subspace):
-    """The coordinates of smallest magnitude of the base weights (see `sparse_space`).
-
-    Attributes:
-      density: the fraction of each tensor's coordinates that moves, in (0, 1].
-    """
-
-    density: float = 0.1
-    name: ClassVar[str] = "sparse"
-
-    def __post_init__(self) -> None:
-        check_density(self.density)
-
-    def space_of(self, model: nn.Module, **settings: Any) -> SparseSpace:
-        """A `SparseSpace`."""
-        return SparseSpace.from_model(model, density=self.density, **settings)
-
-
-@dataclass(frozen=True)
 class LowRank(Subspace):
-    """Matrices of low rank, with one factor held for some steps (see `low_rank_space`).
+    """Matrices of low rank, with one factor held for some steps (see `low_rank_subspace`).
 
     Attributes:
       rank: r, 1 to 256.
@@ -86,17 +65,17 @@ class LowRank(Subspace):
         return LowRankSpace.from_model(model, rank=self.rank, hold=self.hold, **settings)
 
 
-SUBSPACES: dict[str, type[Subspace]] = {kind.name: kind for kind in (Full, Sparse, LowRank)}
+SUBSPACES: dict[str, type[Subspace]] = {kind.name: kind for kind in (Full, LowRank)}
 
 
 def subspace_from_dict(found: Mapping[str, Any] | None) -> Subspace:
-    """The subspace of a log's header; None, for logs from before there were any, is the full one.
+    """The subspace of a log's header; None, a header that names none, is the full one.
 
     Raises:
       ValueError: an unknown name or setting, or a setting out of range.
 
-    >>> subspace_from_dict({"name": "sparse", "density": 0.2})
-    Sparse(density=0.2)
+    >>> subspace_from_dict({"name": "low_rank", "rank": 8})
+    LowRank(rank=8, hold=50)
     """
     settings = {"name": Full.name} if found is None else dict(found)
     name = settings.pop("name", None)

@@ -1,23 +1,194 @@
-"""Where trainable tensors lie: in memory, next to each other, and in the directions' index space."""
+"""Which parameters train, what is refused among them, and where they lie in memory."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dpzero.perturbation.directions import LANES
 
-_SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
-Named = Sequence[tuple[str, Tensor]]
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def select_trainable(model: nn.Module, pattern: str | None) -> None:
+    """Freezes every parameter whose name the pattern does not match.
+
+    Args:
+      model: its parameters' `requires_grad` is set; nothing is set if an error is raised.
+      pattern: regular expression for `re.search`; None changes nothing.
+
+    Raises:
+      ValueError: the pattern matches no parameter, or one whose dtype cannot be trained.
+    """
+    if pattern is None:
+        return
+    named = list(model.named_parameters())
+    chosen = {name for name, _ in named if re.search(pattern, name)}
+    if not chosen:
+        raise ValueError(
+            f"trainable={pattern!r} matches no parameter; there are e.g. {[n for n, _ in named][-3:]}."
+        )
+    for name, parameter in named:
+        if name in chosen:  # before requires_grad_, which torch refuses for integers
+            check_dtype(f"{name} (selected by trainable={pattern!r})", parameter)
+    for name, parameter in named:
+        parameter.requires_grad_(name in chosen)
+
+
+def check_trainable(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for tensors that a `ParameterSpace` cannot perturb.
+
+    Nothing trainable, the meta device, a dtype that `check_dtype` refuses, or memory that two of
+    the tensors share without being one tied parameter.
+    """
+    if not named:
+        raise ValueError("no parameter is trainable: set requires_grad or loosen `trainable`.")
+    for name, tensor in named:
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device: load its weights before training.")
+        check_dtype(name, tensor)
+    _refuse_shared_memory((name, tensor, True) for name, tensor in named)
+
+
+def check_dtype(name: str, parameter: Tensor) -> None:
+    """Refuses a trainable parameter that cannot be perturbed exactly in place.
+
+    Args:
+      name: used in the message.
+      parameter: on any device.
+
+    Raises:
+      ValueError: quantised, made under `torch.inference_mode()`, or not of `TRAINABLE_DTYPES`.
+    """
+    dtype, kind = parameter.dtype, quantised_kind(parameter)
+    if kind is not None:
+        raise ValueError(
+            f"{name} is quantised ({kind}), so it cannot be perturbed in place: leave it frozen and "
+            "train float adapters (LoRA) on top, or load the model without quantization."
+        )
+    if parameter.is_inference():
+        raise ValueError(
+            f"{name} was made under torch.inference_mode() and cannot be changed in place: load the "
+            "model outside of it."
+        )
+    if dtype in TRAINABLE_DTYPES:
+        return
+    if dtype == torch.float64:
+        advice = "more than the exact grids hold: load the model in float32 (model.float())."
+    elif dtype.is_complex:
+        advice = (
+            "for which there are no directions: hold real and imaginary part as a float32 parameter "
+            "(torch.view_as_real), or freeze it."
+        )
+    else:
+        advice = (
+            "too coarse to perturb: load it in bfloat16 or float32, or freeze it and train adapters "
+            "on top."
+        )
+    raise ValueError(f"{name} has dtype {dtype}, {advice}")
+
+
+def quantised_kind(parameter: Tensor) -> str | None:
+    """Storage class and dtype of a quantised tensor (the dtype may be a float), else None."""
+    kinds = {kind.__name__ for kind in type(parameter).__mro__} & {"Params4bit", "Int8Params"}
+    if type(parameter.data) is not Tensor:  # a tensor subclass, such as torchao's
+        kinds.add(type(parameter.data).__name__)
+    if kinds or not (parameter.is_floating_point() or parameter.is_complex()):
+        return ", ".join([*sorted(kinds), str(parameter.dtype)])
+    return None
+
+
+def check_storage(model: nn.Module) -> None:
+    """Refuses trainable parameters whose memory something else uses: it would be perturbed too.
+
+    Looks at parameters, buffers, and tensors that modules keep as plain attributes, also in lists,
+    tuples and dictionaries. A tied weight (one parameter under several names) is fine.
+
+    Raises:
+      ValueError: names both tensors.
+    """
+    unique: dict[int, tuple[str, Tensor, bool]] = {}
+    for entry in _all_tensors(model):
+        unique.setdefault(id(entry[1]), entry)
+    _refuse_shared_memory(unique.values())
+
+
+class _Span(NamedTuple):
+    """The bytes [start, end) of a tensor on a device; sorts by place."""
+
+    device: str
+    start: int
+    end: int
+    name: str
+    trainable: bool
+
+
+def _refuse_shared_memory(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:
+    """Raises ValueError if a trainable tensor overlaps another one; (name, tensor, trainable) each."""
+    spans = []
+    for name, tensor, trainable in tensors:
+        if not tensor.numel() or not has_plain_storage(tensor):
+            continue
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        size = (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
+        start = tensor.data_ptr()
+        spans.append(_Span(str(tensor.device), start, start + size, name, trainable))
+    furthest: dict[tuple[str, bool], _Span] = {}  # the span that reaches furthest: any, trainable
+    for span in sorted(spans):
+        other = furthest.get((span.device, not span.trainable))
+        if other is not None and span.start < other.end:
+            one, two = (span, other) if span.trainable else (other, span)
+            raise ValueError(
+                f"the trainable {one.name} and {two.name} use the same memory without being one tied "
+                "parameter, so perturbing the first would change the second: clone() one of them, "
+                f"or freeze {one.name}."
+            )
+        for only_trainable in (False, True) if span.trainable else (False,):
+            reached = furthest.get((span.device, only_trainable))
+            if reached is None or reached.end < span.end:
+                furthest[span.device, only_trainable] = span
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, trainable); parameters first, so that an attribute that is one is skipped."""
+    for name, parameter in model.named_parameters():
+        yield f"parameter {name}", parameter, parameter.requires_grad
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", buffer, False
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            items = value.values() if isinstance(value, Mapping) else value
+            for item in items if isinstance(value, (list, tuple, Mapping)) else [value]:
+                if isinstance(item, Tensor):
+                    yield f"attribute {prefix}{'.' if prefix else ''}{key}", item, False
+
+
+def has_plain_storage(tensor: Any) -> bool:
+    """Whether `tensor` is an ordinary strided tensor whose memory can be looked at."""
+    return (
+        type(tensor.data) is Tensor
+        and tensor.device.type != "meta"
+        and tensor.layout == torch.strided
+    )
 
 
 @torch.no_grad()
 def gathered(tensors: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
-    """One flat tensor that the tensors are views of from now on."""
+    """Moves tensors next to each other: they become views of the result.
+
+    Args:
+      tensors: of one dtype and device. One alone stays where it is, made contiguous.
+      starts: first element of each in the result, ascending.
+
+    Returns:
+      The flat tensor.
+    """
     if len(tensors) == 1:
         if not tensors[0].is_contiguous():
             tensors[0].data = tensors[0].data.contiguous()
@@ -31,58 +202,9 @@ def gathered(tensors: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
 
 
 def aligned_offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor starts in the index space: multiples of LANES, in order."""
+    """Where each tensor starts in the directions' index space: multiples of LANES, in order."""
     offsets, position = [], 0
     for tensor in tensors:
         offsets.append(position)
         position += -(-tensor.numel() // LANES) * LANES
     return offsets
-
-
-def check_trainable(named: Named) -> None:
-    """Raises ValueError for what cannot be perturbed.
-
-    Nothing trainable, an unsupported dtype, meta tensors, memory shared without being tied.
-    """
-    if not named:
-        raise ValueError("no parameter is trainable: set requires_grad or loosen `trainable`.")
-    for name, tensor in named:
-        _check_supported(name, tensor)
-    _refuse_shared_memory(named)
-
-
-def _check_supported(name: str, tensor: Tensor) -> None:
-    if tensor.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device: load its weights before training.")
-    if tensor.dtype not in _SUPPORTED:
-        raise ValueError(
-            f"{name} has dtype {tensor.dtype}, which cannot be perturbed exactly: load the model "
-            "in float32, bfloat16 or float16, or train float32 adapters on top of it."
-        )
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to past its last, whatever its strides."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size() if tensor.numel() else 0
-
-
-def _refuse_shared_memory(named: Named) -> None:
-    spans = sorted(
-        (t.data_ptr(), t.data_ptr() + _extent(t), name) for name, t in named if t.numel()
-    )
-    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
-        if start < end:
-            raise ValueError(
-                f"{first} and {second} share memory without being one tied parameter: "
-                "freeze one of them or clone it."
-            )
-
-
-def has_plain_storage(tensor: Any) -> bool:
-    """Whether `tensor` is an ordinary strided tensor whose memory can be looked at."""
-    return (
-        type(tensor.data) is Tensor
-        and tensor.device.type != "meta"
-        and tensor.layout == torch.strided
-    )

@@ -18,12 +18,12 @@ from transformers import (
 
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import base_model, right_padded
+from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import HEAD_NAMES, trained_adapter, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.checkpoints import dtype_settings, fetched, load_tokenizer, settle_quantised_
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, label_text_weights
 from hf_dpzero.reporting.provenance import resolve_path
-from hf_dpzero.training.validation import select_trainable
 
 if TYPE_CHECKING:
     import datasets

@@ -109,9 +109,8 @@ class DPZeroConfig(TrainingArguments):
         None, "regular expression; only parameters whose name it finds are trained"
     )
     subspace: str = _setting(
-        "full", "directions in the whole space, sparse (small public weights) or low_rank"
+        "full", "directions in the whole space, or low_rank (matrices of low rank)"
     )
-    subspace_density: float = _setting(0.1, "sparse: share of each tensor's coordinates")
     subspace_rank: int = _setting(4, "low_rank: r of U V^T")
     subspace_steps: int = _setting(50, "low_rank: steps that V is held")
     update_rule: str = _setting(
@@ -236,8 +235,8 @@ class DPZeroConfig(TrainingArguments):
             )
         if self.subspace == "low_rank" and self.method == "dpgd-0th":
             raise ValueError(
-                "subspace='low_rank' with method='dpgd-0th', whose noise is d-dimensional: use 'sparse' "
-                "or 'full', or method='dpzero'."
+                "subspace='low_rank' with method='dpgd-0th', whose noise is d-dimensional: use 'full', "
+                "or method='dpzero'."
             )
         if self.first_order:
             self._warn_of_ignored("subspace", "num_directions")
@@ -405,7 +404,6 @@ class DPZeroConfig(TrainingArguments):
     def _subspace(self) -> Subspace:
         settings: dict[str, dict[str, Any]] = {
             "full": {},
-            "sparse": {"density": self.subspace_density},
             "low_rank": {"rank": self.subspace_rank, "hold": self.subspace_steps},
         }
         return subspace_from_dict({"name": self.subspace, **settings[self.subspace]})

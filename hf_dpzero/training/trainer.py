@@ -28,6 +28,7 @@ from hf_dpzero.objectives.losses import (
     select_objective,
 )
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
@@ -198,7 +199,7 @@ class DPZeroTrainer(PredictingTrainer):
 
     def _validate(self) -> None:
         validation.num_examples(self.train_dataset)
-        validation.select_trainable(self.model, self.args.trainable)
+        select_trainable(self.model, self.args.trainable)
         check_adapters(self.model)
         validation.check_model(self.model)
         if self.per_example_loss is None:

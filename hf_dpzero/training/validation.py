@@ -6,9 +6,8 @@ Nothing here releases anything: what is looked at decides only whether training 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,13 @@ from torch.utils.data import Subset
 
 from hf_dpzero.estimators.parameter_guard import ParameterChanged, ParameterGuard
 from hf_dpzero.ledger.digests import checksums, digest_tensors, is_packed
-from hf_dpzero.perturbation.trainable import has_plain_storage
+from hf_dpzero.perturbation.trainable import (
+    check_dtype,
+    check_storage,
+    has_plain_storage,
+    quantised_kind,
+)
 
-TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LABEL_COLUMNS = ("labels", "label", "label_ids", "start_positions", "decoder_input_ids")
 
 
@@ -56,26 +59,6 @@ def _keys(row: Any) -> list[str] | None:
     return list(row) if hasattr(row, "keys") else None
 
 
-def select_trainable(model: nn.Module, pattern: str | None) -> None:
-    """Freezes every parameter whose name `pattern` (re.search) does not find; None changes nothing.
-
-    Raises:
-      ValueError: the pattern finds no parameter, or one whose dtype cannot be trained.
-    """
-    if pattern is None:
-        return
-    names = [name for name, _ in model.named_parameters()]
-    if not any(re.search(pattern, name) for name in names):
-        raise ValueError(
-            f"trainable={pattern!r} matches no parameter; there are e.g. {names[-3:]}."
-        )
-    for name, parameter in model.named_parameters():
-        if re.search(pattern, name):  # before requires_grad_, which torch refuses for integers
-            _check_dtype(f"{name} (selected by trainable={pattern!r})", parameter)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(re.search(pattern, name) is not None)
-
-
 def check_model(model: nn.Module) -> None:
     """Refuses what cannot be perturbed exactly, and layers that couple examples.
 
@@ -88,7 +71,7 @@ def check_model(model: nn.Module) -> None:
     check_placement(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            _check_dtype(name, parameter)
+            check_dtype(name, parameter)
     check_storage(model)
     _check_batch_statistics(model)
     _check_renormalisation(model)
@@ -151,124 +134,6 @@ def _hooks(hook: Any) -> Iterator[Any]:
 
 def _offloads(hook: Any) -> bool:
     return bool(getattr(hook, "offload", False)) or type(hook).__name__ == "CpuOffload"
-
-
-def _check_dtype(name: str, parameter: Tensor) -> None:
-    """Refuses a trainable parameter that has no exact in-place perturbation."""
-    kind = _quantised_kind(parameter)
-    if kind is not None:
-        raise ValueError(
-            f"{name} is quantised ({kind}), so it cannot be perturbed in place: leave it frozen and "
-            "train float adapters (LoRA) on top, or load the model without quantization."
-        )
-    if parameter.is_inference():
-        raise ValueError(
-            f"{name} was made under torch.inference_mode() and cannot be changed in place: load the "
-            "model outside of it."
-        )
-    if parameter.dtype not in TRAINABLE_DTYPES:
-        raise ValueError(f"{name} has dtype {parameter.dtype}, {_way_out(parameter.dtype)}")
-
-
-def _quantised_kind(parameter: Tensor) -> str | None:
-    """Its storage in words, or None: a quantisation may hide behind a floating-point dtype."""
-    classes = {kind.__name__ for kind in type(parameter).__mro__}
-    hidden = classes & {"Params4bit", "Int8Params"}  # bitsandbytes
-    if type(parameter.data) is not Tensor:
-        hidden.add(type(parameter.data).__name__)  # a tensor subclass, such as torchao's
-    if hidden or not (parameter.is_floating_point() or parameter.is_complex()):
-        return ", ".join([*sorted(hidden), str(parameter.dtype)])
-    return None
-
-
-def _way_out(dtype: torch.dtype) -> str:
-    if dtype == torch.float64:
-        return "more than the exact grids hold: load the model in float32 (model.float())."
-    if dtype.is_complex:
-        return (
-            "for which there are no directions: hold real and imaginary part as a float32 parameter "
-            "(torch.view_as_real), or freeze it."
-        )
-    return (
-        "too coarse to perturb: load it in bfloat16 or float32, or freeze it and train adapters on "
-        "top."
-    )
-
-
-class _Span(NamedTuple):
-    """The bytes [start, end) of a tensor on a device; sorts by place."""
-
-    device: str
-    start: int
-    end: int
-    name: str
-    trainable: bool
-
-
-def check_storage(model: nn.Module) -> None:
-    """Refuses trainable parameters whose memory something else uses: it would be perturbed too.
-
-    Looked at: parameters, buffers, and tensors kept as plain attributes of modules, also in lists,
-    tuples and dictionaries. A tied weight (one parameter under several names) is fine.
-
-    Raises:
-      ValueError: names both.
-    """
-    furthest: dict[tuple[str, bool], _Span] = {}  # the span that reaches furthest: any, trainable
-    for span in sorted(_spans(model)):
-        other = furthest.get((span.device, not span.trainable))
-        if other is not None and span.start < other.end:
-            one, two = (span, other) if span.trainable else (other, span)
-            raise ValueError(
-                f"the trainable {one.name} and {two.name} use the same memory without being one tied "
-                "parameter, so perturbing the first would change the second: clone() one of them, "
-                f"or freeze {one.name}."
-            )
-        for key in ((span.device, False), (span.device, True)):
-            reached = furthest.get(key)
-            if (span.trainable or not key[1]) and (reached is None or reached.end < span.end):
-                furthest[key] = span
-
-
-def _spans(model: nn.Module) -> list[_Span]:
-    seen: set[int] = set()
-    found = []
-    for name, tensor, trainable in _all_tensors(model):
-        if id(tensor) in seen or not tensor.numel() or not has_plain_storage(tensor):
-            continue
-        seen.add(id(tensor))
-        start = tensor.data_ptr()
-        found.append(_Span(str(tensor.device), start, start + _extent(tensor), name, trainable))
-    return found
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element of a tensor that is not empty to past its last."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
-
-
-def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, trainable); parameters first, so that an attribute that is one is skipped."""
-    for name, parameter in model.named_parameters():
-        yield f"parameter {name}", parameter, parameter.requires_grad
-    for name, buffer in model.named_buffers():
-        yield f"buffer {name}", buffer, False
-    for prefix, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                for tensor in _tensors_in(value):
-                    yield f"attribute {prefix}{'.' if prefix else ''}{key}", tensor, False
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a plain value: itself, or the items of a list, tuple or dictionary."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        yield from (item for item in value if isinstance(item, Tensor))
-    elif isinstance(value, Mapping):
-        yield from (item for item in value.values() if isinstance(item, Tensor))
 
 
 @contextlib.contextmanager
@@ -366,7 +231,7 @@ def _low_precision(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             return f"parameters that are not float32 ({name}, ...)"
-        kind = _quantised_kind(parameter)
+        kind = quantised_kind(parameter)
         if kind is not None:
             return f"quantised parameters ({name}: {kind})"
     for name, buffer in model.named_buffers():

@@ -17,7 +17,7 @@ from hf_dpzero.estimators.prefix_cache import FrozenPrefix, StalePrefix
 from hf_dpzero.objectives.losses import select_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.training.validation import select_trainable
+from hf_dpzero.perturbation.trainable import select_trainable
 
 KEY, SMOOTHING, VOCABULARY = 77, 1e-2, 64
 Batch = Mapping[str, Tensor]

@@ -40,7 +40,7 @@ from hf_dpzero.ledger.update_rules import (
 )
 from hf_dpzero.perturbation.directions import Direction, direction_vector
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.perturbation.subspaces import LowRank, Sparse, Subspace
+from hf_dpzero.perturbation.subspaces import LowRank
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise
@@ -543,10 +543,9 @@ def test_replay_is_bit_exact(tmp_path: Path, rule: UpdateRule, distribution: str
 
 
 @pytest.mark.parametrize("rule", RULES, ids=by_name)
-@pytest.mark.parametrize("subspace", [Sparse(density=0.5), LowRank(rank=2, hold=3)])
-def test_replay_is_bit_exact_in_a_subspace(rule: UpdateRule, subspace: Subspace):
+def test_replay_is_bit_exact_in_a_subspace(rule: UpdateRule):
     """A window reaches back over the steps at which the low-rank factor changes."""
-    header = header_for(rule, 2, subspace=subspace.to_dict())
+    header = header_for(rule, 2, subspace=LowRank(rank=2, hold=3).to_dict())
     run, base = Run(Trajectory(header)).take(0, 10), Quadratic()
     replay(base, run.trajectory)
     assert digest_model(base) == digest_model(run.model) != header["base_model_digest"]
@@ -676,7 +675,7 @@ def test_an_old_log_continues_as_sgd_and_as_nothing_else(tmp_path: Path):
     for key, value in (
         ("update_rule", Momentum().to_dict()),
         ("num_values", 4),
-        ("subspace", {"name": "sparse"}),
+        ("subspace", {"name": "low_rank"}),
         ("method", "mezo"),
     ):
         with pytest.raises(LedgerError, match=f"other {key}: it has .*this run has"):

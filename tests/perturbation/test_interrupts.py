@@ -1,25 +1,31 @@
-"""Ctrl-C between two states of the parameters, and passes that fail half-way."""
+"""Ctrl-C between two states of the parameters, and changes that fail half-way."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from hf_dpzero.perturbation import segments
 from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.perturbation.interrupts import held_back
-from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.perturbation.parameter_space import ParameterSpace, interrupts_held_back
 
-SEGMENTS = {"a": (300, 300), "b": (310, 300), "c": (320, 300)}  # none small: three segments
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Python's handler, also where the parent process ignores SIGINT (a shell's background job)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def space_of() -> ParameterSpace:
-    made = {name: torch.ones(shape) for name, shape in SEGMENTS.items()}
-    space = ParameterSpace(made.items())
+    sizes = {"a": (300, 300), "b": (310, 300), "c": (320, 300)}  # none small: three segments
+    space = ParameterSpace({name: torch.ones(size) for name, size in sizes.items()}.items())
     space.snap_()
     return space
 
@@ -30,7 +36,7 @@ def interrupt() -> None:
 
 def test_it_is_delivered_on_exit_and_the_handler_is_back():
     before, seen = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), held_back():
+    with pytest.raises(KeyboardInterrupt), interrupts_held_back():
         interrupt()
         seen.append("went on")
     assert seen == ["went on"]
@@ -39,7 +45,7 @@ def test_it_is_delivered_on_exit_and_the_handler_is_back():
 
 def test_other_threads_are_left_alone():
     def work() -> None:
-        with held_back():
+        with interrupts_held_back():
             done.append(signal.getsignal(signal.SIGINT))
 
     done: list[object] = []
@@ -51,15 +57,15 @@ def test_other_threads_are_left_alone():
 
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_an_interrupt_in_a_pass_leaves_whole_states(
+def test_an_interrupt_in_a_change_leaves_whole_states(
     monkeypatch: pytest.MonkeyPatch, at: int, defer: bool
 ):
-    """Ctrl-C during the at-th segment: after settling, theta is what the pass was leading to."""
+    """Ctrl-C during the at-th segment: after settling, theta is what the change was leading to."""
     u, v = Direction(1, 0), Direction(1, 1)
     expected = space_of()
     expected.step_([u], [0.5])
     space, calls = space_of(), []
-    apply = segments.LatticeSegment.apply_
+    apply = segments.GridSegment.apply_
 
     def interrupted(segment, changes):
         calls.append(1)
@@ -71,7 +77,7 @@ def test_an_interrupt_in_a_pass_leaves_whole_states(
     if defer:
         space.step_([u], [0.5], defer=True)
     with monkeypatch.context() as patch:
-        patch.setattr(segments.LatticeSegment, "apply_", interrupted)
+        patch.setattr(segments.GridSegment, "apply_", interrupted)
         with pytest.raises(KeyboardInterrupt):
             if defer:
                 space.move_to_(((v, 1e-3),))
@@ -81,9 +87,9 @@ def test_an_interrupt_in_a_pass_leaves_whole_states(
     assert all(torch.equal(a, b) for a, b in zip(space.tensors, expected.tensors, strict=True))
 
 
-def test_a_pass_that_failed_half_way_is_never_carried_on(monkeypatch: pytest.MonkeyPatch):
+def test_a_change_that_failed_half_way_is_never_carried_on(monkeypatch: pytest.MonkeyPatch):
     space, calls = space_of(), []
-    apply = segments.LatticeSegment.apply_
+    apply = segments.GridSegment.apply_
 
     def failing(segment, changes):
         calls.append(1)
@@ -92,7 +98,7 @@ def test_a_pass_that_failed_half_way_is_never_carried_on(monkeypatch: pytest.Mon
         return apply(segment, changes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(segments.LatticeSegment, "apply_", failing)
+        patch.setattr(segments.GridSegment, "apply_", failing)
         with pytest.raises(MemoryError):
             space.move_to_(((Direction(1, 0), 1e-3),))
     assert not space.settled

@@ -57,7 +57,7 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
     """Bit for bit: -0 is not +0."""
-    pairs = [[t.detach().contiguous() for t in pair] for pair in zip(left, right, strict=True)]
+    pairs = [[t.detach().reshape(-1) for t in pair] for pair in zip(left, right, strict=True)]
     return all(
         a.dtype == b.dtype and torch.equal(a.view(torch.int16), b.view(torch.int16))
         for a, b in pairs

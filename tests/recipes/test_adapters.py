@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, RobertaConfig, RobertaModel
 from hf_dpzero.objectives import losses as objectives
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
-from hf_dpzero.training.validation import check_adapters, select_trainable
+from hf_dpzero.training.validation import check_adapters
 
 Factory = Callable[..., PreTrainedModel]
 ARCHITECTURES = ["auto", "sentence_classifier"]

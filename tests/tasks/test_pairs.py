@@ -19,6 +19,7 @@ from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
 from hf_dpzero.objectives import losses as objectives
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.models import load_model, precompute_features
 from hf_dpzero.recipes.sentence_classifier import (
@@ -29,7 +30,6 @@ from hf_dpzero.recipes.sentence_classifier import (
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.task import Task
-from hf_dpzero.training.validation import select_trainable
 
 WIDTH = 16
 WORDS = ("[PAD]", "[UNK]", "good", "bad", "great", "film", "it", "was", "a", "very")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.perturbation.trainable import check_storage, select_trainable
 from hf_dpzero.training import validation
 
 
@@ -73,20 +74,20 @@ def test_rows_that_are_not_mappings_are_left_to_the_collator():
 
 def test_trainable_selects_by_search_and_freezes_the_rest():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    validation.select_trainable(model, r"^1\.|bias")
+    select_trainable(model, r"^1\.|bias")
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
         "0.bias",
         "1.weight",
         "1.bias",
     ]
-    validation.select_trainable(model, None)
+    select_trainable(model, None)
     assert not model[0].weight.requires_grad
 
 
 def test_a_pattern_that_matches_nothing_changes_nothing():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"trainable='lora' matches no parameter; .*'bias'"):
-        validation.select_trainable(model, "lora")
+        select_trainable(model, "lora")
     assert all(p.requires_grad for p in model.parameters())
 
 
@@ -185,9 +186,9 @@ def test_quantised_weights_selected_by_trainable_are_refused_and_stay_frozen(dty
     with pytest.raises(
         ValueError, match=r"odd \(selected by trainable='odd\|bias'\) is quantised.*LoRA"
     ):
-        validation.select_trainable(model, "odd|bias")
+        select_trainable(model, "odd|bias")
     assert model.weight.requires_grad  # the refusal came before anything was frozen
-    validation.select_trainable(model, "bias")
+    select_trainable(model, "bias")
     validation.check_model(model)
 
 
@@ -342,9 +343,9 @@ def test_overlaps_are_found_whatever_lies_between():
         verdicts.append(bad)
         if bad:
             with pytest.raises(ValueError, match="use the same memory"):
-                validation.check_storage(model)
+                check_storage(model)
         else:
-            validation.check_storage(model)
+            check_storage(model)
     assert 30 < sum(verdicts) < 270
 
 

@@ -20,7 +20,6 @@ VARIANTS = {
     "adam": {"update_rule": "adam", "num_directions": 2},
     "kalman": {"update_rule": "kalman"},
     "kalman-adaptive": {"update_rule": "kalman", **ADAPTIVE},
-    "sparse": {"subspace": "sparse", "subspace_density": 0.2},
     "low_rank": {"subspace": "low_rank", "subspace_rank": 2, "subspace_steps": 2},
     "low_rank-momentum": {"subspace": "low_rank", "update_rule": "momentum", "num_directions": 2},
     "stacked": {"perturbation_strategy": "stacked", "num_directions": 4},
@@ -118,11 +117,10 @@ def test_the_epsilon_of_adaptive_clipping_covers_both_releases(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"subspace": "sparse", "subspace_density": 0.0}, "density"),
         ({"subspace": "low_rank", "subspace_rank": 0}, "rank"),
         ({"subspace": "low_rank", "direction": "gaussian"}, "rademacher"),
-        ({"subspace": "sparse", "perturbation_strategy": "layerwise"}, "whole_model"),
-        ({"subspace": "ring"}, "subspace"),
+        ({"subspace": "low_rank", "perturbation_strategy": "layerwise"}, "whole_model"),
+        ({"subspace": "sparse"}, "subspace='sparse'.*full, low_rank"),
         ({"update_rule": "kalman", "momentum": 1.5}, "momentum"),
         ({"method": "dpgd-0th", "update_rule": "momentum"}, "released scalars"),
         ({"method": "dpgd-0th", "subspace": "low_rank"}, "low_rank"),

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import _peft_config, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe
-from hf_dpzero.training.validation import select_trainable
 
 HEADS = {
     "sequence_classification": "AutoModelForSequenceClassification",

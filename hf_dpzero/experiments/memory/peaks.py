@@ -268,9 +268,7 @@ class _ZerothOrder(_Step):
         return 0
 
     def _subspace(self) -> int:
-        """sparse: an index and a float32 for each coordinate that moves; low_rank: U and V."""
-        if self.args.subspace == "sparse":
-            return math.ceil(12 * self.args.subspace_density * self.dimension)
+        """low_rank: U and V."""
         if self.args.subspace == "low_rank":
             sides = (sum(p.shape[:1]) + p.shape[1:].numel() for p in self.trained if p.dim() > 1)
             return max((4 * self.args.subspace_rank * side for side in sides), default=0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.objectives.losses import base_model
-from hf_dpzero.training.validation import select_trainable
+from hf_dpzero.perturbation.trainable import select_trainable
 
 if TYPE_CHECKING:
     from scripts.benchmarks.settings import StepBench
