@@ -725,7 +725,7 @@ COMPILE = """
 import json, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from hf_dpzero import kernels, triton_kernels as code
+from hf_dpzero.perturbation.kernels import triton_kernels as code, triton_launch as kernels
 
 def ptx(pointer, fusion, **variant):
     names, absent = code.walk.arg_names, {"table", "rows", "starts", "pieces"}
