@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class PrivateStep:
+class ZerothOrderStep:
     """What a step needs; calling it takes one.
 
     Attributes:
