@@ -2,20 +2,20 @@
 
 The very losses are the same bits; for `stacked`, whose kernels round in another order, the same to
 `STACKED_TOLERANCE`. Losses that hide what they are made of, such as 0/1 losses, are compared by their
-objective's `trial` (see `objectives.trial`).
+objective's `trial` (see `objectives.losses.trial`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch, evaluation_mode
-from hf_dpzero.estimators.layerwise import ModuleVisits
+from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch
+from hf_dpzero.estimators.layerwise import ModuleVisits, poisoned_tensors
 from hf_dpzero.estimators.stacked import AUTO_FLOATS, small_enough
 from hf_dpzero.objectives.losses import is_compiled, single_pass, trial
 from hf_dpzero.perturbation.directions import Direction
@@ -23,6 +23,9 @@ from hf_dpzero.perturbation.directions import Direction
 STACKED_TOLERANCE = 1e-5
 """Largest difference of a loss under `stacked`, relative to the trial batch's largest loss, or to 0.1
 if all are below: the rounding of logits does not shrink with the loss."""
+
+_TRIAL_ERRORS = (RuntimeError, LookupError, TypeError, ValueError)
+"""What a trial may raise where a strategy or the prefix does not fit the model."""
 
 
 def make_exact(
@@ -34,14 +37,16 @@ def make_exact(
     """Tries the strategy and the frozen prefix on a microbatch; turns off what is not exact.
 
     Where "auto" stands for `whole_model`, goes over to `stacked` if that pays (see `stacked`) and its
-    trial passes. Also teaches the prefix what it may forget, under `forget_unread`. Nothing is
-    released; the parameters are at theta before and after.
+    trial succeeds. Nothing is released; the parameters are at theta before and after.
 
     Args:
+      differences: of the run to come; changed in place.
+      microbatch: a few examples.
+      direction: any; both its signs are tried.
       num_directions: K of the steps to come; 1 never stacks by itself.
 
     Returns:
-      what was turned off and why, for a log; [] if nothing was.
+      What was turned off and why, for a log; [] if nothing was.
 
     Raises:
       ValueError: the strategy that was asked for by name is not exact for this model.
@@ -54,7 +59,7 @@ def make_exact(
         messages.append(f"the strategy is whole_model: {differences.strategy} {reason}.")
         differences.use("whole_model")
     _stack_if_it_pays(differences, microbatch, direction, num_directions)
-    if not _prefix_made_exact(differences, microbatch, direction):
+    if not prefix_is_exact(differences, microbatch, direction):
         messages.append("reuse_frozen_prefix is off: it would not be exact for this model.")
         differences.prefix = None
     return messages
@@ -80,10 +85,18 @@ def _stack_if_it_pays(
 def strategy_is_exact(
     differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
 ) -> bool:
-    """Whether the strategy in use gives `whole_model`'s losses (theta settled; see the module).
+    """Whether the strategy in use gives `whole_model`'s losses.
 
     Meanwhile every trainable parameter is NaN outside its module's forward, so that no read there
-    passes unnoticed, however little it would matter.
+    goes unnoticed, however little it would matter.
+
+    Args:
+      differences: with theta settled, before and after.
+      microbatch: a few examples.
+      direction: any; both its signs are tried.
+
+    Returns:
+      True if the losses are the same (see the module).
     """
     return _inexactness(differences, microbatch, direction) is None
 
@@ -92,132 +105,100 @@ def _inexactness(
     differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
 ) -> str | None:
     """What is wrong with the strategy in use on this microbatch; None if nothing."""
-    beside = differences.visits or differences.stack
-    if beside is None:
+    visits, stack = differences.visits, differences.stack
+    if visits is None and stack is None:
         return None
-    with _turned_off(differences, "prefix"):
-        yardstick = _replaced(differences, "visits", _yardstick(differences))
-        with yardstick, _turned_off(differences, "stack"):
-            expected = _settled_losses(differences, microbatch, direction)
-        if differences.visits is not None:
-            differences.visits.visited.clear()
-        try:
-            with beside.poisoned():
-                found = _settled_losses(differences, microbatch, direction)
-        except (RuntimeError, LookupError, TypeError, ValueError) as error:
-            return _failure(differences, error)
-    if differences.stack is not None:
-        return None if _close(found, expected) else _STACKED_DIFFERENCE
-    if _equal(found, expected):
-        return None
-    assert differences.visits is not None
-    named = () if differences.chosen_automatically else differences.visits.never_visited
-    return _difference(named)
-
-
-def _failure(differences: FiniteDifferences, error: Exception) -> str:
-    """The error's kind alone: its text may hold rows."""
-    found = f"fails on a trial batch ({type(error).__name__})"
-    if differences.stack is None:
-        return found
-    return (
-        f"{found}: torch.func.vmap takes no random numbers, no writes into shared tensors or "
-        "parameters, no Python decisions on a loss, logit or weight, and not every custom kernel"
-    )
-
-
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    """Bit for bit, NaN being equal to NaN: one row's NaN loss decides nothing."""
-    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(
-        found.nan_to_num(), expected.nan_to_num()
-    )
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    """Within `STACKED_TOLERANCE`, and equal where a loss is not finite."""
-    finite = expected.isfinite()
-    if not _equal(found[~finite], expected[~finite]):
-        return False
-    found, expected = found[finite], expected[finite]
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
-    return bool(((found - expected).abs() <= STACKED_TOLERANCE * max(0.1, scale)).all())
-
-
-def _yardstick(differences: FiniteDifferences) -> ModuleVisits | None:
-    """What the strategy is compared with: whole_model, where that takes no copy of the weights.
-
-    In half precision it is `layerwise`: what is read outside its module's forward is theta there and
-    NaN in the trial, so the two agree only if nothing is.
-    """
+    # The yardstick is whole_model where that takes no copy of the weights. In half precision it is
+    # layerwise: what is read outside its module's forward is theta there and NaN in the trial, so the
+    # two agree only if nothing is.
     space = differences.space
     wide = all(tensor.dtype == torch.float32 for tensor in space.tensors)
-    return None if wide else ModuleVisits(differences.model, space)
+    reference = None if wide else ModuleVisits(differences.model, space)
+    with _replaced(differences, prefix=None):
+        with _replaced(differences, visits=reference, stack=None):
+            expected = _settled_losses(differences, microbatch, direction)
+        if visits is not None:
+            visits.visited.clear()
+        try:
+            with poisoned_tensors(space.tensors):
+                losses = _settled_losses(differences, microbatch, direction)
+        except _TRIAL_ERRORS as error:  # its kind alone is reported: its text may hold rows
+            failure = f"fails on a trial batch ({type(error).__name__})"
+            return failure if stack is None else f"{failure}: {_VMAP_LIMITS}"
+    if visits is None:
+        return None if _close(losses, expected) else _STACKED_DIFFERENCE
+    if _equal(losses, expected):
+        return None
+    named = () if differences.chosen_automatically else visits.never_visited
+    if not named:
+        return f"{_DIFFERENCE}: a parameter is read outside its module's forward"
+    return (
+        f"{_DIFFERENCE}: these were read outside their module's forward, or not at all: "
+        + ", ".join(named)
+    )
 
 
+_DIFFERENCE = "does not give the losses of full perturbation on a trial batch"
 _STACKED_DIFFERENCE = (
     f"gives other losses than full perturbation on a trial batch (beyond {STACKED_TOLERANCE} "
     "relative): a parameter is read by another way than as an attribute of its module, or a result "
     "is rounded to less than float32"
 )
+_VMAP_LIMITS = (
+    "torch.func.vmap takes no random numbers, no writes into shared tensors or parameters, no Python "
+    "decisions on a loss, logit or weight, and not every custom kernel"
+)
 
 
-def _difference(never_visited: Sequence[str]) -> str:
-    found = "does not give the losses of full perturbation on a trial batch"
-    if not never_visited:
-        return f"{found}: a parameter is read outside its module's forward"
-    return f"{found}: these were read outside their module's forward, or not at all: " + ", ".join(
-        never_visited
+def _equal(losses: Tensor, expected: Tensor) -> bool:
+    """Bit for bit, NaN being equal to NaN: one row's NaN loss decides nothing."""
+    return torch.equal(losses.isnan(), expected.isnan()) and torch.equal(
+        losses.nan_to_num(), expected.nan_to_num()
     )
 
 
-def _prefix_made_exact(
-    differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
-) -> bool:
-    """Whether reuse is exact: with what the prefix learns here forgotten, or else with all kept."""
-    prefix = differences.prefix
-    if prefix is None:
-        return True
-    if differences.forget_unread:
-        with contextlib.suppress(RuntimeError, LookupError, TypeError, ValueError):
-            with torch.no_grad(), evaluation_mode(differences.model):
-                prefix.learn(lambda: differences.evaluate(microbatch))
-            if prefix_is_exact(differences, microbatch, direction):
-                return True
-        prefix.keep_everything()
-    return prefix_is_exact(differences, microbatch, direction)
+def _close(losses: Tensor, expected: Tensor) -> bool:
+    """Within `STACKED_TOLERANCE`, and equal where a loss is not finite."""
+    finite = expected.isfinite()
+    if not _equal(losses[~finite], expected[~finite]):
+        return False
+    losses, expected = losses[finite], expected[finite]
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return bool(((losses - expected).abs() <= STACKED_TOLERANCE * max(0.1, scale)).all())
 
 
 def prefix_is_exact(
     differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
 ) -> bool:
-    """Whether reuse gives bit for bit the losses of full passes on this microbatch (theta settled)."""
+    """Whether reuse of the prefix gives bit for bit the losses of full passes on this microbatch.
+
+    Args:
+      differences: with theta settled, before and after.
+      microbatch: a few examples.
+      direction: any; both its signs are tried.
+
+    Returns:
+      True also where no prefix is reused.
+    """
     if differences.prefix is None:
         return True
-    with _turned_off(differences, "prefix"):
+    with _replaced(differences, prefix=None):
         without = _settled_losses(differences, microbatch, direction)
     try:
-        with_reuse = _settled_losses(differences, microbatch, direction)
-    except (RuntimeError, LookupError, TypeError, ValueError):
+        return _equal(_settled_losses(differences, microbatch, direction), without)
+    except _TRIAL_ERRORS:
         return False
-    return _equal(with_reuse, without)
-
-
-def _turned_off(
-    differences: FiniteDifferences, name: str
-) -> contextlib.AbstractContextManager[None]:
-    """differences.prefix, .visits or .stack is None inside."""
-    return _replaced(differences, name, None)
 
 
 @contextlib.contextmanager
-def _replaced(differences: FiniteDifferences, name: str, other: Any) -> Iterator[None]:
-    """An attribute of `differences` is another inside."""
-    value = getattr(differences, name)
-    setattr(differences, name, other)
+def _replaced(differences: FiniteDifferences, **others: Any) -> Iterator[None]:
+    """Attributes of `differences` are others inside."""
+    values = {name: getattr(differences, name) for name in others}
+    vars(differences).update(others)
     try:
         yield
     finally:
-        setattr(differences, name, value)
+        vars(differences).update(values)
 
 
 def _settled_losses(
@@ -225,8 +206,8 @@ def _settled_losses(
 ) -> Tensor:
     """The trial's losses at both signs, float32 [2, B]; the parameters are at theta afterwards."""
     try:
-        with _replaced(differences, "objective", trial(differences.objective)):
-            found = differences.losses([microbatch], [direction])
-        return torch.stack([part[:, 0] for part in found])
+        with _replaced(differences, objective=trial(differences.objective)):
+            losses = differences.losses([microbatch], [direction])
+        return torch.stack([part[:, 0] for part in losses])
     finally:
         differences.space.settle_()

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.finite_differences import batch_size
 from hf_dpzero.estimators.opacus_hooks import hooks_class, without_padding
 from hf_dpzero.estimators.per_example_gradients import (
     HookedGradients,
@@ -46,7 +45,7 @@ from hf_dpzero.estimators.per_example_gradients import (
     parameter_norms,
     rounds_products,
 )
-from hf_dpzero.objectives.losses import PerExampleLoss
+from hf_dpzero.objectives.losses import PerExampleLoss, batch_size
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 
 Batch = Mapping[str, Tensor]

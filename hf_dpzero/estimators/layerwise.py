@@ -6,13 +6,13 @@ to theta again, so restoring is exact in every dtype by construction, and the ex
 the modules active at one moment. Embeddings copy only the rows that the call looks up.
 
 A parameter that is read outside its owner's forward (`nn.MultiheadAttention` reads its out_proj's)
-is not perturbed there; `poisoned` makes such a read show up as NaN, for the check at set-up.
+is not perturbed there; `poisoned_tensors` makes such a read show up as NaN, for the check at set-up.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_dpzero.estimators.flow import METADATA
 from hf_dpzero.estimators.module_patching import Forward, replaced_forward
-from hf_dpzero.estimators.scratch import Scratch
 from hf_dpzero.perturbation.parameter_space import ParameterSpace, Position
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_GETTERS = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "_version")
+_METHODS = ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_inference")
+METADATA: frozenset[Any] = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in _GETTERS),
+        *(getattr(Tensor, name) for name in (*_METHODS, "__len__", "__hash__")),
+    )
+)
+"""Functions of a tensor that do not read its values."""
+_ALIGNMENT = 256  # bytes; a copy is aligned as a fresh tensor is, so that kernels choose alike
 
 
 class Owner:
@@ -33,7 +41,7 @@ class Owner:
 
     Args:
       module: whose forward is wrapped.
-      parameters: number in the space -> parameter; may be empty.
+      parameters: number in the space -> parameter.
     """
 
     def __init__(self, module: nn.Module, parameters: dict[int, Tensor]) -> None:
@@ -54,6 +62,9 @@ class ModuleVisits:
       model: whose forward is called.
       space: its trainable parameters.
 
+    Attributes:
+      visited: numbers of the parameters that some forward pass has seen perturbed.
+
     Raises:
       ValueError: an embedding renormalises its weight while it looks rows up.
     """
@@ -62,13 +73,14 @@ class ModuleVisits:
         self.space, self.scratch = space, Scratch()
         self.position: Position = ()
         self.visited: set[int] = set()
-        self.owners = self._owners(model)
+        self.owners = _owners(model, space)
         self._standing: set[int] = set()  # numbers of the parameters that point to a copy now
-        for owner in self.owners:
-            _refuse_renormalising(owner)
-
-    def _owners(self, model: nn.Module) -> list[Owner]:
-        return [owner for owner in owners_of(model, self.space) if owner.parameters]
+        for module in (owner.module for owner in self.owners):
+            if getattr(module, "max_norm", None) is not None:
+                raise ValueError(
+                    f"{type(module).__name__} with max_norm={module.max_norm} rewrites its own "
+                    "weight in forward: set max_norm=None, or freeze it."
+                )
 
     @property
     def never_visited(self) -> list[str]:
@@ -86,67 +98,44 @@ class ModuleVisits:
             finally:
                 self.position = ()
 
-    @contextlib.contextmanager
-    def poisoned(self) -> Iterator[None]:
-        """Inside, parameters are NaN outside their owners' forwards: no stray read goes unnoticed."""
-        with poisoned_tensors(self.space.tensors):
-            yield
-
     def _wrapper(self, owner: Owner) -> Callable[[Forward], Forward]:
         def wrap(forward: Forward) -> Forward:
             def visiting(*args: Any, **kwargs: Any) -> Any:
-                return self._run(owner, forward, args, kwargs)
+                """One call of the owner's forward at the present position."""
+                with contextlib.ExitStack() as stack:
+                    if self.position and owner.others:
+                        stack.enter_context(self.copied(owner.others))
+                    if self.position and owner.table and owner.lookup not in self._standing:
+                        stack.enter_context(_RowLookup(self, owner, stack))
+                    return forward(*args, **kwargs)
 
             return visiting
 
         return wrap
 
-    def _run(self, owner: Owner, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """One call of the owner's forward at the present position."""
-        if not self.position or not owner.parameters:
-            return forward(*args, **kwargs)
-        if owner.lookup is None:
-            with self.copied(owner.parameters):
-                return forward(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            if owner.others:
-                stack.enter_context(self.copied(owner.others))
-            if owner.lookup not in self._standing:
-                stack.enter_context(_RowLookup(self, owner, stack))
-            return forward(*args, **kwargs)
-
     @contextlib.contextmanager
     def copied(self, parameters: dict[int, Tensor]) -> Iterator[None]:
-        """The parameters are perturbed inside; those that an outer call has perturbed stay so."""
+        """Inside, the parameters have the storage of their perturbed copies.
+
+        Those that an outer call has perturbed stay so: another copy would be equal.
+        """
         with self.scratch.like(parameters) as copies:
-            fresh = self.fresh(parameters)
-            for number in fresh:
-                self.space.write_perturbed_(number, self.position, copies[number])
-            with self.pointed(parameters, fresh, copies):
-                yield
-
-    def fresh(self, parameters: dict[int, Tensor]) -> list[int]:
-        """The numbers of those that no running call has perturbed yet; another copy would be equal."""
-        return [number for number in parameters if number not in self._standing]
-
-    @contextlib.contextmanager
-    def pointed(
-        self, parameters: dict[int, Tensor], numbers: Sequence[int], copies: dict[int, Tensor]
-    ) -> Iterator[None]:
-        """Inside, the parameters of these numbers have the storage of their copies."""
-        homes = [(parameters[number], parameters[number].data) for number in numbers]
-        self._standing.update(numbers)
-        self.visited.update(numbers)
-        try:
+            numbers = [number for number in parameters if number not in self._standing]
+            homes = [(parameters[number], parameters[number].data) for number in numbers]
             for number in numbers:
-                parameters[number].data = copies[number]
-            torch.clear_autocast_cache()  # its casts of parameters know nothing of new storage
-            yield
-        finally:
-            for parameter, home in homes:
-                parameter.data = home
-            self._standing.difference_update(numbers)
-            torch.clear_autocast_cache()
+                self.space.write_perturbed_(number, self.position, copies[number])
+            self._standing.update(numbers)
+            self.visited.update(numbers)
+            try:
+                for number in numbers:
+                    parameters[number].data = copies[number]
+                torch.clear_autocast_cache()  # its casts of parameters know nothing of new storage
+                yield
+            finally:
+                for parameter, home in homes:
+                    parameter.data = home
+                self._standing.difference_update(numbers)
+                torch.clear_autocast_cache()
 
 
 class _RowLookup(TorchFunctionMode):
@@ -160,22 +149,28 @@ class _RowLookup(TorchFunctionMode):
 
     def __init__(self, visits: ModuleVisits, owner: Owner, stack: contextlib.ExitStack) -> None:
         super().__init__()
-        assert owner.lookup is not None
-        self.visits, self.stack, self.number = visits, stack, owner.lookup
-        self.weight = owner.parameters[owner.lookup]
-        self.table = owner.table
+        self.visits, self.stack, self.table = visits, stack, owner.table
+        [(self.number, self.weight)] = owner.table.items()
         self.copied = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.copied or func in METADATA or not _among(self.weight, (*args, *kwargs.values())):
+        if self.copied or func in METADATA or not self._among((*args, *kwargs.values())):
             return func(*args, **kwargs)
         if func is F.embedding:
             return self._embedding(*args, **kwargs)
         self._copy()
         return func(*args, **kwargs)
+
+    def _among(self, values: Sequence[Any]) -> bool:
+        """Whether the weight is one of the values, or in a list or tuple that is."""
+        return any(
+            v is self.weight
+            or (isinstance(v, (tuple, list)) and any(part is self.weight for part in v))
+            for v in values
+        )
 
     def _copy(self) -> None:
         self.stack.enter_context(self.visits.copied(self.table))
@@ -186,69 +181,111 @@ class _RowLookup(TorchFunctionMode):
             self._copy()
             return F.embedding(ids, weight, *args, **kwargs)
         rows, inverse = torch.unique(ids.long(), return_inverse=True)
-        return F.embedding(inverse, self._perturbed(rows))
-
-    def _perturbed(self, rows: Tensor) -> Tensor:
-        """Those rows of the weight at the visits' position, [U, h]."""
-        out = self.weight.new_empty(rows.numel(), self.weight.shape[1], requires_grad=False)
+        perturbed = weight.new_empty(rows.numel(), weight.shape[1], requires_grad=False)
         space, position = self.visits.space, self.visits.position
-        space.write_perturbed_rows_(self.number, rows, position, out)
+        space.write_perturbed_rows_(self.number, rows, position, perturbed)
         self.visits.visited.add(self.number)
-        return out
+        return F.embedding(inverse, perturbed)
 
 
-def _among(weight: Tensor, values: Sequence[Any]) -> bool:
-    return any(
-        v is weight or (isinstance(v, (tuple, list)) and any(part is weight for part in v))
-        for v in values
-    )
+class Scratch:
+    """Memory for tensors like those of a set, valid while a block runs and then used again.
+
+    Blocks nest: a level of nesting has one buffer for each device, as large as the largest set that
+    has run at that level. Nothing is given back before the object goes.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[torch.device, list[_Level]] = {}
+        self._depth: dict[torch.device, int] = {}
+
+    @contextlib.contextmanager
+    def like(self, tensors: Mapping[int, Tensor]) -> Iterator[dict[int, Tensor]]:
+        """Key -> uninitialised tensor with the shape and dtype of that one of `tensors`.
+
+        Args:
+          tensors: at least one, all on one device; the same mapping object gets the same views.
+        """
+        device = next(iter(tensors.values())).device
+        depth, levels = self._depth.get(device, 0), self._levels.setdefault(device, [])
+        if depth >= len(levels) or not levels[depth].fits(tensors):
+            del levels[depth:]  # first, so that the old and the new buffer never coexist
+            levels.append(_Level(sum(map(_padded, tensors.values())), device))
+        self._depth[device] = depth + 1
+        try:
+            yield levels[depth].views_for(tensors)
+        finally:
+            self._depth[device] = depth
+
+    @property
+    def bytes(self) -> int:
+        """What is held now."""
+        return sum(level.buffer.numel() for levels in self._levels.values() for level in levels)
+
+
+class _Level:
+    """One buffer, and its views for every set of tensors that has used it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self._views: dict[int, tuple[Mapping[int, Tensor], dict[int, Tensor]]] = {}
+
+    def fits(self, tensors: Mapping[int, Tensor]) -> bool:
+        size = sum(map(_padded, tensors.values()))
+        return id(tensors) in self._views or size <= self.buffer.numel()
+
+    def views_for(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        if id(tensors) not in self._views:
+            views, start = {}, 0
+            for key, tensor in tensors.items():
+                part = self.buffer[start : start + tensor.numel() * tensor.element_size()]
+                views[key] = part.view(tensor.dtype).view(tensor.shape)
+                start += _padded(tensor)
+            self._views[id(tensors)] = tensors, views
+        return self._views[id(tensors)][1]
+
+
+def _padded(tensor: Tensor) -> int:
+    """Bytes of a tensor, rounded up to the alignment."""
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
 @contextlib.contextmanager
 def poisoned_tensors(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the tensors are NaN; their values come back on exit."""
-    thetas = [tensor.data for tensor in tensors]
+    """Inside, the tensors are NaN (which takes no memory); their values come back on exit.
+
+    A read of them that the strategy does not serve from a perturbed copy then shows in the losses.
+    """
+    values = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
-            tensor.data = not_a_number(tensor)
+            nan = tensor.new_full((), torch.nan, requires_grad=False)
+            tensor.data = nan.expand(tensor.shape)
         yield
     finally:
-        for tensor, theta in zip(tensors, thetas, strict=True):
-            tensor.data = theta
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.data = value
 
 
-def not_a_number(tensor: Tensor) -> Tensor:
-    """NaN in the tensor's shape, dtype and device; takes no memory."""
-    return tensor.new_full((), torch.nan, requires_grad=False).expand(tensor.shape)
-
-
-def owners_of(model: nn.Module, space: ParameterSpace) -> list[Owner]:
-    """Every module that owns parameters, with those of the space among them, maybe none.
+def _owners(model: nn.Module, space: ParameterSpace) -> list[Owner]:
+    """Every module that owns parameters of the space, with these.
 
     What a container holds belongs to the module around it, for a container has no forward.
     """
     numbers = {id(tensor): number for number, tensor in enumerate(space.tensors)}
-    found: dict[nn.Module, list[Tensor]] = {}
+    owned: dict[nn.Module, list[Tensor]] = {}
 
     def collect(module: nn.Module, around: nn.Module) -> None:
         acting = around if isinstance(module, _CONTAINERS) else module
-        if module in found:
+        if module in owned:
             return  # it is used in two places
-        found.setdefault(acting, []).extend(module.parameters(recurse=False))
+        owned.setdefault(acting, []).extend(module.parameters(recurse=False))
         for child in module.children():
             collect(child, acting)
 
     collect(model, model)
-    return [
-        Owner(module, {numbers[id(p)]: p for p in own if id(p) in numbers})
-        for module, own in found.items()
-        if own
-    ]
-
-
-def _refuse_renormalising(owner: Owner) -> None:
-    if owner.parameters and getattr(owner.module, "max_norm", None) is not None:
-        raise ValueError(
-            f"{type(owner.module).__name__} with max_norm={owner.module.max_norm} rewrites its own "
-            "weight in forward: set max_norm=None, or freeze it."
-        )
+    trained = {
+        module: {numbers[id(p)]: p for p in own if id(p) in numbers}
+        for module, own in owned.items()
+    }
+    return [Owner(module, parameters) for module, parameters in trained.items() if parameters]

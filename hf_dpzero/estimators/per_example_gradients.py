@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
 from hf_dpzero.estimators.opacus_hooks import (
     WAY_OUT,
     forget,
@@ -30,7 +29,13 @@ from hf_dpzero.estimators.opacus_hooks import (
     supported,
     watched,
 )
-from hf_dpzero.objectives.losses import PerExampleLoss, check_differentiable, check_per_example
+from hf_dpzero.objectives.losses import (
+    PerExampleLoss,
+    batch_size,
+    check_differentiable,
+    check_per_example,
+    evaluation_mode,
+)
 from hf_dpzero.privacy.mechanisms.gradient import clip_factors, row_norms
 
 Batch = Mapping[str, Tensor]

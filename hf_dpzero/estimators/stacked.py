@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from hf_dpzero.estimators.layerwise import poisoned_tensors
 from hf_dpzero.estimators.parameter_guard import ParameterChanged, ParameterGuard
-from hf_dpzero.estimators.stacked_kernels import StackedKernels
 from hf_dpzero.objectives.losses import PerExampleLoss
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace, Stack
@@ -38,7 +39,7 @@ AUTO_DIRECTIONS, AUTO_FLOATS = 4, 1 << 12
 has more than 4096 elements an example: arithmetic, not Python, is the cost of wider ones."""
 
 Microbatch = Mapping[str, Tensor]
-Watched = Callable[[], contextlib.AbstractContextManager[None]]
+Evaluating = Callable[[], contextlib.AbstractContextManager[None]]
 Copies = dict[str, Tensor]
 
 
@@ -61,7 +62,13 @@ class StackedCopies:
     """
 
     def __init__(self, model: nn.Module, space: ParameterSpace, objective: PerExampleLoss) -> None:
-        _refuse_half_precision(space)
+        for name, tensor in zip(space.names, space.tensors, strict=True):
+            if tensor.dtype != torch.float32:
+                raise ValueError(
+                    f"strategy='stacked' with {name} in {tensor.dtype}: batched kernels round half "
+                    "precision otherwise than single ones, which drowns the differences; use "
+                    "'layerwise', or train in float32."
+                )
         self.space = space
         self._evaluated = _Evaluated(model, objective)
         self._aliases = _aliases(self._evaluated, space)
@@ -87,23 +94,23 @@ class StackedCopies:
         finally:
             self._standing = None
 
-    @contextlib.contextmanager
-    def poisoned(self) -> Iterator[None]:
-        """Inside, the model's own trainable tensors are NaN: losses that read them show it."""
-        with poisoned_tensors(self.space.tensors):
-            yield
-
     def losses(
         self,
         microbatches: Sequence[Microbatch],
         directions: Sequence[Direction],
         smoothing: float,
-        watched: Watched = contextlib.nullcontext,
+        evaluating: Evaluating = contextlib.nullcontext,
     ) -> tuple[Tensor, Tensor]:
-        """(f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each on the CPU.
+        """The losses of all examples at both signs of all directions.
 
         Args:
-          watched: entered around every forward pass.
+          microbatches: B examples in all, at least one.
+          directions: u_1, ..., u_K, distinct.
+          smoothing: lambda > 0.
+          evaluating: entered around every forward pass.
+
+        Returns:
+          (f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each on the CPU.
 
         Raises:
           ParameterChanged: the forward pass wrote to a parameter.
@@ -112,72 +119,62 @@ class StackedCopies:
         parts, size = [], self.directions_at_once
         for start in range(0, len(directions), size):
             self._write(directions[start : start + size], smoothing)
-            found = torch.cat([self._run(m, watched) for m in microbatches], dim=1)
-            parts.append(found.unflatten(0, (2, -1)))
+            losses = torch.cat([self._run(m, evaluating) for m in microbatches], dim=1)
+            parts.append(losses.unflatten(0, (2, -1)))
         plus, minus = torch.cat(parts, dim=1)
         return plus.T.contiguous(), minus.T.contiguous()
-
-    # ------------------------------------------------------------------ the copies
 
     def _write(self, directions: Sequence[Direction], smoothing: float) -> None:
         """The stack holds [theta + lambda u_1, ..., theta - lambda u_1, ...] of every tensor."""
         if self._standing == (tuple(directions), smoothing):
             return
-        self._standing = None
-        self._allocate(2 * len(directions))
-        assert self._memory is not None
+        self._standing, copies = None, 2 * len(directions)
+        if self._memory is None or len(self._memory.tensors[0]) != copies:
+            self._stack, self._memory = {}, None  # so that the old and the new never coexist
+            self._memory = self.space.new_stack(copies)
+            self._stack = dict(zip(self._names, self._memory.tensors, strict=True))
+            self._guard = ParameterGuard(
+                (name.removeprefix("model."), stacked) for name, stacked in self._stack.items()
+            )
         self.space.write_stack_(directions, smoothing, self._memory)
         self._standing = tuple(directions), smoothing
 
-    def _allocate(self, copies: int) -> None:
-        if self._stack and len(self._stack[self._names[0]]) == copies:
-            return
-        self._stack, self._memory = {}, None  # first, so that the old and the new never coexist
-        self._memory = self.space.new_stack(copies)
-        self._stack = dict(zip(self._names, self._memory.tensors, strict=True))
-        self._guard = ParameterGuard(
-            (name.removeprefix("model."), stacked) for name, stacked in self._stack.items()
-        )
-
-    # ------------------------------------------------------------------ the passes
-
-    def _run(self, microbatch: Microbatch, watched: Watched) -> Tensor:
+    def _run(self, microbatch: Microbatch, evaluating: Evaluating) -> Tensor:
         """Losses of one microbatch at every copy of the stack, float32 [copies, B] on the CPU."""
-        if self.floats_per_example is None:
-            self._measure(microbatch, watched)
-        size = self.copies_at_once(microbatch)
-        copies = len(self._stack[self._names[0]])
-        parts = [self._part(i, i + size) for i in range(0, copies, size)]
-        return torch.cat([self._pass(part, microbatch, watched) for part in parts])
-
-    def _part(self, start: int, stop: int) -> Copies:
-        return {name: stacked[start:stop] for name, stacked in self._stack.items()}
+        if self.floats_per_example is None:  # a pass of two copies tells how wide their results are
+            kernels = StackedKernels()
+            rows = self._pass(0, 2, microbatch, evaluating, kernels).shape[1]
+            self._floats_per_entry = kernels.widest / max(1, _entries(microbatch))
+            self.floats_per_example = kernels.widest / max(1, rows)
+        size, copies = self.copies_at_once(microbatch), len(self._stack[self._names[0]])
+        starts = range(0, copies, size)
+        return torch.cat([self._pass(i, i + size, microbatch, evaluating) for i in starts])
 
     def _pass(
         self,
-        stack: Copies,
+        start: int,
+        stop: int,
         microbatch: Microbatch,
-        watched: Watched,
+        evaluating: Evaluating,
         kernels: StackedKernels | None = None,
     ) -> Tensor:
-        """Losses at the copies of `stack`, float32 [copies, B] on the CPU."""
+        """Losses at the stack's copies from `start` to `stop`, float32 [copies, B] on the CPU."""
+        stack = {name: stacked[start:stop] for name, stacked in self._stack.items()}
 
         def one(copy: Copies) -> Tensor:
             given = {alias: copy[name] for alias, name in self._aliases.items()}
             left = dict(given)
             losses = functional_call(self._evaluated, left, (microbatch,), tie_weights=False)
-            _refuse_replaced(given, left)
+            for name, tensor in given.items():
+                if left.get(name) is not tensor:
+                    raise ParameterChanged(
+                        f"{name.removeprefix('model.')} was replaced during a forward pass: make "
+                        "forward() leave its parameters alone (compute into new tensors)."
+                    )
             return losses
 
-        with watched(), self._guard.watching(), kernels or StackedKernels():
+        with evaluating(), self._guard.watching(), kernels or StackedKernels():
             return vmap(one)(stack).detach().cpu()
-
-    def _measure(self, microbatch: Microbatch, watched: Watched) -> None:
-        """One pass of two copies, to learn how wide the results are that each copy has its own of."""
-        kernels = StackedKernels()
-        rows = self._pass(self._part(0, 2), microbatch, watched, kernels).shape[1]
-        self._floats_per_entry = kernels.widest / max(1, _entries(microbatch))
-        self.floats_per_example = kernels.widest / max(1, rows)
 
     def copies_at_once(self, microbatch: Microbatch) -> int:
         """How many copies run in one pass over a microbatch: widths grow with its entries."""
@@ -225,20 +222,59 @@ def _entries(microbatch: Microbatch) -> int:
     return sum(value.numel() for value in microbatch.values() if isinstance(value, Tensor))
 
 
-def _refuse_replaced(given: Copies, left: Copies) -> None:
-    for name, tensor in given.items():
-        if left.get(name) is not tensor:
-            raise ParameterChanged(
-                f"{name.removeprefix('model.')} was replaced during a forward pass: make forward() "
-                "leave its parameters alone (compute into new tensors)."
-            )
+# ---------------------------------------------------------------- kernels
+
+is_stacked = torch._C._functorch.is_batchedtensor
+"""Whether a tensor, seen inside vmap, stands for one of the copies' own each."""
 
 
-def _refuse_half_precision(space: ParameterSpace) -> None:
-    for name, tensor in zip(space.names, space.tensors, strict=True):
-        if tensor.dtype != torch.float32:
-            raise ValueError(
-                f"strategy='stacked' with {name} in {tensor.dtype}: batched kernels round half "
-                "precision otherwise than single ones, which drowns the differences; use "
-                "'layerwise', or train in float32."
-            )
+class StackedKernels(TorchFunctionMode):
+    """Inside vmap, one kernel for all copies where torch's own rule for `F.linear` runs one for each.
+
+    `F.linear` on an input that all copies share becomes one matrix product with the copies' weights
+    side by side: the same sums, rounded in another order; no example meets another in them.
+
+    Attributes:
+      widest: elements, for each copy, of the largest tensor that differed between copies.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widest = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        run = _linear if func is F.linear else func
+        result = run(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and is_stacked(result):
+            self.widest = max(self.widest, result.numel())
+        return result
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if is_stacked(weight) and not is_stacked(input):
+        return _SharedInput.apply(input, weight, bias)
+    return F.linear(input, weight, bias)
+
+
+class _SharedInput(torch.autograd.Function):
+    """input [..., h], weight [L, h], bias [L] or None -> [..., L]; the input is every copy's."""
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept: there is no backward pass."""
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, int]:
+        weights = weight.movedim(in_dims[1], 0)
+        out = F.linear(input, weights.flatten(0, 1)).unflatten(-1, weights.shape[:2])
+        if bias is not None:
+            out = out + (bias if in_dims[2] is None else bias.movedim(in_dims[2], 0))
+        return out, out.dim() - 2

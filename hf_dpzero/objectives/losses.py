@@ -13,9 +13,10 @@ precision logits, one example at a time for language models: the float32 copy is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -344,6 +345,30 @@ def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> In
     index = (torch.arange(length, device=mask.device) + start) % length
     present = (key for key in token_keys if inputs.get(key) is not None)
     return {**inputs, **{key: take_columns(inputs[key], index) for key in present}}
+
+
+def batch_size(microbatch: Inputs) -> int:
+    """The number of examples of a collated microbatch: the first tensor's leading dimension.
+
+    Raises:
+      ValueError: no tensor has a dimension.
+    """
+    for value in microbatch.values():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.shape[0]
+    raise ValueError(f"the microbatch {sorted(microbatch)} holds no tensor with a batch dimension.")
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
+    """model.eval() inside; on exit every module is back in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield model
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def take_columns(tensor: Tensor, index: Tensor) -> Tensor:

@@ -235,13 +235,6 @@ class ParameterSpace(Coordinates):
         segment.write_(m, changes, source.view(-1), out.view(-1), pieces)
         self.traffic += 2 * out.numel() * out.element_size()
 
-    def write_perturbed_pair_(
-        self, number: int, direction: Direction, scale: float, plus: Tensor, minus: Tensor
-    ) -> None:
-        """plus = theta + scale u and minus = theta - scale u for one tensor."""
-        self.write_perturbed_(number, ((direction, scale),), plus)
-        self.write_perturbed_(number, ((direction, -scale),), minus)
-
     def new_stack(self, copies: int) -> Stack:
         """Memory for that many copies of all tensors, uninitialised."""
         flats = [segment.flat.new_empty(copies, segment.flat.numel()) for segment in self._segments]

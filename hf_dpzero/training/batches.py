@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from hf_dpzero.estimators.finite_differences import batch_size
+from hf_dpzero.objectives.losses import batch_size
 from hf_dpzero.training.random_state import isolated_randomness
 
 if TYPE_CHECKING:

@@ -195,12 +195,6 @@ class DPZeroConfig(TrainingArguments):
                 f"max_batch_size={self.max_batch_size} is for sampling='truncated_poisson'; a cap on "
                 f"sampling={self.sampling!r} would not be the sampler that is accounted."
             )
-        if self.perturbation_strategy == "paired" and self.method != "mezo":
-            raise ValueError(
-                "perturbation_strategy='paired' divides a doubled batch in every module, and where "
-                "routing depends on the data an example could end up in another's half: it is for "
-                "method='mezo' only; use 'auto', 'layerwise' or 'whole_model'."
-            )
 
     def _check_clipping(self) -> None:
         _choose("clipping", self.clipping, tuple(CLIPPINGS))

@@ -17,10 +17,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
 from hf_dpzero.estimators.parameter_guard import ParameterGuard
 from hf_dpzero.ledger.trajectory import Release, Trajectory
-from hf_dpzero.objectives.losses import PerExampleLoss, check_differentiable, check_per_example
+from hf_dpzero.objectives.losses import (
+    PerExampleLoss,
+    batch_size,
+    check_differentiable,
+    check_per_example,
+    evaluation_mode,
+)
 from hf_dpzero.perturbation.trainable import has_plain_storage
 from hf_dpzero.privacy.mechanisms import Mechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import Following
@@ -131,7 +136,7 @@ class GroupMeans:
 
 
 @dataclass(frozen=True)
-class FirstOrderStep:
+class GradientStep:
     """What a step needs; calling it takes one and leaves the noised mean in every `grad`.
 
     Attributes:

@@ -109,13 +109,9 @@ def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
     sizes = (asked.dtype, asked.batch_size, asked.seq_length, asked.attention)
     first_order = asked.dtype != "float16" and importlib.util.find_spec("opacus") is not None
     found = footprint(shape, *sizes, per_example=first_order)
-    doubled = None
-    if asked.strategy == "paired":
-        doubles = (asked.dtype, 2 * asked.batch_size, asked.seq_length, asked.attention)
-        doubled = footprint(shape, *doubles, per_example=False)
     estimate = {
         "inference": found.weights + found.forward,
-        "step": dpzero_bytes(found, asked.dtype, asked.strategy, doubled),
+        "step": dpzero_bytes(found, asked.dtype, asked.strategy),
         "reference": reference_bytes(found, asked.dtype),
     }
     return estimate | ({"dp-adamw": dp_adamw_bytes(found, asked.dtype)} if first_order else {})

@@ -13,7 +13,7 @@ GRADIENT_CLIP = 1.0
 
 METHODS = ("dpzero", "mezo", "reference", "dp-adamw")
 DTYPES = ("float32", "bfloat16", "float16")
-STRATEGIES = ("auto", "whole_model", "layerwise", "paired")
+STRATEGIES = ("auto", "whole_model", "layerwise")
 ATTENTIONS = ("sdpa", "eager")
 GRADIENTS = ("dense", "ghost")
 PHASES = ("inference", "step", "reference", "dp-adamw")
@@ -113,7 +113,7 @@ def _check_together(bench: StepBench) -> None:
          "hooks on the layers; leave them out."),
         (first_order and bench.num_directions > 1,
          f"num_directions={bench.num_directions} with method=dp-adamw: it has no directions."),
-        (bench.compile and bench.strategy in ("layerwise", "paired"),
+        (bench.compile and bench.strategy == "layerwise",
          f"strategy={bench.strategy} with compile: compiled code does not follow replaced "
          "parameters; use whole_model."),
         (first_order and bench.strategy != "auto",

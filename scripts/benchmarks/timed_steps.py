@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.estimators.exactness_checks import make_exact
-from hf_dpzero.estimators.finite_differences import FiniteDifferences, evaluation_mode
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.estimators.per_example_gradients import split
 from hf_dpzero.experiments.memory.shapes import model_inputs
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, select_objective
+from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, evaluation_mode, select_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import Mechanism, NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.mechanisms.gradient import clip_factors
 from hf_dpzero.privacy.noise import SecureNoise
-from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
+from hf_dpzero.training.zeroth_order_step import PrivateStep
 from scripts.benchmarks.settings import (
     CLIP,
     GRADIENT_CLIP,
@@ -103,7 +103,7 @@ class Step:
         """One short example; for compiled models the batch, for another shape is compiled anew."""
         return self.batch if self.bench.compile else _shortened(self.batch)
 
-    def of(self, directions: int) -> ZerothOrderStep:
+    def of(self, directions: int) -> PrivateStep:
         """The step with K = `directions` on these weights, with a ledger of its own."""
         header = {
             "direction_key": f"{_KEY:032x}",
@@ -111,7 +111,7 @@ class Step:
             "weight_decay": 0.0,
             "replayable": True,
         }
-        return ZerothOrderStep(
+        return PrivateStep(
             mechanism=_mechanism(self.bench, directions),
             space=self.space,
             differences=self.differences,
@@ -123,7 +123,7 @@ class Step:
     def __call__(self, step: int) -> None:
         self.take(self.step)
 
-    def take(self, private: ZerothOrderStep) -> None:
+    def take(self, private: PrivateStep) -> None:
         """The next step of `private` on the batch."""
         private(private.trajectory.next_step, [self.batch], LEARNING_RATE)
 

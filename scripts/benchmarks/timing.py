@@ -15,7 +15,7 @@ from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.timed_steps import FirstOrderStep, Forwards, OwnRhythm, ReferenceStep, Step
 
 _PASSES = (
-    "move_to_", "step_", "settle_", "write_perturbed_", "write_perturbed_pair_",
+    "move_to_", "step_", "settle_", "write_perturbed_",
     "write_perturbed_rows_",
 )  # fmt: skip
 """Methods of ParameterSpace that go over the parameters; those it has are timed."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.finite_differences import FiniteDifferences, batch_size, evaluation_mode
-from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.objectives.losses import batch_size, evaluation_mode, select_objective
 from hf_dpzero.perturbation.directions import Direction, direction_vector
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
@@ -277,7 +277,7 @@ def test_frozen_half_precision_does_not_count():
     assert estimator(model, quadratic_loss).strategy == "whole_model"
 
 
-@pytest.mark.parametrize("strategy", ["whole_model", "layerwise", "paired"])
+@pytest.mark.parametrize("strategy", ["whole_model", "layerwise"])
 def test_a_strategy_that_is_asked_for_is_taken(strategy: str):
     model = two_layers(FLOAT, BFLOAT)
     space = ParameterSpace.from_model(model, smoothing=1e-3)
@@ -300,7 +300,7 @@ def test_compiled_models_are_moved_as_a_whole(part: str):
         model[0].compile(backend="eager")
     space = ParameterSpace.from_model(compiled, smoothing=1e-3)
     assert FiniteDifferences(compiled, space, quadratic_loss, 1e-3).strategy == "whole_model"
-    for strategy in ("layerwise", "paired"):
+    for strategy in ("layerwise", "stacked"):
         with pytest.raises(ValueError, match="compiled code does not follow: use strategy='whole"):
             FiniteDifferences(compiled, space, quadratic_loss, 1e-3, strategy=strategy)
 

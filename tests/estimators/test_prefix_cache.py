@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
 
 from hf_dpzero.estimators.exactness_checks import make_exact, prefix_is_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
@@ -41,8 +40,7 @@ def estimator(
     space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
     space.snap_()
     chosen = objective or select_objective(model)
-    settings = {"reuse_frozen_prefix": reuse, "forget_unread": True}
-    return FiniteDifferences(model, space, chosen, SMOOTHING, **settings)
+    return FiniteDifferences(model, space, chosen, SMOOTHING, reuse_frozen_prefix=reuse)
 
 
 def differences(estimate: FiniteDifferences, batches: list[Batch], count: int = 3) -> Tensor:
@@ -335,184 +333,6 @@ def test_a_frozen_module_inside_another_is_remembered_with_it():
     batch = {"x": torch.linspace(-1, 1, 12).view(4, 3)}
     assert prefix_is_exact(reuse, batch, Direction(KEY, 0))
     assert torch.equal(differences(reuse, [batch]), differences(full, [batch]))
-
-
-# ---------------------------------------------------------------- what is kept of it
-
-
-def held(estimate: FiniteDifferences, batch: Batch) -> list[int]:
-    """Bytes of the prefix at the objective's end in each pass of one evaluation."""
-    found, objective = [], estimate.objective
-
-    def spied(model: nn.Module, inputs: Batch) -> Tensor:
-        losses = objective(model, inputs)
-        assert estimate.prefix is not None
-        found.append(estimate.prefix.bytes_held)
-        return losses
-
-    estimate.objective = spied
-    differences(estimate, [batch])
-    estimate.objective = objective
-    return found
-
-
-def deep_encoder(layers: int = 24) -> nn.Module:
-    """BERT of hidden size 16; only the last layer and the classifier train."""
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=40,
-    )
-    model = seeded(lambda: BertForSequenceClassification(config)).eval()
-    select_trainable(model, rf"layer\.{layers - 1}\.|classifier")
-    return model
-
-
-def test_a_deep_frozen_encoder_keeps_one_output():
-    """Embeddings and 23 layers give [5, 7, 16] float32 each; only the last layer's is read."""
-    batch, one = text_batch(5), 5 * 7 * 16 * 4
-    estimate = estimator(deep_encoder(), reuse=True)
-    assert set(held(estimate, batch)) == {24 * one}
-    expected = differences(estimate, [batch])
-    assert make_exact(estimate, text_batch(2), Direction(KEY, 0)) == []
-    small = held(estimate, batch)
-    assert set(small) == {one + 23 * 4}  # and a scalar for each of the others
-    assert len(small) == 6
-    assert torch.equal(differences(estimate, [batch]), expected)
-    full = estimator(deep_encoder(), reuse=False)
-    assert torch.equal(differences(full, [batch]), expected)
-
-
-def test_only_what_the_head_reads_of_an_encoder_is_kept(tiny_bert: Any):
-    """The head reads pooler_output [3, 16], not last_hidden_state [3, 7, 16]."""
-    estimate = estimator(head_only(tiny_bert), reuse=True)
-    assert make_exact(estimate, text_batch(2), Direction(KEY, 0)) == []
-    assert set(held(estimate, text_batch(3))) == {3 * 16 * 4 + 4}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_forgetting_is_bit_identical_to_full_passes(name: str, tiny_bert: Any):
-    batches = [text_batch(size, seed=size) for size in (3, 2, 4)]
-    estimate = estimator(MODELS[name](tiny_bert), reuse=True)
-    before = max(held(estimate, batches[0]))
-    assert make_exact(estimate, text_batch(2), Direction(KEY, 0)) == []
-    assert estimate.prefix is not None
-    assert estimate.prefix.forgetful
-    assert max(held(estimate, batches[0])) < before
-    full = estimator(MODELS[name](tiny_bert), reuse=False)
-    assert torch.equal(differences(estimate, batches), differences(full, batches))
-
-
-@pytest.mark.parametrize("pattern", ["layers.1", "final_layer_norm|fc2"])
-def test_forgetting_in_decoders(pattern: str, tiny_opt: Any):
-    results = []
-    for reuse in (True, False):
-        model = tiny_opt()
-        select_trainable(model, pattern)
-        estimate = estimator(model, reuse=reuse)
-        assert make_exact(estimate, language_batch(2), Direction(KEY, 0)) == []
-        results.append(differences(estimate, [language_batch(3, seed=1)]))
-        assert (estimate.prefix is not None) == reuse
-    assert torch.equal(*results)
-
-
-class Residual(nn.Module):
-    """Reads frozen outputs through plain code: of the three only the first and the last count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.head = (nn.Linear(3, 3) for _ in range(4))
-        for frozen in (self.a, self.b, self.c):
-            frozen.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.a(x)
-        doubled = first * 2
-        assert first.shape == doubled.shape
-        third = self.c(torch.tanh(self.b(first)) + 1)
-        return self.head(third) + doubled
-
-
-def rows(count: int) -> Batch:
-    return {"x": torch.linspace(-1, 1, 3 * count).view(count, 3)}
-
-
-def test_what_plain_code_derives_is_followed():
-    estimate = estimator(seeded(Residual), reuse=True, objective=squares)
-    full = estimator(seeded(Residual), reuse=False, objective=squares)
-    assert make_exact(estimate, rows(2), Direction(KEY, 0)) == []
-    one = 4 * 3 * 4
-    assert set(held(estimate, rows(4))) == {2 * one + 4}
-    assert torch.equal(differences(estimate, [rows(4)]), differences(full, [rows(4)]))
-
-
-class Fickle(nn.Module):
-    """Reads the first frozen output only for batches of more than two rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.head = (nn.Linear(3, 3) for _ in range(3))
-        self.a.requires_grad_(False)
-        self.b.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.a(x)
-        out = self.head(self.b(first))
-        return out + first if len(x) > 2 else out
-
-
-def test_a_pass_that_reads_what_the_trial_did_not_is_repeated_with_all_kept():
-    estimate = estimator(seeded(Fickle), reuse=True, objective=squares)
-    full = estimator(seeded(Fickle), reuse=False, objective=squares)
-    assert make_exact(estimate, rows(2), Direction(KEY, 0)) == []
-    assert estimate.prefix is not None
-    assert estimate.prefix.forgetful
-    batches = [rows(2), rows(4), rows(2)]
-    assert torch.equal(differences(estimate, batches), differences(full, batches))
-    assert not estimate.prefix.forgetful
-
-
-def test_losses_that_are_nan_anyway_end_the_forgetting_and_stay_nan():
-    estimate = estimator(seeded(Residual), reuse=True, objective=squares)
-    assert make_exact(estimate, rows(2), Direction(KEY, 0)) == []
-    batch = {"x": rows(4)["x"].index_fill(0, torch.tensor([1]), torch.nan)}
-    found = differences(estimate, [batch])
-    assert found.isnan().any(dim=1).tolist() == [False, True, False, False]
-
-
-class Hidden(torch.autograd.Function):
-    """An operation that `__torch_function__` does not see."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 3
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 3
-
-
-class HiddenReading(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.head = (nn.Linear(3, 3) for _ in range(3))
-        self.a.requires_grad_(False)
-        self.b.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.a(x)
-        return self.head(self.b(first)) + Hidden.apply(first)
-
-
-def test_where_the_flow_cannot_be_followed_all_is_kept():
-    estimate = estimator(seeded(HiddenReading), reuse=True, objective=squares)
-    full = estimator(seeded(HiddenReading), reuse=False, objective=squares)
-    assert make_exact(estimate, rows(2), Direction(KEY, 0)) == []
-    assert estimate.prefix is not None
-    assert torch.equal(differences(estimate, [rows(4)]), differences(full, [rows(4)]))
 
 
 @pytest.mark.parametrize("build", [InPlace, BehindTheBack, Impatient])

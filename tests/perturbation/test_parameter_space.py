@@ -758,9 +758,9 @@ def positions() -> list[Any]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_written_copies_are_what_a_move_puts_there(distribution: str, dtype: torch.dtype):
-    """Whole tensors, pairs and rows (in any order, repeated); theta stays as it is."""
+    """Whole tensors and rows (in any order, repeated); theta stays as it is."""
     space = space_of(written_tensors(dtype), distribution=distribution)
-    before, (u, _) = copies(space.tensors), directions_of(6, 2)
+    before = copies(space.tensors)
     rows = torch.tensor([5, 0, 6, 5, 3])
     for position in positions():
         space.move_to_(position)
@@ -774,13 +774,6 @@ def test_written_copies_are_what_a_move_puts_there(distribution: str, dtype: tor
                 few = torch.full((5, wanted.shape[1]), 7.0, dtype=dtype)
                 space.write_perturbed_rows_(number, rows, position, few)
                 assert torch.equal(few, wanted[rows]), space.names[number]
-    for number in range(len(space.tensors)):
-        outs = [torch.empty_like(space.tensors[number]) for _ in range(4)]
-        space.write_perturbed_pair_(number, u, SMOOTHING, *outs[:2])
-        for sign, out in zip((1, -1), outs[2:]):
-            space.write_perturbed_(number, ((u, sign * SMOOTHING),), out)
-        assert same(outs[:2], outs[2:])
-        assert not same(outs[:1], outs[1:2])
     assert same(space.tensors, before)
     assert space.settled
 
@@ -790,13 +783,13 @@ def test_written_copies_after_growth_and_within_reach():
     space = space_of(written_tensors(torch.float32), distribution="gaussian")
     for step in range(3):
         space.step_([Direction(KEY, step)], [10.0])
-    u, outs = Direction(KEY, 9), [torch.empty(9, 64) for _ in range(2)]
-    space.write_perturbed_pair_(0, u, SMOOTHING, *outs)
-    for sign, out in zip((1, -1), outs):
+    u, out = Direction(KEY, 9), torch.empty(9, 64)
+    for sign in (1, -1):
+        space.write_perturbed_(0, ((u, sign * SMOOTHING),), out)
         with space.perturbed(u, sign * SMOOTHING):
             assert torch.equal(space.tensors[0], out)
     with pytest.raises(ValueError, match="larger than smoothing"):
-        space.write_perturbed_(0, ((u, 2 * SMOOTHING),), outs[0])
+        space.write_perturbed_(0, ((u, 2 * SMOOTHING),), out)
 
 
 # ---------------------------------------------------------------- small tensors share a storage

@@ -383,7 +383,7 @@ def test_empty_batches_still_release_noise(tmp_path):
     assert all(abs(r.values[0]) > 0 for r in trainer.trajectory.releases)
 
 
-# ---------------------------------------------------------------- other methods
+# ---------------------------------------------------------------- other arms
 
 
 def test_dpgd_0th_moves_every_coordinate_independently(tmp_path):
@@ -847,13 +847,9 @@ def test_a_frozen_parameter_that_a_later_batch_changes_stops_the_run(tmp_path):
         trainer.save_model()
 
 
-def test_paired_is_for_runs_that_are_not_private(tmp_path):
-    with pytest.raises(ValueError, match="'paired'.*method='mezo' only"):
+def test_a_strategy_that_is_gone_is_refused_like_any_unknown_one(tmp_path):
+    with pytest.raises(ValueError, match="perturbation_strategy='paired' is not one of auto,"):
         build(tmp_path, perturbation_strategy="paired")
-    settings = {"method": "mezo", "noise_multiplier": None, "max_steps": 2}
-    trainer = build(tmp_path / "mezo", perturbation_strategy="paired", **settings)
-    trainer.train()
-    assert trainer.step.differences.strategy == "paired"
 
 
 def test_a_row_whose_loss_is_nan_changes_neither_strategy_nor_prefix(tmp_path, caplog):
@@ -874,8 +870,8 @@ def test_a_row_whose_loss_is_nan_changes_neither_strategy_nor_prefix(tmp_path, c
         trainer = build(tmp_path / str(bad), model, trainer_settings=given, max_steps=1)
         trainer.train()
         differences = trainer.step.differences
-        seen.append((differences.strategy, differences.prefix is None, differences.forget_unread))
-    assert seen[0] == seen[1] == ("whole_model", False, False)
+        seen.append((differences.strategy, differences.prefix is None))
+    assert seen[0] == seen[1] == ("whole_model", False)
     assert "reuse_frozen_prefix is off" not in caplog.text
 
 

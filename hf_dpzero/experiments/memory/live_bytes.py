@@ -188,13 +188,11 @@ def _layer_bytes(module: nn.Module, tokens: int) -> int:
     return sum(p.numel() * p.element_size() for p in own)
 
 
-def dpzero_bytes(
-    found: Footprint, dtype: str, strategy: str, doubled: Footprint | None = None
-) -> int:
+def dpzero_bytes(found: Footprint, dtype: str, strategy: str) -> int:
     """Weights, a forward pass and what the strategy keeps (`auto`: layerwise in half precision).
 
     whole_model keeps nothing in float32, and in half precision a second copy of the weights.
-    layerwise keeps a copy of one layer's; paired keeps two, and runs twice the batch.
+    layerwise keeps a copy of one layer's.
     Working buffers of a few MB, where passes are made of torch operations, are not counted.
     """
     size = int(getattr(torch, dtype).itemsize)
@@ -203,10 +201,7 @@ def dpzero_bytes(
     if strategy == "whole_model":
         copy = 0 if dtype == "float32" else found.dimension * size
         return found.weights + found.forward + copy
-    if strategy == "layerwise":
-        return found.weights + found.forward + found.module
-    assert doubled is not None
-    return found.weights + doubled.forward + 2 * found.module
+    return found.weights + found.forward + found.module
 
 
 def dp_adamw_bytes(found: Footprint, dtype: str, moments: int = 2) -> int:

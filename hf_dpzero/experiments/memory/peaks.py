@@ -230,14 +230,11 @@ class _ZerothOrder(_Step):
 
     def bytes(self) -> int:
         self.how = self._strategy()
-        doubled = None
-        if self.how == "paired":
-            doubled = self.footprint(forward_bytes(self.work, self.model, 2 * self.size))
         found = self.footprint(forward_bytes(self.work, self.model, self.size, self._prefix()))
         extra = self._generation() + self._subspace()
         if self.how == "stacked":
             return found.weights + found.forward + min(STACK_BYTES, self._copies) + extra
-        return dpzero_bytes(found, self.dtype, self.how, doubled) + extra
+        return dpzero_bytes(found, self.dtype, self.how) + extra
 
     @property
     def _copies(self) -> int:
@@ -259,7 +256,7 @@ class _ZerothOrder(_Step):
 
     def _prefix(self) -> FrozenPrefix | None:
         prefix = FrozenPrefix(self.model)
-        reuse = self.args.reuse_frozen_prefix and prefix.worthwhile and self.how != "paired"
+        reuse = self.args.reuse_frozen_prefix and prefix.worthwhile
         return prefix if reuse else None
 
     def _generation(self) -> int:
