@@ -176,14 +176,14 @@ BUGS = (
         "A checkpoint's weights are saved while an update is still to be made.",
         "hf_dpzero/training/trainer.py",
         "tests/estimators/test_deferred_updates.py::test_a_checkpoint_of_a_deferring_run_holds_theta",
-        "self.arm.settle_()\n"
+        "self.method.settle_()\n"
         '        folder = Path(self._get_output_dir(trial=trial)) / '
         'f"checkpoint-{self.state.global_step}"\n'
         "        super()._save_checkpoint(model, trial)",
         'folder = Path(self._get_output_dir(trial=trial)) / '
         'f"checkpoint-{self.state.global_step}"\n'
         "        super()._save_checkpoint(model, trial)\n"
-        "        self.arm.settle_()",
+        "        self.method.settle_()",
         ("hf_dpzero/estimators/deferred_updates.py",
         "register_state_dict_pre_hook(self._settle)",
         "register_state_dict_pre_hook(lambda *_: None)")),

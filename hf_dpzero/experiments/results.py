@@ -44,7 +44,7 @@ class Row:
       metric, score: name and value of the evaluation metric after training, in 0..1.
       zero_shot: the metric before training.
       zero_shot_group: equal for runs whose untrained models classify alike.
-      seconds_per_step, peak_memory_bytes: of training steps alone (`meter.StepMeter`).
+      seconds_per_step, peak_memory_bytes: of training steps alone (`callbacks.StepMeter`).
       device: "cpu" or "cuda", what peak_memory_bytes is measured on.
       epsilon: spent, from the privacy report; inf without privacy.
       delta: of that epsilon.

@@ -136,7 +136,7 @@ class GroupMeans:
 
 
 @dataclass(frozen=True)
-class GradientStep:
+class FirstOrderStep:
     """What a step needs; calling it takes one and leaves the noised mean in every `grad`.
 
     Attributes:

@@ -14,24 +14,25 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
+from hf_dpzero.estimators.parameter_guard import ParameterChanged
 from hf_dpzero.ledger.trajectory import directions_of, space_from_header
 from hf_dpzero.objectives.losses import PerExampleLoss, is_compiled
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.training.batches import LogicalBatch
-from hf_dpzero.training.compilation import refuse_compiled
-from hf_dpzero.training.first_order_step import GradientStep, GroupMeans, PlainGradients
+from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
+from hf_dpzero.training.precision import refuse_compiled
 from hf_dpzero.training.random_state import isolated_randomness
-from hf_dpzero.training.rounding_warning import warn_of_rounding
-from hf_dpzero.training.zeroth_order_step import PrivateStep
+from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
 
 
-class Arm(ABC):
+class TrainingMethod(ABC):
     """One way of making a run's steps.
 
     Args:
@@ -62,13 +63,13 @@ class Arm(ABC):
         """What a checkpoint needs beyond weights and optimizer; public, JSON-safe."""
 
 
-class ZerothOrderArm(Arm):
+class ZerothOrderMethod(TrainingMethod):
     """DPZero, DPGD-0th and MeZO: the parameters move along public directions, in place."""
 
     def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.space = self._parameter_space(state)
-        self.step = PrivateStep(
+        self.step = ZerothOrderStep(
             mechanism=trainer.plan.mechanism,
             space=self.space,
             differences=self._estimator(trainer.evaluated_objective()),
@@ -78,7 +79,7 @@ class ZerothOrderArm(Arm):
         )
         self.reads = WeightReads(trainer.model, self.space)
         trainer.while_training(self.reads)
-        warn_of_rounding(trainer, self.step.differences)
+        _warn_of_rounding(trainer, self.step.differences)
         self.optimizer = _LearningRate(self.space.tensors, self.args.learning_rate)
 
     def _parameter_space(self, state: Mapping[str, Any] | None) -> ParameterSpace:
@@ -129,7 +130,7 @@ class ZerothOrderArm(Arm):
         return self.space.state_dict()
 
 
-class FirstOrderArm(Arm):
+class FirstOrderMethod(TrainingMethod):
     """DP-SGD and DP-AdamW, and sgd and adamw without privacy: gradients for torch's optimizers.
 
     Raises:
@@ -140,7 +141,7 @@ class FirstOrderArm(Arm):
 
     def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None:
         self.trainer = trainer
-        self.step = GradientStep(
+        self.step = FirstOrderStep(
             mechanism=trainer.plan.mechanism,
             gradients=self._gradients(trainer.evaluated_objective()),
             noise=trainer.noise,
@@ -191,3 +192,47 @@ class _LearningRate(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Nothing: the step has updated the parameters."""
+
+
+def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:
+    """Logs signal and rounding of a `DPZeroTrainer` in low precision; nothing in float32."""
+    dtype = precision_diagnostics.low_precision(trainer.model, trainer.args)
+    if dtype is None:
+        return
+    try:
+        with isolated_randomness():
+            public = _public_microbatches(trainer)
+            found = precision_diagnostics.measure(differences, public, dtype) if public else None
+    except ParameterChanged:
+        raise
+    except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        logger.info(f"signal and rounding were not compared: {error}")
+        return
+    if found is None:
+        logger.info("signal and rounding were not compared: no public batch could be made.")
+    elif trainer.is_world_process_zero():
+        (logger.info if found.sufficient else logger.warning)(str(found))
+
+
+def _public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:
+    """A few rows of eval_dataset, or random tokens, split as the run splits its batches."""
+    evaluation = trainer.eval_dataset
+    if isinstance(evaluation, dict):
+        evaluation = next(iter(evaluation.values()), None)
+    size = trainer.args.physical_batch_size
+    if hasattr(evaluation, "__len__") and len(evaluation):
+        return _rows_of(trainer, evaluation, size)
+    batch = precision_diagnostics.random_tokens(trainer.probe(), trainer.model)
+    if batch is None:
+        return []
+    return [
+        {name: value[i : i + size] for name, value in batch.items()}
+        for i in range(0, precision_diagnostics.ROWS, size)
+    ]
+
+
+def _rows_of(trainer: Any, evaluation: Any, size: int) -> list[Mapping[str, Tensor]]:
+    trainer.refuse_private(evaluation)
+    rows, count = trainer.rows_of(evaluation), min(precision_diagnostics.ROWS, len(evaluation))
+    starts = range(0, count, size)
+    return [rows.collate_rows(list(range(i, min(i + size, count)))) for i in starts]

@@ -46,11 +46,15 @@ from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.training import run_files, validation
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.callbacks import PrivacyCallback, PrivacyProgressCallback
-from hf_dpzero.training.compilation import compile_, unwrapped
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.independence_check import check_uncoupled, check_widths
-from hf_dpzero.training.methods import Arm, FirstOrderArm, ZerothOrderArm
-from hf_dpzero.training.precision import check_mixed_precision, uncached_autocast
+from hf_dpzero.training.methods import FirstOrderMethod, TrainingMethod, ZerothOrderMethod
+from hf_dpzero.training.precision import (
+    check_mixed_precision,
+    compile_,
+    uncached_autocast,
+    unwrapped,
+)
 from hf_dpzero.training.prediction import PredictingTrainer
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.validation import check_adapters
@@ -105,7 +109,7 @@ class DPZeroTrainer(PredictingTrainer):
         self.per_example_loss = compute_per_example_loss
         self.noise = noise or _noise_from(args)
         self.trajectory: Trajectory | None = None
-        self._arm_state: Mapping[str, Any] | None = None
+        self._method_state: Mapping[str, Any] | None = None
         self._plan: PrivacyPlan | None = None
         self._delta: float | None = None
         self._diagnostics: dict[str, float] = {}
@@ -258,7 +262,7 @@ class DPZeroTrainer(PredictingTrainer):
             self._sampler_key = run_files.new_secret(folder, self.args.sampler_key)
         else:
             self.trajectory = run_files.continue_ledger(folder, header)
-            self._arm_state = run_files.load_state(resume, self.trajectory)
+            self._method_state = run_files.load_state(resume, self.trajectory)
             self._sampler_key = run_files.old_secret(folder, self.args.sampler_key)
 
     def _header(self) -> dict[str, Any]:
@@ -315,25 +319,27 @@ class DPZeroTrainer(PredictingTrainer):
         return Rows(dataset, collate)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The run's arm, and its optimizer: one that only carries the learning rate, or `optim`."""
+        """The run's method, and its optimizer: one that only carries the learning rate, or `optim`."""
         if self.optimizer is None:
             assert self.trajectory is not None and self.per_example_loss is not None
             self._buffers = digest_tensors(self.model.named_buffers())
-            kind: type[Arm] = FirstOrderArm if self.args.first_order else ZerothOrderArm
-            self.arm: Arm = kind(self, self._arm_state)
-            self.optimizer = self.arm.optimizer or super().create_optimizer(model)
+            kind: type[TrainingMethod] = (
+                FirstOrderMethod if self.args.first_order else ZerothOrderMethod
+            )
+            self.method: TrainingMethod = kind(self, self._method_state)
+            self.optimizer = self.method.optimizer or super().create_optimizer(model)
         return self.optimizer
 
     @property
     def space(self) -> ParameterSpace:
         """The trainable coordinates of a zeroth-order run."""
-        assert isinstance(self.arm, ZerothOrderArm)
-        return self.arm.space
+        assert isinstance(self.method, ZerothOrderMethod)
+        return self.method.space
 
     @property
     def step(self) -> Any:
-        """What takes a step: a `PrivateStep` or a `GradientStep`."""
-        return self.arm.step
+        """What takes a step: a `ZerothOrderStep` or a `FirstOrderStep`."""
+        return self.method.step
 
     def while_training(self, context: contextlib.AbstractContextManager[Any]) -> None:
         """Enters `context` until `train` returns or raises."""
@@ -360,7 +366,7 @@ class DPZeroTrainer(PredictingTrainer):
         assert self.step.trajectory is self.trajectory
         try:
             rate = self._get_learning_rate()
-            statistics = self.arm.take(inputs, rate)
+            statistics = self.method.take(inputs, rate)
         except ParameterChanged:
             self._tainted = True
             raise
@@ -389,11 +395,11 @@ class DPZeroTrainer(PredictingTrainer):
         return self.meter.at(min(taken, self.plan.steps))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.arm.settle_()
+        self.method.settle_()
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         super()._save_checkpoint(model, trial)
         if self.args.should_save and folder.exists():
-            state = self.arm.state_dict()
+            state = self.method.state_dict()
             assert self.trajectory is not None
             run_files.save_state(folder, self.state.global_step, state, self.trajectory)
 

@@ -1,8 +1,14 @@
-"""One private step: evaluate, clip, sum, noise, write down, update. Knows nothing of transformers.
+"""One private zeroth-order step. Knows nothing of transformers.
 
-x_ik = (f(theta + lambda u_k; xi_i) - f(theta - lambda u_k; xi_i)) / (2 lambda)
-value = (sum_i clip_C(x_i) + noise) / B
-theta <- (1 - alpha wd) theta - alpha sum_k value_k u_k           (DPZero, Algorithm 2)
+    S      = sampler.batch(t, secret key)                             sample (training/batches.py)
+    u_k    = direction(public key, t, k),   k = 1..K                  perturb
+    x_ik   = (f(theta + lambda u_k; xi_i) - f(theta - lambda u_k; xi_i)) / (2 lambda)      evaluate
+    total  = sum_{i in S} clip_C(x_i)                                 clip, sum
+    value  = (total + noise) / B                                      noise
+    ledger <- (t, value, alpha)                                       log, before the weights move
+    theta  <- (1 - alpha wd) theta - alpha sum_k value_k u_k          update
+
+DPZero, Algorithm 2 (Zhang et al. 2024). Algorithm 1 (DPGD-0th) adds d-dimensional noise instead.
 """
 
 from __future__ import annotations
@@ -30,17 +36,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class PrivateStep:
-    """What a step needs; calling it takes one.
+class ZerothOrderStep:
+    """Takes the steps of a zeroth-order run, one a call.
+
+    Guarantee: `value` is all that a step makes of the data, and it is in the ledger before the
+    weights move. The mechanism bounds what one example adds to `total`; the divisor B is public.
 
     Attributes:
-      mechanism: the plan's.
+      mechanism: the plan's: clipping norm, noise, expected batch size.
       space: the trainable parameters.
-      differences: their finite differences.
-      noise: drawn once for each step, on the main process.
-      trajectory: the ledger; written before the update.
-      defer: leave restore and update to the next step's first pass, or to whoever settles the space
-        before the parameters are read (see `estimators.deferred_updates`).
+      differences: finite differences of the losses along directions.
+      noise: drawn once a step, on rank 0.
+      trajectory: the ledger.
+      defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
+        which is called before anything else reads them (`estimators.deferred_updates`).
     """
 
     mechanism: Mechanism
@@ -53,17 +62,21 @@ class PrivateStep:
     def __call__(
         self, step: int, microbatches: Sequence[Microbatch], learning_rate: float
     ) -> Tensor | None:
-        """Takes step number `step` on this process' microbatches, maybe none.
+        """Takes a step.
 
-        A step that the ledger holds already (it was paid for before a crash) is applied again from
-        there: no data, no noise.
+        A step that the ledger holds already (paid for before a crash) is applied again from there:
+        no data, no noise.
+
+        Args:
+          step: its number t, from 0.
+          microbatches: this process' share of the sampled batch; none releases noise alone.
+          learning_rate: alpha.
 
         Returns:
-          The un-noised differences, float64 [B, K] (private: for opt-in diagnostics only), or None
-          for a step taken from the ledger.
+          The un-noised differences, float64 [B, K] (private: for opt-in diagnostics only); None for
+          a step taken from the ledger.
         """
-        recorded = self.trajectory.get(step)
-        if recorded is not None:
+        if (recorded := self.trajectory.get(step)) is not None:
             self._repeat(recorded)
             return None
         directions = directions_of(step, self.trajectory.header)
@@ -71,22 +84,18 @@ class PrivateStep:
             x = self.differences(microbatches, directions)
         if isinstance(self.mechanism, VectorMechanism):
             self._release_vector(self.mechanism, step, directions, x, learning_rate)
-        else:
-            self._release_scalars(step, x, learning_rate)
-        return x
-
-    @functools.cached_property
-    def _current(self) -> Following[Any]:
-        return Following(self.mechanism)
-
-    def _release_scalars(self, step: int, x: Tensor, learning_rate: float) -> None:
-        """Algorithm 2, line 3, for K directions."""
-        mechanism = self._current.after(self.trajectory.releases)
+            return x
+        mechanism = self._following.after(self.trajectory.releases)
         total: list[Any] = sum_over_processes(mechanism.clip_sum(x))
         values = shared_from_main(lambda: mechanism.release(total, step, self.noise))
         release = Release(step, tuple(values), learning_rate)
         self.trajectory.append(release)
         apply_release(self.space, self.trajectory, release, defer=self.defer)
+        return x
+
+    @functools.cached_property
+    def _following(self) -> Following[Any]:
+        return Following(self.mechanism)
 
     def _release_vector(
         self,
@@ -96,7 +105,7 @@ class PrivateStep:
         x: Tensor,
         learning_rate: float,
     ) -> None:
-        """Algorithm 1 (DPGD-0th): what is released is a d-vector with d-dimensional noise."""
+        """DPGD-0th: releases (sum_k total_k u_k + d-dimensional noise) / B as the update itself."""
         self.space.settle_()
         totals = mechanism.clip_sum(x, self.space.gram(directions))
         self.trajectory.append(Release(step, (), learning_rate))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_dpzero.experiments.memory.shapes import build_batch, build_config, build_model, empty_model
-from hf_dpzero.training import meter
+from hf_dpzero.training import callbacks
 from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.timed_steps import FirstOrderStep, Forwards, ReferenceStep, Step
 
@@ -94,13 +94,13 @@ def peak_bytes(bench: StepBench, phase: str) -> int:
     gc.collect()
     before = _resident(bench.device)
     _two_rounds(bench, phase)
-    return meter.peak_bytes(bench.device) - before
+    return callbacks.peak_bytes(bench.device) - before
 
 
 def _two_rounds(bench: StepBench, phase: str) -> None:
     """The model is built before the peak is forgotten."""
     model, batch = build_model(bench), build_batch(bench, build_config(bench.shape).vocab_size)
-    meter.forget_peak(bench.device)
+    callbacks.forget_peak(bench.device)
     work = _WORKS[phase](bench, model, batch)
     for step in range(2):
         work(step)
@@ -116,5 +116,5 @@ def _resident(device: str) -> int:
     """Bytes resident now, as the baseline; none on a GPU, where only torch's own are counted."""
     if torch.device(device).type == "cuda":
         return 0
-    meter.forget_peak(device)
-    return meter.peak_bytes(device)
+    callbacks.forget_peak(device)
+    return callbacks.peak_bytes(device)

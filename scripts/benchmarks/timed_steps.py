@@ -25,7 +25,7 @@ from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import Mechanism, NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.mechanisms.gradient import clip_factors
 from hf_dpzero.privacy.noise import SecureNoise
-from hf_dpzero.training.zeroth_order_step import PrivateStep
+from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 from scripts.benchmarks.settings import (
     CLIP,
     GRADIENT_CLIP,
@@ -103,7 +103,7 @@ class Step:
         """One short example; for compiled models the batch, for another shape is compiled anew."""
         return self.batch if self.bench.compile else _shortened(self.batch)
 
-    def of(self, directions: int) -> PrivateStep:
+    def of(self, directions: int) -> ZerothOrderStep:
         """The step with K = `directions` on these weights, with a ledger of its own."""
         header = {
             "direction_key": f"{_KEY:032x}",
@@ -111,7 +111,7 @@ class Step:
             "weight_decay": 0.0,
             "replayable": True,
         }
-        return PrivateStep(
+        return ZerothOrderStep(
             mechanism=_mechanism(self.bench, directions),
             space=self.space,
             differences=self.differences,
@@ -123,7 +123,7 @@ class Step:
     def __call__(self, step: int) -> None:
         self.take(self.step)
 
-    def take(self, private: PrivateStep) -> None:
+    def take(self, private: ZerothOrderStep) -> None:
         """The next step of `private` on the batch."""
         private(private.trajectory.next_step, [self.batch], LEARNING_RATE)
 

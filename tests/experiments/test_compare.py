@@ -38,7 +38,7 @@ from hf_dpzero.experiments.runner import (
 )
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import load_recipe
-from hf_dpzero.training.meter import StepMeter
+from hf_dpzero.training.callbacks import StepMeter
 
 PNG = b"\x89PNG\r\n\x1a\n"
 Settings = dict[str, Any]
@@ -959,10 +959,10 @@ def test_the_meter_leaves_out_what_lies_between_steps():
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_the_meter_forgets_the_peak_of_an_evaluation():
     code = (
-        "from hf_dpzero.training.meter import StepMeter; m = StepMeter('cpu')\n"
+        "from hf_dpzero.training.callbacks import StepMeter; m = StepMeter('cpu')\n"
         "x = b'1' * 2**29; del x\n"  # larger than what a step below takes
         "m.on_step_begin(None, None, None); y = b'1' * 2**26; m.on_step_end(None, None, None)\n"
-        "from hf_dpzero.training.meter import forget_peak, peak_bytes\n"
+        "from hf_dpzero.training.callbacks import forget_peak, peak_bytes\n"
         "print(m.peak, peak_bytes('cpu'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

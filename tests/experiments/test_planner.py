@@ -34,7 +34,7 @@ from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.training.first_order_step import GradientStep, PlainGradients
+from hf_dpzero.training.first_order_step import FirstOrderStep, PlainGradients
 
 TINY = {
     "model_type": "roberta",
@@ -333,7 +333,7 @@ def first_order_step(
     values = {"name": args.method, "expected_batch_size": 4.0}
     values |= {} if args.not_private else {"clip": 1.0, "noise_multiplier": 1.0}
     header = {**args.direction_settings(), "direction_key": "0", "replayable": False}
-    step = GradientStep(mechanism_from_dict(values), gradients, SecureNoise(), Trajectory(header))
+    step = FirstOrderStep(mechanism_from_dict(values), gradients, SecureNoise(), Trajectory(header))
     kind = torch.optim.SGD if "sgd" in args.method else torch.optim.AdamW
     optimizer = kind(gradients.parameters, lr=1e-8)
 

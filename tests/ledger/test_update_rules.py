@@ -44,7 +44,7 @@ from hf_dpzero.perturbation.subspaces import LowRank
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise
-from hf_dpzero.training.zeroth_order_step import PrivateStep
+from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "update_rules.json"
 KEY = 0x00112233445566778899AABBCCDDEEFF
@@ -507,7 +507,7 @@ class Run:
             self.space.snap_()
         else:
             self.space.load_state_dict(state["space"])
-        self.step = PrivateStep(
+        self.step = ZerothOrderStep(
             mechanism=mechanism_of(trajectory.num_directions),
             space=self.space,
             differences=FiniteDifferences(self.model, self.space, loss, 1e-3),

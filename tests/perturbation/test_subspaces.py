@@ -26,7 +26,7 @@ from hf_dpzero.perturbation.philox import stream_key
 from hf_dpzero.perturbation.subspaces import Full, LowRank, Subspace, subspace_from_dict
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise
-from hf_dpzero.training.zeroth_order_step import PrivateStep
+from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 KEY = 0x0123_4567_89AB_CDEF_0000_FFFF_1234_A5A5
 SMOOTHING = 1e-3
@@ -349,7 +349,7 @@ def test_a_replay_is_the_training_bit_for_bit(subspace: Subspace | None, defer: 
     header = header_of(model, subspace)
     space = space_from_header(model, header)
     space.snap_()
-    step = PrivateStep(
+    step = ZerothOrderStep(
         mechanism=ScalarMechanism(
             clip=5.0, noise_multiplier=1.0, expected_batch_size=6.0, num_directions=2
         ),

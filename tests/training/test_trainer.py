@@ -383,7 +383,7 @@ def test_empty_batches_still_release_noise(tmp_path):
     assert all(abs(r.values[0]) > 0 for r in trainer.trajectory.releases)
 
 
-# ---------------------------------------------------------------- other arms
+# ---------------------------------------------------------------- other methods
 
 
 def test_dpgd_0th_moves_every_coordinate_independently(tmp_path):
