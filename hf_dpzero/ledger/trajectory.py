@@ -22,7 +22,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,31 +37,15 @@ from hf_dpzero.ledger.log_file import (
     locked,
     split_header,
 )
+from hf_dpzero.ledger.release import Release
 from hf_dpzero.ledger.update_rules import Term, UpdateTerms, update_rule_from_dict
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.subspaces import subspace_from_dict
-from hf_dpzero.privacy.mechanisms import Mechanism, mechanism_from_dict
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import Following
+from hf_dpzero.privacy.mechanisms import Mechanism
 
 FORMAT, VERSION = "hf_dpzero.trajectory", 2  # 2: Philox4x32 directions
 LEDGER_NAME, SHIPPING_NAME = "trajectory.ledger", "trajectory.safetensors"
-
-
-class Release(NamedTuple):
-    """What one step made public.
-
-    Attributes:
-      step: from 0.
-      values: the K noised means, each a float32 number, and what else the step released (the count
-        that an adaptive clip follows); no means for a mechanism that cannot be replayed (DPGD-0th
-        releases a d-vector, which only the weights hold).
-      learning_rate: of this step.
-    """
-
-    step: int
-    values: tuple[float, ...]
-    learning_rate: float
 
 
 class Trajectory:
@@ -88,7 +72,6 @@ class Trajectory:
         self._size = 0
         self.releases: list[Release] = []
         self._by_step: dict[int, Release] = {}
-        self._before: list[Release] = []
         for release in releases:
             self._remember(release)
 
@@ -203,19 +186,10 @@ class Trajectory:
     @functools.cached_property
     def _updates(self) -> UpdateTerms:
         try:
-            rule = update_rule_from_dict(self.header.get("update_rule"))
+            rule = update_rule_from_dict(self.header.get("update_rule", {"name": "sgd"}))
         except ValueError as error:
             raise LedgerError(f"the header's {error}") from None
-        return UpdateTerms(rule, self.num_directions, self._noise_variance)
-
-    @functools.cached_property
-    def _mechanism(self) -> Following[Mechanism]:
-        return Following(mechanism_from_dict(self.header["plan"]["mechanism"]))
-
-    def _noise_variance(self, step: int) -> float:
-        """Of the noise on each of a step's K values, public; asked for in the order of steps."""
-        self._before.extend(self.releases[len(self._before) : step])
-        return _noise_variance(self._mechanism.after(self._before))
+        return UpdateTerms(rule, self.num_directions)
 
     def append(self, release: Release) -> None:
         """Adds a record; on return it is on disk (flushed and synced).
@@ -342,16 +316,6 @@ def num_values_entry(mechanism: Mechanism) -> dict[str, int]:
     usual = getattr(mechanism, "num_directions", 0) if mechanism.replayable else 0
     found = mechanism.values_per_release
     return {} if found == usual else {"num_values": found}
-
-
-def _noise_variance(mechanism: Mechanism) -> float:
-    """(sigma C / B)^2; twice that for Laplace noise, of which sigma C is the scale.
-
-    As a float32 number: an adaptive C is an exponential, whose last bit may differ elsewhere.
-    """
-    deviation = mechanism.noise_scale / mechanism.expected_batch_size
-    variance = deviation * deviation * (2.0 if mechanism.distribution == "laplace" else 1.0)
-    return torch.tensor(variance, dtype=torch.float32).item()
 
 
 def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> int:

@@ -113,12 +113,10 @@ class DPZeroConfig(TrainingArguments):
     )
     subspace_rank: int = _setting(4, "low_rank: r of U V^T")
     subspace_steps: int = _setting(50, "low_rank: steps that V is held")
-    update_rule: str = _setting(
-        "sgd", "what is made of the released scalars: sgd, momentum, adam or kalman"
-    )
-    momentum: float = _setting(0.9, "beta of momentum, memory of kalman")
+    update_rule: str = _setting("sgd", "optimiser on the released scalars: sgd, momentum or adam")
+    momentum: float = _setting(0.9, "beta of momentum, b1 of adam")
     update_window: int | None = _setting(
-        None, "past steps that momentum, adam and kalman use; default until beta^W <= 0.01"
+        None, "past steps that momentum and adam use; default until beta^W <= 0.01"
     )
     reuse_frozen_prefix: bool = _setting(True, "run frozen first layers once per batch")
     perturbation_strategy: str = _setting(
