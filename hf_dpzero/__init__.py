@@ -27,22 +27,22 @@ _HOME = {
     "PoissonSampler": "privacy.sampling",
     "PrivacyPlan": "privacy.plan",
     "PrivacyReport": "reporting.privacy_report",
-    "Release": "ledger.trajectory",
+    "Release": "ledger.release",
     "ScalarMechanism": "privacy.mechanisms",
     "SecureNoise": "privacy.noise",
     "Trajectory": "ledger.trajectory",
     "TruncatedPoissonSampler": "privacy.sampling",
     "VectorMechanism": "privacy.mechanisms",
     "load_recipe": "recipes.recipe",
-    "replay": "ledger.trajectory",
+    "replay": "ledger.replay",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]
 
 if TYPE_CHECKING:
-    from hf_dpzero.ledger.trajectory import Release as Release
+    from hf_dpzero.ledger.release import Release as Release
+    from hf_dpzero.ledger.replay import replay as replay
     from hf_dpzero.ledger.trajectory import Trajectory as Trajectory
-    from hf_dpzero.ledger.trajectory import replay as replay
     from hf_dpzero.perturbation.directions import Direction as Direction
     from hf_dpzero.perturbation.parameter_space import ParameterSpace as ParameterSpace
     from hf_dpzero.privacy.mechanisms import NonPrivateMean as NonPrivateMean

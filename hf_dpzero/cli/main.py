@@ -264,7 +264,7 @@ def _add_sweep(commands: _Commands) -> None:
     add(
         "--trial_count",
         default="geometric",
-        help="its law: geometric (default), poisson, logarithmic, or a shape such as 0.5",
+        help="its distribution: geometric (default), poisson, logarithmic, or a shape such as 0.5",
     )
     add("--metric", help="result that scores a trial, such as eval_accuracy; default the task's")
     add("--output_dir", help="the sweep's folder; default the recipe's with -sweep behind it")

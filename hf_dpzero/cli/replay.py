@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_dpzero.ledger.trajectory import Trajectory, replay
+from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:

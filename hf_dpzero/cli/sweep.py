@@ -6,7 +6,13 @@ import argparse
 from pathlib import Path
 
 from hf_dpzero.experiments import sweep_outputs as outputs
-from hf_dpzero.experiments.sweep import Prepared, SweepSettings, parse_grid, prepare, trial_law
+from hf_dpzero.experiments.sweep import (
+    Prepared,
+    SweepSettings,
+    parse_grid,
+    prepare,
+    trial_count_from,
+)
 from hf_dpzero.experiments.sweep_trials import Workspace, run_trials
 from hf_dpzero.recipes.recipe import COMMAND_LINE, coerce_fields, parse_overrides, read_recipe
 from hf_dpzero.reporting.wording import round_up
@@ -41,7 +47,7 @@ def read_settings(arguments: argparse.Namespace) -> SweepSettings:
     """The sweep that the command line describes.
 
     Raises:
-      ValueError: an unknown field, a malformed grid, a law out of range.
+      ValueError: an unknown field, a malformed grid, a distribution out of range.
     """
     grid = parse_grid(arguments.grid or [], arguments.grid_file)
     overrides = coerce_fields(parse_overrides(arguments.overrides), COMMAND_LINE)
@@ -55,7 +61,7 @@ def read_settings(arguments: argparse.Namespace) -> SweepSettings:
         grid=grid,
         tuning=arguments.tuning,
         selection=arguments.selection,
-        trials=trial_law(arguments.trial_count, mean),
+        trials=trial_count_from(arguments.trial_count, mean),
         metric=arguments.metric,
         output_dir=_output_dir(arguments),
     )

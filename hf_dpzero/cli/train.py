@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_dpzero.ledger.trajectory import LEDGER_NAME, LedgerError
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.recipes.build import build_trainer, output_dir
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 

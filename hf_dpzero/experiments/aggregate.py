@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpzero.experiments.results import Row, decode, encode
-from hf_dpzero.reporting.privacy_report import write_atomically
+from hf_dpzero.ledger.log_file import write_atomically
 
 JSON_FILE = "comparison.json"
 ZERO_SHOT = "zero-shot"

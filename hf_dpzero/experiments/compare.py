@@ -23,7 +23,8 @@ from hf_dpzero.experiments.runner import (
     train_in_process,
 )
 from hf_dpzero.experiments.tables import TABLE_FILE, markdown
-from hf_dpzero.reporting.privacy_report import versions, write_atomically
+from hf_dpzero.ledger.log_file import write_atomically
+from hf_dpzero.reporting.privacy_report import versions
 
 
 def compare(

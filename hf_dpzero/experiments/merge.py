@@ -22,7 +22,7 @@ from hf_dpzero.experiments.tables import (
     spent,
     trouble,
 )
-from hf_dpzero.reporting.privacy_report import write_atomically
+from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.wording import relation_words
 
 Records = Sequence[tuple[str, Record]]

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import (
-    LAWS,
+    TRIAL_SHAPES,
     TrialCount,
     calibrate_composed,
     calibrate_selection,
@@ -73,7 +73,7 @@ class SweepSettings:
       grid: field -> values to try, coerced, each list non-empty and without repeats.
       tuning: "composed", "public" or "not_accounted".
       selection: for "composed": "random" (private selection, one result) or "all" (every run).
-      trials: the law of the number of trials; for composed, random.
+      trials: the distribution of the number of trials; for composed, random.
       metric: what a trial is scored by; None takes the task's own metric.
       output_dir: D, the sweep's folder.
     """
@@ -185,19 +185,19 @@ def _coerced(name: str, values: Iterable[Any], file: str | None) -> list[Any]:
     return found
 
 
-def trial_law(word: str, mean: float) -> TrialCount:
-    """The law that `--trial_count` names: a word of `LAWS` or a shape, and its mean.
+def trial_count_from(word: str, mean: float) -> TrialCount:
+    """The distribution that `--trial_count` names: a word of `TRIAL_SHAPES` or a shape, and its mean.
 
     Raises:
       ValueError: an unknown name, or numbers out of range.
     """
-    shape = LAWS.get(word)
+    shape = TRIAL_SHAPES.get(word)
     if shape is None:
         try:
             shape = float(word)
         except ValueError:
             raise ValueError(
-                f"trial_count={word!r} is not one of {', '.join(LAWS)}, nor a shape such as 0.5."
+                f"trial_count={word!r} is not one of {', '.join(TRIAL_SHAPES)}, nor a shape such as 0.5."
             ) from None
     return TrialCount(mean=mean, shape=shape)
 
@@ -332,7 +332,7 @@ def _selected(
     settings: SweepSettings, plans: list[PrivacyPlan], target: float | None, delta: float
 ) -> _Decision:
     refuse_different_events(settings.points, plans)
-    most = max(range(len(plans)), key=lambda i: plans[i].law.num_directions)
+    most = max(range(len(plans)), key=lambda i: plans[i].spec.num_directions)
     plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
     if target is not None:
         found = calibrate_selection(plans[most], settings.trials, epsilon=target, delta=delta)

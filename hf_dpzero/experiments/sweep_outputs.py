@@ -1,8 +1,8 @@
 """What a sweep leaves: sweep.json, sweep.md, sweep.png, the best recipe or the best run.
 
 Of a private selection only what the theorem releases is written outside D/_private: the winner's
-settings, score and shippable files, and the law of the number of trials. Its score is a function
-of its weights and of public validation data.
+settings, score and shippable files, and the distribution of the number of trials. Its score is a
+function of its weights and of public validation data.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import yaml
 
 from hf_dpzero.experiments.sweep import Prepared, SweepSettings, composed_anyway
 from hf_dpzero.experiments.sweep_trials import Row, Workspace, best_row
+from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.reporting.privacy_report import PrivacyReport, write_atomically
+from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import number, round_up
 from hf_dpzero.tasks.arguments import DataArguments
 
@@ -165,7 +166,7 @@ def table(settings: SweepSettings, prepared: Prepared, found: Mapping[str, Any])
         *_markdown([*names, prepared.metric, ""], [_cells(row, names, found) for row in rows]),
     ]
     if not rows:
-        lines += ["", "No trial ran: the law of their number allows it. Nothing is released."]
+        lines += ["", "No trial ran: their random number came out as 0. Nothing is released."]
     swept = [f"- `{name}`: {', '.join(map(str, values))}" for name, values in found["grid"].items()]
     return "\n".join([*lines, "", "Swept:", "", *swept, ""])
 

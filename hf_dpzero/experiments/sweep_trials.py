@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpzero.experiments.sweep import Prepared, SweepSettings
+from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
-from hf_dpzero.reporting.privacy_report import write_atomically
 from hf_dpzero.training.run_files import SECRET_FOLDER
 
 STATE_FILE, ROWS_FILE, RESULTS_FILE = "trials.json", "trials.jsonl", "all_results.json"

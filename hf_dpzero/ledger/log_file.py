@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,3 +82,22 @@ def split_header(raw: bytes, path: str | os.PathLike) -> tuple[dict[str, Any], b
             "corrupt: restore the file from a copy."
         )
     return dict(json.loads(text)), body
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes UTF-8 `text` to `path` through a temporary file beside it, flushed to disk.
+
+    Args:
+      path: the file; readers see its old content or the new, never a part.
+      text: its new content.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            flush(file)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

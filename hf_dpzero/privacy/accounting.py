@@ -1,6 +1,6 @@
 """From what a run does to the epsilon that it costs, and back to the noise that it needs.
 
-Which event and accountant describe a step is decided in `step_law.py`.
+Which event and accountant describe a step is decided in `events.py`.
 
 *Numerical error.* PLD results are pessimistic in their discretisation and tail truncation. Their
 floating-point error grows as the grid is refined and acts mostly upwards; grids here stay near 1/64
@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.discretization import discretisation_slack
-from hf_dpzero.privacy.events import Accountant, StepLaw, accountant_used, check_sound, step_event
+from hf_dpzero.privacy.events import Accountant, StepSpec, accountant_used, check_sound, step_event
 from hf_dpzero.privacy.mechanisms.base import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Accountant",
-    "StepLaw",
+    "StepSpec",
     "accountant_used",
     "calibrated_noise_multiplier",
     "check_sound",
@@ -39,68 +39,68 @@ MIN_DELTA = 1e-12
 
 
 @lru_cache(maxsize=4096)
-def epsilon_after(law: StepLaw, steps: int, delta: float) -> float:
-    """Epsilon at `delta` after `steps` adaptive steps of `law`, an upper bound.
+def epsilon_after(spec: StepSpec, steps: int, delta: float) -> float:
+    """Epsilon at `delta` after `steps` adaptive steps of `spec`, an upper bound.
 
     Args:
-      law: one step; `noise_multiplier` = 0 gives infinity.
+      spec: one step; `noise_multiplier` = 0 gives infinity.
       steps: T >= 0; 0 gives 0.
       delta: in [1e-12, 1); 0 is allowed for Laplace noise, which has a pure epsilon.
 
     Raises:
       ValueError: an unsound combination or a delta out of range.
     """
-    check_sound(law)
-    _check_delta(delta, law)
+    check_sound(spec)
+    _check_delta(delta, spec)
     if steps == 0:
         return 0.0
-    if law.noise_multiplier == 0:
+    if spec.noise_multiplier == 0:
         return math.inf
-    if law.distribution == "laplace":
-        return min(_pure_epsilon(law, steps), _continuous_epsilon(law, steps, delta))
-    h = discretisation_slack(law.noise_multiplier, steps * law.num_directions)
-    return max(0.0, _continuous_epsilon(law, steps, delta * math.exp(-h))) + 2 * h
+    if spec.distribution == "laplace":
+        return min(_pure_epsilon(spec, steps), _continuous_epsilon(spec, steps, delta))
+    h = discretisation_slack(spec.noise_multiplier, steps * spec.num_directions)
+    return max(0.0, _continuous_epsilon(spec, steps, delta * math.exp(-h))) + 2 * h
 
 
-def _continuous_epsilon(law: StepLaw, steps: int, delta: float) -> float:
+def _continuous_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
     """Epsilon of the run with real-valued noise."""
     if delta == 0:
         return math.inf
-    used = accountant_used(law)
+    used = accountant_used(spec)
     if used == "gaussian_exact":
-        return _gaussian_epsilon(law, steps, delta)
+        return _gaussian_epsilon(spec, steps, delta)
     if used == "advanced_composition":
-        lemma = _lemma_epsilon(law.noise_multiplier * 2 / law.factor, steps, delta)
-        return max(lemma, _gaussian_epsilon(law, steps, delta))
+        lemma = _lemma_epsilon(spec.noise_multiplier * 2 / spec.factor, steps, delta)
+        return max(lemma, _gaussian_epsilon(spec, steps, delta))
     if used == "rdp":
-        return _rdp_epsilon(law, steps, delta)
-    return _pld_epsilon(law, steps, delta)
+        return _rdp_epsilon(spec, steps, delta)
+    return _pld_epsilon(spec, steps, delta)
 
 
-def _gaussian_epsilon(law: StepLaw, steps: int, delta: float) -> float:
+def _gaussian_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
     """T full-batch Gaussians are one with sigma / sqrt(T) (Balle and Wang 2018 for its epsilon)."""
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
-    sigma = law.noise_multiplier / law.factor / math.sqrt(steps)
+    sigma = spec.noise_multiplier / spec.factor / math.sqrt(steps)
     found = float(get_epsilon_gaussian(sigma, delta))
     return found * (1 + 1e-9) + 1e-11 if found > 0 else 0.0
 
 
-def _rdp_epsilon(law: StepLaw, steps: int, delta: float) -> float:
+def _rdp_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
     import dp_accounting as dp
     from dp_accounting import rdp
 
-    accountant = rdp.RdpAccountant(neighboring_relation=_relation(law))
-    accountant.compose(dp.SelfComposedDpEvent(step_event(law), steps))
+    accountant = rdp.RdpAccountant(neighboring_relation=_relation(spec))
+    accountant.compose(dp.SelfComposedDpEvent(step_event(spec), steps))
     return float(accountant.get_epsilon(delta))
 
 
-def _pld_epsilon(law: StepLaw, steps: int, delta: float) -> float:
+def _pld_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
     """PLD epsilon on a grid fitted to the run; for the truncated event the worse of two sizes."""
-    found = _pld_on_fitted_grid(law, step_event(law), steps, delta)
-    if law.sampling == "truncated_poisson" and law.relation == "add_or_remove_one":
-        event = replace_dataset_size(step_event(law), law.num_examples)
-        found = max(found, _pld_on_fitted_grid(law, event, steps, delta))
+    found = _pld_on_fitted_grid(spec, step_event(spec), steps, delta)
+    if spec.sampling == "truncated_poisson" and spec.relation == "add_or_remove_one":
+        event = replace_dataset_size(step_event(spec), spec.num_examples)
+        found = max(found, _pld_on_fitted_grid(spec, event, steps, delta))
     return found
 
 
@@ -111,71 +111,71 @@ def replace_dataset_size(event: Any, dataset_size: int) -> DpEvent:
     return attr.evolve(event, dataset_size=dataset_size)
 
 
-def _pld_on_fitted_grid(law: StepLaw, event: DpEvent, steps: int, delta: float) -> float:
+def _pld_on_fitted_grid(spec: StepSpec, event: DpEvent, steps: int, delta: float) -> float:
     """One coarse pass for the size of the answer, one on a grid fine enough for it.
 
     The result is a bound on any grid; the grid decides only how tight it is and how long it takes.
     """
-    spread = _typical_loss(law)
-    width = _largest_loss(law)
-    coarse_grid = _coarse_grid(law)
-    coarse = _pld_epsilon_on_grid(law, event, steps, delta, coarse_grid)
+    spread = _typical_loss(spec)
+    width = _largest_loss(spec)
+    coarse_grid = _coarse_grid(spec)
+    coarse = _pld_epsilon_on_grid(spec, event, steps, delta, coarse_grid)
     total = coarse if math.isfinite(coarse) else 0.0
     grid = max(min(spread / 64, 1e-3), width / 2**17, total / 2**17, 1e-10)
     if grid >= coarse_grid:
         return coarse
-    return min(coarse, _pld_epsilon_on_grid(law, event, steps, delta, grid))
+    return min(coarse, _pld_epsilon_on_grid(spec, event, steps, delta, grid))
 
 
 def _pld_epsilon_on_grid(
-    law: StepLaw, event: DpEvent, steps: int, delta: float, grid: float
+    spec: StepSpec, event: DpEvent, steps: int, delta: float, grid: float
 ) -> float:
     import dp_accounting as dp
     from dp_accounting import pld
 
-    accountant = pld.PLDAccountant(_relation(law), value_discretization_interval=grid)
+    accountant = pld.PLDAccountant(_relation(spec), value_discretization_interval=grid)
     accountant.compose(dp.SelfComposedDpEvent(event, steps))
     return float(accountant.get_epsilon(delta))
 
 
-def _rough_epsilon(law: StepLaw, steps: int, delta: float, noise_multiplier: float) -> float:
+def _rough_epsilon(spec: StepSpec, steps: int, delta: float, noise_multiplier: float) -> float:
     """Epsilon on the coarse grid: an upper bound within a percent or so, at a tenth of the cost."""
-    law = replace(law, noise_multiplier=noise_multiplier)
-    return _pld_epsilon_on_grid(law, step_event(law), steps, delta, _coarse_grid(law))
+    spec = replace(spec, noise_multiplier=noise_multiplier)
+    return _pld_epsilon_on_grid(spec, step_event(spec), steps, delta, _coarse_grid(spec))
 
 
-def _coarse_grid(law: StepLaw) -> float:
-    return max(_typical_loss(law) / 4, _largest_loss(law) / 2**14, 1e-10)
+def _coarse_grid(spec: StepSpec) -> float:
+    return max(_typical_loss(spec) / 4, _largest_loss(spec) / 2**14, 1e-10)
 
 
-def _typical_loss(law: StepLaw) -> float:
+def _typical_loss(spec: StepSpec) -> float:
     """Standard deviation of one step's privacy loss, roughly: q sqrt(chi^2), capped."""
-    u = law.factor / law.noise_multiplier
-    if law.distribution == "laplace":
+    u = spec.factor / spec.noise_multiplier
+    if spec.distribution == "laplace":
         u = min(u, 4.0)
         chi2 = (2 * math.exp(u) + math.exp(-2 * u)) / 3 - 1
     else:
         chi2 = math.expm1(min(u, 2.0) ** 2)
-    return law.probability * math.sqrt(chi2)
+    return spec.probability * math.sqrt(chi2)
 
 
-def _largest_loss(law: StepLaw) -> float:
+def _largest_loss(spec: StepSpec) -> float:
     """Width of the loss range that one step's discretisation covers (ten deviations)."""
-    factor = 2.0 if law.sampling == "truncated_poisson" else law.factor
-    u = factor / law.noise_multiplier
-    tail = u if law.distribution == "laplace" else u * (10.0 + u / 2)
-    q = 1.0 if law.sampling == "truncated_poisson" else law.probability
+    factor = 2.0 if spec.sampling == "truncated_poisson" else spec.factor
+    u = factor / spec.noise_multiplier
+    tail = u if spec.distribution == "laplace" else u * (10.0 + u / 2)
+    q = 1.0 if spec.sampling == "truncated_poisson" else spec.probability
     return 2 * (math.log1p(q * math.expm1(tail)) if tail < 30 else max(tail + math.log(q), 1e-3))
 
 
-def _pure_epsilon(law: StepLaw, steps: int) -> float:
+def _pure_epsilon(spec: StepSpec, steps: int) -> float:
     """Pure epsilon of T Laplace releases, each amplified to log(1 + q (e^eps - 1))."""
-    one = law.factor / law.noise_multiplier
-    if law.probability == 1.0:
+    one = spec.factor / spec.noise_multiplier
+    if spec.probability == 1.0:
         return steps * one * (1 + 1e-12)
     if one > 500:
         return math.inf
-    return steps * math.log1p(law.probability * math.expm1(one)) * (1 + 1e-12)
+    return steps * math.log1p(spec.probability * math.expm1(one)) * (1 + 1e-12)
 
 
 def _lemma_epsilon(sigma: float, steps: int, delta: float) -> float:
@@ -207,17 +207,17 @@ def lemma_noise_multiplier(epsilon: float, steps: int, delta: float) -> float:
     return 4 * math.sqrt(2 * steps * math.log(math.e + epsilon / delta)) / epsilon
 
 
-def _relation(law: StepLaw) -> Any:
+def _relation(spec: StepSpec) -> Any:
     """dp-accounting's relation. Laplace events carry the factor of replace_one themselves."""
     from dp_accounting import NeighboringRelation
 
-    if law.distribution == "laplace":
+    if spec.distribution == "laplace":
         return NeighboringRelation.ADD_OR_REMOVE_ONE
-    return NeighboringRelation[law.relation.upper()]
+    return NeighboringRelation[spec.relation.upper()]
 
 
-def _check_delta(delta: float, law: StepLaw) -> None:
-    if delta == 0 and law.distribution == "laplace":
+def _check_delta(delta: float, spec: StepSpec) -> None:
+    if delta == 0 and spec.distribution == "laplace":
         return
     if not MIN_DELTA <= delta < 1:
         raise ValueError(
@@ -227,12 +227,12 @@ def _check_delta(delta: float, law: StepLaw) -> None:
 
 
 def calibrated_noise_multiplier(
-    law: StepLaw, steps: int, *, epsilon: float, delta: float, tolerance: float = 4e-4
+    spec: StepSpec, steps: int, *, epsilon: float, delta: float, tolerance: float = 4e-4
 ) -> float:
     """The smallest noise multiplier whose epsilon at `delta` is at most `epsilon`.
 
     Args:
-      law: one step; its own noise multiplier is ignored.
+      spec: one step; its own noise multiplier is ignored.
       steps: T >= 1.
       epsilon: target > 0.
       delta: as in `epsilon_after`.
@@ -248,30 +248,30 @@ def calibrated_noise_multiplier(
         raise ValueError(f"target epsilon={epsilon} must be finite and positive.")
 
     def spent(sigma: float) -> float:
-        return epsilon_after(replace(law, noise_multiplier=sigma), steps, delta)
+        return epsilon_after(replace(spec, noise_multiplier=sigma), steps, delta)
 
-    start = _first_guess(law, steps, epsilon, delta)
+    start = _first_guess(spec, steps, epsilon, delta)
     return smallest_argument(spent, epsilon, start, tolerance)
 
 
-def _first_guess(law: StepLaw, steps: int, epsilon: float, delta: float) -> float:
+def _first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> float:
     """A multiplier of the right size, from a cheaper question with nearly the same answer."""
-    if law.accountant == "advanced_composition":
-        return lemma_noise_multiplier(epsilon, steps, delta) * law.factor / 2
-    if law.sampling == "truncated_poisson":
-        plain = replace(law, sampling="poisson", max_batch_size=0)
+    if spec.accountant == "advanced_composition":
+        return lemma_noise_multiplier(epsilon, steps, delta) * spec.factor / 2
+    if spec.sampling == "truncated_poisson":
+        plain = replace(spec, sampling="poisson", max_batch_size=0)
         return calibrated_noise_multiplier(plain, steps, epsilon=epsilon, delta=delta)
-    if law.distribution == "laplace":
-        return max(1.0, law.probability * math.sqrt(steps)) / epsilon
+    if spec.distribution == "laplace":
+        return max(1.0, spec.probability * math.sqrt(steps)) / epsilon
     from dp_accounting.gaussian_mechanism import get_sigma_gaussian
 
-    mu = law.factor / float(get_sigma_gaussian(epsilon, max(delta, 1e-300)))
+    mu = spec.factor / float(get_sigma_gaussian(epsilon, max(delta, 1e-300)))
     # Central limit for subsampled Gaussians: mu = q sqrt(T (e^(1/sigma^2) - 1)), Dong et al. 2022.
-    ratio = mu / (law.probability * math.sqrt(steps) * law.factor)
-    guess = law.factor / math.sqrt(math.log1p(ratio**2))
-    if accountant_used(law) != "pld" or not math.isfinite(guess):
+    ratio = mu / (spec.probability * math.sqrt(steps) * spec.factor)
+    guess = spec.factor / math.sqrt(math.log1p(ratio**2))
+    if accountant_used(spec) != "pld" or not math.isfinite(guess):
         return guess
-    rough = partial(_rough_epsilon, law, steps, delta)
+    rough = partial(_rough_epsilon, spec, steps, delta)
     return smallest_argument(rough, epsilon, guess, tolerance=1e-3)
 
 

@@ -77,7 +77,7 @@ LAPLACE_MARGIN = 1.0 - 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepLaw:
+class StepSpec:
     """Everything about one step that its privacy depends on. Hashable.
 
     Attributes:
@@ -116,34 +116,34 @@ class StepLaw:
         return sensitivity_factor(self.relation, replacement=replacement)
 
 
-def check_sound(law: StepLaw) -> None:
+def check_sound(spec: StepSpec) -> None:
     """Refuses, with what to use instead, every combination that has no sound event here.
 
     Raises:
       ValueError: unknown names, or a combination outside the table in the module docstring.
     """
-    if law.relation not in RELATIONS:
-        raise ValueError(f"relation={law.relation!r} is unknown; use one of {RELATIONS}.")
-    if law.accountant not in ACCOUNTANTS:
-        raise ValueError(f"accountant={law.accountant!r} is unknown; use one of {ACCOUNTANTS}.")
-    for applies, message in _refusals(law):
+    if spec.relation not in RELATIONS:
+        raise ValueError(f"relation={spec.relation!r} is unknown; use one of {RELATIONS}.")
+    if spec.accountant not in ACCOUNTANTS:
+        raise ValueError(f"accountant={spec.accountant!r} is unknown; use one of {ACCOUNTANTS}.")
+    for applies, message in _refusals(spec):
         if applies:
             raise ValueError(message)
 
 
-def _refusals(law: StepLaw) -> list[tuple[bool, str]]:
-    fixed = law.sampling == "fixed_size_without_replacement"
-    poisson = law.sampling == "poisson"
-    truncated = law.sampling == "truncated_poisson"
-    laplace = law.distribution == "laplace"
-    replace_one = law.relation == "replace_one"
-    lemma = law.accountant == "advanced_composition"
-    rdp = law.accountant == "rdp"
+def _refusals(spec: StepSpec) -> list[tuple[bool, str]]:
+    fixed = spec.sampling == "fixed_size_without_replacement"
+    poisson = spec.sampling == "poisson"
+    truncated = spec.sampling == "truncated_poisson"
+    laplace = spec.distribution == "laplace"
+    replace_one = spec.relation == "replace_one"
+    lemma = spec.accountant == "advanced_composition"
+    rdp = spec.accountant == "rdp"
     return [
         (
-            lemma and law.sampling != "full_batch",
+            lemma and spec.sampling != "full_batch",
             f"accountant='advanced_composition' (Lemma 2.2 of the DPZero paper) gives no "
-            f"amplification by sampling, and sampling={law.sampling!r} has a larger sensitivity "
+            f"amplification by sampling, and sampling={spec.sampling!r} has a larger sensitivity "
             "per step than it assumes; use accountant='pld', or the full_batch sampler.",
         ),
         (
@@ -154,12 +154,12 @@ def _refusals(law: StepLaw) -> list[tuple[bool, str]]:
         (
             lemma and not replace_one,
             f"accountant='advanced_composition' is stated for replace_one neighbours, not "
-            f"{law.relation!r}; use relation='replace_one', or accountant='pld'.",
+            f"{spec.relation!r}; use relation='replace_one', or accountant='pld'.",
         ),
         (
             fixed and not replace_one,
             f"fixed_size_without_replacement sampling has no sound event under "
-            f"relation={law.relation!r} (its batch size reveals that an example is missing); use "
+            f"relation={spec.relation!r} (its batch size reveals that an example is missing); use "
             "relation='replace_one', or the poisson sampler.",
         ),
         (
@@ -195,20 +195,24 @@ def _refusals(law: StepLaw) -> list[tuple[bool, str]]:
     ]
 
 
-def accountant_used(law: StepLaw) -> str:
+def accountant_used(spec: StepSpec) -> str:
     """The accountant whose number is reported: `gaussian_exact`, `pld`, `rdp` or the lemma.
 
     Fixed-size sampling is always RDP (a PLD for it is not in the library); a Gaussian full batch
     under "pld" is exact, because T Gaussians compose to one.
     """
-    if law.sampling == "fixed_size_without_replacement":
+    if spec.sampling == "fixed_size_without_replacement":
         return "rdp"
-    if law.accountant == "pld" and law.sampling == "full_batch" and law.distribution == "gaussian":
+    if (
+        spec.accountant == "pld"
+        and spec.sampling == "full_batch"
+        and spec.distribution == "gaussian"
+    ):
         return "gaussian_exact"
-    return law.accountant
+    return spec.accountant
 
 
-def step_event(law: StepLaw, parts: tuple[float, ...] = (1.0,)) -> DpEvent:
+def step_event(spec: StepSpec, parts: tuple[float, ...] = (1.0,)) -> DpEvent:
     """The `DpEvent` of one step, in the convention of the accountant that reads it.
 
     The PLD accountant doubles the sensitivity of a Gaussian by itself under REPLACE_ONE; the RDP
@@ -216,27 +220,29 @@ def step_event(law: StepLaw, parts: tuple[float, ...] = (1.0,)) -> DpEvent:
     truncated_poisson under add_or_remove_one this is the event of the pair (n + 1, n).
 
     Args:
-      law: the step.
+      spec: the step.
       parts: shares of the step's noise multiplier, where it has several noises: (z_1 / z, z_2 / z,
-        ..) describes the same law as a composition, for readers and the RDP accountant. The PLD
+        ..) describes the same step as a composition, for readers and the RDP accountant. The PLD
         accountant takes no composition inside a sampled event, and a truncated event has one noise.
     """
     import dp_accounting as dp
 
-    check_sound(law)
-    sigma, q = law.noise_multiplier, law.probability
-    if law.distribution == "laplace":
-        b = sigma * LAPLACE_MARGIN / law.factor
+    check_sound(spec)
+    sigma, q = spec.noise_multiplier, spec.probability
+    if spec.distribution == "laplace":
+        b = sigma * LAPLACE_MARGIN / spec.factor
         inner: DpEvent = dp.LaplaceDpEvent(b)
-        return inner if law.sampling == "full_batch" else dp.PoissonSampledDpEvent(q, inner)
-    if law.sampling == "truncated_poisson":
-        larger = law.num_examples + (law.relation == "add_or_remove_one")
-        return dp.TruncatedSubsampledGaussianDpEvent(larger, q, law.max_batch_size, sigma)
-    gaussian = _gaussian_event(sigma / _library_factor(law), parts)
-    if law.sampling == "poisson":
+        return inner if spec.sampling == "full_batch" else dp.PoissonSampledDpEvent(q, inner)
+    if spec.sampling == "truncated_poisson":
+        larger = spec.num_examples + (spec.relation == "add_or_remove_one")
+        return dp.TruncatedSubsampledGaussianDpEvent(larger, q, spec.max_batch_size, sigma)
+    gaussian = _gaussian_event(sigma / _library_factor(spec), parts)
+    if spec.sampling == "poisson":
         return dp.PoissonSampledDpEvent(q, gaussian)
-    if law.sampling == "fixed_size_without_replacement":
-        return dp.SampledWithoutReplacementDpEvent(law.num_examples, int(law.batch_size), gaussian)
+    if spec.sampling == "fixed_size_without_replacement":
+        return dp.SampledWithoutReplacementDpEvent(
+            spec.num_examples, int(spec.batch_size), gaussian
+        )
     return gaussian
 
 
@@ -247,7 +253,9 @@ def _gaussian_event(sigma: float, parts: tuple[float, ...]) -> DpEvent:
     return gaussians[0] if len(gaussians) == 1 else dp.ComposedDpEvent(gaussians)
 
 
-def _library_factor(law: StepLaw) -> float:
+def _library_factor(spec: StepSpec) -> float:
     """The part of `factor` that the accountant does not apply by itself."""
-    by_itself = accountant_used(law) in ("pld", "gaussian_exact") and law.relation == "replace_one"
-    return law.factor / 2 if by_itself else law.factor
+    by_itself = (
+        accountant_used(spec) in ("pld", "gaussian_exact") and spec.relation == "replace_one"
+    )
+    return spec.factor / 2 if by_itself else spec.factor

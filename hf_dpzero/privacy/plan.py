@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.accounting import (
     Accountant,
-    StepLaw,
+    StepSpec,
     accountant_used,
     calibrated_noise_multiplier,
     check_sound,
@@ -75,13 +75,13 @@ class PrivacyPlan:
                 "expected_batch_size."
             )
         if not isinstance(self.mechanism, NotNoised):
-            check_sound(self.law)
+            check_sound(self.spec)
 
     @property
-    def law(self) -> StepLaw:
+    def spec(self) -> StepSpec:
         """One step as the accounting sees it."""
         cap = self.sampler
-        return StepLaw(
+        return StepSpec(
             sampling=self.sampler.name,
             num_examples=self.sampler.num_examples,
             batch_size=float(self.sampler.expected_batch_size),
@@ -91,7 +91,7 @@ class PrivacyPlan:
             num_directions=self.mechanism.noise_draws,
             relation=self.relation,
             accountant=self.accountant,
-            replacement=self.mechanism.replacement_factor // self.mechanism.presence_factor,
+            replacement=self.mechanism.sensitivity_replace // self.mechanism.sensitivity_add_remove,
         )
 
     @property
@@ -102,7 +102,7 @@ class PrivacyPlan:
     @property
     def accountant_used(self) -> str:
         """The accountant behind the reported epsilon, which may be better than the one named."""
-        return accountant_used(self.law) if self.private else "none"
+        return accountant_used(self.spec) if self.private else "none"
 
     @property
     def sensitivity(self) -> float:
@@ -125,7 +125,7 @@ class PrivacyPlan:
         count = self._count(at)
         if not self.private:
             return dp.NonPrivateDpEvent() if count else dp.NoOpDpEvent()
-        once = step_event(self.law) if joint else step_event(self.law, self._parts)
+        once = step_event(self.spec) if joint else step_event(self.spec, self._parts)
         return dp.SelfComposedDpEvent(once, count) if count else dp.NoOpDpEvent()
 
     def epsilon(self, delta: float, at: int | None = None) -> float:
@@ -145,8 +145,8 @@ class PrivacyPlan:
             return 0.0
         if not self.private:
             return math.inf
-        whole = epsilon_after(self.law, self.steps, delta)
-        return whole if count == self.steps else min(epsilon_after(self.law, count, delta), whole)
+        whole = epsilon_after(self.spec, self.steps, delta)
+        return whole if count == self.steps else min(epsilon_after(self.spec, count, delta), whole)
 
     def calibrate(self, *, epsilon: float, delta: float) -> PrivacyPlan:
         """The same plan with the smallest noise multiplier, to 4e-4, that keeps to the target.
@@ -163,8 +163,8 @@ class PrivacyPlan:
                 f"target epsilon={epsilon} with method {mechanism.name!r}, which has no noise to "
                 f"calibrate; use method {mechanism.private_counterpart!r}, or drop the target."
             )
-        found = calibrated_noise_multiplier(self.law, self.steps, epsilon=epsilon, delta=delta)
-        sigma = found * mechanism.presence_factor
+        found = calibrated_noise_multiplier(self.spec, self.steps, epsilon=epsilon, delta=delta)
+        sigma = found * mechanism.sensitivity_add_remove
         plan = replace(self, mechanism=replace(mechanism, noise_multiplier=sigma))
         assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
         return plan

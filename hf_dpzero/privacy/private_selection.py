@@ -3,8 +3,8 @@
 Private selection (Papernot and Steinke 2022, "Hyperparameter tuning with Renyi differential
 privacy", arXiv:2110.03620). Let Q be one trial: draw settings uniformly from a public grid, train
 privately, score the result on public data. Run Q a random number K of times and release the best
-result alone, K and the other results staying secret. For K from the truncated negative binomial law
-TNB(eta, gamma) (their Definition 1) and a run that is (lambda, eps(lambda))-RDP at every order, the
+result alone, K and the other results staying secret. For K from the truncated negative binomial
+distribution TNB(eta, gamma) (their Definition 1) and a run that is (lambda, eps(lambda))-RDP at every order, the
 release is, at order lambda and for every lambda' >= 1 (Theorem 2),
 
     eps(lambda) + (1 + eta) (1 - 1/lambda') eps(lambda') + (1 + eta) log(1/gamma) / lambda'
@@ -38,19 +38,21 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, localcontext
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.accounting import Accountant, StepLaw, smallest_argument, step_event
+from hf_dpzero.privacy.accounting import Accountant, StepSpec, smallest_argument, step_event
 from hf_dpzero.privacy.mechanisms import discretisation_slack
 from hf_dpzero.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-LAWS = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
-"""Names of laws of the number of trials -> `TrialCount.shape`."""
+TRIAL_SHAPES = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
+"""Names of distributions of the number of trials -> `TrialCount.shape`."""
 
 MAX_MEAN = 10_000.0
 _SMALLEST_ORDER = 1.1
-_BITS = 160  # of the uniform number behind a draw; the law is met to 2^-150 in total variation
+_BITS = (
+    160  # of the uniform number behind a draw; the distribution is met to 2^-150 in total variation
+)
 _DIGITS = 60
 
 
@@ -59,19 +61,19 @@ _DIGITS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class TrialCount:
-    """The law of the secret number of trials K (Papernot and Steinke 2022, Definition 1).
+    """The distribution of the secret number of trials K (Papernot and Steinke 2022, Definition 1).
 
     Attributes:
-      mean: E K, in 1..10^4. The law is public; the draw is not.
-      shape: eta. 1 is the geometric law, 0 the logarithmic, others above 0 the truncated negative
-        binomial, all on {1, 2, ...}; infinity is the Poisson law, on {0, 1, ...}. A smaller shape
-        costs less privacy and has a heavier tail.
+      mean: E K, in 1..10^4. The distribution is public; the draw is not.
+      shape: eta. 1 is the geometric distribution, 0 the logarithmic, others above 0 the truncated
+        negative binomial, all on {1, 2, ...}; infinity is the Poisson distribution, on {0, 1, ...}.
+        A smaller shape costs less privacy and has a heavier tail.
 
     Raises:
       ValueError: mean or shape out of range.
 
-    >>> law = TrialCount(mean=4.0, shape=1.0)
-    >>> [law.probability(k) for k in (0, 1, 2)]
+    >>> trials = TrialCount(mean=4.0, shape=1.0)
+    >>> [trials.probability(k) for k in (0, 1, 2)]
     [0.0, 0.25, 0.1875]
     """
 
@@ -84,23 +86,25 @@ class TrialCount:
                 f"mean_trials={self.mean} must lie in 1..{MAX_MEAN:g}; the theorems need at least 1."
             )
         if math.isnan(self.shape) or self.shape < 0:
-            raise ValueError(f"shape={self.shape} must be at least 0; infinity is the Poisson law.")
+            raise ValueError(
+                f"shape={self.shape} must be at least 0; infinity is the Poisson distribution."
+            )
         if 100 < self.shape < math.inf:
             raise ValueError(f"shape={self.shape} is above 100; use 'poisson', the limit.")
 
     @property
     def name(self) -> str:
-        """The law in words.
+        """The name of the distribution.
 
         >>> TrialCount(mean=3, shape=0.5).name
         'truncated negative binomial (shape 0.5)'
         """
-        known = {shape: name for name, shape in LAWS.items()}
+        known = {shape: name for name, shape in TRIAL_SHAPES.items()}
         return known.get(self.shape, f"truncated negative binomial (shape {self.shape:g})")
 
     @property
     def gamma(self) -> Decimal:
-        """The parameter of TNB(eta, gamma) whose mean is at most `mean`; 1 for the Poisson law.
+        """The parameter of TNB(eta, gamma) whose mean is at most `mean`; 1 for the Poisson distribution.
 
         The rounding is on the safe side: a larger gamma has a smaller mean and costs less.
         """
@@ -108,23 +112,23 @@ class TrialCount:
 
     def probability(self, count: int) -> float:
         """P[K = count]."""
-        for number, value in self._law():
+        for number, value in self._probabilities():
             if number >= count:
                 return float(value) if number == count else 0.0
-        raise AssertionError("the law has no end")
+        raise AssertionError("the probabilities never sum to one")
 
     def draw(self) -> int:
         """K, drawn by inversion from operating-system entropy. Secret: tell nobody."""
         with localcontext() as context:
             context.prec = _DIGITS
             left = Decimal(secrets.randbits(_BITS)) / Decimal(2**_BITS)
-            for number, value in self._law():
+            for number, value in self._probabilities():
                 left -= value
                 if left < 0 or (number > self.mean and value < Decimal("1e-48")):
                     return number
-        raise AssertionError("the law has no end")
+        raise AssertionError("the probabilities never sum to one")
 
-    def _law(self) -> Iterator[tuple[int, Decimal]]:
+    def _probabilities(self) -> Iterator[tuple[int, Decimal]]:
         """Yields (k, P[K = k]) from the smallest k upwards, without end, as decimals."""
         with localcontext() as context:
             context.prec = _DIGITS
@@ -180,31 +184,31 @@ def run_event(plan: PrivacyPlan) -> DpEvent:
       ValueError: the RDP accountant has no sound event for sampler, noise and relation; the message
         says what to use instead.
     """
-    return _run_event(_rdp_law(plan), plan.steps)
+    return _run_event(_rdp_spec(plan), plan.steps)
 
 
-def _rdp_law(plan: PrivacyPlan) -> StepLaw:
-    return replace(plan.law, accountant="rdp")
+def _rdp_spec(plan: PrivacyPlan) -> StepSpec:
+    return replace(plan.spec, accountant="rdp")
 
 
-def _run_event(law: StepLaw, steps: int) -> DpEvent:
+def _run_event(spec: StepSpec, steps: int) -> DpEvent:
     import dp_accounting as dp
 
-    return dp.SelfComposedDpEvent(step_event(law), steps)
+    return dp.SelfComposedDpEvent(step_event(spec), steps)
 
 
 def selection_event(plan: PrivacyPlan, trials: TrialCount) -> DpEvent:
     """The event of "run `plan` K times, release the best": what the total epsilon is of."""
-    return _selection_event(_rdp_law(plan), plan.steps, trials)
+    return _selection_event(_rdp_spec(plan), plan.steps, trials)
 
 
-def _selection_event(law: StepLaw, steps: int, trials: TrialCount) -> DpEvent:
+def _selection_event(spec: StepSpec, steps: int, trials: TrialCount) -> DpEvent:
     import dp_accounting as dp
     from dp_accounting.dp_event import RepeatAndSelectDpEvent, ZCDpEvent
 
-    h = discretisation_slack(law.noise_multiplier, steps * law.num_directions)
+    h = discretisation_slack(spec.noise_multiplier, steps * spec.num_directions)
     xi = h * (2 * _SMALLEST_ORDER - 1) / (_SMALLEST_ORDER - 1)
-    one = dp.ComposedDpEvent([_run_event(law, steps), ZCDpEvent(rho=0.0, xi=xi)])
+    one = dp.ComposedDpEvent([_run_event(spec, steps), ZCDpEvent(rho=0.0, xi=xi)])
     return RepeatAndSelectDpEvent(one, trials.mean, trials.shape)
 
 
@@ -216,28 +220,28 @@ def selection_epsilon(plan: PrivacyPlan, trials: TrialCount, delta: float) -> fl
     """
     if not plan.private:
         return math.inf
-    return _selection_epsilon(_rdp_law(plan), plan.steps, trials, delta)
+    return _selection_epsilon(_rdp_spec(plan), plan.steps, trials, delta)
 
 
 @functools.lru_cache(maxsize=1024)
-def _selection_epsilon(law: StepLaw, steps: int, trials: TrialCount, delta: float) -> float:
+def _selection_epsilon(spec: StepSpec, steps: int, trials: TrialCount, delta: float) -> float:
     from dp_accounting import rdp
 
     if not 0 < delta < 1:
         raise ValueError(
             f"delta={delta} must lie in (0, 1): private selection has no pure epsilon."
         )
-    accountant = rdp.RdpAccountant(neighboring_relation=_library_relation(law))
-    accountant.compose(_selection_event(law, steps, trials))
+    accountant = rdp.RdpAccountant(neighboring_relation=_library_relation(spec))
+    accountant.compose(_selection_event(spec, steps, trials))
     return float(accountant.get_epsilon(delta))
 
 
-def _library_relation(law: StepLaw) -> Any:
+def _library_relation(spec: StepSpec) -> Any:
     """dp-accounting's relation. Laplace events carry the factor of replace_one themselves."""
     from dp_accounting import NeighboringRelation
 
-    laplace = law.distribution == "laplace"
-    return NeighboringRelation["ADD_OR_REMOVE_ONE" if laplace else law.relation.upper()]
+    laplace = spec.distribution == "laplace"
+    return NeighboringRelation["ADD_OR_REMOVE_ONE" if laplace else spec.relation.upper()]
 
 
 def calibrate_selection(
@@ -251,12 +255,12 @@ def calibrate_selection(
       ValueError: no noise reaches the target, or what `selection_epsilon` refuses.
     """
     plan = replace(plan, accountant="rdp")
-    law, mechanism = plan.law, plan.mechanism
+    spec, mechanism = plan.spec, plan.mechanism
 
     def spent(sigma: float) -> float:
-        return _selection_epsilon(replace(law, noise_multiplier=sigma), plan.steps, trials, delta)
+        return _selection_epsilon(replace(spec, noise_multiplier=sigma), plan.steps, trials, delta)
 
-    sigma = _smallest_noise(plan, spent, epsilon, delta) * mechanism.presence_factor
+    sigma = _smallest_noise(plan, spent, epsilon, delta) * mechanism.sensitivity_add_remove
     found = with_noise(plan, sigma)
     assert selection_epsilon(found, trials, delta) <= epsilon, "calibrated over the target"
     return found
@@ -274,7 +278,7 @@ def _smallest_noise(
     """The smallest multiplier with spent(sigma) <= epsilon, to 4e-4; `plan` gives the size of it."""
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise ValueError(f"target_epsilon={epsilon} must be finite and positive.")
-    start = 1.5 * plan.calibrate(epsilon=epsilon, delta=delta).law.noise_multiplier
+    start = 1.5 * plan.calibrate(epsilon=epsilon, delta=delta).spec.noise_multiplier
     return smallest_argument(spent, epsilon, start, 4e-4)
 
 
@@ -284,7 +288,7 @@ def _smallest_noise(
 def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
     """Epsilon at `delta` of releasing every run of `plans`, an upper bound.
 
-    Runs with the same step law are one longer run. Different ones are composed by the RDP
+    Runs with the same step are one longer run. Different ones are composed by the RDP
     accountant where it knows all of them, else by the PLD accountant.
 
     Raises:
@@ -305,17 +309,17 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
 
 def step_of(plan: PrivacyPlan) -> DpEvent:
     """The event of one step; two plans with equal steps are parts of one longer run."""
-    return step_event(plan.law)
+    return step_event(plan.spec)
 
 
 def _as_one_run(plans: Sequence[PrivacyPlan]) -> PrivacyPlan:
     """T1 + T2 + ... steps; the plan with the most directions has the most discrete noise."""
-    largest = max(plans, key=lambda plan: plan.law.num_directions)
+    largest = max(plans, key=lambda plan: plan.spec.num_directions)
     return replace(largest, steps=sum(plan.steps for plan in plans))
 
 
 def _slack(plan: PrivacyPlan) -> float:
-    return discretisation_slack(plan.law.noise_multiplier, plan.steps * plan.law.num_directions)
+    return discretisation_slack(plan.spec.noise_multiplier, plan.steps * plan.spec.num_directions)
 
 
 def _accounted(plans: Sequence[PrivacyPlan], delta: float) -> float:
@@ -323,20 +327,20 @@ def _accounted(plans: Sequence[PrivacyPlan], delta: float) -> float:
     import dp_accounting as dp
     from dp_accounting import pld, rdp
 
-    relation = _library_relation(plans[0].law)
+    relation = _library_relation(plans[0].spec)
     name = _common_accountant(plans)
     accountant: Any = (
         rdp.RdpAccountant(neighboring_relation=relation)
         if name == "rdp"
         else pld.PLDAccountant(relation, value_discretization_interval=1e-4)
     )
-    events = [_run_event(replace(plan.law, accountant=name), plan.steps) for plan in plans]
+    events = [_run_event(replace(plan.spec, accountant=name), plan.steps) for plan in plans]
     accountant.compose(dp.ComposedDpEvent(events))
     return float(accountant.get_epsilon(delta))
 
 
 def _common_accountant(plans: Sequence[PrivacyPlan]) -> Accountant:
-    gaussian = all(plan.law.distribution == "gaussian" for plan in plans)
+    gaussian = all(plan.spec.distribution == "gaussian" for plan in plans)
     if gaussian and all(_knows("rdp", plan) for plan in plans):
         return "rdp"
     if gaussian and all(_knows("pld", plan) for plan in plans):
@@ -350,7 +354,7 @@ def _common_accountant(plans: Sequence[PrivacyPlan]) -> Accountant:
 
 def _knows(accountant: Accountant, plan: PrivacyPlan) -> bool:
     """Whether `accountant` itself reads the plan's event; truncation has its own two sizes."""
-    if plan.law.sampling == "truncated_poisson":
+    if plan.spec.sampling == "truncated_poisson":
         return False
     try:
         used = replace(plan, accountant=accountant).accountant_used

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.private_selection import total_epsilon
 from hf_dpzero.reporting import model_card
 from hf_dpzero.reporting.model_card import RECIPE_FILE, TRAJECTORY_FILE
@@ -27,7 +28,6 @@ from hf_dpzero.reporting.privacy_report import (
     REPORT_FILE,
     PrivacyReport,
     plan_facts,
-    write_atomically,
 )
 
 if TYPE_CHECKING:

@@ -246,7 +246,7 @@ def _shown(base_model: str | None) -> str:
 
 
 def _verify_section(base: str, trajectory: Trajectory | None, report: PrivacyReport) -> str:
-    if trajectory is None or not trajectory.header.get("replayable", True):
+    if trajectory is None or not trajectory.header["replayable"]:
         return ""
     tuned = isinstance(report.tuning, dict)
     tuning = f", with the tuning entry of `{REPORT_FILE}`," if tuned else ""

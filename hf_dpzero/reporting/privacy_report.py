@@ -14,12 +14,12 @@ import importlib.metadata
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
 from hf_dpzero.reporting.wording import (
     base_words,
@@ -515,21 +515,6 @@ def _curve(log_history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[flo
         entry["step"]: entry[key] for entry in log_history if key in entry and "step" in entry
     }
     return sorted((s, v) for s, v in points.items() if v is not None and math.isfinite(v))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes UTF-8 `text` to `path` through a temporary file beside it, flushed to disk."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _report_path(path: str | os.PathLike[str]) -> Path:

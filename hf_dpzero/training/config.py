@@ -379,16 +379,13 @@ class DPZeroConfig(TrainingArguments):
         """The part of a trajectory's header that says what the releases are numbers along."""
         if self.first_order:
             return {"direction": "none", "num_directions": 0, "optim": self.optim_name}
-        found: dict[str, Any] = {
+        return {
             "direction": self.direction,
             "num_directions": self.num_directions,
             "smoothing": self.smoothing,
+            "update_rule": self._update_rule().to_dict(),
+            "subspace": self._subspace().to_dict(),
         }
-        if self.update_rule != "sgd":
-            found["update_rule"] = self._update_rule().to_dict()
-        if self.subspace != "full":
-            found["subspace"] = self._subspace().to_dict()
-        return found
 
     def _update_rule(self) -> UpdateRule:
         return make_update_rule(self.update_rule, self.momentum, self.update_window)

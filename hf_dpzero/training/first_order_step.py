@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.estimators.parameter_guard import ParameterGuard
-from hf_dpzero.ledger.trajectory import Release, Trajectory
+from hf_dpzero.ledger.release import Release
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
     batch_size,

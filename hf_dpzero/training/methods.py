@@ -20,7 +20,7 @@ from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.estimators.parameter_guard import ParameterChanged
-from hf_dpzero.ledger.trajectory import directions_of, space_from_header
+from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import PerExampleLoss, is_compiled
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.training.batches import LogicalBatch

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.ledger.trajectory import LEDGER_NAME, LedgerError, Trajectory
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.sampling import new_sampler_key
 from hf_dpzero.training import distributed

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from hf_dpzero.estimators.parameter_guard import ParameterChanged
 from hf_dpzero.ledger.digests import digest_model, digest_tensors
-from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory, num_values_entry
+from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
     Within,
@@ -275,6 +275,7 @@ class DPZeroTrainer(PredictingTrainer):
             "trainable": trainable,
             "decayed": sorted(set(decayed) & set(trainable)),
             "replayable": self.plan.mechanism.replayable,
+            "num_values": self.plan.mechanism.values_per_release,
             "plan": self.plan.to_dict(),
             "target_delta": self.delta,
             "noise_source": self.noise.name,
@@ -282,7 +283,6 @@ class DPZeroTrainer(PredictingTrainer):
             "log_private_diagnostics": self.args.log_private_diagnostics,
             "versions": versions(),
         }
-        header |= num_values_entry(self.plan.mechanism)
         if self.args.direction_key is not None:
             header["direction_key"] = f"{self.args.direction_key:032x}"
         return header

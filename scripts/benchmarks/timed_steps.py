@@ -108,6 +108,8 @@ class Step:
         header = {
             "direction_key": f"{_KEY:032x}",
             "num_directions": directions,
+            "num_values": directions,
+            "update_rule": {"name": "sgd"},
             "weight_decay": 0.0,
             "replayable": True,
         }

@@ -21,7 +21,7 @@ from hf_dpzero.experiments.sweep import (
     SweepSettings,
     parse_grid,
     refuse_different_events,
-    trial_law,
+    trial_count_from,
 )
 from hf_dpzero.experiments.sweep_trials import Row, Workspace, best_row, draw_points, score_of
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
@@ -82,14 +82,14 @@ LAWS = [(4.0, 1.0), (10.0, 0.5), (3.0, 0.0), (7.0, math.inf), (2.5, 2.0), (1.0, 
 
 @pytest.mark.parametrize(("mean", "shape"), LAWS)
 def test_the_law_sums_to_one_and_has_its_mean(mean: float, shape: float) -> None:
-    law = TrialCount(mean=mean, shape=shape)
+    trials = TrialCount(mean=mean, shape=shape)
     first = 0 if shape == math.inf else 1
-    listed = [float(value) for _, value in itertools.islice(law._law(), 400)]
+    listed = [float(value) for _, value in itertools.islice(trials._probabilities(), 400)]
     probabilities = [0.0] * first + listed
     assert math.fsum(probabilities) == pytest.approx(1, abs=1e-6)
     found = math.fsum(k * p for k, p in enumerate(probabilities))
     assert found == pytest.approx(mean, rel=1e-4)
-    assert [law.probability(k) for k in range(3)] == probabilities[:3]
+    assert [trials.probability(k) for k in range(3)] == probabilities[:3]
 
 
 def test_known_laws() -> None:
@@ -114,9 +114,9 @@ def test_gamma_gives_no_more_trials_than_the_mean(shape: float) -> None:
 @pytest.mark.parametrize(("mean", "shape"), [(4.0, 1.0), (3.0, 0.5), (3.0, math.inf)])
 def test_draws_follow_the_law(mean: float, shape: float) -> None:
     """Chi-squared over k = 0..7 and the rest: 99.99 % of sound runs stay below 33.7 (8 degrees)."""
-    law, n = TrialCount(mean=mean, shape=shape), 4000
-    counts = Counter(min(law.draw(), 8) for _ in range(n))
-    expected = [law.probability(k) * n for k in range(8)]
+    trials, n = TrialCount(mean=mean, shape=shape), 4000
+    counts = Counter(min(trials.draw(), 8) for _ in range(n))
+    expected = [trials.probability(k) * n for k in range(8)]
     expected.append(n - sum(expected))
     cells = [(counts[k], e) for k, e in enumerate(expected) if e > 1]
     assert sum((o - e) ** 2 / e for o, e in cells) < 33.7
@@ -124,8 +124,8 @@ def test_draws_follow_the_law(mean: float, shape: float) -> None:
 
 
 def test_draws_differ_from_each_other() -> None:
-    law = TrialCount(mean=1000.0)
-    assert len({law.draw() for _ in range(20)}) > 10
+    trials = TrialCount(mean=1000.0)
+    assert len({trials.draw() for _ in range(20)}) > 10
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_calibration_meets_the_total(plan: PrivacyPlan, shape: float) -> None:
     assert found.accountant == "rdp"
     assert 3.99 < selection_epsilon(found, trials, DELTA) <= 4.0
     assert found.epsilon(DELTA) < 3.5
-    less = with_noise(found, 0.998 * found.law.noise_multiplier)
+    less = with_noise(found, 0.998 * found.spec.noise_multiplier)
     assert selection_epsilon(less, trials, DELTA) > 4.0
 
 
@@ -271,8 +271,8 @@ def test_composed_calibration_is_one_long_run() -> None:
     plan = make_plan(steps=50)
     found = calibrate_composed([plan] * 8, epsilon=2.0, delta=DELTA)
     long = dataclasses.replace(plan, steps=400).calibrate(epsilon=2.0, delta=DELTA)
-    assert {p.law.noise_multiplier for p in found} == {found[0].law.noise_multiplier}
-    assert found[0].law.noise_multiplier == pytest.approx(long.law.noise_multiplier, rel=1e-3)
+    assert {p.spec.noise_multiplier for p in found} == {found[0].spec.noise_multiplier}
+    assert found[0].spec.noise_multiplier == pytest.approx(long.spec.noise_multiplier, rel=1e-3)
     assert composed_epsilon(found, DELTA) <= 2.0
 
 
@@ -379,10 +379,10 @@ def test_bad_grid_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_trial_laws_have_names() -> None:
-    assert trial_law("poisson", 3).shape == math.inf
-    assert trial_law("0.5", 3).name == "truncated negative binomial (shape 0.5)"
+    assert trial_count_from("poisson", 3).shape == math.inf
+    assert trial_count_from("0.5", 3).name == "truncated negative binomial (shape 0.5)"
     with pytest.raises(ValueError, match="'binomial' is not one of geometric, poisson"):
-        trial_law("binomial", 3)
+        trial_count_from("binomial", 3)
 
 
 GRIDS = sorted((ROOT / "configs" / "sweep").glob("*.yaml"))
@@ -505,7 +505,8 @@ def write_run(folder: Path, plan: PrivacyPlan, report: PrivacyReport) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from hf_dpzero.ledger.trajectory import Release, Trajectory
+    from hf_dpzero.ledger.release import Release
+    from hf_dpzero.ledger.trajectory import Trajectory
 
     folder.mkdir()
     save_file({"w": torch.zeros(3)}, folder / "model.safetensors")
@@ -515,6 +516,7 @@ def write_run(folder: Path, plan: PrivacyPlan, report: PrivacyReport) -> Path:
         "direction_key": "0" * 32,
         "direction": "rademacher",
         "num_directions": 1,
+        "num_values": 1,
         "smoothing": 1e-3,
         "weight_decay": 0.0,
         "trainable": ["w"],

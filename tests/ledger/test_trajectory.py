@@ -19,15 +19,10 @@ from torch import nn
 
 from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.digests import digest_model
-from hf_dpzero.ledger.trajectory import (
-    LedgerError,
-    Release,
-    Trajectory,
-    apply_release,
-    directions_of,
-    replay,
-    space_from_header,
-)
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.release import Release
+from hf_dpzero.ledger.replay import apply_release, directions_of, replay, space_from_header
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS, Direction, direction_vector
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
@@ -53,8 +48,10 @@ def header_for(model: nn.Module | None = None, **changes: object) -> dict[str, o
         "replayable": True,
         "plan": {"name": "test", "steps": 20},
         "versions": {"hf_dpzero": "0.1.0"},
+        "update_rule": {"name": "sgd"},
+        "subspace": {"name": "full"},
     }
-    return {**header, **changes}
+    return {"num_values": changes.get("num_directions", 2), **header, **changes}
 
 
 def release_at(step: int, count: int = 2) -> Release:
@@ -147,7 +144,7 @@ def test_a_record_costs_twenty_bytes_and_four_a_direction(tmp_path: Path):
 def test_releases_without_values_round_trip(tmp_path: Path):
     """DPGD-0th: the ledger only counts what was spent."""
     path = tmp_path / "t.ledger"
-    trajectory = Trajectory.create(path, header_for(replayable=False, num_directions=1))
+    trajectory = Trajectory.create(path, header_for(replayable=False, num_values=0))
     trajectory.append(Release(0, (), 0.1))
     trajectory.append(Release(1, (), 0.05))
     trajectory.close()
@@ -352,7 +349,7 @@ def test_a_changed_plan_is_refused_by_name(tmp_path: Path, key: str, value: obje
     path = tmp_path / "t.ledger"
     written(path, 2)
     before = path.read_bytes()
-    with pytest.raises(LedgerError, match=f"other {key}.*: it has .*this run has"):
+    with pytest.raises(LedgerError, match=f"other .*{key}.*: it has .*this run has"):
         Trajectory.open(path, header_for(**{key: value}))
     assert path.read_bytes() == before
 
@@ -489,7 +486,7 @@ def test_missing_trained_tensors_are_named():
 def test_a_run_of_dense_releases_cannot_be_replayed():
     model = Explicit()
     with pytest.raises(LedgerError, match="dpgd-0th.*use the saved weights"):
-        replay(model, Trajectory(header_for(model, replayable=False, num_directions=1)))
+        replay(model, Trajectory(header_for(model, replayable=False, num_values=0)))
 
 
 # ---------------------------------------------------------------- golden

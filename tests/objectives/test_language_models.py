@@ -20,7 +20,8 @@ from transformers import PreTrainedModel, default_data_collator
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.ledger.digests import checksums, digest_model
-from hf_dpzero.ledger.trajectory import Trajectory, replay
+from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import select_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace

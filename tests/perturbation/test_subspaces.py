@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from hf_dpzero.estimators.deferred_updates import WeightReads
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.ledger.digests import digest_model
-from hf_dpzero.ledger.trajectory import Trajectory, replay, space_from_header
+from hf_dpzero.ledger.replay import replay, space_from_header
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation import low_rank_subspace, segments
 from hf_dpzero.perturbation.directions import Direction, coordinates, direction_vector
 from hf_dpzero.perturbation.kernels import dispatch, torch_reference
@@ -336,10 +337,12 @@ def header_of(model: nn.Module, subspace: Subspace | None) -> dict[str, Any]:
     names = [name for name, _ in model.named_parameters()]
     header = {
         "base_model_digest": digest_model(model), "direction_key": f"{KEY:032x}",
-        "direction": "rademacher", "num_directions": 2, "smoothing": SMOOTHING,
+        "direction": "rademacher", "num_directions": 2, "num_values": 2, "smoothing": SMOOTHING,
         "weight_decay": 0.1, "trainable": names, "decayed": names, "replayable": True,
+        "update_rule": {"name": "sgd"},
+        "subspace": {"name": "full"} if subspace is None else subspace.to_dict(),
     }  # fmt: skip
-    return header if subspace is None else {**header, "subspace": subspace.to_dict()}
+    return header
 
 
 @pytest.mark.parametrize("defer", [False, True])

@@ -15,7 +15,7 @@ from scipy import optimize, stats
 
 from hf_dpzero.privacy import accounting
 from hf_dpzero.privacy.accounting import (
-    StepLaw,
+    StepSpec,
     accountant_used,
     calibrated_noise_multiplier,
     check_sound,
@@ -29,7 +29,7 @@ DELTA = 1e-5
 T = 10_000
 
 
-def law(**changes) -> StepLaw:
+def spec(**changes) -> StepSpec:
     """n = 1000, B = 16 (q = 0.016), sigma = 2, Poisson, add or remove one."""
     base = {
         "sampling": "poisson",
@@ -37,7 +37,7 @@ def law(**changes) -> StepLaw:
         "batch_size": 16.0,
         "noise_multiplier": 2.0,
     }
-    return StepLaw(**{**base, **changes})
+    return StepSpec(**{**base, **changes})
 
 
 FIXED = {"sampling": "fixed_size_without_replacement", "relation": "replace_one"}
@@ -60,7 +60,7 @@ LEMMA = {**FULL, "relation": "replace_one", "accountant": "advanced_composition"
     ],
 )
 def test_known_values(changes, expected):
-    assert epsilon_after(law(**changes), T, DELTA) == pytest.approx(expected, abs=6e-4)
+    assert epsilon_after(spec(**changes), T, DELTA) == pytest.approx(expected, abs=6e-4)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_known_values(changes, expected):
 )
 def test_noise_of_the_papers_roberta_runs(epsilon, relation, expected):
     """n = 1024, B = 64, T = 10^4: the noise standard deviation in units of C / B."""
-    step = law(num_examples=1024, batch_size=64.0, relation=relation)
+    step = spec(num_examples=1024, batch_size=64.0, relation=relation)
     sigma = calibrated_noise_multiplier(step, T, epsilon=epsilon, delta=DELTA)
     assert sigma == pytest.approx(expected, rel=1.5e-3)
 
 
 def test_noise_of_the_reference_implementation():
     """It accounts add-or-remove Poisson by RDP and doubles the sensitivity: 10.31 at eps = 6."""
-    step = law(num_examples=1024, batch_size=64.0, accountant="rdp")
+    step = spec(num_examples=1024, batch_size=64.0, accountant="rdp")
     sigma = calibrated_noise_multiplier(step, T, epsilon=6.0, delta=DELTA)
     assert 2 * sigma == pytest.approx(10.31, abs=0.02)
 
@@ -133,7 +133,7 @@ def neighbours(n: int, relation: str) -> Iterable[tuple[tuple[int, ...], tuple[i
             yield from ((values, (v, *values)) for v in (-1, 0, 1))
 
 
-def batches_for(step: StepLaw, n: int) -> list:
+def batches_for(step: StepSpec, n: int) -> list:
     if step.sampling == "fixed_size_without_replacement":
         sets = list(itertools.combinations(range(n), int(step.batch_size)))
         return [(1 / len(sets), s) for s in sets]
@@ -141,7 +141,7 @@ def batches_for(step: StepLaw, n: int) -> list:
     return poisson_batches(n, step.probability, cap)
 
 
-def worst_divergence(step: StepLaw, epsilon: float, n: int = 3) -> float:
+def worst_divergence(step: StepSpec, epsilon: float, n: int = 3) -> float:
     grid = Grid(step.noise_multiplier, step.distribution)
     laws: dict[tuple[int, ...], np.ndarray] = {}
 
@@ -190,7 +190,7 @@ def test_one_step_in_every_small_universe_keeps_to_the_claim(changes, tight, del
 
     Where the event is tight, it is delta: the claim is not only safe but sharp.
     """
-    step = StepLaw(**{"sampling": "poisson", **changes})
+    step = StepSpec(**{"sampling": "poisson", **changes})
     claim = epsilon_after(step, 1, delta)
     truth = worst_divergence(step, claim)
     kinks = 1e-3 if step.distribution == "laplace" else 1e-5  # error of the numerical integral
@@ -199,7 +199,7 @@ def test_one_step_in_every_small_universe_keeps_to_the_claim(changes, tight, del
         assert truth >= delta * 0.97
 
 
-def grouped_sum_law(data: dict[int, int], step: StepLaw, groups: int) -> dict[float, float]:
+def grouped_sum_law(data: dict[int, int], step: StepSpec, groups: int) -> dict[float, float]:
     """Law of the sum over groups (index mod groups) of mean values clipped to C = 1.
 
     `data` maps indices 0..n-1 to values; who is missing is not sampled.
@@ -244,7 +244,7 @@ def test_averaged_clipping_in_every_small_universe_keeps_to_the_claim(changes, r
     """
     for relation in relations:
         settings = {**SMALL, **changes, "relation": relation, "replacement": 1}
-        step = StepLaw(**{**settings, "noise_multiplier": 1.8 / 2})
+        step = StepSpec(**{**settings, "noise_multiplier": 1.8 / 2})
         grid = Grid(1.8, "gaussian")
         claim = epsilon_after(step, 1, 1e-2)
         worst = 0.0
@@ -301,7 +301,7 @@ def independent_bracket(q: float, sigma: float, steps: int, delta: float, replac
 def test_an_independent_accountant_agrees(q, sigma, steps, replaced):
     """Rounding every loss down / up gives bounds; their middle is right to second order."""
     down, up = independent_bracket(q, sigma, steps, DELTA, replaced, 5e-5)
-    step = law(num_examples=10**6, batch_size=q * 10**6, noise_multiplier=sigma,
+    step = spec(num_examples=10**6, batch_size=q * 10**6, noise_multiplier=sigma,
                relation="replace_one" if replaced else "add_or_remove_one")  # fmt: skip
     ours = epsilon_after(step, steps, DELTA)
     assert down < ours < up
@@ -314,7 +314,7 @@ def test_an_independent_accountant_agrees_on_the_known_values():
         replaced = relation == "replace_one"
         down, up = independent_bracket(0.016, 2.0, T, DELTA, replaced, 2e-5)
         assert (down + up) / 2 == pytest.approx(expected, abs=1e-3)
-        ours = epsilon_after(law(relation=relation), T, DELTA)
+        ours = epsilon_after(spec(relation=relation), T, DELTA)
         assert ours == pytest.approx((down + up) / 2, abs=1e-3)
 
 
@@ -331,7 +331,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 def test_full_batch_is_the_exact_gaussian_curve(steps, relation, delta):
     sigma = 0.9 * math.sqrt(steps)
     mu = (2 if relation == "replace_one" else 1) * math.sqrt(steps) / sigma
-    claim = epsilon_after(law(**FULL, relation=relation, noise_multiplier=sigma), steps, delta)
+    claim = epsilon_after(spec(**FULL, relation=relation, noise_multiplier=sigma), steps, delta)
     assert gaussian_delta(mu, claim) <= delta
     assert gaussian_delta(mu, claim * (1 - 1e-7)) > delta * (1 - 1e-12)
 
@@ -341,7 +341,7 @@ def test_full_batch_is_the_exact_gaussian_curve(steps, relation, delta):
                                                        (10**4, 3000.0, 1e-6)])  # fmt: skip
 def test_poisson_sampling_of_everybody_is_the_full_batch(relation, steps, sigma, delta):
     """Two code paths, one truth: PLD at q = 1 against the closed form."""
-    everybody = law(batch_size=1000.0, noise_multiplier=sigma, relation=relation)
+    everybody = spec(batch_size=1000.0, noise_multiplier=sigma, relation=relation)
     exact = replace(everybody, sampling="full_batch")
     pld, closed = epsilon_after(everybody, steps, delta), epsilon_after(exact, steps, delta)
     assert closed * (1 - 1e-6) <= pld <= closed * 1.002
@@ -352,7 +352,7 @@ def test_one_poisson_step_is_the_closed_form():
     """delta(eps) = q times the full batch's delta(a), with e^a = 1 + (e^eps - 1) / q."""
     q, sigma = 0.2, 0.7
     for delta in (1e-2, 1e-6):
-        claim = epsilon_after(law(batch_size=200.0, noise_multiplier=sigma), 1, delta)
+        claim = epsilon_after(spec(batch_size=200.0, noise_multiplier=sigma), 1, delta)
         a = math.log1p(math.expm1(claim) / q)
         truth = q * gaussian_delta(1 / sigma, a)
         assert delta * 0.99 <= truth <= delta
@@ -412,7 +412,7 @@ def test_lemma_discrete_laplace_costs_a_shift_of_a_quarter_over_b(b, k):
 
 
 def test_truncated_claim_covers_neighbours_on_both_sides():
-    step = law(num_examples=40, batch_size=8.0, sampling="truncated_poisson", max_batch_size=9)
+    step = spec(num_examples=40, batch_size=8.0, sampling="truncated_poisson", max_batch_size=9)
     sizes = [
         accounting._pld_on_fitted_grid(
             step, accounting.replace_dataset_size(step_event(step), n), 50, 1e-3
@@ -429,30 +429,30 @@ def test_truncated_claim_covers_neighbours_on_both_sides():
 
 
 def test_orders_between_plans():
-    base = epsilon_after(law(), 200, DELTA)
-    assert 0 < epsilon_after(law(), 100, DELTA) < base
-    assert epsilon_after(law(noise_multiplier=2.1), 200, DELTA) < base
-    assert epsilon_after(law(batch_size=17.0), 200, DELTA) > base
-    assert epsilon_after(law(), 200, 1e-4) < base
-    assert epsilon_after(law(accountant="rdp"), 200, DELTA) > base
-    assert epsilon_after(law(relation="replace_one"), 200, DELTA) > base
-    assert epsilon_after(law(**FULL), 200, DELTA) > base
-    assert epsilon_after(law(**TRUNCATED), 200, DELTA) >= base
+    base = epsilon_after(spec(), 200, DELTA)
+    assert 0 < epsilon_after(spec(), 100, DELTA) < base
+    assert epsilon_after(spec(noise_multiplier=2.1), 200, DELTA) < base
+    assert epsilon_after(spec(batch_size=17.0), 200, DELTA) > base
+    assert epsilon_after(spec(), 200, 1e-4) < base
+    assert epsilon_after(spec(accountant="rdp"), 200, DELTA) > base
+    assert epsilon_after(spec(relation="replace_one"), 200, DELTA) > base
+    assert epsilon_after(spec(**FULL), 200, DELTA) > base
+    assert epsilon_after(spec(**TRUNCATED), 200, DELTA) >= base
 
 
 def test_edges():
-    assert epsilon_after(law(), 0, DELTA) == 0.0
-    assert epsilon_after(law(noise_multiplier=0.0), 5, DELTA) == math.inf
-    assert epsilon_after(law(noise_multiplier=2.0**20), 5, DELTA) < 1e-5
-    tiny_q = law(num_examples=10**7, batch_size=1.0, noise_multiplier=1.0)
+    assert epsilon_after(spec(), 0, DELTA) == 0.0
+    assert epsilon_after(spec(noise_multiplier=0.0), 5, DELTA) == math.inf
+    assert epsilon_after(spec(noise_multiplier=2.0**20), 5, DELTA) < 1e-5
+    tiny_q = spec(num_examples=10**7, batch_size=1.0, noise_multiplier=1.0)
     assert 0 <= epsilon_after(tiny_q, 100, DELTA) < 0.05
 
 
 def test_laplace_has_a_pure_epsilon():
-    full = law(**FULL, distribution="laplace", noise_multiplier=4.0)
+    full = spec(**FULL, distribution="laplace", noise_multiplier=4.0)
     assert epsilon_after(full, 10, 0.0) == pytest.approx(10 / 4)
     assert epsilon_after(replace(full, relation="replace_one"), 10, 0.0) == pytest.approx(20 / 4)
-    sampled = law(distribution="laplace", noise_multiplier=4.0)
+    sampled = spec(distribution="laplace", noise_multiplier=4.0)
     per_step = math.log(1 + 0.016 * (math.exp(1 / 4) - 1))
     assert epsilon_after(sampled, 10, 0.0) == pytest.approx(10 * per_step)
     assert epsilon_after(sampled, 10, 1e-5) <= epsilon_after(sampled, 10, 0.0)
@@ -462,24 +462,24 @@ def test_laplace_has_a_pure_epsilon():
 @pytest.mark.parametrize("delta", [0.0, -1e-5, 1.0, 1e-13, math.nan])
 def test_delta_out_of_range_is_refused(delta):
     with pytest.raises(ValueError, match=r"is outside \[1e-12, 1\)"):
-        epsilon_after(law(), 10, delta)
+        epsilon_after(spec(), 10, delta)
 
 
 def test_lemma_2_2_of_the_paper():
     """sigma = 4 C sqrt(2 T log(e + eps/delta)) / (n eps) on the mean, so times n / C on the sum."""
     sigma = lemma_noise_multiplier(2.0, 500, 1e-6)
     assert sigma == 4 * math.sqrt(2 * 500 * math.log(math.e + 2e6)) / 2
-    assert epsilon_after(law(**LEMMA, noise_multiplier=sigma), 500, 1e-6) == pytest.approx(2.0)
-    exact = law(**FULL, relation="replace_one", noise_multiplier=sigma)
+    assert epsilon_after(spec(**LEMMA, noise_multiplier=sigma), 500, 1e-6) == pytest.approx(2.0)
+    exact = spec(**FULL, relation="replace_one", noise_multiplier=sigma)
     assert epsilon_after(exact, 500, 1e-6) < 2.0
 
 
 def test_lemma_2_2_is_not_believed_where_it_is_wrong():
     """For an epsilon in the hundreds the formula promises less noise than Gaussians need."""
     sigma = lemma_noise_multiplier(2000.0, 1, 1e-5)
-    exact = epsilon_after(law(**FULL, relation="replace_one", noise_multiplier=sigma), 1, DELTA)
+    exact = epsilon_after(spec(**FULL, relation="replace_one", noise_multiplier=sigma), 1, DELTA)
     assert exact > 2000.0
-    assert epsilon_after(law(**LEMMA, noise_multiplier=sigma), 1, DELTA) >= exact
+    assert epsilon_after(spec(**LEMMA, noise_multiplier=sigma), 1, DELTA) >= exact
 
 
 REFUSED = [
@@ -507,7 +507,7 @@ REFUSED = [
 def test_unsound_combinations_are_refused(changes, message):
     for refuse in (check_sound, lambda x: epsilon_after(x, 1, DELTA), step_event):
         with pytest.raises(ValueError, match=message):
-            refuse(law(**changes))
+            refuse(spec(**changes))
 
 
 def test_everything_that_is_not_refused_is_accounted():
@@ -520,7 +520,7 @@ def test_everything_that_is_not_refused_is_accounted():
     )
     accepted = []
     for sampling, distribution, relation, accountant in settings:
-        step = law(sampling=sampling, distribution=distribution, relation=relation,
+        step = spec(sampling=sampling, distribution=distribution, relation=relation,
                    accountant=accountant, max_batch_size=32,
                    batch_size=1000.0 if sampling == "full_batch" else 16.0)  # fmt: skip
         try:
@@ -560,7 +560,7 @@ CALIBRATIONS = [
 @pytest.mark.parametrize(("changes", "steps", "epsilon", "delta"), CALIBRATIONS)
 def test_calibration_keeps_the_target_and_wastes_nothing(changes, steps, epsilon, delta):
     """At most the target, above it at 0.1 % less noise, and below 3 s of processor time."""
-    step = law(**changes)
+    step = spec(**changes)
     started = time.process_time()
     sigma = calibrated_noise_multiplier(step, steps, epsilon=epsilon, delta=delta)
     spent_time = time.process_time() - started
@@ -583,7 +583,7 @@ def test_calibration_keeps_the_target_and_wastes_nothing(changes, steps, epsilon
     ],
 )
 def test_calibration_at_the_edges(changes, steps, epsilon, delta):
-    step = law(**changes)
+    step = spec(**changes)
     sigma = calibrated_noise_multiplier(step, steps, epsilon=epsilon, delta=delta)
     assert epsilon_after(replace(step, noise_multiplier=sigma), steps, delta) <= epsilon
     assert epsilon_after(replace(step, noise_multiplier=sigma * 0.999), steps, delta) > epsilon
@@ -591,14 +591,14 @@ def test_calibration_at_the_edges(changes, steps, epsilon, delta):
 
 def test_unreachable_targets_say_so():
     with pytest.raises(ValueError, match=r"cannot be reached.*use fewer steps"):
-        calibrated_noise_multiplier(law(**FULL), 10**8, epsilon=1e-6, delta=1e-10)
+        calibrated_noise_multiplier(spec(**FULL), 10**8, epsilon=1e-6, delta=1e-10)
     for bad in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="must be finite and positive"):
-            calibrated_noise_multiplier(law(), 10, epsilon=bad, delta=DELTA)
+            calibrated_noise_multiplier(spec(), 10, epsilon=bad, delta=DELTA)
 
 
 def test_a_target_that_the_least_noise_keeps_gets_the_least_noise():
-    sigma = calibrated_noise_multiplier(law(**FULL), 1, epsilon=1e9, delta=DELTA)
+    sigma = calibrated_noise_multiplier(spec(**FULL), 1, epsilon=1e9, delta=DELTA)
     assert sigma == 2.0**-10
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_dpzero.ledger.trajectory import Release
+from hf_dpzero.ledger.release import Release
 from hf_dpzero.privacy.discretization import GRID_RADIUS, discretisation_slack
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import (
@@ -175,8 +175,8 @@ def test_an_adaptive_plan_costs_what_a_fixed_one_with_z_costs(cls):
 def test_every_draw_has_its_slack():
     """h of K + 1 coordinates at the smallest multiplier, z."""
     p = plan(adaptive(num_directions=4, noise_multiplier=2.0**-9, clip_count_noise=1.0))
-    assert p.law.num_directions == 5
-    assert p.law.noise_multiplier == 2.0**-9
+    assert p.spec.num_directions == 5
+    assert p.spec.noise_multiplier == 2.0**-9
     slack = discretisation_slack(2.0**-9, 5 * 100)
     parts = 100 * (4 * discretisation_slack(p.mechanism.sum_multiplier, 1)
                    + discretisation_slack(2.0, 1))  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_dpzero.privacy.accounting import StepLaw, epsilon_after
+from hf_dpzero.privacy.accounting import StepSpec, epsilon_after
 from hf_dpzero.privacy.discretization import GRID_RADIUS
 from hf_dpzero.privacy.mechanisms import (
     NonPrivateMean,
@@ -436,7 +436,7 @@ def test_audit_of_one_full_batch_step(distribution, relation):
     released = [
         np.array([mechanism.release(t, 0, SecureNoise())[0] for _ in range(draws)]) for t in totals
     ]
-    law = StepLaw(
+    spec = StepSpec(
         sampling="full_batch",
         num_examples=3,
         batch_size=3.0,
@@ -444,7 +444,7 @@ def test_audit_of_one_full_batch_step(distribution, relation):
         distribution=distribution,
         noise_multiplier=sigma,
     )
-    claim = epsilon_after(law, 1, delta)
+    claim = epsilon_after(spec, 1, delta)
     # The optimal threshold: halfway, plus the shift at which the log-likelihood ratio is `claim`.
     high, low = (t[0] * mechanism.granularity / 3 for t in totals)
     noise = mechanism.noise_scale / 3

@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from hf_dpzero.privacy.accounting import StepLaw, epsilon_after
+from hf_dpzero.privacy.accounting import StepSpec, epsilon_after
 from hf_dpzero.privacy.mechanisms import (
     DPSGD,
     AdaptiveScalarMechanism,
@@ -46,8 +46,8 @@ def test_the_accounting_reads_the_objects_that_run():
     mechanism = ScalarMechanism(
         clip=3.0, noise_multiplier=1.5, expected_batch_size=16, num_directions=4
     )
-    found = plan(sampler=capped, mechanism=mechanism, relation="replace_one").law
-    assert found == StepLaw(
+    found = plan(sampler=capped, mechanism=mechanism, relation="replace_one").spec
+    assert found == StepSpec(
         sampling="truncated_poisson",
         num_examples=1000,
         batch_size=16.0,
@@ -58,7 +58,7 @@ def test_the_accounting_reads_the_objects_that_run():
         relation="replace_one",
         accountant="pld",
     )
-    assert plan().law.probability == plan().sampler.sampling_probability == 0.016
+    assert plan().spec.probability == plan().sampler.sampling_probability == 0.016
 
 
 def test_clip_and_directions_do_not_change_epsilon_beyond_the_grid():
@@ -78,7 +78,7 @@ def test_epsilon_over_time():
     curve = [p.epsilon(DELTA, at=k) for k in (0, 1, 10, 50, 100)]
     assert curve[0] == 0.0
     assert all(a < b for a, b in itertools.pairwise(curve))
-    assert curve[-1] == p.epsilon(DELTA) == epsilon_after(p.law, 100, DELTA)
+    assert curve[-1] == p.epsilon(DELTA) == epsilon_after(p.spec, 100, DELTA)
     for at in (-1, 101):
         with pytest.raises(ValueError, match=rf"at={at} is outside 0\.\.100"):
             p.epsilon(DELTA, at=at)

@@ -17,7 +17,8 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import save_file
 
-from hf_dpzero.ledger.trajectory import Release, Trajectory
+from hf_dpzero.ledger.release import Release
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -60,6 +61,7 @@ def make_trajectory(plan: PrivacyPlan, steps: int = STEPS) -> Trajectory:
         "direction_key": "0" * 32,
         "direction": "rademacher",
         "num_directions": 1,
+        "num_values": 1,
         "smoothing": 1e-3,
         "weight_decay": 0.0,
         "trainable": ["w"],

@@ -14,7 +14,9 @@ from transformers import OPTConfig, OPTForCausalLM, default_data_collator
 
 from hf_dpzero import DPZeroTrainer
 from hf_dpzero.ledger.digests import digest_model
-from hf_dpzero.ledger.trajectory import LedgerError, Trajectory, replay
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import select_objective
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 

@@ -21,7 +21,9 @@ from transformers import (
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.estimators.parameter_guard import ParameterChanged
 from hf_dpzero.ledger.digests import digest_model
-from hf_dpzero.ledger.trajectory import LedgerError, Trajectory, replay
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction, DirectionStream, direction_vector
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise

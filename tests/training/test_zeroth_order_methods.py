@@ -10,7 +10,8 @@ import torch
 from test_trainer import build, config, same, tiny_model, weights
 from transformers import TrainerCallback
 
-from hf_dpzero.ledger.trajectory import Trajectory, replay
+from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.trajectory import Trajectory
 
 ADAPTIVE = {"clipping": "adaptive", "clip_count_noise": 3.0}
 VARIANTS = {
@@ -101,7 +102,7 @@ def test_an_adaptive_clip_follows_the_quantile(tmp_path):
 
 
 def _directions(trainer, step):
-    from hf_dpzero.ledger.trajectory import directions_of
+    from hf_dpzero.ledger.replay import directions_of
 
     return directions_of(1000 + step, trainer.trajectory.header)
 

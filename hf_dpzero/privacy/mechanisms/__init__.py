@@ -2,8 +2,8 @@
 
 | name | module |
 |---|---|
-| dpzero, mezo, dpgd-0th | `zeroth_order_mechanisms.py` |
-| dp-sgd, dp-adamw, sgd, adamw | `gradient_mechanisms.py` |
+| dpzero, mezo, dpgd-0th | `scalar.py` |
+| dp-sgd, dp-adamw, sgd, adamw | `gradient.py` |
 | dpzero-adaptive, dp-sgd-adaptive, dp-adamw-adaptive | `adaptive_clipping.py` |
 """
 

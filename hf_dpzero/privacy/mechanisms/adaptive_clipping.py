@@ -39,7 +39,7 @@ would spend the step. sigma_b = B / 20 (their choice) costs little where B is we
 sigma_b = z makes the noise on the sum 15 % larger.
 
 The scalar parts live on integer grids of their own, C 2^-30 and 2^-31, where each receives an exact
-discrete Gaussian of scale (multiplier) 2^30; `integer_grid.py` covers scales that differ. Both
+discrete Gaussian of scale (multiplier) 2^30; `discretization.py` covers scales that differ. Both
 multipliers are at least z, so the slack at z for all K + 1 draws is an upper bound.
 """
 

@@ -31,15 +31,15 @@ class MechanismBase:
       name: the method, and the key in the registry.
       replayable: whether the weights follow from what a run writes down.
       distribution: "gaussian", "laplace" or "none".
-      presence_factor: the largest move of the sum, over C, when one example appears or vanishes.
-      replacement_factor: the same when one example is exchanged for another.
+      sensitivity_add_remove: the largest move of the sum, over C, when one example appears or vanishes.
+      sensitivity_replace: the same when one example is exchanged for another.
       noise_draws: coordinates of a step that receive discrete noise (1 where it is dense).
     """
 
     name: ClassVar[str]
     replayable: ClassVar[bool]
-    presence_factor: ClassVar[int] = 1
-    replacement_factor: ClassVar[int] = 2
+    sensitivity_add_remove: ClassVar[int] = 1
+    sensitivity_replace: ClassVar[int] = 2
 
     def at(self: B, past: Sequence[tuple[float, ...]]) -> B:
         """The mechanism of the step that follows the releases `past`: itself, unless it adapts."""
@@ -105,7 +105,7 @@ class NoisedSum(MechanismBase):
     @property
     def effective_noise_multiplier(self) -> float:
         """Noise scale of the one Gaussian (Laplace) that a step amounts to, over the presence move."""
-        return self.noise_multiplier / self.presence_factor
+        return self.noise_multiplier / self.sensitivity_add_remove
 
     @property
     def event_multipliers(self) -> tuple[float, ...]:
@@ -114,7 +114,7 @@ class NoisedSum(MechanismBase):
 
     def sensitivity(self, relation: Relation) -> float:
         """Largest move of the sum over neighbouring data sets, in the units of `clip`."""
-        factor = sensitivity_factor(relation, self.presence_factor, self.replacement_factor)
+        factor = sensitivity_factor(relation, self.sensitivity_add_remove, self.sensitivity_replace)
         return self.clip * factor
 
 

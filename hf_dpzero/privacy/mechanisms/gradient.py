@@ -166,7 +166,7 @@ class GradientMechanism(NoisedSum):
         return float(self.clip_groups) if averaged else self.expected_batch_size
 
     @property
-    def presence_factor(self) -> int:  # type: ignore[override]
+    def sensitivity_add_remove(self) -> int:  # type: ignore[override]
         """Largest move of the sum, over C, when an example appears: 1, or 2 for averaged clipping."""
         return 2 if self.clipping == "averaged" else 1
 

@@ -6,15 +6,15 @@ and states its own sensitivity; nobody else computes either.
 `ScalarMechanism` is DPZero (Zhang et al. 2024, arXiv:2310.09639, Algorithm 2) with K directions:
 the K finite differences of one example form one vector, clipped as one vector.
 
-All arithmetic before a scalar release is on integers; `integer_grid.py` says why the epsilon printed
+All arithmetic before a scalar release is on integers; `discretization.py` says why the epsilon printed
 for a Gaussian holds for the discrete noise that is drawn.
 
-What every mechanism states, here and in `gradient_mechanisms.py` and `adaptive_clipping.py`:
+What every mechanism states, here and in `gradient.py` and `adaptive_clipping.py`:
 
-- `sensitivity(relation)`, `presence_factor`, `replacement_factor`: the largest move of the sum when
-  one example appears or is exchanged; the factors are in units of C.
+- `sensitivity(relation)`: of the clipped sum, in the units of C; `sensitivity_add_remove` and
+  `sensitivity_replace`: the same in clipping norms.
 - `effective_noise_multiplier`: the multiplier of the one Gaussian (Laplace) that a step amounts to,
-  relative to the move by an example's presence; `event_multipliers`: those of its parts.
+  relative to the add-or-remove sensitivity; `event_multipliers`: those of its parts.
 - `noise_draws`: coordinates of a step that receive discrete noise; `values_per_release`: numbers
   that a step writes to the ledger.
 - `at(past)`: the mechanism of the step after the releases `past`.
