@@ -109,7 +109,7 @@ BUGS = (
         "while (over := np.zeros(len(integers), dtype=bool)).any():"),
     Bug("replay_from_wrong_step",
         "A replay starts at the second release.",
-        "hf_dpzero/ledger/trajectory.py", "tests/ledger/test_trajectory.py",
+        "hf_dpzero/ledger/replay.py", "tests/ledger/test_trajectory.py",
         "for release in trajectory.releases:",
         "for release in trajectory.releases[1:]:"),
     Bug("sampler_reused",
@@ -159,19 +159,20 @@ BUGS = (
     Bug("replacement_not_doubled",
         "Replacing an example is accounted like adding one: C, where it moves the sum by 2 C.",
         "hf_dpzero/privacy/mechanisms/base.py", "tests/privacy/test_plan.py",
-        'return replacement if relation == "replace_one" else presence',
-        "return presence"),
+        'return replace if relation == "replace_one" else add_remove',
+        "return add_remove"),
     Bug("ledger_after_update",
         "The ledger's file is written after the update, so that a crash loses a paid step.",
         "hf_dpzero/training/zeroth_order_step.py",
         "tests/training/test_trainer.py::test_a_step_that_cannot_be_written_down_changes_nothing",
         "self.trajectory.append(release)\n"
         "        apply_release(self.space, self.trajectory, release, defer=self.defer)",
-        "log = self.trajectory\n"
-        "        log._remember(release)\n"
+        "log, path = self.trajectory, self.trajectory.path\n"
+        "        log.path = None\n"
+        "        log.append(release)\n"
         "        apply_release(self.space, log, release, defer=self.defer)\n"
-        "        if log.path is not None:\n"
-        "            log._append_to_file(log.path, log._pack(release))"),
+        "        log.path = path\n"
+        "        log.append(log.releases.pop())"),
     Bug("checkpoint_unsettled",
         "A checkpoint's weights are saved while an update is still to be made.",
         "hf_dpzero/training/trainer.py",

@@ -16,7 +16,14 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.discretization import discretisation_slack
-from hf_dpzero.privacy.events import Accountant, StepSpec, accountant_used, check_sound, step_event
+from hf_dpzero.privacy.events import (
+    Accountant,
+    StepSpec,
+    accountant_used,
+    check_sound,
+    library_relation,
+    step_event,
+)
 from hf_dpzero.privacy.mechanisms.base import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER
 
 if TYPE_CHECKING:
@@ -70,7 +77,7 @@ def _continuous_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
     if used == "gaussian_exact":
         return _gaussian_epsilon(spec, steps, delta)
     if used == "advanced_composition":
-        lemma = _lemma_epsilon(spec.noise_multiplier * 2 / spec.factor, steps, delta)
+        lemma = _lemma_epsilon(spec.noise_multiplier * 2 / spec.sensitivity, steps, delta)
         return max(lemma, _gaussian_epsilon(spec, steps, delta))
     if used == "rdp":
         return _rdp_epsilon(spec, steps, delta)
@@ -81,7 +88,7 @@ def _gaussian_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
     """T full-batch Gaussians are one with sigma / sqrt(T) (Balle and Wang 2018 for its epsilon)."""
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
-    sigma = spec.noise_multiplier / spec.factor / math.sqrt(steps)
+    sigma = spec.noise_multiplier / spec.sensitivity / math.sqrt(steps)
     found = float(get_epsilon_gaussian(sigma, delta))
     return found * (1 + 1e-9) + 1e-11 if found > 0 else 0.0
 
@@ -90,7 +97,7 @@ def _rdp_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
     import dp_accounting as dp
     from dp_accounting import rdp
 
-    accountant = rdp.RdpAccountant(neighboring_relation=_relation(spec))
+    accountant = rdp.RdpAccountant(neighboring_relation=library_relation(spec))
     accountant.compose(dp.SelfComposedDpEvent(step_event(spec), steps))
     return float(accountant.get_epsilon(delta))
 
@@ -133,7 +140,7 @@ def _pld_epsilon_on_grid(
     import dp_accounting as dp
     from dp_accounting import pld
 
-    accountant = pld.PLDAccountant(_relation(spec), value_discretization_interval=grid)
+    accountant = pld.PLDAccountant(library_relation(spec), value_discretization_interval=grid)
     accountant.compose(dp.SelfComposedDpEvent(event, steps))
     return float(accountant.get_epsilon(delta))
 
@@ -150,7 +157,7 @@ def _coarse_grid(spec: StepSpec) -> float:
 
 def _typical_loss(spec: StepSpec) -> float:
     """Standard deviation of one step's privacy loss, roughly: q sqrt(chi^2), capped."""
-    u = spec.factor / spec.noise_multiplier
+    u = spec.sensitivity / spec.noise_multiplier
     if spec.distribution == "laplace":
         u = min(u, 4.0)
         chi2 = (2 * math.exp(u) + math.exp(-2 * u)) / 3 - 1
@@ -161,7 +168,7 @@ def _typical_loss(spec: StepSpec) -> float:
 
 def _largest_loss(spec: StepSpec) -> float:
     """Width of the loss range that one step's discretisation covers (ten deviations)."""
-    factor = 2.0 if spec.sampling == "truncated_poisson" else spec.factor
+    factor = 2.0 if spec.sampling == "truncated_poisson" else spec.sensitivity
     u = factor / spec.noise_multiplier
     tail = u if spec.distribution == "laplace" else u * (10.0 + u / 2)
     q = 1.0 if spec.sampling == "truncated_poisson" else spec.probability
@@ -170,7 +177,7 @@ def _largest_loss(spec: StepSpec) -> float:
 
 def _pure_epsilon(spec: StepSpec, steps: int) -> float:
     """Pure epsilon of T Laplace releases, each amplified to log(1 + q (e^eps - 1))."""
-    one = spec.factor / spec.noise_multiplier
+    one = spec.sensitivity / spec.noise_multiplier
     if spec.probability == 1.0:
         return steps * one * (1 + 1e-12)
     if one > 500:
@@ -205,15 +212,6 @@ def lemma_noise_multiplier(epsilon: float, steps: int, delta: float) -> float:
     343.9
     """
     return 4 * math.sqrt(2 * steps * math.log(math.e + epsilon / delta)) / epsilon
-
-
-def _relation(spec: StepSpec) -> Any:
-    """dp-accounting's relation. Laplace events carry the factor of replace_one themselves."""
-    from dp_accounting import NeighboringRelation
-
-    if spec.distribution == "laplace":
-        return NeighboringRelation.ADD_OR_REMOVE_ONE
-    return NeighboringRelation[spec.relation.upper()]
 
 
 def _check_delta(delta: float, spec: StepSpec) -> None:
@@ -257,7 +255,7 @@ def calibrated_noise_multiplier(
 def _first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> float:
     """A multiplier of the right size, from a cheaper question with nearly the same answer."""
     if spec.accountant == "advanced_composition":
-        return lemma_noise_multiplier(epsilon, steps, delta) * spec.factor / 2
+        return lemma_noise_multiplier(epsilon, steps, delta) * spec.sensitivity / 2
     if spec.sampling == "truncated_poisson":
         plain = replace(spec, sampling="poisson", max_batch_size=0)
         return calibrated_noise_multiplier(plain, steps, epsilon=epsilon, delta=delta)
@@ -265,10 +263,10 @@ def _first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> fl
         return max(1.0, spec.probability * math.sqrt(steps)) / epsilon
     from dp_accounting.gaussian_mechanism import get_sigma_gaussian
 
-    mu = spec.factor / float(get_sigma_gaussian(epsilon, max(delta, 1e-300)))
+    mu = spec.sensitivity / float(get_sigma_gaussian(epsilon, max(delta, 1e-300)))
     # Central limit for subsampled Gaussians: mu = q sqrt(T (e^(1/sigma^2) - 1)), Dong et al. 2022.
-    ratio = mu / (spec.probability * math.sqrt(steps) * spec.factor)
-    guess = spec.factor / math.sqrt(math.log1p(ratio**2))
+    ratio = mu / (spec.probability * math.sqrt(steps) * spec.sensitivity)
+    guess = spec.sensitivity / math.sqrt(math.log1p(ratio**2))
     if accountant_used(spec) != "pld" or not math.isfinite(guess):
         return guess
     rough = partial(_rough_epsilon, spec, steps, delta)

@@ -17,11 +17,11 @@ accountants is a sound description of a run, and refuses every combination for w
 Notes on soundness
 ------------------
 *What is assumed of a step.* Given the rest of the batch, the sum with an example lies within R of
-the sum without it, whatever the example is, and the noise has scale sigma R. Hence an exchange moves
-it by at most 2R. Contributions clipped to C have R = C; averaged clipping has R = 2C. Mechanisms
-whose exchange moves the sum by less than 2R (averaged clipping: by R) say so in `replacement`. Only
-a full batch, where the exchange is all that happens, makes use of it; with sampling the row for
-2R is an upper bound, and is what is reported.
+the sum without it, whatever the example is (R is the sensitivity under add-or-remove), and the noise
+has scale sigma R. Hence the sensitivity under replacement is at most 2R. Contributions clipped to C
+have R = C; averaged clipping has R = 2C, but a replacement moves its sum by R only
+(`sensitivity_replace` = 1). Only a full batch, where a replacement is all that happens, makes use of
+that; with sampling the row for 2R is an upper bound, and is what is reported.
 
 *Several noises in a step* (adaptive clipping: a sum and a count). Independent Gaussians with
 multipliers z_1, z_2, .. on one example's contributions are, each divided by its scale, one vector
@@ -67,13 +67,13 @@ from typing import TYPE_CHECKING, Literal
 from hf_dpzero.privacy.mechanisms.base import RELATIONS, Relation, sensitivity_factor
 
 if TYPE_CHECKING:
-    from dp_accounting import DpEvent
+    from dp_accounting import DpEvent, NeighboringRelation
 
 Accountant = Literal["pld", "rdp", "advanced_composition"]
 ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp", "advanced_composition")
 
 LAPLACE_MARGIN = 1.0 - 1e-12
-"""Shrinks b for the discreteness of the noise; see the docstring of `mechanisms.py`."""
+"""Shrinks b for the discreteness of the noise; see the docstring of `discretization.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +86,11 @@ class StepSpec:
       batch_size: expected batch size B; q = B / n.
       max_batch_size: the cap of truncated_poisson, else 0.
       distribution: "gaussian" or "laplace".
-      noise_multiplier: sigma, noise scale over R, the move by an example's presence.
+      noise_multiplier: sigma, noise scale over R, the sensitivity under add-or-remove.
       num_directions: numbers that receive discrete noise in a step: K, or K + 1 with a count.
       relation: the neighbouring relation.
       accountant: the accountant asked for.
-      replacement: the move by an example's replacement over R: 2, or 1 for averaged clipping.
+      sensitivity_replace: sensitivity under replacement over R: 2, or 1 for averaged clipping.
     """
 
     sampling: str
@@ -102,18 +102,18 @@ class StepSpec:
     num_directions: int = 1
     relation: Relation = "add_or_remove_one"
     accountant: Accountant = "pld"
-    replacement: int = 2
+    sensitivity_replace: int = 2
 
     @property
     def probability(self) -> float:
-        """q, the chance that one example is in the batch."""
+        """q, the probability that one example is in the batch."""
         return 1.0 if self.sampling == "full_batch" else self.batch_size / self.num_examples
 
     @property
-    def factor(self) -> int:
-        """The move under the relation over R: 1; for replace_one 2, or `replacement` unsampled."""
-        replacement = self.replacement if self.sampling == "full_batch" else 2
-        return sensitivity_factor(self.relation, replacement=replacement)
+    def sensitivity(self) -> int:
+        """Sensitivity over R under the relation: 1, or with replace_one 2 (see the module docstring)."""
+        replace = self.sensitivity_replace if self.sampling == "full_batch" else 2
+        return sensitivity_factor(self.relation, replace=replace)
 
 
 def check_sound(spec: StepSpec) -> None:
@@ -203,20 +203,24 @@ def accountant_used(spec: StepSpec) -> str:
     """
     if spec.sampling == "fixed_size_without_replacement":
         return "rdp"
-    if (
-        spec.accountant == "pld"
-        and spec.sampling == "full_batch"
-        and spec.distribution == "gaussian"
-    ):
+    if (spec.accountant, spec.sampling, spec.distribution) == ("pld", "full_batch", "gaussian"):
         return "gaussian_exact"
     return spec.accountant
+
+
+def library_relation(spec: StepSpec) -> NeighboringRelation:
+    """dp-accounting's relation. Laplace events carry the sensitivity of replace_one themselves."""
+    from dp_accounting import NeighboringRelation
+
+    laplace = spec.distribution == "laplace"
+    return NeighboringRelation["ADD_OR_REMOVE_ONE" if laplace else spec.relation.upper()]
 
 
 def step_event(spec: StepSpec, parts: tuple[float, ...] = (1.0,)) -> DpEvent:
     """The `DpEvent` of one step, in the convention of the accountant that reads it.
 
     The PLD accountant doubles the sensitivity of a Gaussian by itself under REPLACE_ONE; the RDP
-    accountant and Laplace events do not, so there the factor is divided out of the noise. For
+    accountant and Laplace events do not, so there it is divided out of the noise. For
     truncated_poisson under add_or_remove_one this is the event of the pair (n + 1, n).
 
     Args:
@@ -224,19 +228,27 @@ def step_event(spec: StepSpec, parts: tuple[float, ...] = (1.0,)) -> DpEvent:
       parts: shares of the step's noise multiplier, where it has several noises: (z_1 / z, z_2 / z,
         ..) describes the same step as a composition, for readers and the RDP accountant. The PLD
         accountant takes no composition inside a sampled event, and a truncated event has one noise.
+
+    Returns:
+      The event; its composition over T steps is the run.
+
+    Raises:
+      ValueError: as in `check_sound`.
     """
     import dp_accounting as dp
 
     check_sound(spec)
     sigma, q = spec.noise_multiplier, spec.probability
     if spec.distribution == "laplace":
-        b = sigma * LAPLACE_MARGIN / spec.factor
-        inner: DpEvent = dp.LaplaceDpEvent(b)
+        inner: DpEvent = dp.LaplaceDpEvent(sigma * LAPLACE_MARGIN / spec.sensitivity)
         return inner if spec.sampling == "full_batch" else dp.PoissonSampledDpEvent(q, inner)
     if spec.sampling == "truncated_poisson":
         larger = spec.num_examples + (spec.relation == "add_or_remove_one")
         return dp.TruncatedSubsampledGaussianDpEvent(larger, q, spec.max_batch_size, sigma)
-    gaussian = _gaussian_event(sigma / _library_factor(spec), parts)
+    doubled = accountant_used(spec) in ("pld", "gaussian_exact") and spec.relation == "replace_one"
+    sigma = sigma / (spec.sensitivity / 2 if doubled else spec.sensitivity)
+    gaussians = [dp.GaussianDpEvent(sigma * part) for part in parts]
+    gaussian = gaussians[0] if len(gaussians) == 1 else dp.ComposedDpEvent(gaussians)
     if spec.sampling == "poisson":
         return dp.PoissonSampledDpEvent(q, gaussian)
     if spec.sampling == "fixed_size_without_replacement":
@@ -244,18 +256,3 @@ def step_event(spec: StepSpec, parts: tuple[float, ...] = (1.0,)) -> DpEvent:
             spec.num_examples, int(spec.batch_size), gaussian
         )
     return gaussian
-
-
-def _gaussian_event(sigma: float, parts: tuple[float, ...]) -> DpEvent:
-    import dp_accounting as dp
-
-    gaussians = [dp.GaussianDpEvent(sigma * part) for part in parts]
-    return gaussians[0] if len(gaussians) == 1 else dp.ComposedDpEvent(gaussians)
-
-
-def _library_factor(spec: StepSpec) -> float:
-    """The part of `factor` that the accountant does not apply by itself."""
-    by_itself = (
-        accountant_used(spec) in ("pld", "gaussian_exact") and spec.relation == "replace_one"
-    )
-    return spec.factor / 2 if by_itself else spec.factor

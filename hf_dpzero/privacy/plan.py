@@ -80,18 +80,19 @@ class PrivacyPlan:
     @property
     def spec(self) -> StepSpec:
         """One step as the accounting sees it."""
-        cap = self.sampler
+        cap, mechanism = self.sampler, self.mechanism
         return StepSpec(
             sampling=self.sampler.name,
             num_examples=self.sampler.num_examples,
             batch_size=float(self.sampler.expected_batch_size),
             max_batch_size=cap.max_batch_size if isinstance(cap, TruncatedPoissonSampler) else 0,
-            distribution=self.mechanism.distribution,
-            noise_multiplier=self.mechanism.effective_noise_multiplier,
-            num_directions=self.mechanism.noise_draws,
+            distribution=mechanism.distribution,
+            noise_multiplier=mechanism.effective_noise_multiplier,
+            num_directions=mechanism.noise_draws,
             relation=self.relation,
             accountant=self.accountant,
-            replacement=self.mechanism.sensitivity_replace // self.mechanism.sensitivity_add_remove,
+            sensitivity_replace=self.mechanism.sensitivity_replace
+            // self.mechanism.sensitivity_add_remove,
         )
 
     @property

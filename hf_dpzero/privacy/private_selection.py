@@ -4,8 +4,8 @@ Private selection (Papernot and Steinke 2022, "Hyperparameter tuning with Renyi 
 privacy", arXiv:2110.03620). Let Q be one trial: draw settings uniformly from a public grid, train
 privately, score the result on public data. Run Q a random number K of times and release the best
 result alone, K and the other results staying secret. For K from the truncated negative binomial
-distribution TNB(eta, gamma) (their Definition 1) and a run that is (lambda, eps(lambda))-RDP at every order, the
-release is, at order lambda and for every lambda' >= 1 (Theorem 2),
+distribution TNB(eta, gamma) (their Definition 1) and a run that is (lambda, eps(lambda))-RDP at every
+order, the release is, at order lambda and for every lambda' >= 1 (Theorem 2),
 
     eps(lambda) + (1 + eta) (1 - 1/lambda') eps(lambda') + (1 + eta) log(1/gamma) / lambda'
     + log(E K) / (lambda - 1),
@@ -38,7 +38,8 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, localcontext
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.accounting import Accountant, StepSpec, smallest_argument, step_event
+from hf_dpzero.privacy.accounting import smallest_argument
+from hf_dpzero.privacy.events import Accountant, StepSpec, library_relation, step_event
 from hf_dpzero.privacy.mechanisms import discretisation_slack
 from hf_dpzero.privacy.plan import PrivacyPlan
 
@@ -231,17 +232,9 @@ def _selection_epsilon(spec: StepSpec, steps: int, trials: TrialCount, delta: fl
         raise ValueError(
             f"delta={delta} must lie in (0, 1): private selection has no pure epsilon."
         )
-    accountant = rdp.RdpAccountant(neighboring_relation=_library_relation(spec))
+    accountant = rdp.RdpAccountant(neighboring_relation=library_relation(spec))
     accountant.compose(_selection_event(spec, steps, trials))
     return float(accountant.get_epsilon(delta))
-
-
-def _library_relation(spec: StepSpec) -> Any:
-    """dp-accounting's relation. Laplace events carry the factor of replace_one themselves."""
-    from dp_accounting import NeighboringRelation
-
-    laplace = spec.distribution == "laplace"
-    return NeighboringRelation["ADD_OR_REMOVE_ONE" if laplace else spec.relation.upper()]
 
 
 def calibrate_selection(
@@ -327,7 +320,7 @@ def _accounted(plans: Sequence[PrivacyPlan], delta: float) -> float:
     import dp_accounting as dp
     from dp_accounting import pld, rdp
 
-    relation = _library_relation(plans[0].spec)
+    relation = library_relation(plans[0].spec)
     name = _common_accountant(plans)
     accountant: Any = (
         rdp.RdpAccountant(neighboring_relation=relation)

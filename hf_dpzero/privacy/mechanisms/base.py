@@ -152,15 +152,26 @@ class NotNoised(MechanismBase):
         return math.inf * sensitivity_factor(relation)
 
 
-def sensitivity_factor(relation: Relation, presence: int = 1, replacement: int = 2) -> int:
-    """Sensitivity over C: `replacement` when one example is exchanged for another, else `presence`.
+def sensitivity_factor(relation: Relation, add_remove: int = 1, replace: int = 2) -> int:
+    """Sensitivity under `relation`, in clipping norms.
+
+    Args:
+      relation: replace_special counts as adding or removing: the special example contributes zero.
+      add_remove: sensitivity when one example is added or removed.
+      replace: sensitivity when one example is replaced by another.
+
+    Returns:
+      One of the two.
+
+    Raises:
+      ValueError: an unknown relation.
 
     >>> sensitivity_factor("add_or_remove_one"), sensitivity_factor("replace_one")
     (1, 2)
     """
     if relation not in RELATIONS:
         raise ValueError(f"relation={relation!r} is unknown; use one of {RELATIONS}.")
-    return replacement if relation == "replace_one" else presence
+    return replace if relation == "replace_one" else add_remove
 
 
 def floating_point_caveat(name: str) -> str:
