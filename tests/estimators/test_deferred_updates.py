@@ -14,7 +14,8 @@ from torch import nn
 from transformers import BertForSequenceClassification, TrainerCallback
 
 from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
-from hf_dpzero.ledger.trajectory import Trajectory, replay
+from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
