@@ -1,4 +1,12 @@
-"""Tasks by name, registered by one line in `TASKS`, or by `register_task`, or in a YAML file."""
+"""Rows of a data set become prompts or token rows, labels and scores.
+
+Promises: every batch has one row an example; what a refusal says quotes no row; metrics need no network.
+The number of training rows that a task keeps is the n of the privacy accounting. May import `objectives`
+and `values` only. Start with `build_task`; then `task.py` (classification heads) or `prompted.py`
+(prompts), `benchmarks.py` (the paper's tasks) and `description.py` (how to describe your own).
+
+Tasks have names: by one line in `TASKS`, by `register_task`, or in a YAML file.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +62,28 @@ def build_task(data: DataArguments) -> AnyTask:
     """
     if data.task in TASKS:
         return importlib.import_module(TASKS[data.task]).build(data)
+    description = description_of(data.task)
+    assert description is not None
     from hf_dpzero.tasks.benchmarks import build_described
 
-    return build_described(data, _described(data.task))
+    return build_described(data, description)
 
 
-def _described(name: str) -> TaskDescription:
+def description_of(name: str) -> TaskDescription | None:
+    """What is known of a task without its rows; None if only its data describes it.
+
+    Raises:
+      ValueError: an unknown task; names the known ones.
+      FileNotFoundError: no such file.
+    """
+    if name in TASKS:
+        from hf_dpzero.tasks.benchmarks import BENCHMARKS
+
+        return BENCHMARKS.get(name)
     if name in _REGISTERED:
         return _REGISTERED[name]
     if name.endswith((".yaml", ".yml")):
-        from hf_dpzero.tasks.task_files import read_task
+        from hf_dpzero.tasks.description import read_task
 
         return read_task(name)
     raise ValueError(

@@ -185,7 +185,14 @@ def build(data: DataArguments) -> Task | PromptTask:
 
 
 def build_described(data: DataArguments, description: TaskDescription) -> Task | PromptTask:
-    """The rows of a description, for a classification head or as prompts.
+    """The rows of a description.
+
+    Args:
+      data: the recipe's settings.
+      description: of the task.
+
+    Returns:
+      The task, for a classification head or as prompts.
 
     Raises:
       ValueError, OSError: as `text_classification.build` and `prompted_generation`.

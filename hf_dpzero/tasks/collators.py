@@ -19,21 +19,21 @@ from hf_dpzero.tasks.task import PAD_TO_MULTIPLE_OF
 Rows = Sequence[Mapping[str, Any]]
 
 
-def padded(rows: Sequence[Tensor], value: int, side: str, most: int | None = None) -> Tensor:
+def _padded(rows: Sequence[Tensor], value: int, side: str, most: int | None = None) -> Tensor:
     """1-D tensors as one `[N, T]`, T the longest rounded up to a multiple of 8, or to `most`.
 
-    >>> padded([torch.tensor([1, 2]), torch.tensor([3])], 0, "left")[:, -2:]
+    >>> _padded([torch.tensor([1, 2]), torch.tensor([3])], 0, "left")[:, -2:]
     tensor([[1, 2],
             [0, 3]])
     """
     longest = max(row.numel() for row in rows)
     length = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
     length = max(longest, min(length, most or length))
-    found = torch.full((len(rows), length), value, dtype=torch.int64)
-    for target, row in zip(found, rows, strict=True):
+    padded_rows = torch.full((len(rows), length), value, dtype=torch.int64)
+    for target, row in zip(padded_rows, rows, strict=True):
         part = slice(None, row.numel()) if side == "right" else slice(length - row.numel(), None)
         target[part] = row
-    return found
+    return padded_rows
 
 
 def _ids(row: Mapping[str, Any]) -> Tensor:
@@ -61,8 +61,8 @@ class _Collator:
         """input_ids and attention_mask, `[N, T]` int64."""
         masks = [torch.ones_like(row) for row in ids]
         return {
-            "input_ids": padded(ids, self.pad_token_id, self.side, self.most),
-            "attention_mask": padded(masks, 0, self.side, self.most),
+            "input_ids": _padded(ids, self.pad_token_id, self.side, self.most),
+            "attention_mask": _padded(masks, 0, self.side, self.most),
         }
 
 
@@ -107,14 +107,11 @@ class AnswerCollator(_Collator):
 
     def __call__(self, rows: Rows) -> dict[str, Tensor]:
         ids = [_ids(row) for row in rows]
-        labels = [self._labels(row, tokens) for row, tokens in zip(rows, ids, strict=True)]
+        labels = [tokens.clone() for tokens in ids]
+        for row, tokens in zip(rows, labels, strict=True):
+            tokens[: int(row["prompt_length"])] = IGNORE_INDEX
         return {
             **self._tokens(ids),
-            "labels": padded(labels, IGNORE_INDEX, self.side, self.most),
+            "labels": _padded(labels, IGNORE_INDEX, self.side, self.most),
             "references": _column(rows, "references"),
         }
-
-    def _labels(self, row: Mapping[str, Any], tokens: Tensor) -> Tensor:
-        labels = tokens.clone()
-        labels[: int(row["prompt_length"])] = IGNORE_INDEX
-        return labels

@@ -1,15 +1,39 @@
-"""A task in words: where its rows are, what their columns are called, how they become prompts."""
+"""A task in words: where its rows are, what their columns are called, how they become prompts.
+
+In Python a `TaskDescription`; as a file, `task: my_task.yaml` in a recipe:
+
+```yaml
+name: tickets
+dataset: me/tickets            # on the Hub; or leave it out and set train_file, validation_file
+fields: {subject: subject, body: [body, text]}   # field: its column, or what it may be called
+labels: [billing, outage]      # or `answers: COLUMN` where the answer is a text
+label_column: label
+metric: macro_f1               # accuracy, macro_f1; squad or drop for answers
+prompts:
+  masked_lm:
+    template: "{subject}. {body} This is about {mask}."
+    label_words: [money, failure]
+    passage: body              # what is cut where a prompt is too long
+```
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from hf_dpzero.tasks.rows import HubSource
 from hf_dpzero.tasks.templates import ANSWER, MASK, checked_template
+from hf_dpzero.values import nearest, parse_yaml
 
 METRICS = {"classification": ("accuracy", "macro_f1"), "generation": ("squad", "drop")}
-PROMPT_KINDS = ("masked_lm", "causal_lm")
+_KEYS = (
+    "name", "dataset", "config", "revision", "validation_split", "fields", "optional_fields",
+    "labels", "label_column", "drop_unlabelled", "answers", "metric", "prompts",
+)  # fmt: skip
+_PROMPT_KEYS = ("template", "label_words", "passage", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +56,9 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskDescription:
-    """Everything about a task but its rows. Classification has `label_names`, generation
-    `answer_columns`.
+    """Everything about a task but its rows.
+
+    A classification has `label_names`, a task with generated answers `answer_columns`.
 
     Attributes:
       name: in the task registry.
@@ -68,56 +93,163 @@ class TaskDescription:
 
     def __post_init__(self) -> None:
         if bool(self.label_names) == bool(self.answer_columns):
-            raise ValueError(
-                f"task {self.name!r} has label_names={list(self.label_names)} and answer_columns="
-                f"{list(self.answer_columns)}: give label_names for a classification, or "
-                "answer_columns where the answer is a text."
+            self._refuse(
+                f"label_names={list(self.label_names)} and answer_columns={list(self.answer_columns)}: "
+                "give label_names for a classification, or answer_columns where the answer is a text."
             )
-        self._check_fields()
+        if not self.fields:
+            self._refuse("no fields: name its text columns.")
+        for name in {MASK, ANSWER} & set(self.fields):
+            self._refuse(
+                f"a field {name!r}, which in a template stands for the place of the label: call the "
+                "field (or the column) something else."
+            )
+        known = ", ".join(self.fields)
+        for name in self.optional_fields:
+            if name not in self.fields:
+                self._refuse(f"optional_fields with {name!r}, which is none of its fields {known}.")
         kind = "generation" if self.generates else "classification"
         if self.metric not in METRICS[kind]:
-            raise ValueError(
-                f"task {self.name!r} has metric={self.metric!r}; a {kind} task has one of "
-                f"{', '.join(METRICS[kind])}."
+            self._refuse(
+                f"metric={self.metric!r}; a {kind} task has one of {', '.join(METRICS[kind])}."
             )
         for prompt_kind, prompt in self.prompts.items():
             self._check_prompt(prompt_kind, prompt)
 
-    def _check_fields(self) -> None:
-        if not self.fields:
-            raise ValueError(f"task {self.name!r} has no fields: name its text columns.")
-        for name in (MASK, ANSWER):
-            if name in self.fields:
-                raise ValueError(
-                    f"task {self.name!r} has a field {name!r}, which in a template stands for the "
-                    "place of the label: call the field (or the column) something else."
-                )
-        for name in self.optional_fields:
-            if name not in self.fields:
-                raise ValueError(
-                    f"task {self.name!r} has optional_fields with {name!r}, which is none of its "
-                    f"fields {', '.join(self.fields)}."
-                )
+    def _refuse(self, why: str) -> None:
+        raise ValueError(f"task {self.name!r} has {why}")
 
     def _check_prompt(self, kind: str, prompt: Prompt) -> None:
-        known = PROMPT_KINDS[1:] if self.generates else PROMPT_KINDS
-        if kind not in known:
-            raise ValueError(
-                f"task {self.name!r} has a prompt {kind!r}; there are {', '.join(known)}."
-            )
+        kinds = ("causal_lm",) if self.generates else ("masked_lm", "causal_lm")
+        if kind not in kinds:
+            self._refuse(f"a prompt {kind!r}; there are {', '.join(kinds)}.")
         checked_template(prompt.template, kind, tuple(self.fields), self.optional_fields)
         if prompt.passage is not None and prompt.passage not in self.fields:
-            raise ValueError(
-                f"task {self.name!r} has passage={prompt.passage!r} in its prompt {kind}, which is "
-                f"none of its fields {', '.join(self.fields)}."
+            self._refuse(
+                f"passage={prompt.passage!r} in its prompt {kind}, which is none of its fields "
+                f"{', '.join(self.fields)}."
             )
         if prompt.label_words and len(prompt.label_words) != len(self.label_names):
-            raise ValueError(
-                f"task {self.name!r} has {len(prompt.label_words)} label_words in its prompt {kind} "
-                f"and {len(self.label_names)} labels: give one each."
+            self._refuse(
+                f"{len(prompt.label_words)} label_words in its prompt {kind} and "
+                f"{len(self.label_names)} labels: give one each."
             )
 
     @property
     def generates(self) -> bool:
         """Whether the answer is a generated text."""
         return bool(self.answer_columns)
+
+
+# ---------------------------------------------------------------- YAML files
+
+
+def read_task(path: str) -> TaskDescription:
+    """The description in a YAML file.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: not YAML, unknown or missing keys, or what `TaskDescription` refuses; names the file.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"task {path!r} not found (paths are relative to {Path.cwd()}).")
+    try:
+        return described_by(parse_yaml(Path(path).read_text(encoding="utf-8")), Path(path).stem)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def described_by(values: Any, name: str = "task") -> TaskDescription:
+    """The description in a mapping with the keys of a task file.
+
+    Args:
+      values: a mapping, as YAML gives it.
+      name: the task's name if `values` has none.
+
+    Returns:
+      The checked description.
+
+    Raises:
+      ValueError: as `read_task`.
+    """
+    values = _checked_keys(values, _KEYS, "a task")
+    if "fields" not in values:
+        raise ValueError("fields is missing: name the text columns, such as {text: text}.")
+    answers = _words(values.get("answers"), "answers")
+    unlabelled = str(values.get("drop_unlabelled", False)).lower()
+    if unlabelled not in ("true", "yes", "false", "no"):
+        raise ValueError(f"drop_unlabelled: {values['drop_unlabelled']!r} is not true or false.")
+    return TaskDescription(
+        name=_text(values, "name", name),
+        source=_source(values),
+        fields=_fields(values["fields"]),
+        optional_fields=_words(values.get("optional_fields"), "optional_fields"),
+        label_columns=_words(values.get("label_column", "label"), "label_column"),
+        label_names=_words(values.get("labels"), "labels"),
+        answer_columns=answers,
+        drop_unlabelled=unlabelled in ("true", "yes"),
+        prompts=_prompts(values.get("prompts", {})),
+        metric=_text(values, "metric", METRICS["generation" if answers else "classification"][0]),
+    )
+
+
+def _source(values: Mapping[str, Any]) -> HubSource | None:
+    if "dataset" not in values:
+        return None
+    given = {"config": "config", "revision": "revision", "validation_split": "validation"}
+    settings = {field: _text(values, key) for key, field in given.items() if key in values}
+    return HubSource(_text(values, "dataset"), **settings)
+
+
+def _fields(values: Any) -> dict[str, tuple[str, ...]]:
+    """Each field -> what its column may be called: the field's own name where nothing is said."""
+    if not isinstance(values, Mapping):
+        return {name: (name,) for name in _words(values, "fields")}
+    for name, columns in values.items():
+        if columns == []:
+            raise ValueError(f"field {name}: [] names no column.")
+    return {str(name): _words(columns, name) or (str(name),) for name, columns in values.items()}
+
+
+def _prompts(values: Any) -> dict[str, Prompt]:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"prompts: {values!r} is not a mapping of masked_lm or causal_lm.")
+    prompts = {}
+    for kind, prompt in values.items():
+        prompt = _checked_keys(prompt, _PROMPT_KEYS, f"the prompt {kind}")
+        if "template" not in prompt:
+            raise ValueError(f"the prompt {kind} has no template.")
+        prompts[str(kind)] = Prompt(
+            template=_text(prompt, "template").rstrip("\n"),
+            label_words=_words(prompt.get("label_words"), "label_words"),
+            passage=_text(prompt, "passage") or None,
+            source=_text(prompt, "source"),
+        )
+    return prompts
+
+
+def _text(values: Mapping[str, Any], key: str, otherwise: str = "") -> str:
+    value = values.get(key, otherwise)
+    if not isinstance(value, str):
+        raise ValueError(f"{key}: {value!r} is not text; put it into quotes.")
+    return value
+
+
+def _words(value: Any, key: str) -> tuple[str, ...]:
+    """One text or a list of texts; () of None."""
+    listed = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(word, str) for word in listed):
+        raise ValueError(f"{key}: {value!r} is not text or a list of texts; put it into quotes.")
+    return tuple(listed)
+
+
+def _checked_keys(values: Any, known: tuple[str, ...], what: str) -> dict[str, Any]:
+    """A mapping of known keys, less those that are null."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{what} is lines of `key: value`, this is {values!r}.")
+    for key in values:
+        if key not in known:
+            near = nearest(str(key), known)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}."
+            raise ValueError(f"{what} has an unknown key {key!r}; {hint}")
+    return {key: value for key, value in values.items() if value is not None}

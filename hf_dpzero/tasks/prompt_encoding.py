@@ -1,16 +1,16 @@
-"""Prompts -> token ids that fit: what is too long is cut from the end of the passage, then from other
-fields, never from the mask or the answer.
+"""Prompts and label words -> token ids.
 
-All texts of a batch are tokenised in one call; only those that are too long are taken one by one.
+What is too long is cut from the end of the passage, then from other fields, never from the mask or the
+answer. A batch's texts are tokenised in one call; only those that are too long are taken one by one.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from hf_dpzero.tasks.templates import ANSWER, MASK, PLACE, Template
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SEPARATORS = {"masked_lm": " ", "causal_lm": "\n\n"}
 
 Row = Mapping[str, str]
+Token = TypeVar("Token", bound=Hashable)
 
 
 class Encoded(NamedTuple):
@@ -65,7 +66,14 @@ class PromptEncoder:
     demonstrations: tuple[str, ...] = ()
 
     def encode(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Encoded]:
-        """Each row's prompt in at most as many tokens as its limit says.
+        """Each row's prompt.
+
+        Args:
+          rows: field -> text.
+          limits: most tokens of each row's prompt.
+
+        Returns:
+          One `Encoded` a row.
 
         Raises:
           ValueError: a limit leaves no room even for the template without its fields, or a prompt is
@@ -82,24 +90,32 @@ class PromptEncoder:
         """Token ids with special tokens; no end token after a text that is to be continued."""
         if not texts:
             return []
-        found: list[list[int]] = self.tokenizer(list(texts), verbose=False)["input_ids"]
-        return [ids[:-1] for ids in found] if self._drops_end else found
+        found: list[list[int]] = self.tokenizer(["a", *texts], verbose=False)["input_ids"]
+        ends = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
+        drop = self.kind == "causal_lm" and len(found[0]) > 1 and found[0][-1] in ends
+        return [ids[:-1] if drop else ids for ids in found[1:]]
 
     def answer_ids(self, rows: Sequence[Row], answers: Sequence[str]) -> list[list[int]]:
-        """The tokens of each row's answer after its prompt, as they come out in one text with it."""
+        """The tokens of each row's answer, as they come out in one text with its prompt.
+
+        Args:
+          rows: field -> text.
+          answers: the text after each row's prompt.
+
+        Returns:
+          Token ids; an answer that changes the prompt's last token is tokenised by itself.
+        """
         halves = [self._halves(row) for row in rows]
         prompts = self.ids([self._joined(half) for half in halves])
         whole = self.ids([half.before + a for half, a in zip(halves, answers, strict=True)])
-        spaces = [half.before[len(half.before.rstrip(" ")) :] for half in halves]
-        return [
-            self._after(prompt, together, space + answer)
-            for prompt, together, space, answer in zip(prompts, whole, spaces, answers, strict=True)
-        ]
-
-    def example(self, row: Row, answer: str) -> str:
-        """The prompt with its answer, as a demonstration shows it."""
-        half = self._halves(row)
-        return half.before + answer + half.after
+        found = []
+        for half, prompt, together, answer in zip(halves, prompts, whole, answers, strict=True):
+            if together[: len(prompt)] == prompt and len(together) > len(prompt):
+                found.append(together[len(prompt) :])
+            else:
+                alone = half.before[len(half.before.rstrip(" ")) :] + answer
+                found.append(list(self.tokenizer(alone, add_special_tokens=False)["input_ids"]))
+        return found
 
     # ---------------------------------------------------------------- text
 
@@ -115,16 +131,6 @@ class PromptEncoder:
             return half.before.rstrip(" ")
         return half.before + str(self.tokenizer.mask_token) + half.after
 
-    @functools.cached_property
-    def _drops_end(self) -> bool:
-        """Whether the tokenizer ends every text, and this one goes on."""
-        ids = self.tokenizer("a", verbose=False)["input_ids"]
-        ends = len(ids) > 1 and ids[-1] in (
-            self.tokenizer.eos_token_id,
-            self.tokenizer.sep_token_id,
-        )
-        return ends and self.kind == "causal_lm"
-
     # ---------------------------------------------------------------- tokens
 
     def _encoded(
@@ -135,48 +141,30 @@ class PromptEncoder:
                 f"a row and template {self.template.text!r} make an empty prompt, and this tokenizer "
                 "puts no token in front of it: write some words before {answer}."
             )
-        return Encoded(ids, self._position(half, ids), cut, left_out)
-
-    def _position(self, half: _Halves, ids: Sequence[int]) -> int:
-        """A row's text may spell the mask token too: ours is the one after those before it."""
         if self.kind == "causal_lm":
-            return len(ids) - 1
-        mask = self.tokenizer.mask_token_id
-        places = [index for index, token in enumerate(ids) if token == mask]
-        return places[half.before.count(str(self.tokenizer.mask_token))]
-
-    def _after(self, prompt: list[int], together: list[int], written: str) -> list[int]:
-        if together[: len(prompt)] == prompt and len(together) > len(prompt):
-            return together[len(prompt) :]
-        return list(self.tokenizer(written, add_special_tokens=False)["input_ids"])
-
-    # ---------------------------------------------------------------- too long
+            return Encoded(ids, len(ids) - 1, cut, left_out)
+        # A row's text may spell the mask token too: ours is the one after those before it.
+        places = [i for i, token in enumerate(ids) if token == self.tokenizer.mask_token_id]
+        place = places[half.before.count(str(self.tokenizer.mask_token))]
+        return Encoded(ids, place, cut, left_out)
 
     def _fitted(self, row: Row, limit: int) -> Encoded:
-        """A prompt that is too long with all demonstrations, without some of them, or cut."""
+        """A prompt that is too long: without some demonstrations, or without any and cut."""
         for left_out in range(1, len(self.demonstrations) + 1):
             half = self._halves(row, self.demonstrations[left_out:])
             ids = self.ids([self._joined(half)])[0]
             if len(ids) <= limit:
                 return self._encoded(half, ids, left_out=left_out)
-        return self._cut(row, limit)
-
-    def _cut(self, row: Row, limit: int) -> Encoded:
-        """Without demonstrations; cuts the passage from its end, then, if need be, other fields."""
-        for name in self._in_order_of_cutting(row):
-            found = self._cut_field(row, name, limit)
-            if found is not None:
-                return found
+        longest_first = sorted(self.template.used_fields, key=lambda field: -len(row[field]))
+        for name in sorted(longest_first, key=lambda field: field != self.passage):
+            if encoded := self._cut_field(row, name, limit):
+                return encoded
             row = {**row, name: ""}
         bare = len(self.ids([self._joined(self._halves(row))])[0])
         raise ValueError(
             f"the template alone has {bare} tokens, and only {limit} fit: raise max_seq_length, lower "
             "max_new_tokens, or shorten the template or the label words."
         )
-
-    def _in_order_of_cutting(self, row: Row) -> list[str]:
-        others = sorted(self.template.used_fields, key=lambda field: -len(row[field]))
-        return sorted(others, key=lambda field: field != self.passage)
 
     def _cut_field(self, row: Row, name: str, limit: int) -> Encoded | None:
         """The prompt with as much of one field as fits, from its start; None if none of it does."""
@@ -190,17 +178,21 @@ class PromptEncoder:
         def size(end: int) -> int:
             return len(cut(end)[1])
 
-        end = (self._last_token if self.tokenizer.is_fast else _last_character)(text, size, limit)
+        if self.tokenizer.is_fast:
+            end = self._last_token(text, size, limit)
+        else:  # a tokenizer in Python does not say where its tokens lie
+            fitting = bisect.bisect_right(range(len(text) + 1), limit, key=size)
+            end = fitting - 1 if fitting else None
         if end is None:
             return None
         return self._encoded(*cut(end), cut=True, left_out=len(self.demonstrations))
 
     def _last_token(self, text: str, size: Callable[[int], int], limit: int) -> int | None:
         """The end of the last token of a text with which the prompt's `size` is within its limit."""
-        found = self.tokenizer(
+        offsets = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        ends = [0, *(end for _, end in found["offset_mapping"])]
+        )["offset_mapping"]
+        ends = [0, *(end for _, end in offsets)]
         kept = too_many = len(ends) - 1
         while (excess := size(ends[kept]) - limit) > 0:
             if kept == 0:
@@ -212,7 +204,73 @@ class PromptEncoder:
         return ends[kept]
 
 
-def _last_character(text: str, size: Callable[[int], int], limit: int) -> int | None:
-    """The same for a tokenizer in Python, which does not say where its tokens lie."""
-    fitting = bisect.bisect_right(range(len(text) + 1), limit, key=size)
-    return fitting - 1 if fitting else None
+# ---------------------------------------------------------------- label words
+
+
+def mask_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[int, ...]:
+    """The token of each label word where it stands at a mask, that is after a space.
+
+    Args:
+      tokenizer: a masked language model's.
+      words: the label words.
+
+    Returns:
+      L token ids.
+
+    Raises:
+      ValueError: no mask token, a word that is not one token (names words that are), or two words
+        with the same token.
+    """
+    if tokenizer.mask_token_id is None:
+        raise ValueError(
+            f"prompt=masked_lm needs a mask token, and {type(tokenizer).__name__} has none: use "
+            "prompt: causal_lm with this model."
+        )
+    return distinct([_one_token(tokenizer, word) for word in words], words)
+
+
+def distinct(ids: Sequence[Token], words: Sequence[str]) -> tuple[Token, ...]:
+    """Checks that a model can tell the labels apart.
+
+    Args:
+      ids: the token of each word, or the tuple of its tokens.
+      words: the label words.
+
+    Returns:
+      The ids.
+
+    Raises:
+      ValueError: two words with the same ids; names them.
+    """
+    first: dict[Token, str] = {}
+    for token, word in zip(ids, words, strict=True):
+        if token in first:
+            raise ValueError(
+                f"label words {first[token]!r} and {word!r} are the same token ({token}), so the "
+                "model cannot tell these labels apart: choose other label_words."
+            )
+        first[token] = word
+    return tuple(ids)
+
+
+def _one_token(tokenizer: PreTrainedTokenizerBase, word: str) -> int:
+    def ids_of(text: str) -> list[int]:
+        return list(tokenizer(f" {text.strip()}", add_special_tokens=False)["input_ids"])
+
+    def fits(text: str) -> bool:
+        return bool(text.strip()) and len(ids_of(text)) == 1 and unknown not in ids_of(text)
+
+    unknown, ids = tokenizer.unk_token_id, ids_of(word)
+    if fits(word):
+        return ids[0]
+    pieces = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ids)))
+    what = f"is {len(ids)} tokens ({pieces}) and a mask is filled by one"
+    if unknown in ids:
+        what = "is not in the vocabulary"
+    spellings = (word.lower(), word.capitalize(), word.upper(), *word.split(), word.rstrip("s"))
+    fitting = [repr(other) for other in dict.fromkeys(spellings) if other != word and fits(other)]
+    named = f", for example, {' or '.join(fitting)}" if fitting else " words of the vocabulary"
+    raise ValueError(
+        f"label word {word!r} {what}: set label_words to{named}; "
+        "prompt: causal_lm scores words of several tokens."
+    )

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 
+from hf_dpzero import __version__
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.description import Prompt, TaskDescription
 from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder
-from hf_dpzero.tasks.templates import Template, checked_template
+from hf_dpzero.tasks.templates import ANSWER, MASK, Template, checked_template
 
 if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedTokenizerBase
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NOTES = ("cut", "left_out")  # columns that are counted and dropped
-_UNSEEN = ("name", "splits", "data", "label_names", "metric", "scored_as")  # by a row's tokens
 _BATCH = 256
 
 
@@ -79,14 +74,17 @@ class PromptTask(ABC):
         """Predictions of the objective -> named scores in [0, 1]."""
 
     @abstractmethod
-    def example(self, encoder: PromptEncoder, row: Mapping[str, Any]) -> str:
-        """A row with its answer, as a demonstration."""
+    def _answer(self, row: Mapping[str, Any]) -> str:
+        """A row's answer as text."""
 
     @abstractmethod
-    def encode(
+    def _encode(
         self, rows: list[dict[str, Any]], encoder: PromptEncoder, places: list[int]
-    ) -> dict[str, list[Any]]:
-        """Columns of encoded rows; `places` are the rows' numbers among those of both splits."""
+    ) -> tuple[dict[str, list[Any]], list[Encoded]]:
+        """Rows -> columns for the collator, and the prompts that they were made of.
+
+        `places` are the rows' numbers, counted through all splits.
+        """
 
     # ---------------------------------------------------------------- rows -> tokens
 
@@ -96,38 +94,78 @@ class PromptTask(ABC):
         pair_features: str = "joint",
         only: str | None = None,
     ) -> datasets.DatasetDict:
-        """The rows as `collator` takes them; kept by `datasets` beside rows that come from files.
+        """The rows as `collator` takes them.
 
-        Passages that are too long are cut, and how many were is logged.
+        Passages that are too long are cut, and how many were is logged. `datasets` keeps what was made
+        of rows from files, and finds it again by its fingerprint of the rows, of this task without its
+        rows, of the tokenizer and of the package's version.
 
         Args:
           tokenizer: the model's.
-          pair_features: of no meaning here; as in `Task.tokenize`.
+          pair_features: has no meaning here; as in `Task.tokenize`.
           only: the split that is wanted; None for all.
+
+        Returns:
+          The splits, a row an example.
+
         Raises:
           ValueError: label words that the tokenizer cannot spell, no room for the template,
             max_seq_length beyond what the tokenizer allows, or demonstrations for training rows.
         """
-        self._check_length(tokenizer)
+        if self.data.max_seq_length > tokenizer.model_max_length:
+            raise ValueError(
+                f"max_seq_length={self.data.max_seq_length} is beyond the "
+                f"{tokenizer.model_max_length} tokens that the model takes; lower it."
+            )
         if self.data.num_demonstrations and only != "validation":
             raise ValueError(
                 f"num_demonstrations={self.data.num_demonstrations} would put these training rows into "
                 "every example, so that no clip bounds them: they are for evaluation, tokenize(..., "
                 "only='validation')."
             )
-        encoder = self.encoder(tokenizer)
-        found, start = {}, 0
+        settings = {
+            "task": dataclasses.replace(self, splits=datasets.DatasetDict()),
+            "encoder": self.encoder(tokenizer),
+            "version": __version__,  # the fingerprint does not see how this package's code changes
+        }
+        encoded, start = datasets.DatasetDict(), 0
         for split, rows in self.splits.items():
             if only in (None, split):
-                found[split] = self._tokenized(rows, encoder, split, start)
+                made = rows.map(
+                    _encode_batch,
+                    with_indices=True,
+                    batched=True,
+                    batch_size=_BATCH,
+                    remove_columns=rows.column_names,
+                    fn_kwargs={**settings, "start": start},
+                    desc=f"prompts ({split})",
+                )
+                self._log_cuts(made, split)
+                encoded[split] = made.remove_columns(["cut", "left_out"])
             start += len(rows)
-        return datasets.DatasetDict(found)
+        return encoded
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
-        """How prompts become tokens, with the demonstrations that the recipe asks for."""
+        """How prompts become tokens, with the training rows that the recipe shows in front of each.
+
+        Raises:
+          ValueError: more demonstrations than training rows.
+        """
         encoder = PromptEncoder(tokenizer, self.template, self.head, self.prompt.passage)
-        shown = [self.example(encoder, row) for row in self._demonstrations()]
-        return dataclasses.replace(encoder, demonstrations=tuple(shown))
+        train, wanted = self.splits.get("train", ()), self.data.num_demonstrations
+        if wanted > len(train):
+            raise ValueError(
+                f"num_demonstrations={wanted}, but there are {len(train)} training rows; lower it."
+            )
+        generator = np.random.Generator(np.random.PCG64([self.data.subset_seed, 2]))
+        chosen = generator.choice(len(train), wanted, replace=False) if wanted else ()
+        shown = tuple(self.example(train[int(index)]) for index in chosen)
+        return dataclasses.replace(encoder, demonstrations=shown)
+
+    def example(self, row: Mapping[str, Any]) -> str:
+        """A demonstration: a row's prompt with its answer."""
+        answer = self._answer(row)
+        return self.template.render({**self.texts(row), MASK: answer, ANSWER: answer})
 
     def texts(self, row: Mapping[str, Any]) -> dict[str, str]:
         """A row's fields, "" for those that it does not have.
@@ -135,61 +173,19 @@ class PromptTask(ABC):
         Raises:
           ValueError: a column of lists or mappings.
         """
-        return {name: _text(row.get(column), column) for name, column in self.columns.items()}
+        texts = {}
+        for name, column in self.columns.items():
+            value = row.get(column)
+            if isinstance(value, (list, dict)):
+                raise ValueError(
+                    f"column {column!r} holds a {type(value).__name__} of {len(value)} entries, and a "
+                    "prompt is made of text: choose another column, or join it."
+                )
+            texts[name] = "" if value is None else str(value)
+        return texts
 
-    def _demonstrations(self) -> list[Mapping[str, Any]]:
-        """Training rows, drawn by subset_seed."""
-        train, wanted = self.splits.get("train"), self.data.num_demonstrations
-        if not wanted:
-            return []
-        if train is None or wanted > len(train):
-            raise ValueError(
-                f"num_demonstrations={wanted}, but there are {len(train or ())} training rows; lower it."
-            )
-        generator = np.random.Generator(np.random.PCG64([self.data.subset_seed, 2]))
-        return [train[int(i)] for i in generator.choice(len(train), wanted, replace=False)]
-
-    def _tokenized(
-        self, rows: datasets.Dataset, encoder: PromptEncoder, split: str, start: int
-    ) -> datasets.Dataset:
-        def encode(batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-            values = zip(*batch.values(), strict=True)
-            listed = [dict(zip(batch, row, strict=True)) for row in values]
-            return self.encode(listed, encoder, [start + index for index in indices])
-
-        encoded = rows.map(
-            encode,
-            with_indices=True,
-            batched=True,
-            batch_size=_BATCH,
-            remove_columns=rows.column_names,
-            new_fingerprint=self._fingerprint(rows, encoder, start),
-            desc=f"prompts ({split})",
-        )
-        self._say_what_was_cut(encoded, split)
-        return encoded.remove_columns(list(_NOTES))
-
-    def _fingerprint(self, rows: datasets.Dataset, encoder: PromptEncoder, start: int) -> str:
-        """Names the result by all that it depends on, so that another run finds it."""
-        from datasets.fingerprint import Hasher
-
-        return Hasher.hash(
-            (
-                (rows._fingerprint, start),
-                tokenizer_state(encoder.tokenizer),
-                [(name, repr(getattr(self, name))) for name in self._decisive()],
-                encoder.demonstrations,
-                (self.data.max_seq_length, self.data.max_new_tokens),
-                (type(self).__name__, code_digest()),
-            )
-        )
-
-    def _decisive(self) -> list[str]:
-        """The attributes that a row's tokens depend on."""
-        return [field.name for field in dataclasses.fields(self) if field.name not in _UNSEEN]
-
-    def _say_what_was_cut(self, encoded: datasets.Dataset, split: str) -> None:
-        cut, left_out = (int(np.sum(encoded[name][:], dtype=np.int64)) for name in _NOTES)
+    def _log_cuts(self, encoded: datasets.Dataset, split: str) -> None:
+        cut, left_out = (int(np.sum(encoded[name][:])) for name in ("cut", "left_out"))
         if cut:
             logger.warning(
                 "%s of %s %s prompts have more than max_seq_length=%s tokens: they are cut at the "
@@ -209,26 +205,22 @@ class PromptTask(ABC):
                 split,
             )
 
-    def _check_length(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if self.data.max_seq_length > tokenizer.model_max_length:
-            raise ValueError(
-                f"max_seq_length={self.data.max_seq_length} is beyond the "
-                f"{tokenizer.model_max_length} tokens that the model takes; lower it."
-            )
 
-
-def notes(encoded: list[Encoded]) -> dict[str, list[Any]]:
-    """What was cut off or left out, for `PromptTask` to count."""
-    return {"cut": [e.cut for e in encoded], "left_out": [e.left_out for e in encoded]}
-
-
-def _text(value: Any, column: str) -> str:
-    if isinstance(value, (list, dict)):
-        raise ValueError(
-            f"column {column!r} holds a {type(value).__name__} of {len(value)} entries, and a prompt is "
-            "made of text: choose another column, or join it."
-        )
-    return "" if value is None else str(value)
+def _encode_batch(
+    batch: Mapping[str, list[Any]],
+    indices: list[int],
+    *,
+    task: PromptTask,
+    encoder: PromptEncoder,
+    start: int,
+    version: str,
+) -> dict[str, list[Any]]:
+    """`PromptTask._encode` for `datasets.Dataset.map`, which hashes the arguments."""
+    rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    columns, prompts = task._encode(rows, encoder, [start + index for index in indices])
+    columns["cut"] = [prompt.cut for prompt in prompts]
+    columns["left_out"] = [prompt.left_out for prompt in prompts]
+    return columns
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -237,31 +229,15 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(found if found is not None else tokenizer.eos_token_id or 0)
 
 
-def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Everything that decides which tokens come out, as text; not what padding was last asked for."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
-    if backend is None:
-        settings = sorted((name, repr(value)) for name, value in tokenizer.init_kwargs.items())
-        vocabulary = sorted(tokenizer.get_vocab().items())
-        return repr((type(tokenizer).__name__, special, settings, vocabulary))
-    state = json.loads(backend.to_str())
-    return json.dumps(
-        {**state, "truncation": None, "padding": None, "special": special}, sort_keys=True
-    )
-
-
-@functools.cache
-def code_digest() -> str:
-    """SHA-256 of the files that make prompts and tokens, so that another release encodes anew."""
-    found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
-
-
 def prompt_of(data: DataArguments, description: TaskDescription) -> tuple[Prompt, Template]:
-    """The task's prompt of the kind that a recipe asks for, with the recipe's own template and words.
+    """The task's prompt of the kind that a recipe asks for.
+
+    Args:
+      data: the recipe's kind of prompt, and its own template and label words if it has any.
+      description: the task's prompts.
+
+    Returns:
+      The prompt, and its template parsed.
 
     Raises:
       ValueError: the task has no such prompt and the recipe no template, or the template drops the

@@ -17,10 +17,10 @@ import numpy as np
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.collators import CandidateCollator, LabelWordCollator
 from hf_dpzero.tasks.description import TaskDescription
-from hf_dpzero.tasks.label_words import distinct, mask_word_ids
-from hf_dpzero.tasks.prompt_encoding import PromptEncoder
-from hf_dpzero.tasks.prompted import PromptTask, notes, padding_id, prompt_of
-from hf_dpzero.tasks.task import Task, classification_scores
+from hf_dpzero.tasks.metrics import classification_scores
+from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder, distinct, mask_word_ids
+from hf_dpzero.tasks.prompted import PromptTask, padding_id, prompt_of
+from hf_dpzero.tasks.task import Task
 
 if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedTokenizerBase
@@ -35,14 +35,26 @@ def prompted_classification(
 ) -> PromptedClassification:
     """A classification task's rows as prompts.
 
+    Args:
+      task: with its labelled rows.
+      data: the recipe's prompt, template, label words and objective.
+      description: the task's fields and prompts.
+
+    Returns:
+      The prompted task.
+
     Raises:
       ValueError: as `prompt_of`; label words missing, blank, or of another number than the labels;
         a second text that the task does not have; an objective other than loss and accuracy.
     """
-    _check_texts(task, data, description)
+    if len(task.text_columns) != len(description.fields):
+        raise ValueError(
+            f"text_pair_column={data.text_pair_column!r} names a second text, and task {task.name!r} "
+            f"has one text ({', '.join(description.fields)}): leave it out, or use task: "
+            "text_classification with a template and label_words."
+        )
     prompt, template = prompt_of(data, description)
     _check_words(prompt.label_words, task.label_names)
-    _check_order(prompt.label_words, task.label_names)
     if data.objective == "f1":
         raise ValueError(
             f"objective='f1' scores generated answers, and {task.name!r} is a classification: use "
@@ -61,33 +73,21 @@ def prompted_classification(
     )
 
 
-def _check_texts(task: Task, data: DataArguments, description: TaskDescription) -> None:
-    if len(task.text_columns) != len(description.fields):
+def _check_words(words: Sequence[str], names: Sequence[str]) -> None:
+    """One word a label, and not the labels in another order; logs which word stands for which."""
+    if len(words) != len(names):
         raise ValueError(
-            f"text_pair_column={data.text_pair_column!r} names a second text, and task {task.name!r} "
-            f"has one text ({', '.join(description.fields)}): leave it out, or use task: "
-            "text_classification with a template and label_words."
+            f"label_words has {len(words)} words ({', '.join(words)}) for the {len(names)} "
+            f"labels {', '.join(names)}; give one each, in this order."
         )
-
-
-def _check_words(words: Sequence[str], label_names: Sequence[str]) -> None:
-    if len(words) != len(label_names):
-        raise ValueError(
-            f"label_words has {len(words)} words ({', '.join(words)}) for the {len(label_names)} "
-            f"labels {', '.join(label_names)}; give one each, in this order."
-        )
-    for word, label in zip(words, label_names, strict=True):
+    for word, label in zip(words, names, strict=True):
         if not word or word != word.strip():
             raise ValueError(
                 f"label word {word!r} of {label} is blank or has white space around it: give the bare "
                 "word, and put the space before it into the template."
             )
-
-
-def _check_order(words: Sequence[str], names: Sequence[str]) -> None:
-    """Says which word stands for which label; refuses words that are the labels in another order."""
-    spoken, labels = [w.strip().lower() for w in words], [n.lower() for n in names]
-    if spoken != labels and sorted(spoken) == sorted(labels):
+    lower_words, lower_names = [[text.lower() for text in texts] for texts in (words, names)]
+    if lower_words != lower_names and sorted(lower_words) == sorted(lower_names):
         raise ValueError(
             f"label_words are {', '.join(words)}, but the labels in their order are {', '.join(names)} "
             "(labels that are text are sorted): write label_words in the order of the labels, or give "
@@ -101,23 +101,22 @@ def _check_order(words: Sequence[str], names: Sequence[str]) -> None:
 class PromptedClassification(PromptTask):
     """See `PromptTask`; rows have an integer column "label"."""
 
-    def encode(
+    def _encode(
         self, rows: list[dict[str, Any]], encoder: PromptEncoder, places: list[int]
-    ) -> dict[str, list[Any]]:
+    ) -> tuple[dict[str, list[Any]], list[Encoded]]:
         """Columns input_ids, positions, labels."""
         longest = max(map(len, self.words(encoder.tokenizer))) if self.head == "causal_lm" else 0
         limits = [self.data.max_seq_length - longest] * len(rows)
-        found = encoder.encode([self.texts(row) for row in rows], limits)
-        return {
-            "input_ids": [e.input_ids for e in found],
-            "positions": [e.position for e in found],
+        prompts = encoder.encode([self.texts(row) for row in rows], limits)
+        columns: dict[str, list[Any]] = {
+            "input_ids": [prompt.input_ids for prompt in prompts],
+            "positions": [prompt.position for prompt in prompts],
             "labels": [row["label"] for row in rows],
-            **notes(found),
         }
+        return columns, prompts
 
-    def example(self, encoder: PromptEncoder, row: Mapping[str, Any]) -> str:
-        """The prompt with its label word."""
-        return encoder.example(self.texts(row), self.prompt.label_words[row["label"]])
+    def _answer(self, row: Mapping[str, Any]) -> str:
+        return self.prompt.label_words[row["label"]]
 
     def words(self, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
         """The tokens of each label's words.
@@ -130,9 +129,7 @@ class PromptedClassification(PromptTask):
             return tuple((token,) for token in mask_word_ids(tokenizer, words))
         encoder = PromptEncoder(tokenizer, self.template, self.head)
         sample = dict.fromkeys(self.columns, "x")
-        found = [tuple(ids) for ids in encoder.answer_ids([sample] * len(words), words)]
-        distinct(found, words)
-        return tuple(found)
+        return distinct([*map(tuple, encoder.answer_ids([sample] * len(words), words))], words)
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
         """One row of tokens an example, or L where label words have several tokens."""
@@ -142,7 +139,7 @@ class PromptedClassification(PromptTask):
             "most": self.data.max_seq_length,
         }
         words = self.words(tokenizer)
-        if _single(words):
+        if all(len(word) == 1 for word in words):
             return LabelWordCollator(**padding)
         return CandidateCollator(answers=words, **padding)
 
@@ -152,7 +149,8 @@ class PromptedClassification(PromptTask):
         from hf_dpzero.objectives.prompted import Candidates, LabelWords
 
         words = self.words(tokenizer)
-        scored: Any = LabelWords(tuple(w[0] for w in words)) if _single(words) else Candidates()
+        single = all(len(word) == 1 for word in words)
+        scored: Any = LabelWords(tuple(word[0] for word in words)) if single else Candidates()
         return ZeroOne(scored) if self.data.objective == "accuracy" else scored
 
     def metrics(
@@ -165,7 +163,3 @@ class PromptedClassification(PromptTask):
             return classification_scores(chosen, np.asarray(prediction.label_ids), self.metric)
 
         return compute
-
-
-def _single(words: Sequence[Sequence[int]]) -> bool:
-    return all(len(word) == 1 for word in words)

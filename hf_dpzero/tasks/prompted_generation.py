@@ -16,10 +16,10 @@ import numpy as np
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.collators import AnswerCollator
 from hf_dpzero.tasks.description import TaskDescription
-from hf_dpzero.tasks.prompt_encoding import PromptEncoder
-from hf_dpzero.tasks.prompted import PromptTask, notes, padding_id, prompt_of
-from hf_dpzero.tasks.rows import load_splits
-from hf_dpzero.tasks.subsets import column_of, require_columns, subset
+from hf_dpzero.tasks.metrics import answer_scores, drop_f1, squad_f1
+from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder
+from hf_dpzero.tasks.prompted import PromptTask, padding_id, prompt_of
+from hf_dpzero.tasks.rows import column_of, load_splits, require_columns, subset
 
 if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedTokenizerBase
@@ -43,11 +43,29 @@ Golds = list[list[str]]
 def prompted_generation(data: DataArguments, description: TaskDescription) -> PromptedGeneration:
     """A question answering task from the Hub or from local files.
 
+    Args:
+      data: the recipe's rows, prompt and objective.
+      description: the task's columns, prompts and metric.
+
+    Returns:
+      The task with its rows.
+
     Raises:
       ValueError: no prompt, a masked one, settings of a classification, missing columns.
       OSError: the data cannot be found.
     """
-    _check(data, description)
+    if data.prompt != "causal_lm":
+        raise ValueError(
+            f"task {description.name!r} generates its answers, which needs prompt: causal_lm, not "
+            f"{data.prompt or 'a classification head'}."
+        )
+    if data.objective == "accuracy":
+        raise ValueError("objective='accuracy' is for label words: use f1 or loss here.")
+    for name, instead in _UNUSED.items():
+        if getattr(data, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(data, name)!r} is not for task {description.name!r}, {instead}."
+            )
     prompt, template = prompt_of(data, description)
     splits = load_splits(data, description.source)
     columns = {name: column_of(splits, known) for name, known in description.fields.items()}
@@ -68,29 +86,14 @@ def prompted_generation(data: DataArguments, description: TaskDescription) -> Pr
     )
 
 
-def _check(data: DataArguments, description: TaskDescription) -> None:
-    if data.prompt != "causal_lm":
-        raise ValueError(
-            f"task {description.name!r} generates its answers, which needs prompt: causal_lm, not "
-            f"{data.prompt or 'a classification head'}."
-        )
-    if data.objective == "accuracy":
-        raise ValueError("objective='accuracy' is for label words: use f1 or loss here.")
-    for name, instead in _UNUSED.items():
-        if getattr(data, name) is not None:
-            raise ValueError(
-                f"{name}={getattr(data, name)!r} is not for task {description.name!r}, {instead}."
-            )
-
-
-def gold_answers(value: Any) -> Golds:
+def _gold_answers(value: Any) -> Golds:
     """Every accepted answer of a row, each as a list of spans.
 
-    >>> gold_answers({"text": ["in May", "May", "May"], "answer_start": [1, 4, 4]})
+    >>> _gold_answers({"text": ["in May", "May", "May"], "answer_start": [1, 4, 4]})
     [['in May'], ['May']]
-    >>> gold_answers([["red", "blue"]])
+    >>> _gold_answers([["red", "blue"]])
     [['red', 'blue']]
-    >>> gold_answers("42")
+    >>> _gold_answers("42")
     [['42']]
     """
     if isinstance(value, Mapping):
@@ -118,34 +121,30 @@ class PromptedGeneration(PromptTask):
     answers: str
     scored_as: str
 
-    def encode(
+    def _encode(
         self, rows: list[dict[str, Any]], encoder: PromptEncoder, places: list[int]
-    ) -> dict[str, list[Any]]:
+    ) -> tuple[dict[str, list[Any]], list[Encoded]]:
         """Columns input_ids (prompt and answer), prompt_length, references."""
         texts = [self.texts(row) for row in rows]
-        written = [self._written(row) for row in rows]
-        answers = encoder.answer_ids(texts, written)
+        answers = encoder.answer_ids(texts, [self._answer(row) + END for row in rows])
         room = [max(len(answer), self.data.max_new_tokens) for answer in answers]
-        found = encoder.encode(texts, [self.data.max_seq_length - size for size in room])
-        return {
-            "input_ids": [e.input_ids + a for e, a in zip(found, answers, strict=True)],
-            "prompt_length": [len(e.input_ids) for e in found],
+        prompts = encoder.encode(texts, [self.data.max_seq_length - size for size in room])
+        columns: dict[str, list[Any]] = {
+            "input_ids": [p.input_ids + a for p, a in zip(prompts, answers, strict=True)],
+            "prompt_length": [len(prompt.input_ids) for prompt in prompts],
             "references": places,
-            **notes(found),
         }
+        return columns, prompts
 
-    def example(self, encoder: PromptEncoder, row: Mapping[str, Any]) -> str:
-        """The prompt with its first gold answer."""
-        return encoder.example(self.texts(row), self._written(row).rstrip(END))
-
-    def _written(self, row: Mapping[str, Any]) -> str:
-        golds = gold_answers(row[self.answers])
+    def _answer(self, row: Mapping[str, Any]) -> str:
+        """The first gold answer, in one line."""
+        golds = _gold_answers(row[self.answers])
         if not golds:
             raise ValueError(
                 f"column {self.answers!r} has rows without an answer; drop them (task {self.name!r} "
                 "trains on answers and scores against them)."
             )
-        return ", ".join(" ".join(span.split()) for span in golds[0]) + END
+        return ", ".join(" ".join(span.split()) for span in golds[0])
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
         """Prompt and answer in a row, labels on the answer alone."""
@@ -160,7 +159,7 @@ class PromptedGeneration(PromptTask):
 
         answers = Answers(
             max_new_tokens=self.data.max_new_tokens,
-            stop_token_ids=stop_tokens(tokenizer),
+            stop_token_ids=_stop_tokens(tokenizer),
             pad_token_id=padding_id(tokenizer),
         )
         if self.data.objective != "f1":
@@ -168,25 +167,29 @@ class PromptedGeneration(PromptTask):
         return AnswerF1(answers, functools.partial(self._f1, tokenizer))
 
     def _f1(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], reference: int) -> float:
-        from hf_dpzero.tasks.metrics import drop_f1, squad_f1
+        """The F1 of a row's generated tokens."""
+        answer, golds = self._scored(_decoded(tokenizer, ids), self._golds[reference])
+        return drop_f1(answer, golds) if self.scored_as == "drop" else squad_f1(answer, golds)
 
-        text, golds = decoded(tokenizer, ids), self._golds[reference]
-        if self.scored_as == "drop":
-            return drop_f1(spans_like(text, golds), golds)
-        return squad_f1(text, joined(golds))
+    def _scored(self, text: str, golds: Golds) -> tuple[Any, Any]:
+        """A generated text and a row's gold answers as the metric takes them.
+
+        DROP's are lists of spans: a text is taken apart at its commas where a gold answer has several.
+        """
+        if self.scored_as == "squad":
+            return text, [", ".join(spans) for spans in golds]
+        return text.split(", ") if any(len(spans) > 1 for spans in golds) else [text], golds
 
     def metrics(
         self, tokenizer: PreTrainedTokenizerBase
     ) -> Callable[[EvalPrediction], dict[str, float]]:
         """{"f1": ..., "exact_match": ...} by the official rules of SQuAD or DROP."""
-        from hf_dpzero.tasks.metrics import drop_scores, squad_scores
 
         def compute(prediction: EvalPrediction) -> dict[str, float]:
-            texts = [decoded(tokenizer, ids) for ids in np.asarray(prediction.predictions)]
+            texts = [_decoded(tokenizer, ids) for ids in np.asarray(prediction.predictions)]
             golds = [self._golds[int(place)] for place in np.asarray(prediction.label_ids)]
-            if self.scored_as == "drop":
-                return drop_scores([*map(spans_like, texts, golds)], golds)
-            return squad_scores(texts, [joined(answers) for answers in golds])
+            answers, references = zip(*map(self._scored, texts, golds), strict=True)
+            return answer_scores(answers, references, self.scored_as)
 
         return compute
 
@@ -194,31 +197,17 @@ class PromptedGeneration(PromptTask):
     def _golds(self) -> list[Golds]:
         """By place: those of the training rows, then those of the validation rows."""
         return [
-            gold_answers(value) for rows in self.splits.values() for value in rows[self.answers][:]
+            _gold_answers(value) for rows in self.splits.values() for value in rows[self.answers][:]
         ]
 
 
-def spans_like(text: str, golds: Golds) -> list[str]:
-    """A generated answer as spans: at its commas where a gold answer has several, else one.
-
-    >>> spans_like("red, blue", [["blue", "red"]]), spans_like("Reno, Nevada", [["Reno"]])
-    (['red', 'blue'], ['Reno, Nevada'])
-    """
-    return text.split(", ") if any(len(spans) > 1 for spans in golds) else [text]
-
-
-def joined(golds: Golds) -> list[str]:
-    """Each answer as one text."""
-    return [", ".join(spans) for spans in golds]
-
-
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Generated tokens as an answer: up to the first new line, without white space around it."""
     kept = [int(token) for token in ids if token >= 0]
     return str(tokenizer.decode(kept, skip_special_tokens=True)).split(END, 1)[0].strip()
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end an answer: the end of text, and a new line where it is a token."""
     after = tokenizer(f"x{END}", add_special_tokens=False)["input_ids"]
     before = tokenizer("x", add_special_tokens=False)["input_ids"]

@@ -21,7 +21,7 @@ import datasets
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.description import Prompt, TaskDescription
 from hf_dpzero.tasks.prompted_classification import PromptedClassification, prompted_classification
-from hf_dpzero.tasks.subsets import subset
+from hf_dpzero.tasks.rows import subset
 from hf_dpzero.tasks.task import Task
 
 LABEL_NAMES = ("routine", "urgent")

@@ -1,14 +1,17 @@
-"""Where a task's rows come from: local files, or the Hub."""
+"""A task's rows: from local files or the Hub, with the columns that must be there, subsets by a seed."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import filecmp
 import json
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+import numpy as np
 
 from hf_dpzero.tasks.arguments import DataArguments
 
@@ -35,7 +38,12 @@ class HubSource:
 def load_splits(data: DataArguments, source: HubSource | None) -> datasets.DatasetDict:
     """The raw "train" and "validation" rows: local files if given, else the Hub.
 
-    `dataset_name` replaces the task's own `source` altogether.
+    Args:
+      data: the recipe's files, or `dataset_name`, which replaces the task's own source altogether.
+      source: the task's own; None if it has none.
+
+    Returns:
+      Both splits, whole, with all their columns.
 
     Raises:
       ValueError: only one of the two files, no source at all, or a missing split.
@@ -57,57 +65,34 @@ def load_splits(data: DataArguments, source: HubSource | None) -> datasets.Datas
 
 
 def _load_files(data: DataArguments) -> datasets.DatasetDict:
-    files = {"train": data.train_file, "validation": data.validation_file}
-    absent = [f"{split}_file" for split, file in files.items() if file is None]
-    if absent:
+    if data.train_file is None or data.validation_file is None:
+        absent = "train_file" if data.train_file is None else "validation_file"
         raise ValueError(
-            f"{absent[0]} is not set: give both train_file (private rows) and validation_file "
+            f"{absent} is not set: give both train_file (private rows) and validation_file "
             "(rows that are public, or whose privacy is paid for elsewhere)."
         )
-    _refuse_same_file(Path(str(data.train_file)), Path(str(data.validation_file)))
-    return datasets.DatasetDict({split: read_file(str(file)) for split, file in files.items()})
-
-
-def _refuse_same_file(train: Path, validation: Path) -> None:
-    """Evaluation on the private rows would publish their metrics without noise."""
-    if not (train.is_file() and validation.is_file()):
-        return
-    same = train.samefile(validation)
-    copied = train.stat().st_size == validation.stat().st_size and _digest(train) == _digest(
-        validation
-    )
-    if same or copied:
+    train, validation = Path(data.train_file), Path(data.validation_file)
+    both = train.is_file() and validation.is_file()
+    if both and filecmp.cmp(train, validation, shallow=False):
+        copy = "" if train.samefile(validation) else "a copy of "
         raise ValueError(
-            f"validation_file={str(validation)!r} is {'' if same else 'a copy of '}the train_file: "
-            "metrics on the private rows would be published without noise. Evaluate on rows that are "
-            "public, or whose privacy is paid for elsewhere."
+            f"validation_file={data.validation_file!r} is {copy}the train_file: metrics on the private "
+            "rows would be published without noise. Evaluate on rows that are public, or whose privacy "
+            "is paid for elsewhere."
         )
+    return datasets.DatasetDict(train=_read_file(train), validation=_read_file(validation))
 
 
-def _digest(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            found.update(part)
-    return found.hexdigest()
-
-
-def read_file(path: str) -> datasets.Dataset:
-    """The rows of one .jsonl, .json, .csv or .parquet file.
-
-    Raises:
-      FileNotFoundError: no such file.
-      ValueError: another kind of file, or one that does not hold rows.
-    """
-    kind = _READERS.get(Path(path).suffix.lower())
+def _read_file(path: Path) -> datasets.Dataset:
+    kind = _READERS.get(path.suffix.lower())
     if kind is None:
         raise ValueError(f"{path}: rows are read from {', '.join(_READERS)} files.")
-    if not Path(path).is_file():
+    if not path.is_file():
         raise FileNotFoundError(f"{path} not found (paths are relative to {Path.cwd()}).")
     try:
-        return datasets.load_dataset(kind, data_files={"rows": path}, split="rows")
+        return datasets.load_dataset(kind, data_files={"rows": str(path)}, split="rows")
     except datasets.exceptions.DatasetGenerationError as error:
-        line = _first_bad_line(Path(path)) if kind == "json" else None
+        line = _first_bad_line(path) if kind == "json" else None
         where = f"line {line} is not JSON" if line else "its rows do not have the same columns"
         raise ValueError(
             f"{path} cannot be read as {kind} rows: {where}; mend or remove the row."
@@ -135,11 +120,6 @@ def _load_hub(source: HubSource) -> datasets.DatasetDict:
             f"fetch it once with `hf download {source.name} --repo-type dataset{revision}`, or set "
             "train_file and validation_file to local files."
         ) from error
-    return _public_splits(loaded, source)
-
-
-def _public_splits(loaded: datasets.DatasetDict, source: HubSource) -> datasets.DatasetDict:
-    """ "train" and "validation" ("test" where there is none) of a Hub data set."""
     held_out = source.validation
     if held_out == "train":
         raise ValueError(
@@ -155,3 +135,114 @@ def _public_splits(loaded: datasets.DatasetDict, source: HubSource) -> datasets.
             "and validation_file."
         )
     return datasets.DatasetDict(train=loaded["train"], validation=loaded[held_out])
+
+
+# ---------------------------------------------------------------- columns and subsets
+
+
+def column_of(splits: datasets.DatasetDict, namings: Sequence[str]) -> str:
+    """The column that goes by one of several names.
+
+    Args:
+      splits: the raw rows.
+      namings: what the column may be called.
+
+    Returns:
+      The first naming that is a column of the rows; where none is, the first naming.
+    """
+    there = next(iter(splits.values())).column_names
+    return next((naming for naming in namings if naming in there), namings[0])
+
+
+def require_columns(
+    splits: datasets.DatasetDict, columns: Sequence[str], settings: Mapping[str, str] | None = None
+) -> None:
+    """Refuses rows without the columns, naming the columns that there are.
+
+    Args:
+      splits: the raw rows.
+      columns: those that a task needs.
+      settings: column -> the setting that would choose another.
+
+    Raises:
+      ValueError: a column is missing, or some row of it is empty (None).
+    """
+    for split, rows in splits.items():
+        for column in columns:
+            if column not in rows.column_names:
+                setting = (settings or {}).get(column, "the fields of the task")
+                raise ValueError(
+                    f"the {split} rows have no column {column!r} (they have "
+                    f"{', '.join(rows.column_names)}); set {setting}."
+                )
+            empty = rows.data.column(column).null_count
+            if empty:
+                raise ValueError(
+                    f"column {column!r} of the {split} rows is empty in {empty} of {len(rows)} rows; "
+                    "fill or drop them."
+                )
+
+
+def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.DatasetDict:
+    """The rows that a recipe asks for, drawn by `subset_seed`, never by position.
+
+    `num_examples_per_class` is drawn first, `max_train_samples` from what it leaves. The rows that
+    are left are the n of the accounting.
+
+    Args:
+      splits: "train" and "validation", with an integer column "label" if classes are counted.
+      data: the recipe's numbers of rows.
+
+    Returns:
+      Both splits, rows in their old order.
+
+    Raises:
+      ValueError: a class has fewer rows than num_examples_per_class, and no
+        `allow_fewer_per_class`.
+    """
+    train, validation = splits["train"], splits["validation"]
+    seeds = ([data.subset_seed, split] for split in range(2))
+    generators = [np.random.Generator(np.random.PCG64(seed)) for seed in seeds]
+    if data.num_examples_per_class is not None:
+        train = _few_shot(train, data, generators[0])
+    return datasets.DatasetDict(
+        train=_at_most(train, data.max_train_samples, generators[0]),
+        validation=_at_most(validation, data.max_eval_samples, generators[1]),
+    )
+
+
+def _at_most(
+    rows: datasets.Dataset, size: int | None, generator: np.random.Generator
+) -> datasets.Dataset:
+    """`size` rows without replacement, in their old order; all of them if there are no more."""
+    if size is None or size >= len(rows):
+        return rows
+    return rows.select(np.sort(generator.choice(len(rows), size, replace=False)))
+
+
+def _few_shot(
+    rows: datasets.Dataset, data: DataArguments, generator: np.random.Generator
+) -> datasets.Dataset:
+    """`num_examples_per_class` rows of each class, in their old order."""
+    labels, wanted = np.asarray(rows["label"][:]), int(data.num_examples_per_class or 0)
+    classes, sizes = np.unique(labels, return_counts=True)
+    names = getattr(rows.features["label"], "names", list(range(max(classes) + 1)))
+    few = ", ".join(
+        f"label {names[label]} has {count} training rows"
+        for label, count in zip(classes, sizes, strict=True)
+        if count < wanted
+    )
+    if few and not data.allow_fewer_per_class:
+        raise ValueError(
+            f"num_examples_per_class={wanted}, but {few}; lower it, or set allow_fewer_per_class "
+            "to take all rows of such a class."
+        )
+    if few:
+        warnings.warn(
+            f"num_examples_per_class={wanted}, but {few}, all of which are taken.", stacklevel=2
+        )
+    chosen = [
+        generator.choice(np.flatnonzero(labels == label), min(wanted, count), replace=False)
+        for label, count in zip(classes, sizes, strict=True)
+    ]
+    return rows.select(np.sort(np.concatenate(chosen)))

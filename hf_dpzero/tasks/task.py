@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
+from hf_dpzero.tasks.metrics import classification_scores
+
 if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedTokenizerBase
 
@@ -59,6 +61,10 @@ class Task:
             cut together to `max_seq_length`; "siamese" cuts each to `max_seq_length` and puts the
             second into input_ids_pair, attention_mask_pair, ...
           only: the split that is wanted; None for all.
+
+        Returns:
+          The splits, a row an example.
+
         Raises:
           ValueError: siamese without two text columns.
         """
@@ -71,7 +77,7 @@ class Task:
             )
         chosen = self.splits if only is None else {only: self.splits[only]}
         return datasets.DatasetDict(chosen).map(
-            _encode_apart if siamese else _encode,
+            _encode,
             batched=True,
             remove_columns=self.splits["validation"].column_names,
             desc="tokenizing",
@@ -79,6 +85,7 @@ class Task:
                 "tokenizer": tokenizer,
                 "columns": self.text_columns,
                 "max_length": self.max_seq_length,
+                "apart": siamese,
             },
         )
 
@@ -105,16 +112,6 @@ class Task:
         """None: the model's head says what is minimised (`objectives.select_objective`)."""
 
 
-def classification_scores(
-    chosen: np.ndarray, labels: np.ndarray, metric: str = "accuracy"
-) -> dict[str, float]:
-    """{"accuracy": ...} of two `[N]` integer arrays, and "macro_f1" if that is the metric."""
-    from hf_dpzero.tasks.metrics import accuracy, macro_f1
-
-    scores = accuracy(chosen, labels)
-    return {**macro_f1(chosen, labels), **scores} if metric == "macro_f1" else scores
-
-
 @dataclass(frozen=True)
 class Collator:
     """Pads token rows to the longest of the batch, rounded up to a multiple of 8.
@@ -130,20 +127,22 @@ class Collator:
 
         if "input_ids" not in rows[0]:
             return default_data_collator(rows)
-        first = [{k: v for k, v in row.items() if not k.endswith(PAIR_SUFFIX)} for row in rows]
-        second = [
-            {k.removesuffix(PAIR_SUFFIX): v for k, v in row.items() if k.endswith(PAIR_SUFFIX)}
-            for row in rows
-        ]
-        if not second[0]:
-            return self._padded(first)
-        pair = {key + PAIR_SUFFIX: value for key, value in self._padded(second).items()}
-        return {**self._padded(first), **pair}
+        batch: dict[str, Any] = {}
+        for suffix in ("", PAIR_SUFFIX):
+            own = [
+                {k.removesuffix(PAIR_SUFFIX): v for k, v in row.items() if _suffix(k) == suffix}
+                for row in rows
+            ]
+            if own[0]:
+                padded = self.tokenizer.pad(
+                    own, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt"
+                )
+                batch |= {key + suffix: value for key, value in padded.items()}
+        return batch
 
-    def _padded(self, rows: Any) -> dict[str, Any]:
-        return dict(
-            self.tokenizer.pad(rows, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt")
-        )
+
+def _suffix(column: str) -> str:
+    return PAIR_SUFFIX if column.endswith(PAIR_SUFFIX) else ""
 
 
 def _encode(
@@ -151,21 +150,11 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase,
     columns: Sequence[str],
     max_length: int,
+    apart: bool,
 ) -> dict[str, Any]:
+    """Both texts together, or with `apart` as input_ids, ... and input_ids_pair, ..."""
     texts = [rows[column] for column in columns]
-    encoded = tokenizer(*texts, truncation=True, max_length=max_length)
-    return {**encoded, "labels": rows["label"]}
-
-
-def _encode_apart(
-    rows: Mapping[str, list[Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    columns: Sequence[str],
-    max_length: int,
-) -> dict[str, Any]:
-    """The two texts of each row as two texts: input_ids, ... and input_ids_pair, ..."""
-    first, second = (
-        tokenizer(rows[column], truncation=True, max_length=max_length) for column in columns
-    )
-    pair = {key + PAIR_SUFFIX: value for key, value in second.items()}
+    groups = [[text] for text in texts] if apart else [texts]
+    first, *second = (tokenizer(*g, truncation=True, max_length=max_length) for g in groups)
+    pair = {key + PAIR_SUFFIX: value for found in second for key, value in found.items()}
     return {**first, **pair, "labels": rows["label"]}

@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 class Template:
     """A parsed template; `render` puts a row into it.
 
-    Args:
+    Attributes:
       text: the template.
       fields: the fields that a row has.
       optional: those that may be empty; lines with an empty one are left out.
@@ -66,25 +66,27 @@ class Template:
     @functools.cached_property
     def lines(self) -> list[list[Piece]]:
         """The pieces of each line, checked."""
-        return [[self._checked(piece) for piece in _parse(line)] for line in self.text.split("\n")]
-
-    def _checked(self, piece: Piece) -> Piece:
-        known = (*self.fields, MASK, ANSWER)
-        if piece.field is not None and piece.field not in known:
-            raise ValueError(
-                f"template {self.text!r} has a field {{{piece.field}}}; there are "
-                f"{', '.join(f'{{{name}}}' for name in known)}."
-            )
-        if piece.filters and piece.field in (MASK, ANSWER):
-            raise ValueError(
-                f"template {self.text!r} filters {{{piece.field}}}: filters are for fields of the row."
-            )
-        for name in piece.filters:
-            if name not in FILTERS:
+        lines, known = (
+            [_parse(line) for line in self.text.split("\n")],
+            (*self.fields, MASK, ANSWER),
+        )
+        for piece in (piece for line in lines for piece in line):
+            if piece.field is not None and piece.field not in known:
                 raise ValueError(
-                    f"template {self.text!r} has a filter {name!r}; there are {', '.join(FILTERS)}."
+                    f"template {self.text!r} has a field {{{piece.field}}}; there are "
+                    f"{', '.join(f'{{{name}}}' for name in known)}."
                 )
-        return piece
+            if piece.filters and piece.field in (MASK, ANSWER):
+                raise ValueError(
+                    f"template {self.text!r} filters {{{piece.field}}}: filters are for fields of the "
+                    "row."
+                )
+            for name in piece.filters:
+                if name not in FILTERS:
+                    raise ValueError(
+                        f"template {self.text!r} has a filter {name!r}; there are {', '.join(FILTERS)}."
+                    )
+        return lines
 
     @property
     def used_fields(self) -> list[str]:
@@ -96,28 +98,18 @@ class Template:
         """How often a field occurs."""
         return sum(piece.field == field for line in self.lines for piece in line)
 
-    def ends_with_answer(self) -> bool:
-        """Whether nothing follows {answer}."""
-        last = self.lines[-1]
-        return bool(last) and last[-1].field == ANSWER
-
-    def optional_beside(self, field: str) -> list[str]:
-        """The optional fields on the same line: without them it is left out, and the field with it."""
-        lines = [line for line in self.lines if any(piece.field == field for piece in line)]
-        found = [piece.field for line in lines for piece in line]
-        return [name for name in self.optional if name in found]
-
     def render(self, row: Mapping[str, str]) -> str:
         """The template with the row's fields, `mask` and `answer` among them, in their places.
 
         >>> Template("{a} It was {mask}.", ("a",)).render({"a": " Nice! ", "mask": "<mask>"})
         'Nice! It was <mask>.'
         """
-        lines = [_render(line, row) for line in self.lines if not self._is_empty(line, row)]
+        lines = []
+        for line in self.lines:
+            fields = {piece.field for piece in line}
+            if all(row[name].strip() for name in self.optional if name in fields):
+                lines.append("".join(piece.text + _value(piece, row) for piece in line))
         return "\n".join(lines)
-
-    def _is_empty(self, line: list[Piece], row: Mapping[str, str]) -> bool:
-        return any(piece.field in self.optional and not row[piece.field].strip() for piece in line)
 
 
 def _parse(line: str) -> list[Piece]:
@@ -131,10 +123,6 @@ def _parse(line: str) -> list[Piece]:
             raise ValueError(f"template line {line!r}: write {{field}} or {{field:filter}}.")
         pieces.append(Piece(text, field, tuple((filters or "").split(":") if filters else ())))
     return pieces
-
-
-def _render(line: list[Piece], row: Mapping[str, str]) -> str:
-    return "".join(piece.text + _value(piece, row) for piece in line)
 
 
 def _value(piece: Piece, row: Mapping[str, str]) -> str:
@@ -154,7 +142,13 @@ def checked_template(
     """A template that leaves room for what the model is asked for.
 
     Args:
+      text: the template.
       kind: "masked_lm": exactly one {mask}; "causal_lm": exactly one {answer}, at the end.
+      fields: the fields that a row has.
+      optional: those that may be empty.
+
+    Returns:
+      The parsed template.
 
     Raises:
       ValueError: the label has no place, more than one, or one that may be left out; or as `Template`.
@@ -167,12 +161,15 @@ def checked_template(
             f"{template.count(other)} {{{other}}}: prompt={kind} needs exactly one {{{wanted}}}, "
             "where the model says the label."
         )
-    if beside := template.optional_beside(wanted):
-        raise ValueError(
-            f"template {text!r} has {{{wanted}}} on a line with the optional {{{beside[0]}}}, which is "
-            f"left out where that is empty: put {{{wanted}}} on another line."
-        )
-    if kind == "causal_lm" and not template.ends_with_answer():
+    line = next(line for line in template.lines if any(piece.field == wanted for piece in line))
+    for piece in line:
+        if piece.field in optional:
+            raise ValueError(
+                f"template {text!r} has {{{wanted}}} on a line with the optional {{{piece.field}}}, "
+                f"which is left out where that is empty: put {{{wanted}}} on another line."
+            )
+    last = template.lines[-1][-1:]
+    if kind == "causal_lm" and (not last or last[0].field != ANSWER):
         raise ValueError(
             f"template {text!r} goes on after {{answer}}: a decoder only sees what comes before, so "
             "put {answer} last."

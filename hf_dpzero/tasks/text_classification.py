@@ -12,8 +12,7 @@ import numpy as np
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.description import TaskDescription
 from hf_dpzero.tasks.prompted_classification import PromptedClassification, prompted_classification
-from hf_dpzero.tasks.rows import load_splits
-from hf_dpzero.tasks.subsets import check_columns, column_of, subset
+from hf_dpzero.tasks.rows import column_of, load_splits, require_columns, subset
 from hf_dpzero.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -39,53 +38,58 @@ def build(data: DataArguments) -> Task | PromptedClassification:
 def classification_task(
     data: DataArguments, name: str, known: TaskDescription | None = None
 ) -> Task | PromptedClassification:
-    """Loads, checks, labels and subsets the rows; without `known`, recipe or data name the labels.
+    """Loads, checks, labels and subsets the rows.
 
-    With `data.prompt` they become prompts; see `prompted_classification`. What is refused is never
-    quoted from a row: refusals are written into tables and logs.
+    A refusal never quotes a row: it is written into tables and logs that may be published.
+
+    Args:
+      data: the recipe's rows and columns; with `data.prompt` the rows become prompts.
+      name: the task's.
+      known: what is known of the task; None if the recipe or the data names the labels.
+
+    Returns:
+      The task with its rows, for a classification head or as prompts.
+
+    Raises:
+      ValueError: as `build`, and as `prompted_classification`.
+      OSError: the data cannot be found.
     """
-    _check_names(data, name, known)
+    if known and data.class_names is not None:
+        raise ValueError(
+            f"task {name!r} has labels of its own ({', '.join(known.label_names)}): leave class_names "
+            "out, or use task: text_classification."
+        )
     splits = load_splits(data, known.source if known else None)
-    columns, label = _text_columns(data, splits, known), _label_column(data, splits, known)
-    check_columns(splits, _required(columns, known) if data.prompt else columns, label)
-    if known and known.drop_unlabelled:
-        splits = _labelled(splits, label)
-    names = tuple(known.label_names if known else data.class_names or _read(splits, label, data))
+    columns = _text_columns(data, splits, known)
+    label = data.label_column or column_of(splits, known.label_columns if known else ("label",))
+    settings = dict(zip(columns, ("text_column", "text_pair_column"), strict=False))
+    optional = known.optional_fields if known and data.prompt else ()
+    fields = zip(known.fields if known else columns, columns, strict=False)
+    needed = [column for field, column in fields if field not in optional]
+    require_columns(splits, [*needed, label], {**settings, label: "label_column"})
+    if known and known.drop_unlabelled:  # the Hub marks rows without a label with -1
+        for split, rows in splits.items():
+            splits[split] = rows.select(np.flatnonzero(np.asarray(rows[label][:]) != -1))
+    names = known.label_names if known else data.class_names or _read_label_names(splits, label)
+    if not known and not data.class_names:
+        _check_number_of_words(data, len(names), label)
     task = Task(
         name=name,
-        label_names=names,
+        label_names=tuple(names),
         text_columns=columns,
         max_seq_length=data.max_seq_length,
         splits=subset(_with_class_labels(splits, columns, label, names, known), data),
         metric=known.metric if known else "accuracy",
     )
-    if data.prompt is None:
-        return _with_a_head(task)
-    return prompted_classification(task, data, known or described(task))
-
-
-def _required(columns: tuple[str, ...], known: TaskDescription | None) -> list[str]:
-    """The columns of the fields that a prompt cannot do without."""
-    fields = dict(zip(known.fields, columns, strict=False)) if known else {}
-    optional = [fields[name] for name in known.optional_fields] if known else []
-    return [column for column in columns if column not in optional]
-
-
-def described(task: Task) -> TaskDescription:
-    """A task that only its data describes: its columns are its fields."""
-    return TaskDescription(
-        name=task.name,
-        fields={column: (column,) for column in task.text_columns},
-        label_names=task.label_names,
-        metric=task.metric,
-    )
-
-
-def _with_a_head(task: Task) -> Task:
-    if len(task.text_columns) > 2:
+    if data.prompt is not None:
+        own = TaskDescription(
+            name=name, fields={c: (c,) for c in columns}, label_names=tuple(names)
+        )
+        return prompted_classification(task, data, known or own)
+    if len(columns) > 2:
         raise ValueError(
-            f"task {task.name!r} has {len(task.text_columns)} texts ({', '.join(task.text_columns)}) "
-            "and a classification head reads one or two: set prompt to masked_lm or causal_lm."
+            f"task {name!r} has {len(columns)} texts ({', '.join(columns)}) and a classification head "
+            "reads one or two: set prompt to masked_lm or causal_lm."
         )
     return task
 
@@ -101,53 +105,21 @@ def _text_columns(
     return (first, *second, *usual[2:])
 
 
-def _label_column(
-    data: DataArguments, splits: datasets.DatasetDict, known: TaskDescription | None
-) -> str:
-    namings = known.label_columns if known else ("label",)
-    return data.label_column or column_of(splits, namings)
-
-
-def _labelled(splits: datasets.DatasetDict, column: str) -> datasets.DatasetDict:
-    """The rows whose label is not -1, which is how the Hub marks those without one."""
-    kept = {
-        split: rows.select(np.flatnonzero(np.asarray(rows[column][:]) != -1))
-        for split, rows in splits.items()
-    }
-    return datasets.DatasetDict(kept)
-
-
-def _check_names(data: DataArguments, name: str, known: TaskDescription | None) -> None:
-    if known and data.class_names is not None:
+def _check_number_of_words(data: DataArguments, labels: int, column: str) -> None:
+    """Before `prompted_classification` does, which names the labels: here they come from the rows."""
+    words = data.label_words
+    if data.prompt is not None and words is not None and len(words) != labels:
         raise ValueError(
-            f"task {name!r} has labels of its own ({', '.join(known.label_names)}): leave class_names "
-            "out, or use task: text_classification."
-        )
-
-
-def _read(splits: datasets.DatasetDict, column: str, data: DataArguments) -> list[str]:
-    """`read_label_names`, where a prompt has a word for each.
-
-    Raises:
-      ValueError: as there; or another number of words, which is said without the names.
-    """
-    names, words = read_label_names(splits, column), data.label_words
-    if data.prompt is not None and words is not None and len(words) != len(names):
-        raise ValueError(
-            f"label_words has {len(words)} words, and column {column!r} holds {len(names)} labels; give "
+            f"label_words has {len(words)} words, and column {column!r} holds {labels} labels; give "
             "one each, and set class_names to the labels in this order."
         )
-    return names
 
 
-def read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
+def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
     """Names of the classes: the column's own, or the sorted strings, or "0" ... for integers.
 
-    They become public. Where the private rows have labels that no public row has, this is said in a
-    warning that does not name them.
-
-    Raises:
-      ValueError: fewer than two classes, negative integers, or labels that are not classes.
+    They become public. Where the private rows have labels that no public row has, a warning says so
+    without naming them.
     """
     feature = splits["train"].features[column]
     if isinstance(feature, datasets.ClassLabel):
@@ -161,8 +133,17 @@ def read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
             f"column {column!r} holds {said} in one split and the other; write all labels alike."
         )
     values = {split: set(rows.unique(column)) for split, rows in splits.items()}
-    names = _strings(values, column) if kinds == {"text"} else _integers(splits, values, column)
-    public = values["validation"] if kinds == {"text"} else {*range(max(values["validation"]) + 1)}
+    if kinds == {"text"}:
+        names, public = sorted(set().union(*values.values())), values["validation"]
+    else:
+        count = _count_integers(splits, values, column)
+        names, public = [str(i) for i in range(count)], {*range(max(values["validation"]) + 1)}
+    if not 2 <= len(names) <= _MAX_CLASSES:
+        many = len(names) if len(names) < 2 else f"more than {_MAX_CLASSES}"
+        raise ValueError(
+            f"column {column!r} holds {many} classes; 2 to {_MAX_CLASSES} are supported. Is it the "
+            "label column? Set label_column."
+        )
     if not values["train"] <= public:
         logger.warning(
             "The set of label names is read from the private rows, for the validation rows do not "
@@ -189,36 +170,19 @@ def _kind(feature: Any, split: str, column: str) -> str:
     )
 
 
-def _strings(values: Mapping[str, set[str]], column: str) -> list[str]:
-    found = sorted(set().union(*values.values()))
-    _check_count(len(found), column)
-    return found
-
-
-def _integers(
+def _count_integers(
     splits: datasets.DatasetDict, values: Mapping[str, set[int]], column: str
-) -> list[str]:
-    """ "0" to the largest label."""
-    for split, found in values.items():
-        if min(found) < 0:
+) -> int:
+    """1 + the largest label, at most one more than can be supported."""
+    for split, labels in values.items():
+        if min(labels) < 0:
             row = next(i for i, value in enumerate(splits[split][column][:], 1) if value < 0)
             raise ValueError(
                 f"row {row} of the {split} rows (counted from 1) has a negative integer in column "
                 f"{column!r}, which usually marks rows without a label; drop them or choose a "
                 "labelled split."
             )
-    count = 1 + max(max(found) for found in values.values())
-    _check_count(count, column)
-    return [str(label) for label in range(count)]
-
-
-def _check_count(count: int, column: str) -> None:
-    if not 2 <= count <= _MAX_CLASSES:
-        found = f"{count}" if count < 2 else f"more than {_MAX_CLASSES}"
-        raise ValueError(
-            f"column {column!r} holds {found} classes; 2 to {_MAX_CLASSES} are supported. Is "
-            "it the label column? Set label_column."
-        )
+    return min(_MAX_CLASSES, max(map(max, values.values()))) + 1
 
 
 def _with_class_labels(
@@ -244,35 +208,27 @@ def _with_class_labels(
 def _class_indices(
     rows: datasets.Dataset, column: str, names: Sequence[str], place: str
 ) -> np.ndarray:
-    """Labels as indices into `names`, int64 `[N]`; `place` is what a refusal calls the rows.
-
-    Raises:
-      ValueError: a label outside the classes; names its row and says of what kind it is.
-    """
+    """Labels as indices into `names`, int64 `[N]`; `place` is what a refusal calls the rows."""
     index = {name: position for position, name in enumerate(names)}
-    values = rows[column][:]
-    indices = [_class_index(value, index) for value in values]
-    if None in indices:
-        row = indices.index(None)
-        raise ValueError(
-            f"row {row + 1} of the {place} (counted from 1) has {_described(values[row])} in column "
-            f"{column!r}, which is none of the {len(names)} classes ({', '.join(names[:5])}"
-            f"{', ...' if len(names) > 5 else ''}); correct or drop such rows, or for "
-            "task: text_classification set class_names to all labels."
-        )
+    indices = []
+    for row, value in enumerate(rows[column][:], start=1):
+        found = index.get(value) if isinstance(value, str) else value
+        if (
+            not isinstance(found, (int, float))
+            or found != found // 1
+            or not 0 <= found < len(names)
+        ):
+            raise ValueError(
+                f"row {row} of the {place} (counted from 1) has {_kind_of_value(value)} in column "
+                f"{column!r}, which is none of the {len(names)} classes ({', '.join(names[:5])}"
+                f"{', ...' if len(names) > 5 else ''}); correct or drop such rows, or for "
+                "task: text_classification set class_names to all labels."
+            )
+        indices.append(int(found))
     return np.asarray(indices, dtype=np.int64)
 
 
-def _class_index(value: Any, index: Mapping[str, int]) -> int | None:
-    """The class of a name or a whole number; None for everything else."""
-    if isinstance(value, str):
-        return index.get(value)
-    if not isinstance(value, (int, float)) or value != value // 1:
-        return None
-    return int(value) if 0 <= value < len(index) else None
-
-
-def _described(value: Any) -> str:
+def _kind_of_value(value: Any) -> str:
     """A label's kind, without what it says."""
     if isinstance(value, str):
         return f"a text of {len(value)} characters"

@@ -6,9 +6,6 @@ import functools
 import json
 import logging
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,34 +14,23 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import yaml
-from tiny_language_models import (
-    LABEL_WORDS,
-    opt_tokenizer,
-    roberta_tokenizer,
-    save_causal_lm,
-    save_masked_lm,
-)
+from tiny_language_models import LABEL_WORDS, opt_tokenizer, roberta_tokenizer
 from tokenizer_families import CAUSAL, MASKED, Slow, bert, llama
 from transformers import EvalPrediction
 
-from hf_dpzero.cli import main
 from hf_dpzero.tasks import build_task, prompted
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.benchmarks import BENCHMARKS
 from hf_dpzero.tasks.collators import AnswerCollator, CandidateCollator, LabelWordCollator
-from hf_dpzero.tasks.label_words import mask_word_ids
-from hf_dpzero.tasks.prompted import tokenizer_state
+from hf_dpzero.tasks.prompt_encoding import mask_word_ids
 from hf_dpzero.tasks.prompted_classification import PromptedClassification
 from hf_dpzero.tasks.prompted_generation import (
     PromptedGeneration,
-    decoded,
-    gold_answers,
-    spans_like,
-    stop_tokens,
+    _decoded,
+    _gold_answers,
+    _stop_tokens,
 )
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 KINDS = ("masked_lm", "causal_lm")
 
 roberta, opt = functools.cache(roberta_tokenizer), functools.cache(opt_tokenizer)
@@ -158,7 +144,7 @@ def test_a_benchmark_row_as_a_prompt(name: str, kind: str, tmp_path: Path) -> No
     assert task.prompt.label_words == WORDS.get(name, ())
     tokenizer = tokenizer_for(kind)
     row = task.splits["train"][0]
-    text = task.example(task.encoder(tokenizer), row)
+    text = task.example(row)
     assert text == PROMPTS[name, kind]
     encoded = task.tokenize(tokenizer)["train"][0]
     if kind == "causal_lm":
@@ -183,7 +169,7 @@ def test_squad_without_a_title_has_no_title_line(tmp_path: Path) -> None:
     for title in ({}, {"title": None}, {"title": " "}):
         row = {**{k: v for k, v in ROWS["squad"].items() if k != "title"}, **title}
         task = task_of(tmp_path, [row], task="squad", prompt="causal_lm")
-        assert task.example(task.encoder(opt()), task.splits["train"][0]) == expected
+        assert task.example(task.splits["train"][0]) == expected
 
 
 def test_numbers_are_text_too(tmp_path: Path) -> None:
@@ -191,8 +177,7 @@ def test_numbers_are_text_too(tmp_path: Path) -> None:
     rows = [{"text": 0, "label": 0}, {"text": 12, "label": 1}]
     settings: dict[str, Any] = {"template": "{text} It was {mask}.", "label_words": ["bad", "good"]}
     task = task_of(tmp_path, rows, prompt="masked_lm", **settings)
-    made = task.encoder(roberta())
-    assert [task.example(made, row) for row in task.splits["train"]] == [
+    assert [task.example(row) for row in task.splits["train"]] == [
         "0 It was bad.",
         "12 It was good.",
     ]
@@ -207,14 +192,6 @@ def test_lists_are_no_text(tmp_path: Path) -> None:
     ) as refused:
         task.tokenize(opt())
     assert "confidential" not in str(refused.value)
-
-
-def test_new_lines_at_the_end_of_a_template_are_left_out(tmp_path: Path) -> None:
-    """YAML's block text (template: |) ends with one."""
-    for kind, end in (("masked_lm", "{mask}"), ("causal_lm", "{answer}")):
-        task = sentiment(tmp_path, kind, template=f"{{sentence}}\n{end}\n\n")
-        assert task.template.text == f"{{sentence}}\n{end}"
-        assert task.prompt.template == task.template.text
 
 
 # ---------------------------------------------------------------- label words
@@ -246,16 +223,11 @@ def test_a_word_of_several_tokens_is_refused_with_a_word_of_one(
     assert "prompt: causal_lm scores words of several tokens" in str(error.value)
 
 
-def test_no_alternative_is_better_than_a_wrong_one() -> None:
-    for word in ("xyzzy", "qqqq"):
-        with pytest.raises(ValueError, match="set label_words to words of the vocabulary"):
+def test_words_without_an_alternative() -> None:
+    for word in ("xyzzy", "ss"):
+        with pytest.raises(ValueError, match="set label_words to words of the vocabulary") as error:
             mask_word_ids(roberta(), (word, "bad"))
-    with pytest.raises(ValueError, match=r"label word 'ss' is 2 tokens") as error:
-        mask_word_ids(roberta(), ("ss", "bad"))
-    assert "''" not in str(error.value)
-
-
-def test_a_word_outside_of_the_vocabulary_is_said_to_be() -> None:
+        assert "''" not in str(error.value)
     with pytest.raises(ValueError, match=r"'日本' is not in the vocabulary"):
         mask_word_ids(bert(), ("日本", "bad"))
 
@@ -280,28 +252,21 @@ def sentiment(folder: Path, kind: str, **settings: Any) -> PromptedClassificatio
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("words", [["bad"], ["bad", "okay", "great"], []])
-def test_one_word_a_label(kind: str, words: list[str], tmp_path: Path) -> None:
-    message = f"{len(words)} words.*for the 2 labels negative, positive; give one each"
-    with pytest.raises(ValueError, match=message):
-        sentiment(tmp_path, kind, label_words=words)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_blank_word_is_refused(kind: str, tmp_path: Path) -> None:
-    for word in ("", " "):
-        with pytest.raises(ValueError, match=f"label word '{word}' of negative is blank"):
-            sentiment(tmp_path, kind, label_words=[word, "great"])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_spaces_belong_to_the_template(kind: str, tmp_path: Path) -> None:
-    """After "It was " a word " great" would be another token than "great", and so a silent loss."""
-    with pytest.raises(
-        ValueError, match="label word ' great' of positive is blank or has white sp"
-    ):
-        sentiment(tmp_path, kind, label_words=["bad", " great"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bad"], "1 words.*for the 2 labels negative, positive; give one each"),
+        (["bad", "okay", "great"], "3 words.*for the 2 labels"),
+        ([], "0 words.*for the 2 labels"),
+        (["", "great"], "label word '' of negative is blank"),
+        # After "It was " a word " great" would be another token than "great", and so a silent loss.
+        (["bad", " great"], "label word ' great' of positive is blank or has white sp"),
+    ],
+)
+def test_refused_label_words(words: list[str], message: str, tmp_path: Path) -> None:
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=message):
+            sentiment(tmp_path, kind, label_words=words)
 
 
 def test_single_words_need_one_pass_and_others_one_each(tmp_path: Path) -> None:
@@ -495,13 +460,6 @@ def test_rows_that_are_cut_are_counted(
         assert all(ids[place] == tokenizer.mask_token_id for ids, place in places)
 
 
-def test_nothing_is_said_where_nothing_is_cut(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    boolq(tmp_path, "causal_lm", rows=2).tokenize(opt())
-    assert not caplog.records
-
-
 def test_a_decoders_candidates_fit_with_the_prompt(tmp_path: Path) -> None:
     words = ["No", "Yes, it was in May 1900"]
     task = boolq(tmp_path, "causal_lm", max_seq_length=48, label_words=words)
@@ -520,23 +478,6 @@ def test_more_tokens_than_the_model_takes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_seq_length=257 is beyond the 256 tokens"):
         boolq(tmp_path, "masked_lm", max_seq_length=257).tokenize(roberta())
     boolq(tmp_path, "masked_lm", max_seq_length=256).tokenize(roberta())
-
-
-def test_a_template_without_the_passage_cuts_the_longest_field(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    task = task_of(
-        tmp_path,
-        [{"passage": "", "question": "does it rain " * 20, "label": 1}] * 2,
-        task="boolq",
-        prompt="causal_lm",
-        template="{question}? {answer}",
-        max_seq_length=20,
-    )
-    assert task.prompt.passage is None
-    task.tokenize(opt())
-    assert "2 of 2 train prompts" in caplog.text
-    assert "at the end of their longest field" in caplog.text
 
 
 # ---------------------------------------------------------------- demonstrations
@@ -602,14 +543,6 @@ def test_demonstrations_that_are_left_out_are_counted(
     assert said in caplog.text
 
 
-def test_demonstrations_of_generated_answers(tmp_path: Path) -> None:
-    task = questions(tmp_path, num_demonstrations=1)
-    (shown,) = task.encoder(opt()).demonstrations
-    match = re.fullmatch(r"Context: It rained in (\d+)\.\nQuestion: When\?\nAnswer: (\d+)", shown)
-    assert match
-    assert match[1] == match[2]
-
-
 # ---------------------------------------------------------------- generated answers
 
 
@@ -651,7 +584,7 @@ def questions(folder: Path, count: int = 5, **settings: Any) -> PromptedGenerati
     ],
 )
 def test_gold_answers(value: Any, expected: list[list[str]]) -> None:
-    assert gold_answers(value) == expected
+    assert _gold_answers(value) == expected
 
 
 def test_prompt_and_answer_of_a_question(tmp_path: Path) -> None:
@@ -672,12 +605,6 @@ def test_new_lines_in_an_answer_do_not_end_it(tmp_path: Path) -> None:
     task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
     row = task.tokenize(opt())["train"][0]
     assert opt().decode(row["input_ids"][row["prompt_length"] :]) == " one two\n"
-
-
-def test_references_tell_every_row_of_both_splits(tmp_path: Path) -> None:
-    rows = questions(tmp_path).tokenize(opt())
-    assert rows["train"]["references"][:] == [0, 1, 2, 3, 4]
-    assert rows["validation"]["references"][:] == [5, 6, 7, 8, 9]
 
 
 def test_references_where_both_splits_hold_the_same_rows(tmp_path: Path) -> None:
@@ -733,9 +660,6 @@ def test_partly_right_answers(tmp_path: Path) -> None:
 
 def test_spans_of_drop(tmp_path: Path) -> None:
     """An answer is taken apart at its commas only where a gold answer has several spans."""
-    assert spans_like("red, blue", [["blue", "red"]]) == ["red", "blue"]
-    assert spans_like("1, 2", [["1, 2"]]) == ["1, 2"]
-    assert spans_like("", [["a", "b"]]) == [""]
     rows = [
         {"passage": "p", "question": "q", "answers": [["red", "blue"], ["blue"]]},
         {"passage": "p", "question": "q", "answers": [["Reno, Nevada"]]},
@@ -766,15 +690,15 @@ def test_answers_are_decoded_up_to_the_new_line(family: str) -> None:
     tokenizer = CAUSAL[family]()
     ids = tokenizer("x in May, 1900 \nand more", add_special_tokens=False)["input_ids"]
     own = [*ids, tokenizer.eos_token_id, -100, -100]
-    assert decoded(tokenizer, own) == "x in May, 1900"
-    assert decoded(tokenizer, [-100, -100]) == ""
-    assert decoded(tokenizer, []) == ""
+    assert _decoded(tokenizer, own) == "x in May, 1900"
+    assert _decoded(tokenizer, [-100, -100]) == ""
+    assert _decoded(tokenizer, []) == ""
 
 
 @pytest.mark.parametrize("family", CAUSAL)
 def test_what_ends_an_answer(family: str) -> None:
     tokenizer = CAUSAL[family]()
-    stops = stop_tokens(tokenizer)
+    stops = _stop_tokens(tokenizer)
     assert stops[0] == tokenizer.eos_token_id
     assert len(stops) == 2
     written = tokenizer("in May\n", add_special_tokens=False)["input_ids"]
@@ -865,13 +789,13 @@ def encoded_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """() -> how many rows were encoded since the last call."""
     counts = [0]
     for kind in (PromptedClassification, PromptedGeneration):
-        original = kind.encode
+        original = kind._encode
 
         def counting(self: Any, rows: Any, *rest: Any, original: Any = original) -> Any:
             counts.append(len(rows))
             return original(self, rows, *rest)
 
-        monkeypatch.setattr(kind, "encode", counting)
+        monkeypatch.setattr(kind, "_encode", counting)
 
     def since() -> int:
         found = sum(counts)
@@ -893,50 +817,6 @@ def test_rows_are_encoded_once(kind: str, tmp_path: Path, encoded_rows: Callable
         assert again[split][:] == first[split][:]
 
 
-def test_generated_answers_are_encoded_once(
-    tmp_path: Path, encoded_rows: Callable[[], int]
-) -> None:
-    first = questions(tmp_path).tokenize(opt())["validation"][:]
-    assert encoded_rows() == 10
-    assert questions(tmp_path).tokenize(opt_tokenizer())["validation"][:] == first
-    assert encoded_rows() == 0
-
-
-IN_ANOTHER_PROCESS = """
-import sys
-sys.path[:0] = [{tests!r}]
-import datasets
-datasets.config.HF_DATASETS_CACHE = {cache!r}
-from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks import build_task
-from hf_dpzero.tasks.prompted_classification import PromptedClassification
-from tiny_language_models import opt_tokenizer
-
-def encode(self, rows, encoder, places):
-    raise SystemExit("encoded again")
-
-PromptedClassification.encode = encode
-found = build_task(DataArguments(**{settings!r})).tokenize(opt_tokenizer(), only="validation")
-print(found["validation"]["input_ids"][:])
-"""
-
-
-@pytest.mark.slow
-def test_another_process_finds_them(tmp_path: Path) -> None:
-    import dataclasses
-
-    task = sentiment(tmp_path, "causal_lm", num_demonstrations=1)
-    expected = task.tokenize(opt(), only="validation")["validation"]["input_ids"][:]
-    code = IN_ANOTHER_PROCESS.format(
-        tests=str(Path(__file__).resolve().parents[1]),
-        cache=str(datasets.config.HF_DATASETS_CACHE),
-        settings=dataclasses.asdict(task.data),
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1] == str(expected)
-
-
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "template": {"template": "{sentence} That was {answer}"},
     "label words": {"label_words": ["bad", "very good indeed"]},
@@ -950,54 +830,45 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 def test_other_settings_are_encoded_anew(
     change: str, tmp_path: Path, encoded_rows: Callable[[], int]
 ) -> None:
-    sentiment(tmp_path, "causal_lm").tokenize(opt())
+    first = sentiment(tmp_path, "causal_lm").tokenize(opt(), only="validation")["validation"]
     encoded_rows()
-    sentiment(tmp_path, "causal_lm", **OTHER_SETTINGS[change]).tokenize(opt(), only="validation")
+    changed = sentiment(tmp_path, "causal_lm", **OTHER_SETTINGS[change])
+    rows = changed.tokenize(opt(), only="validation")["validation"]
     assert encoded_rows() == (3 if change == "fewer rows" else 4)
+    if change in ("template", "demonstrations"):
+        assert rows["input_ids"][:] != first["input_ids"][:]
+    if change == "template":
+        assert opt().decode(rows["input_ids"][0]).endswith("That was")
 
 
-def test_other_demonstrations_are_encoded_anew(
-    tmp_path: Path, encoded_rows: Callable[[], int]
+def test_other_tokenizers_and_versions_encode_anew(
+    tmp_path: Path, encoded_rows: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"num_demonstrations": 1}
-    first = sentiment(tmp_path, "causal_lm", **settings)
-    shown = first.encoder(opt()).demonstrations
-    seeds = range(1, 20)
-    other = next(
-        task
-        for task in (sentiment(tmp_path, "causal_lm", subset_seed=s, **settings) for s in seeds)
-        if task.encoder(opt()).demonstrations != shown
-    )
-    first.tokenize(opt(), only="validation")
-    assert encoded_rows() == 4
-    other.tokenize(opt(), only="validation")
-    assert encoded_rows() == 4
-
-
-def test_another_tokenizer_encodes_anew(tmp_path: Path, encoded_rows: Callable[[], int]) -> None:
-    task = sentiment(tmp_path, "causal_lm")
+    task, more = sentiment(tmp_path, "causal_lm"), opt_tokenizer()
+    more.add_tokens(["good film"])
+    for tokenizer in (opt(), opt_tokenizer([*LABEL_WORDS, "film"]), more):
+        rows = task.tokenize(tokenizer)["train"]
+        assert encoded_rows() == 8
+        assert rows["input_ids"][0] == tokenizer("a good film It was")["input_ids"]
+    monkeypatch.setattr(prompted, "__version__", "another")
     task.tokenize(opt())
     assert encoded_rows() == 8
-    task.tokenize(opt_tokenizer([*LABEL_WORDS, "film"]))
-    assert encoded_rows() == 8
-    more = opt_tokenizer()
-    more.add_tokens(["good film"])
-    task.tokenize(more)
-    assert encoded_rows() == 8
 
 
-def test_another_number_of_new_tokens_is_encoded_anew(
+def test_other_settings_of_answers_are_encoded_anew(
     tmp_path: Path, encoded_rows: Callable[[], int]
 ) -> None:
     questions(tmp_path).tokenize(opt())
-    encoded_rows()
+    assert encoded_rows() == 10
+    questions(tmp_path).tokenize(opt())
+    assert encoded_rows() == 0
     questions(tmp_path, max_new_tokens=49).tokenize(opt())
     assert encoded_rows() == 10
 
 
 ANSWERS_TASK = """
 name: years
-fields: [context, note]
+fields: {{context: {column}, note: note}}
 {optional}
 answers: {answers}
 prompts:
@@ -1005,70 +876,19 @@ prompts:
 """
 
 
-def test_other_answers_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None:
-    """The same file, the same template: another column of answers must not find the first one's."""
-    rows = [{"context": "c", "note": "", "first": "1900", "second": "2000"}] * 2
-    found = {}
-    for answers in ("first", "second"):
-        for optional in ("", "optional_fields: [note]"):
-            file = tmp_path / "years.yaml"
-            file.write_text(ANSWERS_TASK.format(answers=answers, optional=optional), "utf-8")
-            task = task_of(tmp_path, rows, task=str(file), prompt="causal_lm")
-            ids = task.tokenize(opt())["train"][0]["input_ids"]
-            found[answers, optional != ""] = opt().decode(ids, skip_special_tokens=True)
-    assert found == {
-        ("first", False): "c\nNote: \nYear: 1900\n",
-        ("first", True): "c\nYear: 1900\n",
-        ("second", False): "c\nNote: \nYear: 2000\n",
-        ("second", True): "c\nYear: 2000\n",
-    }
-
-
 def test_other_columns_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None:
-    rows, found = [{"one": "1", "two": "2", "answers": "3"}] * 2, []
-    for column in ("one", "two"):
-        file = tmp_path / "t.yaml"
-        prompt = '{causal_lm: {template: "{text}\\n{answer}"}}'
-        file.write_text(
-            f"fields: {{text: {column}}}\nanswers: answers\nprompts: {prompt}\n", "utf-8"
-        )
-        task = task_of(tmp_path, rows, task=str(file), prompt="causal_lm")
-        ids = task.tokenize(opt())["train"][0]["input_ids"]
-        found.append(opt().decode(ids, skip_special_tokens=True))
-    assert found == ["1\n3\n", "2\n3\n"]
-
-
-def test_other_code_encodes_anew(
-    tmp_path: Path, encoded_rows: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A release that makes other tokens must not find those of the one before."""
-    sentiment(tmp_path, "causal_lm").tokenize(opt())
-    encoded_rows()
-    assert len(prompted.code_digest()) == 64
-    monkeypatch.setattr(prompted, "code_digest", lambda: "other")
-    sentiment(tmp_path, "causal_lm").tokenize(opt())
-    assert encoded_rows() == 8
-
-
-def test_what_decides_about_tokens() -> None:
-    same = tokenizer_state(opt()), tokenizer_state(opt_tokenizer())
-    assert same[0] == same[1]
-    other = roberta_tokenizer()
-    other.mask_token = "<pad>"  # the same vocabulary
-    assert tokenizer_state(other) != tokenizer_state(roberta())
-    assert tokenizer_state(Slow()) == tokenizer_state(Slow())
-    assert tokenizer_state(Slow(eos_token="<unk>")) != tokenizer_state(Slow())
-
-
-def test_rows_in_memory_are_encoded_every_time(
-    encoded_rows: Callable[[], int],
-) -> None:
-    data = DataArguments(
-        task="quickstart", prompt="causal_lm", max_train_samples=3, max_eval_samples=2
-    )
-    for _ in range(2):
-        build_task(data).tokenize(opt())
-        assert encoded_rows() == 5
+    """The same file, the same template: another column must not find the first one's tokens."""
+    rows = [{"one": "1", "two": "2", "note": "", "first": "1900", "second": "2000"}] * 2
+    for column, text in (("one", "1"), ("two", "2")):
+        for answers, year in (("first", "1900"), ("second", "2000")):
+            for optional, note in (("", "\nNote: "), ("optional_fields: [note]", "")):
+                file = tmp_path / "years.yaml"
+                written = {"column": column, "answers": answers, "optional": optional}
+                file.write_text(ANSWERS_TASK.format(**written), "utf-8")
+                task = task_of(tmp_path, rows, task=str(file), prompt="causal_lm")
+                ids = task.tokenize(opt())["train"][0]["input_ids"]
+                found = opt().decode(ids, skip_special_tokens=True)
+                assert found == f"{text}{note}\nYear: {year}\n"
 
 
 # ---------------------------------------------------------------- from a recipe
@@ -1079,9 +899,7 @@ def test_the_quickstart_with_a_prompt() -> None:
         task: Any = build_task(DataArguments(task="quickstart", prompt=kind))  # type: ignore[arg-type]
         row = task.splits["train"][0]
         word = ("No", "Yes")[row["label"]]
-        assert task.example(task.encoder(tokenizer_for(kind)), row) == (
-            f"{row['text']} Is this urgent? {word}"
-        )
+        assert task.example(row) == (f"{row['text']} Is this urgent? {word}")
         assert task.label_names == ("routine", "urgent")
 
 
@@ -1097,8 +915,7 @@ def test_a_users_own_rows_with_the_recipes_template(tmp_path: Path) -> None:
     }
     task = task_of(tmp_path, rows, **settings)
     assert task.label_names == ("billing", "outage")
-    made = task.encoder(roberta())
-    texts = [task.example(made, row) for row in task.splits["train"]]
+    texts = [task.example(row) for row in task.splits["train"]]
     assert texts == ["To us: no light. It was bad.", "To us: no light. It was Number."]
     with pytest.raises(ValueError, match="a field {text}; there are {body}, {to}"):
         task_of(tmp_path, rows, **{**settings, "template": "{text} {mask}"})
@@ -1120,8 +937,7 @@ def test_a_tasks_field_in_another_column(tmp_path: Path) -> None:
         tmp_path, rows, task="sst2", prompt="causal_lm", text_column="review", label_column="stars"
     )
     assert task.columns == {"sentence": "review"}
-    made = task.encoder(opt())
-    assert task.example(made, task.splits["train"][1]) == "fine It was great"
+    assert task.example(task.splits["train"][1]) == "fine It was great"
 
 
 def test_a_second_text_that_no_prompt_shows_is_refused(tmp_path: Path) -> None:
@@ -1155,58 +971,6 @@ def test_f1_is_for_generated_answers(tmp_path: Path) -> None:
         sentiment(tmp_path, "causal_lm", objective="f1")
 
 
-def test_a_task_without_this_prompt_names_those_it_has(tmp_path: Path) -> None:
-    file = tmp_path / "t.yaml"
-    file.write_text(
-        "fields: [text]\nlabels: [a, b]\n"
-        'prompts: {causal_lm: {template: "{text} {answer}", label_words: [bad, good]}}\n', "utf-8"
-    )  # fmt: skip
-    rows = [{"text": "x", "label": 0}, {"text": "y", "label": 1}]
-    with pytest.raises(ValueError, match=r"prompt=masked_lm \(it has: causal_lm\); set template"):
-        task_of(tmp_path, rows, task=str(file), prompt="masked_lm")
-
-
-def test_data_that_is_not_there_names_the_command(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="hf download rajpurkar/squad --repo-type dataset"):
-        build_task(DataArguments(task="squad", prompt="causal_lm"))
-    missing = str(tmp_path / "no.jsonl")
-    with pytest.raises(FileNotFoundError, match="no.jsonl not found"):
-        build_task(
-            DataArguments(
-                task="squad", prompt="causal_lm", train_file=missing, validation_file=missing
-            )
-        )
-
-
-REAL = [(name, kind) for name, kind in PROMPTS if name not in ("mnli", "drop")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), REAL)
-def test_real_rows(name: str, kind: str) -> None:
-    """Every row of the files that are there: within the limit, the mask in its place."""
-    files = [DATA / name / f"{split}.jsonl" for split in ("train", "validation")]
-    if not all(file.is_file() for file in files):
-        pytest.skip("no shared data here")
-    settings: dict[str, Any] = {"task": name, "prompt": kind, "max_train_samples": 500}
-    settings["max_seq_length"] = limit = 256 if name == "squad" else 128
-    task: Any = build_task(
-        DataArguments(
-            train_file=str(files[0]),
-            validation_file=str(files[1]),
-            max_eval_samples=500,
-            **settings,
-        )
-    )
-    tokenizer = tokenizer_for(kind)
-    rows = task.tokenize(tokenizer)["validation"]
-    assert len(rows) == min(500, len(task.splits["validation"]))
-    for row in rows:
-        assert len(row["input_ids"]) <= limit
-        if kind == "masked_lm":
-            assert row["input_ids"][row["positions"]] == tokenizer.mask_token_id
-
-
 def test_masked_families_find_their_masks(tmp_path: Path) -> None:
     for family, make in MASKED.items():
         tokenizer = make()
@@ -1216,235 +980,3 @@ def test_masked_families_find_their_masks(tmp_path: Path) -> None:
         batch = task.collator(tokenizer)(list(task.tokenize(tokenizer)["train"]))
         chosen = batch["input_ids"][torch.arange(4), batch["positions"]]
         assert chosen.tolist() == [tokenizer.mask_token_id] * 4, family
-
-
-# ---------------------------------------------------------------- the command line
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        "masked_lm": save_masked_lm(folder / "masked"),
-        "causal_lm": save_causal_lm(folder / "causal"),
-    }
-
-
-COMMAND_ROWS = {
-    "sst2": [{"sentence": f"a {'very ' * (i % 5)}good film", "label": i % 2} for i in range(24)],
-    "squad": [
-        {"context": f"It rained in {1900 + i}.", "question": "When?", "answers": {"text": [str(i)]}}
-        for i in range(24)
-    ],
-}
-RUNS = [("sst2", "masked_lm"), ("sst2", "causal_lm"), ("squad", "causal_lm")]
-
-
-def recipe_of(folder: Path, models: dict[str, Path], task: str, kind: str, **settings: Any) -> Path:
-    """A recipe that trains a tiny language model for two steps."""
-    files = {
-        f"{split}_file": write(folder / f"{split}.jsonl", COMMAND_ROWS[task][:rows])
-        for split, rows in (("train", 24), ("validation", 8))
-    }
-    values = {
-        "model_name_or_path": str(models[kind]),
-        "task": task,
-        "prompt": kind,
-        **files,
-        "max_seq_length": 64,
-        "max_new_tokens": 3,
-        "target_epsilon": 4.0,
-        "target_delta": 1e-3,
-        "expected_batch_size": 8,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "output_dir": str(folder / "out"),
-        **settings,
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
-    """Runs a command that must succeed and returns what it printed."""
-    status = main.main([str(word) for word in words])
-    captured = capsys.readouterr()
-    assert status == 0, captured.err
-    return captured.out
-
-
-def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
-    """Runs a command that must be refused and returns its one line."""
-    status = main.main([str(word) for word in words])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert status == 2
-    return error
-
-
-@pytest.fixture(scope="module", params=RUNS, ids=["-".join(names) for names in RUNS])
-def trained(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    models: dict[str, Path],
-) -> Path:
-    """The output_dir of a finished run; its recipe lies beside it. Read only."""
-    folder = tmp_path_factory.mktemp("trained")
-    assert main.main(["train", str(recipe_of(folder, models, *request.param))]) == 0
-    return folder / "out"
-
-
-def read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def test_a_run_scores_before_and_after(trained: Path) -> None:
-    results = read(trained / "all_results.json")
-    scores = ["f1", "exact_match"] if "zero_shot_f1" in results else ["accuracy"]
-    for stage in ("zero_shot", "eval"):
-        for score in scores:
-            assert 0 <= results[f"{stage}_{score}"] <= 1
-    assert results["zero_shot_loss"] != results["eval_loss"]
-    assert read(trained / "privacy_report.json")["private"] is True
-
-
-def test_evaluate_zero_shot(trained: Path, tmp_path: Path, capsys: Any) -> None:
-    """The same figures as before the run's first step; the file says what was printed."""
-    recipe, results = trained.parent / "recipe.yaml", read(trained / "all_results.json")
-    found = json.loads(run(capsys, "evaluate", recipe, "--zero_shot", "--json"))
-    assert found["privacy"] == "zero-shot: no training row was used"
-    assert found["eval_loss"] == pytest.approx(results["zero_shot_loss"], rel=1e-5)
-    assert found["eval_samples"] == 8
-    scores = [name for name in found if name in ("eval_accuracy", "eval_f1", "eval_exact_match")]
-    assert scores
-    for name in scores:
-        assert found[name] == results[name.replace("eval", "zero_shot")]
-    words = ["evaluate", recipe, "--zero_shot", "--output_dir", tmp_path / "new"]
-    assert found["privacy"] in run(capsys, *words).splitlines()
-    written = read(tmp_path / "new" / "eval_results.json")
-    assert {name: written[name] for name in (*scores, "privacy")} == {
-        name: found[name] for name in (*scores, "privacy")
-    }
-
-
-def test_evaluate_a_trained_model(trained: Path, capsys: Any) -> None:
-    recipe, results = trained.parent / "recipe.yaml", read(trained / "all_results.json")
-    words = ["evaluate", recipe, "--model_name_or_path", trained, "--json"]
-    found = json.loads(run(capsys, *words))
-    report = trained / "privacy_report.json"
-    assert found["privacy"] == f"{read(report)['statement']} So says {report}."
-    assert ")-differentially private under" in found["privacy"]
-    assert found["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
-
-
-def test_evaluate_with_demonstrations_is_not_private(trained: Path, capsys: Any) -> None:
-    recipe = trained.parent / "recipe.yaml"
-    for model in ([], ["--model_name_or_path", trained]):
-        words = ["evaluate", recipe, "--num_demonstrations", 2, "--max_seq_length", 200, *model]
-        found = json.loads(run(capsys, *words, "--json"))
-        assert found["privacy"].startswith("NOT PRIVATE: 2 training rows stand in every prompt")
-        assert found["eval_samples"] == 8
-    plain = json.loads(run(capsys, "evaluate", recipe, "--json"))
-    assert plain["privacy"] == "zero-shot: no training row was used"
-    assert found["eval_loss"] != plain["eval_loss"]
-
-
-def test_zero_shot_insists(tmp_path: Path, models: dict[str, Path], capsys: Any) -> None:
-    recipe = recipe_of(tmp_path, models, "sst2", "causal_lm")
-    for name, value in (("num_demonstrations", 2), ("model_name_or_path", models["masked_lm"])):
-        said = fail(capsys, "evaluate", recipe, "--zero_shot", f"--{name}", value)
-        assert f"without training rows, and {name}={value} says otherwise; leave one out" in said
-    said = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_revision", "later")
-    assert "model_revision=later says otherwise" in said
-    run(capsys, "evaluate", recipe, "--zero_shot", "--num_demonstrations", 0)
-
-
-def test_replay_needs_no_rows(trained: Path, tmp_path: Path, capsys: Any) -> None:
-    """Who verifies a published run has its folder and the base model, not its private rows."""
-    published = tmp_path / "published"
-    published.mkdir()
-    for name in ("config.json", "model.safetensors", "trajectory.safetensors", "recipe.yaml"):
-        shutil.copy(trained / name, published)
-    values = yaml.safe_load((published / "recipe.yaml").read_text(encoding="utf-8"))
-    values |= {"train_file": "gone.jsonl", "validation_file": "gone.jsonl", "task": "gone.yaml"}
-    (published / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    out = run(
-        capsys,
-        *("replay", "--base", published / "recipe.yaml", "--output_dir", tmp_path / "rebuilt"),
-        *("--trajectory", published / "trajectory.safetensors"),
-    )
-    assert "replayed 2 of 2 steps" in out
-    assert "bit for bit" in out
-
-
-REFUSED_RUNS: list[tuple[str, str, dict[str, Any], str]] = [
-    (
-        *("sst2", "causal_lm", {"objective": "accuracy", "method": "adamw"}),
-        "objective='accuracy' has no gradient, which method='adamw' needs: use method: dpzero",
-    ),
-    (
-        *("squad", "causal_lm", {"objective": "f1", "method": "dp-adamw"}),
-        "objective='f1' has no gradient, which method='dp-adamw' needs",
-    ),
-    (
-        *("sst2", "masked_lm", {"num_demonstrations": 2}),
-        "num_demonstrations=2 would put these training rows into every example's loss",
-    ),
-    (
-        *("sst2", "causal_lm", {"max_seq_length": 257}),
-        "max_seq_length=257, but opt models of this size take 256 tokens; lower it",
-    ),
-    (
-        *("sst2", "masked_lm", {"max_seq_length": 257}),
-        "max_seq_length=257, but roberta models of this size take 256 tokens; lower it",
-    ),
-    ("sst2", "causal_lm", {"objective": "f1"}, "'sst2' is a classification: use accuracy or loss"),
-    ("squad", "causal_lm", {"objective": "accuracy"}, "is for label words: use f1 or loss here"),
-    ("squad", "masked_lm", {}, "which needs prompt: causal_lm, not masked_lm"),
-    ("squad", "causal_lm", {"num_examples_per_class": 2}, "no labels; set max_train_samples"),
-    ("sst2", "masked_lm", {"label_words": ["good", "goods"]}, "label word 'goods' is"),
-    ("sst2", "causal_lm", {"label_words": ["good", "good"]}, "are the same token"),
-    (
-        "sst2",
-        "causal_lm",
-        {"template": "{text} {answer}"},
-        "there are {sentence}, {mask}, {answer}",
-    ),
-    ("sst2", "causal_lm", {"train_file": "gone.jsonl"}, "gone.jsonl not found"),
-    ("sst2", "causal_lm", {"model_name_or_path": "./gone"}, "no such folder"),
-    ("sst2", "causal_lm", {"model_name_or_path": "no/body"}, "hf download no/body"),
-    (
-        *("squad", "causal_lm", {"train_file": None, "validation_file": None}),
-        "fetch it once with `hf download rajpurkar/squad --repo-type dataset`",
-    ),
-]
-
-
-@pytest.mark.parametrize(("task", "kind", "settings", "message"), REFUSED_RUNS)
-def test_a_run_is_refused(
-    task: str,
-    kind: str,
-    settings: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-    models: dict[str, Path],
-    capsys: Any,
-) -> None:
-    noise = {"target_epsilon": None} if settings.get("method") == "adamw" else {}
-    recipe = recipe_of(tmp_path, models, task, kind, **{**settings, **noise})
-    assert message in fail(capsys, "train", recipe)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("task", "objective"), [("sst2", "accuracy"), ("squad", "f1")])
-def test_a_run_on_what_is_counted(
-    task: str, objective: str, tmp_path: Path, models: dict[str, Path], capsys: Any
-) -> None:
-    recipe = recipe_of(tmp_path, models, task, "causal_lm", objective=objective, max_steps=1)
-    run(capsys, "train", recipe)
-    assert read(tmp_path / "out" / "privacy_report.json")["private"] is True

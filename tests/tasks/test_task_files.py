@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_language_models import opt_tokenizer, roberta_tokenizer
+from tiny_language_models import opt_tokenizer
 
 from hf_dpzero import tasks
 from hf_dpzero.tasks import TASKS, build_task, register_task
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.benchmarks import BENCHMARKS
-from hf_dpzero.tasks.description import Prompt, TaskDescription
+from hf_dpzero.tasks.description import Prompt, TaskDescription, described_by, read_task
 from hf_dpzero.tasks.rows import HubSource
-from hf_dpzero.tasks.task_files import described_by, read_task
 from hf_dpzero.tasks.templates import checked_template
 
 TICKETS: dict[str, Any] = {
@@ -94,7 +93,7 @@ def test_every_key(tmp_path: Path) -> None:
 
 
 def test_every_key_is_in_the_file_above() -> None:
-    from hf_dpzero.tasks.task_files import _KEYS, _PROMPT_KEYS
+    from hf_dpzero.tasks.description import _KEYS, _PROMPT_KEYS
 
     assert {*TICKETS, "answers"} == set(_KEYS)
     assert set(TICKETS["prompts"]["masked_lm"]) == set(_PROMPT_KEYS)
@@ -292,8 +291,7 @@ def test_a_classification_from_a_file(tmp_path: Path) -> None:
         "tickets", ("billing", "outage"), "macro_f1",
     )  # fmt: skip
     assert task.columns == {"subject": "title", "body": "text"}
-    made = task.encoder(roberta_tokenizer())
-    texts = [task.example(made, row) for row in task.splits["train"]]
+    texts = [task.example(row) for row in task.splits["train"]]
     assert texts[:2] == ["Bill\ntwice This is about bad.", "Light\nnone This is about good."]
 
 
@@ -327,8 +325,7 @@ def test_the_recipe_overrides_the_files_prompt(tmp_path: Path) -> None:
             )
         )  # fmt: skip
     task: Any = build_task(data)
-    made = task.encoder(opt_tokenizer())
-    assert task.example(made, task.splits["train"][0]) == "Bill: twice\nAbout:\nmoney"
+    assert task.example(task.splits["train"][0]) == "Bill: twice\nAbout:\nmoney"
 
 
 def test_label_words_may_be_left_to_the_recipe(tmp_path: Path) -> None:
@@ -363,8 +360,7 @@ def test_an_optional_column_may_be_missing_or_empty(
     listed = [{"text": "twice", "kind": kind, **missing} for kind in ("billing", "outage")]
     data = DataArguments(task=file(tmp_path, TICKETS), prompt="masked_lm", **rows(tmp_path, listed))
     task: Any = build_task(data)
-    made = task.encoder(roberta_tokenizer())
-    assert task.example(made, task.splits["train"][0]) == "twice This is about bad."
+    assert task.example(task.splits["train"][0]) == "twice This is about bad."
 
 
 def test_a_hub_data_set_that_cannot_be_reached(tmp_path: Path) -> None:

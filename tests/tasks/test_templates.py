@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tokenizer_families import CAUSAL, MASKED, QWEN_PIECES, Slow
 from transformers import ByT5Tokenizer
 
 from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder
-from hf_dpzero.tasks.templates import FILTERS, Template, checked_template
+from hf_dpzero.tasks.templates import Template, checked_template
 
 PRIVATE_USE = "\ue000"
 FIELDS = ("passage", "question")
@@ -87,6 +86,8 @@ def rows_of(seed: int, count: int) -> list[dict[str, str]]:
 
 def test_fields_are_put_in_without_the_white_space_around_them() -> None:
     template = Template("{b}:{a} {b}", ("a", "b", "c"))
+    assert Template("A: {a}\nB", ("a",)).render({"a": ""}) == "A: \nB"
+    assert Template("{a:no_question_mark:no_stop}", ("a",)).render({"a": "so?."}) == "so"
     assert template.render({"a": " one\n", "b": "\ttwo ", "c": "three"}) == "two:one two"
     assert template.used_fields == ["b", "a"]
     assert (template.count("b"), template.count("c"), template.count("mask")) == (2, 0, 0)
@@ -111,20 +112,6 @@ def test_a_filter(name: str, text: str, expected: str) -> None:
     assert Template(f"<{{a:{name}}}>", ("a",)).render({"a": text}) == f"<{expected}>"
 
 
-def test_every_filter_is_tested() -> None:
-    marks: Any = test_a_filter.pytestmark  # type: ignore[attr-defined]
-    assert {case[0] for case in marks[0].args[1]} == set(FILTERS)
-
-
-def test_filters_are_applied_from_left_to_right() -> None:
-    row = {"a": '"is it so??"'}
-    assert Template("{a:no_stop:no_question_mark}", ("a",)).render(row) == '"is it so'
-    assert Template("{a:no_question_mark:no_stop}", ("a",)).render(row) == '"is it so'
-    row = {"a": "so?."}
-    assert Template("{a:no_question_mark}", ("a",)).render(row) == "so?."
-    assert Template("{a:no_question_mark:no_stop}", ("a",)).render(row) == "so"
-
-
 def test_braces_are_doubled() -> None:
     assert Template("{{{a}}} {{b}}", ("a",)).render({"a": "x"}) == "{x} {b}"
 
@@ -141,28 +128,19 @@ def test_lines_with_an_empty_optional_field_are_left_out() -> None:
     assert template.render({"t": "T", "a": "", "n": ""}) == "Title: T\n\n"
 
 
-def test_a_required_field_may_be_empty() -> None:
-    assert Template("A: {a}\nB", ("a",)).render({"a": ""}) == "A: \nB"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{a", "write {{ for a brace"),
         ("a}", "write {{ for a brace"),
-        ("{a\n}", "write {{ for a brace"),
         ("{}", "write {field} or {field:filter}"),
         ("{a!r}", "write {field} or {field:filter}"),
         ("{0} {a}", r"a field {0}; there are {a}, {b}, {mask}, {answer}"),
         ("{a.b}", r"a field {a.b}"),
-        ("{a[0]}", r"a field {a[0]}"),
-        ("{ a}", "a field { a}"),
-        ("{A}", "a field {A}"),
         ("{a:shout}", "a filter 'shout'; there are no_stop, no_question_mark, upper_first"),
-        ("{a:no_stop:}", "a filter ''"),
-        ("{a:{b}}", "a filter '{b}'"),
+        ("{a} {mask:upper_first}", "filters are for fields"),
+        (f"{{a}} {PRIVATE_USE}", "U+E000"),
         ("nothing {mask}", "shows nothing of the row; put in one of {a}, {b}"),
-        ("", "shows nothing of the row"),
     ],
 )
 def test_a_template_is_refused(text: str, message: str) -> None:
@@ -198,31 +176,7 @@ def test_the_label_is_not_on_a_line_that_may_be_left_out(kind: str) -> None:
     assert checked_template(f"{{a}}\n{{b}}\n{place}", kind, ("a", "b"), ("b",))
 
 
-@pytest.mark.parametrize("text", ["{a} {mask:upper_first}", "{a} {answer:no_stop}"])
-def test_filters_are_for_fields(text: str) -> None:
-    with pytest.raises(ValueError, match="filters are for fields"):
-        Template(text, ("a",))
-
-
-def test_good_templates_pass() -> None:
-    assert checked_template("{mask}: {a}", "masked_lm", ("a",)).used_fields == ["a"]
-    assert checked_template("{a} {{{answer}", "causal_lm", ("a",)).ends_with_answer()
-
-
 # ---------------------------------------------------------------- tokens
-
-
-@pytest.mark.parametrize(("kind", "family"), FAMILIES)
-def test_tokens_are_those_of_the_text(kind: str, family: str) -> None:
-    row = {"passage": " The town had 200 houses. ", "question": "how many houses\n"}
-    found = one(kind, family, row)
-    expected = tokens_of(kind, family, written(kind, family, row))
-    assert found == Encoded(expected, found.position, cut=False, left_out=0)
-    if kind == "causal_lm":
-        assert found.position == len(expected) - 1
-    else:
-        mask = tokenizer(kind, family).mask_token_id
-        assert [i for i, token in enumerate(expected) if token == mask] == [found.position]
 
 
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
@@ -239,12 +193,20 @@ def test_a_batch_is_its_rows(kind: str, family: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
-def test_odd_rows_are_tokenised_as_they_are(kind: str, family: str) -> None:
-    """Special tokens, braces, characters of several tokens, empty fields."""
-    for row in rows_of(1, 40):
-        assert one(kind, family, row).input_ids == tokens_of(
-            kind, family, written(kind, family, row)
+def test_tokens_are_those_of_the_text(kind: str, family: str) -> None:
+    """Also of odd rows: special tokens, braces, characters of several tokens, empty fields."""
+    plain = {"passage": " The town had 200 houses. ", "question": "how many houses\n"}
+    for row in (plain, *rows_of(1, 20)):
+        found, expected = (
+            one(kind, family, row),
+            tokens_of(kind, family, written(kind, family, row)),
         )
+        assert found == Encoded(expected, found.position, cut=False, left_out=0)
+        if kind == "causal_lm":
+            assert found.position == len(expected) - 1
+        else:  # a row may spell the mask too: ours is the last in this template
+            mask = tokenizer(kind, family).mask_token_id
+            assert [i for i, token in enumerate(expected) if token == mask][-1] == found.position
 
 
 @pytest.mark.parametrize("family", MASKED)
@@ -270,22 +232,11 @@ def test_the_place_of_the_mask_whatever_a_row_spells(family: str, text: str) -> 
             assert len(places) > 1 + expected or text == MASKED_TEXT
 
 
-def test_the_private_use_character_is_left_out_of_texts_and_demonstrations() -> None:
+def test_the_private_use_character_is_left_out_of_texts() -> None:
     made = encoder("causal_lm", "opt")
     row = {"passage": f"in {PRIVATE_USE}May", "question": f"{PRIVATE_USE}{PRIVATE_USE}when"}
     clean = {"passage": "in May", "question": "when"}
     assert made.encode([row], [1000]) == made.encode([clean], [1000])
-    assert made.example(row, "May") == "Passage: in May\nQ: when?\nA: May"
-    shown = encoder("causal_lm", "opt", demonstrations=(f"was {PRIVATE_USE} good",))
-    ids = shown.encode([clean], [1000])[0].input_ids
-    assert shown.tokenizer.decode(ids, skip_special_tokens=True).endswith(
-        "Passage: in May\nQ: when?\nA:"
-    )
-
-
-def test_a_template_may_not_hold_the_private_use_character() -> None:
-    with pytest.raises(ValueError, match="U\\+E000"):
-        Template(f"{{a}} {PRIVATE_USE}", ("a",))
 
 
 def test_a_prompt_without_a_token_is_refused() -> None:
@@ -311,17 +262,6 @@ def test_the_end_token_of_an_encoders_tokenizer_is_left_out_too() -> None:
     assert prompt + made.answer_ids([row], ["great"])[0] == whole
 
 
-@pytest.mark.parametrize("kind", ["masked_lm", "causal_lm"])
-def test_an_example_is_the_prompt_with_its_answer(kind: str) -> None:
-    family = "roberta" if kind == "masked_lm" else "opt"
-    row = {"passage": "It rained.", "question": "did it rain"}
-    expected = {
-        "masked_lm": "It rained. Q: Did it rain? Yes.",
-        "causal_lm": "Passage: It rained.\nQ: did it rain?\nA: Yes",
-    }
-    assert encoder(kind, family).example(row, "Yes") == expected[kind]
-
-
 # ---------------------------------------------------------------- tokens of answers
 
 ANSWERS = ("great", "Yes", "in May 1900", "terrible film", "No, it was not.\n")
@@ -329,28 +269,19 @@ CAUSAL_TEXTS = ("{passage} {question} It was {answer}", "{passage} True?\n{answe
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-@pytest.mark.parametrize("text", CAUSAL_TEXTS)
-def test_prompt_and_answer_are_one_text(family: str, text: str) -> None:
-    made = encoder("causal_lm", family, text)
+def test_prompt_and_answer_are_one_text(family: str) -> None:
     row = {"passage": "The town had 200 houses.", "question": "what was it"}
-    prompt = made.encode([row], [1000])[0].input_ids
-    found = made.answer_ids([row] * len(ANSWERS), ANSWERS)
-    assert len(found) == len(ANSWERS)
-    for answer, ids in zip(ANSWERS, found, strict=True):
-        whole = made.template.render({**row, "answer": answer})
-        assert prompt + ids == tokens_of("causal_lm", family, whole)
-        if family in LOSSLESS:
-            assert made.tokenizer.decode(prompt + ids, skip_special_tokens=True) == whole
-        assert not set(ids) & set(made.tokenizer.all_special_ids)
-
-
-@pytest.mark.parametrize("family", CAUSAL)
-def test_answers_of_many_rows_at_once(family: str) -> None:
-    made, rows = encoder("causal_lm", family), rows_of(2, 10)
-    answers = [f"answer {index}\n" for index in range(len(rows))]
-    alone = [made.answer_ids([r], [a])[0] for r, a in zip(rows, answers, strict=True)]
-    assert made.answer_ids(rows, answers) == alone
-    assert made.answer_ids([], []) == []
+    for text in CAUSAL_TEXTS:
+        made = encoder("causal_lm", family, text)
+        prompt = made.encode([row], [1000])[0].input_ids
+        found = made.answer_ids([row] * len(ANSWERS), ANSWERS)
+        for answer, ids in zip(ANSWERS, found, strict=True):
+            whole = made.template.render({**row, "answer": answer})
+            assert prompt + ids == tokens_of("causal_lm", family, whole)
+            if family in LOSSLESS:
+                assert made.tokenizer.decode(prompt + ids, skip_special_tokens=True) == whole
+            assert not set(ids) & set(made.tokenizer.all_special_ids)
+            assert made.answer_ids([row], [answer]) == [ids]  # a batch is its rows
 
 
 def test_an_answer_that_melts_into_the_prompt_is_tokenised_by_itself() -> None:
@@ -372,51 +303,34 @@ def prefixes(kind: str, family: str, row: dict[str, str], field: str) -> list[li
     return [tokens_of(kind, family, prompt) for prompt in texts]
 
 
-def check_cut(kind: str, family: str, row: dict[str, str], field: str, limit: int) -> None:
-    """At most `limit` tokens, one of the ways to cut `field`'s end, and within two of the longest."""
+def check_cut(kind: str, family: str, row: Any, ways: list[list[int]], limit: int) -> None:
+    """At most `limit` tokens, one of the ways to cut a field's end, and within two of the longest."""
     found = one(kind, family, row, limit)
-    ways = prefixes(kind, family, row, field)
     fitting = [ids for ids in ways if len(ids) <= limit]
     assert found.cut
     assert found.input_ids in fitting
     assert len(found.input_ids) >= len(fitting[-1]) - 2
-    if kind == "masked_lm":
-        assert found.input_ids[found.position] == tokenizer(kind, family).mask_token_id
-        assert written(kind, family, row).endswith("? " + tokenizer(kind, family).mask_token + ".")
-        after = [
-            t for t in found.input_ids[found.position :] if t == found.input_ids[found.position]
-        ]
-        assert len(after) == 1  # ours is the last in this template
+    if kind == "masked_lm":  # ours is the last mask in this template
+        mask = tokenizer(kind, family).mask_token_id
+        assert mask in found.input_ids
+        assert mask not in found.input_ids[found.position + 1 :]
+        assert found.input_ids[found.position] == mask
     else:
         assert found.position == len(found.input_ids) - 1
 
 
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
-def test_the_passage_is_cut_at_its_end(kind: str, family: str) -> None:
-    generator, checked = random.Random(3), 0
-    for row in rows_of(4, 24):
-        ways = prefixes(kind, family, row, "passage")
-        if len(ways[-1]) > len(ways[0]):
-            check_cut(
-                kind, family, row, "passage", generator.randint(len(ways[0]), len(ways[-1]) - 1)
-            )
-            checked += 1
-    assert checked > 15
-
-
-@pytest.mark.parametrize(("kind", "family"), FAMILIES)
-def test_then_other_fields_are_cut(kind: str, family: str) -> None:
-    generator, checked = random.Random(5), 0
-    for row in rows_of(6, 24):
-        ways = prefixes(kind, family, {**row, "passage": ""}, "question")
-        if len(ways[-1]) > len(ways[0]) and row["passage"].strip():
-            limit = generator.randint(len(ways[0]), len(ways[-1]) - 1)
-            found = one(kind, family, row, limit)
-            fitting = [ids for ids in ways if len(ids) <= limit]
-            assert found.cut and found.input_ids in fitting
-            assert len(found.input_ids) >= len(fitting[-1]) - 2
-            checked += 1
-    assert checked > 8
+def test_the_passage_is_cut_at_its_end_then_other_fields(kind: str, family: str) -> None:
+    generator, checked = random.Random(3), {"passage": 0, "question": 0}
+    for row in rows_of(4, 12):
+        for field in checked:
+            shorter = row if field == "passage" else {**row, "passage": ""}
+            ways = prefixes(kind, family, shorter, field)
+            if len(ways[-1]) > len(ways[0]) and row["passage"].strip():
+                limit = generator.randint(len(ways[0]), len(ways[-1]) - 1)
+                check_cut(kind, family, row, ways, limit)
+                checked[field] += 1
+    assert min(checked.values()) > 4
 
 
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
@@ -424,10 +338,10 @@ def test_the_template_is_never_cut(kind: str, family: str) -> None:
     row = {"passage": "the river " * 9, "question": "what is it"}
     bare = len(tokens_of(kind, family, written(kind, family, {"passage": "", "question": ""})))
     assert len(one(kind, family, row, bare).input_ids) == bare
-    for limit in (bare - 1, 0, -5):
-        message = f"template alone has {bare} tokens, and only {limit} fit: raise max_seq_length"
-        with pytest.raises(ValueError, match=message):
-            one(kind, family, row, limit)
+    with pytest.raises(
+        ValueError, match=f"alone has {bare} tokens, and only {bare - 1} fit: raise"
+    ):
+        one(kind, family, row, bare - 1)
 
 
 def test_a_prompt_that_just_fits_is_left_alone() -> None:
@@ -496,12 +410,6 @@ def test_demonstrations_are_left_out_first(kind: str, family: str) -> None:
     found = made.encode([row], [lengths[-1] - 1])[0]
     assert (found.cut, found.left_out) == (True, len(SHOWN))
     assert found.input_ids == one(kind, family, row, lengths[-1] - 1).input_ids
-
-
-def test_demonstrations_change_no_answer() -> None:
-    plain, shown = (encoder("causal_lm", "opt", demonstrations=d) for d in ((), SHOWN))
-    rows: Sequence[dict[str, str]] = rows_of(8, 4)
-    assert plain.answer_ids(rows, ["Yes"] * 4) == shown.answer_ids(rows, ["Yes"] * 4)
 
 
 def test_families_differ_in_what_matters() -> None:

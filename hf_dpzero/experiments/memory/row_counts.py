@@ -108,11 +108,9 @@ def known_labels(task: str) -> int | None:
 
 def description_of(task: str) -> Any:
     """What is known of a described task without its rows; None for the others."""
-    from hf_dpzero.tasks import TASKS, _described, benchmarks
+    from hf_dpzero import tasks
 
-    if task in TASKS:
-        return benchmarks.BENCHMARKS.get(task)
-    return _described(task)
+    return tasks.description_of(task)
 
 
 @contextlib.contextmanager

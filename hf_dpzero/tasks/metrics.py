@@ -1,0 +1,319 @@
+"""Scores of the tasks: accuracy, macro-F1, and the official rules of SQuAD v1.1 and DROP.
+
+Pure functions without a network; every number is a fraction in [0, 1] (the official scripts print
+percentages). `squad_f1` and `drop_f1` score one example, so that they serve as training objectives too.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import evaluate
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)  # of ASCII; others, such as “ or –, stay
+
+Answer = str | Sequence[str]
+"""One answer to a question of DROP: its spans, or a string if it is one span."""
+
+# ---------------------------------------------------------------- a data set
+
+
+def classification_scores(predictions: Any, references: Any, metric: str) -> dict[str, float]:
+    """What evaluation of a classification reports.
+
+    Args:
+      predictions: `[N]` integers or booleans, N >= 1.
+      references: the same.
+      metric: "accuracy" or "macro_f1".
+
+    Returns:
+      {"accuracy": the share of equal entries}, and {"macro_f1": ...} if that is the metric.
+
+    Raises:
+      ValueError: no integers, different lengths, or no rows.
+    """
+    predicted, true = _classes(predictions, references)
+    scores = {"accuracy": float(np.mean(predicted == true))}
+    return {"macro_f1": _macro_f1(predicted, true), **scores} if metric == "macro_f1" else scores
+
+
+def answer_scores(
+    predictions: Sequence[Answer], references: Sequence[Sequence[Answer]], metric: str
+) -> dict[str, float]:
+    """Exact match and F1 of generated answers, means over N >= 1 rows.
+
+    Args:
+      predictions: N answers, perhaps empty; for "drop" strings or lists of spans.
+      references: N lists of at least one right answer, for "drop" strings or lists of spans. Spans of
+        one annotator belong in one inner list, alternatives in several.
+      metric: "squad" or "drop".
+
+    Returns:
+      {"exact_match": ..., "f1": ...}.
+
+    Raises:
+      ValueError: no rows, another number of references, something that is not a string, or a row
+        without right answers; names the row.
+
+    >>> answer_scores(["Paris", ""], [["paris", "Paris, France"], ["London"]], "squad")
+    {'exact_match': 0.5, 'f1': 0.5}
+    >>> answer_scores(["7", ["Jets", "Bears"]], [["7.0"], [["Bears", "Jets"], ["Jets"]]], "drop")
+    {'exact_match': 1.0, 'f1': 1.0}
+    """
+    if len(predictions) != len(references) or not len(predictions):
+        raise ValueError(
+            f"{len(predictions)} predictions for {len(references)} references; give one each, for "
+            "at least one row."
+        )
+    rows = list(zip(predictions, references, strict=True))
+    for row, (prediction, golds) in enumerate(rows):
+        if not isinstance(golds, (list, tuple, np.ndarray)) or not len(golds):
+            raise ValueError(
+                f"row {row} has {golds!r}, not a list of right answers; give at least one, as in "
+                "['Paris'], or drop the row."
+            )
+        for answer in (prediction, *golds):
+            listed = metric == "drop" and isinstance(answer, (list, tuple, np.ndarray))
+            if not all(isinstance(span, str) for span in (answer if listed else [answer])):
+                raise ValueError(f"row {row} has {answer!r}, not a string; decode or str() it.")
+    exact_match, f1 = _RULES[metric]
+    return {
+        "exact_match": float(np.mean([exact_match(*row) for row in rows])),
+        "f1": float(np.mean([f1(*row) for row in rows])),
+    }
+
+
+def evaluate_metric(name: str) -> evaluate.Metric:
+    """The scores of a task as a metric of `evaluate`, which collects batches, without a network.
+
+    >>> metric = evaluate_metric("squad")
+    >>> metric.add_batch(predictions=["the cat"], references=[["cat"]])
+    >>> metric.add_batch(predictions=["dog"], references=[["cat", "hot dog"]])
+    >>> metric.compute()
+    {'exact_match': 0.5, 'f1': 0.8333333333333333}
+    """
+    import evaluate
+    from datasets import Features, Sequence, Value
+
+    text, label = Value("string"), Value("int64")
+    answers = {"squad": (text, Sequence(text)), "drop": (Sequence(text), Sequence(Sequence(text)))}
+    predictions, references = answers.get(name, (label, label))
+    scores = answer_scores if name in answers else classification_scores
+
+    class Scores(evaluate.Metric):
+        def _info(self) -> evaluate.MetricInfo:
+            about = {"description": name, "citation": "", "inputs_description": ""}
+            features = Features({"predictions": predictions, "references": references})
+            return evaluate.MetricInfo(**about, features=features)
+
+        def _compute(self, **columns: Any) -> dict[str, float]:
+            return scores(**columns, metric=name)
+
+    return Scores(keep_in_memory=True)
+
+
+# ---------------------------------------------------------------- classes
+
+
+def _classes(predictions: Any, references: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Both as `[N]` int64 arrays."""
+    predicted, true = np.asarray(predictions), np.asarray(references)
+    for name, classes in (("predictions", predicted), ("references", true)):
+        if classes.size and classes.dtype.kind not in "iub":
+            raise ValueError(
+                f"{name} of dtype {classes.dtype} are not classes; give integers, for logits their "
+                "argmax over the classes."
+            )
+    if predicted.ndim != 1 or predicted.shape != true.shape or not len(predicted):
+        raise ValueError(
+            f"predictions have shape {predicted.shape}, references {true.shape}; give one class a row, "
+            "for at least one row."
+        )
+    return predicted.astype(np.int64), true.astype(np.int64)
+
+
+def _macro_f1(predicted: np.ndarray, true: np.ndarray) -> float:
+    """The mean over classes of 2 TP / (2 TP + FP + FN), as scikit-learn's `average="macro"`.
+
+    The classes are those that occur in either: one that is only ever predicted counts with 0.
+    """
+    scores = []
+    for label in np.union1d(predicted, true):
+        hits = np.sum((predicted == label) & (true == label))
+        scores.append(2 * hits / (np.sum(predicted == label) + np.sum(true == label)))
+    return float(np.mean(scores))
+
+
+# ---------------------------------------------------------------- SQuAD v1.1
+# Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the data set's evaluation script.
+
+
+def _squad_normalized(text: str) -> str:
+    """Lower case, no ASCII punctuation, then no articles, single spaces; in this order.
+
+    >>> _squad_normalized("The U.S.  Navy's a-b, an A!")
+    'us navys ab'
+    """
+    return _without_articles(text.lower().translate(_PUNCTUATION))
+
+
+def _squad_exact_match(prediction: str, golds: Sequence[str]) -> float:
+    return float(_squad_normalized(prediction) in map(_squad_normalized, golds))
+
+
+def squad_f1(prediction: str, golds: Sequence[str]) -> float:
+    """The largest F1 of the prediction's bag of words with that of a gold answer.
+
+    Words are what white space separates after normalisation, with multiplicity. No word in common is 0,
+    also where both bags are empty and the exact match is 1: so does the script of v1.1.
+
+    Args:
+      prediction: may be empty.
+      golds: the right answers, at least one.
+
+    Returns:
+      2 |common| / (|prediction| + |gold|), in [0, 1].
+
+    Raises:
+      ValueError: golds is a string or empty.
+
+    >>> squad_f1("late October 1973", ["1973", "in October 1973"]) == 2 / 3
+    True
+    """
+    words, scores = Counter(_squad_normalized(prediction).split()), []
+    for gold in _checked_golds(golds):
+        others = Counter(_squad_normalized(gold).split())
+        common = (words & others).total()
+        scores.append(2 * common / (words.total() + others.total()) if common else 0.0)
+    return max(scores)
+
+
+# ---------------------------------------------------------------- DROP
+# Dua et al. 2019, arXiv:1903.00161, section 5.1, and its authors' script (`drop_eval` of AllenNLP).
+
+
+def _drop_normalized(span: str) -> str:
+    """Lower-case words between spaces and hyphens; numbers as floats, no articles.
+
+    A word keeps its punctuation only if it is a number as it stands: "3.5" is 3.5 but "$3.5" is 35.
+
+    >>> _drop_normalized("The 12-yard TD-pass, 1e1 of $3.5")
+    '12.0 yard td pass 10.0 of 35.0'
+    """
+    words = []
+    for word in re.split("[ -]", span.lower()):
+        bare = word if _is_number(word) else word.translate(_PUNCTUATION)
+        words.append(_without_articles(str(float(bare)) if _is_number(bare) else bare))
+    return " ".join(filter(None, words))
+
+
+def _drop_exact_match(prediction: Answer, golds: Sequence[Answer]) -> float:
+    """As many spans as a gold answer, and the same ones; of repeated spans only the number counts."""
+    spans = [_drop_normalized(span) for span in _spans(prediction)]
+    matches = (
+        len(spans) == len(gold) and set(spans) == {_drop_normalized(span) for span in gold}
+        for gold in _filled_golds(golds)
+    )
+    return float(any(matches))
+
+
+def drop_f1(prediction: Answer, golds: Sequence[Answer]) -> float:
+    """The largest F1 of the prediction with a gold answer, rounded to two decimals.
+
+    The F1 of two answers: their spans' sets of words are aligned one to one such that the sum of
+    the F1 of the pairs is largest; that sum is divided by the larger number of spans.
+
+    Args:
+      prediction: a string, or a list of spans, perhaps empty.
+      golds: one right answer an annotator, each a string or a list of spans; at least one. An
+        answer whose first span is blank, or that has none, cannot be matched.
+
+    Returns:
+      A number in [0, 1].
+
+    Raises:
+      ValueError: golds is a string or empty.
+
+    >>> drop_f1("78", [["78-yard"]])  # precision 1, recall 1/2
+    0.67
+    >>> drop_f1(["Bears"], [["Jets", "Bears"]])
+    0.5
+    """
+    words = [set(_drop_normalized(span).split()) for span in _spans(prediction)]
+    scores = (
+        _aligned_f1(words, [set(_drop_normalized(span).split()) for span in gold])
+        for gold in _filled_golds(golds)
+    )
+    return max(scores, default=0.0)
+
+
+def _is_number(word: str) -> bool:
+    """Whether `float` reads it, so "1e3", "nan" and "infinity" are numbers, "ten" is not."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _spans(answer: Answer) -> Sequence[str]:
+    return [answer] if isinstance(answer, str) else answer
+
+
+def _filled_golds(golds: Sequence[Answer]) -> list[Sequence[str]]:
+    """The spans of the gold answers that are not blank."""
+    spans = [_spans(gold) for gold in _checked_golds(golds)]
+    return [gold for gold in spans if len(gold) and gold[0].strip()]
+
+
+def _aligned_f1(predicted: Sequence[set[str]], gold: Sequence[set[str]]) -> float:
+    """The mean F1 of the best one-to-one alignment; a set that is left over counts with 0."""
+    from scipy.optimize import linear_sum_assignment
+
+    pairs = np.array([[_set_f1(one, other) for other in predicted] for one in gold])
+    pairs = pairs.reshape(len(gold), len(predicted))
+    scores = np.zeros(max(pairs.shape))
+    rows, columns = linear_sum_assignment(pairs, maximize=True)
+    scores[rows] = pairs[rows, columns]
+    return float(np.round(np.mean(scores), 2))
+
+
+def _set_f1(gold: set[str], predicted: set[str]) -> float:
+    """The harmonic mean of precision and recall; 0 if gold has numbers and none is predicted."""
+    numbers = {word for word in gold if _is_number(word)}
+    if numbers and not numbers & predicted:
+        return 0.0
+    precision = len(gold & predicted) / len(predicted) if predicted else 1.0
+    recall = len(gold & predicted) / len(gold) if gold else 1.0
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+
+
+# ---------------------------------------------------------------- both
+
+
+def _without_articles(text: str) -> str:
+    """A lower-case text without the words a, an, the, and with single spaces between words."""
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def _checked_golds(golds: Sequence[Any]) -> Sequence[Any]:
+    if isinstance(golds, str) or not len(golds):  # a string would be scored letter by letter
+        raise ValueError(
+            f"golds={golds!r} is not a list of right answers; give at least one, as in ['Paris']."
+        )
+    return golds
+
+
+_RULES: dict[str, tuple[Callable[..., float], Callable[..., float]]] = {
+    "squad": (_squad_exact_match, squad_f1),
+    "drop": (_drop_exact_match, drop_f1),
+}
+"""Metric -> exact match and F1 of one example."""
