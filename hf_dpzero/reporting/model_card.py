@@ -229,7 +229,7 @@ def _use_section(
         imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer"
         load = f'model = {auto}.from_pretrained("{name}")\n'
     if model_type == _OWN_MODEL:
-        imports += f"\n\nimport hf_dpzero.{_OWN_MODEL}  # registers the model class"
+        imports += f"\n\nimport hf_dpzero.recipes.{_OWN_MODEL}  # registers the model class"
     on = f"\n\nThe weights are an adapter on `{_shown(base_model)}`." if peft and base_model else ""
     return (
         "## How to use\n\n```python\n"
