@@ -90,3 +90,27 @@ def test_documents_name_modules_and_functions_that_exist():
             assert re.search(rf"\b{name}\b", path.read_text()), f"{page.name}: {module}.{name}"
             seen += 1
     assert seen > 20
+
+
+def only_match(pattern: str, file: str) -> str:
+    """The group of the one match of a pattern in a file of the project."""
+    matches = re.findall(pattern, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(matches) == 1, f"{file}: {pattern} matches {matches}"
+    return matches[0]
+
+
+def test_versions_agree():
+    assert only_match(r"^version: (.+)$", "CITATION.cff") == hf_dpzero.__version__
+    ruff = only_match(r"^ruff==(.+)$", "constraints.txt")
+    assert only_match(r"ruff-pre-commit\n +rev: v(\S+)", ".pre-commit-config.yaml") == ruff
+
+
+def test_every_python_version_that_the_package_names_is_tested():
+    metadata = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    named = set(re.findall(r"Python :: (3\.\d+)", metadata))
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    tested = set(re.findall(r'- \{ python: "(3\.\d+)"', workflow))
+    assert len(named) > 2 and tested == named
+    oldest = min(named, key=lambda version: int(version.split(".")[1]))
+    assert f"python_requires = >={oldest}\n" in metadata
+    assert f'python: "{oldest}", versions: oldest' in workflow
