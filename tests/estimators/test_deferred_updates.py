@@ -157,7 +157,7 @@ def test_callbacks_of_others_turn_deferral_off():
 @pytest.mark.parametrize("defer", [True, False])
 def test_a_foreign_callback_sees_the_weights_of_each_step(tmp_path: Path, defer: bool):
     """What it sees after step t is what a run of t steps ends in."""
-    from test_trainer import build, weights
+    from tiny_runs import build, weights
 
     peeking, steady = Peeking(), {"lr_scheduler_type": "constant", "defer_updates": defer}
     build(
@@ -170,7 +170,7 @@ def test_a_foreign_callback_sees_the_weights_of_each_step(tmp_path: Path, defer:
 
 
 def test_deferred_and_eager_training_end_in_the_same_weights(tmp_path: Path):
-    from test_trainer import build, same, weights
+    from tiny_runs import build, same, weights
 
     runs = []
     for defer in (True, False):
@@ -184,7 +184,7 @@ def test_deferred_and_eager_training_end_in_the_same_weights(tmp_path: Path):
 
 def test_a_checkpoint_of_a_deferring_run_holds_theta(tmp_path: Path):
     """Saved in the middle of the run, between a step and the pass that would make its update."""
-    from test_trainer import build, same, tiny_model, weights
+    from tiny_runs import build, same, tiny_model, weights
 
     trainer = build(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()

@@ -14,7 +14,7 @@ pytest.importorskip("opacus")
 
 from opacus.grad_sample import GradSampleHooksFastGradientClipping
 from test_per_example_gradients import batch_of, check_against_naive_loop, in_double, norm
-from test_trainer import build
+from tiny_runs import build
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.estimators import ghost_clipping

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_trainer import build, config, same, tiny_data, tiny_model, weights
+from tiny_runs import build, config, same, tiny_data, tiny_model, weights
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM, default_data_collator
 

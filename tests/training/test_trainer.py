@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    TrainerCallback,
-    default_data_collator,
-)
+from tiny_runs import build, config, same, tiny_data, tiny_model, weights
+from transformers import BertForSequenceClassification, TrainerCallback, default_data_collator
 
-from hf_dpzero import DPZeroConfig, DPZeroTrainer
+from hf_dpzero import DPZeroTrainer
 from hf_dpzero.estimators.parameter_guard import ParameterChanged
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
@@ -27,78 +23,6 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction, DirectionStream, direction_vector
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
-
-KEY = "ab" * 32
-
-
-def tiny_model(seed: int = 0, **config) -> BertForSequenceClassification:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return BertForSequenceClassification(
-            BertConfig(
-                vocab_size=50,
-                hidden_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=32,
-                max_position_embeddings=16,
-                **config,
-            )
-        )
-
-
-def tiny_data(rows: int = 120, seed: int = 1) -> Dataset:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, 50, (rows, 8), generator=generator)
-    return Dataset.from_dict(
-        {
-            "input_ids": ids.tolist(),
-            "attention_mask": torch.ones_like(ids).tolist(),
-            "labels": (ids[:, 0] > 27).long().tolist(),
-        }
-    )
-
-
-def config(tmp_path, **settings) -> DPZeroConfig:
-    defaults = {
-        "output_dir": str(tmp_path),
-        "noise_multiplier": 1.0,
-        "target_delta": 1e-3,
-        "clip": 5.0,
-        "expected_batch_size": 12,
-        "microbatch_size": 8,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "direction_key": 7,
-        "sampler_key": KEY,
-        "insecure_noise_seed": 3,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 2,
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return DPZeroConfig(**{**defaults, **settings})
-
-
-def build(tmp_path, model=None, *, data=None, trainer_settings=None, **settings) -> DPZeroTrainer:
-    return DPZeroTrainer(
-        model=model or tiny_model(),
-        args=config(tmp_path, **settings),
-        train_dataset=data if data is not None else tiny_data(),
-        eval_dataset=tiny_data(40, seed=2),
-        data_collator=default_data_collator,
-        **(trainer_settings or {}),
-    )
-
-
-def weights(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
 
 # ---------------------------------------------------------------- the step is Algorithm 2
 

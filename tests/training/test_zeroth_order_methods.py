@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from test_trainer import build, config, same, tiny_model, weights
+from tiny_runs import build, config, same, tiny_model, weights
 from transformers import TrainerCallback
 
 from hf_dpzero.ledger.replay import replay

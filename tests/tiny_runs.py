@@ -1,0 +1,80 @@
+"""A two-layer BERT, rows that it can learn from, and a `DPZeroTrainer` of both that runs in a second."""
+
+from __future__ import annotations
+
+import torch
+from datasets import Dataset
+from transformers import BertConfig, BertForSequenceClassification, default_data_collator
+
+from hf_dpzero import DPZeroConfig, DPZeroTrainer
+
+KEY = "ab" * 32
+
+
+def tiny_model(seed: int = 0, **config) -> BertForSequenceClassification:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return BertForSequenceClassification(
+            BertConfig(
+                vocab_size=50,
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=32,
+                max_position_embeddings=16,
+                **config,
+            )
+        )
+
+
+def tiny_data(rows: int = 120, seed: int = 1) -> Dataset:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 50, (rows, 8), generator=generator)
+    return Dataset.from_dict(
+        {
+            "input_ids": ids.tolist(),
+            "attention_mask": torch.ones_like(ids).tolist(),
+            "labels": (ids[:, 0] > 27).long().tolist(),
+        }
+    )
+
+
+def config(tmp_path, **settings) -> DPZeroConfig:
+    defaults = {
+        "output_dir": str(tmp_path),
+        "noise_multiplier": 1.0,
+        "target_delta": 1e-3,
+        "clip": 5.0,
+        "expected_batch_size": 12,
+        "microbatch_size": 8,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "direction_key": 7,
+        "sampler_key": KEY,
+        "insecure_noise_seed": 3,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 2,
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return DPZeroConfig(**{**defaults, **settings})
+
+
+def build(tmp_path, model=None, *, data=None, trainer_settings=None, **settings) -> DPZeroTrainer:
+    return DPZeroTrainer(
+        model=model or tiny_model(),
+        args=config(tmp_path, **settings),
+        train_dataset=data if data is not None else tiny_data(),
+        eval_dataset=tiny_data(40, seed=2),
+        data_collator=default_data_collator,
+        **(trainer_settings or {}),
+    )
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
