@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _merged(arguments: argparse.Namespace) -> str:
-    from hf_dpzero.experiments.merge import merge
+    from hf_dpzero.experiments.tables import merge
 
     given = [f"--{name}" for name in ("methods", "epsilons", "seeds") if getattr(arguments, name)]
     if given or arguments.overrides:

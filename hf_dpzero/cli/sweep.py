@@ -13,7 +13,7 @@ from hf_dpzero.experiments.sweep import (
     prepare,
     trial_count_from,
 )
-from hf_dpzero.experiments.sweep_trials import Workspace, run_trials
+from hf_dpzero.experiments.sweep_trials import run_trials
 from hf_dpzero.recipes.recipe import COMMAND_LINE, coerce_fields, parse_overrides, read_recipe
 from hf_dpzero.reporting.wording import round_up
 
@@ -34,13 +34,12 @@ def run(arguments: argparse.Namespace) -> None:
         print(line)
     if arguments.dry_run:
         return
-    workspace = Workspace(settings, prepared)
     try:
-        rows = run_trials(workspace, lambda line: print(line, flush=True))
+        workspace = run_trials(settings, prepared, lambda line: print(line, flush=True))
     except KeyboardInterrupt:
         print("interrupted: repeat the command to continue the sweep")
         raise
-    print(result_line(outputs.write(workspace, rows), settings))
+    print(result_line(outputs.write(settings, prepared, workspace), settings))
 
 
 def read_settings(arguments: argparse.Namespace) -> SweepSettings:

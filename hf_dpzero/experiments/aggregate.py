@@ -1,4 +1,4 @@
-"""Rows of one comparison -> means over seeds, and the record that is kept of it."""
+"""Rows of one comparison become means over seeds, kept with them in comparison.json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Cell:
     """One method at one epsilon, over the seeds.
 
     Attributes:
-      method: the arm's name, or "zero-shot" and what tells it from other zero-shot models.
+      method: the method's name, or "zero-shot" and what tells it from other zero-shot models.
       epsilon: the target; inf without privacy, 0 for zero-shot.
       planned: runs of the grid.
       finished: runs whose figures count, n below.
@@ -65,20 +65,33 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
 def aggregate(
     rows: Iterable[Row], planned: Mapping[tuple[str, float], int]
 ) -> tuple[list[Cell], list[Cell]]:
-    """Cells of the methods, in the order of `planned`, and of the zero-shot models.
+    """Means over seeds.
 
     Args:
       rows: the last row of each run.
       planned: (method, epsilon) -> runs of the grid.
+
+    Returns:
+      Cells of the methods, in the order of `planned`, and cells of the zero-shot models: one a kind of
+      untrained model, in which runs of one seed count once. Methods whose models differ before training
+      (another head, say) are named in the label.
     """
     done = [row for row in rows if row.done]
     cells = [_cell(method, epsilon, count, done) for (method, epsilon), count in planned.items()]
-    return cells, zero_shot_cells(done)
+    groups: dict[str, list[Row]] = {}
+    for row in done:
+        if row.zero_shot is not None:
+            groups.setdefault(row.zero_shot_group, []).append(row)
+    return cells, [_zero_shot(rows, alone=len(groups) == 1) for rows in groups.values()]
 
 
 def _cell(method: str, epsilon: float, planned: int, done: Sequence[Row]) -> Cell:
     rows = [row for row in done if (row.method, row.target_epsilon) == (method, epsilon)]
-    mean, error = mean_and_error(_known(rows, lambda row: row.score))
+
+    def known(figure: Callable[[Row], Any]) -> list[Any]:
+        return [value for row in rows if (value := figure(row)) is not None]
+
+    mean, error = mean_and_error(known(lambda row: row.score))
     return Cell(
         method=method,
         epsilon=epsilon,
@@ -86,35 +99,19 @@ def _cell(method: str, epsilon: float, planned: int, done: Sequence[Row]) -> Cel
         finished=len(rows),
         mean=mean,
         standard_error=error,
-        seconds_per_step=mean_and_error(_known(rows, lambda row: row.seconds_per_step))[0],
-        peak_memory_bytes=max(_known(rows, lambda row: row.peak_memory_bytes), default=None),
-        epsilon_spent=max(_known(rows, lambda row: row.epsilon), default=None),
-        forwards=max(_known(rows, lambda row: row.forwards), default=None),
-        backwards=max(_known(rows, lambda row: row.backwards), default=None),
+        seconds_per_step=mean_and_error(known(lambda row: row.seconds_per_step))[0],
+        peak_memory_bytes=max(known(lambda row: row.peak_memory_bytes), default=None),
+        epsilon_spent=max(known(lambda row: row.epsilon), default=None),
+        forwards=max(known(lambda row: row.forwards), default=None),
+        backwards=max(known(lambda row: row.backwards), default=None),
     )
-
-
-def _known(rows: Iterable[Row], figure: Callable[[Row], Any]) -> list[Any]:
-    return [found for row in rows if (found := figure(row)) is not None]
-
-
-def zero_shot_cells(done: Sequence[Row]) -> list[Cell]:
-    """One cell for each kind of untrained model; runs of one seed and kind count once.
-
-    Methods whose models differ before training (another head, say) are named in the label.
-    """
-    groups: dict[str, list[Row]] = {}
-    for row in done:
-        if row.zero_shot is not None:
-            groups.setdefault(row.zero_shot_group, []).append(row)
-    return [_zero_shot(rows, alone=len(groups) == 1) for rows in groups.values()]
 
 
 def _zero_shot(rows: Sequence[Row], alone: bool) -> Cell:
     by_seed: dict[int, list[float]] = {}
     for row in rows:
         by_seed.setdefault(row.seed, []).append(row.zero_shot or 0.0)
-    mean, error = mean_and_error([statistics.fmean(found) for found in by_seed.values()])
+    mean, error = mean_and_error([statistics.fmean(scores) for scores in by_seed.values()])
     methods = ", ".join(dict.fromkeys(row.method for row in rows))
     return Cell(
         method=ZERO_SHOT if alone else f"{ZERO_SHOT} ({methods})",
@@ -132,7 +129,7 @@ class Record:
     """All of a comparison: the content of comparison.json.
 
     Attributes:
-      settings: what was asked for, and what the arms are.
+      settings: what was asked for, and what the methods are.
       rows: the last row of each run that has one.
       cells: in the order of the grid, one a method and epsilon.
       zero_shot: one a kind of untrained model.
@@ -155,16 +152,24 @@ class Record:
         """Targets in ascending order, inf last."""
         return sorted({cell.epsilon for cell in self.cells})
 
+    @property
+    def relation(self) -> str | None:
+        """The neighbouring relation of its epsilons; None if no method is private."""
+        return self.settings.get("neighboring_relation")
+
+    @property
+    def jobs(self) -> int:
+        """The most runs that shared the machine."""
+        return max((row.jobs for row in self.rows), default=1)
+
     def cell(self, method: str, epsilon: float) -> Cell | None:
         """The cell of a method at an epsilon, or None where the grid has none."""
-        found = [c for c in self.cells if (c.method, c.epsilon) == (method, epsilon)]
-        return found[0] if found else None
+        return next((c for c in self.cells if (c.method, c.epsilon) == (method, epsilon)), None)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes comparison.json; atomic."""
         path = Path(folder) / JSON_FILE
-        values = encode({**asdict(self), "rows": [row.to_dict() for row in self.rows]})
-        write_atomically(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+        write_atomically(path, json.dumps(encode(asdict(self)), indent=1, allow_nan=False) + "\n")
         return path
 
     @classmethod
@@ -181,12 +186,12 @@ class Record:
                 f"{path} not found; give folders that `hf-dpzero compare` has written."
             )
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = decode(json.loads(path.read_text(encoding="utf-8")))
             return cls(
-                settings=decode(values["settings"]),
+                settings=values["settings"],
                 rows=[Row.from_dict(row) for row in values["rows"]],
-                cells=[Cell(**decode(cell)) for cell in values["cells"]],
-                zero_shot=[Cell(**decode(cell)) for cell in values["zero_shot"]],
+                cells=[Cell(**cell) for cell in values["cells"]],
+                zero_shot=[Cell(**cell) for cell in values["zero_shot"]],
                 pending=values["pending"],
             )
         except (ValueError, TypeError, KeyError) as error:

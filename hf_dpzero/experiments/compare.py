@@ -9,12 +9,11 @@ from typing import Any
 from hf_dpzero.experiments.aggregate import Record, aggregate
 from hf_dpzero.experiments.grid import Run, delta_of
 from hf_dpzero.experiments.plots import plot_comparison
-from hf_dpzero.experiments.progress import Lines
 from hf_dpzero.experiments.results import Row
 from hf_dpzero.experiments.runner import (
     Attempt,
-    Comparison,
     Start,
+    Workspace,
     cores,
     discard_weights,
     execute,
@@ -22,7 +21,7 @@ from hf_dpzero.experiments.runner import (
     terminated_as_interrupted,
     train_in_process,
 )
-from hf_dpzero.experiments.tables import TABLE_FILE, markdown
+from hf_dpzero.experiments.tables import TABLE_FILE, markdown, percent
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.privacy_report import versions
 
@@ -37,7 +36,7 @@ def compare(
     keep_weights: bool = True,
     start: Start | None = None,
 ) -> Record:
-    """Runs those of `runs` that have no row in `folder`, and returns what all of them came to.
+    """Runs those of `runs` that have no row in `folder`.
 
     Args:
       folder: made, or continued; one comparison at a time.
@@ -48,6 +47,9 @@ def compare(
       keep_weights: otherwise the models and checkpoints of finished runs are removed.
       start: starts an attempt; default a training process.
 
+    Returns:
+      The results of all of them.
+
     Raises:
       ValueError: `jobs` < 1.
       OSError: the folder is in use.
@@ -55,73 +57,132 @@ def compare(
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1.")
     with locked(folder) as lock, terminated_as_interrupted():
-        comparison = Comparison(folder, runs)
-        waiting = comparison.pending(retry_failed)
+        workspace = Workspace(folder, runs)
+        waiting = workspace.pending(retry_failed)
         with Lines(len(runs), len(runs) - len(waiting)) as lines:
 
             def ended(attempt: Attempt, row: Row) -> None:
                 if row.done and not keep_weights:
                     discard_weights(attempt.folder)
                 lines.ended(attempt, row)
-                write(comparison, settings)
+                write(workspace, settings)
 
             begin = start or train_in_process(jobs, lock)
-            execute(comparison, waiting, begin, jobs=jobs, started=lines.started, ended=ended)
-        record = write(comparison, settings)
+            execute(workspace, waiting, begin, jobs=jobs, started=lines.started, ended=ended)
+        record = write(workspace, settings)
         plot_comparison(record, folder)
     return record
 
 
-def write(comparison: Comparison, settings: dict[str, Any]) -> Record:
-    """Writes comparison.json and comparison.md as the rows are now."""
-    record = record_of(comparison, settings)
-    record.save(comparison.folder)
-    write_atomically(comparison.folder / TABLE_FILE, markdown(record))
-    return record
+def write(workspace: Workspace, settings: dict[str, Any]) -> Record:
+    """Writes comparison.json and comparison.md as the rows are now.
 
+    Args:
+      workspace: of the comparison.
+      settings: `settings_of` its grid.
 
-def record_of(comparison: Comparison, settings: dict[str, Any]) -> Record:
-    """The rows so far, what they come to, and what is missing."""
-    rows = comparison.rows()
-    cells, zero_shot = aggregate(rows, planned(comparison.runs))
-    pending = [run.name for run in comparison.pending()]
-    return Record(settings=settings, rows=rows, cells=cells, zero_shot=zero_shot, pending=pending)
-
-
-def planned(runs: Sequence[Run]) -> dict[tuple[str, float], int]:
-    """(method, epsilon) -> runs; methods as they were given, then by epsilon."""
-    methods = list(dict.fromkeys(run.arm.name for run in runs))
-    keys = [(run.arm.name, run.epsilon) for run in runs]
+    Returns:
+      The content of comparison.json.
+    """
+    keys = [(run.method, run.epsilon) for run in workspace.runs]
+    methods = [method for method, _ in keys]
     ordered = sorted(dict.fromkeys(keys), key=lambda key: (methods.index(key[0]), key[1]))
-    return {key: keys.count(key) for key in ordered}
+    rows = workspace.rows()
+    cells, zero_shot = aggregate(rows, {key: keys.count(key) for key in ordered})
+    pending = [run.name for run in workspace.pending()]
+    record = Record(settings=settings, rows=rows, cells=cells, zero_shot=zero_shot, pending=pending)
+    record.save(workspace.folder)
+    write_atomically(workspace.folder / TABLE_FILE, markdown(record))
+    return record
 
 
 def settings_of(
     runs: Sequence[Run], *, recipe: str, overrides: Sequence[str] = (), jobs: int = 1
 ) -> dict[str, Any]:
-    """What comparison.json says about the grid: task, arms, epsilons, seeds, guarantee, machine."""
-    arms = {run.arm.name: run.arm for run in runs}
-    private = [arm for arm in arms.values() if arm.private]
+    """What comparison.json says about the grid: task, methods, epsilons, seeds, guarantee, machine.
+
+    Args:
+      runs: the grid.
+      recipe: path of the recipe.
+      overrides: command-line words that hold for every run.
+      jobs: runs at once.
+
+    Returns:
+      JSON-safe values.
+    """
+    methods = {run.method: run for run in runs}
+    private = [run.recipe for run in methods.values() if run.private]
     return {
         "task": runs[0].recipe.data.task,
         "recipe": recipe,
-        "arms": [
+        "methods": [
             {
-                "name": arm.name,
-                "source": arm.source,
-                "method": arm.recipe.training.method,
-                "private": arm.private,
+                "name": name,
+                "source": run.source,
+                "method": run.recipe.training.method,
+                "private": run.private,
             }
-            for arm in arms.values()
+            for name, run in methods.items()
         ],
-        "epsilons": sorted({run.epsilon for run in runs if run.arm.private}),
+        "epsilons": sorted({run.epsilon for run in runs if run.private}),
         "seeds": list(dict.fromkeys(run.seed for run in runs)),
         "overrides": list(overrides),
         "delta": delta_of(private[0]) if private else None,
-        "neighboring_relation": (
-            private[0].recipe.training.neighboring_relation if private else None
-        ),
+        "neighboring_relation": private[0].training.neighboring_relation if private else None,
         "jobs": jobs,
         "cores": cores(),
         "versions": versions(),
     }
+
+
+class Lines:
+    """A line on stderr for each run that has ended, and one with a clock for each that runs.
+
+    Args:
+      total: runs of the grid.
+      before: those that need not be run.
+    """
+
+    def __init__(self, total: int, before: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._total, self._ended = total, before
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> Lines:
+        if self._ended:
+            self._print(f"{self._ended} of {self._total} runs are in the table already")
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def started(self, attempt: Attempt) -> None:
+        """Adds the line of a run with its clock."""
+        name = attempt.folder.name
+        continued = f" from {attempt.checkpoint.name}" if attempt.checkpoint else ""
+        self._tasks[name] = self._progress.add_task(f"{name}{continued}", total=None)
+
+    def ended(self, attempt: Attempt, row: Row) -> None:
+        """Replaces that line by the run's score, or its status and error.
+
+        Args:
+          attempt: that has ended.
+          row: its row.
+        """
+        name = attempt.folder.name
+        self._progress.remove_task(self._tasks.pop(name))
+        self._ended += 1
+        result = f"{row.status}: {row.error}"
+        if row.done and row.score is not None:
+            result = f"{row.metric} {percent(row.score)} %"
+        self._print(
+            f"[{self._ended}/{self._total}] {name}: {result} in {row.wall_seconds or 0:.0f} s"
+        )
+
+    def _print(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,8 +1,8 @@
 """Which runs a comparison consists of: methods x epsilons x seeds, on the same data.
 
-Every arm trains on the same rows under the same neighbouring relation and delta; whatever else its
-recipe says (model, clip, steps, learning rate, sampler, accountant) is the arm's own. Each sampler
-and accountant states a valid epsilon, so arms may differ in those.
+Every method trains on the same rows under the same neighbouring relation and delta; whatever else its
+recipe says (model, clip, steps, learning rate, sampler, accountant) is the method's own. Each sampler
+and accountant states a valid epsilon, so methods may differ in those.
 """
 
 from __future__ import annotations
@@ -11,14 +11,24 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.recipes.recipe import Recipe, load_recipe, parse_overrides
+from hf_dpzero.recipes.recipe import (
+    Recipe,
+    build_recipe,
+    load_recipe,
+    parse_overrides,
+    recipe_chain,
+)
 from hf_dpzero.tasks.arguments import DataArguments
+
+METHODS_FOLDER = "methods"
+"""Beside a recipe or above its folder; it holds one file a method, such as `_minilm-dp-adamw.yaml`."""
 
 SET_BY_THE_GRID = {
     "method": "--methods",
@@ -31,53 +41,50 @@ SET_BY_THE_GRID = {
     "output_dir": "--output_dir of the comparison",
     "resume_from_checkpoint": "the comparison itself",
 }
-_OTHER_ARMS = ("dp-lora", "lora", "dp-bitfit", "bitfit", "dp-prefix", "prefix")
+_ADAPTER_METHODS = ("dp-lora", "lora", "dp-bitfit", "bitfit", "dp-prefix", "prefix")
 _LARGEST_SEED = 2**32 - 1  # numpy's, which Hugging Face seeds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One method of a comparison.
+class Run:
+    """One training run.
 
     Attributes:
-      name: as given in --methods, or the stem of the recipe that was given.
-      path: the recipe it trains by.
-      fixed: settings laid over the recipe in each of its runs.
-      recipe: as loaded with them, at some epsilon.
-      private: whether it spends a budget; if not it runs once for each seed, at epsilon = inf.
+      name: of its folder, for example "dp-adamw-eps2-seed42", or "003" in a sweep.
+      method: name of the method: as given in --methods, or the stem of the recipe that was given.
+      source: which files its settings come from.
+      epsilon: the target that its privacy report is held to; inf if there is none.
+      recipe: all settings but output_dir.
+      trial: its number in a sweep, from 0.
+      point: the swept settings.
+      metric: key of `all_results.json` that scores the run; None takes the task's own metric.
     """
 
     name: str
-    path: Path
-    fixed: Mapping[str, Any]
-    recipe: Recipe
-    private: bool
-
-    @property
-    def source(self) -> str:
-        """Where its settings come from, in words."""
-        own = "method" not in self.fixed
-        return str(self.path) if own else f"{self.path} with method: {self.fixed['method']}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One training run of the grid; `recipe` holds all its settings but output_dir."""
-
-    arm: Arm
+    method: str
+    source: str
     epsilon: float
-    seed: int
     recipe: Recipe
+    trial: int | None = None
+    point: Mapping[str, Any] | None = None
+    metric: str | None = None
 
     @property
-    def name(self) -> str:
-        """Names its folder, for example "dp-adamw-eps2-seed42"."""
-        return f"{self.arm.name}-eps{self.epsilon:.12g}-seed{self.seed}"
+    def private(self) -> bool:
+        """True if the run spends a privacy budget."""
+        return not self.recipe.training.not_private
+
+    @property
+    def seed(self) -> int:
+        """Of the initial weights; in a comparison also of the few-shot draw and the directions."""
+        return self.recipe.training.seed
 
     @property
     def digest(self) -> str:
-        """16 hex digits that change whenever a setting of the run does."""
+        """16 hex digits that change with every setting of the run, and from trial to trial."""
         values = {k: v for k, v in self.recipe.values.items() if k != "output_dir"}
+        if self.trial is not None:
+            values["trial"] = self.trial
         text = json.dumps(values, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -85,6 +92,29 @@ class Run:
         """The run as a recipe of its own, that trains into `output_dir`."""
         values = {**self.recipe.values, "output_dir": output_dir}
         return dataclasses.replace(self.recipe, values=values).to_yaml()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One method of a comparison, before an epsilon and a seed are laid over it.
+
+    Attributes:
+      name, source: see `Run`.
+      chain: the files and their keys; later files replace keys of earlier ones.
+      fixed: settings of each of its runs that replace those of the files.
+      recipe: as loaded with them, at some epsilon.
+    """
+
+    name: str
+    source: str
+    chain: Sequence[tuple[Path, Mapping[str, Any]]]
+    fixed: Mapping[str, Any]
+    recipe: Recipe
+
+    @property
+    def private(self) -> bool:
+        """Whether it runs once an epsilon; without privacy it runs once a seed, at epsilon = inf."""
+        return not self.recipe.training.not_private
 
 
 def build_grid(
@@ -99,82 +129,145 @@ def build_grid(
 
     Args:
       recipe: the recipe that every method's recipe must agree with on the data.
-      methods: entries of --methods; see `arm_of`.
+      methods: entries of --methods; see `find_method`.
       epsilons: targets of the private methods; none takes the recipe's own target_epsilon.
       seeds: each sets seed, subset_seed (the few-shot draw), init_seed and direction_key.
       overrides: command-line words that hold for every run.
 
+    Returns:
+      The runs, all with different settings.
+
     Raises:
-      ValueError: nothing to run, a value out of range, or arms that cannot be compared.
+      ValueError: nothing to run, a value out of range, or methods that cannot be compared.
     """
-    settings = _checked_overrides(overrides)
+    settings = dict(parse_overrides(overrides))
+    for name, option in SET_BY_THE_GRID.items():
+        if name in settings:
+            raise ValueError(
+                f"--{name} {settings[name]}: set by {option} for each run of the grid; leave it out."
+            )
     base = load_recipe(recipe, settings)
     own = base.training.target_epsilon
     epsilons = _checked_epsilons(epsilons or ([] if own is None else [own]))
-    seeds = _checked_seeds(seeds)
-    names = _unique("methods", methods, "--methods dpzero,mezo")
-    probe = epsilons[0] if epsilons else 1.0
-    arms = [arm_of(name, Path(recipe), base, settings, probe) for name in names]
-    if not epsilons and any(arm.private for arm in arms):
+    for seed in _each_once("seeds", seeds, "--seeds 42,13,21"):
+        if not 0 <= seed <= _LARGEST_SEED:
+            raise ValueError(f"seed={seed} must lie in 0..{_LARGEST_SEED}.")
+    names = _each_once("methods", methods, "--methods dpzero,mezo")
+    some_epsilon = epsilons[0] if epsilons else 1.0
+    compared = [find_method(name, Path(recipe), base, settings, some_epsilon) for name in names]
+    if not epsilons and any(method.private for method in compared):
         raise ValueError("there are no epsilons; give e.g. --epsilons 2,6.")
-    _unique("methods (by name)", [arm.name for arm in arms], "each once")
-    check_comparable(arms)
+    _each_once("methods (by name)", [method.name for method in compared], "each once")
+    check_comparable(compared)
     runs = [
-        _run(arm, epsilon, seed)
+        _run(method, epsilon, seed)
         for seed in seeds
-        for arm in arms
-        for epsilon in (epsilons if arm.private else [math.inf])
+        for method in compared
+        for epsilon in (epsilons if method.private else [math.inf])
     ]
-    _refuse_equal(runs)
+    first: dict[str, Run] = {}
+    for run in runs:  # two runs with the same settings would share a row
+        twin = first.setdefault(run.digest, run)
+        if twin is not run:
+            raise ValueError(
+                f"methods {twin.method!r} and {run.method!r} have the same settings ({twin.source}; "
+                f"{run.source}); name one of them."
+            )
     return runs
 
 
-def arm_of(
+def _run(method: Method, epsilon: float, seed: int) -> Run:
+    settings: dict[str, Any] = {
+        "target_epsilon": epsilon if method.private else None,
+        "noise_multiplier": None,
+        "seed": seed,
+        "subset_seed": seed,
+        "init_seed": seed,
+        "resume_from_checkpoint": None,
+        "disable_tqdm": True,  # the log of a run is a file
+    }
+    if not method.recipe.training.first_order:
+        settings["direction_key"] = seed
+    return Run(
+        name=f"{method.name}-eps{epsilon:.12g}-seed{seed}",
+        method=method.name,
+        source=method.source,
+        epsilon=epsilon,
+        recipe=build_recipe(method.chain, {**method.fixed, **settings}, method.source),
+    )
+
+
+def find_method(
     method: str, recipe: Path, base: Recipe, settings: Mapping[str, Any], epsilon: float
-) -> Arm:
-    """The recipe beside `recipe` that is named for `method`, a path, or `recipe` with that method.
+) -> Method:
+    """Finds the settings that `method` trains with; the first of these that exists.
+
+    1. The recipe NAME-METHOD.yaml beside `recipe`, where NAME is what stands before the method in the
+       name of `recipe`: "dp-adamw" takes sst2/minilm-dp-adamw.yaml beside sst2/minilm-dpzero.yaml.
+    2. The recipe file whose path is `method`.
+    3. `recipe` with the keys of a method's file in place of its own: `_NAME-METHOD.yaml` in a folder
+       "methods" beside or above `recipe`; where there is none, NAME loses its last word
+       ("minilm-fewshot" -> "minilm"). A file of the same kind that `recipe` extends for its own method
+       is left out, and so is this step where `recipe` is a recipe for METHOD whose name names none.
+    4. `recipe` with `method: METHOD`.
 
     Args:
-      method: "dp-adamw" takes "minilm-dp-adamw.yaml" beside "minilm-dpzero.yaml" where it exists.
-      recipe, base: the recipe compared with, and as loaded.
-      settings: overrides of every arm.
+      method: an entry of --methods.
+      recipe: path of the recipe compared with.
+      base: that recipe as loaded.
+      settings: overrides of every method.
       epsilon: to load private recipes with, which need one.
+
+    Returns:
+      The method with its recipe.
 
     Raises:
       ValueError: no such recipe, file or method, or settings that `DPZeroConfig` refuses.
     """
-    from hf_dpzero.training.config import METHODS, NOT_PRIVATE
+    from hf_dpzero.training.config import METHODS
 
-    path, fixed = sibling(recipe, method, base.training.method), dict(settings)
-    name = method
-    if path is None and Path(method).is_file():
-        path, name = Path(method), Path(method).stem
-    if path is None and method in METHODS:
-        path, fixed = recipe, {**settings, "method": method}
-    if path is None:
+    fixed, name = dict(settings), method
+    beside = recipe.parent / sibling_name(recipe, method, base.training.method)
+    unnamed = beside.stem == f"{recipe.stem}-{method}"
+    shared = method_file(recipe, method, base.training.method)
+    if beside.is_file():
+        chain, source = recipe_chain(beside), str(beside)
+    elif Path(method).is_file():
+        chain, source, name = recipe_chain(Path(method)), method, Path(method).stem
+    elif shared is not None and not (method == base.training.method and unnamed):
+        prefix = shared.name.removesuffix(f"{method}{shared.suffix}")
+        own = [
+            (file, keys)
+            for file, keys in recipe_chain(recipe)
+            if file.parent.resolve() != shared.parent.resolve() or not file.name.startswith(prefix)
+        ]
+        chain, source = [*own, *recipe_chain(shared)], f"{recipe} with {shared}"
+    elif method in METHODS:
+        chain, source = recipe_chain(recipe), f"{recipe} with method: {method}"
+        fixed["method"] = method
+    else:
         raise ValueError(
             f"method {method!r} is no method ({', '.join(METHODS)}), no recipe file, and "
-            f"{recipe.parent} has no {sibling_name(recipe, method, base.training.method)}."
+            f"{recipe.parent} has no {beside.name}."
         )
     target = {"target_epsilon": epsilon, "noise_multiplier": None}
     try:
-        loaded = load_recipe(path, {**fixed, **target})
+        loaded = build_recipe(chain, {**fixed, **target}, source)
     except ValueError as error:
         raise ValueError(f"method {method!r}: {error}") from error
-    private = loaded.training.method not in NOT_PRIVATE
-    return Arm(name=name, path=path, fixed=fixed, recipe=loaded, private=private)
-
-
-def sibling(recipe: Path, method: str, own_method: str) -> Path | None:
-    """The recipe for `method` beside `recipe`, or None if there is none."""
-    path = recipe.parent / sibling_name(recipe, method, own_method)
-    return path if path.is_file() else None
+    return Method(name=name, source=source, chain=chain, fixed=fixed, recipe=loaded)
 
 
 def sibling_name(recipe: Path, method: str, own_method: str = "dpzero") -> str:
     """What the recipe for `method` beside `recipe` would be called.
 
-    The stem is what stands before the name of a method.
+    Args:
+      recipe: a recipe's path; the name of a method ends the part that siblings share.
+      method: the wanted method.
+      own_method: the `method` of `recipe`.
+
+    Returns:
+      A file name.
 
     >>> sibling_name(Path("trec/minilm-dpzero.yaml"), "dp-adamw")
     'minilm-dp-adamw.yaml'
@@ -185,100 +278,75 @@ def sibling_name(recipe: Path, method: str, own_method: str = "dpzero") -> str:
     """
     from hf_dpzero.training.config import METHODS
 
-    known = sorted({*METHODS, *_OTHER_ARMS, own_method}, key=len, reverse=True)
-    found = re.search(rf"-(?:{'|'.join(map(re.escape, known))})(?:-|$)", recipe.stem)
-    stem = recipe.stem[: found.start()] if found else recipe.stem
+    known = sorted({*METHODS, *_ADAPTER_METHODS, own_method}, key=len, reverse=True)
+    named = re.search(rf"-(?:{'|'.join(map(re.escape, known))})(?:-|$)", recipe.stem)
+    stem = recipe.stem[: named.start()] if named else recipe.stem
     return f"{stem}-{method}{recipe.suffix or '.yaml'}"
 
 
-def check_comparable(arms: Sequence[Arm]) -> None:
-    """Refuses arms that differ in their data or, among private ones, in what epsilon means.
+def method_file(recipe: Path, method: str, own_method: str = "dpzero") -> Path | None:
+    """The file with a method's settings for all tasks that `recipe` may use, or None.
+
+    Args:
+      recipe: a recipe's path.
+      method: the wanted method.
+      own_method: the `method` of `recipe`.
+
+    Returns:
+      `_NAME-METHOD.yaml` of the longest NAME, in the nearest folder.
+    """
+    sibling = Path(sibling_name(recipe, method, own_method))
+    words = sibling.stem.removesuffix(f"-{method}").split("-")
+    names = ["-".join(words[:count]) for count in range(len(words), 0, -1)]
+    near = (recipe.parent, Path(os.path.normpath(recipe.parent / "..")))
+    paths = [
+        folder / METHODS_FOLDER / f"_{name}-{method}{sibling.suffix}"
+        for name in names
+        for folder in near
+    ]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def check_comparable(methods: Sequence[Method]) -> None:
+    """Refuses methods that differ in their data or, among private ones, in what epsilon means.
 
     Raises:
       ValueError: names the setting and both values.
     """
-    first = arms[0]
     for field in dataclasses.fields(DataArguments):
-        if field.name == "subset_seed":  # the grid sets it
-            continue
-        for arm in arms[1:]:
-            ours, theirs = (getattr(a.recipe.data, field.name) for a in (first, arm))
-            if ours != theirs:
-                raise ValueError(
-                    f"{first.source} and {arm.source} are of different data: {field.name} is "
-                    f"{ours!r} in the first and {theirs!r} in the second. Give both the same, e.g. "
-                    f"--{field.name} after the recipe."
-                )
-    private = [arm for arm in arms if arm.private]
-    for arm in private[1:]:
-        _check_same_guarantee(private[0], arm)
-    for arm in arms:
-        if arm.recipe.training.push_to_hub:
+        if field.name != "subset_seed":  # the grid sets it
+            values = [getattr(method.recipe.data, field.name) for method in methods]
+            _check_equal(methods, field.name, [repr(v) for v in values], "are of different data")
+    private = [method for method in methods if method.private]
+    relations = [method.recipe.training.neighboring_relation for method in private]
+    different = "mean different things by epsilon"
+    _check_equal(private, "neighboring_relation", relations, different)
+    _check_equal(
+        private, "target_delta", [delta_of(method.recipe) for method in private], different
+    )
+    for method in methods:
+        if method.recipe.training.push_to_hub:
             raise ValueError(
-                f"push_to_hub=True in {arm.source} would publish every run of the grid; set it to "
+                f"push_to_hub=True in {method.source} would publish every run of the grid; set it to "
                 "false, and push the run that you want with `hf-dpzero push`."
             )
 
 
-def _check_same_guarantee(first: Arm, other: Arm) -> None:
-    for name, ours, theirs in (
-        ("neighboring_relation", *(a.recipe.training.neighboring_relation for a in (first, other))),
-        ("target_delta", delta_of(first), delta_of(other)),
-    ):
-        if ours != theirs:
+def _check_equal(methods: Sequence[Method], name: str, values: Sequence[str], what: str) -> None:
+    for method, value in zip(methods, values, strict=True):
+        if value != values[0]:
             raise ValueError(
-                f"{first.source} and {other.source} mean different things by epsilon: {name} is "
-                f"{ours} in the first and {theirs} in the second. Give both the same, e.g. --{name} "
-                "after the recipe."
+                f"{methods[0].source} and {method.source} {what}: {name} is {values[0]} in the first "
+                f"and {value} in the second. Give both the same, e.g. --{name} after the recipe."
             )
 
 
-def delta_of(arm: Arm) -> str:
-    """The arm's delta in words; two arms on the same rows have the same delta iff these agree."""
-    training = arm.recipe.training
+def delta_of(recipe: Recipe) -> str:
+    """A recipe's delta in words; on the same rows two deltas are equal iff these words are."""
+    training = recipe.training
     if training.target_delta is not None:
         return f"{training.target_delta:g}"
     return "0" if training.noise_distribution == "laplace" else "1 / (10 n)"
-
-
-def _refuse_equal(runs: Sequence[Run]) -> None:
-    """Two runs with the same settings would be one row."""
-    by_digest: dict[str, Run] = {}
-    for run in runs:
-        twin = by_digest.setdefault(run.digest, run)
-        if twin is not run:
-            raise ValueError(
-                f"methods {twin.arm.name!r} and {run.arm.name!r} have the same settings "
-                f"({twin.arm.source}; {run.arm.source}); name one of them."
-            )
-
-
-def _run(arm: Arm, epsilon: float, seed: int) -> Run:
-    from hf_dpzero.training.config import FIRST_ORDER
-
-    settings: dict[str, Any] = {
-        **arm.fixed,
-        "target_epsilon": epsilon if arm.private else None,
-        "noise_multiplier": None,
-        "seed": seed,
-        "subset_seed": seed,
-        "init_seed": seed,
-        "resume_from_checkpoint": None,
-        "disable_tqdm": True,  # the log of a run is a file
-    }
-    if arm.recipe.training.method not in FIRST_ORDER:
-        settings["direction_key"] = seed
-    return Run(arm=arm, epsilon=epsilon, seed=seed, recipe=load_recipe(arm.path, settings))
-
-
-def _checked_overrides(words: Sequence[str]) -> dict[str, Any]:
-    settings = parse_overrides(words)
-    for name, option in SET_BY_THE_GRID.items():
-        if name in settings:
-            raise ValueError(
-                f"--{name} {settings[name]}: set by {option} for each run of the grid; leave it out."
-            )
-    return dict(settings)
 
 
 def _checked_epsilons(epsilons: Sequence[float]) -> list[float]:
@@ -288,17 +356,10 @@ def _checked_epsilons(epsilons: Sequence[float]) -> list[float]:
                 f"epsilon={epsilon:g} must be a finite number above 0; methods without privacy "
                 "(mezo, sgd, adamw) need none."
             )
-    return _unique("epsilons", epsilons, "--epsilons 2,6") if epsilons else []
+    return _each_once("epsilons", epsilons, "--epsilons 2,6") if epsilons else []
 
 
-def _checked_seeds(seeds: Sequence[int]) -> list[int]:
-    for seed in _unique("seeds", seeds, "--seeds 42,13,21"):
-        if not 0 <= seed <= _LARGEST_SEED:
-            raise ValueError(f"seed={seed} must lie in 0..{_LARGEST_SEED}.")
-    return list(seeds)
-
-
-def _unique(what: str, values: Sequence[Any], example: str) -> list[Any]:
+def _each_once(what: str, values: Sequence[Any], example: str) -> list[Any]:
     if not values:
         raise ValueError(f"there are no {what}; give e.g. {example}.")
     for value in values:

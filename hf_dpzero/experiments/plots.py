@@ -1,14 +1,15 @@
-"""Plots of a comparison: score against epsilon, and against peak memory."""
+"""Plots: score against epsilon and against peak memory; of a sweep, score against each setting."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.experiments.aggregate import Record
+from hf_dpzero.experiments.results import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,34 +24,46 @@ def plot_comparison(record: Record, folder: str | os.PathLike[str]) -> Path | No
     Private methods are points with error bars (standard error) joined by lines; methods without
     privacy and zero-shot models are horizontal lines.
 
+    Args:
+      record: the comparison.
+      folder: for comparison.png.
+
     Returns:
-      its path, or None if no run has finished.
+      Its path, or None if no run has finished.
     """
     if not any(cell.mean is not None for cell in record.cells):
         return None
     figure = _figure(2)
     left, right = figure.subplots(1, 2)
-    draw_against_epsilon(left, record)
-    draw_against_memory(right, record)
+    _draw_against_epsilon(left, record)
+    _draw_against_memory(right, record)
     return _saved(figure, folder)
 
 
 def plot_tasks(
     records: Sequence[tuple[str, Record]], folder: str | os.PathLike[str]
 ) -> Path | None:
-    """Draws comparison.png with score against epsilon, one panel a task."""
+    """Draws comparison.png with score against epsilon, one panel a task.
+
+    Args:
+      records: task -> its comparison.
+      folder: for comparison.png.
+
+    Returns:
+      Its path, or None if no run has finished.
+    """
     drawn = [(name, r) for name, r in records if any(c.mean is not None for c in r.cells)]
     if not drawn:
         return None
     figure = _figure(len(drawn))
     panels = figure.subplots(1, len(drawn), squeeze=False)[0]
     for axes, (name, record) in zip(panels, drawn, strict=True):
-        draw_against_epsilon(axes, record)
+        _draw_against_epsilon(axes, record)
         axes.set_title(name)
     return _saved(figure, folder)
 
 
-def draw_against_epsilon(axes: Any, record: Record) -> None:
+def _draw_against_epsilon(axes: Any, record: Record) -> None:
     """Points where a method is private, horizontal lines where there is no epsilon."""
     colours = _colours(record)
     for method in record.methods:
@@ -79,10 +92,12 @@ def draw_against_epsilon(axes: Any, record: Record) -> None:
         axes.minorticks_off()
         axes.set_xlim(min(finite) / 1.3, max(finite) * 1.3)
     axes.set(xlabel="ε", ylabel="score (%)")
-    _finish(axes)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=7)
 
 
-def draw_against_memory(axes: Any, record: Record) -> None:
+def _draw_against_memory(axes: Any, record: Record) -> None:
     """One point a method and epsilon."""
     colours = _colours(record)
     for cell in record.cells:
@@ -104,22 +119,51 @@ def draw_against_memory(axes: Any, record: Record) -> None:
     axes.grid(alpha=0.3)
 
 
+def plot_sweep(
+    path: Path, swept: Mapping[str, Sequence[Any]], rows: Sequence[Row], metric: str
+) -> bool:
+    """Draws score against each swept setting: a point a run over evenly spaced values, and means.
+
+    Args:
+      path: of the PNG.
+      swept: setting -> values.
+      rows: of the runs.
+      metric: label of the scores.
+
+    Returns:
+      False if nothing was drawn, for nothing was scored or nothing varies.
+    """
+    scores = [(row.settings or {}, row.score) for row in rows if row.score is not None]
+    names = [name for name, values in swept.items() if len(values) > 1]
+    if not scores or not names:
+        return False
+    figure = _figure(len(names), 4.0, 3.0)
+    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+    for axes, name in zip(panels, names, strict=True):
+        values = list(swept[name])
+        points = [(values.index(settings[name]), value) for settings, value in scores]
+        axes.plot(*zip(*points, strict=True), ".", alpha=0.6)
+        groups = {i: [score for place, score in points if place == i] for i in range(len(values))}
+        means = [(i, sum(group) / len(group)) for i, group in groups.items() if group]
+        axes.plot(*zip(*means, strict=True), "-", alpha=0.6)
+        axes.set_xticks(range(len(values)), [str(value) for value in values])
+        axes.set(xlabel=name)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(metric)
+    figure.savefig(path, dpi=120)
+    return True
+
+
 def _colours(record: Record) -> dict[str, str]:
     return {method: f"C{index % 10}" for index, method in enumerate(record.methods)}
 
 
-def _finish(axes: Any) -> None:
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=7)
-
-
-def _figure(panels: int) -> Figure:
+def _figure(panels: int, width: float = 5.0, height: float = 4.0) -> Figure:
     """A figure on the Agg canvas: no display, no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.0 * panels, 4.0), layout="constrained")
+    figure = Figure(figsize=(width * panels, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

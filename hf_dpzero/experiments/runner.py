@@ -1,11 +1,11 @@
-"""Runs a grid, each run in a process of its own, and appends a row as each one ends."""
+"""Runs training runs, each in a process of its own, and appends a row as each one ends."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-import re
-import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_dpzero.experiments.grid import Run
-from hf_dpzero.experiments.outcome import Exit, row_of
-from hf_dpzero.experiments.results import ROWS_FILE, Row, append_row, latest, read_rows
+from hf_dpzero.experiments.results import Exit, Row, append_row, latest, read_rows, row_of
+from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
+from hf_dpzero.reporting.model_card import RECIPE_FILE
 from hf_dpzero.training.run_files import STATE_NAME
 
 LOCK_FILE = ".lock"
@@ -37,6 +38,7 @@ class Attempt:
       recipe: the run's settings as a file.
       log: stem of the files that its output (.out) and errors (.err) go to.
       checkpoint: where it continues from; None for a fresh start.
+      finished: it has left all of its results already, and only its row is missing.
     """
 
     run: Run
@@ -44,6 +46,7 @@ class Attempt:
     recipe: Path
     log: Path
     checkpoint: Path | None = None
+    finished: bool = False
 
     @property
     def words(self) -> list[str]:
@@ -70,24 +73,37 @@ class Child(Protocol):
 Start = Callable[[Attempt], Child]
 
 
-class Comparison:
-    """The folder of a comparison: rows.jsonl, and runs/, recipes/ and logs/ with one name a run.
+class Workspace:
+    """The files of many runs: a file of rows, and a folder, a recipe and a log for each run.
 
     Args:
       folder: made if it is not there.
-      runs: the grid.
+      runs: in the order in which they start.
+      rows: name of the file of rows.
+      folders: names of the folders that hold the runs, their recipes and their logs.
+      abandoned: a folder that takes a run's files where the run can not be continued; without it they
+        stay, for what they spent stays spent, and the run starts in another folder.
     """
 
-    def __init__(self, folder: str | Path, runs: Sequence[Run]) -> None:
-        self.folder, self.runs = Path(folder), list(runs)
-        for name in ("runs", "recipes", "logs"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-        self.path = self.folder / ROWS_FILE
+    def __init__(
+        self,
+        folder: str | Path,
+        runs: Sequence[Run],
+        *,
+        rows: str = "rows.jsonl",
+        folders: tuple[str, str, str] = ("runs", "recipes", "logs"),
+        abandoned: Path | None = None,
+    ) -> None:
+        self.folder, self.runs, self.abandoned = Path(folder), list(runs), abandoned
+        self.path = self.folder / rows
+        self.run_folder, self._recipes, self._logs = (self.folder / name for name in folders)
+        for path in (self.run_folder, self._recipes, self._logs):
+            path.mkdir(parents=True, exist_ok=True)
 
     def rows(self) -> list[Row]:
-        """The last row of each run of the grid that has one, in the order of the grid."""
-        found = latest(read_rows(self.path))
-        return [found[run.digest] for run in self.runs if run.digest in found]
+        """The last row of each run that has one, in the order of the runs."""
+        rows = latest(read_rows(self.path))
+        return [rows[run.digest] for run in self.runs if run.digest in rows]
 
     def pending(self, retry_failed: bool = False) -> list[Run]:
         """Runs without a row; with `retry_failed` also those whose row is no success."""
@@ -95,110 +111,102 @@ class Comparison:
         return [run for run in self.runs if run.digest not in settled]
 
     def attempt(self, run: Run) -> Attempt:
-        """Where `run` goes next.
-
-        A half-finished run continues from its last whole checkpoint. A folder whose ledger can not
-        be continued is left as it is, for what it spent stays spent, and another one is taken.
-        """
+        """Where `run` goes next; a half-finished run continues from its last whole checkpoint."""
         recorded = {row.folder for row in read_rows(self.path)}
         number = 1
         while True:
             name = run.name if number == 1 else f"{run.name}-attempt{number}"
-            folder, recipe = self.folder / "runs" / name, self.folder / "recipes" / f"{name}.yaml"
-            attempt = Attempt(
-                run=run, folder=folder, recipe=recipe, log=self.folder / "logs" / name
-            )
-            text = run.to_yaml(str(folder))
-            if not (folder / LEDGER_NAME).exists() and name not in recorded:
-                recipe.write_text(text, encoding="utf-8")
-                return attempt
-            mine = recipe.is_file() and recipe.read_text(encoding="utf-8") == text
-            if mine and name not in recorded and (found := last_checkpoint(folder)):
-                return _resumed(attempt, found)
             number += 1
-
-
-def _resumed(attempt: Attempt, checkpoint: Path) -> Attempt:
-    return Attempt(
-        run=attempt.run,
-        folder=attempt.folder,
-        recipe=attempt.recipe,
-        log=attempt.log,
-        checkpoint=checkpoint,
-    )
+            folder, recipe = self.run_folder / name, self._recipes / f"{name}.yaml"
+            attempt = Attempt(run=run, folder=folder, recipe=recipe, log=self._logs / name)
+            text = run.to_yaml(str(folder))
+            if name in recorded:
+                continue
+            if (folder / LEDGER_NAME).exists():
+                if recipe.is_file() and recipe.read_text(encoding="utf-8") == text:
+                    if (folder / RECIPE_FILE).is_file():  # the last file that training leaves
+                        return dataclasses.replace(attempt, finished=True)
+                    if checkpoint := last_checkpoint(folder):
+                        return dataclasses.replace(attempt, checkpoint=checkpoint)
+                if self.abandoned is None:
+                    continue
+                self.abandoned.mkdir(parents=True, exist_ok=True)
+                count = len(list(self.abandoned.iterdir()))
+                shutil.move(folder, self.abandoned / f"{name}-{count}")
+            recipe.write_text(text, encoding="utf-8")
+            return attempt
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the most steps that was written to its end, or None.
-
-    Its grid state is the last file that is written (`run_files.save_state`).
-    """
-    found = {int(p.parent.name.split("-")[1]): p.parent for p in _states(folder)}
-    return found[max(found)] if found else None
-
-
-def _states(folder: Path) -> Iterator[Path]:
-    for path in folder.glob(f"checkpoint-*/{STATE_NAME}"):
-        if path.parent.name.split("-")[1].isdecimal() and path.stat().st_size:
-            yield path
+    """The checkpoint of the most steps that was written to its end, or None."""
+    steps = {
+        int(path.parent.name.split("-")[1]): path.parent
+        for path in folder.glob(f"checkpoint-*/{STATE_NAME}")  # the last file of a checkpoint
+        if path.parent.name.split("-")[1].isdecimal() and path.stat().st_size
+    }
+    return steps[max(steps)] if steps else None
 
 
 def execute(
-    comparison: Comparison,
+    workspace: Workspace,
     runs: Sequence[Run],
     start: Start,
     *,
     jobs: int = 1,
     started: Callable[[Attempt], None] = lambda attempt: None,
+    check: Callable[[Row], None] = lambda row: None,
     ended: Callable[[Attempt, Row], None] = lambda attempt, row: None,
 ) -> None:
     """Runs `runs`, `jobs` at a time; each one's row is on disk before the next one starts.
 
     Interrupted, it stops the processes that run and writes no row for them: they are continued by
     the next call.
+
+    Args:
+      workspace: their files.
+      runs: what to run, of those of the workspace.
+      start: starts an attempt.
+      jobs: runs at once.
+      started: called after a process has started.
+      check: called before a row is written; what it raises ends everything without that row.
+      ended: called after a row is written.
+
+    Raises:
+      ValueError: see `row_of`; and whatever `check` raises.
     """
     waiting, running = list(runs), dict[str, tuple[Attempt, Child]]()
+
+    def collect(attempt: Attempt, exit_: Exit) -> None:
+        resumed = attempt.finished or attempt.checkpoint is not None
+        row = row_of(
+            attempt.run, attempt.folder, attempt.errors(), exit_, resumed=resumed, jobs=jobs
+        )
+        check(row)
+        append_row(workspace.path, row)
+        ended(attempt, row)
+
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                attempt = comparison.attempt(waiting.pop(0))
-                running[attempt.folder.name] = attempt, start(attempt)
+                attempt = workspace.attempt(waiting.pop(0))
                 started(attempt)
-            if not _collect(comparison, running, jobs, ended):
+                if attempt.finished:
+                    collect(attempt, Exit(0, 0.0))
+                else:
+                    running[attempt.folder.name] = attempt, start(attempt)
+            exits = {name: child.poll() for name, (_, child) in running.items()}
+            for name, exit_ in exits.items():
+                if exit_ is not None:
+                    collect(running.pop(name)[0], exit_)
+            if running and not any(exits.values()):
                 time.sleep(_POLL_SECONDS)
     finally:
         for _, child in running.values():
             child.stop()
 
 
-def _collect(
-    comparison: Comparison,
-    running: dict[str, tuple[Attempt, Child]],
-    jobs: int,
-    ended: Callable[[Attempt, Row], None],
-) -> bool:
-    """Writes the rows of processes that have ended; whether there were any."""
-    found = [(name, exit_) for name, (_, c) in running.items() if (exit_ := c.poll()) is not None]
-    for name, exit_ in found:
-        attempt, _ = running.pop(name)
-        row = row_of(
-            attempt.run,
-            attempt.folder,
-            attempt.errors(),
-            exit_,
-            resumed=attempt.checkpoint is not None,
-            jobs=jobs,
-        )
-        append_row(comparison.path, row)
-        ended(attempt, row)
-    return bool(found)
-
-
 class Process:
-    """A training process, in a session of its own: Ctrl-C reaches the comparison, which stops it.
-
-    Its peak memory is the kernel's account (`ru_maxrss`). A new process inherits in it what its
-    parent took; where it has not outgrown that, the last look at its own mark (VmHWM) counts.
+    """A training process, in a session of its own: Ctrl-C reaches the parent, which stops it.
 
     Args:
       words: the command line.
@@ -210,9 +218,7 @@ class Process:
     def __init__(
         self, words: Sequence[str], log: Path, environment: dict[str, str], lock: int | None = None
     ) -> None:
-        with contextlib.ExitStack() as stack:
-            out = stack.enter_context(Path(f"{log}.out").open("wb"))
-            err = stack.enter_context(Path(f"{log}.err").open("wb"))
+        with Path(f"{log}.out").open("wb") as out, Path(f"{log}.err").open("wb") as err:
             self._process = subprocess.Popen(
                 list(words),
                 stdin=subprocess.DEVNULL,
@@ -223,54 +229,35 @@ class Process:
                 pass_fds=() if lock is None else (lock,),
             )
         self._since = time.monotonic()
-        self._inherited = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        self._seen: int | None = None
-        self._exit: Exit | None = None
 
     def poll(self) -> Exit | None:
         """How it ended, or None while it runs."""
-        if self._exit is None:
-            self._seen = high_water_mark(self._process.pid) or self._seen
-            pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
-            if pid:
-                self._keep(status, usage)
-        return self._exit
+        status = self._process.poll()
+        return None if status is None else Exit(status, time.monotonic() - self._since)
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL if that is not heeded in 10 seconds; the ledger stands either way."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            deadline = time.monotonic() + _GRACE_SECONDS
-            with contextlib.suppress(ProcessLookupError):
-                if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                if self._process.poll() is None:
                     os.killpg(self._process.pid, number)
-            while self.poll() is None and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-
-    def _keep(self, status: int, usage: Any) -> None:
-        code = os.waitstatus_to_exitcode(status)
-        self._process.returncode = code  # so that Popen does not wait for it again
-        outgrown = usage.ru_maxrss > self._inherited or self._seen is None
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = usage.ru_maxrss * unit if outgrown else self._seen
-        self._exit = Exit(code, time.monotonic() - self._since, peak)
-
-
-def high_water_mark(pid: int) -> int | None:
-    """Peak resident bytes of a running process so far; None where the platform does not tell."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-        return int(found[1]) * 1024 if found else None
-    return None
+                    self._process.wait(_GRACE_SECONDS)
 
 
 def train_in_process(jobs: int, lock: int | None = None) -> Start:
-    """Starts attempts as `python -m hf_dpzero.cli.main train ...`, with their share of the cores."""
-    environment = {}
-    if jobs > 1:
-        environment["OMP_NUM_THREADS"] = str(max(1, cores() // jobs))
+    """Starts attempts as `python -m hf_dpzero.cli train ...`, with their share of the cores.
+
+    Args:
+      jobs: processes that share the machine.
+      lock: see `Process`.
+
+    Returns:
+      What starts an attempt.
+    """
+    environment = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))} if jobs > 1 else {}
 
     def start(attempt: Attempt) -> Child:
-        words = [sys.executable, "-m", "hf_dpzero.cli.main", *attempt.words]
+        words = [sys.executable, "-m", "hf_dpzero.cli", *attempt.words]
         return Process(words, attempt.log, environment, lock)
 
     return start
@@ -283,26 +270,23 @@ def cores() -> int:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Holds the lock of a comparison's folder; yields its descriptor for the processes it starts.
+    """Holds the lock of a folder; yields its descriptor for the processes it starts.
 
     Raises:
-      OSError: another comparison, or a run that outlived one, is at work in the folder.
+      OSError: another command, or a run that outlived one, is at work in the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_FILE).open("a") as file:
-        try:
-            import fcntl
-        except ImportError:  # no advisory locks on this platform
-            yield file.fileno()
-            return
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OSError(
-                f"another comparison, or a run that outlived one, is at work in {folder}: wait for "
-                "it, stop it, or give another --output_dir."
-            ) from error
-        yield file.fileno()
+    path = folder / LOCK_FILE
+    path.touch()
+    try:
+        handle = log_file.locked(path)
+    except log_file.LedgerError as error:
+        raise OSError(
+            f"another comparison or sweep, or a run that outlived one, is at work in {folder}: wait "
+            "for it, stop it, or give another --output_dir."
+        ) from error
+    with handle:
+        yield handle.fileno()
 
 
 @contextlib.contextmanager
@@ -324,8 +308,6 @@ def discard_weights(folder: Path) -> None:
 
     The trajectory stays too, from which `hf-dpzero replay` rebuilds weights of zeroth order.
     """
-    import shutil
-
     for path in folder.glob("checkpoint-*"):
         shutil.rmtree(path)
     for pattern in WEIGHTS:

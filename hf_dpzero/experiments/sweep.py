@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,11 @@ from hf_dpzero.values import parse_yaml
 TUNINGS = ("composed", "public", "not_accounted")
 SELECTIONS = ("random", "all")
 
-ALLOWED = (
-    "learning_rate, clip, smoothing, num_directions, direction, update_rule, momentum, weight_decay, "
-    "lr_scheduler_type and whatever else leaves the privacy event of one run alone"
+_CHANGES_EVENT = (
+    "changes the privacy event of a run, and all trials of a private selection share one. Fix it, or "
+    "sweep with --selection all or --tuning public. Allowed: learning_rate, clip, smoothing, "
+    "num_directions, direction, update_rule, momentum, weight_decay, lr_scheduler_type and whatever "
+    "else leaves the privacy event of one run alone."
 )
 _NEVER = (
     "output_dir",
@@ -109,7 +111,7 @@ class SweepSettings:
         values = {
             "recipe": read_recipe(self.recipe),
             "overrides": dict(self.overrides),
-            "grid": {name: list(found) for name, found in self.grid.items()},
+            "grid": {name: list(values) for name, values in self.grid.items()},
             "tuning": [self.tuning, self.selection, self.trials.mean, str(self.trials.shape)],
             "num_examples": prepared.num_examples,
         }
@@ -151,42 +153,47 @@ def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[
       words: as given to `--grid`; a field named here replaces the file's list.
       file: YAML mapping of field -> list of values.
 
+    Returns:
+      field -> values.
+
     Raises:
       ValueError: a word without "=", an unknown field, an empty list, a repeated value.
       FileNotFoundError: no such file.
     """
-    found = dict(_grid_file(file)) if file else {}
+    swept: dict[str, list[Any]] = {}
+    if file:
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"grid file {file!r} not found; give the path of a YAML file.")
+        swept = parse_yaml(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(swept, dict) or not all(isinstance(v, list) for v in swept.values()):
+            raise ValueError(f"{file}: a grid file is lines of `field: [value, value]`.")
     for word in words:
-        name, equals, values = word.partition("=")
-        if not equals or not values:
+        name, equals, text = word.partition("=")
+        if not equals or not text:
             raise ValueError(f"--grid {word!r}: write it as field=value,value,...")
-        found[name.strip().replace("-", "_")] = [value.strip() for value in values.split(",")]
-    if not found:
+        swept[name.strip().replace("-", "_")] = [value.strip() for value in text.split(",")]
+    if not swept:
         raise ValueError("the grid is empty: give --grid field=value,value or --grid_file FILE.")
-    return {name: _coerced(name, values, file) for name, values in found.items()}
-
-
-def _grid_file(file: str) -> dict[str, list[Any]]:
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"grid file {file!r} not found; give the path of a YAML file.")
-    values = parse_yaml(Path(file).read_text(encoding="utf-8"))
-    if not isinstance(values, dict) or not all(isinstance(v, list) for v in values.values()):
-        raise ValueError(f"{file}: a grid file is lines of `field: [value, value]`.")
-    return values
-
-
-def _coerced(name: str, values: Iterable[Any], file: str | None) -> list[Any]:
     source = f"{COMMAND_LINE} or {file}" if file else COMMAND_LINE
-    found = [coerce_fields({name: value}, source)[name] for value in values]
-    if not found:
-        raise ValueError(f"{name} has no values to sweep; give at least one.")
-    if repeated := [value for i, value in enumerate(found) if value in found[:i]]:
-        raise ValueError(f"{name}={repeated[0]} appears more than once in the grid; keep one.")
-    return found
+    grid = {}
+    for name, values in swept.items():
+        grid[name] = [coerce_fields({name: value}, source)[name] for value in values]
+        if not values:
+            raise ValueError(f"{name} has no values to sweep; give at least one.")
+        if repeated := [value for i, value in enumerate(grid[name]) if value in grid[name][:i]]:
+            raise ValueError(f"{name}={repeated[0]} appears more than once in the grid; keep one.")
+    return grid
 
 
 def trial_count_from(word: str, mean: float) -> TrialCount:
-    """The distribution that `--trial_count` names: a word of `TRIAL_SHAPES` or a shape, and its mean.
+    """The distribution of the number of trials.
+
+    Args:
+      word: a name of `TRIAL_SHAPES`, or a shape.
+      mean: expected number of trials.
+
+    Returns:
+      The distribution.
 
     Raises:
       ValueError: an unknown name, or numbers out of range.
@@ -220,8 +227,15 @@ def check(settings: SweepSettings) -> None:
     for name in settings.grid:
         if reason := _why_not_swept(name, settings):
             raise ValueError(f"{name} may not be in a {settings.tuning} grid: {reason}")
-    if settings.tuning == "composed":
-        _refuse_insecure(settings)
+    if settings.tuning != "composed":
+        return
+    training = settings.load(settings.points[0]).training
+    for name in _INSECURE:
+        if getattr(training, name) not in (None, False):
+            raise ValueError(
+                f"{name}={getattr(training, name)} makes every trial NOT PRIVATE, so a composed "
+                "sweep would pay for nothing; leave it out, or use --tuning not_accounted."
+            )
 
 
 def _why_not_swept(name: str, settings: SweepSettings) -> str | None:
@@ -240,21 +254,8 @@ def _why_not_swept(name: str, settings: SweepSettings) -> str | None:
             "validation set; fix it."
         )
     if settings.secret and name in _EVENT:
-        return (
-            "it changes the privacy event of a run, and all trials of a private selection share "
-            f"one. Fix it, or sweep with --selection all or --tuning public. Allowed: {ALLOWED}."
-        )
+        return f"it {_CHANGES_EVENT}"
     return None
-
-
-def _refuse_insecure(settings: SweepSettings) -> None:
-    training = settings.load(settings.points[0]).training
-    for name in _INSECURE:
-        if getattr(training, name) not in (None, False):
-            raise ValueError(
-                f"{name}={getattr(training, name)} makes every trial NOT PRIVATE, so a composed "
-                "sweep would pay for nothing; leave it out, or use --tuning not_accounted."
-            )
 
 
 # ------------------------------------------------------------------ the noise that pays
@@ -289,7 +290,12 @@ def _accounted(
     """Composed tuning: one noise multiplier for all trials, and what they cost together."""
     training = settings.load(settings.points[0]).training
     delta, target = training.delta(num_examples), training.target_epsilon
-    plans = [_bare_plan(settings, point, num_examples) for point in settings.points]
+    plans = [  # with any noise multiplier, so that nothing is calibrated yet
+        settings.load(point, {"target_epsilon": None, "noise_multiplier": 1.0}).training.plan(
+            num_examples
+        )
+        for point in settings.points
+    ]
     if training.noise_multiplier is not None:
         plans = [with_noise(plan, training.noise_multiplier) for plan in plans]
     if not all(plan.private for plan in plans):
@@ -297,8 +303,23 @@ def _accounted(
             f"method={training.method!r} is not private, so there is nothing to account: use "
             "--tuning public or --tuning not_accounted."
         )
-    decide = _selected if settings.secret else _all_released
-    plans, tuning, epsilon = decide(settings, plans, target, delta)
+    tuning: dict[str, Any]
+    if settings.secret:
+        refuse_different_events(settings.points, plans)
+        most = max(range(len(plans)), key=lambda i: plans[i].spec.num_directions)
+        plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
+        if target is not None:
+            calibrated = calibrate_selection(
+                plans[most], settings.trials, epsilon=target, delta=delta
+            )
+            plans = [with_noise(plan, _noise_of(calibrated)) for plan in plans]
+        tuning = selection_entry(plans[most], settings.trials, list(settings.grid), delta)
+        epsilon = selection_epsilon(plans[most], settings.trials, delta)
+    else:
+        if target is not None:
+            plans = calibrate_composed(plans, epsilon=target, delta=delta)
+        tuning = composition_entry(plans, list(settings.grid))
+        epsilon = composed_epsilon(plans, delta)
     sigma = _noise_of(plans[0])
     noise = {"target_epsilon": None, "noise_multiplier": sigma, "target_delta": delta}
     return Prepared(
@@ -313,77 +334,42 @@ def _accounted(
     )
 
 
-def _bare_plan(settings: SweepSettings, point: Point, num_examples: int) -> PrivacyPlan:
-    """The plan of a point with a noise multiplier of 1, so that nothing is calibrated yet."""
-    bare = {"target_epsilon": None, "noise_multiplier": 1.0}
-    return settings.load(point, bare).training.plan(num_examples)
-
-
 def _noise_of(plan: PrivacyPlan) -> float:
     """The setting `noise_multiplier` of a private plan."""
     mechanism: Any = plan.mechanism
     return float(mechanism.noise_multiplier)
 
 
-_Decision = tuple[list[PrivacyPlan], Any, float]
-
-
-def _selected(
-    settings: SweepSettings, plans: list[PrivacyPlan], target: float | None, delta: float
-) -> _Decision:
-    refuse_different_events(settings.points, plans)
-    most = max(range(len(plans)), key=lambda i: plans[i].spec.num_directions)
-    plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
-    if target is not None:
-        found = calibrate_selection(plans[most], settings.trials, epsilon=target, delta=delta)
-        sigma = _noise_of(found)
-        plans = [with_noise(plan, sigma) for plan in plans]
-    tuning = selection_entry(plans[most], settings.trials, list(settings.grid), delta)
-    return plans, tuning, selection_epsilon(plans[most], settings.trials, delta)
-
-
-def _all_released(
-    settings: SweepSettings, plans: list[PrivacyPlan], target: float | None, delta: float
-) -> _Decision:
-    if target is not None:
-        plans = calibrate_composed(plans, epsilon=target, delta=delta)
-    return plans, composition_entry(plans, list(settings.grid)), composed_epsilon(plans, delta)
-
-
 def refuse_different_events(points: Sequence[Point], plans: Sequence[PrivacyPlan]) -> None:
     """Private selection accounts for trials of one event: refuses a grid whose runs differ in it.
+
+    Args:
+      points: of the grid.
+      plans: of the points.
 
     Raises:
       ValueError: names the fields that change the event, and those that may be swept.
     """
     events = [run_event(plan) for plan in plans]
-    differ = [i for i, event in enumerate(events) if event != events[0]]
-    if not differ:
+    if all(event == events[0] for event in events):
         return
-    names = sorted(
-        {
-            name
-            for i, j in itertools.combinations(range(len(points)), 2)
-            if events[i] != events[j]
-            for name in _differences(points[i], points[j])
-            if len(_differences(points[i], points[j])) == 1
-        }
-    )
-    raise ValueError(
-        f"{', '.join(names) or 'the grid'} changes the privacy event of a run, and all trials of a "
-        "private selection share one. Fix it, or sweep with --selection all or --tuning public. "
-        f"Allowed: {ALLOWED}."
-    )
-
-
-def _differences(one: Point, other: Point) -> list[str]:
-    return [name for name in one if one[name] != other[name]]
+    names = set()
+    for i, j in itertools.combinations(range(len(points)), 2):
+        changed = [name for name in points[i] if points[i][name] != points[j][name]]
+        if events[i] != events[j] and len(changed) == 1:
+            names.add(changed[0])
+    raise ValueError(f"{', '.join(sorted(names)) or 'the grid'} {_CHANGES_EVENT}")
 
 
 def composed_anyway(settings: SweepSettings, num_examples: int) -> float | None:
-    """What plain composition of a not_accounted grid would claim; None where it has no accounting.
+    """What plain composition of a not_accounted grid would claim; each run keeps its own noise.
 
-    Each run keeps its own noise.
+    Args:
+      settings: the sweep.
+      num_examples: n of the training data.
+
+    Returns:
+      Epsilon, or None where the grid has no accounting.
     """
     try:
         recipes = [settings.load(point).training for point in settings.points]

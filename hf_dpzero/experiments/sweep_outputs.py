@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hf_dpzero.experiments.plots import plot_sweep
+from hf_dpzero.experiments.results import Row, encode
+from hf_dpzero.experiments.runner import Workspace
 from hf_dpzero.experiments.sweep import Prepared, SweepSettings, composed_anyway
-from hf_dpzero.experiments.sweep_trials import Row, Workspace, best_row
+from hf_dpzero.experiments.sweep_trials import best_row
+from hf_dpzero.experiments.tables import grid
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -31,46 +34,44 @@ JSON_FILE, TABLE_FILE, PLOT_FILE = "sweep.json", "sweep.md", "sweep.png"
 BEST_RECIPE, BEST_FOLDER = "best.yaml", "best"
 
 
-def write(workspace: Workspace, rows: list[Row]) -> dict[str, Any]:
-    """Writes everything that the sweep may leave and returns the content of sweep.json."""
-    settings, prepared = workspace.settings, workspace.prepared
+def write(settings: SweepSettings, prepared: Prepared, workspace: Workspace) -> dict[str, Any]:
+    """Writes everything that the sweep may leave.
+
+    Args:
+      settings: the sweep.
+      prepared: its noise and metric.
+      workspace: with the rows of all trials.
+
+    Returns:
+      The content of sweep.json.
+    """
+    rows, root = workspace.rows(), settings.output_dir
     best = best_row(rows, prepared.metric)
     for row in rows:
-        if row.status == "done" and (not settings.secret or row is best):
-            tune_report(workspace, row.trial)
-    found = summary(settings, prepared, rows, best)
-    root = settings.output_dir
+        if row.done and (not settings.secret or row is best):
+            _report_tuning(settings, prepared, workspace.run_folder / row.folder)
+    content = summary(settings, prepared, rows, best)
     if settings.secret:
-        _release(workspace, best)
+        if best is not None:  # copied by the allow list of the Hub push
+            build_hub_folder(workspace.run_folder / best.folder, root / BEST_FOLDER)
     else:
         if best is not None:
             write_atomically(root / BEST_RECIPE, best_recipe(settings, prepared, best))
-        plot(settings, prepared, rows)
-    write_atomically(root / JSON_FILE, json.dumps(found, indent=2, allow_nan=False) + "\n")
-    write_atomically(root / TABLE_FILE, table(settings, prepared, found))
-    return found
+        plot_sweep(root / PLOT_FILE, settings.grid, rows, prepared.metric)
+    write_atomically(root / JSON_FILE, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_atomically(root / TABLE_FILE, table(settings, prepared, content))
+    return content
 
 
-def tune_report(workspace: Workspace, trial: int) -> None:
+def _report_tuning(settings: SweepSettings, prepared: Prepared, folder: Path) -> None:
     """Writes into a run's privacy report how its settings were chosen, and the total epsilon."""
-    folder, prepared = workspace.folder(trial), workspace.prepared
-    report = PrivacyReport.load(folder).with_tuning(prepared.tuning, _plan(folder))
+    plan = PrivacyPlan.from_dict(Trajectory.load(folder / SHIPPING_NAME).header["plan"])
+    report = PrivacyReport.load(folder).with_tuning(prepared.tuning, plan)
     if isinstance(prepared.tuning, dict):
         total = max(report.epsilon, prepared.epsilon or 0.0)
-        target = workspace.settings.load({}).training.target_epsilon
+        target = settings.load({}).training.target_epsilon
         report = dataclasses.replace(report, epsilon=total, target_epsilon=target)
     report.save(folder)
-
-
-def _plan(folder: Path) -> PrivacyPlan:
-    return PrivacyPlan.from_dict(Trajectory.load(folder / SHIPPING_NAME).header["plan"])
-
-
-def _release(workspace: Workspace, best: Row | None) -> None:
-    """Copies the winner, by the allow list of the Hub push, to D/best; nothing if no trial ran."""
-    if best is not None:
-        target = workspace.settings.output_dir / BEST_FOLDER
-        build_hub_folder(workspace.folder(best.trial), target)
 
 
 # ------------------------------------------------------------------ sweep.json
@@ -79,8 +80,18 @@ def _release(workspace: Workspace, best: Row | None) -> None:
 def summary(
     settings: SweepSettings, prepared: Prepared, rows: Sequence[Row], best: Row | None
 ) -> dict[str, Any]:
-    """The content of sweep.json; infinite numbers become the string "inf"."""
-    found: dict[str, Any] = {
+    """The content of sweep.json; infinite numbers become the string "inf".
+
+    Args:
+      settings: the sweep.
+      prepared: its noise and metric.
+      rows: of the trials; listed only if the trials are not secret.
+      best: one of them.
+
+    Returns:
+      JSON-safe values.
+    """
+    content: dict[str, Any] = {
         "tuning": settings.tuning,
         "statement": statement(settings, prepared),
         "recipe": Path(settings.recipe).name,
@@ -91,32 +102,36 @@ def summary(
         "delta": prepared.delta,
         "noise_multiplier": prepared.noise_multiplier,
         "num_examples": prepared.num_examples,
-        "best": _best(settings, best),
+        "best": None,
     }
+    if best is not None:
+        folder = BEST_FOLDER if settings.secret else f"trials/{best.folder}"
+        content["best"] = {"settings": best.settings, "score": best.score, "folder": folder}
     if settings.tuning == "composed":
-        found["selection"] = settings.selection
+        content["selection"] = settings.selection
     if settings.secret:
-        found["trial_count"] = {"law": settings.trials.name, "mean": settings.trials.mean}
+        content["trial_count"] = {"law": settings.trials.name, "mean": settings.trials.mean}
     else:
-        found["trials"] = [_public_row(row) for row in rows]
+        names = ("trial", "settings", "status", "score", "metrics")
+        content["trials"] = [
+            {**{name: getattr(row, name) for name in names}, "message": row.error or ""}
+            for row in rows
+        ]
     if settings.tuning == "not_accounted":
-        found["epsilon_if_composed"] = composed_anyway(settings, prepared.num_examples)
-    return dict(_finite(found))
-
-
-def _best(settings: SweepSettings, best: Row | None) -> dict[str, Any] | None:
-    if best is None:
-        return None
-    folder = BEST_FOLDER if settings.secret else f"trials/{best.trial:03d}"
-    return {"settings": dict(best.settings), "score": best.score, "folder": folder}
-
-
-def _public_row(row: Row) -> dict[str, Any]:
-    return {"trial": row.trial, **{k: v for k, v in vars(row).items() if k != "trial"}}
+        content["epsilon_if_composed"] = composed_anyway(settings, prepared.num_examples)
+    return dict(encode(content))
 
 
 def statement(settings: SweepSettings, prepared: Prepared) -> str:
-    """What the sweep cost, in words."""
+    """What the sweep cost, in words.
+
+    Args:
+      settings: the sweep.
+      prepared: its epsilon.
+
+    Returns:
+      One or two sentences.
+    """
     if settings.tuning == "public":
         return (
             "The trials' training data was declared public by the user, so the sweep spent nothing. "
@@ -142,62 +157,44 @@ def statement(settings: SweepSettings, prepared: Prepared) -> str:
     )
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value
-
-
 # ------------------------------------------------------------------ sweep.md
 
 
-def table(settings: SweepSettings, prepared: Prepared, found: Mapping[str, Any]) -> str:
-    """The sweep for people: what it cost, then settings and scores (the winner's alone if secret)."""
-    names = list(settings.grid)
-    rows = found.get("trials") or [{**found["best"], "status": "done"}] if _any(found) else []
-    lines = [
-        "# Sweep",
-        "",
-        f"> {found['statement']}",
-        "",
-        *_epsilon_lines(found),
-        *_markdown([*names, prepared.metric, ""], [_cells(row, names, found) for row in rows]),
-    ]
-    if not rows:
-        lines += ["", "No trial ran: their random number came out as 0. Nothing is released."]
-    swept = [f"- `{name}`: {', '.join(map(str, values))}" for name, values in found["grid"].items()]
-    return "\n".join([*lines, "", "Swept:", "", *swept, ""])
+def table(settings: SweepSettings, prepared: Prepared, content: Mapping[str, Any]) -> str:
+    """The sweep for people: what it cost, then settings and scores (the winner's alone if secret).
 
+    Args:
+      settings: the sweep.
+      prepared: its metric.
+      content: of sweep.json.
 
-def _any(found: Mapping[str, Any]) -> bool:
-    return bool(found.get("trials") or found["best"])
-
-
-def _epsilon_lines(found: Mapping[str, Any]) -> list[str]:
+    Returns:
+      Markdown.
+    """
+    names, best = list(settings.grid), content["best"]
+    rows = content.get("trials") or ([{**best, "status": "done"}] if best else [])
+    body = []
+    for row in rows:
+        score = "-" if row["score"] is None else f"{row['score']:.4g}"
+        shown = score if row["status"] == "done" else "failed"
+        chosen = "best" if best and row["settings"] == best["settings"] else ""
+        body.append([*(str(row["settings"][name]) for name in names), shown, chosen])
     labels = {
         "epsilon": "epsilon in total",
         "epsilon_one_run": "epsilon of one run alone",
         "epsilon_if_composed": "epsilon if all runs were accounted by composition",
     }
-    shown = [
-        f"- {text}: {round_up(found[key])}"
-        for key, text in labels.items()
-        if isinstance(found.get(key), float)
+    epsilons = [
+        f"- {label}: {round_up(content[key])}"
+        for key, label in labels.items()
+        if isinstance(content.get(key), float)
     ]
-    return [*shown, ""] if shown else []
-
-
-def _cells(row: Mapping[str, Any], names: Iterable[str], found: Mapping[str, Any]) -> list[str]:
-    score = row["score"]
-    shown = "failed" if row["status"] == "failed" else "-" if score is None else f"{score:.4g}"
-    best = found["best"] and row["settings"] == found["best"]["settings"]
-    return [*(str(row["settings"][name]) for name in names), shown, "best" if best else ""]
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    parts = ["# Sweep", f"> {content['statement']}", "\n".join(epsilons)]
+    parts.append(grid([*names, prepared.metric, ""], body))
+    if not rows:
+        parts.append("No trial ran: their random number came out as 0. Nothing is released.")
+    swept = [f"- `{name}`: {', '.join(map(str, v))}" for name, v in content["grid"].items()]
+    return "\n\n".join([*filter(None, parts), "Swept:", "\n".join(swept)]) + "\n"
 
 
 # ------------------------------------------------------------------ best.yaml
@@ -208,13 +205,21 @@ def best_recipe(settings: SweepSettings, prepared: Prepared, best: Row) -> str:
 
     For public tuning the data of the recipe itself is kept: overrides of data fields named the
     public stand-in, and stay out.
+
+    Args:
+      settings: the sweep.
+      prepared: its metric.
+      best: the winner.
+
+    Returns:
+      YAML with a comment that says what the search cost.
     """
     overrides = dict(settings.overrides)
     if settings.tuning == "public":
         data = {field.name for field in dataclasses.fields(DataArguments)}
         overrides = {name: value for name, value in overrides.items() if name not in data}
     plain = dataclasses.replace(settings, overrides=overrides)
-    values = yaml.safe_load(plain.load(best.settings).to_yaml())
+    values = yaml.safe_load(plain.load(best.settings or {}).to_yaml())
     values.pop("output_dir", None)
     values["tuning"] = settings.tuning if settings.tuning in WORDS else "not_accounted"
     score = "-" if best.score is None else f"{best.score:.4g}"
@@ -233,41 +238,3 @@ _WARNINGS = {
     "not_accounted": "A report of training with it holds for that one run and ignores the sweep.",
     "composed": "Training with it on the same data again costs again, beside the sweep.",
 }
-
-
-# ------------------------------------------------------------------ sweep.png
-
-
-def plot(settings: SweepSettings, prepared: Prepared, rows: Sequence[Row]) -> Path | None:
-    """Score against each swept setting; None if nothing was scored or nothing varies."""
-    scored = [row for row in rows if row.score is not None]
-    names = [name for name, values in settings.grid.items() if len(values) > 1]
-    if not scored or not names:
-        return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.0 * len(names), 3.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
-    for axes, name in zip(panels, names, strict=True):
-        _panel(axes, name, settings.grid[name], scored)
-    panels[0].set_ylabel(prepared.metric)
-    target = settings.output_dir / PLOT_FILE
-    figure.savefig(target, dpi=120)
-    return target
-
-
-def _panel(axes: Any, name: str, values: Sequence[Any], rows: Sequence[Row]) -> None:
-    """One point a run over evenly spaced values, and their mean as a line."""
-    places = [values.index(row.settings[name]) for row in rows]
-    scores = [float(row.score) for row in rows if row.score is not None]
-    axes.plot(places, scores, ".", alpha=0.6)
-    groups = [
-        [s for p, s in zip(places, scores, strict=True) if p == i] for i in range(len(values))
-    ]
-    means = [(i, sum(found) / len(found)) for i, found in enumerate(groups) if found]
-    axes.plot(*zip(*means, strict=True), "-", alpha=0.6)
-    axes.set_xticks(range(len(values)), [str(value) for value in values])
-    axes.set(xlabel=name)
-    axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Runs the trials of a sweep, each in a process of its own, and remembers them across interrupts.
+"""Runs the trials of a sweep, and remembers across interrupts which ones there are.
 
 Where the trials are secret (`SweepSettings.secret`), everything here happens under D/_private, a
 folder of mode 0700 whose name is on no allow list: how many trials there are, their settings, their
@@ -10,107 +10,81 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from hf_dpzero.experiments.grid import Run
+from hf_dpzero.experiments.results import Row
+from hf_dpzero.experiments.runner import (
+    Attempt,
+    Workspace,
+    execute,
+    locked,
+    terminated_as_interrupted,
+    train_in_process,
+)
 from hf_dpzero.experiments.sweep import Prepared, SweepSettings
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.training.run_files import SECRET_FOLDER
 
-STATE_FILE, ROWS_FILE, RESULTS_FILE = "trials.json", "trials.jsonl", "all_results.json"
-
-Say = Callable[[str], None]
+STATE_FILE, ROWS_FILE = "trials.json", "trials.jsonl"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One finished trial.
+def open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
+    """The files of a sweep, made or continued; secret trials are drawn once, before the first of them.
 
-    Attributes:
-      trial: from 0, in the order of running.
-      settings: its point of the grid.
-      status: "done" or "failed".
-      score: of the metric; None if it failed or the metric is not finite.
-      metrics: public evaluation metrics.
-      message: the last line of a failed trial's log.
-    """
-
-    trial: int
-    settings: Mapping[str, Any]
-    status: str
-    score: float | None = None
-    metrics: Mapping[str, float] | None = None
-    message: str = ""
-
-
-class Workspace:
-    """The files of one sweep: which trials there are, and which are finished.
+    A run that cannot be continued is moved to D/_private/abandoned and begun again: it is never
+    released, so the total epsilon does not speak of it.
 
     Args:
       settings: the sweep.
       prepared: its noise and metric.
 
+    Returns:
+      The workspace of all trials.
+
     Raises:
       ValueError: the folder holds another sweep, or other files.
     """
+    root = settings.output_dir
+    private = root / SECRET_FOLDER
+    base = private if settings.secret else root
+    state, fingerprint = base / STATE_FILE, settings.fingerprint(prepared)
+    if not state.exists():
+        strangers = [path for path in root.iterdir() if path != private] if root.exists() else []
+        if strangers:
+            raise ValueError(f"output_dir={root} holds other files; name an empty folder.")
+    elif json.loads(state.read_text(encoding="utf-8"))["fingerprint"] != fingerprint:
+        raise ValueError(
+            f"output_dir={root} holds a sweep with other settings; repeat its command to "
+            "continue it, or name an empty folder. What it spent stays spent."
+        )
+    private.mkdir(parents=True, exist_ok=True)
+    private.chmod(0o700)
+    if not state.exists():
+        drawn = draw_points(settings) if settings.secret else settings.points
+        text = json.dumps({"fingerprint": fingerprint, "trials": drawn}, indent=2)
+        write_atomically(state, text + "\n")
+    trials = json.loads(state.read_text(encoding="utf-8"))["trials"]
+    runs = [_run(settings, prepared, trial, point) for trial, point in enumerate(trials)]
+    folders = ("trials", "trials", "trials")
+    abandoned = private / "abandoned"
+    return Workspace(base, runs, rows=ROWS_FILE, folders=folders, abandoned=abandoned)
 
-    def __init__(self, settings: SweepSettings, prepared: Prepared) -> None:
-        self.settings, self.prepared = settings, prepared
-        root = settings.output_dir
-        self.private = root / SECRET_FOLDER
-        self.base = self.private if settings.secret else root
-        self._refuse_foreign()
-        for folder in (root, self.private):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.private.chmod(0o700)
-        self.trials: list[dict[str, Any]] = self._drawn()
 
-    def _refuse_foreign(self) -> None:
-        """A folder in use is continued only by the same sweep."""
-        root, state = self.settings.output_dir, self.base / STATE_FILE
-        if not state.exists():
-            if root.exists() and any(root.iterdir()):
-                raise ValueError(f"output_dir={root} holds other files; name an empty folder.")
-            return
-        found = json.loads(state.read_text(encoding="utf-8"))["fingerprint"]
-        if found != self.settings.fingerprint(self.prepared):
-            raise ValueError(
-                f"output_dir={root} holds a sweep with other settings; repeat its command to "
-                "continue it, or name an empty folder. What it spent stays spent."
-            )
-
-    def _drawn(self) -> list[dict[str, Any]]:
-        """The settings of all trials; drawn once, before the first of them, and kept."""
-        state = self.base / STATE_FILE
-        if not state.exists():
-            points = self.settings.points
-            chosen = draw_points(self.settings) if self.settings.secret else points
-            fingerprint = self.settings.fingerprint(self.prepared)
-            text = json.dumps({"fingerprint": fingerprint, "trials": chosen}, indent=2)
-            write_atomically(state, text + "\n")
-        return list(json.loads(state.read_text(encoding="utf-8"))["trials"])
-
-    def folder(self, trial: int) -> Path:
-        """Where a trial trains."""
-        return self.base / "trials" / f"{trial:03d}"
-
-    def rows(self) -> list[Row]:
-        """The finished trials, in order; a line cut short by a crash is dropped."""
-        path = self.base / ROWS_FILE
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-        return [Row(**json.loads(line)) for line in lines]
-
-    def append(self, row: Row) -> None:
-        """Remembers a finished trial."""
-        path = self.base / ROWS_FILE
-        whole = "".join(json.dumps(vars(old)) + "\n" for old in self.rows())
-        write_atomically(path, whole + json.dumps(vars(row)) + "\n")
+def _run(settings: SweepSettings, prepared: Prepared, trial: int, point: dict[str, Any]) -> Run:
+    unless_told = {"tuning": "not_accounted"}  # until the whole sweep is accounted, if it ever is
+    recipe = settings.load(point, {**prepared.extra, **unless_told})
+    return Run(
+        name=f"{trial:03d}",
+        method=recipe.training.method,
+        source=settings.recipe,
+        epsilon=math.inf,
+        recipe=recipe,
+        trial=trial,
+        point=point,
+        metric=prepared.metric,
+    )
 
 
 def draw_points(settings: SweepSettings) -> list[dict[str, Any]]:
@@ -119,121 +93,64 @@ def draw_points(settings: SweepSettings) -> list[dict[str, Any]]:
     return [secrets.choice(points) for _ in range(settings.trials.draw())]
 
 
-def run_trials(workspace: Workspace, say: Say) -> list[Row]:
-    """Runs what is not finished yet and returns every row.
+def run_trials(
+    settings: SweepSettings, prepared: Prepared, say: Callable[[str], None]
+) -> Workspace:
+    """Runs what is not finished yet.
 
     Of secret trials nothing is said but that they run. Otherwise a failed trial is a row of the
     table; a secret one stops the sweep, because leaving it out could depend on the data.
 
+    Args:
+      settings: the sweep.
+      prepared: its noise and metric.
+      say: takes lines for the user.
+
+    Returns:
+      The workspace with the rows of all trials.
+
     Raises:
       ChildProcessError: a secret trial failed.
+      ValueError: see `open_workspace`.
+      OSError: the folder is in use.
     """
-    done = {row.trial for row in workspace.rows()}
-    secret = workspace.settings.secret
-    if secret:
-        say(f"trials run; how many, and how they score, stays in {workspace.private}")
-    for trial, point in enumerate(workspace.trials):
-        if trial in done:
-            continue
-        row = _run_trial(workspace, trial, point)
-        if secret and row.status == "failed":
+    workspace = open_workspace(settings, prepared)
+    private = settings.output_dir / SECRET_FOLDER
+
+    def check(row: Row) -> None:
+        if settings.secret and not row.done:
             raise ChildProcessError(
-                f"a trial failed; its log is in {workspace.private}. Mend what it says and repeat "
+                f"a trial failed; its log is in {private}. Mend what it says and repeat "
                 "the command: the sweep continues with the same trials."
             )
-        workspace.append(row)
-        if not secret:
-            say(_progress(row, workspace))
-    return workspace.rows()
+
+    def ended(attempt: Attempt, row: Row) -> None:
+        if not settings.secret:
+            point = ", ".join(f"{name}={value}" for name, value in (row.settings or {}).items())
+            result = f"{row.score}" if row.done else f"failed: {row.error}"
+            trial = f"trial {(row.trial or 0) + 1} of {len(workspace.runs)}"
+            say(f"{trial}: {point}: {prepared.metric} {result}")
+
+    if settings.secret:
+        say(f"trials run; how many, and how they score, stays in {private}")
+    with locked(private) as lock, terminated_as_interrupted():
+        start = train_in_process(1, lock)
+        execute(workspace, workspace.pending(), start, check=check, ended=ended)
+    return workspace
 
 
-def _progress(row: Row, workspace: Workspace) -> str:
-    settings = ", ".join(f"{name}={value}" for name, value in row.settings.items())
-    score = "failed: " + row.message if row.status == "failed" else f"{row.score}"
-    count = f"trial {row.trial + 1} of {len(workspace.trials)}"
-    return f"{count}: {settings}: {workspace.prepared.metric} {score}"
+def best_row(rows: Sequence[Row], metric: str) -> Row | None:
+    """The row with the best score, the earliest of equals; a loss or perplexity is minimised.
 
+    Args:
+      rows: of the trials; a score that is not finite is worse than every other.
+      metric: what scores them.
 
-def _run_trial(workspace: Workspace, trial: int, point: Mapping[str, Any]) -> Row:
-    folder, log = workspace.folder(trial), workspace.base / "trials" / f"{trial:03d}.log"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unless_told = {"tuning": "not_accounted"}  # until the whole sweep is accounted, if it ever is
-    extra = {**workspace.prepared.extra, **unless_told, "output_dir": str(folder)}
-    recipe = workspace.settings.load(point, extra)
-    path = folder.with_suffix(".yaml")
-    path.write_text(recipe.to_yaml(), encoding="utf-8")
-    resume = _resume(workspace, folder)
-    status = 0 if (folder / RESULTS_FILE).exists() else train(path, resume, log)
-    if status == 130:
-        raise KeyboardInterrupt
-    if status != 0:
-        message = _last_line(log)
-        return Row(trial=trial, settings=dict(point), status="failed", message=message)
-    metrics = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-    score = score_of(metrics, workspace.prepared.metric)
-    public = {k: v for k, v in metrics.items() if k.startswith(("eval_", "zero_shot_"))}
-    return Row(trial=trial, settings=dict(point), status="done", score=score, metrics=public)
-
-
-def _resume(workspace: Workspace, folder: Path) -> bool:
-    """Whether a checkpoint continues the trial; a run without one is set aside and begun again.
-
-    What was set aside is never released, so it is not part of what the total epsilon is about.
+    Returns:
+      None if there are no finished rows.
     """
-    if any(folder.glob("checkpoint-*")):
-        return True
-    if (folder / LEDGER_NAME).exists() and not (folder / RESULTS_FILE).exists():
-        aside = workspace.private / "abandoned"
-        aside.mkdir(exist_ok=True)
-        shutil.move(folder, aside / f"{folder.name}-{len(list(aside.iterdir()))}")
-    return False
-
-
-def train(recipe: Path, resume: bool, log: Path) -> int:
-    """`hf-dpzero train` in a child process, its output in `log`; returns the exit status."""
-    words = [sys.executable, "-m", "hf_dpzero.cli.main", "train", str(recipe)]
-    with log.open("ab") as file:
-        rest = ["--resume_from_checkpoint"] if resume else []
-        return subprocess.run([*words, *rest], stdout=file, stderr=subprocess.STDOUT).returncode
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"
-
-
-# ------------------------------------------------------------------ scores
-
-
-def lower_is_better(metric: str) -> bool:
-    """Losses and perplexities are minimised, every other metric is maximised.
-
-    >>> lower_is_better("eval_loss"), lower_is_better("eval_accuracy")
-    (True, False)
-    """
-    return metric.endswith(("loss", "perplexity"))
-
-
-def score_of(metrics: Mapping[str, Any], metric: str) -> float | None:
-    """The trial's score; None if it is not finite.
-
-    Raises:
-      ValueError: the results do not hold the metric.
-    """
-    if metric not in metrics:
-        known = ", ".join(sorted(name for name in metrics if name.startswith("eval_")))
-        raise ValueError(f"metric={metric!r} is not among the results: {known}. Give --metric.")
-    value = float(metrics[metric])
-    return value if math.isfinite(value) else None
-
-
-def best_row(rows: list[Row], metric: str) -> Row | None:
-    """The row with the best score, the earliest of equals; None if there are no finished rows.
-
-    A score that is not finite is worse than every other.
-    """
-    sign = -1.0 if lower_is_better(metric) else 1.0
-    done = [row for row in rows if row.status == "done"]
+    sign = -1.0 if metric.endswith(("loss", "perplexity")) else 1.0
+    done = [row for row in rows if row.done]
     return max(
         done, key=lambda row: -math.inf if row.score is None else sign * row.score, default=None
     )

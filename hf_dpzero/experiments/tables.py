@@ -1,42 +1,46 @@
-"""A comparison as Markdown, in the shape of the DPZero paper's Tables 2, 3 and 9.
+"""Comparisons as Markdown, in the shape of the DPZero paper's Tables 2, 3 and 9.
 
-Figures are cut off, never rounded up, so that no table says more than what was measured; a spent
-epsilon is rounded up, so that none says less.
+`markdown` is one comparison: methods down, epsilons across. `merge` puts several tasks into one table:
+methods down, tasks across. Figures are cut off, never rounded up, so that no table says more than what
+was measured; a spent epsilon is rounded up, so that none says less.
 """
 
 from __future__ import annotations
 
 import decimal
+import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from hf_dpzero.experiments.aggregate import Cell, Record
-from hf_dpzero.experiments.results import STATUSES, Row
+from hf_dpzero.experiments.aggregate import JSON_FILE, Cell, Record
+from hf_dpzero.experiments.plots import plot_tasks
+from hf_dpzero.experiments.results import STATUSES, Row, encode
+from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.wording import relation_words, round_up
 
 TABLE_FILE = "comparison.md"
 MIB = 2**20
 NONE = "–"
 INFINITY = "∞"
+_NOT_REPEATABLE = (
+    "cannot be repeated bit for bit, by design: their noise and their batches come from the operating "
+    "system's entropy, whatever the seed."
+)
 
-
-def markdown(record: Record) -> str:
-    """Heading, table, what the figures are, the arms, and the runs that failed or are missing."""
-    parts = [f"# {_title(record)}", table(record), *caption(record), arms(record)]
-    return "\n\n".join([*parts, *troubles(record)]) + "\n"
-
-
-def table(record: Record) -> str:
-    """One row a method: scores by epsilon, and what they cost."""
-    head = ["method", *(f"{_metric(record)}, {at(e)}" for e in record.epsilons)]
-    head += ["epsilon spent", "s/step", "peak MiB", "example-forwards", "example-backwards"]
-    body = [_method_row(record, method) for method in record.methods]
-    body += [_zero_shot_row(record, cell) for cell in record.zero_shot]
-    return grid(head, body)
+# ---------------------------------------------------------------- figures
 
 
 def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """A Markdown table; the first column is text, the others are figures.
+
+    Args:
+      head: names of the columns.
+      body: rows, as long as the head.
+
+    Returns:
+      Lines without an end.
 
     >>> print(grid(["a", "b"], [["x|y", "1"]]))
     | a | b |
@@ -46,25 +50,6 @@ def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     rule = "|".join(["---", *["---:"] * (len(head) - 1)])
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *body)]
     return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
-
-
-def _method_row(record: Record, method: str) -> list[str]:
-    cells = [cell for e in record.epsilons if (cell := record.cell(method, e)) is not None]
-    scores = [score(record.cell(method, epsilon)) for epsilon in record.epsilons]
-    return [
-        method,
-        *scores,
-        _listed(cells, lambda cell: cell.epsilon_spent, spent),
-        _one(_mean(c.seconds_per_step for c in cells), seconds),
-        _one(max(_known(c.peak_memory_bytes for c in cells), default=None), mebibytes),
-        _one(max(_known(c.forwards for c in cells), default=None), passes),
-        _one(max(_known(c.backwards for c in cells), default=None), passes),
-    ]
-
-
-def _zero_shot_row(record: Record, cell: Cell) -> list[str]:
-    """It holds at any epsilon: nothing was learnt from the private rows."""
-    return [cell.method, *[score(cell)] * len(record.epsilons), "0", NONE, NONE, NONE, NONE]
 
 
 def score(cell: Cell | None) -> str:
@@ -102,16 +87,12 @@ def seconds(value: float) -> str:
 
 
 def mebibytes(value: float) -> str:
-    """Whole MiB, cut off.
-
-    >>> mebibytes(3 * 2**20 + 2**19)
-    '3'
-    """
+    """Whole MiB, cut off."""
     return str(int(value // MIB))
 
 
-def passes(value: float) -> str:
-    """A count with thin separators: 1,280,000."""
+def count(value: float) -> str:
+    """With separators: 1,280,000."""
     return f"{math.floor(value):,}"
 
 
@@ -126,12 +107,6 @@ def _cut(value: float, unit: str) -> str:
     return f"{exact.quantize(decimal.Decimal(unit), rounding=decimal.ROUND_FLOOR):f}"
 
 
-def _listed(
-    cells: Iterable[Cell], figure: Callable[[Cell], float | None], show: Callable[[float], str]
-) -> str:
-    return " / ".join(show(found) for found in _known(figure(cell) for cell in cells)) or NONE
-
-
 def _one(value: float | None, show: Callable[[float], str]) -> str:
     return NONE if value is None else show(value)
 
@@ -140,94 +115,225 @@ def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return sum(known) / len(known) if known else None
-
-
-def at(epsilon: float) -> str:
+def _at(epsilon: float) -> str:
     return f"ε = {INFINITY if math.isinf(epsilon) else f'{epsilon:.12g}'}"
 
 
-def _metric(record: Record) -> str:
-    names = {row.metric for row in record.rows if row.metric}
-    return f"{' / '.join(sorted(names)) or 'accuracy'} (%)"
+# ---------------------------------------------------------------- one comparison
 
 
-def _title(record: Record) -> str:
-    return f"{record.settings['task']}: {', '.join(record.methods)}"
+def markdown(record: Record) -> str:
+    """Heading, table, what the figures are, the methods, and the runs that failed or are missing."""
+    title = f"# {record.settings['task']}: {', '.join(record.methods)}"
+    lines = [f"- {method['name']}: `{method['source']}`" for method in record.settings["methods"]]
+    if overrides := " ".join(record.settings["overrides"]):
+        lines.append(f"- all of them: `{overrides}`")
+    parts = [title, table(record), *_caption(record), "\n".join(["Settings:", "", *lines])]
+    failed = [f"- {_failure(row)}" for row in record.rows if not row.done]
+    if failed:
+        parts.append("\n".join([f"Runs that do not count ({len(failed)}):", "", *failed]))
+    if record.pending:
+        lines = [f"- {name}" for name in record.pending]
+        parts.append("\n".join([f"Runs that are still to be made ({len(lines)}):", "", *lines]))
+    return "\n\n".join(parts) + "\n"
 
 
-# ---------------------------------------------------------------- what stands under the table
+def table(record: Record) -> str:
+    """One row a method: scores by epsilon, and what they cost."""
+    names = sorted({row.metric for row in record.rows if row.metric})
+    metric = f"{' / '.join(names) or 'accuracy'} (%)"
+    head = ["method", *(f"{metric}, {_at(e)}" for e in record.epsilons)]
+    head += ["epsilon spent", "s/step", "peak MiB", "example-forwards", "example-backwards"]
+    body = [_method_row(record, method) for method in record.methods]
+    for cell in record.zero_shot:  # at any epsilon: nothing was learnt from the private rows
+        scores = [score(cell)] * len(record.epsilons)
+        body.append([cell.method, *scores, "0", NONE, NONE, NONE, NONE])
+    return grid(head, body)
 
 
-def caption(record: Record) -> list[str]:
-    """What the figures are and what they do not say."""
-    settings = record.settings
-    seeds = ", ".join(str(seed) for seed in settings["seeds"])
+def _method_row(record: Record, method: str) -> list[str]:
+    cells = [cell for cell in record.cells if cell.method == method]
+    cells.sort(key=lambda cell: cell.epsilon)
+    times = _known(cell.seconds_per_step for cell in cells)
+    return [
+        method,
+        *(score(record.cell(method, epsilon)) for epsilon in record.epsilons),
+        " / ".join(spent(e) for e in _known(cell.epsilon_spent for cell in cells)) or NONE,
+        _one(sum(times) / len(times) if times else None, seconds),
+        _one(max(_known(c.peak_memory_bytes for c in cells), default=None), mebibytes),
+        _one(max(_known(c.forwards for c in cells), default=None), count),
+        _one(max(_known(c.backwards for c in cells), default=None), count),
+    ]
+
+
+def _caption(record: Record) -> list[str]:
+    seeds = ", ".join(str(seed) for seed in record.settings["seeds"])
+    private = "No method here is private (ε = ∞)."
+    if record.relation is not None:
+        deltas = {f"{row.delta:.6g}" for row in record.rows if row.private and row.done}
+        private = (
+            f"Each epsilon is that of one run, at δ = "
+            f"{', '.join(sorted(deltas)) or record.settings['delta']} under "
+            f"{relation_words(record.relation, 'example')}; it does not add up the runs of the table, "
+            f"which on private data would all be paid for. Private runs {_NOT_REPEATABLE}"
+        )
+    gpu = any(row.device == "cuda" for row in record.rows)
+    memory = (
+        "allocated by torch on the GPU" if gpu else "resident in the process, libraries included"
+    )
     texts = [
         f"Mean ± standard error (sample standard deviation / √n) over seeds {seeds}; a seed sets "
         "the draw of the training rows, fresh weights and the public directions. Figures are cut "
         "off, not rounded; spent epsilons are rounded up.",
-        _privacy(record),
+        private,
         "s/step is the mean over runs of the median training step, evaluation left out. Peak memory "
-        f"is that of the training steps, {_memory(record)}. Example-forwards are steps x B x 2K "
+        f"is that of the training steps, as {memory}. Example-forwards are steps x B x 2K "
         "for zeroth-order methods and steps x B for first-order ones, which take as many backward "
         "passes too, counted beside them. Seconds and memory of private runs depend on their secret "
         "batches, and no epsilon covers them.",
     ]
-    jobs = max((row.jobs for row in record.rows), default=1)
-    if jobs > 1:
-        texts.append(f"Up to {jobs} runs shared the machine: seconds per step are noisy.")
+    if record.jobs > 1:
+        texts.append(f"Up to {record.jobs} runs shared the machine: seconds per step are noisy.")
     return texts
 
 
-def _privacy(record: Record) -> str:
-    rows = [row for row in record.rows if row.private and row.done]
-    relation = record.settings.get("neighboring_relation")
-    if relation is None:
-        return "No method here is private (ε = ∞)."
-    deltas = ", ".join(sorted({f"{row.delta:.6g}" for row in rows})) or record.settings["delta"]
-    return (
-        f"Each epsilon is that of one run, at δ = {deltas} under "
-        f"{relation_words(relation, 'example')}; it does not add up the "
-        "runs of the table, which on private data would all be paid for. Private runs cannot be "
-        "repeated bit for bit, by design: their noise and their batches come from the operating "
-        "system's entropy, whatever the seed."
+def _failure(row: Row) -> str:
+    run = f"{row.method}, {_at(row.target_epsilon)}, seed {row.seed}"
+    return f"{run}: **{row.status}** ({STATUSES.get(row.status, row.status)}): {row.error}"
+
+
+# ---------------------------------------------------------------- several tasks in one table
+
+Records = Sequence[tuple[str, Record]]
+
+
+def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLike[str]) -> str:
+    """Writes comparison.json, comparison.md and comparison.png of all tasks.
+
+    Args:
+      folders: of comparisons; each is named by its task, or by its folder where two are of one task.
+      output_dir: another folder.
+
+    Returns:
+      The Markdown.
+
+    Raises:
+      FileNotFoundError: a folder holds no comparison.
+      ValueError: none or one folder, or their epsilons are of different neighbouring relations.
+    """
+    loaded = [Record.load(folder) for folder in folders]
+    tasks = [str(record.settings["task"]) for record in loaded]
+    names = [
+        Path(folder).name if tasks.count(task) > 1 else task
+        for task, folder in zip(tasks, folders, strict=True)
+    ]
+    records = list(zip(names, loaded, strict=True))
+    _check_mergeable(records)
+    target = Path(output_dir)
+    if target.resolve() in {Path(folder).resolve() for folder in folders}:
+        raise ValueError(f"--output_dir {output_dir} is one of the folders; name another one.")
+    target.mkdir(parents=True, exist_ok=True)
+    text = merged_markdown(records)
+    write_atomically(target / TABLE_FILE, text)
+    summary = {
+        name: {
+            "settings": record.settings,
+            "cells": [vars(cell) for cell in record.cells],
+            "zero_shot": [vars(cell) for cell in record.zero_shot],
+            "failures": [row.to_dict() for row in record.rows if not row.done],
+            "pending": record.pending,
+        }
+        for name, record in records
+    }
+    write_atomically(target / JSON_FILE, json.dumps(encode({"tasks": summary}), indent=1) + "\n")
+    plot_tasks(records, target)
+    return text
+
+
+def _check_mergeable(records: Records) -> None:
+    if len(records) < 2:
+        raise ValueError(f"{len(records)} comparison to merge; give the folders of two or more.")
+    names = [name for name, _ in records]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} stands for two comparisons; rename one of their folders.")
+    private = [(name, record.relation) for name, record in records if record.relation]
+    for name, relation in private:
+        if relation != private[0][1]:
+            raise ValueError(
+                f"{private[0][0]} and {name} mean different things by epsilon: neighboring_relation "
+                f"is {private[0][1]} in the first and {relation} in the second."
+            )
+
+
+def merged_markdown(records: Records) -> str:
+    """Tables of score, seconds, memory, spent epsilon and passes; captions; failures."""
+    parts = [f"# {', '.join(name for name, _ in records)}"]
+    zero_shots = dict.fromkeys(cell.method for _, record in records for cell in record.zero_shot)
+    zero_shot = [
+        [
+            name,
+            *(score(next((c for c in r.zero_shot if c.method == name), None)) for _, r in records),
+        ]
+        for name in zero_shots
+    ]
+    parts += [_across(records, "method, score (%)", score, zero_shot), *_merged_caption(records)]
+    for title, field, show in (
+        ("Seconds per step", "seconds_per_step", seconds),
+        ("Peak memory of training steps (MiB)", "peak_memory_bytes", mebibytes),
+        ("Epsilon spent", "epsilon_spent", spent),
+        ("Example-forwards", "forwards", count),
+        ("Example-backwards", "backwards", count),
+    ):
+
+        def text(cell: Cell | None, field: str = field, show: Callable[[float], str] = show) -> str:
+            return _one(None if cell is None else getattr(cell, field), show)
+
+        parts += [f"## {title}", _across(records, "method", text)]
+    settings = [
+        f"- {name}, {method['name']}: `{method['source']}`"
+        for name, record in records
+        for method in record.settings["methods"]
+    ]
+    parts += ["## Settings", "\n".join(settings)]
+    lines = [f"- {n}: {_failure(row)}" for n, r in records for row in r.rows if not row.done]
+    lines += [f"- {name}: {run} is still to be made" for name, r in records for run in r.pending]
+    if lines:
+        parts += ["## Runs that do not count", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _across(
+    records: Records,
+    corner: str,
+    show: Callable[[Cell | None], str],
+    more: Sequence[list[str]] = (),
+) -> str:
+    """Tasks across; down the methods as they first appear, the largest epsilon of each first."""
+    keys = dict.fromkeys((c.method, c.epsilon) for _, record in records for c in record.cells)
+    methods = list(dict.fromkeys(method for method, _ in keys))
+    body = [
+        [f"{method}, {_at(epsilon)}", *(show(r.cell(method, epsilon)) for _, r in records)]
+        for method, epsilon in sorted(keys, key=lambda key: (methods.index(key[0]), -key[1]))
+    ]
+    return grid([corner, *(name for name, _ in records)], [*body, *more])
+
+
+def _merged_caption(records: Records) -> list[str]:
+    relation = next((record.relation for _, record in records if record.relation), None)
+    under = f" under {relation_words(relation, 'example')}" if relation else ""
+    per_task = "; ".join(
+        f"{name}: seeds {', '.join(map(str, record.settings['seeds']))}, δ = "
+        f"{record.settings['delta']}"
+        for name, record in records
     )
-
-
-def _memory(record: Record) -> str:
-    devices = {row.device for row in record.rows if row.device}
-    if "cuda" in devices:
-        return "as allocated by torch on the GPU"
-    return "as resident in the process, libraries included"
-
-
-def arms(record: Record) -> str:
-    """What each method's settings are."""
-    lines = [f"- {arm['name']}: `{arm['source']}`" for arm in record.settings["arms"]]
-    overrides = " ".join(record.settings["overrides"])
-    if overrides:
-        lines.append(f"- all of them: `{overrides}`")
-    return "\n".join(["Settings:", "", *lines])
-
-
-def troubles(record: Record) -> list[str]:
-    """Paragraphs on runs that did not finish; none if all did."""
-    failed = [row for row in record.rows if not row.done]
-    parts = []
-    if failed:
-        lines = [f"- {trouble(row)}" for row in failed]
-        parts.append("\n".join([f"Runs that do not count ({len(failed)}):", "", *lines]))
-    if record.pending:
-        lines = [f"- {name}" for name in record.pending]
-        parts.append(
-            "\n".join([f"Runs that are still to be made ({len(record.pending)}):", "", *lines])
-        )
-    return parts
-
-
-def trouble(row: Row) -> str:
-    what = f"{row.method}, {at(row.target_epsilon)}, seed {row.seed}"
-    return f"{what}: **{row.status}** ({STATUSES.get(row.status, row.status)}): {row.error}"
+    texts = [
+        "Mean ± standard error over seeds, in per cent; figures are cut off, not rounded, and spent "
+        f"epsilons are rounded up. {per_task}.",
+        f"Each epsilon is that of one run{under}; it does not add up the runs of the table. Private "
+        f"runs {_NOT_REPEATABLE} Their seconds and memory depend on the secret batches; no epsilon "
+        "covers them.",
+    ]
+    if max(record.jobs for _, record in records) > 1:
+        texts.append("Some runs shared their machine: seconds per step are noisy.")
+    return texts

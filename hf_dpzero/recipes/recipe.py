@@ -71,11 +71,30 @@ def load_recipe(
         circle, or a combination that `DPZeroConfig` refuses.
     """
     given = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides or ())
+    return build_recipe(recipe_chain(Path(path)), given, str(path))
+
+
+def build_recipe(
+    chain: Sequence[tuple[Path, Mapping[str, Any]]], overrides: Mapping[str, Any], source: str
+) -> Recipe:
+    """Builds the dataclasses from the keys of several files.
+
+    Args:
+      chain: each file and its own keys; later files replace keys of earlier ones (`recipe_chain`).
+      overrides: settings that replace those of all files.
+      source: the recipe's name in errors about the whole.
+
+    Returns:
+      The recipe.
+
+    Raises:
+      ValueError: see `load_recipe`.
+    """
     values: dict[str, Any] = {}
-    for file, written in _read_chain(Path(path)):
+    for file, written in chain:
         values.update(coerce_fields(written, str(file)))
-    values.update(coerce_fields(given, COMMAND_LINE))
-    model, data, training = recipe_parser().build(values, str(path))
+    values.update(coerce_fields(overrides, COMMAND_LINE))
+    model, data, training = recipe_parser().build(values, source)
     return Recipe(model=model, data=data, training=training, values=values)
 
 
@@ -86,11 +105,23 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
       FileNotFoundError: no such file.
       ValueError: not YAML, not UTF-8 text, a repeated key, no flat mapping, or a circle.
     """
-    return {key: value for _, written in _read_chain(Path(path)) for key, value in written.items()}
+    return {key: value for _, written in recipe_chain(Path(path)) for key, value in written.items()}
 
 
-def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
-    """Each file and its own keys, the last base first; `above` are the files that lead here."""
+def recipe_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+    """Reads a recipe and all that it extends.
+
+    Args:
+      path: the YAML file.
+      above: the files that lead here, to find circles.
+
+    Returns:
+      Each file and its own keys without `extends`; a file stands after those that it extends.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: see `read_recipe`.
+    """
     if path.resolve() in [file.resolve() for file in above]:
         circle = " -> ".join(str(file) for file in (*above, path))
         raise ValueError(f"{above[-1]}: recipes extend each other in a circle: {circle}.")
@@ -99,7 +130,7 @@ def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, di
         return [(path, values)]
     chain: list[tuple[Path, dict[str, Any]]] = []
     for base in _bases(path, values.pop(EXTENDS)):
-        chain += _read_chain(path.parent / base, (*above, path))
+        chain += recipe_chain(path.parent / base, (*above, path))
     return [*chain, (path, values)]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
+import shutil
 from collections import Counter
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ import yaml
 
 from hf_dpzero.cli import main
 from hf_dpzero.experiments import sweep_trials
+from hf_dpzero.experiments.results import Exit, Row
+from hf_dpzero.experiments.runner import Attempt
 from hf_dpzero.experiments.sweep import (
     Prepared,
     SweepSettings,
@@ -23,28 +24,19 @@ from hf_dpzero.experiments.sweep import (
     refuse_different_events,
     trial_count_from,
 )
-from hf_dpzero.experiments.sweep_trials import Row, Workspace, best_row, draw_points, score_of
+from hf_dpzero.experiments.sweep_trials import best_row, draw_points, open_workspace
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import (
     TrialCount,
-    calibrate_composed,
-    calibrate_selection,
     composed_epsilon,
     composition_entry,
     selection_entry,
     selection_epsilon,
-    selection_event,
     total_epsilon,
-    with_noise,
 )
-from hf_dpzero.privacy.sampling import (
-    FixedSizeSampler,
-    FullBatchSampler,
-    PoissonSampler,
-    TruncatedPoissonSampler,
-)
+from hf_dpzero.privacy.sampling import PoissonSampler
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport, round_up
@@ -53,290 +45,16 @@ ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5
 
 
-def make_plan(steps: int = 200, sigma: float = 4.0, **settings: Any) -> PrivacyPlan:
+def make_plan(steps: int = 200, num_directions: int = 1, **settings: Any) -> PrivacyPlan:
     mechanism = ScalarMechanism(
         clip=1.0,
-        noise_multiplier=sigma,
+        noise_multiplier=4.0,
         expected_batch_size=64.0,
-        num_directions=settings.pop("num_directions", 1),
-        distribution=settings.pop("distribution", "gaussian"),
+        num_directions=num_directions,
+        distribution="gaussian",
     )
-    sampler = settings.pop("sampler", PoissonSampler(num_examples=1024, expected_batch_size=64.0))
+    sampler = PoissonSampler(num_examples=1024, expected_batch_size=64.0)
     return PrivacyPlan(sampler=sampler, mechanism=mechanism, steps=steps, **settings)
-
-
-def full_batch_plan(steps: int = 25, sigma: float = 50.0, **settings: Any) -> PrivacyPlan:
-    return make_plan(
-        steps,
-        sigma,
-        sampler=FullBatchSampler(num_examples=64, expected_batch_size=64.0),
-        **settings,
-    )
-
-
-# ------------------------------------------------------------------ the number of trials
-
-
-LAWS = [(4.0, 1.0), (10.0, 0.5), (3.0, 0.0), (7.0, math.inf), (2.5, 2.0), (1.0, 1.0)]
-
-
-@pytest.mark.parametrize(("mean", "shape"), LAWS)
-def test_the_law_sums_to_one_and_has_its_mean(mean: float, shape: float) -> None:
-    trials = TrialCount(mean=mean, shape=shape)
-    first = 0 if shape == math.inf else 1
-    listed = [float(value) for _, value in itertools.islice(trials._probabilities(), 400)]
-    probabilities = [0.0] * first + listed
-    assert math.fsum(probabilities) == pytest.approx(1, abs=1e-6)
-    found = math.fsum(k * p for k, p in enumerate(probabilities))
-    assert found == pytest.approx(mean, rel=1e-4)
-    assert [trials.probability(k) for k in range(3)] == probabilities[:3]
-
-
-def test_known_laws() -> None:
-    geometric = TrialCount(mean=5.0, shape=1.0)
-    assert geometric.probability(3) == pytest.approx(0.2 * 0.8**2)
-    poisson = TrialCount(mean=2.0, shape=math.inf)
-    assert poisson.probability(3) == pytest.approx(math.exp(-2) * 8 / 6)
-    assert TrialCount(mean=1.0, shape=0.5).probability(1) == 1.0
-
-
-@pytest.mark.parametrize("shape", [0.0, 0.5, 2.0])
-def test_gamma_gives_no_more_trials_than_the_mean(shape: float) -> None:
-    """Definition 1: E K = eta (1 - gamma) / (gamma (1 - gamma^eta)); the rounding is downwards."""
-    gamma = TrialCount(mean=6.0, shape=shape).gamma
-    g = float(gamma)
-    mean = (1 / g - 1) / (math.log(1 / g) if shape == 0 else (1 - g**shape) / shape)
-    assert mean == pytest.approx(6.0, rel=1e-12)
-    assert isinstance(gamma, Decimal)
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize(("mean", "shape"), [(4.0, 1.0), (3.0, 0.5), (3.0, math.inf)])
-def test_draws_follow_the_law(mean: float, shape: float) -> None:
-    """Chi-squared over k = 0..7 and the rest: 99.99 % of sound runs stay below 33.7 (8 degrees)."""
-    trials, n = TrialCount(mean=mean, shape=shape), 4000
-    counts = Counter(min(trials.draw(), 8) for _ in range(n))
-    expected = [trials.probability(k) * n for k in range(8)]
-    expected.append(n - sum(expected))
-    cells = [(counts[k], e) for k, e in enumerate(expected) if e > 1]
-    assert sum((o - e) ** 2 / e for o, e in cells) < 33.7
-    assert sum(o for o, _ in cells) >= n - 4
-
-
-def test_draws_differ_from_each_other() -> None:
-    trials = TrialCount(mean=1000.0)
-    assert len({trials.draw() for _ in range(20)}) > 10
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"mean": 0.5}, "mean_trials=0.5"),
-        ({"mean": 1e6}, "mean_trials=1000000"),
-        ({"mean": 2.0, "shape": -1.0}, "shape=-1.0 must be at least 0"),
-        ({"mean": 2.0, "shape": 500.0}, "use 'poisson'"),
-    ],
-)
-def test_impossible_laws_are_refused(values: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrialCount(**values)
-
-
-# ------------------------------------------------------------------ the theorems, by hand
-
-
-def gaussian_rdp(order: float, steps: int, sigma: float) -> float:
-    """T full-batch Gaussian releases: order T / (2 sigma^2)."""
-    return order * steps / (2 * sigma**2)
-
-
-def orders_of_accountant() -> list[float]:
-    from dp_accounting.rdp import RdpAccountant
-
-    return [float(order) for order in RdpAccountant()._orders]
-
-
-def rdp_of(plan: PrivacyPlan, trials: TrialCount) -> dict[float, float]:
-    """order -> RDP of the selection as dp_accounting sees it."""
-    from dp_accounting.rdp import RdpAccountant
-
-    accountant = RdpAccountant()
-    accountant.compose(selection_event(plan, trials))
-    return dict(zip(orders_of_accountant(), accountant._rdp, strict=True))
-
-
-@pytest.mark.parametrize(("mean", "shape"), [(10.0, 1.0), (10.0, 0.5), (4.0, 0.0), (30.0, 2.0)])
-def test_event_is_theorem_2(mean: float, shape: float) -> None:
-    """eps(l) + (1+eta)(1 - 1/l') eps(l') + (1+eta) log(1/gamma)/l' + log(EK)/(l-1), best l'."""
-    steps, sigma = 25, 50.0
-    trials = TrialCount(mean=mean, shape=shape)
-    found = rdp_of(full_batch_plan(steps, sigma), trials)
-    log_gamma = float(trials.gamma.ln())
-    constant = (1 + shape) * min(
-        (1 - 1 / other) * gaussian_rdp(other, steps, sigma) - log_gamma / other
-        for other in orders_of_accountant()
-    )
-
-    def theorem(order: float) -> float:
-        return gaussian_rdp(order, steps, sigma) + constant + math.log(mean) / (order - 1)
-
-    for order in (1.5, 4.0, 10.0, 32.0, 128.0):
-        by_hand = min(theorem(other) for other in orders_of_accountant() if other >= order)
-        assert found[order] == pytest.approx(by_hand, rel=1e-7)
-        assert found[order] > gaussian_rdp(order, steps, sigma)
-
-
-def test_event_is_theorem_6() -> None:
-    """eps(l) + mu delta' + log(mu)/(l-1), delta' of one run at e^eps' = 1 + 1/(l-1)."""
-    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
-
-    steps, sigma, mean = 25, 50.0, 10.0
-    found = rdp_of(full_batch_plan(steps, sigma), TrialCount(mean=mean, shape=math.inf))
-    orders = orders_of_accountant()
-    one_run = [gaussian_rdp(order, steps, sigma) for order in orders]
-    for order in (4.0, 10.0, 32.0):
-        delta = compute_delta(orders, one_run, math.log1p(1 / (order - 1)))[0]
-        by_hand = gaussian_rdp(order, steps, sigma) + mean * delta + math.log(mean) / (order - 1)
-        assert found[order] == pytest.approx(by_hand, rel=1e-7)
-
-
-def test_discrete_noise_adds_twelve_slacks_of_rdp() -> None:
-    """(2a - 1)/(a - 1) = 12 at a = 1.1; seen at the coarsest noise that a plan accepts."""
-    from dp_accounting.dp_event import ZCDpEvent
-
-    plan = full_batch_plan(steps=1, sigma=2.0**-9, num_directions=8)
-    noise, grid = selection_event(plan, TrialCount(mean=2.0)).event.events
-    assert isinstance(grid, ZCDpEvent)
-    assert grid.rho == 0
-    h = 8 * (40.0**2 + 2) / (12 * (2.0**-9 * 2**30) ** 2)
-    assert grid.xi == pytest.approx(12 * h, rel=1e-9)
-    assert noise.count == 1
-
-
-def test_selection_costs_more_than_a_run_and_less_than_composing() -> None:
-    plan, trials = make_plan(accountant="rdp"), TrialCount(mean=10.0)
-    total = selection_epsilon(plan, trials, DELTA)
-    assert plan.epsilon(DELTA) < total < composed_epsilon([plan] * 100, DELTA)
-    more = selection_epsilon(plan, TrialCount(mean=100.0), DELTA)
-    assert total < more
-
-
-def test_laplace_full_batch_doubles_under_replace_one_as_in_the_plan() -> None:
-    """The Laplace event carries replace_one's factor 2 itself: sigma under one is 2 sigma under both."""
-    trials = TrialCount(mean=3.0)
-    one = full_batch_plan(distribution="laplace", relation="replace_one", sigma=100.0)
-    other = full_batch_plan(distribution="laplace", sigma=50.0)
-    assert selection_epsilon(one, trials, DELTA) == pytest.approx(
-        selection_epsilon(other, trials, DELTA), rel=1e-6
-    )
-
-
-def test_full_batch_replace_one_is_twice_the_sensitivity() -> None:
-    trials = TrialCount(mean=3.0)
-    one = full_batch_plan(relation="replace_one", sigma=100.0)
-    other = full_batch_plan(sigma=50.0)
-    assert selection_epsilon(one, trials, DELTA) == pytest.approx(
-        selection_epsilon(other, trials, DELTA), rel=1e-9
-    )
-
-
-# ------------------------------------------------------------------ calibration
-
-
-@pytest.mark.parametrize("shape", [1.0, 0.5, math.inf])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        make_plan(),
-        make_plan(
-            sampler=FixedSizeSampler(num_examples=1024, expected_batch_size=64.0),
-            relation="replace_one",
-        ),
-        full_batch_plan(relation="replace_special"),
-    ],
-    ids=["poisson", "fixed", "full"],
-)
-def test_calibration_meets_the_total(plan: PrivacyPlan, shape: float) -> None:
-    trials = TrialCount(mean=8.0, shape=shape)
-    found = calibrate_selection(plan, trials, epsilon=4.0, delta=DELTA)
-    assert found.accountant == "rdp"
-    assert 3.99 < selection_epsilon(found, trials, DELTA) <= 4.0
-    assert found.epsilon(DELTA) < 3.5
-    less = with_noise(found, 0.998 * found.spec.noise_multiplier)
-    assert selection_epsilon(less, trials, DELTA) > 4.0
-
-
-def test_composed_calibration_is_one_long_run() -> None:
-    """Eight runs of T steps are one of 8 T: the same noise, by the plan's own calibration."""
-    plan = make_plan(steps=50)
-    found = calibrate_composed([plan] * 8, epsilon=2.0, delta=DELTA)
-    long = dataclasses.replace(plan, steps=400).calibrate(epsilon=2.0, delta=DELTA)
-    assert {p.spec.noise_multiplier for p in found} == {found[0].spec.noise_multiplier}
-    assert found[0].spec.noise_multiplier == pytest.approx(long.spec.noise_multiplier, rel=1e-3)
-    assert composed_epsilon(found, DELTA) <= 2.0
-
-
-def test_different_gaussian_runs_compose() -> None:
-    """Full batches of sigma 20 (4 steps) and 40 (9): one Gaussian, mu^2 = 4/400 + 9/1600."""
-    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
-
-    plans = [full_batch_plan(4, 20.0), full_batch_plan(9, 40.0)]
-    exact = get_epsilon_gaussian(1 / math.sqrt(4 / 400 + 9 / 1600), DELTA)
-    found = composed_epsilon(plans, DELTA)
-    assert exact <= found < 1.15 * exact
-
-
-def test_runs_of_two_samplers_compose_to_more_than_each() -> None:
-    plans = [make_plan(), make_plan(steps=100), full_batch_plan(2, 40.0)]
-    assert composed_epsilon(plans, DELTA) > max(plan.epsilon(DELTA) for plan in plans)
-
-
-def test_num_directions_may_differ_within_one_event() -> None:
-    plans = [make_plan(num_directions=1), make_plan(num_directions=16)]
-    assert composed_epsilon(plans, DELTA) == pytest.approx(
-        make_plan(steps=400).epsilon(DELTA), rel=1e-6
-    )
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (make_plan(relation="replace_one"), "does not support poisson sampling under relation"),
-        (
-            make_plan(
-                sampler=TruncatedPoissonSampler(
-                    num_examples=1024, expected_batch_size=64.0, max_batch_size=128
-                )
-            ),
-            "does not support truncated_poisson",
-        ),
-        (make_plan(distribution="laplace"), "does not support poisson sampling of Laplace"),
-    ],
-)
-def test_combinations_without_rdp_are_refused(plan: PrivacyPlan, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        selection_epsilon(plan, TrialCount(mean=4.0), DELTA)
-
-
-def test_compositions_that_no_accountant_knows_are_refused() -> None:
-    laplace = make_plan(distribution="laplace")
-    with pytest.raises(ValueError, match="no one accountant composes"):
-        composed_epsilon([make_plan(), laplace], DELTA)
-    with pytest.raises(ValueError, match="one guarantee has one relation"):
-        composed_epsilon([make_plan(), make_plan(relation="replace_one")], DELTA)
-    with pytest.raises(ValueError, match="grid is empty"):
-        composed_epsilon([], DELTA)
-
-
-def test_without_noise_nothing_is_bounded() -> None:
-    mezo = dataclasses.replace(make_plan(), mechanism=NonPrivateMean(expected_batch_size=64.0))
-    assert math.isinf(selection_epsilon(mezo, TrialCount(mean=2.0), DELTA))
-    assert math.isinf(composed_epsilon([mezo], DELTA))
-
-
-def test_a_pure_epsilon_is_refused() -> None:
-    with pytest.raises(ValueError, match="private selection has no pure epsilon"):
-        selection_epsilon(full_batch_plan(distribution="laplace"), TrialCount(mean=2.0), 0.0)
 
 
 # ------------------------------------------------------------------ the grid
@@ -361,7 +79,7 @@ def test_grids_are_coerced_by_the_recipe(tmp_path: Path) -> None:
         (["clip"], "write it as field=value"),
         (["clip="], "write it as field=value"),
         (["clop=1"], "did you mean 'clip'"),
-        (["clip=one"], "'one' is not a number"),
+        (["clip=one"], "clip: invalid float value: 'one'"),
         (["clip=1,1.0"], "clip=1.0 appears more than once"),
     ],
 )
@@ -378,7 +96,7 @@ def test_bad_grid_files_are_refused(tmp_path: Path) -> None:
         parse_grid([], str(tmp_path / "flat.yaml"))
 
 
-def test_trial_laws_have_names() -> None:
+def test_trial_count_froms_have_names() -> None:
     assert trial_count_from("poisson", 3).shape == math.inf
     assert trial_count_from("0.5", 3).name == "truncated negative binomial (shape 0.5)"
     with pytest.raises(ValueError, match="'binomial' is not one of geometric, poisson"):
@@ -403,7 +121,19 @@ def test_grid_files_load_and_say_how_to_run_them(path: Path) -> None:
 
 
 def row(trial: int, score: float | None, status: str = "done") -> Row:
-    return Row(trial=trial, settings={"clip": float(trial)}, status=status, score=score)
+    return Row(
+        method="dpzero",
+        algorithm="dpzero",
+        private=True,
+        target_epsilon=math.inf,
+        seed=42,
+        digest=str(trial),
+        folder=f"{trial:03d}",
+        trial=trial,
+        settings={"clip": float(trial)},
+        status=status,
+        score=score,
+    )
 
 
 def test_the_best_row() -> None:
@@ -412,14 +142,6 @@ def test_the_best_row() -> None:
     assert best_row(rows, "eval_loss") is rows[0]
     assert best_row([rows[3], rows[4]], "eval_loss") is rows[3]
     assert best_row([rows[4]], "eval_loss") is None
-    assert best_row([], "eval_loss") is None
-
-
-def test_scores() -> None:
-    assert score_of({"eval_f1": 0.25}, "eval_f1") == 0.25
-    assert score_of({"eval_f1": math.nan}, "eval_f1") is None
-    with pytest.raises(ValueError, match=r"not among the results: eval_f1\. Give --metric"):
-        score_of({"eval_f1": 0.25, "train_runtime": 1.0}, "eval_accuracy")
 
 
 # ------------------------------------------------------------------ the report
@@ -609,18 +331,57 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any) -> Path:
     return folder / "tiny.yaml"
 
 
+@dataclasses.dataclass
+class InProcess:
+    """A trial that trains in this process when it is asked how it ended."""
+
+    attempt: Attempt
+
+    def poll(self) -> Exit:
+        return Exit(main.main(self.attempt.words), 1.0)
+
+    def stop(self) -> None:
+        pass
+
+
 @pytest.fixture
-def quick_trials(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Trials train in this process; returns the recipes that were trained, in order."""
-    trained: list[Path] = []
+def quick_trials(monkeypatch: pytest.MonkeyPatch) -> list[Attempt]:
+    """Trials train in this process; returns those that were started, in order."""
+    trained: list[Attempt] = []
 
-    def train(path: Path, resume: bool, log: Path) -> int:
-        trained.append(path)
-        log.write_text("trained\n")
-        return main.main(["train", str(path)])
+    def start(attempt: Attempt) -> InProcess:
+        trained.append(attempt)
+        return InProcess(attempt)
 
-    monkeypatch.setattr(sweep_trials, "train", train)
+    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
     return trained
+
+
+@dataclasses.dataclass
+class Copied:
+    """A trial that ends with `status`, leaving a copy of a run that was trained before."""
+
+    attempt: Attempt
+    run: Path
+    status: int = 0
+
+    def poll(self) -> Exit:
+        if self.status:
+            Path(f"{self.attempt.log}.err").write_text("error: it broke\n")
+        else:
+            shutil.copytree(self.run, self.attempt.folder)
+        return Exit(self.status, 1.0)
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def trained(recipe: Path) -> Path:
+    """A finished run of the recipe, not accounted."""
+    out = recipe.parent / "trained"
+    assert main.main(["train", str(recipe), "--output_dir", str(out)]) == 0
+    return out
 
 
 def sweep(recipe: Path, folder: Path, *words: Any) -> int:
@@ -640,11 +401,8 @@ COMPOSED = ("--tuning", "composed")
     ("words", "message"),
     [
         (("--tuning", "free", "--grid", "clip=1,2"), "tuning='free' is not one of composed"),
-        ((*COMPOSED, "--grid", "max_steps=3,4"), "max_steps may not be in a composed grid"),
         ((*COMPOSED, "--grid", "max_steps=3,4"), "Allowed: learning_rate, clip, smoothing"),
         ((*COMPOSED, "--grid", "expected_batch_size=4,8"), "changes the privacy event"),
-        ((*COMPOSED, "--grid", "sampling=poisson,full_batch"), "changes the privacy event"),
-        ((*COMPOSED, "--grid", "method=dpzero,mezo"), "changes the privacy event"),
         ((*COMPOSED, "--grid", "target_epsilon=1,2"), "the sweep sets the noise"),
         ((*COMPOSED, "--grid", "subset_seed=1,2"), "one fixed set of training rows"),
         ((*COMPOSED, "--grid", "output_dir=a,b"), "is no hyper-parameter"),
@@ -730,30 +488,42 @@ def test_points_are_drawn_uniformly_and_their_number_varies(recipe: Path, tmp_pa
 
 def test_a_continued_sweep_keeps_its_draw(recipe: Path, tmp_path: Path) -> None:
     settings = settings_of(recipe, tmp_path / "D", trials=TrialCount(mean=50.0))
-    first = Workspace(settings, PREPARED).trials
-    assert Workspace(settings, PREPARED).trials == first
+    first = [run.digest for run in open_workspace(settings, PREPARED).runs]
+    assert len(set(first)) == len(first)  # equal points are trials of their own
+    assert [run.digest for run in open_workspace(settings, PREPARED).runs] == first
     assert (tmp_path / "D" / "_private").stat().st_mode & 0o777 == 0o700
     other = dataclasses.replace(settings, grid={"clip": [1.0, 5.0]})
     with pytest.raises(ValueError, match="holds a sweep with other settings"):
-        Workspace(other, PREPARED)
+        open_workspace(other, PREPARED)
 
 
 def test_a_folder_in_use_is_refused(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match="holds other files"):
-        Workspace(settings_of(recipe, tmp_path), PREPARED)
+        open_workspace(settings_of(recipe, tmp_path), PREPARED)
 
 
 def test_an_unfinished_run_is_set_aside_in_private(recipe: Path, tmp_path: Path) -> None:
-    workspace = Workspace(settings_of(recipe, tmp_path / "D"), PREPARED)
-    folder = workspace.folder(0)
-    folder.mkdir(parents=True)
-    (folder / "trajectory.ledger").write_text("x")
-    assert sweep_trials._resume(workspace, folder) is False
+    """With a checkpoint it continues; once it has left its last file, only its row is missing."""
+    settings = settings_of(recipe, tmp_path / "D", tuning="not_accounted")
+    workspace = open_workspace(settings, PREPARED)
+    run = workspace.runs[0]
+    folder = workspace.attempt(run).folder
+    assert folder == tmp_path / "D/trials/000"
+
+    def leave(name: str, text: str) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+    leave("trajectory.ledger", "x")
+    assert workspace.attempt(run).folder == folder
     assert not folder.exists()
     assert (tmp_path / "D/_private/abandoned/000-0/trajectory.ledger").is_file()
-    (folder / "checkpoint-2").mkdir(parents=True)
-    assert sweep_trials._resume(workspace, folder) is True
+    leave("trajectory.ledger", "x")
+    leave("checkpoint-2/dpzero_state.json", "{}")
+    assert workspace.attempt(run).checkpoint == folder / "checkpoint-2"
+    leave("recipe.yaml", "")
+    assert workspace.attempt(run).finished
 
 
 def public_files(folder: Path) -> dict[str, bytes]:
@@ -769,77 +539,70 @@ def public_files(folder: Path) -> dict[str, bytes]:
 def test_a_private_selection_end_to_end(
     recipe: Path,
     tmp_path: Path,
-    quick_trials: list[Path],
+    quick_trials: list[Attempt],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(TrialCount, "draw", lambda self: 3)
+    """Also: the same winner among more losers leaves the same public files, byte for byte."""
+    monkeypatch.setattr(TrialCount, "draw", lambda self: 2)
     folder = tmp_path / "D"
     words = [*COMPOSED, "--grid", "learning_rate=1e-3,1e-2", "--grid", "clip=1,4"]
     assert sweep(recipe, folder, *words) == 0
     said = capsys.readouterr().out
-    assert len(quick_trials) == 3
+    assert len(quick_trials) == 2
     rows = [json.loads(line) for line in (folder / "_private/trials.jsonl").open()]
-    assert [found["trial"] for found in rows] == [0, 1, 2]
+    assert [one["trial"] for one in rows] == [0, 1]
 
-    found = json.loads((folder / "sweep.json").read_text())
+    content = json.loads((folder / "sweep.json").read_text())
     best = max(rows, key=lambda one: one["score"])
-    assert found["best"]["settings"] == best["settings"]
-    assert found["trial_count"] == {"law": "geometric", "mean": 4.0}
-    assert 3.98 < found["epsilon"] <= 4.0
-    assert "trials" not in found
+    assert content["best"]["settings"] == best["settings"]
+    assert content["trial_count"] == {"law": "geometric", "mean": 4.0}
+    assert 3.98 < content["epsilon"] <= 4.0
+    assert "trials" not in content
 
     report = PrivacyReport.load(folder / "best")
-    assert report.epsilon == pytest.approx(found["epsilon"])
+    assert report.epsilon == pytest.approx(content["epsilon"])
     assert report.target_epsilon == 4.0
     assert report.private
     assert "repeat_and_select" in report.tuning
-    assert report.noise_multiplier == found["noise_multiplier"]
-    for trial in range(3):
+    assert report.noise_multiplier == content["noise_multiplier"]
+    for trial in range(2):
         values = read_recipe(folder / f"_private/trials/{trial:03d}.yaml")
-        assert values["noise_multiplier"] == found["noise_multiplier"]
+        assert values["noise_multiplier"] == content["noise_multiplier"]
         assert values["report_to"] == ["none"]
 
     files = public_files(folder)
     assert set(files) >= {"sweep.json", "sweep.md", "best/privacy_report.json", "best/README.md"}
     assert "sweep.png" not in files
-    for name, content in files.items():
-        assert b"/_private" not in content, name
-        assert b"trials/0" not in content, name
+    for name, text in files.items():
+        assert b"/_private" not in text, name
+        assert b"trials/0" not in text, name
     assert "trial 1" not in said
     build_hub_folder(folder / "best", tmp_path / "hub")
 
-    before = public_files(folder)
-    assert sweep(recipe, folder, *words) == 0  # repeated: nothing runs again
-    assert len(quick_trials) == 3
-    assert public_files(folder) == before
-
-
-@pytest.mark.slow
-def test_nothing_public_depends_on_the_losers(
-    recipe: Path, tmp_path: Path, quick_trials: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same winner among other and more losers: the public files are the same, byte for byte."""
-    monkeypatch.setattr(TrialCount, "draw", lambda self: 1)
-    words = [*COMPOSED, "--grid", "learning_rate=1e-3,1e-2", "--mean_trials", 2]
-    one = tmp_path / "one"
-    assert sweep(recipe, one, *words) == 0
-    before = public_files(one)
-
-    state = one / "_private/trials.json"
+    state = folder / "_private/trials.json"
     values = json.loads(state.read_text())
-    values["trials"] += [{"learning_rate": 1e-2}, {"learning_rate": 1e-3}]
+    values["trials"] += values["trials"]  # two more, which score less
     state.write_text(json.dumps(values))
-    scores = iter([-1.0, -2.0])
-    monkeypatch.setattr(sweep_trials, "score_of", lambda metrics, metric: next(scores))
-    assert sweep(recipe, one, *words) == 0
-    assert len(quick_trials) == 3
-    assert public_files(one) == before
+    run = folder / "_private/trials" / best["folder"]
+
+    def lose(attempt: Attempt) -> Copied:
+        quick_trials.append(attempt)
+        loser = tmp_path / f"loser{len(quick_trials)}"
+        shutil.copytree(run, loser)
+        results = json.loads((loser / "all_results.json").read_text())
+        (loser / "all_results.json").write_text(json.dumps({**results, "eval_accuracy": -1.0}))
+        return Copied(attempt, loser)
+
+    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: lose)
+    for _ in range(2):  # the second time nothing runs again
+        assert sweep(recipe, folder, *words) == 0
+        assert len(quick_trials) == 4
+        assert public_files(folder) == files
 
 
-@pytest.mark.slow
 def test_no_trial_releases_nothing(
-    recipe: Path, tmp_path: Path, quick_trials: list[Path], monkeypatch: pytest.MonkeyPatch
+    recipe: Path, tmp_path: Path, quick_trials: list[Attempt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrialCount, "draw", lambda self: 0)
     words = [*COMPOSED, "--grid", "clip=1,4", "--trial_count", "poisson"]
@@ -849,64 +612,88 @@ def test_no_trial_releases_nothing(
     assert "No trial ran" in (tmp_path / "D/sweep.md").read_text()
 
 
-@pytest.mark.slow
 def test_a_failed_secret_trial_stops_the_sweep(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrialCount, "draw", lambda self: 2)
-    monkeypatch.setattr(sweep_trials, "train", lambda path, resume, log: log.write_text("x") and 1)
+    start = lambda attempt: Copied(attempt, trained, status=1)  # noqa: E731
+    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
     assert sweep(recipe, tmp_path / "D", *COMPOSED, "--grid", "clip=1,4") == 2
     assert public_files(tmp_path / "D") == {}
+    assert not (tmp_path / "D/_private/trials.jsonl").exists()
 
 
 @pytest.mark.slow
 def test_all_runs_may_be_released(
-    recipe: Path, tmp_path: Path, quick_trials: list[Path], capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, quick_trials: list[Attempt], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "D"
-    words = [*COMPOSED, "--selection", "all", "--grid", "clip=1,4", "--grid", "max_steps=2,3"]
+    words = [*COMPOSED, "--selection", "all", "--grid", "max_steps=2,3"]
     assert sweep(recipe, folder, *words) == 0
-    assert "trial 4 of 4" in capsys.readouterr().out
-    found = json.loads((folder / "sweep.json").read_text())
-    assert [one["settings"]["max_steps"] for one in found["trials"]] == [2, 3, 2, 3]
-    assert 3.98 < found["epsilon"] <= 4.0
-    for trial in range(4):
+    assert "trial 2 of 2" in capsys.readouterr().out
+    content = json.loads((folder / "sweep.json").read_text())
+    assert [one["settings"]["max_steps"] for one in content["trials"]] == [2, 3]
+    assert 3.98 < content["epsilon"] <= 4.0
+    for trial in range(2):
         run = folder / f"trials/{trial:03d}"
         report = PrivacyReport.load(run)
-        assert report.epsilon == pytest.approx(found["epsilon"])
-        assert report.tuning["composition"]["runs"] == 4
+        assert report.epsilon == pytest.approx(content["epsilon"])
+        assert report.tuning["composition"]["runs"] == 2
         build_hub_folder(run, tmp_path / f"hub{trial}")
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_a_sweep_that_is_not_accounted_says_so_everywhere(
-    recipe: Path, tmp_path: Path, quick_trials: list[Path], capsys: pytest.CaptureFixture[str]
+    recipe: Path,
+    tmp_path: Path,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A failed trial is a row of the table; its error is quoted, for it is a refusal of settings."""
     folder = tmp_path / "D"
-    words = ["--tuning", "not_accounted", "--grid", "clip=1,4", "--metric", "eval_loss"]
+
+    def start(attempt: Attempt) -> Copied:
+        return Copied(attempt, trained, status=2 if attempt.run.name == "001" else 0)
+
+    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+    words = ["--tuning", "not_accounted", "--grid", "clip=1,4,8", "--metric", "eval_loss"]
     assert sweep(recipe, folder, *words) == 0
     assert "NOT ACCOUNTED" in capsys.readouterr().out
-    found = json.loads((folder / "sweep.json").read_text())
-    assert found["epsilon"] is None
-    assert found["epsilon_if_composed"] > 4.0
-    scores = [one["score"] for one in found["trials"]]
-    assert found["best"]["score"] == min(scores)
-    for trial in range(2):
+    content = json.loads((folder / "sweep.json").read_text())
+    assert content["epsilon"] is None
+    assert content["epsilon_if_composed"] > 4.0
+    assert content["best"]["settings"] == {"clip": 1.0}  # the earlier of equals
+    assert content["best"]["score"] == content["trials"][2]["score"]
+    assert content["trials"][1]["message"] == "error: it broke"
+    assert "| 4.0 | failed |" in (folder / "sweep.md").read_text()
+    for trial in (0, 2):
         report = PrivacyReport.load(folder / f"trials/{trial:03d}")
         assert report.tuning == "not_accounted"
         assert "NOT ACCOUNTED" in report.statement
     for name in ("sweep.md", "best.yaml"):
         assert "NOT ACCOUNTED" in (folder / name).read_text()
-    assert load_recipe(folder / "best.yaml").training.clip == found["best"]["settings"]["clip"]
+    assert load_recipe(folder / "best.yaml").training.clip == 1.0
 
 
-@pytest.mark.slow
+def test_a_metric_that_the_results_lack_is_refused_and_leaves_no_row(
+    recipe: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    start = lambda attempt: Copied(attempt, trained)  # noqa: E731
+    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+    words = ["--tuning", "public", "--grid", "clip=1,4"]
+    assert sweep(recipe, tmp_path / "D", *words, "--metric", "eval_f1") == 2
+    assert "metric='eval_f1' is not among the results" in capsys.readouterr().err
+    assert not (tmp_path / "D/trials.jsonl").exists()
+
+
 def test_a_public_sweep_writes_a_recipe_for_the_private_data(
-    recipe: Path, tmp_path: Path, quick_trials: list[Path]
+    recipe: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data overrides name the public stand-in and stay out of best.yaml; other overrides stay in."""
     folder = tmp_path / "D"
+    start = lambda attempt: Copied(attempt, trained)  # noqa: E731
+    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
     words = ["--tuning", "public", "--grid", "clip=1,4", "--subset_seed", 5, "--smoothing", 0.01]
     assert sweep(recipe, folder, *words) == 0
     assert read_recipe(folder / "trials/000.yaml")["subset_seed"] == 5
@@ -920,44 +707,23 @@ def test_a_public_sweep_writes_a_recipe_for_the_private_data(
     assert PrivacyReport.load(folder / "trials/001").tuning == "public"
 
 
-@pytest.mark.slow
-def test_failures_are_rows_of_the_table(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_sweep_continues(
+    recipe: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(path: Path, resume: bool, log: Path) -> int:
-        log.write_text("error: it broke\n")
-        return main.main(["train", str(path)]) if read_recipe(path)["clip"] == 1.0 else 2
+    """Ctrl-C in the second trial; repeated, the first is not run again."""
+    started: list[str] = []
 
-    monkeypatch.setattr(sweep_trials, "train", train)
-    assert sweep(recipe, tmp_path / "D", "--tuning", "not_accounted", "--grid", "clip=1,4") == 0
-    table = (tmp_path / "D/sweep.md").read_text()
-    assert "| 4.0 | failed |" in table
-    found = json.loads((tmp_path / "D/sweep.json").read_text())
-    assert found["trials"][1]["message"] == "error: it broke"
-
-
-@pytest.mark.slow
-def test_an_interrupted_sweep_continues_in_a_child_process(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C in the second trial; repeated, the first is not run again. Trials are real children."""
-    folder, real, trained = tmp_path / "D", sweep_trials.train, []
-
-    def interrupted(path: Path, resume: bool, log: Path) -> int:
-        if trained:
+    def start(attempt: Attempt) -> Copied:
+        started.append(attempt.run.name)
+        if len(started) == 2:
             raise KeyboardInterrupt
-        trained.append(path)
-        return real(path, resume, log)
+        return Copied(attempt, trained)
 
     words = ["--tuning", "not_accounted", "--grid", "clip=1,4"]
-    monkeypatch.setattr(sweep_trials, "train", interrupted)
-    assert sweep(recipe, folder, *words) == 130
-    assert not (folder / "sweep.json").exists()
-    monkeypatch.setattr(sweep_trials, "train", real)
-    first = (folder / "trials/000/trajectory.ledger").read_bytes()
-    assert sweep(recipe, folder, *words) == 0
-    assert (folder / "trials/000/trajectory.ledger").read_bytes() == first
-    assert [one["status"] for one in json.loads((folder / "sweep.json").read_text())["trials"]] == [
-        "done",
-        "done",
-    ]
+    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+    assert sweep(recipe, tmp_path / "D", *words) == 130
+    assert not (tmp_path / "D/sweep.json").exists()
+    assert sweep(recipe, tmp_path / "D", *words) == 0
+    assert started == ["000", "001", "001"]
+    content = json.loads((tmp_path / "D/sweep.json").read_text())
+    assert [one["status"] for one in content["trials"]] == ["done", "done"]

@@ -1,0 +1,306 @@
+"""Private selection: the law of the number of trials, the theorems by hand, and calibration."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.private_selection import (
+    TrialCount,
+    calibrate_composed,
+    calibrate_selection,
+    composed_epsilon,
+    selection_epsilon,
+    selection_event,
+    with_noise,
+)
+from hf_dpzero.privacy.sampling import (
+    FixedSizeSampler,
+    FullBatchSampler,
+    PoissonSampler,
+    TruncatedPoissonSampler,
+)
+
+DELTA = 1e-5
+
+
+def make_plan(steps: int = 200, sigma: float = 4.0, **settings: Any) -> PrivacyPlan:
+    mechanism = ScalarMechanism(
+        clip=1.0,
+        noise_multiplier=sigma,
+        expected_batch_size=64.0,
+        num_directions=settings.pop("num_directions", 1),
+        distribution=settings.pop("distribution", "gaussian"),
+    )
+    sampler = settings.pop("sampler", PoissonSampler(num_examples=1024, expected_batch_size=64.0))
+    return PrivacyPlan(sampler=sampler, mechanism=mechanism, steps=steps, **settings)
+
+
+def full_batch_plan(steps: int = 25, sigma: float = 50.0, **settings: Any) -> PrivacyPlan:
+    return make_plan(
+        steps,
+        sigma,
+        sampler=FullBatchSampler(num_examples=64, expected_batch_size=64.0),
+        **settings,
+    )
+
+
+# ------------------------------------------------------------------ the number of trials
+
+
+LAWS = [(10.0, 0.5), (3.0, 0.0), (7.0, math.inf), (2.5, 2.0), (1.0, 1.0)]
+
+
+@pytest.mark.parametrize(("mean", "shape"), LAWS)
+def test_the_law_sums_to_one_and_has_its_mean(mean: float, shape: float) -> None:
+    law = TrialCount(mean=mean, shape=shape)
+    first = 0 if shape == math.inf else 1
+    listed = [float(value) for _, value in itertools.islice(law._probabilities(), 400)]
+    probabilities = [0.0] * first + listed
+    assert math.fsum(probabilities) == pytest.approx(1, abs=1e-6)
+    found = math.fsum(k * p for k, p in enumerate(probabilities))
+    assert found == pytest.approx(mean, rel=1e-4)
+    assert [law.probability(k) for k in range(3)] == probabilities[:3]
+
+
+def test_known_laws() -> None:
+    geometric = TrialCount(mean=5.0, shape=1.0)
+    assert geometric.probability(3) == pytest.approx(0.2 * 0.8**2)
+    poisson = TrialCount(mean=2.0, shape=math.inf)
+    assert poisson.probability(3) == pytest.approx(math.exp(-2) * 8 / 6)
+    assert TrialCount(mean=1.0, shape=0.5).probability(1) == 1.0
+
+
+@pytest.mark.parametrize("shape", [0.0, 2.0])
+def test_gamma_gives_no_more_trials_than_the_mean(shape: float) -> None:
+    """Definition 1: E K = eta (1 - gamma) / (gamma (1 - gamma^eta)); the rounding is downwards."""
+    gamma = TrialCount(mean=6.0, shape=shape).gamma
+    g = float(gamma)
+    mean = (1 / g - 1) / (math.log(1 / g) if shape == 0 else (1 - g**shape) / shape)
+    assert mean == pytest.approx(6.0, rel=1e-12)
+    assert isinstance(gamma, Decimal)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(("mean", "shape"), [(3.0, 0.5), (3.0, math.inf)])
+def test_draws_follow_the_law(mean: float, shape: float) -> None:
+    """Chi-squared over k = 0..7 and the rest: 99.99 % of sound runs stay below 33.7 (8 degrees)."""
+    law, n = TrialCount(mean=mean, shape=shape), 4000
+    counts = Counter(min(law.draw(), 8) for _ in range(n))
+    expected = [law.probability(k) * n for k in range(8)]
+    expected.append(n - sum(expected))
+    cells = [(counts[k], e) for k, e in enumerate(expected) if e > 1]
+    assert sum((o - e) ** 2 / e for o, e in cells) < 33.7
+    assert sum(o for o, _ in cells) >= n - 4
+
+
+def test_draws_differ_from_each_other() -> None:
+    law = TrialCount(mean=1000.0)
+    assert len({law.draw() for _ in range(20)}) > 10
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mean": 0.5}, "mean_trials=0.5"),
+        ({"mean": 1e6}, "mean_trials=1000000"),
+        ({"mean": 2.0, "shape": -1.0}, "shape=-1.0 must be at least 0"),
+        ({"mean": 2.0, "shape": 500.0}, "use 'poisson'"),
+    ],
+)
+def test_impossible_laws_are_refused(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrialCount(**values)
+
+
+# ------------------------------------------------------------------ the theorems, by hand
+
+
+def gaussian_rdp(order: float, steps: int, sigma: float) -> float:
+    """T full-batch Gaussian releases: order T / (2 sigma^2)."""
+    return order * steps / (2 * sigma**2)
+
+
+def orders_of_accountant() -> list[float]:
+    from dp_accounting.rdp import RdpAccountant
+
+    return [float(order) for order in RdpAccountant()._orders]
+
+
+def rdp_of(plan: PrivacyPlan, trials: TrialCount) -> dict[float, float]:
+    """order -> RDP of the selection as dp_accounting sees it."""
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant()
+    accountant.compose(selection_event(plan, trials))
+    return dict(zip(orders_of_accountant(), accountant._rdp, strict=True))
+
+
+@pytest.mark.parametrize(("mean", "shape"), [(10.0, 1.0), (4.0, 0.0), (30.0, 2.0)])
+def test_event_is_theorem_2(mean: float, shape: float) -> None:
+    """eps(l) + (1+eta)(1 - 1/l') eps(l') + (1+eta) log(1/gamma)/l' + log(EK)/(l-1), best l'."""
+    steps, sigma = 25, 50.0
+    trials = TrialCount(mean=mean, shape=shape)
+    found = rdp_of(full_batch_plan(steps, sigma), trials)
+    log_gamma = float(trials.gamma.ln())
+    constant = (1 + shape) * min(
+        (1 - 1 / other) * gaussian_rdp(other, steps, sigma) - log_gamma / other
+        for other in orders_of_accountant()
+    )
+
+    def theorem(order: float) -> float:
+        return gaussian_rdp(order, steps, sigma) + constant + math.log(mean) / (order - 1)
+
+    for order in (1.5, 4.0, 10.0, 32.0, 128.0):
+        by_hand = min(theorem(other) for other in orders_of_accountant() if other >= order)
+        assert found[order] == pytest.approx(by_hand, rel=1e-7)
+        assert found[order] > gaussian_rdp(order, steps, sigma)
+
+
+def test_event_is_theorem_6() -> None:
+    """eps(l) + mu delta' + log(mu)/(l-1), delta' of one run at e^eps' = 1 + 1/(l-1)."""
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+
+    steps, sigma, mean = 25, 50.0, 10.0
+    found = rdp_of(full_batch_plan(steps, sigma), TrialCount(mean=mean, shape=math.inf))
+    orders = orders_of_accountant()
+    one_run = [gaussian_rdp(order, steps, sigma) for order in orders]
+    for order in (4.0, 10.0, 32.0):
+        delta = compute_delta(orders, one_run, math.log1p(1 / (order - 1)))[0]
+        by_hand = gaussian_rdp(order, steps, sigma) + mean * delta + math.log(mean) / (order - 1)
+        assert found[order] == pytest.approx(by_hand, rel=1e-7)
+
+
+def test_discrete_noise_adds_twelve_slacks_of_rdp() -> None:
+    """(2a - 1)/(a - 1) = 12 at a = 1.1; seen at the coarsest noise that a plan accepts."""
+    from dp_accounting.dp_event import ZCDpEvent
+
+    plan = full_batch_plan(steps=1, sigma=2.0**-9, num_directions=8)
+    noise, grid = selection_event(plan, TrialCount(mean=2.0)).event.events
+    assert isinstance(grid, ZCDpEvent)
+    assert grid.rho == 0
+    h = 8 * (40.0**2 + 2) / (12 * (2.0**-9 * 2**30) ** 2)
+    assert grid.xi == pytest.approx(12 * h, rel=1e-9)
+    assert noise.count == 1
+
+
+def test_selection_costs_more_than_a_run_and_less_than_composing() -> None:
+    plan, trials = make_plan(accountant="rdp"), TrialCount(mean=10.0)
+    total = selection_epsilon(plan, trials, DELTA)
+    assert plan.epsilon(DELTA) < total < composed_epsilon([plan] * 100, DELTA)
+    more = selection_epsilon(plan, TrialCount(mean=100.0), DELTA)
+    assert total < more
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
+def test_full_batch_replace_one_is_twice_the_sensitivity(distribution: str) -> None:
+    """Sigma under add-or-remove is 2 sigma under replace-one."""
+    trials = TrialCount(mean=3.0)
+    one = full_batch_plan(distribution=distribution, relation="replace_one", sigma=100.0)
+    other = full_batch_plan(distribution=distribution, sigma=50.0)
+    epsilons = [selection_epsilon(plan, trials, DELTA) for plan in (one, other)]
+    assert epsilons[0] == pytest.approx(epsilons[1], rel=1e-6)
+
+
+# ------------------------------------------------------------------ calibration
+
+
+@pytest.mark.parametrize(
+    ("plan", "shape"),
+    [
+        (make_plan(), math.inf),
+        (
+            make_plan(
+                sampler=FixedSizeSampler(num_examples=1024, expected_batch_size=64.0),
+                relation="replace_one",
+            ),
+            1.0,
+        ),
+        (full_batch_plan(relation="replace_special"), 0.5),
+    ],
+    ids=["poisson", "fixed", "full"],
+)
+def test_calibration_meets_the_total(plan: PrivacyPlan, shape: float) -> None:
+    trials = TrialCount(mean=8.0, shape=shape)
+    found = calibrate_selection(plan, trials, epsilon=4.0, delta=DELTA)
+    assert found.accountant == "rdp"
+    assert 3.99 < selection_epsilon(found, trials, DELTA) <= 4.0
+    assert found.epsilon(DELTA) < 3.5
+    less = with_noise(found, 0.998 * found.spec.noise_multiplier)
+    assert selection_epsilon(less, trials, DELTA) > 4.0
+
+
+def test_composed_calibration_is_one_long_run() -> None:
+    """Eight runs of T steps are one of 8 T: the same noise, by the plan's own calibration."""
+    plan = make_plan(steps=50)
+    found = calibrate_composed([plan] * 8, epsilon=2.0, delta=DELTA)
+    long = dataclasses.replace(plan, steps=400).calibrate(epsilon=2.0, delta=DELTA)
+    assert {p.spec.noise_multiplier for p in found} == {found[0].spec.noise_multiplier}
+    assert found[0].spec.noise_multiplier == pytest.approx(long.spec.noise_multiplier, rel=1e-3)
+    assert composed_epsilon(found, DELTA) <= 2.0
+
+
+def test_different_gaussian_runs_compose() -> None:
+    """Full batches of sigma 20 (4 steps) and 40 (9): one Gaussian, mu^2 = 4/400 + 9/1600."""
+    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+
+    plans = [full_batch_plan(4, 20.0), full_batch_plan(9, 40.0)]
+    exact = get_epsilon_gaussian(1 / math.sqrt(4 / 400 + 9 / 1600), DELTA)
+    found = composed_epsilon(plans, DELTA)
+    assert exact <= found < 1.15 * exact
+
+
+def test_num_directions_may_differ_within_one_event() -> None:
+    plans = [make_plan(num_directions=1), make_plan(num_directions=16)]
+    assert composed_epsilon(plans, DELTA) == pytest.approx(
+        make_plan(steps=400).epsilon(DELTA), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (make_plan(relation="replace_one"), "does not support poisson sampling under relation"),
+        (
+            make_plan(
+                sampler=TruncatedPoissonSampler(
+                    num_examples=1024, expected_batch_size=64.0, max_batch_size=128
+                )
+            ),
+            "does not support truncated_poisson",
+        ),
+        (make_plan(distribution="laplace"), "does not support poisson sampling of Laplace"),
+    ],
+)
+def test_combinations_without_rdp_are_refused(plan: PrivacyPlan, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        selection_epsilon(plan, TrialCount(mean=4.0), DELTA)
+
+
+def test_compositions_that_no_accountant_knows_are_refused() -> None:
+    laplace = make_plan(distribution="laplace")
+    with pytest.raises(ValueError, match="no one accountant composes"):
+        composed_epsilon([make_plan(), laplace], DELTA)
+    with pytest.raises(ValueError, match="one guarantee has one relation"):
+        composed_epsilon([make_plan(), make_plan(relation="replace_one")], DELTA)
+    with pytest.raises(ValueError, match="grid is empty"):
+        composed_epsilon([], DELTA)
+
+
+def test_without_noise_nothing_is_bounded() -> None:
+    mezo = dataclasses.replace(make_plan(), mechanism=NonPrivateMean(expected_batch_size=64.0))
+    assert math.isinf(selection_epsilon(mezo, TrialCount(mean=2.0), DELTA))
+    assert math.isinf(composed_epsilon([mezo], DELTA))
+
+
+def test_a_pure_epsilon_is_refused() -> None:
+    with pytest.raises(ValueError, match="private selection has no pure epsilon"):
+        selection_epsilon(full_batch_plan(distribution="laplace"), TrialCount(mean=2.0), 0.0)
