@@ -1,0 +1,11 @@
+"""Public random directions u, and theta + lambda u in a model's own memory, undone bit for bit.
+
+Promises: a direction is a function of (key, step, query) alone, the same on every device, with any
+number of threads; any sequence of moves that ends where it began changes no bit; an update is the same
+whatever was fused with it. Nothing here is private: what may be released is decided elsewhere.
+
+Imports torch and numpy only (numba and Triton when a kernel runs). Start with
+`parameter_space.ParameterSpace`, then `directions` for the numbers and `exact_grid` for why float32
+arithmetic can be undone. `subspaces` narrows where directions point, `trainable` says what may train,
+`kernels` holds the loops.
+"""

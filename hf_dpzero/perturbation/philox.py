@@ -3,7 +3,7 @@
 Salmon et al. (2011), "Parallel random numbers: as easy as 1, 2, 3". A call turns a 128-bit counter and
 a 64-bit key into four 32-bit words by integer arithmetic alone, so the words are the same on every
 machine and any of them can be had without the others. The compiled twins of this function, in
-`cpu_kernels` and `kernels`, compute the same words where they are used.
+`kernels/`, compute the same words where they are used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The passes over a flat tensor: compiled against plain torch and exact arithmetic, bit for bit."""
+"""Kernels over a flat tensor: compiled against plain torch and exact arithmetic, bit for bit."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -28,7 +29,7 @@ KINDS = ["signs", "normals", "bfloat16 signs", "bfloat16 normals", "float16 sign
 
 
 class Case(NamedTuple):
-    """A pass's source and arguments; `run` makes it by any of the backends."""
+    """A source and arguments; `run` applies any of the backends."""
 
     kind: str
     source: Tensor
@@ -47,7 +48,7 @@ class Case(NamedTuple):
 
 
 def case(kind: str, n: int, offset: int, terms: int, members: Members | None = None, seed: int = 0):
-    """Random coefficients of many sizes; on the lattices' grids where the pass wants that."""
+    """Random coefficients of many sizes; on the grids where the function wants that."""
     draw, m = np.random.default_rng(seed), 1 if members is None else len(members.starts)
     keys = draw.integers(0, 1 << 32, (terms, 4), dtype=np.uint32)
     dithers = draw.integers(0, 1 << 32, (terms, m), dtype=np.uint32)
@@ -79,27 +80,27 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("terms", [1, 2, 3, 17])
+@pytest.mark.parametrize("terms", [1, 2, 17])
 def test_compiled_equals_torch_bit_for_bit(kind: str, terms: int):
     """Sizes and offsets on, before and after the ends of rows and tiles, and beyond 2^32."""
     sizes = [0, 1, 31, 32, 33, 768, 4096, 5000, 12_321]
     offsets = [0, 32, 96, 4064, 4096, (1 << 33) + 96, (1 << 41) - 32]
     for i, n in enumerate(sizes):
-        for offset in (offsets[i % 7], offsets[(2 * i + terms) % 7]):
-            made = case(kind, n, offset, terms, seed=i)
-            expected = made.of(torch_reference)
-            assert same_bits(made.of(dispatch), expected), (n, offset)
+        offset = offsets[(2 * i + terms) % 7]
+        made = case(kind, n, offset, terms, seed=i)
+        expected, before = made.of(torch_reference), made.source.clone()
+        assert same_bits(made.of(dispatch), expected), (n, offset)
+        assert same_bits(made.source, before)
+        for backend in (dispatch, torch_reference):
             in_place = made.source.clone()
-            assert same_bits(made.run(dispatch, in_place, in_place), expected), (n, offset)
-            in_place = made.source.clone()
-            assert same_bits(made.run(torch_reference, in_place, in_place), expected), (n, offset)
-            assert n < 32 or not same_bits(expected, made.source)
+            assert same_bits(made.run(backend, in_place, in_place), expected), (n, offset)
+        assert n < 32 or not same_bits(expected, before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("offset", [0, 4064, (1 << 33) + 96])
+@pytest.mark.parametrize("offset", [4064, (1 << 33) + 96])
 def test_members_get_their_own_parameters(kind: str, offset: int):
-    """As one pass over each member alone, and as torch; members within and across tiles."""
+    """As each member alone, and as torch; members within and across tiles."""
     starts, n = [0, 32, 320, 320 + 4096, 9024], 9024 + 77
     members = Members.at(starts, n)
     made = case(kind, n, offset, 3, members)
@@ -125,8 +126,8 @@ def test_members_at_maps_rows_and_starts():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [32, 96, 4096, 5120])
-def test_pieces_are_rows_of_the_dense_pass(kind: str, width: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("width", [96, 5120])
+def test_pieces_are_rows_of_the_whole(kind: str, width: int, monkeypatch: pytest.MonkeyPatch):
     """Rows of an embedding, in any order and repeated, compiled and in plain torch."""
     rows = np.array([3, 0, 7, 3, 5])
     made = case(kind, 9 * width, (1 << 33) + 64, 2)
@@ -145,7 +146,7 @@ def test_pieces_are_rows_of_the_dense_pass(kind: str, width: int, monkeypatch: p
 
 @pytest.mark.parametrize("gaussian", [False, True])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_coordinates_made_by_a_pass_are_the_directions(
+def test_coordinates_are_the_directions(
     gaussian: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """From any start, aligned or not, in the units of the direction; norms in exact integers."""
@@ -185,20 +186,19 @@ def threads():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_number_of_threads_does_not_matter(kind: str, threads: Callable[[int], None]):
-    """300 000 elements from the middle of a tile on: split in 1, 2 and 4, with and without members."""
+    """300 000 elements from the middle of a tile on, split in 1, 2 and 4."""
     n, offset = 300_000, 4096 * 5 + 96
     for members in (None, Members.at([0, 131_072 + 64, 131_072 + 128], n)):
-        made, results = case(kind, n, offset, 2, members), []
-        for count in (1, 2, 4):
+        made = case(kind, n, offset, 2, members)
+        threads(1)
+        one = made.of(dispatch)
+        for count in (2, 4):
             threads(count)
-            results.append(made.of(dispatch))
-        assert same_bits(results[0], made.of(torch_reference))
-        for other in results[1:]:
-            assert same_bits(results[0], other)
+            assert same_bits(made.of(dispatch), one)
 
 
-def test_a_large_pass_is_cut_at_tiles_into_as_many_parts_as_threads(threads):
-    """The parts cover everything once; small passes stay whole."""
+def test_a_large_tensor_is_cut_at_tiles_into_as_many_parts_as_threads(threads):
+    """The parts cover everything once; small tensors stay whole."""
     for count, size, lead, expected in [
         (1, 1 << 20, 0, 1), (2, 1 << 20, 0, 2), (4, 300_000, 96, 4), (4, 140_000, 4064, 2),
         (4, 65_535, 0, 1), (4, 0, 0, 1),
@@ -231,8 +231,8 @@ def test_without_numba_the_engine_runs_in_plain_torch():
     program = (
         "import sys; sys.modules['numba'] = None; sys.path.insert(0, sys.argv[1])\n"
         "import json, test_trajectory as t\n"
-        "from hf_dpzero.perturbation.kernels import dispatch\n"
-        "assert dispatch._cpu_kernels() is None\n"
+        "from hf_dpzero.perturbation.kernels import dispatch, triton_launch\n"
+        "assert dispatch._cpu_kernels() is None and 'triton' not in sys.modules\n"
         "print(json.dumps({d: t.golden(d) for d in t.DISTRIBUTIONS}))\n"
     )
     here = Path(__file__).resolve().parents[1]
@@ -243,17 +243,6 @@ def test_without_numba_the_engine_runs_in_plain_torch():
     assert done.returncode == 0, done.stderr
     stored = json.loads((here / "golden" / "trajectory.json").read_text())
     assert json.loads(done.stdout) == stored
-
-
-def test_out_alone_is_written():
-    """Source, keys and parameters are what they were."""
-    for kind in KINDS:
-        made = case(kind, 5000, 32, 3)
-        before = made.source.clone(), [np.copy(value) for value in made.rest]
-        made.of(dispatch)
-        assert same_bits(made.source, before[0])
-        for value, copy in zip(made.rest, before[1], strict=True):
-            assert np.array_equal(value, copy)
 
 
 # ---------------------------------------------------------------- the numbers, in rationals
@@ -342,29 +331,25 @@ def nearest(values: Tensor, dithers: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-BFLOAT16_VALUES = [1.0 + 0.3 * 2**-7, 3.003, 0.999, 1e-3, 1e-30, 0.1, 200.7, 1.0, 0.0, 3e-39]
-FLOAT16_VALUES = [1.0003, 3.003, 0.99999, 1e-3, 6.2e-5, 5e-5, 1e-6, 4e-8, 1e-9, 2.0**-24,
-                  2.0**-14, 2.0**-14 - 2.0**-26, 1000.3, 60_001.7, 65_504.0, 1.0, 0.0]  # fmt: skip
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [(torch.bfloat16, v) for v in BFLOAT16_VALUES] + [(torch.float16, v) for v in FLOAT16_VALUES],
-)
-def test_half_precision_is_unbiased_over_all_dithers(dtype: torch.dtype, value: float, sign: float):
-    """The mean over all dithers is the value to one dither's share; only its neighbours occur."""
-    value = sign * float32(value)
-    low, high = neighbours(Fraction(value), dtype)
-    dithers = all_dithers(dtype)
-    rounded = half_precision(torch.full((dithers.numel(),), value), dithers, dtype)
-    assert {Fraction(v) for v in rounded.double().tolist()} <= {low, high}
-    assert abs(mean_rounded(value, dtype) - Fraction(value)) <= (high - low) / dithers.numel()
-    assert low == high or math.copysign(1.0, float(rounded[0])) == sign
+VALUES = {
+    torch.bfloat16: [1.0 + 0.3 * 2**-7, 0.999, 1e-3, 1e-30, 200.7, 1.0, 0.0, 3e-39],
+    torch.float16: [1.0003, 0.99999, 1e-3, 6.2e-5, 5e-5, 4e-8, 1e-9, 2.0**-24, 2.0**-14,
+                    2.0**-14 - 2.0**-26, 60_001.7, 65_504.0, 0.0],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_nearest_rounding_would_not_pass_the_test_above(dtype: torch.dtype):
+def test_half_precision_is_unbiased_over_all_dithers(dtype: torch.dtype):
+    """The mean over all dithers is the value to one dither's share; only its neighbours occur. Nearest
+    rounding would be far off."""
+    dithers = all_dithers(dtype)
+    for value, sign in itertools.product(map(float32, VALUES[dtype]), (1.0, -1.0)):
+        low, high = neighbours(Fraction(sign * value), dtype)
+        rounded = half_precision(torch.full((dithers.numel(),), sign * value), dithers, dtype)
+        assert {Fraction(v) for v in rounded.double().unique().tolist()} <= {low, high}
+        bias = abs(mean_rounded(sign * value, dtype) - Fraction(sign * value))
+        assert bias <= (high - low) / dithers.numel()
+        assert low == high or math.copysign(1.0, float(rounded[0])) == sign
     value = float32(1.0 + 0.3 * (2**-7 if dtype == torch.bfloat16 else 2**-10))
     low, high = neighbours(Fraction(value), dtype)
     bias = abs(mean_rounded(value, dtype, nearest) - Fraction(value))
@@ -373,7 +358,7 @@ def test_nearest_rounding_would_not_pass_the_test_above(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_compiled_rounding_is_unbiased_too(dtype: torch.dtype):
-    """The real pass over a long row of equal elements: the mean move is c u, both signs of both.
+    """The kernel over a long row of equal elements: the mean move is c u, both signs of both.
 
     About n / 2 elements share a sign; their moves are 0 or a spacing, so the mean of moved / c has a
     standard error below sqrt(1/4 / (n/2)) / 0.3 = 0.0046. Nearest rounding gives 0, truncation 0 or 2.

@@ -1,9 +1,9 @@
-"""One sweep over a flat tensor that adds multiples of directions to it, on whatever it lives on.
+"""Adds multiples of directions to a flat tensor, by the fastest kernels for its device.
 
-Three passes are all that the engine does to parameters. Each reads an element once, adds its
-coordinates of T directions and writes it once, in place or to another tensor. On a CPU they run in
-`cpu_kernels` (numba), on CUDA in `kernels` (Triton), elsewhere in `torch_passes`; the numbers are
-the same to the last bit.
+Three functions are all that the engine does to parameters: `add_signs`, `add_normals` and
+`add_rounded`. Each reads an element once, adds its coordinates of T directions and writes it once, in
+place or to another tensor. On a CPU they run in `numba_kernels`, on CUDA in Triton (`triton_launch`),
+elsewhere in `torch_reference`; the numbers are the same to the last bit.
 
 Common arguments:
   out, source: flat tensors of one shape, dtype and device; may be the same tensor, else disjoint.
@@ -52,7 +52,7 @@ class Members:
     _placed: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(rows, starts) as tensors on a device, kept for the next pass."""
+        """(rows, starts) as tensors on a device, kept for the next call."""
         if device not in self._placed:
             both = torch.from_numpy(self.rows), torch.from_numpy(self.starts)
             self._placed[device] = both[0].to(device), both[1].to(device)
@@ -60,7 +60,15 @@ class Members:
 
     @classmethod
     def at(cls, starts: list[int], size: int) -> Members:
-        """Members that begin at `starts` (ascending, the first 0) in a flat tensor of `size`."""
+        """The members of a flat tensor.
+
+        Args:
+          starts: first element of each, ascending multiples of 32, the first 0.
+          size: elements of the flat tensor.
+
+        Returns:
+          Their rows and starts.
+        """
         end = -(-size // LANES) * LANES
         lengths = np.diff([*starts, end]) // LANES
         rows = np.repeat(np.arange(len(starts), dtype=np.int32), lengths)
@@ -74,6 +82,7 @@ def add_signs(
     """out = source + sum_t amounts[t, m] u_t, u = +-1, in float32.
 
     Args:
+      out, source, offset, keys, members, pieces: see above.
       amounts: float32 [T, M].
     """
     backend, where = _backend(out.device, members)
@@ -88,6 +97,7 @@ def add_normals(
     """out = source + spacing_m sum_t (rint(new z) - rint(old z) + round(update z)), in float32.
 
     Args:
+      out, source, offset, keys, members, pieces: see above.
       new, old, update: float32 [T, M], coefficients in units of the grid spacing; the first two are
         rounded to nearest (ties to even), the last stochastically.
       spacing: float32 [M], powers of two.
@@ -105,7 +115,8 @@ def add_rounded(
     """out = source + sum_t coefficients[t] u_t, added in float32, rounded stochastically.
 
     Args:
-      out, source: bfloat16 or float16.
+      out, source: bfloat16 or float16; else as above.
+      offset, keys, members, pieces: see above.
       gaussian: normals; False for signs.
       coefficients: float32 [T].
       dithers: uint32 [M], where the members' dithers start.
@@ -118,7 +129,18 @@ def add_rounded(
 def coordinates(
     key: Unsigned, gaussian: bool, start: int, count: int, device: torch.device
 ) -> Tensor:
-    """Raw coordinates start .. start+count of a stream, float32 on `device`, exact."""
+    """Raw coordinates of a stream, exact.
+
+    Args:
+      key: uint32 [4].
+      gaussian: normals; False for signs.
+      start: first index, any.
+      count: how many.
+      device: where they are made and left.
+
+    Returns:
+      float32 [count].
+    """
     lead = start % LANES
     out = torch.zeros(lead + count, device=device)
     keys, one, zero = key[None], np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)
@@ -132,7 +154,15 @@ def coordinates(
 
 
 def sum_of_squared_normals(key: Unsigned, start: int, count: int, device: torch.device) -> int:
-    """As `directions.sum_of_squared_normals`, computed on `device`."""
+    """`directions.sum_of_squared_normals`, computed on a device.
+
+    Args:
+      key, start, count: as there.
+      device: where the coordinates are made.
+
+    Returns:
+      The sum in units of 2^-42, exact.
+    """
     compiled = _cpu_kernels() if device.type == "cpu" else None
     if compiled is not None:
         return compiled.sum_of_squared_normals(key, start, count)
@@ -151,7 +181,18 @@ def combination(
     count: int,
     device: torch.device,
 ) -> Tensor:
-    """Coordinates start .. start+count of sum_k c_k u_k (k = 1 at least), float32 [count]."""
+    """Coordinates start .. start+count of sum_k c_k u_k.
+
+    Args:
+      streams: u_k, at least one.
+      coefficients: c_k.
+      start: first index, any.
+      count: how many.
+      device: where they are made and left.
+
+    Returns:
+      float32 [count].
+    """
     terms = (
         _raw(stream, start, count, device).mul_(c * stream.scale)
         for stream, c in zip(streams, coefficients, strict=True)
@@ -162,9 +203,18 @@ def combination(
 def inner_products(
     streams: Sequence[DirectionStream], offset: int, size: int, device: torch.device
 ) -> Tensor:
-    """<u_k, u_l> of the raw coordinates offset .. offset+size, float64 [K, K] on the CPU.
+    """<u_k, u_l> of the raw coordinates offset .. offset+size, a few MB of them at a time.
 
-    A few MB at a time. Exact for signs: sums of fewer than 2^24 of them are, in float32.
+    Exact for signs: sums of fewer than 2^24 of them are, in float32.
+
+    Args:
+      streams: u_k.
+      offset: first index, a multiple of 32.
+      size: how many coordinates.
+      device: where they are made.
+
+    Returns:
+      float64 [K, K] on the CPU.
     """
     total = torch.zeros(len(streams), len(streams), dtype=torch.float64, device=device)
     width = max(_PRODUCT_CHUNK // len(streams) // LANES, 1) * LANES
@@ -183,7 +233,7 @@ def _raw(stream: DirectionStream, start: int, count: int, device: torch.device) 
 
 
 def _backend(device: torch.device, members: Members | None) -> tuple[Any, Any]:
-    """The fastest passes for a device, and the members as they take them."""
+    """The fastest module for a device, and the members as it takes them."""
     if device.type == "cpu":
         return _cpu_kernels() or torch_reference, members
     triton_launch = _cuda_kernels(device) if device.type == "cuda" else None

@@ -1,9 +1,10 @@
-"""Compiled CPU passes (numba): generate a direction and add it, in one sweep over memory.
+# mypy: disable-error-code="no-untyped-def"
+"""Compiled CPU kernels (numba): generate a direction and add it, in one sweep over memory.
 
-The same numbers as `passes`' plain torch versions, to the last bit: integer arithmetic, and float32
-products and sums that are each rounded on their own (numba does not contract them). A pass reads a
-coordinate once and writes it once; nothing of parameter size is allocated. Threads share a pass by
-contiguous parts, so their number does not matter to the result.
+The same numbers as `torch_reference`, to the last bit: integer arithmetic, and float32 products and
+sums that are each rounded on their own (numba does not contract them). A coordinate is read once and
+written once; nothing of parameter size is allocated. Threads take contiguous parts, so their number
+does not matter to the result.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hf_dpzero.perturbation.directions import (
     NORMAL_UNIT,
     SIGNS_TILE,
     normal_tables,
-)
+)  # fmt: skip
 from hf_dpzero.perturbation.philox import MULTIPLIERS, WEYL
 
 _jit = nb.njit(nogil=True, cache=True)
@@ -36,31 +37,22 @@ _inline = nb.njit(nogil=True, cache=True, inline="always")
 _u32, _u64, _f32 = np.uint32, np.uint64, np.float32
 _M0, _M1 = _u64(MULTIPLIERS[0]), _u64(MULTIPLIERS[1])
 _W0, _W1 = _u32(WEYL[0]), _u32(WEYL[1])
-_STEP = _u32(DITHER_STEP)
-_HALF = _u64(32)
+_STEP, _HALF, _UNIT = _u32(DITHER_STEP), _u64(32), _f32(NORMAL_UNIT)
 _TILE = SIGNS_TILE  # coordinates worked on at a time: 16 KiB of float32, in the first-level cache
 _ROWS = _TILE // LANES
-_UNIT = _f32(NORMAL_UNIT)
 _ODD = np.int64(_DITHERS - 1)
 _SMALLEST_SHARE = 1 << 16  # coordinates below which a second thread is not worth waking
 
 
-# ---------------------------------------------------------------- random words
-
-
 @_inline
-def _round(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
+def _round(c0, c1, c2, c3, k0, k1):
     first, second = _M0 * _u64(c0), _M1 * _u64(c2)
-    return (
-        _u32(second >> _HALF) ^ c1 ^ k0,
-        _u32(second),
-        _u32(first >> _HALF) ^ c3 ^ k1,
-        _u32(first),
-    )
+    high0, high1 = _u32(first >> _HALF), _u32(second >> _HALF)
+    return high1 ^ c1 ^ k0, _u32(second), high0 ^ c3 ^ k1, _u32(first)
 
 
 @_jit
-def _fill_words(words, calls, call, key):  # type: ignore[no-untyped-def]
+def _fill_words(words, calls, call, key):
     """words[:, : calls], uint32: of call, call + 1, ... Written out, for it vectorises so."""
     a0, b0, n0, n1 = key[0], key[1], key[2], key[3]
     a1, b1 = _u32(a0 + _W0), _u32(b0 + _W1)
@@ -88,19 +80,18 @@ def _fill_words(words, calls, call, key):  # type: ignore[no-untyped-def]
         words[0, j], words[1, j], words[2, j], words[3, j] = c0, c1, c2, c3
 
 
-# ---------------------------------------------------------------- one direction over one tile
 # Every loop reads one array and writes another: the compiler vectorises these, and few others.
 
 
 @_jit
-def _copy(out, source):  # type: ignore[no-untyped-def]
+def _copy(out, source):
     """out[:] = source, which numba compiles to something five times as slow."""
     for e in range(out.size):
         out[e] = source[e]
 
 
 @_jit
-def _add_signs(out, source, words, amounts):  # type: ignore[no-untyped-def]
+def _add_signs(out, source, words, amounts):
     """out = source +- amounts[row] on a tile, float32 [4096]; words uint32 [4, 32]."""
     for w in range(4):
         for bit in range(32):
@@ -111,7 +102,7 @@ def _add_signs(out, source, words, amounts):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _fill_normals(z, words, groups, table):  # type: ignore[no-untyped-def]
+def _fill_normals(z, words, groups, table):
     """z float32 [groups * 128], in order, from the first groups * 32 of words uint32 [4, n]."""
     byte, short = _u32(255), np.int64(0xFFFF)
     for group in range(groups):
@@ -126,7 +117,7 @@ def _fill_normals(z, words, groups, table):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _normals(z, words, first, count, key, table):  # type: ignore[no-untyped-def]
+def _normals(z, words, first, count, key, table):
     """Coordinates first .. first + count (first a multiple of 32), as a part of the buffer z."""
     block = first // 128
     groups = (first + count + 127) // 128 - block
@@ -136,14 +127,14 @@ def _normals(z, words, first, count, key, table):  # type: ignore[no-untyped-def
 
 
 @_jit
-def _move_normals(out, source, z, new, old, spacing):  # type: ignore[no-untyped-def]
+def _move_normals(out, source, z, new, old, spacing):
     for e in range(out.size):
         n = _f32(np.rint(z[e] * new)) - _f32(np.rint(z[e] * old))
         out[e] = source[e] + (n + _f32(0)) * spacing  # the update that is 0: -0 becomes +0
 
 
 @_jit
-def _update_normals(out, source, z, new, old, update, spacing, dither):  # type: ignore[no-untyped-def]
+def _update_normals(out, source, z, new, old, update, spacing, dither):
     unit = _f32(2.0**-24)
     for e in range(out.size):
         y = z[e] * update
@@ -154,22 +145,19 @@ def _update_normals(out, source, z, new, old, update, spacing, dither):  # type:
 
 
 @_jit
-def _add_scaled(out, source, z, coefficient):  # type: ignore[no-untyped-def]
+def _add_scaled(out, source, z, coefficient):
     for e in range(out.size):
         out[e] = source[e] + z[e] * coefficient
 
 
-# ---------------------------------------------------------------- half precision
-
-
 @_jit
-def _load_bfloat16(bits, source):  # type: ignore[no-untyped-def]
+def _load_bfloat16(bits, source):
     for e in range(source.size):
         bits[e] = _u32(source[e]) << _u32(16)
 
 
 @_jit
-def _load_float16(values, scratch, scratch_bits, source):  # type: ignore[no-untyped-def]
+def _load_float16(values, scratch, scratch_bits, source):
     for e in range(source.size):
         scratch_bits[e] = ((_u32(source[e]) & _u32(0x7FFF)) << _u32(13)) + _u32(112 << 23)
     for e in range(source.size):
@@ -180,14 +168,14 @@ def _load_float16(values, scratch, scratch_bits, source):  # type: ignore[no-unt
 
 
 @_jit
-def _store_bfloat16(out, bits, dither):  # type: ignore[no-untyped-def]
+def _store_bfloat16(out, bits, dither):
     for e in range(out.size):
         d = _u32(dither + _u32(e) * _STEP) >> _u32(16)
         out[e] = np.uint16((bits[e] + d) >> _u32(16))
 
 
 @_jit
-def _store_float16(out, values, bits, scratch, scratch_bits, dither):  # type: ignore[no-untyped-def]
+def _store_float16(out, values, bits, scratch, scratch_bits, dither):
     """Magnitudes below 2^-14, where float16 is evenly spaced, are rounded one binade higher."""
     least, most = _f32(2.0**-14), _f32(65504.0)
     for e in range(out.size):
@@ -200,17 +188,8 @@ def _store_float16(out, values, bits, scratch, scratch_bits, dither):  # type: i
         out[e] = np.uint16(((bits[e] >> _u32(16)) & _u32(0x8000)) | value)
 
 
-# ---------------------------------------------------------------- passes over elements begin .. end
-
-
 @_jit
-def _member(rows, e):  # type: ignore[no-untyped-def]
-    """Which member of the flat tensor element e belongs to."""
-    return rows[e // 32] if rows.size else 0
-
-
-@_jit
-def _end_of_member(rows, e, end):  # type: ignore[no-untyped-def]
+def _end_of_member(rows, e, end):
     """Past the last element, up to `end`, of the member that element e belongs to."""
     if rows.size == 0:
         return end
@@ -221,7 +200,7 @@ def _end_of_member(rows, e, end):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _row_amounts(amounts, row_amounts, rows, first):  # type: ignore[no-untyped-def]
+def _row_amounts(amounts, row_amounts, rows, first):
     """The amount of each of a tile's 128 rows, the flat tensor's rows first, first + 1, ..."""
     begin, end = max(0, -first), min(_ROWS, rows.size - first)
     if rows.size == 0:
@@ -234,7 +213,7 @@ def _row_amounts(amounts, row_amounts, rows, first):  # type: ignore[no-untyped-
 
 
 @_jit
-def _signs_range(out, source, offset, begin, end, keys, amounts, rows):  # type: ignore[no-untyped-def]
+def _signs_range(out, source, offset, keys, amounts, rows, begin, end):
     first, second = np.zeros(_TILE, _f32), np.zeros(_TILE, _f32)
     words, row_amounts = np.empty((4, LANES), _u32), np.zeros(_ROWS, _f32)
     e = begin
@@ -255,14 +234,14 @@ def _signs_range(out, source, offset, begin, end, keys, amounts, rows):  # type:
 
 
 @_jit
-def _normals_range(  # type: ignore[no-untyped-def]
-    out, source, offset, begin, end, keys, new, old, update, spacing, dithers, starts, rows, table
+def _normals_range(
+    out, source, offset, keys, new, old, update, spacing, dithers, starts, rows, table, begin, end
 ):
     first, second = np.empty(_TILE, _f32), np.empty(_TILE, _f32)
     z_buffer, words = np.empty(_TILE + 128, _f32), np.empty((4, _TILE // 4 + 32), _u32)
     e = begin
     while e < end:
-        m = _member(rows, e)
+        m = rows[e // 32] if rows.size else 0
         count = min(_TILE, _end_of_member(rows, e, min(end, e + _TILE)) - e)
         _copy(first[:count], source[e : e + count])
         for t in range(keys.shape[0]):
@@ -279,21 +258,10 @@ def _normals_range(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _rounded_range(  # type: ignore[no-untyped-def]
-    out,
-    source,
-    offset,
-    begin,
-    end,
-    keys,
-    gaussian,
-    coefficients,
-    dithers,
-    starts,
-    rows,
-    is_half,
-    table,
-):
+def _rounded_range(
+    out, source, offset, keys, gaussian, coefficients, dithers, starts, rows, is_half, table,
+    begin, end,
+):  # fmt: skip
     values, scratch = np.zeros(_TILE, _f32), np.zeros(_TILE, _f32)
     bits, scratch_bits = values.view(_u32), scratch.view(_u32)
     z_buffer, words = np.empty(_TILE + 128, _f32), np.empty((4, _TILE // 4 + 32), _u32)
@@ -319,7 +287,7 @@ def _rounded_range(  # type: ignore[no-untyped-def]
             bits, scratch_bits = scratch_bits, bits
         stop = e + count
         while e < stop:
-            m, upto = _member(rows, e), _end_of_member(rows, e, stop)
+            m, upto = rows[e // 32] if rows.size else 0, _end_of_member(rows, e, stop)
             d = _u32(dithers[m] + _u32(e - starts[m]) * _STEP)
             here = slice(shift, shift + upto - e)
             if is_half:
@@ -333,7 +301,7 @@ def _rounded_range(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _squares_range(first, begin, end, key, table):  # type: ignore[no-untyped-def]
+def _squares_range(first, key, table, begin, end):
     """(low, high) with low + 2^32 high = the sum of squares, in units of 2^-42; exact."""
     z_buffer, words = np.empty(_TILE + 128, _f32), np.empty((4, _TILE // 4 + 32), _u32)
     low, high, e = np.int64(0), np.int64(0), begin
@@ -348,9 +316,6 @@ def _squares_range(first, begin, end, key, table):  # type: ignore[no-untyped-de
         high += total >> np.int64(32)
         e += count
     return low, high
-
-
-# ---------------------------------------------------------------- called by `passes`
 
 
 @functools.cache
@@ -383,70 +348,77 @@ def _in_parallel(work: Callable[[int, int], None], size: int, lead: int) -> None
 
 
 @_jit
-def _signs_pieces(out, source, offset, firsts, keys, amounts, rows):  # type: ignore[no-untyped-def]
+def _signs_pieces(out, source, offset, firsts, keys, amounts, rows):
     width = out.size // firsts.size
     for p in range(firsts.size):
         a, b = p * width, (p + 1) * width
-        _signs_range(out[a:b], source[a:b], offset + firsts[p], 0, width, keys, amounts, rows)
+        _signs_range(out[a:b], source[a:b], offset + firsts[p], keys, amounts, rows, 0, width)
 
 
 @_jit
-def _normals_pieces(  # type: ignore[no-untyped-def]
+def _normals_pieces(
     out, source, offset, firsts, keys, new, old, update, spacing, dithers, rows, table
 ):
     width = out.size // firsts.size
     for p in range(firsts.size):
         a, b = p * width, (p + 1) * width
         _normals_range(
-            out[a:b], source[a:b], offset + firsts[p], 0, width, keys, new, old, update, spacing,
-            dithers, -firsts[p : p + 1], rows, table,
+            out[a:b], source[a:b], offset + firsts[p], keys, new, old, update, spacing, dithers,
+            -firsts[p : p + 1], rows, table, 0, width,
         )  # fmt: skip
 
 
 @_jit
-def _rounded_pieces(  # type: ignore[no-untyped-def]
+def _rounded_pieces(
     out, source, offset, firsts, keys, gaussian, coefficients, dithers, rows, is_half, table
 ):
     width = out.size // firsts.size
     for p in range(firsts.size):
         a, b = p * width, (p + 1) * width
         _rounded_range(
-            out[a:b], source[a:b], offset + firsts[p], 0, width, keys, gaussian, coefficients,
-            dithers, -firsts[p : p + 1], rows, is_half, table,
+            out[a:b], source[a:b], offset + firsts[p], keys, gaussian, coefficients, dithers,
+            -firsts[p : p + 1], rows, is_half, table, 0, width,
         )  # fmt: skip
 
 
 def sum_of_squared_normals(key: Any, start: int, count: int) -> int:
-    """See `directions.sum_of_squared_normals`."""
+    """`directions.sum_of_squared_normals`.
+
+    Args:
+      key, start, count: as there.
+
+    Returns:
+      The sum in units of 2^-42, exact.
+    """
     sums: list[int] = []  # integers: their order does not matter
 
     def work(begin: int, end: int) -> None:
-        low, high = _squares_range(start, begin, end, key, _table())
+        low, high = _squares_range(start, key, _table(), begin, end)
         sums.append(int(low) + (int(high) << 32))
 
     _in_parallel(work, count, start % _TILE)
     return sum(sums)
 
 
-_NO_ROWS, _FROM_0 = np.empty(0, np.int32), np.zeros(1, np.int64)
-
-
 def _places(members: Any) -> tuple[Any, Any]:
-    """(starts, rows) as the compiled passes take them."""
-    return (_FROM_0, _NO_ROWS) if members is None else (members.starts, members.rows)
+    """(starts, rows) as the compiled functions take them."""
+    if members is None:
+        return np.zeros(1, np.int64), np.empty(0, np.int32)
+    return members.starts, members.rows
 
 
 def add_signs(
     out: Tensor, source: Tensor, offset: int, keys: Any, amounts: Any, members: Any, pieces: Any
 ) -> None:
-    """See `passes.add_signs`."""
+    """`dispatch.add_signs`.
+
+    Args:
+      out, source, offset, keys, amounts, members, pieces: as there.
+    """
     flat, given, (_, rows) = out.numpy(), source.numpy(), _places(members)
     if pieces is not None:
         return _signs_pieces(flat, given, offset, pieces, keys, amounts, rows)
-
-    def work(begin: int, end: int) -> None:
-        _signs_range(flat, given, offset, begin, end, keys, amounts, rows)
-
+    work = functools.partial(_signs_range, flat, given, offset, keys, amounts, rows)
     _in_parallel(work, flat.size, offset % _TILE)
 
 
@@ -454,15 +426,16 @@ def add_normals(
     out: Tensor, source: Tensor, offset: int, keys: Any, new: Any, old: Any, update: Any,
     spacing: Any, dithers: Any, members: Any, pieces: Any,
 ) -> None:  # fmt: skip
-    """See `passes.add_normals`."""
+    """`dispatch.add_normals`.
+
+    Args:
+      out, source, offset, keys, new, old, update, spacing, dithers, members, pieces: as there.
+    """
     flat, given, (starts, rows) = out.numpy(), source.numpy(), _places(members)
     rest = (keys, new, old, update, spacing, dithers)
     if pieces is not None:
         return _normals_pieces(flat, given, offset, pieces, *rest, rows, _table())
-
-    def work(begin: int, end: int) -> None:
-        _normals_range(flat, given, offset, begin, end, *rest, starts, rows, _table())
-
+    work = functools.partial(_normals_range, flat, given, offset, *rest, starts, rows, _table())
     _in_parallel(work, flat.size, offset % _TILE)
 
 
@@ -470,14 +443,15 @@ def add_rounded(
     out: Tensor, source: Tensor, offset: int, keys: Any, gaussian: bool, coefficients: Any,
     dithers: Any, members: Any, pieces: Any,
 ) -> None:  # fmt: skip
-    """See `passes.add_rounded`."""
+    """`dispatch.add_rounded`.
+
+    Args:
+      out, source, offset, keys, gaussian, coefficients, dithers, members, pieces: as there.
+    """
     flat, given = (tensor.view(torch.uint16).numpy() for tensor in (out, source))
     rest, (starts, rows) = (keys, gaussian, coefficients, dithers), _places(members)
-    is_half = out.dtype == torch.float16
+    end = (rows, out.dtype == torch.float16, _table())
     if pieces is not None:
-        return _rounded_pieces(flat, given, offset, pieces, *rest, rows, is_half, _table())
-
-    def work(begin: int, end: int) -> None:
-        _rounded_range(flat, given, offset, begin, end, *rest, starts, rows, is_half, _table())
-
+        return _rounded_pieces(flat, given, offset, pieces, *rest, *end)
+    work = functools.partial(_rounded_range, flat, given, offset, *rest, starts, *end)
     _in_parallel(work, flat.size, offset % _TILE)

@@ -1,4 +1,4 @@
-"""The passes of `passes` in plain torch: any device, no compiler. The definition of the numbers.
+"""The functions of `dispatch` in plain torch: any device, no compiler. The definition of the numbers.
 
 Slower than the compiled versions and equal to them bit for bit: each product and each sum is a
 separate float32 operation, in the order written here.
@@ -20,7 +20,7 @@ _CHUNK = 1 << 18
 Floats = NDArray[np.float32]
 
 
-class Part:
+class _Part:
     """Elements start .. stop of a flat tensor, with their members' parameters spread over them.
 
     The first of them is element `first` of its tensor (its segment, under members).
@@ -55,19 +55,23 @@ class Part:
         return values * NORMAL_UNIT if gaussian else values
 
 
-def _parts(out: Tensor, members: Any, pieces: Any) -> Iterator[Part]:
+def _parts(out: Tensor, members: Any, pieces: Any) -> Iterator[_Part]:
     firsts = [0] if pieces is None else pieces.tolist()
     width = out.numel() // len(firsts)
     for piece, first in enumerate(firsts):
         for start in range(0, width, _CHUNK):
             place = piece * width + start, piece * width + min(start + _CHUNK, width)
-            yield Part(*place, first + start, members, out.device)
+            yield _Part(*place, first + start, members, out.device)
 
 
 def add_signs(
     out: Tensor, source: Tensor, offset: int, keys: Any, amounts: Floats, members: Any, pieces: Any
 ) -> None:
-    """See `passes.add_signs`."""
+    """`dispatch.add_signs`.
+
+    Args:
+      out, source, offset, keys, amounts, members, pieces: as there.
+    """
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].clone()
         for t in range(len(keys)):
@@ -79,7 +83,11 @@ def add_normals(
     out: Tensor, source: Tensor, offset: int, keys: Any, new: Floats, old: Floats, update: Floats,
     spacing: Floats, dithers: NDArray[np.uint32], members: Any, pieces: Any,
 ) -> None:  # fmt: skip
-    """See `passes.add_normals`."""
+    """`dispatch.add_normals`.
+
+    Args:
+      out, source, offset, keys, new, old, update, spacing, dithers, members, pieces: as there.
+    """
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].clone()
         for t in range(len(keys)):
@@ -94,7 +102,11 @@ def add_rounded(
     out: Tensor, source: Tensor, offset: int, keys: Any, gaussian: bool, coefficients: Floats,
     dithers: NDArray[np.uint32], members: Any, pieces: Any,
 ) -> None:  # fmt: skip
-    """See `passes.add_rounded`."""
+    """`dispatch.add_rounded`.
+
+    Args:
+      out, source, offset, keys, gaussian, coefficients, dithers, members, pieces: as there.
+    """
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].float()
         for t in range(len(keys)):
@@ -103,11 +115,14 @@ def add_rounded(
 
 
 def stochastically_rounded(values: Tensor, dithers: Tensor) -> Tensor:
-    """Each float32 value to one of its two neighbouring integers, unbiased to 2^-24; a new tensor.
+    """Rounds each value to one of its two neighbouring integers, unbiased to 2^-24.
 
     Args:
       values: float32, below 2^24 in magnitude.
-      dithers: int64 in [0, 2^32), uniform: the value goes up where its fraction exceeds 1 - dither.
+      dithers: int64 in [0, 2^32), uniform: a value goes up where its fraction exceeds 1 - dither.
+
+    Returns:
+      float32 of the same shape.
     """
     below = values.floor()
     uniforms = (dithers >> 8).float() * 2.0**-24
@@ -119,6 +134,14 @@ def half_precision(values: Tensor, dithers: Tensor, dtype: torch.dtype) -> Tenso
 
     A random integer below the cut is added to the bits, which are then truncated: unbiased to
     2^-16 (bfloat16) or 2^-13 (float16) of the spacing. float16 saturates at +-65504.
+
+    Args:
+      values: float32.
+      dithers: int64 in [0, 2^32), uniform.
+      dtype: bfloat16 or float16.
+
+    Returns:
+      Of that dtype and the same shape.
     """
     if dtype == torch.bfloat16:
         return _cut(values, dithers >> 16, 16).to(dtype)

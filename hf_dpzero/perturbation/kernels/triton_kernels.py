@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The device side of `kernels`: one Triton kernel that makes every pass over a flat tensor.
+"""The device side of `triton_launch`: one Triton kernel for every change of a flat tensor.
 
-Loading this module imports Triton; `kernels` does so at the first launch. Only primitives of the
+Loading this module imports Triton; `triton_launch` does so at the first launch. Only primitives of the
 language are used (no `tl.zeros`, `tl.cdiv`, ...), so that the interpreter runs this file whether or
 not TRITON_INTERPRET was set when Triton itself was first imported.
 
@@ -57,7 +57,7 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def philox(c0, c1, c2, c3, k0, k1):
+def _philox(c0, c1, c2, c3, k0, k1):
     """Philox4x32-10: four uint32 words for each counter; blocks and scalars may be mixed."""
     for _ in tl.static_range(10):
         c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
@@ -78,7 +78,7 @@ def _words(tile, n0, n1, k0, k1, GAUSSIAN: tl.constexpr):
         inside = lane
     low = call.to(tl.uint32) + inside.to(tl.uint32)  # call is a multiple: no carry
     high = (call >> 32).to(tl.uint32)
-    return philox(low, high, n0, n1, k0, k1)
+    return _philox(low, high, n0, n1, k0, k1)
 
 
 # ---------------------------------------------------------------- where things are
@@ -186,7 +186,7 @@ def _dither(start, starts, member, first, word: tl.constexpr, GAUSSIAN: tl.const
     return start.to(tl.uint32, bitcast=True) + index * _DITHER_STEP
 
 
-# ---------------------------------------------------------------- one block of one pass
+# ---------------------------------------------------------------- one block
 
 
 @triton.jit
@@ -194,17 +194,14 @@ def _load(
     source, first, begin, end,
     word: tl.constexpr, GAUSSIAN: tl.constexpr, ROUND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The source's values, float32 [32, 32]; 0 where there is no source."""
-    if source is None:
-        return tl.full([GROUP, LANES], 0.0, tl.float32)
+    """The source's values, float32 [32, 32]."""
+    where = _valid(word, begin, end, GAUSSIAN, EVEN)
+    values = tl.load(source + first + _places(word, GAUSSIAN), mask=where, other=0)
+    if ROUND == BFLOAT16:  # its bits, as int16
+        bits = values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
     else:
-        where = _valid(word, begin, end, GAUSSIAN, EVEN)
-        values = tl.load(source + first + _places(word, GAUSSIAN), mask=where, other=0)
-        if ROUND == BFLOAT16:  # its bits, as int16
-            bits = values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-            return bits.to(tl.float32, bitcast=True)
-        else:
-            return values.to(tl.float32)
+        return values.to(tl.float32)
 
 
 @triton.jit
@@ -223,7 +220,7 @@ def _add(
     field0, field1, field2, field3, field4,
     word: tl.constexpr, GAUSSIAN: tl.constexpr, GRID: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """acc + one term of the pass, for the 32 rows that a word serves."""
+    """acc + one term, for the 32 rows that a word serves."""
     member = _members_of(rows, first_row, begin, end, word, GAUSSIAN)
     amount = _field(table, field0, 0, t, terms, members, member).to(tl.float32, bitcast=True)
     if not GAUSSIAN:
@@ -280,7 +277,7 @@ def _store(
     tl.store(out + first_row * LANES + _places(word, GAUSSIAN), acc, mask=where)
 
 
-# ---------------------------------------------------------------- the pass
+# ---------------------------------------------------------------- the kernel
 
 
 @triton.jit(do_not_specialize=_FREE)
@@ -294,7 +291,7 @@ def walk(
     """out = source + its terms, for 4096 coordinates: the program's tile, counted from first_tile.
 
     Args:
-      out, source: float32, float16, or the bits of bfloat16 as int16; None: a source of zeros.
+      out, source: float32, float16, or the bits of bfloat16 as int16.
       table: int32 bits [4 T + fields T M], the terms' keys [T, 4] and then their fields [T, M] one
         after another; None where T = M = 1: then key0.. and field0.. hold the same.
       rows, starts: int32 member of each row of 32 and int64 first element of each member, or None.
@@ -304,7 +301,7 @@ def walk(
       terms, members: T, M.
       count: elements of the tensor, or of a piece.
       first_tile, lead: tile of the (larger) tensor's first element, and that tile's rows before it.
-      GAUSSIAN, GRID, UPDATE, ROUND, EVEN: which pass; whether `count` is a multiple of 32.
+      GAUSSIAN, GRID, UPDATE, ROUND, EVEN: which variant; whether `count` is a multiple of 32.
 
     Fields: the amount and, if ROUND, the dither's start; if GRID new, old, update (in steps of the
     grid), the step, the dither's start.
