@@ -78,28 +78,23 @@ class DataArguments:
         positive(self, "max_new_tokens")
         one_of(self, "prompt", (None, "masked_lm", "causal_lm"), "null trains a head")
         one_of(self, "objective", ("loss", "accuracy", "f1"), "loss suits every method")
-        self._check_class_names()
-        self._check_prompt_settings()
         if self.max_seq_length < 2:
             raise ValueError(
                 f"max_seq_length={self.max_seq_length} leaves no room for text; use at least 2."
             )
-
-    def _check_class_names(self) -> None:
         names = self.class_names
-        if names is None:
-            return
-        if len(names) < 2 or len(set(names)) < len(names) or not all(map(str.strip, names)):
+        if names is not None and (
+            len(names) < 2 or len(set(names)) < len(names) or not all(map(str.strip, names))
+        ):
             raise ValueError(
                 f"class_names={names!r} must be two or more different names, one for each label."
             )
-
-    def _check_prompt_settings(self) -> None:
-        """Refuses settings of prompts where there is no prompt."""
         if self.num_demonstrations < 0:
             raise ValueError(f"num_demonstrations={self.num_demonstrations} must be 0 or more.")
-        if self.prompt is not None:
-            return
+        if self.prompt is None:
+            self._refuse_settings_of_prompts()
+
+    def _refuse_settings_of_prompts(self) -> None:
         for name in ("template", "label_words", "num_demonstrations"):
             if getattr(self, name):
                 raise ValueError(

@@ -30,34 +30,38 @@ _INFERENCE = ("entailment", "neutral", "contradiction")
 _FIVE_FOLD = ("very negative", "negative", "neutral", "positive", "very positive")
 
 
+def _prompts(
+    masked: str,
+    causal: str,
+    words: tuple[str, ...],
+    sources: tuple[str, str],
+    passage: str | None = None,
+) -> dict[str, Prompt]:
+    """A masked language model's prompt and a decoder's, with the same words."""
+    return {
+        kind: Prompt(template=template, label_words=words, passage=passage, source=source)
+        for kind, template, source in zip(
+            ("masked_lm", "causal_lm"), (masked, causal), sources, strict=True
+        )
+    }
+
+
 def _inference_prompts(words: tuple[str, ...], answers: str, source: str) -> dict[str, Prompt]:
     """Does the premise entail the hypothesis? `answers` offers a decoder the words."""
-    return {
-        "masked_lm": Prompt(
-            template="{premise:no_stop}? {mask}, {hypothesis:lower_first}",
-            label_words=words,
-            passage="premise",
-            source=LM_BFF,
-        ),
-        "causal_lm": Prompt(
-            template=f'{{premise}}\nDoes this mean that "{{hypothesis}}" is true? {answers}\n{{answer}}',
-            label_words=words,
-            passage="premise",
-            source=source,
-        ),
-    }
+    return _prompts(
+        "{premise:no_stop}? {mask}, {hypothesis:lower_first}",
+        f'{{premise}}\nDoes this mean that "{{hypothesis}}" is true? {answers}\n{{answer}}',
+        words,
+        (LM_BFF, source),
+        "premise",
+    )
 
 
-def _sentiment_prompts(words: tuple[str, ...], decoder_source: str) -> dict[str, Prompt]:
-    return {
-        "masked_lm": Prompt(template="{sentence} It was {mask}.", label_words=words, source=LM_BFF),
-        "causal_lm": Prompt(
-            template="{sentence} It was {answer}", label_words=words, source=decoder_source
-        ),
-    }
+def _sentiment_prompts(words: tuple[str, ...], source: str) -> dict[str, Prompt]:
+    return _prompts(
+        "{sentence} It was {mask}.", "{sentence} It was {answer}", words, (LM_BFF, source)
+    )
 
-
-_TREC_WORDS = ("Expression", "Entity", "Description", "Human", "Location", "Number")
 
 BENCHMARKS = {
     task.name: task
@@ -82,16 +86,12 @@ BENCHMARKS = {
             fields={"text": ("text",)},
             label_names=("ABBR", "ENTY", "DESC", "HUM", "LOC", "NUM"),
             label_columns=("coarse_label", "label"),
-            prompts={
-                "masked_lm": Prompt(
-                    template="{mask}: {text}", label_words=_TREC_WORDS, source=LM_BFF
-                ),
-                "causal_lm": Prompt(
-                    template="Question: {text}\nKind of answer: {answer}",
-                    label_words=_TREC_WORDS,
-                    source=OURS,
-                ),
-            },
+            prompts=_prompts(
+                "{mask}: {text}",
+                "Question: {text}\nKind of answer: {answer}",
+                ("Expression", "Entity", "Description", "Human", "Location", "Number"),
+                (LM_BFF, OURS),
+            ),
         ),
         TaskDescription(
             name="rte",
@@ -121,20 +121,13 @@ BENCHMARKS = {
             fields={"passage": ("passage",), "question": ("question",)},
             label_names=("no", "yes"),
             label_columns=("answer", "label"),
-            prompts={
-                "masked_lm": Prompt(
-                    template="{passage} {question:no_question_mark:upper_first}? {mask}.",
-                    label_words=("No", "Yes"),
-                    passage="passage",
-                    source=OURS,
-                ),
-                "causal_lm": Prompt(
-                    template="{passage} {question:no_question_mark:upper_first}?\n{answer}",
-                    label_words=("No", "Yes"),
-                    passage="passage",
-                    source=MEZO,
-                ),
-            },
+            prompts=_prompts(
+                "{passage} {question:no_question_mark:upper_first}? {mask}.",
+                "{passage} {question:no_question_mark:upper_first}?\n{answer}",
+                ("No", "Yes"),
+                (OURS, MEZO),
+                "passage",
+            ),
         ),
         TaskDescription(
             name="squad",
@@ -172,11 +165,7 @@ BENCHMARKS = {
 
 
 def build(data: DataArguments) -> Task | PromptTask:
-    """The task `data.task` from the Hub, or from `train_file` and `validation_file`.
-
-    Files have the columns that the description names (sentence or text; premise and hypothesis, or
-    sentence1 and sentence2; passage and question; ...) and labels or answers, unless `text_column`,
-    `text_pair_column` or `label_column` say otherwise.
+    """The task `data.task` from the Hub, or from files with the columns that its description names.
 
     Raises:
       ValueError, OSError: as `build_described`.

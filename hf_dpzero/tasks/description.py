@@ -154,24 +154,13 @@ def read_task(path: str) -> TaskDescription:
     if not Path(path).is_file():
         raise FileNotFoundError(f"task {path!r} not found (paths are relative to {Path.cwd()}).")
     try:
-        return described_by(parse_yaml(Path(path).read_text(encoding="utf-8")), Path(path).stem)
+        return _described_by(parse_yaml(Path(path).read_text(encoding="utf-8")), Path(path).stem)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def described_by(values: Any, name: str = "task") -> TaskDescription:
-    """The description in a mapping with the keys of a task file.
-
-    Args:
-      values: a mapping, as YAML gives it.
-      name: the task's name if `values` has none.
-
-    Returns:
-      The checked description.
-
-    Raises:
-      ValueError: as `read_task`.
-    """
+def _described_by(values: Any, name: str = "task") -> TaskDescription:
+    """The description in a mapping with the keys of a task file, `name` if it has none."""
     values = _checked_keys(values, _KEYS, "a task")
     if "fields" not in values:
         raise ValueError("fields is missing: name the text columns, such as {text: text}.")

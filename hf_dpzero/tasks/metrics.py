@@ -1,7 +1,7 @@
 """Scores of the tasks: accuracy, macro-F1, and the official rules of SQuAD v1.1 and DROP.
 
 Pure functions without a network; every number is a fraction in [0, 1] (the official scripts print
-percentages). `squad_f1` and `drop_f1` score one example, so that they serve as training objectives too.
+percentages). `answer_f1` scores one example, so that it serves as a training objective too.
 """
 
 from __future__ import annotations
@@ -91,6 +91,28 @@ def answer_scores(
     }
 
 
+def answer_f1(prediction: Answer, golds: Sequence[Answer], metric: str) -> float:
+    """The F1 of one generated answer, the best over its gold answers.
+
+    Args:
+      prediction: a string; for "drop" also a list of spans, perhaps empty.
+      golds: at least one right answer. For "drop" one an annotator, each a string or a list of spans;
+        an answer whose first span is blank, or that has none, cannot be matched.
+      metric: "squad" or "drop".
+
+    Returns:
+      A number in [0, 1].
+
+    Raises:
+      ValueError: golds is a string or empty.
+    """
+    if isinstance(golds, str) or not len(golds):  # a string would be scored letter by letter
+        raise ValueError(
+            f"golds={golds!r} is not a list of right answers; give at least one, as in ['Paris']."
+        )
+    return _RULES[metric][1](prediction, golds)
+
+
 def evaluate_metric(name: str) -> evaluate.Metric:
     """The scores of a task as a metric of `evaluate`, which collects batches, without a network.
 
@@ -169,27 +191,17 @@ def _squad_exact_match(prediction: str, golds: Sequence[str]) -> float:
     return float(_squad_normalized(prediction) in map(_squad_normalized, golds))
 
 
-def squad_f1(prediction: str, golds: Sequence[str]) -> float:
-    """The largest F1 of the prediction's bag of words with that of a gold answer.
+def _squad_f1(prediction: str, golds: Sequence[str]) -> float:
+    """2 |common| / (|prediction| + |gold|) of the bags of words, the largest over the gold answers.
 
     Words are what white space separates after normalisation, with multiplicity. No word in common is 0,
     also where both bags are empty and the exact match is 1: so does the script of v1.1.
 
-    Args:
-      prediction: may be empty.
-      golds: the right answers, at least one.
-
-    Returns:
-      2 |common| / (|prediction| + |gold|), in [0, 1].
-
-    Raises:
-      ValueError: golds is a string or empty.
-
-    >>> squad_f1("late October 1973", ["1973", "in October 1973"]) == 2 / 3
+    >>> _squad_f1("late October 1973", ["1973", "in October 1973"]) == 2 / 3
     True
     """
     words, scores = Counter(_squad_normalized(prediction).split()), []
-    for gold in _checked_golds(golds):
+    for gold in golds:
         others = Counter(_squad_normalized(gold).split())
         common = (words & others).total()
         scores.append(2 * common / (words.total() + others.total()) if common else 0.0)
@@ -225,26 +237,15 @@ def _drop_exact_match(prediction: Answer, golds: Sequence[Answer]) -> float:
     return float(any(matches))
 
 
-def drop_f1(prediction: Answer, golds: Sequence[Answer]) -> float:
+def _drop_f1(prediction: Answer, golds: Sequence[Answer]) -> float:
     """The largest F1 of the prediction with a gold answer, rounded to two decimals.
 
     The F1 of two answers: their spans' sets of words are aligned one to one such that the sum of
     the F1 of the pairs is largest; that sum is divided by the larger number of spans.
 
-    Args:
-      prediction: a string, or a list of spans, perhaps empty.
-      golds: one right answer an annotator, each a string or a list of spans; at least one. An
-        answer whose first span is blank, or that has none, cannot be matched.
-
-    Returns:
-      A number in [0, 1].
-
-    Raises:
-      ValueError: golds is a string or empty.
-
-    >>> drop_f1("78", [["78-yard"]])  # precision 1, recall 1/2
+    >>> _drop_f1("78", [["78-yard"]])  # precision 1, recall 1/2
     0.67
-    >>> drop_f1(["Bears"], [["Jets", "Bears"]])
+    >>> _drop_f1(["Bears"], [["Jets", "Bears"]])
     0.5
     """
     words = [set(_drop_normalized(span).split()) for span in _spans(prediction)]
@@ -270,7 +271,7 @@ def _spans(answer: Answer) -> Sequence[str]:
 
 def _filled_golds(golds: Sequence[Answer]) -> list[Sequence[str]]:
     """The spans of the gold answers that are not blank."""
-    spans = [_spans(gold) for gold in _checked_golds(golds)]
+    spans = [_spans(gold) for gold in golds]
     return [gold for gold in spans if len(gold) and gold[0].strip()]
 
 
@@ -304,16 +305,8 @@ def _without_articles(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-def _checked_golds(golds: Sequence[Any]) -> Sequence[Any]:
-    if isinstance(golds, str) or not len(golds):  # a string would be scored letter by letter
-        raise ValueError(
-            f"golds={golds!r} is not a list of right answers; give at least one, as in ['Paris']."
-        )
-    return golds
-
-
 _RULES: dict[str, tuple[Callable[..., float], Callable[..., float]]] = {
-    "squad": (_squad_exact_match, squad_f1),
-    "drop": (_drop_exact_match, drop_f1),
+    "squad": (_squad_exact_match, _squad_f1),
+    "drop": (_drop_exact_match, _drop_f1),
 }
 """Metric -> exact match and F1 of one example."""

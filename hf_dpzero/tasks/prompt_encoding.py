@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from hf_dpzero.tasks.templates import ANSWER, MASK, PLACE, Template
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 SEPARATORS = {"masked_lm": " ", "causal_lm": "\n\n"}
 
 Row = Mapping[str, str]
-Token = TypeVar("Token", bound=Hashable)
 
 
 class Encoded(NamedTuple):
@@ -40,9 +39,7 @@ class Encoded(NamedTuple):
 
 
 class _Halves(NamedTuple):
-    """A prompt's text before and after the place of the mask or the answer."""
-
-    before: str
+    before: str  # the place of the mask or the answer
     after: str
 
 
@@ -218,39 +215,14 @@ def mask_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> t
       L token ids.
 
     Raises:
-      ValueError: no mask token, a word that is not one token (names words that are), or two words
-        with the same token.
+      ValueError: no mask token, or a word that is not one token; names words that are.
     """
     if tokenizer.mask_token_id is None:
         raise ValueError(
             f"prompt=masked_lm needs a mask token, and {type(tokenizer).__name__} has none: use "
             "prompt: causal_lm with this model."
         )
-    return distinct([_one_token(tokenizer, word) for word in words], words)
-
-
-def distinct(ids: Sequence[Token], words: Sequence[str]) -> tuple[Token, ...]:
-    """Checks that a model can tell the labels apart.
-
-    Args:
-      ids: the token of each word, or the tuple of its tokens.
-      words: the label words.
-
-    Returns:
-      The ids.
-
-    Raises:
-      ValueError: two words with the same ids; names them.
-    """
-    first: dict[Token, str] = {}
-    for token, word in zip(ids, words, strict=True):
-        if token in first:
-            raise ValueError(
-                f"label words {first[token]!r} and {word!r} are the same token ({token}), so the "
-                "model cannot tell these labels apart: choose other label_words."
-            )
-        first[token] = word
-    return tuple(ids)
+    return tuple(_one_token(tokenizer, word) for word in words)
 
 
 def _one_token(tokenizer: PreTrainedTokenizerBase, word: str) -> int:

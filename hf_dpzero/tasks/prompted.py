@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 256
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTask(ABC):
@@ -135,7 +133,7 @@ class PromptTask(ABC):
                     _encode_batch,
                     with_indices=True,
                     batched=True,
-                    batch_size=_BATCH,
+                    batch_size=256,
                     remove_columns=rows.column_names,
                     fn_kwargs={**settings, "start": start},
                     desc=f"prompts ({split})",
@@ -186,24 +184,15 @@ class PromptTask(ABC):
 
     def _log_cuts(self, encoded: datasets.Dataset, split: str) -> None:
         cut, left_out = (int(np.sum(encoded[name][:])) for name in ("cut", "left_out"))
+        rows = f"of {len(encoded)} {split} prompts"
         if cut:
+            private = " (a count of private rows: do not publish it)" if split == "train" else ""
             logger.warning(
-                "%s of %s %s prompts have more than max_seq_length=%s tokens: they are cut at the "
-                "end of their %s%s.",
-                cut,
-                len(encoded),
-                split,
-                self.data.max_seq_length,
-                self.prompt.passage or "longest field",
-                " (a count of private rows: do not publish it)" if split == "train" else "",
+                f"{cut} {rows} have more than max_seq_length={self.data.max_seq_length} tokens: they "
+                f"are cut at the end of their {self.prompt.passage or 'longest field'}{private}."
             )
         if left_out:
-            logger.warning(
-                "%s demonstrations were left out of %s %s prompts for lack of room.",
-                left_out,
-                len(encoded),
-                split,
-            )
+            logger.warning(f"{left_out} demonstrations were left out {rows} for lack of room.")
 
 
 def _encode_batch(

@@ -18,7 +18,7 @@ from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.collators import CandidateCollator, LabelWordCollator
 from hf_dpzero.tasks.description import TaskDescription
 from hf_dpzero.tasks.metrics import classification_scores
-from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder, distinct, mask_word_ids
+from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder, mask_word_ids
 from hf_dpzero.tasks.prompted import PromptTask, padding_id, prompt_of
 from hf_dpzero.tasks.task import Task
 
@@ -126,10 +126,19 @@ class PromptedClassification(PromptTask):
         """
         words = self.prompt.label_words
         if self.head == "masked_lm":
-            return tuple((token,) for token in mask_word_ids(tokenizer, words))
-        encoder = PromptEncoder(tokenizer, self.template, self.head)
-        sample = dict.fromkeys(self.columns, "x")
-        return distinct([*map(tuple, encoder.answer_ids([sample] * len(words), words))], words)
+            ids: list[Any] = [(token,) for token in mask_word_ids(tokenizer, words)]
+        else:
+            encoder = PromptEncoder(tokenizer, self.template, self.head)
+            row = dict.fromkeys(self.columns, "x")
+            ids = [*map(tuple, encoder.answer_ids([row] * len(words), words))]
+        for index, word in enumerate(words):
+            first = ids.index(ids[index])
+            if first != index:
+                raise ValueError(
+                    f"label words {words[first]!r} and {word!r} are the same tokens {ids[index]}, so "
+                    "the model cannot tell these labels apart: choose other label_words."
+                )
+        return tuple(ids)
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
         """One row of tokens an example, or L where label words have several tokens."""

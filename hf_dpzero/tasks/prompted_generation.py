@@ -16,7 +16,7 @@ import numpy as np
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.collators import AnswerCollator
 from hf_dpzero.tasks.description import TaskDescription
-from hf_dpzero.tasks.metrics import answer_scores, drop_f1, squad_f1
+from hf_dpzero.tasks.metrics import answer_f1, answer_scores
 from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder
 from hf_dpzero.tasks.prompted import PromptTask, padding_id, prompt_of
 from hf_dpzero.tasks.rows import column_of, load_splits, require_columns, subset
@@ -169,7 +169,7 @@ class PromptedGeneration(PromptTask):
     def _f1(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], reference: int) -> float:
         """The F1 of a row's generated tokens."""
         answer, golds = self._scored(_decoded(tokenizer, ids), self._golds[reference])
-        return drop_f1(answer, golds) if self.scored_as == "drop" else squad_f1(answer, golds)
+        return answer_f1(answer, golds, self.scored_as)
 
     def _scored(self, text: str, golds: Golds) -> tuple[Any, Any]:
         """A generated text and a row's gold answers as the metric takes them.

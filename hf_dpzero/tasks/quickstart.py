@@ -108,28 +108,17 @@ class Fillings(NamedTuple):
 _TRAIN = Fillings(
     openings=("", "Hello,", "Good morning,", "Dear team,", "Hi, it's me again:", "A question:"),
     closings=(
-        "",
-        "Thank you.",
-        "What should we do?",
-        "Please let me know.",
-        "Sorry to bother you.",
+        "", "Thank you.", "What should we do?", "Please let me know.", "Sorry to bother you.",
         "You can call me back.",
     ),
     people=(
-        "my mother",
-        "my husband",
-        "my son",
-        "my daughter",
-        "my grandfather",
-        "our neighbour",
-        "my wife",
-        "a friend of mine",
-        "my sister",
+        "my mother", "my husband", "my son", "my daughter", "my grandfather", "our neighbour",
+        "my wife", "a friend of mine", "my sister",
     ),
     past=("this morning", "yesterday", "last night", "Monday", "Tuesday evening", "Saturday"),
     future=("tomorrow", "next week", "Wednesday", "next Monday", "Tuesday week", "next month"),
     situations=24,
-)
+)  # fmt: skip
 _VALIDATION = Fillings(
     openings=("Good evening,", "Hello doctor,", "To the front desk:"),
     closings=("Many thanks.", "Could somebody answer?", "I am not sure whom to ask."),
@@ -161,18 +150,18 @@ def build(data: DataArguments) -> Task | PromptedClassification:
     )
     if data.prompt is None:
         return task
+    prompts = {
+        kind: Prompt(
+            template=f"{{text}} Is this urgent? {place}",
+            label_words=("No", "Yes"),
+            source="this project",
+        )
+        for kind, place in (("masked_lm", "{mask}"), ("causal_lm", "{answer}"))
+    }
     described = TaskDescription(
-        name=task.name,
-        fields={"text": ("text",)},
-        label_names=LABEL_NAMES,
-        prompts={"masked_lm": _prompt("{mask}"), "causal_lm": _prompt("{answer}")},
+        name=task.name, fields={"text": ("text",)}, label_names=LABEL_NAMES, prompts=prompts
     )
     return prompted_classification(task, data, described)
-
-
-def _prompt(place: str) -> Prompt:
-    template = "{text} Is this urgent? " + place
-    return Prompt(template=template, label_words=("No", "Yes"), source="this project")
 
 
 def generate(seed: int = GENERATOR_SEED) -> datasets.DatasetDict:
@@ -180,25 +169,19 @@ def generate(seed: int = GENERATOR_SEED) -> datasets.DatasetDict:
 
     Guarantee: a pure function of `seed`; no text occurs twice, in either split.
     """
-    generator = random.Random(seed)
-    sizes = {"train": (_TRAIN, TRAIN_SIZE), "validation": (_VALIDATION, VALIDATION_SIZE)}
-    splits = {name: _rows(*size, generator) for name, size in sizes.items()}
+    generator, splits = random.Random(seed), datasets.DatasetDict()
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=list(LABEL_NAMES))}
     )
-    return datasets.DatasetDict(
-        {name: datasets.Dataset.from_list(rows, features=features) for name, rows in splits.items()}
-    )
-
-
-def _rows(fillings: Fillings, size: int, generator: random.Random) -> list[dict[str, object]]:
-    """`size` distinct messages, half of each label, in random order."""
-    rows: list[dict[str, object]] = []
-    for label, situations in enumerate((_ROUTINE, _URGENT)):
-        texts = list(_messages(situations[: fillings.situations], fillings))
-        rows += [{"text": t, "label": label} for t in generator.sample(texts, size // 2)]
-    generator.shuffle(rows)
-    return rows
+    sizes = {"train": (_TRAIN, TRAIN_SIZE), "validation": (_VALIDATION, VALIDATION_SIZE)}
+    for split, (fillings, size) in sizes.items():
+        rows: list[dict[str, object]] = []
+        for label, situations in enumerate((_ROUTINE, _URGENT)):
+            texts = list(_messages(situations[: fillings.situations], fillings))
+            rows += [{"text": t, "label": label} for t in generator.sample(texts, size // 2)]
+        generator.shuffle(rows)
+        splits[split] = datasets.Dataset.from_list(rows, features=features)
+    return splits
 
 
 def _messages(situations: tuple[str, ...], fillings: Fillings) -> Iterator[str]:
@@ -207,9 +190,5 @@ def _messages(situations: tuple[str, ...], fillings: Fillings) -> Iterator[str]:
     parts = (situations, fillings.openings, fillings.closings, fillings.people, times)
     for situation, opening, closing, person, (past, future) in itertools.product(*parts):
         core = situation.format(who=person, past=past, future=future)
-        yield " ".join(part for part in (opening, _sentence(core, opening), closing) if part)
-
-
-def _sentence(core: str, opening: str) -> str:
-    """A full stop after the core, and a capital unless an opening leads into it."""
-    return (core if opening else core[0].upper() + core[1:]) + "."
+        first = core if opening else core[0].upper() + core[1:]
+        yield " ".join(part for part in (opening, f"{first}.", closing) if part)

@@ -129,20 +129,14 @@ class Collator:
             return default_data_collator(rows)
         batch: dict[str, Any] = {}
         for suffix in ("", PAIR_SUFFIX):
-            own = [
-                {k.removesuffix(PAIR_SUFFIX): v for k, v in row.items() if _suffix(k) == suffix}
-                for row in rows
-            ]
-            if own[0]:
+            names = [n for n in rows[0] if n.endswith(PAIR_SUFFIX) == bool(suffix)]
+            if names:
+                own = [{name.removesuffix(suffix): row[name] for name in names} for row in rows]
                 padded = self.tokenizer.pad(
                     own, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt"
                 )
-                batch |= {key + suffix: value for key, value in padded.items()}
+                batch |= {name + suffix: value for name, value in padded.items()}
         return batch
-
-
-def _suffix(column: str) -> str:
-    return PAIR_SUFFIX if column.endswith(PAIR_SUFFIX) else ""
 
 
 def _encode(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,36 +56,26 @@ class Template:
 
     def __post_init__(self) -> None:
         if PLACE in self.text:
-            raise ValueError(f"template {self.text!r} holds U+E000, which is for internal use.")
+            self._refuse("holds U+E000, which is for internal use.")
         if not self.used_fields:
-            raise ValueError(
-                f"template {self.text!r} shows nothing of the row; put in one of "
-                f"{', '.join(f'{{{name}}}' for name in self.fields)}."
-            )
+            self._refuse(f"shows nothing of the row; put in one of {_braced(self.fields)}.")
+
+    def _refuse(self, why: str) -> None:
+        raise ValueError(f"template {self.text!r} {why}")
 
     @functools.cached_property
     def lines(self) -> list[list[Piece]]:
         """The pieces of each line, checked."""
-        lines, known = (
-            [_parse(line) for line in self.text.split("\n")],
-            (*self.fields, MASK, ANSWER),
-        )
+        known = (*self.fields, MASK, ANSWER)
+        lines = [_parse(line) for line in self.text.split("\n")]
         for piece in (piece for line in lines for piece in line):
             if piece.field is not None and piece.field not in known:
-                raise ValueError(
-                    f"template {self.text!r} has a field {{{piece.field}}}; there are "
-                    f"{', '.join(f'{{{name}}}' for name in known)}."
-                )
+                self._refuse(f"has a field {{{piece.field}}}; there are {_braced(known)}.")
             if piece.filters and piece.field in (MASK, ANSWER):
-                raise ValueError(
-                    f"template {self.text!r} filters {{{piece.field}}}: filters are for fields of the "
-                    "row."
-                )
+                self._refuse(f"filters {{{piece.field}}}: filters are for fields of the row.")
             for name in piece.filters:
                 if name not in FILTERS:
-                    raise ValueError(
-                        f"template {self.text!r} has a filter {name!r}; there are {', '.join(FILTERS)}."
-                    )
+                    self._refuse(f"has a filter {name!r}; there are {', '.join(FILTERS)}.")
         return lines
 
     @property
@@ -110,6 +100,10 @@ class Template:
             if all(row[name].strip() for name in self.optional if name in fields):
                 lines.append("".join(piece.text + _value(piece, row) for piece in line))
         return "\n".join(lines)
+
+
+def _braced(names: Sequence[str]) -> str:
+    return ", ".join(f"{{{name}}}" for name in names)
 
 
 def _parse(line: str) -> list[Piece]:

@@ -70,21 +70,25 @@ def classification_task(
     if known and known.drop_unlabelled:  # the Hub marks rows without a label with -1
         for split, rows in splits.items():
             splits[split] = rows.select(np.flatnonzero(np.asarray(rows[label][:]) != -1))
-    names = known.label_names if known else data.class_names or _read_label_names(splits, label)
-    if not known and not data.class_names:
-        _check_number_of_words(data, len(names), label)
+    names = tuple(known.label_names if known else data.class_names or ())
+    if not names:
+        names = tuple(_read_label_names(splits, label))
+        words = data.label_words
+        if data.prompt and words is not None and len(words) != len(names):
+            raise ValueError(  # these names come from the rows, so none is quoted
+                f"label_words has {len(words)} words, and column {label!r} holds {len(names)} labels; "
+                "give one each, and set class_names to the labels in this order."
+            )
     task = Task(
         name=name,
-        label_names=tuple(names),
+        label_names=names,
         text_columns=columns,
         max_seq_length=data.max_seq_length,
         splits=subset(_with_class_labels(splits, columns, label, names, known), data),
         metric=known.metric if known else "accuracy",
     )
     if data.prompt is not None:
-        own = TaskDescription(
-            name=name, fields={c: (c,) for c in columns}, label_names=tuple(names)
-        )
+        own = TaskDescription(name=name, fields={c: (c,) for c in columns}, label_names=names)
         return prompted_classification(task, data, known or own)
     if len(columns) > 2:
         raise ValueError(
@@ -103,16 +107,6 @@ def _text_columns(
     first = data.text_column or usual[0]
     second = [data.text_pair_column] if data.text_pair_column else usual[1:2]
     return (first, *second, *usual[2:])
-
-
-def _check_number_of_words(data: DataArguments, labels: int, column: str) -> None:
-    """Before `prompted_classification` does, which names the labels: here they come from the rows."""
-    words = data.label_words
-    if data.prompt is not None and words is not None and len(words) != labels:
-        raise ValueError(
-            f"label_words has {len(words)} words, and column {column!r} holds {labels} labels; give "
-            "one each, and set class_names to the labels in this order."
-        )
 
 
 def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:

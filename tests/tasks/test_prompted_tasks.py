@@ -233,11 +233,16 @@ def test_words_without_an_alternative() -> None:
 
 
 def test_two_words_of_one_token_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="label words 'Great' and 'great' are the same token"):
-        mask_word_ids(bert(), ("Great", "bad", "great"))
-    task = sentiment(tmp_path, "causal_lm", label_words=["great", "great"])
-    with pytest.raises(ValueError, match="'great' and 'great' are the same token.*choose other"):
-        task.objective(opt())
+    for kind, words, tokenizer in (
+        ("masked_lm", ["Great", "great"], bert()),
+        ("causal_lm", ["great", "great"], opt()),
+    ):
+        task = sentiment(tmp_path, kind, label_words=words)
+        message = f"'{words[0]}' and 'great' are the same token.*choose other"
+        with pytest.raises(ValueError, match=message):
+            task.words(tokenizer)
+        with pytest.raises(ValueError, match=message):
+            task.objective(tokenizer)
 
 
 def test_a_model_without_a_mask_is_refused() -> None:
@@ -957,18 +962,15 @@ def test_a_second_text_that_no_prompt_shows_is_refused(tmp_path: Path) -> None:
         ({"objective": "accuracy"}, "objective='accuracy' needs a prompt.*or objective to loss"),
         ({"prompt": "causal_lm", "num_demonstrations": -1}, "num_demonstrations=-1 must be 0 or"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be positive"),
+        (
+            {"task": "sst2", "prompt": "causal_lm", "objective": "f1"},
+            "objective='f1'.*'sst2' is a classification: use accuracy",
+        ),
     ],
 )
-def test_refused_settings(settings: dict[str, Any], message: str) -> None:
+def test_refused_settings(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        DataArguments(**settings)
-
-
-def test_f1_is_for_generated_answers(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="objective='f1'.*'sst2' is a classification: use accuracy"
-    ):
-        sentiment(tmp_path, "causal_lm", objective="f1")
+        task_of(tmp_path, [ROWS["sst2"], {**ROWS["sst2"], "label": 0}], **settings)
 
 
 def test_masked_families_find_their_masks(tmp_path: Path) -> None:

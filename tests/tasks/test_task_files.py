@@ -16,7 +16,7 @@ from hf_dpzero import tasks
 from hf_dpzero.tasks import TASKS, build_task, register_task
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.benchmarks import BENCHMARKS
-from hf_dpzero.tasks.description import Prompt, TaskDescription, described_by, read_task
+from hf_dpzero.tasks.description import Prompt, TaskDescription, _described_by, read_task
 from hf_dpzero.tasks.rows import HubSource
 from hf_dpzero.tasks.templates import checked_template
 
@@ -116,9 +116,9 @@ def test_what_is_left_out_has_its_usual_value(tmp_path: Path) -> None:
 def test_null_is_the_same_as_left_out() -> None:
     short: dict[str, Any] = {"fields": {"text": None}, "labels": ["a", "b"]}
     nulls = dict.fromkeys([key for key in TICKETS if key not in short])
-    assert described_by({**short, **nulls, "answers": None}) == described_by(short)
+    assert _described_by({**short, **nulls, "answers": None}) == _described_by(short)
     with pytest.raises(ValueError, match="the prompt masked_lm has no template"):
-        described_by({**short, "prompts": {"masked_lm": {"template": None}}})
+        _described_by({**short, "prompts": {"masked_lm": {"template": None}}})
 
 
 def test_the_words_of_yaml_1_1_are_text(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_file_that_is_not_there() -> None:
 
 
 def test_a_name_that_is_no_task_says_how_to_write_one() -> None:
-    register_task(described_by(TICKETS))
+    register_task(_described_by(TICKETS))
     with pytest.raises(ValueError, match=r"'sst3' is not one of .*trec, tickets.*a \.yaml file"):
         build_task(DataArguments(task="sst3"))
 
@@ -295,13 +295,6 @@ def test_a_classification_from_a_file(tmp_path: Path) -> None:
     assert texts[:2] == ["Bill\ntwice This is about bad.", "Light\nnone This is about good."]
 
 
-def test_rows_without_a_label_are_dropped(tmp_path: Path) -> None:
-    listed = [{"title": "a", "text": "b", "label": label} for label in (0, -1, 1)]
-    data = DataArguments(task=file(tmp_path, TICKETS), prompt="masked_lm", **rows(tmp_path, listed))
-    task: Any = build_task(data)
-    assert task.splits["train"]["label"][:] == [0, 1]
-
-
 def test_a_file_with_a_classification_head(tmp_path: Path) -> None:
     task: Any = build_task(DataArguments(task=file(tmp_path, TICKETS), **rows(tmp_path, MESSAGES)))
     assert task.head == "sequence_classification"
@@ -328,12 +321,6 @@ def test_the_recipe_overrides_the_files_prompt(tmp_path: Path) -> None:
     assert task.example(task.splits["train"][0]) == "Bill: twice\nAbout:\nmoney"
 
 
-def test_label_words_may_be_left_to_the_recipe(tmp_path: Path) -> None:
-    path = file(tmp_path, TICKETS)
-    with pytest.raises(ValueError, match=r"label_words has 0 words .* for the 2 labels"):
-        build_task(DataArguments(task=path, prompt="causal_lm", **rows(tmp_path, MESSAGES)))
-
-
 def test_questions_from_a_file(tmp_path: Path) -> None:
     data = DataArguments(
         task=file(tmp_path, QUESTIONS),
@@ -346,14 +333,7 @@ def test_questions_from_a_file(tmp_path: Path) -> None:
     assert text == "When?\n1900\n"
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
-        {},
-        {"title": None},
-        {"title": " "},
-    ],
-)
+@pytest.mark.parametrize("missing", [{}, {"title": None}, {"title": " "}])
 def test_an_optional_column_may_be_missing_or_empty(
     missing: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -375,20 +355,20 @@ def test_a_hub_data_set_that_cannot_be_reached(tmp_path: Path) -> None:
 
 
 def test_a_registered_task(tmp_path: Path) -> None:
-    register_task(described_by(QUESTIONS, "dates"))
+    register_task(_described_by(QUESTIONS, "dates"))
     data = rows(tmp_path, [{"question": "When?", "answer": "1900"}])
     task: Any = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
     assert task.name == "dates"
     assert task.answers == "answer"
-    register_task(described_by(changed(QUESTIONS, answers="question"), "dates"))
+    register_task(_described_by(changed(QUESTIONS, answers="question"), "dates"))
     task = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
     assert task.answers == "question"
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_the_packages_own_names_are_taken(name: str) -> None:
-    with pytest.raises(ValueError, match=f"task '{name}' comes with this package"):
-        register_task(described_by(QUESTIONS, name))
+def test_the_packages_own_names_are_taken() -> None:
+    for name in TASKS:
+        with pytest.raises(ValueError, match=f"task '{name}' comes with this package"):
+            register_task(_described_by(QUESTIONS, name))
 
 
 # ---------------------------------------------------------------- the benchmarks themselves
