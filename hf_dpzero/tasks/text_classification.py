@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -127,18 +127,19 @@ def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
             f"column {column!r} holds {said} in one split and the other; write all labels alike."
         )
     values = {split: set(rows.unique(column)) for split, rows in splits.items()}
+    public: Container[Any] = values["validation"]
     if kinds == {"text"}:
-        names, public = sorted(set().union(*values.values())), values["validation"]
+        names = sorted(set().union(*values.values()))
     else:
-        count = _count_integers(splits, values, column)
-        names, public = [str(i) for i in range(count)], {*range(max(values["validation"]) + 1)}
+        names = [str(label) for label in range(_count_integers(splits, values, column))]
+        public = range(max(values["validation"]) + 1)
     if not 2 <= len(names) <= _MAX_CLASSES:
         many = len(names) if len(names) < 2 else f"more than {_MAX_CLASSES}"
         raise ValueError(
             f"column {column!r} holds {many} classes; 2 to {_MAX_CLASSES} are supported. Is it the "
             "label column? Set label_column."
         )
-    if not values["train"] <= public:
+    if not all(value in public for value in values["train"]):
         logger.warning(
             "The set of label names is read from the private rows, for the validation rows do not "
             "have all labels of column %r: it becomes public (config.json holds it). Set class_names "
