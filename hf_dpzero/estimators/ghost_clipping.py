@@ -7,28 +7,30 @@ example is a sum of outer products, sum_t left_t right_t^T, and its norm needs n
 
 A weight with fewer numbers than the two `[T, T]` tables takes its gradient instead, which is
 smaller (mixed ghost clipping, Bu et al. 2022, arXiv:2205.10683); so do biases and norm layers. The
-norm is that of all uses of a weight together: of a layer that runs twice, of a tied embedding.
+norm is that of all uses of a weight together: of a layer that runs twice, of a tied embedding (Opacus
+has no ghost clipping of tied weights).
 
-The sum is made of what was measured: the backward pass is not repeated with weighted losses, but its
-left_t and right_t are kept and multiplied once more, sum_i w_i sum_t left_it right_it^T (book-keeping,
-Bu et al. 2023, arXiv:2210.00038). A second pass would round differently, and where huge terms cancel
-on the way back it gives a gradient that nobody measured.
+The sum is made of what was measured: the backward pass is not repeated with weighted losses, as Opacus
+does, but its left_t and right_t are kept and multiplied once more, sum_i w_i sum_t left_it right_it^T
+(book-keeping, Bu et al. 2023, arXiv:2210.00038). A second pass rounds differently: where huge terms
+cancel on the way back it gives a gradient that nobody measured, and one example then moves the sum by
+up to 14 clipping norms (`test_huge_tokens_that_cancel_move_the_sum_by_no_more_than_the_clip`).
 
 Rounding
 --------
 Norm and sum round in proportion to S = sum_t |left_t| |right_t|, not to the norm. With float32's
 2^-24, a squared norm is off by no more than about 2^-23 S^2, and a sum over n tokens (of all examples)
 by sqrt(n) 2^-25 S. While S <= 16 ||g|| that is 2^-16 of the norm at the very worst, for each. Where S
-is larger, or where numbers come near the end of float32's range, the example's gradient is multiplied
-out by itself, and what is added is w times that very array. Gradients that were taken for their norms
-are added as they are.
+is larger, the example's gradient is multiplied out by itself, and what is added is w times that very
+array. Factors are divided by powers of two first, which is exact, so that neither their squares nor
+their weighted values leave float32's range. Gradients that were taken for their norms are added as they
+are.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +55,10 @@ DENSE_BYTES = 1 << 28
 """Per-example gradients of a microbatch that `auto` still holds."""
 CANCELLED = 16.0
 """Largest S / ||g|| that products without the gradient are trusted with."""
-VANISHING = 2.0**-36
-"""Share of max |left| max |right| that counts as rounding, for products below float32's range."""
+VANISHING = 2.0**-34
+"""Counts as rounding, for scaled factors below 2: products whose squares leave float32's range."""
+SMALLEST = 2.0**-80
+"""Smallest w ||g|| for which weighted factors below float32's range do not matter."""
 
 
 def per_example_gradients(
@@ -67,10 +71,15 @@ def per_example_gradients(
     """Dense or ghost gradients of a model's trainable parameters.
 
     Args:
+      model: see `HookedGradients`.
+      objective: (model, inputs) -> per-example losses [B] float.
       how: "dense", "ghost", or "auto": dense while the float32 gradients of one microbatch take less
         than 256 MiB, for they need no tables, and in half precision or TF32; ghost otherwise.
       microbatch_size: examples differentiated at a time.
       autocast: whether the objective computes in half precision.
+
+    Returns:
+      `PerExampleGradients` or `GhostGradients`.
 
     Raises:
       ValueError: a trainable layer that neither supports, by its name; another `how`; ghost with
@@ -91,10 +100,12 @@ def per_example_gradients(
 class GhostGradients(HookedGradients):
     """Weighted sums without per-example gradients of large weights.
 
+    Guarantee: with weights w_i <= C / ||g_i|| an example moves the sum by at most C, to within 2^-16 of
+    it (see the module on rounding).
+
     One forward and one backward pass. Memory: the plain gradient, the inputs and output gradients of
     every trained layer and, in turn, two `[B, T, T]` tables for each weight; one example's gradient
-    where that is taken by itself (see the module's docstring). A microbatch of one is differentiated
-    without any of it.
+    where that is taken by itself. A microbatch of one is differentiated without any of it.
 
     Raises:
       ValueError: as for dense gradients; a parameter that is not float32, frozen ones included;
@@ -122,43 +133,32 @@ class GhostGradients(HookedGradients):
             return _add_gradient_(totals, self._alone(hooks, part), weigh).float().cpu()
         self._differentiate(hooks, part)
         with torch.no_grad():
-            return self._add_seen_(totals, hooks, weigh).float().cpu()
-
-    def _add_seen_(
-        self, totals: Sequence[Tensor], hooks: Any, weigh: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """totals += sum_i w_i g_i of what the hooks saw; norms [B] float64."""
-        norms, scales, reach = hooks.norms()
-        weights = weigh(norms).to(norms)
-        trusted = (scales <= CANCELLED * norms) & (reach <= weights * norms)
-        finite = scales.isfinite()
-        for i in (finite & ~trusted).nonzero().flatten().tolist():
-            norms[i] = _add_gradient_(totals, hooks.gradient(self.parameters, i), weigh)[0]
-        kept = finite & trusted & norms.isfinite()
-        hooks.add_weighted_(totals, self.parameters, kept, weights.float())
-        return torch.where(finite, norms, torch.nan)
+            norms, scales = hooks.norms()
+            weights = weigh(norms).to(norms)
+            trusted = (scales <= CANCELLED * norms) & (weights * norms >= SMALLEST)
+            finite = scales.isfinite()
+            for i in (finite & ~trusted).nonzero().flatten().tolist():
+                norms[i] = _add_gradient_(totals, hooks.gradient(self.parameters, i), weigh)[0]
+            kept = finite & trusted & norms.isfinite()
+            hooks.add_weighted_(totals, self.parameters, kept, weights)
+            return torch.where(finite, norms, torch.nan).float().cpu()
 
     def _differentiate(self, hooks: Any, part: Batch) -> None:
-        self._losses(hooks, part).sum().backward()
-        norms, scales, _ = hooks.norms()
-        self._check(hooks, norms + 1e-3 * scales)
-        forget_gradients(self.parameters)
-
-    def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
-        self._differentiate(hooks, part)
-        rows = range(hooks.size)
-        return torch.stack(
-            [parameter_norms(hooks.gradient(self.parameters, i)) for i in rows], dim=1
-        )
-
-    def _check(self, hooks: Any, norms: Tensor) -> None:
         """What the hooks saw of each parameter must be all that the loss depends on."""
+        self._losses(hooks, part).sum().backward()
+        norms, scales = hooks.norms()
         for name, p in zip(self.names, self.parameters, strict=True):
             if p.grad is None:
                 continue  # not part of this loss
             if p not in hooks.totals:
                 check_complete(name, p, hooks.size)  # there is no gradient at all: it raises
-            check_total(name, p, hooks.totals[p], norms, hooks.coarse, _projected)
+            check_total(name, p, hooks.totals[p], norms + 1e-3 * scales, hooks.coarse, _projected)
+        forget_gradients(self.parameters)
+
+    def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
+        self._differentiate(hooks, part)
+        gradients = (hooks.gradient(self.parameters, i) for i in range(hooks.size))
+        return torch.stack([parameter_norms(g) for g in gradients], dim=1)
 
 
 def _add_gradient_(
@@ -188,100 +188,107 @@ def _coarse(model: nn.Module) -> str | None:
     return "float32 products are taken in TF32 or bfloat16" if rounds_products() else None
 
 
-# ---------------------------------------------------------------- what one use of a weight adds
+def _refuse_coarse(what: str) -> None:
+    raise ValueError(
+        f"{what}, and ghost clipping rounds sums over examples in that precision, which is coarser "
+        "than the clip's margin: use per_example_gradients: dense, or float32 throughout."
+    )
 
 
 @dataclass(frozen=True)
 class Products:
-    """One use of a weight `[n, m]`: its gradient is sum_t left_t right_t^T for each example.
+    """Uses of a weight `[n, m]`: its gradient is factor sum_t left_t right_t^T for each example.
 
     Attributes:
       left: float32 `[B, T, n]`, or ids `[B, T]` that stand for one-hot rows.
       right: float32 `[B, T, m]`.
+      factor: float64 `[B]`; None for 1.
     """
 
     left: Tensor
     right: Tensor
+    factor: Tensor | None = None
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether `left` holds ids."""
+        return not self.left.is_floating_point()
+
+    def scaled(self) -> Products:
+        """The same product of factors below 2: exact, for they are divided by powers of two."""
+        right, factor = _over_power_of_two(self.right)
+        if self.looked_up:
+            return Products(self.left, right, factor)
+        left, other = _over_power_of_two(self.left)
+        return Products(left, right, factor * other)
+
+    def _factored(self, rows: Tensor) -> Tensor:
+        """`[B, ...]` times the factor, in float32."""
+        if self.factor is None:
+            return rows
+        return rows * self.factor.float().view(-1, *[1] * (rows.dim() - 1))
 
     def dense(self, weight: Tensor) -> Tensor:
         """The gradients themselves, `[B, n, m]`."""
-        if self.left.is_floating_point():
-            return self.left.mT @ self.right
-        found = self.right.new_zeros(len(self.right), *weight.shape)
-        return found.scatter_add_(1, self.left.unsqueeze(-1).expand_as(self.right), self.right)
-
-    def scaled(self) -> tuple[Products, Tensor]:
-        """Factors of size at most 1, and what their products are to be multiplied by: float64 [B].
-
-        Squares of small numbers, or of large ones, leave float32's range before the numbers do.
-        """
-        right, factor = _scaled(self.right)
-        if not self.left.is_floating_point():
-            return Products(self.left, right), factor
-        left, other = _scaled(self.left)
-        return Products(left, right), factor * other
+        if not self.looked_up:
+            return self._factored(self.left.mT @ self.right)
+        gradient = self.right.new_zeros(len(self.right), *weight.shape)
+        index = self.left.unsqueeze(-1).expand_as(self.right)
+        return self._factored(gradient.scatter_add_(1, index, self.right))
 
     def scale(self) -> Tensor:
-        """sum_t |left_t| |right_t| [B] float64: what the rounding of norm and sum goes by."""
+        """sum_t |left_t| |right_t| [B] float64, of scaled ones: the rounding goes by it."""
+        assert self.factor is not None
         lengths = self.right.norm(dim=2, dtype=torch.float64)
-        if self.left.is_floating_point():
+        if not self.looked_up:
             lengths = lengths * self.left.norm(dim=2, dtype=torch.float64)
-        return lengths.sum(dim=1)
-
-    def reach(self) -> Tensor:
-        """Bound [B] float64 on what w left_t below 2^-126, rounded to 0, takes from the sum."""
-        if not self.left.is_floating_point():
-            return torch.zeros(len(self.right), dtype=torch.float64, device=self.right.device)
-        lengths = self.right.norm(dim=2, dtype=torch.float64).sum(dim=1)
-        return 2.0**-106 * math.sqrt(self.left.shape[2]) * lengths
+        return self.factor * (lengths.sum(dim=1) + VANISHING)
 
     def squared_norm(self) -> Tensor:
-        """||sum_t left_t right_t^T||_F^2 [B] float64 without that sum."""
+        """||sum_t left_t right_t^T||_F^2 [B] float64 of scaled ones, without that sum."""
+        assert self.factor is not None
         rights = self.right @ self.right.mT
-        if self.left.is_floating_point():
-            lefts = (self.left @ self.left.mT).double()
-        else:
+        if self.looked_up:
             lefts = (self.left.unsqueeze(2) == self.left.unsqueeze(1)).double()
-        return (lefts * rights).sum(dim=(1, 2)).clamp(min=0)
-
-    def add_weighted_(self, total: Tensor, weights: Tensor) -> None:
-        """total += sum_i weights_i sum_t left_it right_it^T, `[n, m]`."""
-        right = self.right.flatten(0, 1)
-        if self.left.is_floating_point():
-            left = (self.left * weights[:, None, None]).flatten(0, 1)
-            total.addmm_(left.mT, right)
         else:
-            scaled = (self.right * weights[:, None, None]).flatten(0, 1)
-            total.index_add_(0, self.left.flatten(), scaled)
+            lefts = (self.left @ self.left.mT).double()
+        return (lefts * rights).sum(dim=(1, 2)).clamp(min=0) * self.factor.square()
 
-    def of(self, rows: Tensor | slice) -> Products:
-        """Of some examples only."""
-        return Products(self.left[rows], self.right[rows])
+    def add_weighted_(self, total: Tensor, kept: Any, weights: Tensor) -> None:
+        """total += sum_i w_i g_i over the examples in `kept`, `[n, m]`; weights float64 [B]."""
+        w = (weights if self.factor is None else weights * self.factor)[kept].float()[:, None, None]
+        left, right = self.left[kept], self.right[kept]
+        if self.looked_up:
+            total.index_add_(0, left.flatten(), (right * w).flatten(0, 1))
+        else:
+            total.addmm_((left * w).flatten(0, 1).mT, right.flatten(0, 1))
 
     def total(self, weight: Tensor) -> Tensor:
         """Their sum over the examples, projected: `[n]`."""
-        lengths = self.right @ _signs(self.right)
-        if self.left.is_floating_point():
+        lengths = self._factored(self.right @ _signs(self.right))
+        if not self.looked_up:
             return torch.einsum("btn,bt->n", self.left, lengths)
-        total = lengths.new_zeros(len(weight))
-        return total.index_add_(0, self.left.flatten(), lengths.flatten())
+        return lengths.new_zeros(len(weight)).index_add_(0, self.left.flatten(), lengths.flatten())
 
 
 def _joined(uses: Sequence[Products]) -> list[Products]:
-    """Uses of one kind are one use of more tokens."""
-    looked_up = [u for u in uses if not u.left.is_floating_point()]
-    multiplied = [u for u in uses if u.left.is_floating_point()]
+    """Scaled; uses of one kind are one use of more tokens. Those looked up come first."""
+    kinds = [[u for u in uses if u.looked_up], [u for u in uses if not u.looked_up]]
     return [
-        Products(torch.cat([u.left for u in kind], 1), torch.cat([u.right for u in kind], 1))
-        for kind in (looked_up, multiplied)
+        Products(
+            torch.cat([u.left for u in kind], 1),
+            torch.cat([u._factored(u.right) for u in kind], 1),
+        ).scaled()
+        for kind in kinds
         if kind
     ]
 
 
-def _scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B, T, n]` over the largest number of each example; these [B] float64."""
+def _over_power_of_two(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B, T, n]` over a power of two for each example, so that it is below 2; these [B] float64."""
     largest = rows.abs().amax(dim=(1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
-    return rows / largest[:, None, None], largest.double()
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # its exponent alone
+    return rows / power[:, None, None], power.double()
 
 
 def _is_small(weight: Tensor, uses: Sequence[Products]) -> bool:
@@ -291,29 +298,15 @@ def _is_small(weight: Tensor, uses: Sequence[Products]) -> bool:
 
 def _squared_norms(joined: Sequence[Products]) -> tuple[Tensor, Tensor]:
     """||sum over the uses||_F^2 [B] float64 without the gradients, and the scale of its rounding."""
-    scaled = [u.scaled() for u in joined]
-    squares = _added(u.squared_norm() * f.square() for u, f in scaled)
-    if len(scaled) == 2:
-        (looked_up, f), (multiplied, g) = scaled
-        squares = (squares + 2 * f * g * _inner_product(looked_up, multiplied)).clamp(min=0)
-    lengths = _added(u.scale() for u in joined)
-    return squares, lengths + VANISHING * _added(f for _, f in scaled)
-
-
-def _inner_product(looked_up: Products, multiplied: Products) -> Tensor:
-    """<g_i, g'_i>_F [B] of an embedding's and a linear layer's gradient of their tied weight."""
-    rights = multiplied.right @ looked_up.right.mT
-    tokens = looked_up.left.unsqueeze(1).expand_as(rights)
-    return (multiplied.left.gather(2, tokens).double() * rights).sum(dim=(1, 2))
-
-
-def _dense_squares(samples: Tensor) -> Tensor:
-    """float64 [B]."""
-    return row_norms(samples.flatten(1)).square()
-
-
-def _added(tensors: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, tensors)
+    squares = functools.reduce(torch.add, [u.squared_norm() for u in joined])
+    if len(joined) == 2:  # a tied weight: twice the inner product of its two gradients
+        looked_up, multiplied = joined
+        assert looked_up.factor is not None and multiplied.factor is not None
+        rights = multiplied.right @ looked_up.right.mT
+        tokens = looked_up.left.unsqueeze(1).expand_as(rights)
+        inner = (multiplied.left.gather(2, tokens).double() * rights).sum(dim=(1, 2))
+        squares = (squares + 2 * looked_up.factor * multiplied.factor * inner).clamp(min=0)
+    return squares, functools.reduce(torch.add, [u.scale() for u in joined])
 
 
 def _projected(gradient: Tensor) -> Tensor:
@@ -330,20 +323,17 @@ def _signs(like: Tensor) -> Tensor:
     return drawn.to(like) * 2 - 1
 
 
-# ---------------------------------------------------------------- hooks
-
-
 @functools.lru_cache(maxsize=1)
 def _norm_hooks_class() -> Any:
-    """Hooks that turn what a layer sees into squared norms at once and keep nothing else."""
+    """Hooks that turn what a layer sees into squared norms, and keep it for the sum."""
 
     class NormHooks(hooks_class()):  # type: ignore[misc]
         def begin(self, size: int) -> None:
             super().begin(size)
             device = next(self._module.parameters()).device
             self.none = torch.zeros(size, dtype=torch.float64, device=device)
-            self.measured: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor]] = {}
-            """Squared norm, scale and reach of each parameter, [B] float64."""
+            self.measured: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+            """Squared norm and scale of each parameter, [B] float64."""
             self.totals: dict[nn.Parameter, Tensor] = {}
             """What was seen of the plain gradient, projected."""
             self.uses: dict[nn.Parameter, list[Products]] = {}
@@ -392,40 +382,40 @@ def _norm_hooks_class() -> Any:
         def _finish(self, p: nn.Parameter) -> None:
             """Measures what was seen of a parameter; a small one's products are multiplied out."""
             uses = _joined(self.uses.pop(p, []))
-            if uses and (p in self.samples or _is_small(p, uses)):
-                for use in uses:
-                    self._sample(p, use.dense(p))
-                uses = []
-            if uses:
+            if uses and p not in self.samples and not _is_small(p, uses):
                 self.uses[p] = uses
-                reach = _added(u.reach() for u in uses)
-                self.measured[p] = (*_squared_norms(uses), reach)
-                self.totals[p] = _added(u.total(p) for u in uses)
-            else:
-                self.measured[p] = (_dense_squares(self.samples[p]), self.none, self.none)
-                self.totals[p] = _projected(self.samples[p].sum(0))
+                self.measured[p] = _squared_norms(uses)
+                self.totals[p] = functools.reduce(torch.add, [u.total(p) for u in uses])
+                return
+            for use in uses:
+                self._sample(p, use.dense(p))
+            samples = self.samples[p]
+            self.measured[p] = (row_norms(samples.flatten(1)).square(), self.none)
+            self.totals[p] = _projected(samples.sum(0))
 
-        def norms(self) -> tuple[Tensor, Tensor, Tensor]:
-            """||g_i||, the scale S_i of its rounding, the reach: float64 [B], of all parameters.
+        def norms(self) -> tuple[Tensor, Tensor]:
+            """||g_i|| and the scale S_i of its rounding: float64 [B], of all parameters.
 
             The scale is not finite where something that was seen is not.
             """
             for p in {**self.uses, **self.samples}:  # some outputs were not read
                 if p not in self.measured:
                     self._finish(p)
-            columns = zip((self.none,) * 3, *self.measured.values(), strict=True)
-            squares, scales, reach = (torch.stack(column) for column in columns)
-            return squares.sum(0).sqrt(), scales.norm(dim=0), reach.sum(0)
+            columns = zip((self.none,) * 2, *self.measured.values(), strict=True)
+            squares, scales = (torch.stack(column) for column in columns)
+            return squares.sum(0).sqrt(), scales.norm(dim=0)
 
         def gradient(self, parameters: Sequence[nn.Parameter], i: int) -> list[Tensor | None]:
             """Example i's own gradient, multiplied out; None where nothing was seen."""
-            return [self._gradient_of(p, i) for p in parameters]
-
-        def _gradient_of(self, p: nn.Parameter, i: int) -> Tensor | None:
-            if p in self.samples:
-                return self.samples[p][i]
-            uses = [u.of(slice(i, i + 1)).dense(p)[0] for u in self.uses.get(p, [])]
-            return _added(uses) if uses else None
+            gradients: list[Tensor | None] = []
+            for p in parameters:
+                uses = [
+                    Products(u.left[i : i + 1], u.right[i : i + 1], u.factor[i : i + 1]).dense(p)[0]
+                    for u in self.uses.get(p, [])
+                ]
+                own = [self.samples[p][i]] if p in self.samples else uses
+                gradients.append(functools.reduce(torch.add, own) if own else None)
+            return gradients
 
         def add_weighted_(
             self,
@@ -440,19 +430,12 @@ def _norm_hooks_class() -> Any:
             rows: Any = slice(None) if bool(kept.all()) else kept
             for total, p in zip(totals, parameters, strict=True):
                 if p in self.samples:
-                    found = self.samples[p][rows].flatten(1)
-                    total.add_((weights[rows] @ found).view(total.shape))
+                    samples = self.samples[p][rows].flatten(1)
+                    total.add_((weights[rows].float() @ samples).view(total.shape))
                 for use in self.uses.get(p, []):
-                    use.of(rows).add_weighted_(total, weights[rows])
+                    use.add_weighted_(total, rows, weights)
 
     return NormHooks
-
-
-def _refuse_coarse(what: str) -> None:
-    raise ValueError(
-        f"{what}, and ghost clipping rounds sums over examples in that precision, which is coarser "
-        "than the clip's margin: use per_example_gradients: dense, or float32 throughout."
-    )
 
 
 def _by_token(rows: Tensor) -> Tensor:
