@@ -255,7 +255,13 @@ class Products:
         return (lefts * rights).sum(dim=(1, 2)).clamp(min=0) * self.factor.square()
 
     def add_weighted_(self, total: Tensor, kept: Any, weights: Tensor) -> None:
-        """total += sum_i w_i g_i over the examples in `kept`, `[n, m]`; weights float64 [B]."""
+        """total += sum_i w_i g_i.
+
+        Args:
+          total: float32 `[n, m]`.
+          kept: bool [B] or a slice, the examples that are added.
+          weights: float64 [B].
+        """
         w = (weights if self.factor is None else weights * self.factor)[kept].float()[:, None, None]
         left, right = self.left[kept], self.right[kept]
         if self.looked_up:

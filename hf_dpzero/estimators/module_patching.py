@@ -17,6 +17,13 @@ def replaced_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> I
 
     The replacement is an instance attribute: one that someone else had put there comes back after
     the block, and where there was none there is none.
+
+    Args:
+      module: any.
+      wrap: the module's forward -> what stands for it.
+
+    Yields:
+      Nothing.
     """
     original = module.__dict__.get("forward")
     module.forward = wrap(module.forward)

@@ -22,6 +22,7 @@ WAY_OUT = "Freeze it, or use dpzero, which needs no gradients."
 
 
 def owned(module: nn.Module) -> list[nn.Parameter]:
+    """The module's own trainable parameters."""
     return [p for p in module.parameters(recurse=False) if p.requires_grad]
 
 
@@ -140,23 +141,43 @@ def _embedding_gradients(
 
     (ids,) = activations
     backprops = without_padding(layer, ids, backprops)
-    found: dict[nn.Parameter, Tensor] = compute_embedding_grad_sample(layer, [ids], backprops)
-    return found
+    samples: dict[nn.Parameter, Tensor] = compute_embedding_grad_sample(layer, [ids], backprops)
+    return samples
 
 
 def without_padding(layer: nn.Embedding, ids: Tensor, backprops: Tensor) -> Tensor:
-    """Backprops `[B, ..., h]` with zeros where the padding row was looked up."""
+    """Zeros where the padding row was looked up, as autograd leaves that row without a gradient.
+
+    Args:
+      layer: the embedding.
+      ids: int64 [B, ...], what it looked up.
+      backprops: [B, ..., h], gradients of its output.
+
+    Returns:
+      [B, ..., h].
+    """
     if layer.padding_idx is None:
         return backprops
     return backprops.masked_fill((ids == layer.padding_idx).unsqueeze(-1), 0.0)
 
 
 @contextlib.contextmanager
-def watched(module: nn.Embedding, hooks: Any) -> Iterator[None]:
-    """Notes the ids that an embedding looks up; what it finds once for all is given to each."""
+def ids_noted(module: nn.Embedding, hooks: Any) -> Iterator[None]:
+    """Notes the ids that an embedding looks up; a row looked up once for all goes to each example.
+
+    Args:
+      module: its forward is wrapped inside.
+      hooks: where the ids are noted, as `hooks.ids[module]`.
+
+    Yields:
+      Nothing.
+
+    Raises:
+      ValueError: inside, at a forward pass that does more than look up rows.
+    """
 
     def wrap(forward: Forward) -> Forward:
-        def watched(*args: Any, **kwargs: Any) -> Tensor:
+        def noting(*args: Any, **kwargs: Any) -> Tensor:
             with _Lookups(module.weight) as lookups:
                 output = forward(*args, **kwargs)
             ids = _only_lookup(module, lookups.seen, output)
@@ -165,7 +186,7 @@ def watched(module: nn.Embedding, hooks: Any) -> Iterator[None]:
             hooks.ids.setdefault(module, []).append(ids)
             return output
 
-        return watched
+        return noting
 
     with replaced_forward(module, wrap):
         yield

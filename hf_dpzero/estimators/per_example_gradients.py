@@ -25,9 +25,9 @@ from hf_dpzero.estimators.opacus_hooks import (
     WAY_OUT,
     forget,
     hooks_class,
+    ids_noted,
     owned,
     supported,
-    watched,
 )
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
@@ -80,8 +80,12 @@ class HookedGradients(ABC):
           batch: tensors with leading dimension B; B = 0 gives zeros.
           clip: C > 0.
           microbatch_size: examples differentiated at a time; None for all of them.
+
         Returns:
           float32 tensors, one for each of `parameters`, of its shape.
+
+        Raises:
+          ValueError: a clip that is not positive.
         """
         if not 0.0 < clip < float("inf"):
             raise ValueError(f"clip={clip}: the bound on a gradient's norm must be positive.")
@@ -91,12 +95,16 @@ class HookedGradients(ABC):
     def weighted_sum(
         self, microbatches: Sequence[Batch], weigh: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """(sum_i w_i g_i over all examples, their norms ||g_i|| float32 [B] on the CPU).
+        """Per-example gradients, weighted by their norms and added.
 
         Args:
           microbatches: differentiated one after the other; none gives zeros.
           weigh: norms [b] float64 of a microbatch -> w [b]. An example whose gradient is not finite
             counts as zero whatever its weight.
+
+        Returns:
+          (sum_i w_i g_i over all examples, float32, one tensor for each of `parameters`;
+          their norms ||g_i||, float32 [B] on the CPU).
         """
         totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
         norms = [torch.zeros(0)]
@@ -168,7 +176,7 @@ class HookedGradients(ABC):
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Full backward hook is firing when")
                 for module in self._embeddings:
-                    stack.enter_context(watched(module, hooks))
+                    stack.enter_context(ids_noted(module, hooks))
                 yield hooks
         finally:
             hooks.remove_hooks()
@@ -203,12 +211,12 @@ class PerExampleGradients(HookedGradients):
     def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
         self._differentiate(hooks, part)
         none = torch.zeros(hooks.size, dtype=torch.float64)
-        found = [
+        norms = [
             none if p.grad is None else row_norms(_samples(p).flatten(1)).cpu()
             for p in self.parameters
         ]
         forget_gradients(self.parameters)
-        return torch.stack(found)
+        return torch.stack(norms)
 
     @torch.no_grad()
     def _add_weighted_(
@@ -235,7 +243,17 @@ class PerExampleGradients(HookedGradients):
 
 
 def split(batch: Batch, size: int | None) -> list[dict[str, Tensor]]:
-    """Microbatches of at most `size` examples; an empty batch gives none.
+    """Divides a batch into microbatches.
+
+    Args:
+      batch: tensors with leading dimension B.
+      size: examples of a microbatch, at most; None for all.
+
+    Returns:
+      The microbatches in order; an empty batch gives none.
+
+    Raises:
+      ValueError: a size below 1.
 
     >>> [p["x"].tolist() for p in split({"x": torch.arange(5)}, 2)]
     [[0, 1], [2, 3], [4]]
@@ -305,6 +323,9 @@ def check_total(
       total: their sum, through `project`, a linear map that keeps the length of most matrices.
       norms: ||g_i||, the scale of what rounding may do.
       coarse: whether some layer computed in half precision.
+
+    Raises:
+      ValueError: they do not; names the parameter.
     """
     assert parameter.grad is not None
     error = float(total.sub_(project(parameter.grad)).norm(dtype=torch.float32))
@@ -331,10 +352,10 @@ def _check_scaling(more: Seen, many: int, less: Seen, few: int) -> None:
             raise ValueError(f"{name}: what it sees does not grow with the examples. {WAY_OUT}")
 
 
-def _check_own(names: Sequence[str], found: Tensor, alone: Tensor, coarse: bool) -> None:
+def _check_own(names: Sequence[str], batched: Tensor, alone: Tensor, coarse: bool) -> None:
     """Norms [parameters] of an example in a batch must be those of the example alone."""
     own, share = (5e-2, 5e-2) if coarse else (1e-3, 1e-5)
-    wrong = (found - alone).abs() > own * alone + share * alone.norm()
+    wrong = (batched - alone).abs() > own * alone + share * alone.norm()
     for n in wrong.nonzero().flatten().tolist():  # none where either is not finite
         raise ValueError(
             f"{names[n]}: an example's gradient in a batch is not its gradient alone. {WAY_OUT}"
@@ -342,10 +363,10 @@ def _check_own(names: Sequence[str], found: Tensor, alone: Tensor, coarse: bool)
 
 
 def _trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not found:
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
         raise ValueError("no parameter is trainable: set requires_grad or loosen `trainable`.")
-    names, parameters = zip(*found, strict=True)
+    names, parameters = zip(*trained, strict=True)
     return list(names), list(parameters)
 
 
@@ -367,7 +388,16 @@ def _samples(parameter: nn.Parameter) -> Any:
 
 
 def check_complete(name: str, parameter: nn.Parameter, size: int) -> None:
-    """A parameter that the loss depends on must have one gradient for each example."""
+    """A parameter that the loss depends on must have one gradient for each example.
+
+    Args:
+      name: of the parameter.
+      parameter: with what Opacus' hooks left on it.
+      size: B.
+
+    Raises:
+      ValueError: it has not.
+    """
     sample, shape = _samples(parameter), [size, *parameter.shape]
     if parameter.grad is None:
         return  # not part of this loss
@@ -379,5 +409,6 @@ def check_complete(name: str, parameter: nn.Parameter, size: int) -> None:
 
 
 def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Takes the plain and the per-example gradients off the parameters."""
     for p in parameters:
         p.grad, p.grad_sample = None, None  # type: ignore[attr-defined]

@@ -14,9 +14,8 @@ the signal counts as rounding.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,32 +114,13 @@ def measure(
     try:
         for draw in range(draws):
             direction = Direction(_SEED, draw, 0)
-            whole.append(_half_difference(differences, public, direction, smoothing))
-            third.append(_half_difference(differences, public, direction, smoothing / 3.0))
+            for half_differences, size in ((whole, smoothing), (third, smoothing / 3.0)):
+                differences.smoothing = size
+                half_differences.append(differences(public, [direction])[:, 0] * size)
     finally:
+        differences.smoothing = smoothing
         differences.space.settle_()
     return _diagnose(torch.stack(whole), torch.stack(third), dtype, smoothing)
-
-
-def _half_difference(
-    differences: FiniteDifferences,
-    public: Sequence[Microbatch],
-    direction: Direction,
-    smoothing: float,
-) -> Tensor:
-    """o(smoothing), float64 [B]."""
-    with _smoothing(differences, smoothing):
-        return differences(public, [direction])[:, 0] * smoothing
-
-
-@contextlib.contextmanager
-def _smoothing(differences: FiniteDifferences, value: float) -> Iterator[None]:
-    before = differences.smoothing
-    differences.smoothing = value
-    try:
-        yield
-    finally:
-        differences.smoothing = before
 
 
 def _diagnose(whole: Tensor, third: Tensor, dtype: str, smoothing: float) -> PrecisionDiagnostic:
@@ -160,16 +140,24 @@ def _diagnose(whole: Tensor, third: Tensor, dtype: str, smoothing: float) -> Pre
 
 
 def low_precision(model: nn.Module, args: Any) -> str | None:
-    """The arithmetic of a run below float32 in words: weights, autocast or TF32; None for none."""
-    odd = {p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)}
-    found = [f"{str(dtype).removeprefix('torch.')} weights" for dtype in sorted(odd, key=str)]
+    """The arithmetic of a run below float32.
+
+    Args:
+      model: whose weights are looked at.
+      args: of the run, with `mixed_precision` and `tf32`.
+
+    Returns:
+      Weights, autocast or TF32 in words; None where all is float32.
+    """
+    half = {p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)}
+    words = [f"{str(dtype).removeprefix('torch.')} weights" for dtype in sorted(half, key=str)]
     if any(p.dtype in (torch.int8, torch.uint8) for p in model.parameters()):
-        found.append("quantised weights")
+        words.append("quantised weights")
     if args.mixed_precision != "no":
-        found.append(f"{args.mixed_precision} autocast")
+        words.append(f"{args.mixed_precision} autocast")
     if args.tf32:
-        found.append("TF32")
-    return " and ".join(found) or None
+        words.append("TF32")
+    return " and ".join(words) or None
 
 
 # ---------------------------------------------------------------- public data where none is given
@@ -216,10 +204,8 @@ def _token_ids(model: Any, config: Any, generator: torch.Generator) -> Tensor:
 
 def _flat(values: Any) -> list[int]:
     """Token ids of a config, which may be None, numbers or lists of numbers."""
-    found: list[int] = []
-    for value in values:
-        found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return [value for value in found if value is not None]
+    lists = (value if isinstance(value, (list, tuple)) else [value] for value in values)
+    return [token for tokens in lists for token in tokens if token is not None]
 
 
 def _column(

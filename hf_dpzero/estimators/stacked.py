@@ -206,12 +206,28 @@ def _aliases(module: nn.Module, space: ParameterSpace) -> dict[str, str]:
 
 
 def copies_bytes(space: ParameterSpace, num_directions: int) -> int:
-    """What both signs of that many directions take: 2 K copies of the trainable tensors."""
+    """Memory of 2 K copies of the trainable tensors.
+
+    Args:
+      space: the trainable tensors.
+      num_directions: K, both signs of each.
+
+    Returns:
+      Bytes.
+    """
     return 2 * num_directions * sum(t.numel() * t.element_size() for t in space.tensors)
 
 
 def small_enough(space: ParameterSpace, num_directions: int) -> bool:
-    """Whether "auto" may stack: K >= 4, float32, and all copies within `STACK_BYTES`."""
+    """Whether "auto" may stack.
+
+    Args:
+      space: the trainable tensors.
+      num_directions: K of a step.
+
+    Returns:
+      True for K >= 4, float32 and all copies within `STACK_BYTES`.
+    """
     wide = all(tensor.dtype == torch.float32 for tensor in space.tensors)
     fits = copies_bytes(space, num_directions) <= STACK_BYTES
     return wide and fits and num_directions >= AUTO_DIRECTIONS

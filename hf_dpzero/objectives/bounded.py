@@ -36,10 +36,16 @@ class BoundedObjective(PromptObjective):
         return _one_by_one(self._loss_alone, model, inputs)
 
     def trial(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Numbers `[B]` float32 from the same passes, in which every logit has a share.
+        """Numbers from the same forward passes, in which every logit has a share.
 
-        0/1 losses agree where the passes behind them do not, so ways to evaluate a model are compared
-        by these (see `objectives.trial`).
+        0/1 losses agree where the logits behind them do not, so ways to evaluate a model are compared
+        by these (see `losses.trial`).
+
+        Args:
+          model, inputs: as for the losses.
+
+        Returns:
+          `[B]` float32.
         """
         return _one_by_one(self._trial_alone, model, inputs)
 
@@ -76,7 +82,14 @@ class ZeroOne(BoundedObjective):
         return self.objective.columns
 
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Scores of the objective inside, `[B, L]`, of the batch as a whole."""
+        """Scores of the objective inside, of the batch as a whole.
+
+        Args:
+          model, inputs: see the class.
+
+        Returns:
+          `[B, L]` float32.
+        """
         return self.objective.predict(model, inputs)
 
     def _loss_alone(self, model: nn.Module, example: Inputs) -> Tensor:
@@ -113,7 +126,14 @@ class AnswerF1(BoundedObjective):
         return self.objective.columns
 
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Tokens of the objective inside, `[B, N]`, of the batch as a whole."""
+        """Tokens of the objective inside, of the batch as a whole.
+
+        Args:
+          model, inputs: see the class.
+
+        Returns:
+          `[B, N]` int64.
+        """
         return self.objective.predict(model, inputs)
 
     def _loss_alone(self, model: nn.Module, example: Inputs) -> Tensor:
@@ -177,8 +197,8 @@ def _cut(value: Tensor, spans: list[tuple[int, int]]) -> Tensor:
 
 def _one_by_one(evaluate: PerExampleLoss, model: nn.Module, inputs: Inputs) -> Tensor:
     """Results `[B]` of batches of one."""
-    found = [evaluate(model, example) for example in alone(inputs)]
-    return torch.cat(found) if found else torch.zeros(0, device=inputs["input_ids"].device)
+    results = [evaluate(model, example) for example in alone(inputs)]
+    return torch.cat(results) if results else torch.zeros(0, device=inputs["input_ids"].device)
 
 
 def _check_kind(owner: object, objective: object, kinds: tuple[type, ...]) -> None:

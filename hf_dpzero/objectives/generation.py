@@ -68,10 +68,16 @@ def greedy_logits(
     stop_token_ids: Sequence[int],
     pad_token_id: int,
 ) -> Tensor:
-    """Mean logit of the tokens that `greedy` finds, float32 `[B]`: tokens alone hide small changes.
+    """Mean logit of the tokens that `greedy` finds: tokens alone hide small changes.
 
-    The arguments are those of `greedy`. A row that has ended counts while another one goes on, so this
-    is for batches of one, and for comparisons.
+    A row that has ended counts while another one goes on, so this is for batches of one, and for
+    comparisons.
+
+    Args:
+      model, input_ids, attention_mask, max_new_tokens, stop_token_ids, pad_token_id: as for `greedy`.
+
+    Returns:
+      `[B]` float32.
     """
     if not len(input_ids):
         return torch.zeros(0, device=input_ids.device)
@@ -81,6 +87,12 @@ def greedy_logits(
 
 def left_padded(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Rows rolled so that each ends with its last attended token, and no wider than the longest.
+
+    Args:
+      input_ids, attention_mask: `[B, T]`, padded on either side.
+
+    Returns:
+      The same two, `[B, longest]`.
 
     Raises:
       ValueError: a row without an attended token.
@@ -133,13 +145,13 @@ def _with_cache(
         pad_token_id=pad,
     )
     with _own_settings(model, GenerationConfig()):
-        found = _generator(model).generate(
+        tokens = _generator(model).generate(
             input_ids=ids,
             attention_mask=mask,
             generation_config=settings,
             logits_processor=LogitsProcessorList([noted]),
         )
-    return found[:, ids.shape[1] :], torch.stack(largest, dim=1)
+    return tokens[:, ids.shape[1] :], torch.stack(largest, dim=1)
 
 
 def _without_cache(
@@ -162,12 +174,12 @@ def _without_cache(
 
 def _generator(model: nn.Module) -> Any:
     """The outermost module with a `generate` of its own, which knows of adapters."""
-    found: Any = model
-    while type(found).__name__ in ("DistributedDataParallel", "DataParallel"):
-        found = found.module
-    if not hasattr(found, "generate"):
+    outermost: Any = model
+    while type(outermost).__name__ in ("DistributedDataParallel", "DataParallel"):
+        outermost = outermost.module
+    if not hasattr(outermost, "generate"):
         raise ValueError(f"{type(base_model(model)).__name__} does not generate: use a causal LM.")
-    return found
+    return outermost
 
 
 @contextlib.contextmanager

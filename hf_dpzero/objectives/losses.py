@@ -45,8 +45,12 @@ def classification_losses(
         cross entropy), averaged over an example's own labels.
       problem_type: Hugging Face's `config.problem_type`; None infers it as transformers does: one
         logit is regression, integer labels are classes, float labels are multi-label.
+
     Returns:
       `[B]` float32.
+
+    Raises:
+      ValueError: an unknown `problem_type`.
 
     >>> classification_losses(torch.zeros(2, 4), torch.tensor([0, 3]))
     tensor([1.3863, 1.3863])
@@ -120,7 +124,15 @@ def causal_lm_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """`[B]` float32 losses of any `...ForSequenceClassification` (see `classification_losses`)."""
+    """Losses of any `...ForSequenceClassification` (see `classification_losses`).
+
+    Args:
+      model: the classifier, also under PEFT.
+      inputs: what its forward takes, with `labels`.
+
+    Returns:
+      `[B]` float32.
+    """
     batch = right_padded(inputs)
     logits = model_logits(model, without_labels(batch))
     problem_type = getattr(getattr(base_model(model), "config", None), "problem_type", None)
@@ -128,9 +140,16 @@ def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tenso
 
 
 def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """`[B]` float32 next-token losses of a decoder (see `causal_lm_losses`).
+    """Next-token losses of a decoder (see `causal_lm_losses`).
 
     Where the model takes `logits_to_keep`, logits before the batch's first label are not computed.
+
+    Args:
+      model: the decoder, also under PEFT.
+      inputs: what its forward takes, with `labels` `[B, T]`.
+
+    Returns:
+      `[B]` float32.
     """
     labels = labels_of(inputs)
     batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
@@ -144,7 +163,15 @@ def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """`[B]` float32 losses of a masked language model over the labels != -100."""
+    """Losses of a masked language model over the labels != -100.
+
+    Args:
+      model: the encoder, also under PEFT.
+      inputs: what its forward takes, with `labels` `[B, T]`.
+
+    Returns:
+      `[B]` float32.
+    """
     labels_of(inputs)
     batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
     labels = batch["labels"]
@@ -153,9 +180,15 @@ def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def seq2seq_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """`[B]` float32 losses of an encoder-decoder; decoder inputs are the labels shifted right.
+    """Losses of an encoder-decoder; decoder inputs are the labels shifted right.
 
-    `decoder_input_ids` in the inputs are used as they are. Labels are padded on the right, by -100.
+    Args:
+      model: the encoder-decoder, also under PEFT.
+      inputs: what its forward takes, with `labels` `[B, T]`, padded on the right by -100;
+        `decoder_input_ids` are used as they are.
+
+    Returns:
+      `[B]` float32.
     """
     labels = labels_of(inputs)
     batch = dict(without_labels(right_padded(inputs)))
@@ -232,8 +265,8 @@ def trial(objective: PerExampleLoss) -> PerExampleLoss:
     `objective.trial`, per-example numbers that every bit of its forward passes has a share in, for
     losses that do not move with them, such as 0/1 losses. The objective itself if it has none.
     """
-    found: PerExampleLoss = getattr(objective, "trial", objective)
-    return found
+    own: PerExampleLoss = getattr(objective, "trial", objective)
+    return own
 
 
 @dataclass(frozen=True)
@@ -277,6 +310,17 @@ def check_per_example(losses: Any, batch_size: int) -> Tensor:
 
     A mean over the batch, or one loss per token, cannot be clipped per example: the sensitivity of
     the released sum would be unbounded.
+
+    Args:
+      losses: what an objective returned.
+      batch_size: B.
+
+    Returns:
+      `[B]` float32.
+
+    Raises:
+      TypeError: no tensor.
+      ValueError: another shape, or no floating dtype.
 
     >>> check_per_example(torch.tensor(0.5), batch_size=4)
     Traceback (most recent call last):
@@ -372,7 +416,15 @@ def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def take_columns(tensor: Tensor, index: Tensor) -> Tensor:
-    """`tensor[b, index[b, t], ...]` for a `[B, T, ...]` tensor."""
+    """Picks columns row by row.
+
+    Args:
+      tensor: `[B, T, ...]`.
+      index: int64 `[B, P]`.
+
+    Returns:
+      `tensor[b, index[b, p], ...]`, `[B, P, ...]`.
+    """
     return tensor[torch.arange(index.shape[0], device=index.device).unsqueeze(1), index]
 
 
@@ -411,7 +463,15 @@ def _decoder_inputs(base: Any, labels: Tensor) -> Tensor:
 
 
 def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """The model's logits `[B, T, V]`; no key-value cache is kept where the model takes `use_cache`."""
+    """Runs the model; no key-value cache is kept where it takes `use_cache`.
+
+    Args:
+      model: with a head, also under PEFT.
+      inputs: keyword arguments of its forward, without labels.
+
+    Returns:
+      Its logits, `[B, T, V]` of a language model.
+    """
     cache = {"use_cache": False} if _accepts(model, "use_cache") else {}
     outputs = model(**{**cache, **inputs})
     if isinstance(outputs, tuple):

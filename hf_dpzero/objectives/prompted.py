@@ -55,7 +55,15 @@ class PromptObjective(ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """`[B, L]` float32 scores of the classes, or `[B, N]` int64 tokens padded with -100."""
+        """What the model answers.
+
+        Args:
+          model: in eval mode, without gradients.
+          inputs: a batch, with or without labels.
+
+        Returns:
+          `[B, L]` float32 scores of the classes, or `[B, N]` int64 tokens padded with -100.
+        """
 
     def _for_model(self, inputs: Inputs) -> dict[str, Tensor]:
         return {k: v for k, v in without_labels(inputs).items() if k not in self.columns}
@@ -99,7 +107,14 @@ class LabelWords(PromptObjective):
         )
 
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Logits of the label words, `[B, L]` float32."""
+        """Logits of the label words.
+
+        Args:
+          model, inputs: see the class.
+
+        Returns:
+          `[B, L]` float32.
+        """
         positions = required(inputs, "positions", self)
         _check_inside(positions, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
         logits = selected_logits(model, self._for_model(inputs), positions.unsqueeze(1))
@@ -134,7 +149,17 @@ class Candidates(PromptObjective):
         )
 
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Mean log-probability of each candidate's tokens, `[B, L]` float32."""
+        """Mean log-probability of each candidate's tokens.
+
+        Args:
+          model, inputs: see the class.
+
+        Returns:
+          `[B, L]` float32.
+
+        Raises:
+          ValueError: tensors of other shapes.
+        """
         answers = required(inputs, "answer_lengths", self)
         shape = inputs["input_ids"].shape
         if len(shape) != 3 or answers.shape != shape[:2]:
@@ -178,14 +203,27 @@ class Answers(PromptObjective):
         return token_losses(selected_logits(model, self._for_model(batch), positions), targets)
 
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """What the model goes on with after each row's prompt, `[B, max_new_tokens]` (see `greedy`).
+        """What the model goes on with after each row's prompt (see `greedy`).
 
         The prompt is what stands before the first labelled token, or the whole row if none is.
+
+        Args:
+          model, inputs: see the class.
+
+        Returns:
+          `[B, max_new_tokens]` int64.
         """
         return self._decoded(greedy, model, inputs)
 
     def confidence(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Mean over the predicted tokens of their logits, `[B]` float32 (see `greedy_logits`)."""
+        """Mean over the predicted tokens of their logits (see `greedy_logits`).
+
+        Args:
+          model, inputs: see the class.
+
+        Returns:
+          `[B]` float32.
+        """
         return self._decoded(greedy_logits, model, inputs)
 
     def _decoded(self, how: Callable[..., Tensor], model: nn.Module, inputs: Inputs) -> Tensor:
@@ -263,17 +301,29 @@ def _check_inside(positions: Tensor, mask: Tensor | None, width: int) -> None:
         )
 
 
-def _first(found: Tensor) -> int:
+def _first(mask: Tensor) -> int:
     """Index of the first True of `[R]`."""
-    return int(found.int().argmax())
+    return int(mask.int().argmax())
 
 
 def required(inputs: Inputs, name: str, objective: PromptObjective) -> Tensor:
-    """`inputs[name]`; ValueError if the collator did not make it."""
-    found = inputs.get(name)
-    if found is None:
+    """A tensor that an objective needs of its batch.
+
+    Args:
+      inputs: the batch.
+      name: of the tensor.
+      objective: who asks.
+
+    Returns:
+      `inputs[name]`.
+
+    Raises:
+      ValueError: the collator did not make it.
+    """
+    value = inputs.get(name)
+    if value is None:
         raise ValueError(
             f"the batch has no {name!r} (it has {sorted(inputs)}), which "
             f"{type(objective).__name__} needs: use the prompt task's own collator."
         )
-    return found
+    return value

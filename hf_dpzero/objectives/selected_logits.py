@@ -22,7 +22,7 @@ from hf_dpzero.objectives.losses import (
 
 
 def selected_logits(model: nn.Module, inputs: Inputs, positions: Tensor) -> Tensor:
-    """Logits at P positions of each row, `[B, P, V]` in the model's dtype.
+    """Logits at P positions of each row.
 
     Equal to the full logits at these positions (up to the rounding of a smaller matrix product): the
     hidden states are gathered as they enter the output embedding. Where that is not to be done (a
@@ -33,6 +33,9 @@ def selected_logits(model: nn.Module, inputs: Inputs, positions: Tensor) -> Tens
       model: a language model, also under PEFT.
       inputs: what its forward takes, `[B, T]`; padded on either side.
       positions: `[B, P]` int64, counted from each row's first attended token.
+
+    Returns:
+      `[B, P, V]` in the model's dtype.
     """
     batch = right_padded(inputs)
     gathering = _Gathering(positions + _starts(batch), batch["input_ids"].shape[1])
@@ -74,8 +77,8 @@ class _Gathering:
 def _output_embedding(model: nn.Module) -> nn.Module | None:
     """What turns hidden states into logits; None if the model does not say."""
     get: Any = getattr(base_model(model), "get_output_embeddings", None)
-    found = get() if get is not None else None
-    return found if isinstance(found, nn.Module) else None
+    head = get() if get is not None else None
+    return head if isinstance(head, nn.Module) else None
 
 
 def _starts(batch: Inputs) -> Tensor | int:
