@@ -236,6 +236,11 @@ class Products:
         index = self.left.unsqueeze(-1).expand_as(self.right)
         return self._factored(gradient.scatter_add_(1, index, self.right))
 
+    def of(self, i: int) -> Products:
+        """Of example i alone."""
+        factor = None if self.factor is None else self.factor[i : i + 1]
+        return Products(self.left[i : i + 1], self.right[i : i + 1], factor)
+
     def scale(self) -> Tensor:
         """sum_t |left_t| |right_t| [B] float64, of scaled ones: the rounding goes by it."""
         assert self.factor is not None
@@ -415,10 +420,7 @@ def _norm_hooks_class() -> Any:
             """Example i's own gradient, multiplied out; None where nothing was seen."""
             gradients: list[Tensor | None] = []
             for p in parameters:
-                uses = [
-                    Products(u.left[i : i + 1], u.right[i : i + 1], u.factor[i : i + 1]).dense(p)[0]
-                    for u in self.uses.get(p, [])
-                ]
+                uses = [use.of(i).dense(p)[0] for use in self.uses.get(p, [])]
                 own = [self.samples[p][i]] if p in self.samples else uses
                 gradients.append(functools.reduce(torch.add, own) if own else None)
             return gradients

@@ -110,7 +110,7 @@ def measure(
       ValueError: no example has a finite loss.
     """
     smoothing = differences.smoothing
-    whole, third = [], []
+    whole, third = list[Tensor](), list[Tensor]()
     try:
         for draw in range(draws):
             direction = Direction(_SEED, draw, 0)
