@@ -1,4 +1,4 @@
-"""`import hf_dpzero` is cheap and lazy, and so is the command line's help."""
+"""`import hf_dpzero` loads nothing heavy, nor does the help of the command line."""
 
 from __future__ import annotations
 
@@ -40,44 +40,37 @@ def loaded_after(code: str) -> set[str]:
     return set(names)
 
 
-def seconds(statement: str, after: str = "pass") -> float:
-    """Time that `statement` takes in a fresh process after `after`: the faster of two."""
-    clock = "start = time.perf_counter()"
-    code = f"import time; {after}; {clock}; {statement}; print(time.perf_counter() - start)"
-    return min(float(run(code)) for _ in range(2))
-
-
 def test_the_import_loads_nothing_heavy():
     assert loaded_after("import hf_dpzero") == set()
     assert loaded_after("import datasets") >= {"datasets"}  # the probe sees what is loaded
 
 
-def test_the_mathematics_loads_without_transformers():
+def test_the_mathematics_and_help_load_nothing_heavy_either():
     code = (
         "from hf_dpzero import Direction, ParameterSpace, PoissonSampler, PrivacyPlan, Release, "
-        "ScalarMechanism, SecureNoise, Trajectory, replay"
-    )
-    assert loaded_after(code) == set()
-
-
-def test_the_import_costs_less_than_three_tenths_of_a_second_over_torch():
-    assert seconds("import hf_dpzero", after="import torch") < 0.3
-
-
-def test_help_is_instant():
-    code = (
+        "ScalarMechanism, SecureNoise, Trajectory, replay\n"
         "import hf_dpzero.cli.main as c, contextlib\n"
         "with contextlib.suppress(SystemExit): c.main(['--help'])"
     )
     assert loaded_after(code) == set()
-    assert seconds("import hf_dpzero.cli.main") < 0.5
 
 
-@pytest.mark.parametrize("name", [name for name in hf_dpzero.__all__ if name != "__version__"])
-def test_every_exported_name_resolves(name: str):
-    value = getattr(hf_dpzero, name)
-    assert value is getattr(importlib.import_module(value.__module__), name)
-    assert value.__module__.startswith("hf_dpzero.")
+def test_help_does_without_torch():
+    code = (
+        "import hf_dpzero.cli.main as c, contextlib, sys\n"
+        "with contextlib.suppress(SystemExit): c.main(['compare', '--help'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert loaded_after(code) == set()
+
+
+def test_every_exported_name_resolves():
+    names = [name for name in hf_dpzero.__all__ if name != "__version__"]
+    assert names
+    for name in names:
+        value = getattr(hf_dpzero, name)
+        assert value is getattr(importlib.import_module(value.__module__), name)
+        assert value.__module__.startswith("hf_dpzero.")
 
 
 def test_the_names_are_the_public_interface():

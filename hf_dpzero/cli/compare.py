@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from hf_dpzero.experiments.aggregate import Record
-    from hf_dpzero.experiments.grid import Run
+from hf_dpzero.cli.options import Compare
+from hf_dpzero.experiments.compare import compare, settings_of
+from hf_dpzero.experiments.grid import build_grid
+from hf_dpzero.experiments.tables import TABLE_FILE, merge, table
 
 _T = TypeVar("_T")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Compare) -> None:
     """Runs the grid, or merges comparisons; writes comparison.{json,md,png} and prints the table.
 
     Raises:
-      ValueError, OSError: nothing to run, arms that cannot be compared, a folder in use.
+      ValueError, OSError: nothing to run, methods that cannot be compared, a folder in use.
     """
     if arguments.merge:
-        print(_merged(arguments))
+        given = [f"--{name}" for name in ("methods", "epsilons", "seeds") if vars(arguments)[name]]
+        if given or arguments.overrides:
+            raise ValueError(
+                f"{(given or arguments.overrides)[0]}: --merge runs nothing; leave it out."
+            )
+        if not arguments.output_dir:
+            raise ValueError(
+                "--output_dir is missing; --merge needs a folder for the merged table."
+            )
+        print(merge(arguments.recipes, arguments.output_dir))
         return
-    from hf_dpzero.experiments.compare import compare, settings_of
-
-    runs = grid_of(arguments)
-    folder = Path(arguments.output_dir or f"out/compare-{Path(arguments.recipes[0]).stem}")
+    if len(arguments.recipes) != 1:
+        raise ValueError(
+            f"{' '.join(arguments.recipes)}: give one recipe; others are named in --methods."
+        )
     recipe, words = arguments.recipes[0], arguments.overrides
+    runs = build_grid(
+        recipe,
+        methods=listed("methods", arguments.methods, str),
+        epsilons=listed("epsilons", arguments.epsilons, float),
+        seeds=listed("seeds", arguments.seeds, int),
+        overrides=words,
+    )
+    folder = Path(arguments.output_dir or f"out/compare-{Path(recipe).stem}")
     record = compare(
         folder,
         runs,
@@ -36,47 +53,29 @@ def run(arguments: argparse.Namespace) -> None:
         retry_failed=arguments.retry_failed,
         keep_weights=not arguments.discard_weights,
     )
-    _show(record, folder)
-
-
-def _merged(arguments: argparse.Namespace) -> str:
-    from hf_dpzero.experiments.tables import merge
-
-    given = [f"--{name}" for name in ("methods", "epsilons", "seeds") if getattr(arguments, name)]
-    if given or arguments.overrides:
-        raise ValueError(
-            f"{(given or arguments.overrides)[0]}: --merge runs nothing; leave it out."
-        )
-    if not arguments.output_dir:
-        raise ValueError("--output_dir is missing; --merge needs a folder for the merged table.")
-    return merge(arguments.recipes, arguments.output_dir)
-
-
-def grid_of(arguments: argparse.Namespace) -> list[Run]:
-    """The runs that the command line asks for."""
-    from hf_dpzero.experiments.grid import build_grid
-
-    if len(arguments.recipes) != 1:
-        raise ValueError(
-            f"{' '.join(arguments.recipes)}: give one recipe; others are named in --methods."
-        )
-    return build_grid(
-        arguments.recipes[0],
-        methods=listed("methods", arguments.methods, str),
-        epsilons=listed("epsilons", arguments.epsilons, float),
-        seeds=listed("seeds", arguments.seeds, int),
-        overrides=arguments.overrides,
-    )
+    print(table(record))
+    failed = sum(not row.done for row in record.rows)
+    if failed:
+        print(f"{failed} of {len(record.rows)} runs do not count; {folder / TABLE_FILE} says why.")
+    print(f"written: {folder}/comparison.json, .md and .png")
 
 
 def listed(name: str, text: str | None, kind: Callable[[str], _T]) -> list[_T]:
     """The words between commas.
 
-    >>> listed("epsilons", "2, 6", float)
-    [2.0, 6.0]
+    Args:
+      name: of the option, for errors.
+      text: what was given.
+      kind: converts a word.
+
+    Returns:
+      The converted words; none if nothing was given.
 
     Raises:
       ValueError: a word that is no number where one is needed.
+
+    >>> listed("epsilons", "2, 6", float)
+    [2.0, 6.0]
     """
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     try:
@@ -86,13 +85,3 @@ def listed(name: str, text: str | None, kind: Callable[[str], _T]) -> list[_T]:
         raise ValueError(
             f"--{name} {text}: give {whole}numbers with commas between them."
         ) from None
-
-
-def _show(record: Record, folder: Path) -> None:
-    from hf_dpzero.experiments.tables import TABLE_FILE, table
-
-    print(table(record))
-    failed = sum(not row.done for row in record.rows)
-    if failed:
-        print(f"{failed} of {len(record.rows)} runs do not count; {folder / TABLE_FILE} says why.")
-    print(f"written: {folder}/comparison.json, .md and .png")

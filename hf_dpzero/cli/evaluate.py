@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import re
@@ -10,6 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_dpzero.cli.options import Evaluate
 from hf_dpzero.recipes.build import check_context, load_trained, output_dir
 from hf_dpzero.recipes.recipe import (
     Recipe,
@@ -61,7 +61,7 @@ class Origin:
         return cls(str(folder.resolve()) if name and folder.is_dir() else name, revision or "main")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Evaluate) -> None:
     """Evaluates and prints; with --output_dir also writes eval_results.json there.
 
     Without --model_name_or_path this is the zero-shot figure of the recipe's base model, which
@@ -78,12 +78,12 @@ def run(arguments: argparse.Namespace) -> None:
             _check_zero_shot(recipe, own)
         statement = privacy_statement(recipe, own)
         metrics = evaluate(recipe, base, quiet=arguments.json)
-    found = {**metrics, "privacy": statement}
+    results = {**metrics, "privacy": statement}
     if "output_dir" in overrides:
         output_dir(recipe).mkdir(parents=True, exist_ok=True)
         path = output_dir(recipe) / "eval_results.json"
-        path.write_text(json.dumps(found, indent=4, sort_keys=True), encoding="utf-8")
-    print(json.dumps(found, indent=2, sort_keys=True) if arguments.json else statement)
+        path.write_text(json.dumps(results, indent=4, sort_keys=True), encoding="utf-8")
+    print(json.dumps(results, indent=2, sort_keys=True) if arguments.json else statement)
 
 
 def _own_model(recipe: str | Path) -> tuple[str, Origin]:

@@ -4,7 +4,6 @@ the memory of its run.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -12,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.cli.options import Plan
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_dpzero.recipes.recipe import Recipe
 
 RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "clip": 1.0,
     "num_directions": 1,
     "sampling": "poisson",
@@ -30,84 +30,71 @@ DEFAULTS = {
     "noise_distribution": "gaussian",
 }
 """Options that may be left out; with --recipe they are the recipe's."""
-FIELDS = (
-    *DEFAULTS, "expected_batch_size", "max_steps", "target_epsilon", "noise_multiplier",
-    "target_delta", "max_batch_size",
-)  # fmt: skip
-"""Options that are fields of a recipe, which they override."""
+_NO_FIELDS = ("recipe", "num_examples", "json", "traceback", "overrides")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Plan) -> None:
     """Computes and prints the plan; see `facts` and `recipe_facts` for the keys of --json."""
+    sections: Mapping[str, Any] = {}
     if arguments.recipe is not None:
-        plan_recipe(arguments)
-        return
-    plan, delta = calibrated(with_defaults(arguments))
-    found = facts(plan, delta, arguments.target_epsilon)
-    if arguments.json:
-        print(json.dumps(_finite(found), indent=2))
+        privacy, sections = plan_recipe(arguments)
     else:
-        print_table(found)
+        for name in ("num_examples", "max_steps"):
+            if getattr(arguments, name) is None:
+                raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
+        unsaid: dict[str, Any] = {
+            n: v for n, v in DEFAULTS.items() if getattr(arguments, n) is None
+        }
+        plan, delta = calibrated(dataclasses.replace(arguments, **unsaid))
+        privacy = facts(plan, delta, arguments.target_epsilon)
+    if arguments.json:
+        print(json.dumps(_finite({**privacy, **sections}), indent=2))
+        return
+    print_table(privacy)
+    if sections:
+        from hf_dpzero.experiments.plan_tables import print_sections
+
+        print_sections(sections)
 
 
-def with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The options with `DEFAULTS` where nothing was said.
-
-    Raises:
-      ValueError: an option that only a recipe can do without.
-    """
-    for name in ("num_examples", "max_steps"):
-        if getattr(arguments, name) is None:
-            raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
-    for name, value in DEFAULTS.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    return arguments
-
-
-# ---------------------------------------------------------------- a recipe
-
-
-def plan_recipe(arguments: argparse.Namespace) -> None:
-    """Prints the plan of --recipe with its overrides: privacy, model, memory."""
+def plan_recipe(arguments: Plan) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """`recipe_facts` of --recipe with its overrides, and the sections on model and memory."""
     from hf_dpzero.experiments.plan import overview
     from hf_dpzero.recipes.recipe import load_recipe, parse_overrides
 
-    said = {n: getattr(arguments, n) for n in FIELDS if getattr(arguments, n) is not None}
+    said = {n: v for n, v in vars(arguments).items() if n not in _NO_FIELDS and v is not None}
     with tempfile.TemporaryDirectory() as scratch:
         overrides = {"output_dir": scratch, **said, **parse_overrides(arguments.overrides)}
-        recipe = load_recipe(arguments.recipe, overrides)
-        found = overview(recipe, arguments.num_examples)
-    privacy = recipe_facts(recipe, found)
-    if arguments.json:
-        print(json.dumps(_finite({**privacy, **found.sections}), indent=2))
-        return
-    from hf_dpzero.experiments.plan_tables import print_sections
-
-    print_table(privacy)
-    print_sections(found.sections)
+        recipe = load_recipe(arguments.recipe or "", overrides)
+        known = overview(recipe, arguments.num_examples)
+    return recipe_facts(recipe, known), known.sections
 
 
-def recipe_facts(recipe: Recipe, found: Overview) -> dict[str, Any]:
+def recipe_facts(recipe: Recipe, known: Overview) -> dict[str, Any]:
     """`facts` of a recipe's plan, with the method and where n comes from.
 
-    Without n there is no plan: `missing` says what to give. A method without privacy has an infinite
-    epsilon.
+    Args:
+      recipe: with its overrides.
+      known: its overview.
+
+    Returns:
+      What is printed. Without n there is no plan: `missing` says what to give. A method without
+      privacy has an infinite epsilon.
     """
     args = recipe.training
-    head = {"method": args.method, "num_examples_from": found.rows.source}
-    if found.plan is None:
+    head = {"method": args.method, "num_examples_from": known.rows.source}
+    if known.plan is None:
         settings = {name: getattr(args, name) for name in ("expected_batch_size", "sampling")}
-        missing = found.rows.source
+        missing = known.rows.source
         return {**head, "num_examples": None, **settings, "epsilon": None, "missing": missing}
-    n = found.plan.sampler.num_examples
+    n = known.plan.sampler.num_examples
     if args.not_private:
         epsilon = {"epsilon": math.inf, "delta": None, "private": False}
-        return {**head, **_setting(found.plan), **epsilon}
-    return {**head, **facts(found.plan, args.delta(n), args.target_epsilon)}
+        return {**head, **_setting(known.plan), **epsilon}
+    return {**head, **facts(known.plan, args.delta(n), args.target_epsilon)}
 
 
-def calibrated(arguments: argparse.Namespace) -> tuple[PrivacyPlan, float]:
+def calibrated(arguments: Any) -> tuple[PrivacyPlan, float]:
     """The plan that the options describe, its noise calibrated if a target is given, and delta.
 
     Raises:
@@ -119,27 +106,29 @@ def calibrated(arguments: argparse.Namespace) -> tuple[PrivacyPlan, float]:
             f"target_epsilon={arguments.target_epsilon} and noise_multiplier="
             f"{arguments.noise_multiplier}: give exactly one; the other is computed."
         )
+    noise = arguments.noise_multiplier
     plan = PrivacyPlan(
         sampler=_sampler(arguments),
-        mechanism=_mechanism(arguments),
+        mechanism=ScalarMechanism(
+            clip=arguments.clip,
+            noise_multiplier=1.0 if noise is None else noise,
+            expected_batch_size=float(arguments.expected_batch_size or arguments.num_examples),
+            num_directions=arguments.num_directions,
+            distribution=arguments.noise_distribution,
+        ),
         steps=arguments.max_steps,
         relation=arguments.neighboring_relation,
         accountant=arguments.accountant,
     )
-    delta = _delta(arguments)
+    delta = arguments.target_delta
+    if delta is None:  # the default of `DPZeroConfig`
+        delta = 0.0 if arguments.noise_distribution == "laplace" else 0.1 / arguments.num_examples
     if arguments.target_epsilon is None:
         return plan, delta
     return plan.calibrate(epsilon=arguments.target_epsilon, delta=delta), delta
 
 
-def _delta(arguments: argparse.Namespace) -> float:
-    """The given delta, or the default of `DPZeroConfig`: 1 / (10 n), and 0 for Laplace noise."""
-    if arguments.target_delta is not None:
-        return float(arguments.target_delta)
-    return 0.0 if arguments.noise_distribution == "laplace" else 0.1 / arguments.num_examples
-
-
-def _sampler(arguments: argparse.Namespace) -> Sampler:
+def _sampler(arguments: Any) -> Sampler:
     size = arguments.expected_batch_size
     if arguments.sampling == "full_batch":
         size = arguments.num_examples if size is None else size
@@ -157,17 +146,6 @@ def _sampler(arguments: argparse.Namespace) -> Sampler:
     return sampler_from_dict(values)
 
 
-def _mechanism(arguments: argparse.Namespace) -> ScalarMechanism:
-    noise = arguments.noise_multiplier
-    return ScalarMechanism(
-        clip=arguments.clip,
-        noise_multiplier=1.0 if noise is None else noise,
-        expected_batch_size=float(arguments.expected_batch_size or arguments.num_examples),
-        num_directions=arguments.num_directions,
-        distribution=arguments.noise_distribution,
-    )
-
-
 def facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict[str, Any]:
     """The plan in numbers: what is printed.
 
@@ -176,6 +154,14 @@ def facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict
     for Gaussian noise is the noise multiplier and for Laplace noise sqrt(2) times it (that
     multiplier is the scale b / C). `epsilon_by_relation` is what the *same* noise spends under each
     neighbouring relation; a text there says why it is not accounted.
+
+    Args:
+      plan: with its noise.
+      delta: of the epsilons.
+      target_epsilon: what was asked for, or None.
+
+    Returns:
+      What is printed.
     """
     mechanism: Any = plan.mechanism
     batch = mechanism.expected_batch_size
@@ -218,27 +204,25 @@ def _epsilon_under(plan: PrivacyPlan, relation: str, delta: float) -> float | st
         return f"not accounted: {error}"
 
 
-def print_table(found: Mapping[str, Any]) -> None:
+def print_table(privacy: Mapping[str, Any]) -> None:
     """Prints `facts` or `recipe_facts` for people."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="privacy plan", show_header=False)
+    console, table = Console(), Table(title="privacy plan", show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    for name, value in found.items():
+    for name, value in privacy.items():
         if name != "epsilon_by_relation" and value is not None:
             table.add_row(name, _shown(value))
-    console = Console()
     console.print(table)
-    if "epsilon_by_relation" not in found:
-        return
-    relations = Table(title="the same noise under each neighbouring relation")
-    relations.add_column("relation")
-    relations.add_column(f"epsilon at delta={_shown(found['delta'])}")
-    for name, value in found["epsilon_by_relation"].items():
-        relations.add_row(name, _shown(value))
-    console.print(relations)
+    if "epsilon_by_relation" in privacy:
+        relations = Table(title="the same noise under each neighbouring relation")
+        relations.add_column("relation")
+        relations.add_column(f"epsilon at delta={_shown(privacy['delta'])}")
+        for name, value in privacy["epsilon_by_relation"].items():
+            relations.add_row(name, _shown(value))
+        console.print(relations)
 
 
 def _shown(value: Any) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-
+from hf_dpzero.cli.options import Push
 from hf_dpzero.reporting import hub
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Push) -> None:
     """Ships what may be shipped, or with --dry_run leaves exactly that in a local folder."""
     address = hub.push(
         arguments.output_dir,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_dpzero.cli.options import Replay
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
@@ -22,7 +22,7 @@ RECIPE_SUFFIXES = (".yaml", ".yml")
 WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Replay) -> None:
     """Loads base and trajectory, checks the base's digest, replays, saves, compares.
 
     The rebuilt weights are compared bit for bit with those of `--expect`, or, where the whole
@@ -43,7 +43,11 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer.save_pretrained(output)
     steps = sum(arguments.upto is None or r.step < arguments.upto for r in trajectory.releases)
     print(f"replayed {steps} of {len(trajectory.releases)} steps into {output}")
-    expected = _expected(arguments.expect, arguments.upto, beside)
+    expected = None
+    if arguments.expect is not None:
+        expected = Path(arguments.expect)
+    elif arguments.upto is None and weight_files(beside):
+        expected = beside
     if expected is not None:
         count = compare(output, expected)
         print(f"all {count} tensors equal those in {expected}, bit for bit")
@@ -56,6 +60,9 @@ def load_base(base: str, overrides: Sequence[str], beside: Path) -> tuple[Any, A
       base: a recipe (.yaml), or a model's folder or Hub id.
       overrides: settings laid over the recipe; refused for a model.
       beside: the run's folder; its config.json names the labels, so that the data is not needed.
+
+    Returns:
+      The model, and its tokenizer or None.
     """
     if base.endswith(RECIPE_SUFFIXES):
         from hf_dpzero.recipes.models import load_model
@@ -72,6 +79,13 @@ def labels_of(recipe: Recipe, beside: Path) -> Task:
 
     Whoever verifies a release has the published model but not the private data: the names come from
     config.json beside the trajectory, else from the task, else one is made for each label text.
+
+    Args:
+      recipe: of the run.
+      beside: the run's folder.
+
+    Returns:
+      The task.
     """
     from hf_dpzero.tasks import build_task
 
@@ -128,19 +142,20 @@ def _load_checkpoint(name_or_path: str) -> tuple[Any, Any]:
         return model, None
 
 
-def _expected(given: str | None, upto: int | None, beside: Path) -> Path | None:
-    if given is not None:
-        return Path(given)
-    return beside if upto is None and weight_files(beside) else None
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a saved model or adapter."""
     return sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
 
 
 def compare(rebuilt: Path, expected: Path) -> int:
-    """The number of tensors, all of which are equal bit for bit in both folders.
+    """Checks that two folders hold the same tensors, bit for bit.
+
+    Args:
+      rebuilt: folder of a saved model or adapter.
+      expected: another one.
+
+    Returns:
+      The number of tensors.
 
     Raises:
       FileNotFoundError: a folder without weights.
@@ -151,7 +166,9 @@ def compare(rebuilt: Path, expected: Path) -> int:
         odd = sorted(ours.keys() ^ theirs.keys())
         raise ValueError(f"{rebuilt} and {expected} hold other tensors: {', '.join(odd[:3])}.")
     for name, tensor in ours.items():
-        if not _same_bits(tensor, theirs[name]):
+        other = theirs[name]
+        same_kind = tensor.dtype == other.dtype and tensor.shape == other.shape
+        if not same_kind or not torch.equal(_bytes(tensor), _bytes(other)):
             raise ValueError(
                 f"tensor {name} of {expected} is not what the trajectory gives (see {rebuilt}): "
                 "these weights were not made by these releases alone."
@@ -169,12 +186,6 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
             f"{folder} has no model*.safetensors or adapter_model*.safetensors."
         )
     return {name: tensor for path in files for name, tensor in load_file(path).items()}
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(_bytes(left), _bytes(right))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_dpzero.cli.options import Train
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.recipes.build import build_trainer, output_dir
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RECIPE_FILE = "recipe.yaml"
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Train) -> None:
     """Trains as the recipe and the overrides say and leaves everything in its output_dir.
 
     Raises:
