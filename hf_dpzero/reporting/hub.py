@@ -1,9 +1,9 @@
 """What leaves the machine: the model card, the folder that may be shipped, and the push.
 
-`build_hub_folder` copies by an allow list. Whatever it does not name (the `private` folder,
+`build_hub_folder` copies by an allow list. Whatever it does not name (the `_private` folder,
 checkpoints, optimizer and generator states, pickled arguments, logs) never reaches the folder, and
-what a run wrote about itself (recipe, results) is reduced to what is public. Nothing is shipped
-whose report is missing, says NOT PRIVATE unasked, or disagrees with the trajectory.
+recipe and results are reduced to what is public (`redaction`). A run is not shipped if its report is
+missing, disagrees with the trajectory, or says NOT PRIVATE and that was not allowed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import fnmatch
 import json
 import math
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -21,21 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.private_selection import total_epsilon
-from hf_dpzero.reporting import model_card
-from hf_dpzero.reporting.model_card import RECIPE_FILE, TRAJECTORY_FILE
-from hf_dpzero.reporting.privacy_report import (
-    PLOT_FILE,
-    REPORT_FILE,
-    PrivacyReport,
-    plan_facts,
+from hf_dpzero.reporting.model_card import model_card, task_of
+from hf_dpzero.reporting.plots import PLOT_FILE
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, noise_name, plan_facts
+from hf_dpzero.reporting.redaction import (
+    RECIPE_FILE,
+    public_recipe,
+    public_results,
+    recipe_settings,
 )
+from hf_dpzero.reporting.wording import needs_secret_batches, why_not_private
 
 if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
-
     from hf_dpzero.ledger.trajectory import Trajectory
-    from hf_dpzero.privacy.plan import PrivacyPlan
 
+TRAJECTORY_FILE = "trajectory.safetensors"
 CARD_FILE, RESULTS_FILE, ADAPTER_FILE = "README.md", "all_results.json", "adapter_config.json"
 FOLDER_NAME = "hub"
 
@@ -72,22 +71,18 @@ COPIED = (
 WRITTEN = (CARD_FILE, RESULTS_FILE, RECIPE_FILE)
 """Files that are written anew, from what is public."""
 
-_PUBLIC_RESULT = re.compile(r"(eval|test|predict|zero_shot)_\w+|epoch|train_samples")
-_SECRET_SETTING = re.compile(
-    r"(?!direction_key$)(.*_)?(token|key|secret|password|credentials?)", re.IGNORECASE
-)
-_MACHINE_SETTINGS = ("output_dir", "logging_dir", "resume_from_checkpoint", "hub_model_id")
-_PATH_SETTINGS = (
-    *("train_file", "validation_file", "task", "dataset_name", "model_name_or_path", "extends"),
-    *("deepspeed", "fsdp_config", "accelerator_config"),
-)
-_TEXT_SETTINGS = ("template", "label_words", "class_names")  # texts of a model: never a path
-_LOGGED = ("direction", "log_private_diagnostics")  # report entries that a header may hold too
 _STALE = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
 def write_model_card(output_dir: str | os.PathLike[str], *, repo_id: str | None = None) -> Path:
     """Writes the card of the run in `output_dir` as its README.md, private or not.
+
+    Args:
+      output_dir: the run's folder; its trajectory may not be there yet.
+      repo_id: Hub id for the card's examples.
+
+    Returns:
+      The card's path.
 
     Raises:
       FileNotFoundError: there is no privacy report; says what makes it.
@@ -96,15 +91,10 @@ def write_model_card(output_dir: str | os.PathLike[str], *, repo_id: str | None 
     folder = Path(output_dir)
     report = _read_report(folder)
     has_trajectory = (folder / TRAJECTORY_FILE).exists()
-    written = _card_of(
-        folder,
-        report,
-        _read_trajectory(folder, report) if has_trajectory else None,
-        public_results(_read_json(folder / RESULTS_FILE)),
-        public_recipe(_read_text(folder / RECIPE_FILE)),
-        repo_id,
-    )
-    write_atomically(folder / CARD_FILE, written.content)
+    trajectory = _read_trajectory(folder, report) if has_trajectory else None
+    metrics = public_results(_read_json(folder / RESULTS_FILE))
+    recipe = public_recipe(_read_text(folder / RECIPE_FILE))
+    _write_card(folder, report, trajectory, metrics, recipe, repo_id)
     return folder / CARD_FILE
 
 
@@ -117,7 +107,7 @@ def build_hub_folder(
 ) -> Path:
     """Makes `folder` hold exactly what may be shipped of the run in `output_dir`.
 
-    Guarantee: only files named by `COPIED` and `WRITTEN` are in the folder; no file of `private/`,
+    Guarantee: only files named by `COPIED` and `WRITTEN` are in the folder; no file of `_private/`,
     no checkpoint, no optimizer or generator state. An older folder made by this function is
     replaced; the new one appears whole or not at all.
 
@@ -137,7 +127,11 @@ def build_hub_folder(
     """
     source, target = Path(output_dir), Path(folder)
     report = _read_report(source)
-    _refuse_not_private(report, allow_not_private)
+    if not report.private and not allow_not_private:
+        raise ValueError(
+            f"{report.statement} To publish it all the same, pass --allow_not_private "
+            "(allow_not_private=True); the card will say so first."
+        )
     trajectory = _read_trajectory(source, report)
     _check_weights(source)
     _check_target(source, target)
@@ -208,14 +202,6 @@ def _read_report(source: Path) -> PrivacyReport:
         ) from None
 
 
-def _refuse_not_private(report: PrivacyReport, allowed: bool) -> None:
-    if not report.private and not allowed:
-        raise ValueError(
-            f"{report.statement} To publish it all the same, pass --allow_not_private "
-            "(allow_not_private=True); the card will say so first."
-        )
-
-
 def _read_trajectory(source: Path, report: PrivacyReport) -> Trajectory:
     from hf_dpzero.ledger.trajectory import Trajectory
 
@@ -226,23 +212,41 @@ def _read_trajectory(source: Path, report: PrivacyReport) -> Trajectory:
             "and `Trajectory.load(ledger).to_safetensors(path)` makes it from the run's ledger."
         )
     trajectory = Trajectory.load(path)
-    _refuse_disagreement(report, trajectory)
+    _check_agreement(report, trajectory)
     return trajectory
 
 
-def _refuse_disagreement(report: PrivacyReport, trajectory: Trajectory) -> None:
+def _check_agreement(report: PrivacyReport, trajectory: Trajectory) -> None:
     """Recomputes from the public plan and the releases all that the report takes from them."""
     from hf_dpzero.privacy.plan import PrivacyPlan
 
     header, steps = trajectory.header, trajectory.next_step
     plan = PrivacyPlan.from_dict(header["plan"])
-    facts = plan_facts(plan, report.delta, min(steps, plan.steps))
-    facts["steps"] = steps
-    facts.update({name: header[name] for name in _LOGGED if name in header})
-    facts.update(_promises(plan, header))
+    source = str(header["noise_source"])
+    why_not = why_not_private(
+        method=plan.mechanism.name,
+        epsilon=0.0 if plan.private else math.inf,
+        noise_source=source,
+        log_private_diagnostics=bool(header["log_private_diagnostics"]),
+        batches_secret=bool(header["sampler_key_is_secret"]) or not needs_secret_batches(plan),
+    )
+    facts = plan_facts(plan, report.delta, min(steps, plan.steps)) | {
+        "steps": steps,
+        "direction": header["direction"],
+        "log_private_diagnostics": header["log_private_diagnostics"],
+        "noise_source": noise_name(plan, source),
+        "private": why_not is None,
+    }
     if isinstance(report.tuning, dict):
-        _refuse_unfinished(report)
-        facts["epsilon"] = _tuned_epsilon(report, plan)
+        if report.steps != report.planned_steps:
+            raise ValueError(
+                f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
+                f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
+            )
+        # A report may state more than this run's own plan costs (trials of other settings, with
+        # more discrete noise), never less.
+        total = total_epsilon(plan, report.tuning, report.delta)
+        facts["epsilon"] = max(report.epsilon, total)
     wrong = [name for name, value in facts.items() if not _same(getattr(report, name), value)]
     if wrong:
         stated = ", ".join(f"{name}: {getattr(report, name)} / {facts[name]}" for name in wrong)
@@ -252,47 +256,10 @@ def _refuse_disagreement(report: PrivacyReport, trajectory: Trajectory) -> None:
         )
 
 
-def _promises(plan: PrivacyPlan, header: Mapping[str, Any]) -> dict[str, Any]:
-    """The noise's name, and whether the run is private, from what its header says."""
-    from hf_dpzero.reporting.privacy_report import noise_name
-    from hf_dpzero.reporting.wording import needs_secret_batches, why_not_private
-
-    if "noise_source" not in header:
-        return {}
-    source = str(header["noise_source"])
-    broken = why_not_private(
-        method=plan.mechanism.name,
-        epsilon=0.0 if plan.private else math.inf,
-        noise_secure=not source.lower().startswith("insecure"),
-        log_private_diagnostics=bool(header.get("log_private_diagnostics")),
-        batches_secret=bool(header.get("sampler_key_is_secret", True))
-        or not needs_secret_batches(plan),
-    )
-    return {"noise_source": noise_name(plan, source), "private": broken is None}
-
-
-def _refuse_unfinished(report: PrivacyReport) -> None:
-    if report.steps != report.planned_steps:
-        raise ValueError(
-            f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
-            f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
-        )
-
-
-def _tuned_epsilon(report: PrivacyReport, plan: PrivacyPlan) -> float:
-    """What run and tuning cost together, from the public plan; a report may state more, not less.
-
-    The report's own number is returned where it is the larger one: a stricter claim about the
-    sweep (trials of other settings, with more discrete noise) agrees with this run.
-    """
-    total = total_epsilon(plan, report.tuning, report.delta)
-    return report.epsilon if report.epsilon >= total else total
-
-
-def _same(stated: Any, found: Any) -> bool:
-    if isinstance(found, float) and isinstance(stated, int | float):
-        return math.isclose(stated, found, rel_tol=1e-6)
-    return bool(stated == found)
+def _same(stated: Any, expected: Any) -> bool:
+    if isinstance(expected, float) and isinstance(stated, int | float):
+        return math.isclose(stated, expected, rel_tol=1e-6)
+    return bool(stated == expected)
 
 
 def _check_weights(source: Path) -> None:
@@ -343,8 +310,7 @@ def _fill(
     recipe = public_recipe(_read_text(source / RECIPE_FILE))
     if recipe:
         (staged / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-    written = _card_of(staged, report, trajectory, metrics, recipe, repo_id)
-    write_atomically(staged / CARD_FILE, written.content)
+    _write_card(staged, report, trajectory, metrics, recipe, repo_id)
 
 
 def _copied_files(source: Path) -> Iterable[Path]:
@@ -361,76 +327,6 @@ def _copied_files(source: Path) -> Iterable[Path]:
 
 def _named(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def public_results(results: Mapping[str, Any]) -> dict[str, float]:
-    """Evaluation metrics and public counts; never a statistic of the training data, nor timing.
-
-    >>> public_results({"eval_accuracy": 0.8, "train_loss": 0.3, "epoch": 1.0})
-    {'eval_accuracy': 0.8, 'epoch': 1.0}
-    """
-    return {
-        name: value
-        for name, value in results.items()
-        if _PUBLIC_RESULT.fullmatch(name)
-        and isinstance(value, int | float)
-        and math.isfinite(value)
-    }
-
-
-def public_recipe(text: str) -> str:
-    """A recipe without secrets and machine-local settings; absolute paths keep their last part.
-
-    Templates and names and words of labels stay as they are, also where they start like a path.
-    The text is returned unchanged, comments included, where nothing had to go.
-
-    >>> public_recipe("clip: 50.0\\nhub_token: hf_x\\ntrain_file: /home/me/rows.jsonl\\n")
-    'clip: 50.0\\ntrain_file: rows.jsonl\\n'
-    """
-    import yaml
-
-    settings = _settings(text)
-    public = {
-        name: _portable(name, value) for name, value in settings.items() if not _is_local(name)
-    }
-    return text if public == settings else yaml.safe_dump(public, sort_keys=False)
-
-
-def _settings(recipe: str) -> dict[str, Any]:
-    """The keys and values of a recipe's text; an empty text has none."""
-    from hf_dpzero.values import parse_yaml
-
-    settings = parse_yaml(recipe) if recipe.strip() else {}
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"{RECIPE_FILE} is no mapping of settings to values; restore or delete it."
-        )
-    return settings
-
-
-def _is_local(name: str) -> bool:
-    return name in _MACHINE_SETTINGS or _SECRET_SETTING.fullmatch(name) is not None
-
-
-def _portable(name: str, value: Any) -> Any:
-    if isinstance(value, list):
-        return [_portable(name, item) for item in value]
-    return Path(value).name if isinstance(value, str) and _is_path(name, value) else value
-
-
-def _is_path(name: str, value: str) -> bool:
-    """Whether a setting's text is a place on this machine, and no text that starts like one.
-
-    Settings that hold paths are taken at their word, and so is text for a model. Elsewhere a path is
-    what exists, or has several parts and no white space or braces.
-    """
-    if name in _TEXT_SETTINGS or not (Path(value).is_absolute() or value.startswith("~")):
-        return False
-    if name in _PATH_SETTINGS:
-        return True
-    several = len(Path(value).parts) > 2 or value.startswith("~/")
-    plain = re.search(r"[\s{}]", value) is None
-    return several and (plain or os.path.exists(os.path.expanduser(value)))
 
 
 def _read_text(path: Path) -> str:
@@ -454,42 +350,37 @@ def _reduce_base_path(adapter: Path) -> None:
     )
 
 
-def _dataset_of(settings: Mapping[str, Any]) -> str | None:
-    """The data set that a recipe names, or its task (a task file's name) where rows are local."""
-    if settings.get("dataset_name") and not settings.get("train_file"):
-        return str(settings["dataset_name"])
-    task = settings.get("task")
-    return Path(task).stem if task else None
-
-
-def _card_of(
-    staged: Path,
+def _write_card(
+    folder: Path,
     report: PrivacyReport,
     trajectory: Trajectory | None,
     metrics: Mapping[str, float],
     recipe: str,
     repo_id: str | None,
-) -> ModelCard:
-    settings = _settings(recipe)
-    adapter = _read_json(staged / ADAPTER_FILE)
-    config = _read_json(staged / "config.json")
-    return model_card.model_card(
+) -> None:
+    settings = recipe_settings(recipe)
+    adapter, config = _read_json(folder / ADAPTER_FILE), _read_json(folder / "config.json")
+    dataset, task = settings.get("dataset_name"), settings.get("task")
+    if not dataset or settings.get("train_file"):  # rows of one's own: the task, or its file's name
+        dataset = Path(task).stem if task else None
+    card = model_card(
         report,
         base_model=(
             settings.get("model_name_or_path")
             or adapter.get("base_model_name_or_path")
             or config.get("_name_or_path")
         ),
-        task=model_card.task_of(config, adapter, settings.get("prompt")),
-        dataset=_dataset_of(settings),
+        task=task_of(config, adapter, settings.get("prompt")),
+        dataset=None if dataset is None else str(dataset),
         metrics=metrics,
         recipe=recipe,
         peft=bool(adapter),
         trajectory=trajectory,
         repo_id=repo_id,
         model_type=config.get("model_type"),
-        plot=(staged / PLOT_FILE).is_file(),
+        plot=(folder / PLOT_FILE).is_file(),
     )
+    write_atomically(folder / CARD_FILE, card.content)
 
 
 # ------------------------------------------------------------------ the network
@@ -528,8 +419,20 @@ def _upload(folder: Path, repo_id: str, private: bool, token: str | None) -> str
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # the second: of its HTTP client
 
+    api = HfApi(token=token)
     try:
-        return _upload_to(HfApi(token=token), folder, repo_id, private)
+        url = api.create_repo(repo_id, private=private, exist_ok=True)
+        if private and not api.repo_info(url.repo_id).private:
+            raise PermissionError(
+                f"{url.repo_id} exists and is public, but a private repository was asked for: make "
+                "it private, choose another repo_id, or pass private=False (--no-private)."
+            )
+        api.upload_folder(
+            repo_id=url.repo_id,
+            folder_path=folder,
+            commit_message="Add model, privacy report and trajectory",
+            delete_patterns=list(_STALE),
+        )
     except HfHubHTTPError as error:
         raise PermissionError(
             f"The Hub refused {repo_id!r}: {error}. Check that the token may write there; the "
@@ -539,19 +442,4 @@ def _upload(folder: Path, repo_id: str, private: bool, token: str | None) -> str
         raise ConnectionError(
             f"The Hub cannot be reached ({error}); the folder stays at {folder}, push it later."
         ) from error
-
-
-def _upload_to(api: Any, folder: Path, repo_id: str, private: bool) -> str:
-    url = api.create_repo(repo_id, private=private, exist_ok=True)
-    if private and not api.repo_info(url.repo_id).private:
-        raise PermissionError(
-            f"{url.repo_id} exists and is public, but a private repository was asked for: make it "
-            "private, choose another repo_id, or pass private=False (--no-private)."
-        )
-    api.upload_folder(
-        repo_id=url.repo_id,
-        folder_path=folder,
-        commit_message="Add model, privacy report and trajectory",
-        delete_patterns=list(_STALE),
-    )
     return str(url)

@@ -1,19 +1,20 @@
-"""The model card: what a run did and what its privacy means, in words and in a table."""
+"""The model card: what a run did and what its privacy means. Its text is `model_card_template.md`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.reporting.privacy_report import PLOT_FILE, REPORT_FILE, PrivacyReport, round_up
+from hf_dpzero.reporting.plots import PLOT_FILE
+from hf_dpzero.reporting.privacy_report import PrivacyReport, round_up
 
 if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
+    from huggingface_hub import ModelCard, ModelCardData
 
     from hf_dpzero.ledger.trajectory import Trajectory
 
-RECIPE_FILE, TRAJECTORY_FILE = "recipe.yaml", "trajectory.safetensors"
+TEMPLATE = Path(__file__).with_name("model_card_template.md")
 _AUTO_CLASSES = {
     "text-classification": "AutoModelForSequenceClassification",
     "text-generation": "AutoModelForCausalLM",
@@ -27,6 +28,7 @@ _PEFT_TASKS = {
     "SEQ_2_SEQ_LM": "text2text-generation",
 }
 _PROMPT_TASKS = {"masked_lm": "fill-mask", "causal_lm": "text-generation"}
+_NO_SCORE = ("loss", "runtime", "samples", "per_second", "time")
 
 
 def model_card(
@@ -37,7 +39,6 @@ def model_card(
     dataset: str | None = None,
     metrics: Mapping[str, float] | None = None,
     recipe: str | None = None,
-    library: str = "transformers",
     peft: bool = False,
     trajectory: Trajectory | None = None,
     repo_id: str | None = None,
@@ -56,29 +57,54 @@ def model_card(
       dataset: Hub id or name of the training data.
       metrics: `eval_*` and `zero_shot_*` numbers, shown in a table.
       recipe: YAML text of the settings, shown as it is.
-      library: library that loads the weights; "peft" is implied by `peft`.
       peft: the weights are an adapter on `base_model`.
       trajectory: adds how to rebuild the weights, where it can be replayed.
       repo_id: Hub id that the loading example names.
       model_type: of the configuration; "sentence_classifier" needs this package for loading.
       plot: embed the training curve that lies beside the card.
+
+    Returns:
+      The card, which the caller saves.
     """
     from huggingface_hub import ModelCard
 
-    name = repo_id or "path/to/this/folder"
-    sections = [
-        f"# {_title(repo_id, base_model)}\n\n> {report.statement}",
-        _privacy_section(report),
-        _results_section(metrics or {}, dataset, plot),
-        _use_section(name, base_model, task, peft, model_type),
-        _verify_section(RECIPE_FILE if recipe else _shown(base_model), trajectory, report),
-        "## Limitations\n\n" + "\n".join(f"- {caveat}" for caveat in report.caveats),
-        f"## Settings\n\n```yaml\n{recipe.rstrip()}\n```" if recipe else "",
-    ]
-    library = "peft" if peft else library
-    data = _metadata(report, repo_id, base_model, task, dataset, metrics or {}, library)
-    body = "\n\n".join(section for section in sections if section)
-    return ModelCard(f"---\n{data}\n---\n\n{body}\n")
+    metrics = metrics or {}
+    base = base_model or "BASE_MODEL"
+    title = f"{Path(base).name} fine-tuned with DPZero" if base_model else "DPZero fine-tune"
+    title = repo_id.split("/")[-1] if repo_id else title
+    packages = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    masked = task == "fill-mask"  # PEFT has no auto class for it
+    auto = "AutoModel"
+    if not peft or masked or task in _PEFT_TASKS.values():
+        auto = _AUTO_CLASSES.get(task or "", auto)
+    return ModelCard.from_template(
+        _metadata(report, title, base_model, task, dataset, metrics, peft),
+        template_path=str(TEMPLATE),
+        report=report,
+        title=title,
+        privacy=[
+            ("epsilon (spent)", round_up(report.epsilon) if report.private else "not claimed"),
+            ("delta", f"{report.delta:g}"),
+            *report.rows(),
+            ("private", "yes" if report.private else "NO"),
+            ("versions", packages),
+        ],
+        results=[
+            (name, f"{value:.4g}")
+            for name, value in metrics.items()
+            if not name.endswith(("runtime", "per_second", "time")) and "_" in name
+        ],
+        dataset_name=dataset if _is_hub_id(dataset) else Path(dataset or "").name,
+        plot=PLOT_FILE if plot else None,
+        name=repo_id or "path/to/this/folder",
+        base=Path(base).name if Path(base).is_absolute() else base,
+        peft=peft,
+        masked=masked,
+        auto=auto.replace("AutoModel", "AutoPeftModel") if peft and not masked else auto,
+        own_model=f"hf_dpzero.recipes.{_OWN_MODEL}" if model_type == _OWN_MODEL else None,
+        trajectory=trajectory if trajectory and trajectory.header["replayable"] else None,
+        recipe=recipe,
+    )
 
 
 def task_of(
@@ -87,7 +113,12 @@ def task_of(
     """The Hub's name for what the weights do, from the class that was trained.
 
     Args:
+      config: of the model, {} if there is none.
+      adapter: PEFT's configuration, {} for whole models.
       prompt: the recipe's; PEFT has no name for adapters of masked language models.
+
+    Returns:
+      A pipeline tag, or None if unknown.
     """
     if adapter:
         names = _PROMPT_TASKS if prompt else _PEFT_TASKS
@@ -103,43 +134,22 @@ def task_of(
 
 def _metadata(
     report: PrivacyReport,
-    repo_id: str | None,
+    title: str,
     base_model: str | None,
     task: str | None,
     dataset: str | None,
     metrics: Mapping[str, float],
-    library: str,
-) -> str:
-    from huggingface_hub import ModelCardData
+    peft: bool,
+) -> ModelCardData:
+    """Tags, base, data and scores (what `evaluate` computed, without speed and loss)."""
+    from huggingface_hub import EvalResult, ModelCardData
 
-    scores = _scores(metrics)
-    tags = ["differential-privacy"] if report.private else []
-    results = _eval_results(task, dataset, scores)
-    return ModelCardData(
-        library_name=library,
-        base_model=base_model if _is_hub_id(base_model) else None,
-        datasets=[dataset] if dataset and "/" in dataset and _is_hub_id(dataset) else None,
-        pipeline_tag=task,
-        tags=[*tags, "dpzero", "zeroth-order"],
-        metrics=sorted(scores) or None,
-        model_name=(_title(repo_id, base_model) if results else None),
-        eval_results=results or None,
-    ).to_yaml()
-
-
-def _scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metric name -> value for what `evaluate` computed, without speed and loss."""
-    skipped = ("loss", "runtime", "samples", "per_second", "time")
-    named = {k.removeprefix("eval_"): v for k, v in metrics.items() if k.startswith("eval_")}
-    return {k: v for k, v in named.items() if not k.endswith(skipped)}
-
-
-def _eval_results(task: str | None, dataset: str | None, scores: Mapping[str, float]) -> list[Any]:
-    from huggingface_hub import EvalResult
-
-    if not task or not dataset:
-        return []
-    return [
+    scores = {
+        name.removeprefix("eval_"): value
+        for name, value in metrics.items()
+        if name.startswith("eval_") and not name.endswith(_NO_SCORE)
+    }
+    results = [
         EvalResult(
             task_type=task,
             dataset_type=dataset,
@@ -149,7 +159,18 @@ def _eval_results(task: str | None, dataset: str | None, scores: Mapping[str, fl
             metric_value=value,
         )
         for name, value in scores.items()
+        if task and dataset
     ]
+    return ModelCardData(
+        library_name="peft" if peft else "transformers",
+        base_model=base_model if _is_hub_id(base_model) else None,
+        datasets=[dataset] if dataset and "/" in dataset and _is_hub_id(dataset) else None,
+        pipeline_tag=task,
+        tags=[*(["differential-privacy"] if report.private else []), "dpzero", "zeroth-order"],
+        metrics=sorted(scores) or None,
+        model_name=title if results else None,
+        eval_results=results or None,
+    )
 
 
 def _is_hub_id(name: str | None) -> bool:
@@ -163,108 +184,3 @@ def _is_hub_id(name: str | None) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-def _title(repo_id: str | None, base_model: str | None) -> str:
-    if repo_id:
-        return repo_id.split("/")[-1]
-    return f"{Path(base_model).name} fine-tuned with DPZero" if base_model else "DPZero fine-tune"
-
-
-def _privacy_section(report: PrivacyReport) -> str:
-    epsilon = round_up(report.epsilon) if report.private else "not claimed"
-    rows = [("epsilon (spent)", epsilon), ("delta", f"{report.delta:g}"), *report.rows()]
-    notes = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    rows += [("private", "yes" if report.private else "NO"), ("versions", notes)]
-    scalars_only = _SCALARS_ONLY if report.method == "dpzero" else ""
-    meaning = _MEANING + scalars_only if report.private else ""
-    return f"## Privacy\n\n{_table(('', ''), rows)}\n\n{meaning}All numbers: `{REPORT_FILE}`."
-
-
-_MEANING = (
-    "Read it as: for two training sets that differ as stated under *neighbours*, the probability "
-    "of any outcome of training differs by a factor of at most exp(epsilon), except with "
-    "probability delta. "
-)
-_SCALARS_ONLY = (
-    "Training released one noised number per direction and step, and the weights are a function "
-    "of the base model and these numbers alone. "
-)
-
-
-def _results_section(metrics: Mapping[str, float], dataset: str | None, plot: bool) -> str:
-    shown = {
-        name: value
-        for name, value in metrics.items()
-        if not name.endswith(("runtime", "per_second", "time")) and "_" in name
-    }
-    if not shown:
-        return ""
-    rows = [(f"`{name}`", f"{value:.4g}") for name, value in shown.items()]
-    on = (
-        f"Data: {Path(dataset).name if not _is_hub_id(dataset) else dataset}.\n\n"
-        if dataset
-        else ""
-    )
-    image = f"\n\n![training curve]({PLOT_FILE})" if plot else ""
-    return f"## Results\n\n{on}{_table(('metric', 'value'), rows)}{image}"
-
-
-def _use_section(
-    name: str, base_model: str | None, task: str | None, peft: bool, model_type: str | None
-) -> str:
-    known = _AUTO_CLASSES if not peft or task in _PEFT_TASKS.values() else {}
-    auto = known.get(task or "", "AutoModel")
-    imports = f"from transformers import {auto}, AutoTokenizer"
-    load = f'model = {auto}.from_pretrained("{name}")\n'
-    if peft and task == "fill-mask":  # PEFT has no auto class for it
-        auto = _AUTO_CLASSES[task]
-        imports = f"from peft import PeftModel\nfrom transformers import {auto}, AutoTokenizer"
-        load = (
-            f'base = {auto}.from_pretrained("{_shown(base_model)}")\n'
-            f'model = PeftModel.from_pretrained(base, "{name}")\n'
-        )
-    elif peft:
-        auto = auto.replace("AutoModel", "AutoPeftModel")
-        imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer"
-        load = f'model = {auto}.from_pretrained("{name}")\n'
-    if model_type == _OWN_MODEL:
-        imports += f"\n\nimport hf_dpzero.recipes.{_OWN_MODEL}  # registers the model class"
-    on = f"\n\nThe weights are an adapter on `{_shown(base_model)}`." if peft and base_model else ""
-    return (
-        "## How to use\n\n```python\n"
-        f"{imports}\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
-        f"{load}```{on}"
-    )
-
-
-def _shown(base_model: str | None) -> str:
-    if base_model is None:
-        return "BASE_MODEL"
-    return Path(base_model).name if Path(base_model).is_absolute() else base_model
-
-
-def _verify_section(base: str, trajectory: Trajectory | None, report: PrivacyReport) -> str:
-    if trajectory is None or not trajectory.header["replayable"]:
-        return ""
-    tuned = isinstance(report.tuning, dict)
-    tuning = f", with the tuning entry of `{REPORT_FILE}`," if tuned else ""
-    return (
-        "## How to verify\n\n"
-        f"`{TRAJECTORY_FILE}` holds the {len(trajectory.releases)} noised releases of the run. "
-        "Replaying them on the base model rebuilds these weights bit for bit:\n\n"
-        "```bash\n"
-        f"hf-dpzero replay --base {base} \\\n"
-        f"  --trajectory {TRAJECTORY_FILE} --output_dir rebuilt\n"
-        "```\n\n"
-        f"Base model digest (SHA-256): `{trajectory.header['base_model_digest']}`. This shows that "
-        f"nothing but the listed releases went into the weights, and the plan in the header{tuning} "
-        "gives the epsilon. It cannot show that the noise was drawn as stated: that rests on the "
-        "software listed above."
-    )
-
-
-def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
-    lines = [f"| {left} | {right} |" for left, right in (head, ("---", "---"), *rows)]
-    return "\n".join(lines)

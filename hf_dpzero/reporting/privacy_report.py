@@ -1,9 +1,9 @@
-"""What a run may say about its privacy: the report, the spent budget, and the plot.
+"""The privacy report of a run, and a meter of the spent budget.
 
 A `PrivacyReport` is a plain record computed from the plan that ran; `privacy_report.json` is its
 strict-JSON form. Infinite numbers are written as the string "inf" (JSON has no infinity, and null
-means "not set"), and read back as infinity. An epsilon shown in words is rounded up, so that no
-sentence claims more than the record.
+means "not set"), and read back as infinity. An epsilon in words is rounded up, so that no sentence
+claims more than the record.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,16 +39,9 @@ if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
 
 REPORT_FILE = "privacy_report.json"
-PLOT_FILE = "training_curve.png"
 
-_PACKAGES = {
-    "hf_dpzero": "hf-dpzero",
-    "torch": "torch",
-    "transformers": "transformers",
-    "dp_accounting": "dp-accounting",
-    "opendp": "opendp",
-    "numpy": "numpy",
-}
+_PACKAGES = ("hf-dpzero", "torch", "transformers", "dp-accounting", "opendp", "numpy")
+_RUN_ENTRY = {"folder": str, "private": bool, "statement": str}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,20 +124,25 @@ class PrivacyReport:
                 f"steps={self.steps} is outside 0..{self.planned_steps}, the steps of the plan."
             )
         check_tuning(self.tuning)
-        _check_earlier_runs(self.earlier_runs)
-        if self.private and (reason := self._why_not_private()):
+        runs = self.earlier_runs if isinstance(self.earlier_runs, list) else [self.earlier_runs]
+        for run in runs:
+            if not isinstance(run, dict) or {k: type(v) for k, v in run.items()} != _RUN_ENTRY:
+                raise ValueError(
+                    f"earlier_runs={self.earlier_runs!r} in a privacy report; it must list the "
+                    f"{', '.join(_RUN_ENTRY)} of each. It was edited or damaged; take the file that "
+                    "the run wrote."
+                )
+        reason = why_not_private(
+            method=self.method,
+            epsilon=self.epsilon,
+            noise_source=self.noise_source,
+            log_private_diagnostics=self.log_private_diagnostics,
+        )
+        if self.private and reason:
             raise ValueError(
                 f"The report says private=true, but {reason}. It was edited or damaged; "
                 "take the privacy_report.json that the run wrote."
             )
-
-    def _why_not_private(self) -> str | None:
-        return why_not_private(
-            method=self.method,
-            epsilon=self.epsilon,
-            noise_secure=not self.noise_source.lower().startswith("insecure"),
-            log_private_diagnostics=self.log_private_diagnostics,
-        )
 
     @classmethod
     def from_run(
@@ -175,7 +173,10 @@ class PrivacyReport:
           log_private_diagnostics: whether un-noised statistics were logged.
           sampler_key_is_secret: False if the key came from the settings, which are logged and
             saved; a sampled batch that can be known is not amplified.
-          earlier_runs: what `earlier_runs` found in the base model's folder.
+          earlier_runs: of the base model (`provenance.earlier_runs`).
+
+        Returns:
+          The report, before anything is said about how the settings were chosen (`with_tuning`).
 
         Raises:
           ValueError: `steps_completed` is not within the plan.
@@ -190,28 +191,25 @@ class PrivacyReport:
         why_not = why_not_private(
             method=mechanism.name,
             epsilon=facts["epsilon"] if mechanism.private else math.inf,
-            noise_secure=noise.secure,
+            noise_source=noise.name if noise.secure else "insecure",
             log_private_diagnostics=log_private_diagnostics,
             batches_secret=sampler_key_is_secret or not needs_secret_batches(plan),
         )
-        facts.update(
-            {
-                "target_epsilon": target_epsilon if mechanism.private else None,
-                "target_delta": delta if mechanism.private else None,
-                "privacy_unit": "example",
-                "direction": direction,
-                "noise_source": noise_name(plan, noise.name),
-                "private": why_not is None,
-                "log_private_diagnostics": log_private_diagnostics,
-                "tuning": "none",
-                "earlier_runs": [dict(run) for run in earlier_runs],
-            }
-        )
-        words = (
-            statement(facts, mechanism.distribution)
-            if why_not is None
-            else not_private_statement(why_not)
-        )
+        facts |= {
+            "target_epsilon": target_epsilon if mechanism.private else None,
+            "target_delta": delta if mechanism.private else None,
+            "privacy_unit": "example",
+            "direction": direction,
+            "noise_source": noise_name(plan, noise.name),
+            "private": why_not is None,
+            "log_private_diagnostics": log_private_diagnostics,
+            "tuning": "none",
+            "earlier_runs": [dict(run) for run in earlier_runs],
+        }
+        if why_not is None:
+            words = statement(facts, mechanism.distribution)
+        else:
+            words = not_private_statement(why_not)
         return cls(**facts, statement=words, caveats=caveats(facts, plan), versions=versions())
 
     def with_tuning(self, tuning: Any, plan: PrivacyPlan) -> PrivacyReport:
@@ -221,6 +219,9 @@ class PrivacyReport:
           tuning: "none", "public", "not_accounted", or an entry of `privacy.private_selection`, whose
             total epsilon replaces the run's own.
           plan: the plan that ran.
+
+        Returns:
+          A new report.
 
         Raises:
           ValueError: an unknown entry; or one that accounts for whole runs, for a part of a run.
@@ -241,7 +242,8 @@ class PrivacyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of `privacy_report.json`, JSON-safe: infinite numbers are the string "inf"."""
-        return {name: _encode(value) for name, value in asdict(self).items()}
+        infinite = {k: "inf" for k, v in asdict(self).items() if v == math.inf}
+        return {**asdict(self), **infinite}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyReport:
@@ -250,7 +252,6 @@ class PrivacyReport:
         Raises:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
-        values = {"tuning": "none", "earlier_runs": [], **values}  # older reports lack these
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:
@@ -258,7 +259,7 @@ class PrivacyReport:
                 f"A privacy report has exactly {len(expected)} keys; these are missing or "
                 f"unknown: {', '.join(wrong)}."
             )
-        return cls(**{name: _decode(value) for name, value in values.items()})
+        return cls(**{k: math.inf if v == "inf" else v for k, v in values.items()})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the JSON to `path`, or to `privacy_report.json` in the folder `path`; atomic.
@@ -291,25 +292,30 @@ class PrivacyReport:
 
     def __str__(self) -> str:
         """The statement for a terminal: a headline and the numbers behind it."""
-        return "\n".join(
-            [self._headline(), *(f"  {label:<12}{text}" for label, text in self.rows())]
-        )
-
-    def _headline(self) -> str:
-        if not self.private:
-            return self.statement
-        target = "" if self.target_epsilon is None else f" (target {number(self.target_epsilon)})"
-        return (
-            f"(epsilon = {round_up(self.epsilon)}, delta = {number(self.delta)})"
-            f"-differentially private{target}"
-        )
+        headline = self.statement
+        if self.private:
+            aim = self.target_epsilon
+            headline = (
+                f"(epsilon = {round_up(self.epsilon)}, delta = {number(self.delta)})"
+                f"-differentially private{'' if aim is None else f' (target {number(aim)})'}"
+            )
+        return "\n".join([headline, *(f"  {label:<12}{text}" for label, text in self.rows())])
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line under the headline; the model card shows them as a table."""
+        along = f"K = {self.num_directions} {self.direction}, " if self.direction != "none" else ""
+        clip = "no clipping" if math.isinf(self.clip) else f"clip C = {number(self.clip)}"
+        mechanism = (
+            f"{self.method}, {along}{clip}, noise multiplier {number(self.noise_multiplier)}"
+        )
+        sampling = (
+            f"{self.sampling}, q = {number(self.sampling_probability)} (expected batch "
+            f"{number(self.expected_batch_size)} of {self.num_examples} examples)"
+        )
         return [
             ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
-            ("mechanism", self._mechanism()),
-            ("sampling", self._sampling()),
+            ("mechanism", mechanism),
+            ("sampling", sampling),
             ("steps", f"{self.steps} of {self.planned_steps} planned"),
             ("accountant", self.accountant),
             ("noise", self.noise_source),
@@ -317,78 +323,6 @@ class PrivacyReport:
             *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),
             ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),
         ]
-
-    def _mechanism(self) -> str:
-        clip = "no clipping" if math.isinf(self.clip) else f"clip C = {number(self.clip)}"
-        noise = f"noise multiplier {number(self.noise_multiplier)}"
-        along = f"K = {self.num_directions} {self.direction}, " if self.direction != "none" else ""
-        return f"{self.method}, {along}{clip}, {noise}"
-
-    def _sampling(self) -> str:
-        return (
-            f"{self.sampling}, q = {number(self.sampling_probability)} (expected batch "
-            f"{number(self.expected_batch_size)} of {self.num_examples} examples)"
-        )
-
-
-def base_names(model: Any) -> list[str]:
-    """The folders or Hub ids that a torch module and its parts were loaded from, each once.
-
-    As configurations say (of parts too, such as an encoder that was trained apart), and adapters of
-    their base. Weights that were put in by hand have no name.
-    """
-    names: dict[str, None] = {}
-    for module in model.modules():
-        adapters = getattr(module, "peft_config", None)
-        bases = adapters.values() if isinstance(adapters, Mapping) else ()
-        found = [getattr(base, "base_model_name_or_path", None) for base in bases]
-        found.append(getattr(getattr(module, "config", None), "_name_or_path", None))
-        names.update((str(name), None) for name in found if name)
-    return list(names)
-
-
-def earlier_runs(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The runs that made a base model, by the privacy report in its folder; the latest first.
-
-    Nothing is said of a Hub id, or of a folder without a report. A report that cannot be read counts
-    as NOT PRIVATE. Of the folder only its name is kept.
-
-    Args:
-      names: of `base_names`, `package:` paths resolved.
-
-    Returns:
-      Entries of `PrivacyReport.earlier_runs`, those that the base's own report lists included.
-    """
-    folders = {Path(name).resolve(): Path(name).absolute().name for name in names if name}
-    found = []
-    for folder, name in folders.items():
-        if (folder / REPORT_FILE).is_file():
-            found += _runs_behind(folder, name)
-    return found
-
-
-def _runs_behind(folder: Path, name: str) -> list[dict[str, Any]]:
-    try:
-        base = PrivacyReport.load(folder)
-    except (OSError, ValueError):
-        unread = f"NOT PRIVATE as far as can be told: its {REPORT_FILE} cannot be read."
-        return [{"folder": name, "private": False, "statement": unread}]
-    entry = {"folder": name, "private": base.private, "statement": base.statement}
-    return [entry, *base.earlier_runs]
-
-
-_ENTRY = {"folder": str, "private": bool, "statement": str}
-
-
-def _check_earlier_runs(entries: Any) -> None:
-    rows = entries if isinstance(entries, list) else [entries]
-    for row in rows:
-        if isinstance(row, dict) and {key: type(value) for key, value in row.items()} == _ENTRY:
-            continue
-        raise ValueError(
-            f"earlier_runs={entries!r} in a privacy report; it must list the {', '.join(_ENTRY)} of "
-            "each. It was edited or damaged; take the file that the run wrote."
-        )
 
 
 class BudgetMeter:
@@ -406,12 +340,9 @@ class BudgetMeter:
     def __init__(self, plan: PrivacyPlan, delta: float, points: int = 20) -> None:
         if points < 1:
             raise ValueError(f"points={points} must be at least 1.")
-        self._plan, self._delta = plan, delta
+        self._steps = plan.steps
         self._points = min(points, max(plan.steps, 1))
-        self._epsilon_at = functools.cache(self._evaluate)
-
-    def _evaluate(self, step: int) -> float:
-        return self._plan.epsilon(self._delta, at=step)
+        self._epsilon_at = functools.cache(lambda step: plan.epsilon(delta, at=step))
 
     def at(self, step: int) -> float:
         """An upper bound on `plan.epsilon(delta, at=step)` for 0 <= step <= plan.steps.
@@ -419,7 +350,7 @@ class BudgetMeter:
         Raises:
           ValueError: `step` is not within the plan, whose budget says nothing about it.
         """
-        steps = self._plan.steps
+        steps = self._steps
         if not 0 <= step <= steps:
             raise ValueError(f"step={step} is outside 0..{steps}, the steps of the plan.")
         if step == 0:
@@ -429,17 +360,32 @@ class BudgetMeter:
 
 
 def noise_name(plan: PrivacyPlan, source: str) -> str:
-    """What the report calls the noise: d-dimensional noise is floating-point, not exact."""
+    """The report's name of the noise: d-dimensional noise is floating-point, not exact.
+
+    Args:
+      plan: the plan that ran.
+      source: the noise source's own name.
+
+    Returns:
+      "none" for a run without noise, else `source`, with "_floating_point" where the noise is.
+    """
     if not plan.private:
         return "none"
-    dense = not plan.mechanism.replayable
-    return source.replace("_exact", "_floating_point") if dense else source
+    return source if plan.mechanism.replayable else source.replace("_exact", "_floating_point")
 
 
 def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
-    """The part of a report that the plan, delta and the number of completed steps determine.
+    """The entries of a report that the plan, delta and the number of completed steps determine.
 
     A reader who holds the public plan (it is in the trajectory's header) can recompute all of it.
+
+    Args:
+      plan: the plan that ran.
+      delta: at which epsilon is computed.
+      steps: completed steps, 0..plan.steps.
+
+    Returns:
+      Field names of `PrivacyReport` and their values.
     """
     mechanism, sampler = plan.mechanism, plan.sampler
     return {
@@ -462,68 +408,12 @@ def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that a privacy claim rests on; absent packages are left out."""
-    found = {}
-    for name, distribution in _PACKAGES.items():
+    installed = {}
+    for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(distribution)
-    return found
-
-
-def plot_run(
-    log_history: Sequence[Mapping[str, Any]], output_dir: str | os.PathLike[str]
-) -> Path | None:
-    """Draws evaluation accuracy, evaluation loss and spent epsilon against steps.
-
-    Reads `eval_accuracy` (or `eval_f1`, `eval_macro_f1`), `eval_loss` and `epsilon` beside `step` from
-    the trainer's log history; whatever is absent is left out, as are values that are not finite. Uses
-    matplotlib's object interface with the Agg canvas: no display, no global figure.
-
-    Returns:
-      `output_dir/training_curve.png`, or None if the history holds nothing to draw.
-    """
-    curves = [
-        (label, points) for key, label in _CURVES.items() if (points := _curve(log_history, key))
-    ]
-    if not curves:
-        return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.0 * len(curves), 3.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(curves), squeeze=False)[0]
-    for axes, (label, points) in zip(panels, curves, strict=True):
-        axes.plot(*zip(*points, strict=True), marker=".")
-        axes.set(xlabel="step", ylabel=label)
-        axes.grid(alpha=0.3)
-    target = Path(output_dir) / PLOT_FILE
-    figure.savefig(target, dpi=120)
-    return target
-
-
-_CURVES = {
-    "eval_accuracy": "evaluation accuracy",
-    "eval_macro_f1": "evaluation macro-F1",
-    "eval_f1": "evaluation F1",
-    "eval_loss": "evaluation loss",
-    "epsilon": "spent epsilon (upper bound)",
-}
-
-
-def _curve(log_history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    points = {
-        entry["step"]: entry[key] for entry in log_history if key in entry and "step" in entry
-    }
-    return sorted((s, v) for s, v in points.items() if v is not None and math.isfinite(v))
+            installed[name.replace("-", "_")] = importlib.metadata.version(name)
+    return installed
 
 
 def _report_path(path: str | os.PathLike[str]) -> Path:
     return Path(path) / REPORT_FILE if Path(path).is_dir() else Path(path)
-
-
-def _encode(value: Any) -> Any:
-    return "inf" if isinstance(value, float) and math.isinf(value) else value
-
-
-def _decode(value: Any) -> Any:
-    return math.inf if value == "inf" else value

@@ -25,7 +25,14 @@ NOT_PRIVATE_METHODS = ("mezo", "sgd", "adamw")
 
 
 def round_up(value: float, digits: int = 4) -> str:
-    """`value` >= 0 with at most `digits` significant digits, rounded up.
+    """A number in words that never understates it.
+
+    Args:
+      value: at least 0.
+      digits: significant digits, at most.
+
+    Returns:
+      `value` rounded up.
 
     >>> round_up(1.99811), round_up(2.0), round_up(12.00001), round_up(math.inf)
     ('1.999', '2', '12.01', 'inf')
@@ -33,7 +40,8 @@ def round_up(value: float, digits: int = 4) -> str:
     if math.isinf(value):
         return "inf"
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
-    return _plain(context.create_decimal(decimal.Decimal(value)))
+    text = f"{context.create_decimal(decimal.Decimal(value)):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def number(value: float) -> str:
@@ -45,13 +53,16 @@ def number(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _plain(value: decimal.Decimal) -> str:
-    text = f"{value:f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
 def relation_words(relation: str, unit: str) -> str:
-    """The neighbouring relation as "adding or removing one training example"."""
+    """The neighbouring relation in words.
+
+    Args:
+      relation: a key of `RELATIONS`; others are returned as they are.
+      unit: the privacy unit, "example".
+
+    Returns:
+      For example "adding or removing one training example".
+    """
     return RELATIONS.get(relation, relation).format(unit=f"training {unit}")
 
 
@@ -59,16 +70,27 @@ def why_not_private(
     *,
     method: str,
     epsilon: float,
-    noise_secure: bool,
+    noise_source: str,
     log_private_diagnostics: bool,
     batches_secret: bool = True,
 ) -> str | None:
-    """The first reason why no (epsilon, delta) may be claimed for the run's output, or None."""
+    """The first reason why no (epsilon, delta) may be claimed for the run's output.
+
+    Args:
+      method: the mechanism's name.
+      epsilon: of the run; inf if nothing bounds it.
+      noise_source: the noise source's name; insecure ones start with "insecure".
+      log_private_diagnostics: un-noised statistics were logged.
+      batches_secret: the sampler key is secret, or the guarantee does not need it to be.
+
+    Returns:
+      The reason in words, or None for a private run.
+    """
     if method in NOT_PRIVATE_METHODS:
         return f"the method {method} neither clips nor adds noise"
     if math.isinf(epsilon):
         return "no finite epsilon bounds what the run released"
-    if not noise_secure:
+    if noise_source.lower().startswith("insecure"):
         return "the noise came from a seeded generator, so anyone with the seed can subtract it"
     if not batches_secret:
         return "sampler_key was set by hand, so the batches can be known and are not amplified"
@@ -96,48 +118,46 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
         and so on.
       distribution: of the noise, "gaussian" or "laplace".
       tuning: the report's `tuning` entry.
+
+    Returns:
+      The statement of a private run.
     """
     sampling = SAMPLERS.get(facts["sampling"], facts["sampling"])
+    released, trials, afterword = _tuning_phrases(tuning)
     return (
-        f"{_released(tuning)} ({round_up(facts['epsilon'])}, "
+        f"{released} ({round_up(facts['epsilon'])}, "
         f"{number(facts['delta'])})-differentially private under "
         f"{relation_words(facts['neighboring_relation'], facts['privacy_unit'])}: "
-        f"{_trials(tuning)}{facts['steps']} steps of {facts['method']} with "
+        f"{trials}{facts['steps']} steps of {facts['method']} with "
         f"{sampling.format(q=number(facts['sampling_probability']))}, {distribution} noise of "
         f"multiplier {number(facts['noise_multiplier'])}, accountant {facts['accountant']}."
-        f"{_afterword(tuning)}{_leaky_base(facts['earlier_runs'])}"
+        f"{afterword}{_leaky_base(facts['earlier_runs'])}"
     )
 
 
-def _released(tuning: Any) -> str:
+def _tuning_phrases(tuning: Any) -> tuple[str, str, str]:
+    """What the epsilon is of, of how many runs, and a sentence on the search."""
+    entry = tuning[_kind(tuning)] if isinstance(tuning, dict) else {}
     if _kind(tuning) == "repeat_and_select":
-        return "The choice of settings, the weights and the trajectory of this run are together"
-    if _kind(tuning) == "composition":
-        runs = tuning["composition"]["runs"]
-        return f"The weights and the trajectories of all {runs} runs of the sweep are together"
-    return "The weights and the trajectory of this run are"
-
-
-def _trials(tuning: Any) -> str:
-    if _kind(tuning) == "repeat_and_select":
-        entry = tuning["repeat_and_select"]
         return (
+            "The choice of settings, the weights and the trajectory of this run are together",
             f"the best of a secret random number of trials ({entry['law']}, mean "
-            f"{number(entry['mean_trials'])}), each "
+            f"{number(entry['mean_trials'])}), each ",
+            " Hyper-parameter tuning is included (one run alone: epsilon "
+            f"{round_up(entry['epsilon_one_run'])}).",
         )
-    return f"{tuning['composition']['runs']} runs, this one " if isinstance(tuning, dict) else ""
-
-
-def _afterword(tuning: Any) -> str:
-    if tuning == "not_accounted":
+    if _kind(tuning) == "composition":
         return (
-            " Hyper-parameter tuning on the same data is NOT ACCOUNTED: this epsilon holds for one "
-            "run whose settings were fixed beforehand, not for the best of several."
+            f"The weights and the trajectories of all {entry['runs']} runs of the sweep are together",
+            f"{entry['runs']} runs, this one ",
+            " Hyper-parameter tuning is included.",
         )
-    if _kind(tuning) == "repeat_and_select":
-        one = round_up(tuning["repeat_and_select"]["epsilon_one_run"])
-        return f" Hyper-parameter tuning is included (one run alone: epsilon {one})."
-    return " Hyper-parameter tuning is included." if isinstance(tuning, dict) else ""
+    unaccounted = (
+        " Hyper-parameter tuning on the same data is NOT ACCOUNTED: this epsilon holds for one run "
+        "whose settings were fixed beforehand, not for the best of several."
+    )
+    one_run = "The weights and the trajectory of this run are"
+    return one_run, "", unaccounted if tuning == "not_accounted" else ""
 
 
 def _leaky_base(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
@@ -158,19 +178,18 @@ def base_words(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
 
 def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """What an epsilon leaves out where the base model was trained before; not private runs first."""
-    return [_base_caveat(run) for run in sorted(earlier_runs, key=lambda run: bool(run["private"]))]
-
-
-def _base_caveat(run: Mapping[str, Any]) -> str:
-    same = (
-        "if private rows of it are among this run's, the budgets add up."
-        if run["private"]
-        else "with respect to the rows that it was trained on this model is not private either."
-    )
-    return (
-        f'The base model came out of an earlier run ({run["folder"]}), which says: "{run["statement"]}" '
-        f"The epsilon of this run does not cover that one: {same}"
-    )
+    found = []
+    for run in sorted(earlier_runs, key=lambda run: bool(run["private"])):
+        same = (
+            "if private rows of it are among this run's, the budgets add up."
+            if run["private"]
+            else "with respect to the rows that it was trained on this model is not private either."
+        )
+        found.append(
+            f"The base model came out of an earlier run ({run['folder']}), which says: "
+            f'"{run["statement"]}" The epsilon of this run does not cover that one: {same}'
+        )
+    return found
 
 
 def tuning_words(tuning: Any) -> str:
@@ -195,16 +214,35 @@ def _kind(tuning: Any) -> str:
 
 
 def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -> list[str]:
-    """What the guarantee assumes and does not cover; a base that is not private comes first."""
+    """What the guarantee assumes and does not cover.
+
+    Args:
+      facts: of a report.
+      plan: the plan that ran.
+      tuning: the report's `tuning` entry.
+
+    Returns:
+      Sentences; a base model that is not private comes first.
+    """
     first, *rest = _COMMON_CAVEATS
     of_base = base_caveats(facts["earlier_runs"])
     leaky = sum(not run["private"] for run in facts["earlier_runs"])
-    usual = [first, _tuning_caveat(tuning), *rest]
-    return [*of_base[:leaky], *usual, *of_base[leaky:], *_own_caveats(facts, plan)]
-
-
-def _tuning_caveat(tuning: Any) -> str:
-    return _TUNING_CAVEATS[_kind(tuning)]
+    usual = [first, _TUNING_CAVEATS[_kind(tuning)], *rest, *of_base[leaky:]]
+    own = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]
+    if facts["private"] and facts["steps"] < facts["planned_steps"]:
+        planned = round_up(plan.epsilon(facts["delta"]))
+        own.append(
+            f"Training stopped after {facts['steps']} of {facts['planned_steps']} steps. The spent "
+            "epsilon holds if the decision to stop did not depend on released values or metrics; "
+            f"otherwise claim the epsilon of the whole plan, {planned}."
+        )
+    if facts["private"] and facts["delta"] * facts["num_examples"] > 1:
+        own.append(
+            f"delta = {number(facts['delta'])} is above 1/n = "
+            f"{number(1 / facts['num_examples'])}: the definition then allows a mechanism that "
+            "publishes a random example."
+        )
+    return [*of_base[:leaky], *usual, *own]
 
 
 _TUNING_CAVEATS = {
@@ -233,21 +271,3 @@ _COMMON_CAVEATS = (
     "An example's loss is assumed not to depend on the others in its microbatch (tried on a few rows "
     "before training); batched float32 kernels couple them by rounding, which is not accounted.",
 )
-
-
-def _own_caveats(facts: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:
-    found = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]
-    if facts["private"] and facts["steps"] < facts["planned_steps"]:
-        planned = round_up(plan.epsilon(facts["delta"]))
-        found.append(
-            f"Training stopped after {facts['steps']} of {facts['planned_steps']} steps. The spent "
-            "epsilon holds if the decision to stop did not depend on released values or metrics; "
-            f"otherwise claim the epsilon of the whole plan, {planned}."
-        )
-    if facts["private"] and facts["delta"] * facts["num_examples"] > 1:
-        found.append(
-            f"delta = {number(facts['delta'])} is above 1/n = "
-            f"{number(1 / facts['num_examples'])}: the definition then allows a mechanism that "
-            "publishes a random example."
-        )
-    return found

@@ -33,15 +33,8 @@ from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
-from hf_dpzero.reporting.privacy_report import (
-    REPORT_FILE,
-    BudgetMeter,
-    PrivacyReport,
-    base_names,
-    earlier_runs,
-    versions,
-)
-from hf_dpzero.reporting.provenance import resolve_path
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport, versions
+from hf_dpzero.reporting.provenance import base_names, earlier_runs, resolve_path
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.training import run_files, validation
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler

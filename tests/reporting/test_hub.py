@@ -16,6 +16,7 @@ import torch
 import yaml
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import save_file
+from tiny_runs import build
 
 from hf_dpzero.ledger.release import Release
 from hf_dpzero.ledger.trajectory import Trajectory
@@ -23,15 +24,10 @@ from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.reporting.hub import (
-    build_hub_folder,
-    public_recipe,
-    public_results,
-    push,
-    write_model_card,
-)
+from hf_dpzero.reporting.hub import build_hub_folder, push, write_model_card
 from hf_dpzero.reporting.model_card import model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
+from hf_dpzero.reporting.redaction import public_recipe, public_results
 
 SECRET = "7f3a-secret-of-the-run"
 STEPS = 3
@@ -68,6 +64,9 @@ def make_trajectory(plan: PrivacyPlan, steps: int = STEPS) -> Trajectory:
         "decayed": [],
         "replayable": True,
         "plan": plan.to_dict(),
+        "noise_source": SecureNoise().name,
+        "sampler_key_is_secret": True,
+        "log_private_diagnostics": False,
     }
     return Trajectory(header, [Release(step, (0.5,), 1e-6) for step in range(steps)])
 
@@ -159,7 +158,7 @@ SHIPPED = {
     "recipe.yaml",
 }
 
-# ------------------------------------------------------------------ the folder
+# ---- the folder
 
 
 def test_folder_holds_exactly_what_may_be_shipped(run: Path, tmp_path: Path) -> None:
@@ -167,6 +166,7 @@ def test_folder_holds_exactly_what_may_be_shipped(run: Path, tmp_path: Path) -> 
     assert names(folder) == SHIPPED
     for name in ("model.safetensors", "trajectory.safetensors", "privacy_report.json"):
         assert (folder / name).read_bytes() == (run / name).read_bytes()
+    assert (folder / "recipe.yaml").read_text() == RECIPE  # nothing had to go: comments stay
 
 
 def test_no_secret_reaches_the_folder(run: Path, tmp_path: Path) -> None:
@@ -185,12 +185,8 @@ def test_results_keep_evaluation_only(run: Path, tmp_path: Path) -> None:
     folder = build_hub_folder(run, tmp_path / "shipped")
     shipped = json.loads((folder / "all_results.json").read_text())
     assert set(shipped) == {"zero_shot_accuracy", "eval_accuracy", "eval_loss", "eval_runtime"}
-
-
-def test_results_that_are_not_numbers_are_dropped() -> None:
-    assert public_results({"eval_f1": float("nan"), "eval_rows": ["text"], "eval_em": 1}) == {
-        "eval_em": 1
-    }
+    odd = {"eval_f1": float("nan"), "eval_rows": ["text"], "eval_em": 1}
+    assert public_results(odd) == {"eval_em": 1}
 
 
 def test_recipe_loses_secrets_and_local_paths() -> None:
@@ -210,26 +206,17 @@ def test_recipe_loses_secrets_and_local_paths() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "template: '~{text}~ is/was {answer}'\n",
-        "template: '/srv/x/{text} {answer}'\n",
-        "label_words: [/s, /j]\n",
-        "label_words: [/srv/x/bad, ~]\n",
-        "class_names: [/r/ask/me, ~/b]\n",
-        "label_texts: [/s, ~ three / five stars, /a/ b/ c]\n",
-        "run_name: ~5/8\n",
-    ],
-)
-def test_text_that_starts_like_a_path_is_shipped_as_it_is(setting: str) -> None:
+def test_text_that_starts_like_a_path_is_shipped_as_it_is() -> None:
     """A mangled template would be another model."""
-    assert public_recipe(setting) == setting
-    lines = setting + "train_file: /home/me/my rows.jsonl\n"  # this one has to go
-    assert yaml.safe_load(public_recipe(lines)) == {
-        **yaml.safe_load(setting),
-        "train_file": "my rows.jsonl",
-    }
+    text = (
+        "template: '/srv/x/{text} ~ {answer}'\nlabel_words: [/srv/x/bad, ~]\n"
+        "class_names: [/r/ask/me, ~/b]\nlabel_texts: [/s, ~ three / five stars, /a/ b/ c]\n"
+        "run_name: ~5/8\n"
+    )
+    assert public_recipe(text) == text
+    lines = text + "train_file: /home/me/my rows.jsonl\n"  # this one has to go
+    rest = {"train_file": "my rows.jsonl"}
+    assert yaml.safe_load(public_recipe(lines)) == {**yaml.safe_load(text), **rest}
 
 
 @pytest.mark.parametrize(
@@ -259,11 +246,6 @@ def test_a_path_that_exists_is_one_whatever_it_looks_like(tmp_path: Path) -> Non
             place.mkdir()
         found = yaml.safe_load(public_recipe(yaml.safe_dump({"made_up": [str(place)]})))
         assert found == {"made_up": [place.name if exists else str(place)]}
-
-
-def test_recipe_without_secrets_keeps_its_comments(run: Path, tmp_path: Path) -> None:
-    folder = build_hub_folder(run, tmp_path / "shipped")
-    assert (folder / "recipe.yaml").read_text() == RECIPE
 
 
 def test_a_recipe_that_is_no_mapping_is_refused() -> None:
@@ -302,26 +284,10 @@ def test_an_older_folder_is_replaced_whole(run: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".hub-*"))
 
 
-def test_a_trained_run_ships_its_model_and_keeps_its_key(
-    tmp_path: Path, tiny_bert: Any, tiny_dataset: Any, pad_collator: Any
-) -> None:
+def test_a_trained_run_ships_its_model_and_keeps_its_key(tmp_path: Path) -> None:
     """End to end: whatever the trainer leaves, the sampler key stays."""
-    from hf_dpzero import DPZeroConfig, DPZeroTrainer
-
-    args = DPZeroConfig(
-        output_dir=str(tmp_path / "out"),
-        target_epsilon=8.0,
-        target_delta=1e-3,
-        expected_batch_size=8,
-        max_steps=2,
-        save_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    trainer = DPZeroTrainer(
-        model=tiny_bert(), args=args, train_dataset=tiny_dataset(), data_collator=pad_collator
-    )
+    secret = {"sampler_key": None, "insecure_noise_seed": None}
+    trainer = build(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1, **secret)
     trainer.train()
     trainer.save_model()
     key = next((tmp_path / "out").rglob("sampler_key")).read_text()
@@ -341,7 +307,7 @@ def test_a_trained_run_ships_its_model_and_keeps_its_key(
     assert PrivacyReport.load(folder) == trainer.privacy_report()
 
 
-# ------------------------------------------------------------------ refusals
+# ---- refusals
 
 
 def test_a_folder_with_other_files_is_not_touched(run: Path, tmp_path: Path) -> None:
@@ -357,36 +323,36 @@ def test_a_folder_with_other_files_is_not_touched(run: Path, tmp_path: Path) -> 
         build_hub_folder(run, target / "thesis.tex")
 
 
-def test_a_missing_report_names_the_command_that_makes_it(run: Path, tmp_path: Path) -> None:
-    (run / "privacy_report.json").unlink()
-    with pytest.raises(FileNotFoundError, match="hf-dpzero train RECIPE"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("privacy_report.json", "hf-dpzero train RECIPE"),
+        ("trajectory.safetensors", "report cannot be checked"),
+        ("model.safetensors", r"save_model.*\.bin weights are not shipped"),
+    ],
+)
+def test_a_missing_file_is_named_with_what_makes_it(
+    name: str, message: str, run: Path, tmp_path: Path
+) -> None:
+    (run / name).unlink()
+    with pytest.raises(FileNotFoundError, match=message):
         build_hub_folder(run, tmp_path / "shipped")
     assert not (tmp_path / "shipped").exists()
 
 
-def test_a_missing_trajectory_is_refused(run: Path, tmp_path: Path) -> None:
-    (run / "trajectory.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="report cannot be checked"):
-        build_hub_folder(run, tmp_path / "shipped")
-
-
-def test_missing_weights_are_refused(run: Path, tmp_path: Path) -> None:
-    (run / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"save_model.*\.bin weights are not shipped"):
-        build_hub_folder(run, tmp_path / "shipped")
-
-
-def test_a_missing_shard_is_named(run: Path, tmp_path: Path) -> None:
-    index = {"weight_map": {"w": "model-00001-of-00002.safetensors"}}
+@pytest.mark.parametrize(
+    ("shard", "error"),
+    [
+        ("model-00001-of-00002.safetensors", FileNotFoundError),
+        ("_private/sampler_key", ValueError),
+    ],
+)
+def test_a_missing_or_strange_shard_is_refused(
+    shard: str, error: type[Exception], run: Path, tmp_path: Path
+) -> None:
+    index = {"weight_map": {"w": shard}}
     (run / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileNotFoundError, match="model-00001-of-00002"):
-        build_hub_folder(run, tmp_path / "shipped")
-
-
-def test_an_index_that_names_a_strange_file_is_refused(run: Path, tmp_path: Path) -> None:
-    index = {"weight_map": {"w": "_private/sampler_key"}}
-    (run / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="_private/sampler_key"):
+    with pytest.raises(error, match=shard):
         build_hub_folder(run, tmp_path / "shipped")
 
 
@@ -414,6 +380,7 @@ def test_not_private_needs_consent_and_the_card_says_so(tmp_path: Path) -> None:
     [
         ({"steps": 2}, "steps: 2 / 3"),
         ({"epsilon": 0.01}, "epsilon: 0.01 / "),
+        ({"noise_source": "another"}, "noise_source: another / os_entropy_exact"),
         ({"noise_multiplier": 8.0}, "noise_multiplier: 8.0 / 4.0"),
         ({"sampling": "full_batch"}, "sampling: full_batch / poisson"),
         ({"direction": "sphere"}, "direction: sphere / rademacher"),
@@ -428,12 +395,6 @@ def test_a_report_of_another_run_is_refused(
         build_hub_folder(run, tmp_path / "shipped")
 
 
-def test_a_trajectory_longer_than_the_report_is_refused(run: Path, tmp_path: Path) -> None:
-    make_report(make_plan(), steps=STEPS - 1).save(run)
-    with pytest.raises(ValueError, match="steps: 2 / 3"):
-        build_hub_folder(run, tmp_path / "shipped")
-
-
 def test_a_corrupt_trajectory_is_refused(run: Path, tmp_path: Path) -> None:
     path = run / "trajectory.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -441,7 +402,7 @@ def test_a_corrupt_trajectory_is_refused(run: Path, tmp_path: Path) -> None:
         build_hub_folder(run, tmp_path / "shipped")
 
 
-# ------------------------------------------------------------------ the card
+# ---- the card
 
 
 def full_card(**settings: Any) -> huggingface_hub.ModelCard:
@@ -540,7 +501,7 @@ def test_write_model_card_leaves_a_readme_in_the_run(run: Path) -> None:
         write_model_card(run)
 
 
-# ------------------------------------------------------------------ the push
+# ---- the push
 
 
 class FakeApi:
@@ -597,12 +558,6 @@ def test_push_creates_a_private_repository_and_uploads_the_folder(
     assert "*.safetensors" in uploaded[1]["delete_patterns"]
 
 
-def test_push_twice_ships_the_same_folder(run: Path, api: type[FakeApi]) -> None:
-    push(run, "me/x", token="t")
-    push(run, "me/x", token="t")
-    assert api.calls[2][1]["files"] == api.calls[5][1]["files"] == SHIPPED
-
-
 def test_a_public_repository_is_not_taken_for_a_private_one(run: Path, api: type[FakeApi]) -> None:
     api.public = True
     with pytest.raises(PermissionError, match=r"me/x exists and is public"):
@@ -612,21 +567,17 @@ def test_a_public_repository_is_not_taken_for_a_private_one(run: Path, api: type
     assert "upload_folder" in dict(api.calls)
 
 
-@pytest.mark.parametrize("repo_id", ["", "a/b/c", "me/with space", "-x"])
+@pytest.mark.parametrize("repo_id", ["", "a/b/c", "me/with space"])
 def test_bad_repo_ids_are_refused_first(repo_id: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no Hub id such as"):
         push(tmp_path, repo_id, dry_run=True)
 
 
-def test_a_missing_token_is_said_before_anything_is_built(run: Path, api: type[FakeApi]) -> None:
-    with pytest.raises(PermissionError, match="hf auth login"):
-        push(run, "me/x")
-    assert not (run / "hub").exists()
-
-
-def test_offline_is_said_before_anything_is_built(
+def test_no_token_and_offline_are_said_before_anything_is_built(
     run: Path, api: type[FakeApi], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(PermissionError, match="hf auth login"):
+        push(run, "me/x")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConnectionError, match="--dry_run"):
         push(run, "me/x", token="t")

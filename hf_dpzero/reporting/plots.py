@@ -1,0 +1,57 @@
+"""The training curve beside the model card."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PLOT_FILE = "training_curve.png"
+
+_CURVES = {
+    "eval_accuracy": "evaluation accuracy",
+    "eval_macro_f1": "evaluation macro-F1",
+    "eval_f1": "evaluation F1",
+    "eval_loss": "evaluation loss",
+    "epsilon": "spent epsilon (upper bound)",
+}
+
+
+def plot_run(
+    log_history: Sequence[Mapping[str, Any]], output_dir: str | os.PathLike[str]
+) -> Path | None:
+    """Draws evaluation metrics and the spent epsilon against steps.
+
+    Uses matplotlib's object interface with the Agg canvas: no display, no global figure.
+
+    Args:
+      log_history: the trainer's; entries without `step`, absent metrics and values that are not
+        finite are left out.
+      output_dir: folder for `training_curve.png`.
+
+    Returns:
+      The file, or None if there is nothing to draw.
+    """
+    curves = []
+    for key, label in _CURVES.items():
+        rows = [row for row in log_history if row.get(key) is not None and "step" in row]
+        points = {row["step"]: row[key] for row in rows if math.isfinite(row[key])}
+        if points:
+            curves.append((label, sorted(points.items())))
+    if not curves:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.0 * len(curves), 3.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    for axes, (label, points) in zip(panels, curves, strict=True):
+        axes.plot(*zip(*points, strict=True), marker=".")
+        axes.set(xlabel="step", ylabel=label)
+        axes.grid(alpha=0.3)
+    target = Path(output_dir) / PLOT_FILE
+    figure.savefig(target, dpi=120)
+    return target

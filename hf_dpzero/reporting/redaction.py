@@ -1,0 +1,87 @@
+"""What may be published of a run's own files: no training statistics, secrets or local paths."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_dpzero.values import parse_yaml
+
+RECIPE_FILE = "recipe.yaml"
+
+_PUBLIC_RESULT = re.compile(r"(eval|test|predict|zero_shot)_\w+|epoch|train_samples")
+_SECRET_SETTING = re.compile(
+    r"(?!direction_key$)(.*_)?(token|key|secret|password|credentials?)", re.IGNORECASE
+)
+_MACHINE_SETTINGS = ("output_dir", "logging_dir", "resume_from_checkpoint", "hub_model_id")
+_PATH_SETTINGS = (
+    *("train_file", "validation_file", "task", "dataset_name", "model_name_or_path", "extends"),
+    *("deepspeed", "fsdp_config", "accelerator_config"),
+)
+_TEXT_SETTINGS = ("template", "label_words", "class_names")  # texts of a model: never a path
+
+
+def public_results(results: Mapping[str, Any]) -> dict[str, float]:
+    """Evaluation metrics and public counts; never a statistic of the training data, nor timing.
+
+    >>> public_results({"eval_accuracy": 0.8, "train_loss": 0.3, "epoch": 1.0})
+    {'eval_accuracy': 0.8, 'epoch': 1.0}
+    """
+    return {
+        name: value
+        for name, value in results.items()
+        if _PUBLIC_RESULT.fullmatch(name)
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+    }
+
+
+def public_recipe(text: str) -> str:
+    """A recipe without secrets and machine-local settings; absolute paths keep their last part.
+
+    Templates and names and words of labels stay as they are, also where they start like a path.
+    The text is returned unchanged, comments included, where nothing had to go.
+
+    >>> public_recipe("clip: 50.0\\nhub_token: hf_x\\ntrain_file: /home/me/rows.jsonl\\n")
+    'clip: 50.0\\ntrain_file: rows.jsonl\\n'
+    """
+    settings = recipe_settings(text)
+    public = {
+        name: _portable(name, value)
+        for name, value in settings.items()
+        if name not in _MACHINE_SETTINGS and not _SECRET_SETTING.fullmatch(name)
+    }
+    return text if public == settings else yaml.safe_dump(public, sort_keys=False)
+
+
+def recipe_settings(text: str) -> dict[str, Any]:
+    """The keys and values of a recipe's text; an empty text has none."""
+    settings = parse_yaml(text) if text.strip() else {}
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{RECIPE_FILE} is no mapping of settings to values; restore or delete it."
+        )
+    return settings
+
+
+def _portable(name: str, value: Any) -> Any:
+    """The last part of a path on this machine; anything else as it is.
+
+    Settings that hold paths are taken at their word, and so is text for a model. Elsewhere a path is
+    what exists, or has several parts and no white space or braces.
+    """
+    if isinstance(value, list):
+        return [_portable(name, item) for item in value]
+    absolute = isinstance(value, str) and (Path(value).is_absolute() or value.startswith("~"))
+    if not absolute or name in _TEXT_SETTINGS:
+        return value
+    several = len(Path(value).parts) > 2 or value.startswith("~/")
+    plain = re.search(r"[\s{}]", value) is None
+    looks_like_one = several and (plain or os.path.exists(os.path.expanduser(value)))
+    return Path(value).name if name in _PATH_SETTINGS or looks_like_one else value
