@@ -48,8 +48,8 @@ def plot_run(
     figure = Figure(figsize=(4.0 * len(curves), 3.0), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
-    for axes, (label, points) in zip(panels, curves, strict=True):
-        axes.plot(*zip(*points, strict=True), marker=".")
+    for axes, (label, curve) in zip(panels, curves, strict=True):
+        axes.plot(*zip(*curve, strict=True), marker=".")
         axes.set(xlabel="step", ylabel=label)
         axes.grid(alpha=0.3)
     target = Path(output_dir) / PLOT_FILE

@@ -259,7 +259,8 @@ class PrivacyReport:
                 f"A privacy report has exactly {len(expected)} keys; these are missing or "
                 f"unknown: {', '.join(wrong)}."
             )
-        return cls(**{k: math.inf if v == "inf" else v for k, v in values.items()})
+        infinite = {name: math.inf for name, value in values.items() if value == "inf"}
+        return cls(**{**values, **infinite})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the JSON to `path`, or to `privacy_report.json` in the folder `path`; atomic.
