@@ -35,7 +35,7 @@ TASKS = {
     "text_classification": "hf_dpzero.tasks.text_classification",
     "trec": "hf_dpzero.tasks.benchmarks",
 }
-"""Task name -> module with `build(DataArguments) -> Task`, imported on first use."""
+"""Task name -> the module that describes it, or that has `build(DataArguments) -> Task`."""
 
 _REGISTERED: dict[str, TaskDescription] = {}
 
@@ -60,10 +60,9 @@ def build_task(data: DataArguments) -> AnyTask:
       ValueError: an unknown task, or rows that the task refuses.
       OSError: data that can be found neither locally nor on the Hub, or no such .yaml file.
     """
-    if data.task in TASKS:
-        return importlib.import_module(TASKS[data.task]).build(data)
     description = description_of(data.task)
-    assert description is not None
+    if description is None:
+        return importlib.import_module(TASKS[data.task]).build(data)
     from hf_dpzero.tasks.benchmarks import build_described
 
     return build_described(data, description)

@@ -164,15 +164,6 @@ BENCHMARKS = {
 """Task name -> its description."""
 
 
-def build(data: DataArguments) -> Task | PromptTask:
-    """The task `data.task` from the Hub, or from files with the columns that its description names.
-
-    Raises:
-      ValueError, OSError: as `build_described`.
-    """
-    return build_described(data, BENCHMARKS[data.task])
-
-
 def build_described(data: DataArguments, description: TaskDescription) -> Task | PromptTask:
     """The rows of a description.
 

@@ -164,13 +164,20 @@ def _described_by(values: Any, name: str = "task") -> TaskDescription:
     values = _checked_keys(values, _KEYS, "a task")
     if "fields" not in values:
         raise ValueError("fields is missing: name the text columns, such as {text: text}.")
-    answers = _words(values.get("answers"), "answers")
+    answers, source = _words(values.get("answers"), "answers"), None
+    if "dataset" in values:
+        source = HubSource(
+            name=_text(values, "dataset"),
+            config=_text(values, "config") or None,
+            revision=_text(values, "revision") or None,
+            validation=_text(values, "validation_split", "validation"),
+        )
     unlabelled = str(values.get("drop_unlabelled", False)).lower()
     if unlabelled not in ("true", "yes", "false", "no"):
         raise ValueError(f"drop_unlabelled: {values['drop_unlabelled']!r} is not true or false.")
     return TaskDescription(
         name=_text(values, "name", name),
-        source=_source(values),
+        source=source,
         fields=_fields(values["fields"]),
         optional_fields=_words(values.get("optional_fields"), "optional_fields"),
         label_columns=_words(values.get("label_column", "label"), "label_column"),
@@ -180,14 +187,6 @@ def _described_by(values: Any, name: str = "task") -> TaskDescription:
         prompts=_prompts(values.get("prompts", {})),
         metric=_text(values, "metric", METRICS["generation" if answers else "classification"][0]),
     )
-
-
-def _source(values: Mapping[str, Any]) -> HubSource | None:
-    if "dataset" not in values:
-        return None
-    given = {"config": "config", "revision": "revision", "validation_split": "validation"}
-    settings = {field: _text(values, key) for key, field in given.items() if key in values}
-    return HubSource(_text(values, "dataset"), **settings)
 
 
 def _fields(values: Any) -> dict[str, tuple[str, ...]]:

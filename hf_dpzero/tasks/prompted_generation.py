@@ -27,16 +27,8 @@ if TYPE_CHECKING:
     from hf_dpzero.objectives.prompted import PromptObjective
 
 END = "\n"
-_COLUMNS = (
-    "which names its own columns: rename those of the rows, or describe the task in a .yaml file"
-)
-_UNUSED = {
-    "num_examples_per_class": "which has no labels; set max_train_samples",
-    "label_words": "which has no labels",
-    "class_names": "which has no labels",
-    **dict.fromkeys(("text_column", "text_pair_column", "label_column"), _COLUMNS),
-}
-"""Settings that a task with generated answers does not have -> why."""
+_NOT_FOR_ANSWERS = ("num_examples_per_class", "label_words", "class_names")
+_COLUMNS = ("text_column", "text_pair_column", "label_column")
 Golds = list[list[str]]
 
 
@@ -61,10 +53,13 @@ def prompted_generation(data: DataArguments, description: TaskDescription) -> Pr
         )
     if data.objective == "accuracy":
         raise ValueError("objective='accuracy' is for label words: use f1 or loss here.")
-    for name, instead in _UNUSED.items():
+    for name in (*_NOT_FOR_ANSWERS, *_COLUMNS):
         if getattr(data, name) is not None:
+            why = "has no labels; set max_train_samples for fewer rows"
+            if name in _COLUMNS:
+                why = "names its own columns: rename those of the rows, or describe it in a .yaml file"
             raise ValueError(
-                f"{name}={getattr(data, name)!r} is not for task {description.name!r}, {instead}."
+                f"{name}={getattr(data, name)!r} is not for task {description.name!r}, which {why}."
             )
     prompt, template = prompt_of(data, description)
     splits = load_splits(data, description.source)

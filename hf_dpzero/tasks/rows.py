@@ -200,24 +200,16 @@ def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.Datase
       ValueError: a class has fewer rows than num_examples_per_class, and no
         `allow_fewer_per_class`.
     """
-    train, validation = splits["train"], splits["validation"]
-    seeds = ([data.subset_seed, split] for split in range(2))
-    generators = [np.random.Generator(np.random.PCG64(seed)) for seed in seeds]
-    if data.num_examples_per_class is not None:
-        train = _few_shot(train, data, generators[0])
-    return datasets.DatasetDict(
-        train=_at_most(train, data.max_train_samples, generators[0]),
-        validation=_at_most(validation, data.max_eval_samples, generators[1]),
-    )
-
-
-def _at_most(
-    rows: datasets.Dataset, size: int | None, generator: np.random.Generator
-) -> datasets.Dataset:
-    """`size` rows without replacement, in their old order; all of them if there are no more."""
-    if size is None or size >= len(rows):
-        return rows
-    return rows.select(np.sort(generator.choice(len(rows), size, replace=False)))
+    found, sizes = datasets.DatasetDict(), (data.max_train_samples, data.max_eval_samples)
+    for index, (split, size) in enumerate(zip(("train", "validation"), sizes, strict=True)):
+        generator = np.random.Generator(np.random.PCG64([data.subset_seed, index]))
+        rows = splits[split]
+        if split == "train" and data.num_examples_per_class is not None:
+            rows = _few_shot(rows, data, generator)
+        if size is not None and size < len(rows):
+            rows = rows.select(np.sort(generator.choice(len(rows), size, replace=False)))
+        found[split] = rows
+    return found
 
 
 def _few_shot(

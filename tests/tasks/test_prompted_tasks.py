@@ -397,16 +397,6 @@ def test_answer_batches(side: str) -> None:
     assert {tensor.dtype for tensor in found.values()} == {torch.int64}
 
 
-def test_collators_take_tensors_arrays_and_single_rows() -> None:
-    listed = {"input_ids": [1, 2], "positions": 1, "labels": 0}
-    expected = LabelWordCollator(0)([listed])
-    assert expected["input_ids"].shape == (1, 8)
-    for kind in (np.asarray, torch.as_tensor):
-        row = {name: kind(value) for name, value in listed.items()}
-        found = LabelWordCollator(0)([row])
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def test_padding_takes_the_tokenizers_token_and_side(tmp_path: Path) -> None:
     tokenizer = opt_tokenizer()
     tokenizer.padding_side = "left"
@@ -472,11 +462,6 @@ def test_a_decoders_candidates_fit_with_the_prompt(tmp_path: Path) -> None:
     lengths = batch["attention_mask"].sum(dim=-1)
     assert lengths.max() == 48
     assert (lengths[:, 1] - lengths[:, 0] == len(task.words(opt())[1]) - 1).all()
-
-
-def test_no_room_for_the_template(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"template alone has \d+ tokens, and only 5 fit"):
-        boolq(tmp_path, "masked_lm", max_seq_length=5).tokenize(roberta())
 
 
 def test_more_tokens_than_the_model_takes(tmp_path: Path) -> None:
@@ -763,14 +748,6 @@ def test_refusals_of_generation(settings: dict[str, Any], message: str, tmp_path
 # ---------------------------------------------------------------- scores of a classification
 
 
-def test_accuracy_of_scores(tmp_path: Path) -> None:
-    """Macro-F1 by hand: class 0 has 1 hit, 1 miss, 1 false alarm (1/2), class 1 the same."""
-    task = sentiment(tmp_path, "masked_lm")
-    scores = np.asarray([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0], [0.0, 3.0]])
-    found = EvalPrediction(scores, np.asarray([0, 0, 1, 1]))
-    assert task.metrics(roberta())(found) == {"accuracy": 0.5}
-
-
 def test_macro_f1_of_scores(tmp_path: Path) -> None:
     """Said 0 0 0 1, true 0 0 1 1: F1 of class 0 is 4/5, of class 1 2/3, their mean 11/15."""
     file = tmp_path / "task.yaml"
@@ -900,12 +877,11 @@ def test_other_columns_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None
 
 
 def test_the_quickstart_with_a_prompt() -> None:
-    for kind in KINDS:
-        task: Any = build_task(DataArguments(task="quickstart", prompt=kind))  # type: ignore[arg-type]
-        row = task.splits["train"][0]
-        word = ("No", "Yes")[row["label"]]
-        assert task.example(row) == (f"{row['text']} Is this urgent? {word}")
-        assert task.label_names == ("routine", "urgent")
+    task: Any = build_task(DataArguments(task="quickstart", prompt="masked_lm"))
+    row = task.splits["train"][0]
+    word = ("No", "Yes")[row["label"]]
+    assert task.example(row) == f"{row['text']} Is this urgent? {word}"
+    assert task.label_names == ("routine", "urgent")
 
 
 def test_a_users_own_rows_with_the_recipes_template(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -330,14 +329,6 @@ def test_few_shot_takes_what_there_is_if_told_to_and_says_so(tmp_path: Path) -> 
         train = build_task(dataclasses.replace(data, allow_fewer_per_class=True)).splits["train"]
     assert np.bincount(train["label"][:]).tolist() == [2, 3, 2]  # n = 7 is what is accounted
     assert len(set(train["text"][:])) == 7
-
-
-def test_the_choice_of_rows_does_not_depend_on_being_allowed_fewer(tmp_path: Path) -> None:
-    data = files(tmp_path, ROWS, num_examples_per_class=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        allowed = build_task(dataclasses.replace(data, allow_fewer_per_class=True))
-    assert allowed.splits["train"][:] == build_task(data).splits["train"][:]
 
 
 # ---------------------------------------------------------------- features and metric
