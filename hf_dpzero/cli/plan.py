@@ -52,7 +52,7 @@ def run(arguments: Plan) -> None:
         return
     print_table(privacy)
     if sections:
-        from hf_dpzero.experiments.plan_tables import print_sections
+        from hf_dpzero.experiments.plan import print_sections
 
         print_sections(sections)
 

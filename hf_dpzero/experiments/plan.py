@@ -1,18 +1,16 @@
-"""Everything that `hf-dpzero plan --recipe` says, as one mapping."""
+"""What `hf-dpzero plan --recipe` says: rows, privacy plan, model and memory, before any download."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import nn
-
-from hf_dpzero.experiments.memory.configs import FoundConfig, find_config
-from hf_dpzero.experiments.memory.model_on_meta import Blueprint, longest
-from hf_dpzero.experiments.memory.objective_passes import Pass, SingleWords, pass_of, several_tokens
+from hf_dpzero.experiments.memory.live_bytes import GIB
+from hf_dpzero.experiments.memory.model_on_meta import MetaModel, find_config
+from hf_dpzero.experiments.memory.objective_passes import ObjectivePass, SingleWords, objective_pass
 from hf_dpzero.experiments.memory.peaks import (
-    Peaks,
+    CARDS,
     all_peaks,
     devices,
     own_dtype,
@@ -23,13 +21,13 @@ from hf_dpzero.experiments.memory.row_counts import RowCounts, count_rows
 from hf_dpzero.recipes.recipe import Recipe
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Overview:
     """What is known of a recipe's run before it starts.
 
     Attributes:
       rows: n and where it comes from.
-      plan: the privacy plan, calibrated; None if n is not known or the method is not private.
+      plan: the privacy plan, calibrated; None if n is not known.
       sections: "model" and "memory".
     """
 
@@ -42,98 +40,147 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     """Plans a recipe without a download.
 
     Args:
+      recipe: as loaded.
       num_examples: n as the user says, for data that is not here.
+
+    Returns:
+      The overview.
 
     Raises:
       OSError: nothing says which shape the model has.
       ValueError: what training would refuse too: settings, data, layers, budgets.
     """
-    found = find_config(recipe.model)
+    config, source = find_config(recipe.model)
     rows = count_rows(recipe.data, num_examples)
-    plan = _plan(recipe, rows)
+    plan = None if rows.train is None else recipe.training.plan(rows.train)
+    head = recipe.data.prompt or "sequence_classification"
     labels = 2 if rows.labels is None else rows.labels
-    blueprint = Blueprint.of(recipe, found.config, labels)
-    length = longest(found.config, recipe.data.max_seq_length)
-    several = several_tokens(rows.task, recipe.model)
-    work = pass_of(blueprint, length, recipe.data, several)
-    peaks = all_peaks(work, recipe)
+    meta = MetaModel(recipe.model, config, head, labels, recipe.training.trainable)
+    objective = objective_pass(meta, recipe.data, rows.task)
     sections = {
-        "model": model_section(blueprint, found, recipe),
-        "memory": memory_section(work, recipe, peaks, devices(), several is None),
+        "model": _model_section(meta, source, recipe),
+        "memory": _memory_section(objective, recipe),
     }
     return Overview(rows, plan, sections)
 
 
-def _plan(recipe: Recipe, rows: RowCounts) -> Any:
-    if rows.train is None:
-        return None
-    return recipe.training.plan(rows.train)
-
-
-def model_section(blueprint: Blueprint, found: FoundConfig, recipe: Recipe) -> dict[str, Any]:
-    """The model's size and what of it trains."""
-    dtype = own_dtype(blueprint)
-    model = blueprint.whole(dtype)
+def _model_section(meta: MetaModel, source: str, recipe: Recipe) -> dict[str, Any]:
+    """The model's size and what of it trains; tied parameters count once."""
+    dtype = own_dtype(meta)
+    parameters = list(meta.build(dtype).parameters())
+    trained = [p for p in parameters if p.requires_grad]
     return {
         "name": recipe.model.model_name_or_path,
-        "config": found.source,
-        "head": blueprint.head,
-        "num_layers": blueprint.num_layers,
-        **parameter_counts(model),
+        "config": source,
+        "head": meta.head,
+        "num_layers": meta.num_layers,
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "trained_parameters": sum(p.numel() for p in trained),
+        "trained_bytes": sum(p.numel() * p.element_size() for p in trained),
         "trained_by": recipe.model.peft_method or recipe.training.trainable or "all parameters",
         "torch_dtype": dtype,
     }
 
 
-def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """Parameters, tied ones once, and those that train: how many and their bytes."""
-    everything = list(model.parameters())
-    trained = [p for p in everything if p.requires_grad]
-    return {
-        "parameters": sum(p.numel() for p in everything),
-        "parameter_bytes": sum(p.numel() * p.element_size() for p in everything),
-        "trained_parameters": sum(p.numel() for p in trained),
-        "trained_bytes": sum(p.numel() * p.element_size() for p in trained),
-    }
-
-
-def memory_section(
-    work: Pass, recipe: Recipe, peaks: list[Peaks], machine: Mapping[str, int], guessed: bool = True
-) -> dict[str, Any]:
-    """Expected peaks by precision, and which devices a run fits on.
-
-    Args:
-      machine: name -> bytes of this machine's devices.
-      guessed: no tokenizer has said how many tokens label words are.
-    """
+def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
+    """Expected peaks by precision, and which devices a run fits on."""
+    machine, by_precision = devices(), {}
+    for peaks in all_peaks(objective, recipe):
+        row = asdict(peaks) | {"peak": peaks.peak}
+        precision = row.pop("precision")
+        row["fits"] = {name: peaks.fits(size) for name, size in rooms(machine).items()}
+        by_precision[precision] = row
     bits = quantised_bits(recipe.model)
-    own = f"{bits}-bit" if bits else own_dtype(work.blueprint)
+    notes = [
+        f"rows of {objective.length} tokens, as long as max_seq_length allows: shorter texts take less",
+        "libraries and a GPU's context, about 0.5 GB each, come on top; a device fits if a tenth of "
+        "it is left",
+    ]
+    if (
+        isinstance(objective, SingleWords)
+        and objective.guessed
+        and recipe.data.prompt == "causal_lm"
+    ):
+        notes.append("label words are taken to be one token each; several make as many rows")
+    if recipe.training.bf16:
+        notes.append("bf16: autocast holds one layer's weights in bfloat16 as well")
     return {
         "method": recipe.training.method,
         "microbatch_size": recipe.training.physical_batch_size,
         "eval_batch_size": recipe.training.per_device_eval_batch_size,
-        "sequence_length": work.length,
-        "own_precision": own,
-        "devices": dict(machine),
-        "by_precision": {p.precision: _row(p, rooms(machine)) for p in peaks},
-        "notes": _notes(work, recipe, guessed),
+        "sequence_length": objective.length,
+        "own_precision": f"{bits}-bit" if bits else own_dtype(objective.meta),
+        "devices": machine,
+        "by_precision": by_precision,
+        "notes": notes,
     }
 
 
-def _row(found: Peaks, sizes: Mapping[str, int]) -> dict[str, Any]:
-    row = {k: v for k, v in dataclasses.asdict(found).items() if k != "precision"}
-    fits = {name: found.fits(size) for name, size in sizes.items()}
-    return {**row, "peak": found.peak, "fits": fits}
+# ---------------------------------------------------------------- for people
 
 
-def _notes(work: Pass, recipe: Recipe, guessed: bool) -> list[str]:
-    notes = [
-        f"rows of {work.length} tokens, as long as max_seq_length allows: shorter texts take less",
-        "libraries and a GPU's context, about 0.5 GB each, come on top; a device fits if a tenth of "
-        "it is left",
-    ]
-    if guessed and isinstance(work, SingleWords) and work.blueprint.head == "causal_lm":
-        notes.append("label words are taken to be one token each; several make as many rows")
-    if recipe.training.bf16:
-        notes.append("bf16: autocast holds one layer's weights in bfloat16 as well")
-    return notes
+def print_sections(sections: Mapping[str, Any]) -> None:
+    """Prints the tables of the model and its memory."""
+    from rich.console import Console
+
+    console = Console()
+    for table in (_model_table(sections["model"]), _memory_table(sections["memory"])):
+        console.print(table)
+    for note in sections["memory"]["notes"]:
+        console.print(f"  {note}", markup=False, highlight=False)
+
+
+def _model_table(model: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    share = 100 * model["trained_parameters"] / model["parameters"]
+    rows = {
+        "model": f"{model['name']} ({model['head']}, {model['num_layers']} layers)",
+        "shape from": str(model["config"]),
+        "parameters": f"{model['parameters']:,} ({gib(model['parameter_bytes'])} GiB in "
+        f"{model['torch_dtype']})",
+        "trained": f"{model['trained_parameters']:,} ({share:.3g} %; {model['trained_by']})",
+    }
+    table = Table(title="model", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _memory_table(memory: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    sizes = f"{memory['microbatch_size']} x {memory['sequence_length']} tokens"
+    table = Table(title=f"expected peak memory in GiB ({memory['method']}, {sizes})")
+    table.add_column("weights in", style="bold")
+    for precision in memory["by_precision"]:
+        own = " (the recipe's)" if precision == memory["own_precision"] else ""
+        table.add_column(precision + own, justify="right")
+    columns = list(memory["by_precision"].values())
+    for phase, title in {
+        "weights": "weights",
+        "inference": "inference, one microbatch",
+        "evaluation": "evaluation",
+        "training": "a training step",
+        "peak": "the run",
+    }.items():
+        table.add_row(title, *(gib(column[phase]) for column in columns))
+    table.add_row("the step is", *(column["how"] for column in columns))
+    cards = [[f"{s} GiB" for s in CARDS if c["fits"][f"{s} GiB"]] for c in columns]
+    table.add_row("smallest card", *((c or [f"above {CARDS[-1]} GiB"])[0] for c in cards))
+    for name, size in memory["devices"].items():
+        fits = ("fits" if column["fits"][name] else "no" for column in columns)
+        table.add_row(f"{name}, {gib(size)} here", *fits)
+    return table
+
+
+def gib(size: int | None) -> str:
+    """Bytes in GiB; "-" for None.
+
+    >>> gib(3 << 29)
+    '1.50'
+    """
+    return "-" if size is None else f"{size / GIB:.2f}"

@@ -1,4 +1,4 @@
-"""`python -m scripts.benchmarks`: the same as `hf-dpzero bench`; memory is measured through it."""
+"""`python -m scripts.benchmarks`; peak memory is measured in child processes of it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`hf-dpzero bench memory`: what fits, for every shape and way of training, and how sure that is."""
+"""`memory`: what fits, for every shape and way of training, estimated and, if asked for, measured."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from typing import Any
 
 import torch
 
-from hf_dpzero.experiments.memory.live_bytes import (
-    GIB,
-    Footprint,
-    dp_adamw_bytes,
-    dpzero_bytes,
-    footprint,
-)
-from hf_dpzero.experiments.memory.shapes import PUBLISHED
-from scripts.benchmarks.memory import in_fresh_process
+from hf_dpzero.experiments.memory.live_bytes import GIB, dense_gradient_bytes, forward_bytes
+from hf_dpzero.experiments.memory.peaks import Footprint, dp_adamw_bytes, dpzero_bytes
+from hf_dpzero.experiments.memory.shapes import PUBLISHED, empty_model, model_inputs
+from hf_dpzero.objectives.losses import select_objective
+from scripts.benchmarks.memory import in_fresh_process, phases_of
 from scripts.benchmarks.settings import StepBench
 
 COLUMNS = {
@@ -35,11 +31,11 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityTable:
-    """What `hf-dpzero bench memory` tabulates; every field is an option of the command.
+    """What `python -m scripts.benchmarks memory` tabulates; every field is an option of the command.
 
     Attributes:
       shapes: keys of `SHAPES`.
-      dtype, batch_size, seq_length, attention, strategy: as for `bench step`.
+      dtype, batch_size, seq_length, attention, strategy: as for `step`.
       device: where `measure` measures.
       device_memory: GiB; what needs more is marked. None: nothing is.
       measure: also measure what fits on `device`, in fresh processes.
@@ -62,7 +58,15 @@ class CapacityTable:
             self.bench(shape, "inference")
 
     def bench(self, shape: str, phase: str) -> StepBench:
-        """The settings of `bench step` for one cell of the table."""
+        """The settings of `step` for one cell of the table.
+
+        Args:
+          shape: key of `SHAPES`.
+          phase: one of `PHASES`.
+
+        Returns:
+          The settings.
+        """
         names = ("dtype", "batch_size", "seq_length", "attention", "device")
         common: dict[str, Any] = {name: getattr(self, name) for name in names}
         if phase == "dp-adamw" and self.dtype != "float16":
@@ -71,63 +75,80 @@ class CapacityTable:
 
 
 def capacity(asked: CapacityTable) -> list[dict[str, Any]]:
-    """One row a shape: `estimate` and with `measure` also `measured` bytes by memory phase."""
-    return [_row(asked, shape) for shape in asked.shapes]
+    """One row a shape: `estimate` and with `measure` also `measured` bytes by memory phase.
 
-
-def _row(asked: CapacityTable, shape: str) -> dict[str, Any]:
-    estimate = estimates(asked, shape)
-    row = {"shape": shape, "dtype": asked.dtype, "estimate": estimate}
-    if asked.device_memory is not None:
-        room = asked.device_memory * GIB
-        row["fits"] = {phase: size <= room for phase, size in estimate.items()}
-    if asked.measure:
+    Measured are the phases whose estimate leaves a tenth of the memory.
+    """
+    rows = []
+    for shape in asked.shapes:
+        estimate = estimates(asked, shape)
+        row = {"shape": shape, "dtype": asked.dtype, "estimate": estimate}
         room = (asked.device_memory or float("inf")) * GIB
-        row["measured"] = _measured(asked, shape, min(room, available_bytes(asked.device)))
-    return row
+        if asked.device_memory is not None:
+            row["fits"] = {phase: size <= room for phase, size in estimate.items()}
+        if asked.measure:
+            room = 0.9 * min(room, _available_bytes(asked.device))
+            phases = phases_of(phase for phase, size in estimate.items() if size < room)
+            row["measured"] = {p: in_fresh_process(asked.bench(shape, p), p) for p in phases}
+        rows.append(row)
+    return rows
 
 
-def _measured(asked: CapacityTable, shape: str, room: float) -> dict[str, int]:
-    """Peak bytes of the phases whose estimate leaves a tenth of `room`."""
-    fitting = [p for p, size in estimates(asked, shape).items() if size < 0.9 * room]
-    return {phase: in_fresh_process(asked.bench(shape, phase), phase) for phase in fitting}
-
-
-def available_bytes(device: str) -> int:
+def _available_bytes(device: str) -> int:
     """Memory that a new process could have; on Linux with what caches would give back."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     with contextlib.suppress(OSError):
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        if found:
-            return int(found[1]) * 1024
+        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        if match:
+            return int(match[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
-    """Peak bytes by memory phase; no dp-adamw for float16 or without opacus."""
-    sizes = (asked.dtype, asked.batch_size, asked.seq_length, asked.attention)
+    """Peak bytes by memory phase, counted on the meta device.
+
+    The published loop keeps beside the weights z, coefficient * z and their sum, of one tensor.
+
+    Args:
+      asked: the settings.
+      shape: key of `SHAPES`.
+
+    Returns:
+      Phase -> bytes; without dp-adamw for float16 or where opacus is missing.
+    """
+    model = empty_model(shape, asked.dtype, "meta", asked.attention)
+    ids = torch.zeros(asked.batch_size, asked.seq_length, dtype=torch.int64, device="meta")
+    # No attention mask: without padding the models leave it out of the attention as well.
+    batch = {"input_ids": ids, "labels": ids[:, 0]}
+    inputs = model_inputs(model, batch)
+    forward = forward_bytes(model, batch, lambda: model(**inputs))
     first_order = asked.dtype != "float16" and importlib.util.find_spec("opacus") is not None
-    found = footprint(shape, *sizes, per_example=first_order)
+    objective = select_objective(model)
+    backward = dense_gradient_bytes(model, objective, batch) if first_order else 0
+    footprint = Footprint.of(model, asked.batch_size, ids.numel(), forward, backward)
+    temporary = 3 * footprint.largest * int(getattr(torch, asked.dtype).itemsize)
     estimate = {
-        "inference": found.weights + found.forward,
-        "step": dpzero_bytes(found, asked.dtype, asked.strategy),
-        "reference": reference_bytes(found, asked.dtype),
+        "inference": footprint.weights + forward,
+        "step": dpzero_bytes(footprint, asked.strategy),
+        "reference": footprint.weights + max(forward, temporary),
     }
-    return estimate | ({"dp-adamw": dp_adamw_bytes(found, asked.dtype)} if first_order else {})
-
-
-def reference_bytes(found: Footprint, dtype: str) -> int:
-    """The published loop: beside the weights z, coefficient * z and their sum, of one tensor."""
-    temporary = 3 * found.largest * int(getattr(torch, dtype).itemsize)
-    return found.weights + max(found.forward, temporary)
+    return estimate | ({"dp-adamw": dp_adamw_bytes(footprint)} if first_order else {})
 
 
 # ---------------------------------------------------------------- for people
 
 
 def capacity_table(asked: CapacityTable, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Peak GiB; `!` marks what does not fit, estimate / measured stands in a line below."""
+    """The table for people, in GiB.
+
+    Args:
+      asked: the settings.
+      rows: of `capacity`.
+
+    Returns:
+      Lines; `!` marks what does not fit, estimate / measured stands in a line below.
+    """
     what = f"{asked.dtype}, {asked.batch_size} x {asked.seq_length} tokens, all parameters trained"
     lines = [f"estimated peak memory in GiB, {what}"]
     if asked.device_memory is not None:
@@ -135,9 +156,10 @@ def capacity_table(asked: CapacityTable, rows: Sequence[Mapping[str, Any]]) -> s
     lines.append(f"{'shape':<16}" + "".join(f"{title:>21}" for title in COLUMNS.values()))
     for row in rows:
         lines.append(f"{row['shape']:<16}" + "".join(_cell(row, phase) for phase in COLUMNS))
-        if row.get("measured"):
-            ratios = "".join(_ratio_cell(row, phase) for phase in COLUMNS)
-            lines.append(f"{'  / measured':<16}{ratios}")
+        if measured := row.get("measured"):
+            ratios = {p: f"{row['estimate'][p] / size:.2f}" for p, size in measured.items()}
+            cells = "".join(f"{ratios.get(phase, '-'):>21}" for phase in COLUMNS)
+            lines.append(f"{'  / measured':<16}{cells}")
     return "\n".join(lines)
 
 
@@ -146,9 +168,3 @@ def _cell(row: Mapping[str, Any], phase: str) -> str:
         return f"{'-':>21}"
     mark = "" if row.get("fits", {}).get(phase, True) else " !"
     return f"{row['estimate'][phase] / GIB:.2f}{mark}".rjust(21)
-
-
-def _ratio_cell(row: Mapping[str, Any], phase: str) -> str:
-    if phase not in row["measured"]:
-        return f"{'-':>21}"
-    return f"{row['estimate'][phase] / row['measured'][phase]:>21.2f}"

@@ -1,4 +1,4 @@
-"""Seconds: of one call with the device's queue, of works that take turns, of a step's parts."""
+"""Seconds: of steps that take turns, the device's queue included, and of a step's parts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-Work = Callable[[int], None]
+TimedStep = Callable[[int], None]
+"""Takes the number of the round."""
 
 
 def synchronize(device: str) -> None:
@@ -19,29 +21,32 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(work: Work, step: int, device: str) -> float:
-    """Seconds of one call, the device's queue included."""
-    synchronize(device)
-    start = time.perf_counter()
-    work(step)
-    synchronize(device)
-    return time.perf_counter() - start
-
-
 def interleaved(
-    works: Sequence[Work], repeats: int, device: str, untimed: int = 1
+    steps: Sequence[TimedStep], repeats: int, device: str, untimed: int = 1
 ) -> list[list[float]]:
-    """Seconds of each work in each round; they take turns, after `untimed` rounds.
+    """Times steps that take turns, round by round, with a progress bar on a terminal.
 
-    A work's context manager `as_in_training`, if it has one, is entered and left off the clock.
+    Args:
+      steps: called once a round; a method `prepare`, if a step has one, runs before it off the clock.
+      repeats: timed rounds.
+      device: synchronised before and after each step.
+      untimed: rounds that run first and do not count.
+
+    Returns:
+      For each step its seconds in each timed round.
     """
-    rounds = [[_prepared(w, t, device) for w in works] for t in range(untimed + repeats)]
+    rounds = []
+    for number in tqdm(range(untimed + repeats), desc="rounds", leave=False, disable=None):
+        row = []
+        for step in steps:
+            getattr(step, "prepare", lambda: None)()
+            synchronize(device)
+            start = time.perf_counter()
+            step(number)
+            synchronize(device)
+            row.append(time.perf_counter() - start)
+        rounds.append(row)
     return [list(column) for column in zip(*rounds[untimed:], strict=True)]
-
-
-def _prepared(work: Work, step: int, device: str) -> float:
-    with getattr(work, "as_in_training", contextlib.nullcontext)():
-        return timed(work, step, device)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -80,7 +85,15 @@ class Stopwatch:
             self._labels.pop()
 
     def wrap(self, label: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call` with its time under `label`."""
+        """Gives `call` a label.
+
+        Args:
+          label: what its time goes to.
+          call: any function.
+
+        Returns:
+          The function with its time measured.
+        """
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             with self.running(label):

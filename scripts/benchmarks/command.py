@@ -1,16 +1,16 @@
-"""`hf-dpzero bench step` and `bench memory`: options, and tables for people."""
+"""Options of `step` and `memory`, and tables for people."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import platform
 import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ _CHOICES: dict[str, Any] = {
 
 def run_step(bench: StepBench) -> dict[str, Any]:
     """All measurements with what is needed to read them: settings, machine, versions."""
-    use_threads(bench.threads)
+    _use_threads(bench.threads)
     memory = measure_memory(bench) if bench.memory else {}
     return {
         **measure_time(bench),
@@ -57,8 +57,7 @@ def run_step(bench: StepBench) -> dict[str, Any]:
     }
 
 
-def use_threads(threads: int | None) -> None:
-    """Sets torch's threads in one operation on the CPU; None leaves them."""
+def _use_threads(threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -68,9 +67,9 @@ def machine(device: str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        if found:
-            return found[1]
+        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        if match:
+            return match[1]
     return platform.processor() or platform.machine()
 
 
@@ -87,7 +86,7 @@ def versions() -> dict[str, str]:
     }
 
 
-# ---------------------------------------------------------------- the table of `bench step`
+# ---------------------------------------------------------------- the table of `step`
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -144,10 +143,9 @@ def _details(result: Mapping[str, Any]) -> list[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Options of `hf-dpzero bench`: the fields of `StepBench` and `CapacityTable`, and --json."""
-    parser = argparse.ArgumentParser(
-        prog="hf-dpzero bench", description=_summary(sys.modules["scripts.benchmarks"])
-    )
+    """The fields of `StepBench` and `CapacityTable` as options, and --json."""
+    summary = (sys.modules["scripts.benchmarks"].__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks", description=summary)
     commands = parser.add_subparsers(dest="what", required=True)
     step = commands.add_parser("step", help="time and memory of one step", allow_abbrev=False)
     _add_shape(step, "--shape", default=StepBench.shape)
@@ -159,11 +157,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fields(memory, CapacityTable, skip=("shapes",))
     for command in (step, memory):
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        command.add_argument(
+            "--traceback", action="store_true", help="show where an error came from"
+        )
     return parser
-
-
-def _summary(module: Any) -> str:
-    return (module.__doc__ or "").split("\n")[0]
 
 
 def _add_shape(parser: argparse.ArgumentParser, option: str, **settings: Any) -> None:
@@ -189,22 +186,29 @@ def _add_fields(parser: argparse.ArgumentParser, kind: Any, skip: Sequence[str])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `hf-dpzero bench ...`; `argv` is what follows the word bench."""
+    """Runs a command and returns the exit status: 2 for a mistake in what was asked."""
     arguments = vars(build_parser().parse_args(argv))
-    what, as_json = arguments.pop("what"), arguments.pop("json")
-    if what == "memory":
-        arguments["shapes"] = tuple(arguments["shapes"])
-        asked = CapacityTable(**arguments)
-        rows = capacity(asked)
-        print(json.dumps(rows, indent=1) if as_json else capacity_table(asked, rows))
-        return 0
-    phase = arguments.pop("phase")
-    arguments["memory"] = not arguments.pop("no_memory")
-    bench = StepBench(**arguments)
-    if phase is not None:
-        use_threads(bench.threads)
-        print(json.dumps({"peak_bytes": peak_bytes(bench, phase)}))
-        return 0
-    result = run_step(bench)
-    print(json.dumps(result, indent=1) if as_json else table(result))
+    traceback = arguments.pop("traceback")
+    try:
+        print(_run(**arguments))
+    except (ValueError, OSError, ImportError) as error:
+        if traceback:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _run(what: str, json: bool, **settings: Any) -> str:
+    """The result of a command: JSON or a table."""
+    if what == "memory":
+        asked = CapacityTable(**{**settings, "shapes": tuple(settings["shapes"])})
+        rows = capacity(asked)
+        return dumps(rows, indent=1) if json else capacity_table(asked, rows)
+    phase = settings.pop("phase")
+    bench = StepBench(memory=not settings.pop("no_memory"), **settings)
+    if phase is not None:
+        _use_threads(bench.threads)
+        return dumps({"peak_bytes": peak_bytes(bench, phase)})
+    result = run_step(bench)
+    return dumps(result, indent=1) if json else table(result)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from hf_dpzero.experiments.memory.shapes import build_batch, build_config, build_model, empty_model
+from hf_dpzero.experiments.memory.shapes import empty_model
 from hf_dpzero.training import callbacks
 from scripts.benchmarks.settings import StepBench
-from scripts.benchmarks.timed_steps import FirstOrderStep, Forwards, ReferenceStep, Step
+from scripts.benchmarks.timed_steps import FirstOrderStep, Forwards, ReferenceStep, Step, build
 
+ROOT = Path(__file__).resolve().parents[2]
 _CPU_METHOD = (
     "peak resident bytes (VmHWM, reset after the model was built) of a fresh process for each phase, "
     "less what was resident before the model was built, libraries loaded"
@@ -30,39 +34,50 @@ def measure_memory(bench: StepBench) -> dict[str, Any]:
     A ratio is None where inference takes no measurable memory.
     """
     wanted = ["inference", bench.own_phase, *(["reference"] if bench.with_reference else [])]
-    peaks = {phase: in_fresh_process(bench, phase) for phase in dict.fromkeys(wanted)}
+    peaks = {phase: in_fresh_process(bench, phase) for phase in phases_of(dict.fromkeys(wanted))}
     base = peaks["inference"]  # a tiny shape may fit into what was resident: no ratio then
     over = {phase: peak / base if base > 0 else None for phase, peak in peaks.items()}
     cuda = torch.device(bench.device).type == "cuda"
-    found = {
+    result = {
         "peak_memory_over_inference": over[bench.own_phase],
         "peak_bytes": peaks,
         "memory_method": _CUDA_METHOD if cuda else _CPU_METHOD,
     }
     if bench.with_reference:
-        found["reference_peak_memory_over_inference"] = over["reference"]
-    return found
+        result["reference_peak_memory_over_inference"] = over["reference"]
+    return result
+
+
+def phases_of(phases: Iterable[str]) -> Iterable[str]:
+    """The phases, with a progress bar on a terminal."""
+    return tqdm(list(phases), desc="peak memory", leave=False, disable=None)
 
 
 def in_fresh_process(bench: StepBench, phase: str) -> int:
-    """`peak_bytes` in a new process.
+    """`peak_bytes` in a new process of this checkout.
+
+    Args:
+      bench: the settings.
+      phase: one of `PHASES`.
+
+    Returns:
+      Bytes.
 
     Raises:
       OSError: it failed (out of memory, say); carries the end of what it said.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.benchmarks",
-        "step",
-        "--phase",
-        phase,
-        *words_of(bench),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"measuring the memory of {phase} failed: {done.stderr.strip()[-500:]}")
-    return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+    module = [sys.executable, "-m", "scripts.benchmarks", "step"]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    child = subprocess.run(
+        [*module, "--phase", phase, *words_of(bench)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    if child.returncode:
+        raise OSError(f"measuring the memory of {phase} failed: {child.stderr.strip()[-500:]}")
+    return int(json.loads(child.stdout.splitlines()[-1])["peak_bytes"])
 
 
 def words_of(bench: StepBench) -> list[str]:
@@ -75,7 +90,7 @@ def words_of(bench: StepBench) -> list[str]:
     return words
 
 
-_WORKS: dict[str, Callable[..., Callable[[int], None]]] = {
+_STEPS: dict[str, Callable[..., Callable[[int], None]]] = {
     "inference": Forwards,
     "step": Step,
     "reference": ReferenceStep,
@@ -84,37 +99,35 @@ _WORKS: dict[str, Callable[..., Callable[[int], None]]] = {
 
 
 def peak_bytes(bench: StepBench, phase: str) -> int:
-    """Runs two rounds of one phase in this process and returns their peak memory in bytes.
+    """Runs two rounds of one phase in this process and measures their peak memory.
 
-    Code is no part of it: a tiny shape goes through the same phase first, so that libraries are
-    loaded and kernels compiled.
+    Code is no part of it: a tiny shape of the same family goes through the same phase first, so that
+    libraries are loaded and kernels compiled.
+
+    Args:
+      bench: the settings.
+      phase: one of `PHASES`.
+
+    Returns:
+      Bytes.
     """
-    _two_rounds(_tiny(bench), phase)
+    shape = "tiny-opt" if bench.shape.startswith(("opt", "tiny-opt")) else "tiny"
+    tiny = dataclasses.replace(bench, shape=shape, batch_size=2, seq_length=8, trainable=None)
+    _two_rounds(tiny, phase)
     empty_model(bench.shape, bench.dtype, "meta")
     gc.collect()
-    before = _resident(bench.device)
+    before = 0  # on a GPU only torch's own bytes are counted
+    if torch.device(bench.device).type != "cuda":
+        callbacks.forget_peak(bench.device)
+        before = callbacks.peak_bytes(bench.device)
     _two_rounds(bench, phase)
     return callbacks.peak_bytes(bench.device) - before
 
 
 def _two_rounds(bench: StepBench, phase: str) -> None:
     """The model is built before the peak is forgotten."""
-    model, batch = build_model(bench), build_batch(bench, build_config(bench.shape).vocab_size)
+    model, batch = build(bench)
     callbacks.forget_peak(bench.device)
-    work = _WORKS[phase](bench, model, batch)
-    for step in range(2):
-        work(step)
-
-
-def _tiny(bench: StepBench) -> StepBench:
-    """The same settings for a tiny shape of the same family."""
-    shape = "tiny-opt" if bench.shape.startswith(("opt", "tiny-opt")) else "tiny"
-    return dataclasses.replace(bench, shape=shape, batch_size=2, seq_length=8, trainable=None)
-
-
-def _resident(device: str) -> int:
-    """Bytes resident now, as the baseline; none on a GPU, where only torch's own are counted."""
-    if torch.device(device).type == "cuda":
-        return 0
-    callbacks.forget_peak(device)
-    return callbacks.peak_bytes(device)
+    step = _STEPS[phase](bench, model, batch)
+    for number in range(2):
+        step(number)

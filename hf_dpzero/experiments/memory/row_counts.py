@@ -23,47 +23,46 @@ class RowCounts:
 
     Attributes:
       train: n, rows of training data; None if nobody knows.
-      validation: rows of validation data; None if they are not here.
       labels: number of classes; 0 where answers are generated; None if it is not known.
       source: where `train` comes from, in words; or what to give if it is None.
       task: with its rows, if they are here.
     """
 
     train: int | None
-    validation: int | None = None
     labels: int | None
     source: str
     task: Any = None
 
 
 def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
-    """Counts the rows if they are here, else derives n from the recipe, else takes `given`.
+    """Counts the rows if they are here, else takes `given`, else derives n from the recipe.
 
     Rows that are here are those of local files, of the data sets cache and of the quickstart, after
     the recipe's own choice of rows.
 
     Args:
+      data: the recipe's.
       given: n as the user says, for data that is not here.
+
+    Returns:
+      The counts.
 
     Raises:
       ValueError, OSError: what the task refuses; `given` is not what is here.
     """
     task = _task_that_is_here(data)
     if task is None:
-        return _derived(data, given)
+        labels = known_labels(data.task)
+        train, source = (given, "--num_examples") if given is not None else _derived(data, labels)
+        return RowCounts(train=train, labels=labels, source=source)
     here = len(task.splits["train"])
     if given is not None and given != here:
         raise ValueError(
             f"num_examples={given}, but the recipe's data is here and has {here} training rows: "
             "leave --num_examples out, or change the data settings."
         )
-    return RowCounts(
-        train=here,
-        validation=len(task.splits["validation"]),
-        labels=len(task.label_names),
-        source=f"the training rows of task {task.name}, which are here",
-        task=task,
-    )
+    source = f"the training rows of task {task.name}, which are here"
+    return RowCounts(train=here, labels=len(task.label_names), source=source, task=task)
 
 
 def _task_that_is_here(data: DataArguments) -> Any:
@@ -79,25 +78,17 @@ def _task_that_is_here(data: DataArguments) -> Any:
         return None
 
 
-def _derived(data: DataArguments, given: int | None) -> RowCounts:
-    labels = known_labels(data.task)
-    if given is not None:
-        return RowCounts(train=given, labels=labels, source="--num_examples")
+def _derived(data: DataArguments, labels: int | None) -> tuple[int | None, str]:
+    """n from the recipe's choice of rows, and where it comes from."""
     per_class, most = data.num_examples_per_class, data.max_train_samples
     if per_class is not None and labels:
         count = per_class * labels
-        source = f"num_examples_per_class={per_class} x {labels} classes, if each has so many"
         if most is not None and most < count:
-            count, source = most, f"max_train_samples={most}"
-        return RowCounts(train=count, labels=labels, source=source)
+            return most, f"max_train_samples={most}"
+        return count, f"num_examples_per_class={per_class} x {labels} classes, if each has so many"
     if per_class is None and most is not None:
-        source = f"max_train_samples={most}, if the data has so many"
-        return RowCounts(train=most, labels=labels, source=source)
-    return RowCounts(
-        train=None,
-        labels=labels,
-        source="the data is not here: give --num_examples N, its number of training rows",
-    )
+        return most, f"max_train_samples={most}, if the data has so many"
+    return None, "the data is not here: give --num_examples N, its number of training rows"
 
 
 def known_labels(task: str) -> int | None:

@@ -1,19 +1,15 @@
-"""Named architectures with random weights: nothing is downloaded, nothing is slow to fill."""
+"""Published architectures, with random weights: nothing is downloaded."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_dpzero.objectives.losses import base_model
-from hf_dpzero.perturbation.trainable import select_trainable
-
-if TYPE_CHECKING:
-    from scripts.benchmarks.settings import StepBench
 
 _ROBERTA = {
     "model_type": "roberta", "vocab_size": 50265, "max_position_embeddings": 514,
@@ -55,39 +51,23 @@ PUBLISHED = tuple(name for name in SHAPES if not name.startswith("tiny"))
 
 
 def build_config(shape: str) -> Any:
-    """The transformers configuration of a shape, with two classes; nothing is downloaded."""
+    """The transformers configuration of a key of `SHAPES`, with two classes."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(num_labels=2, **SHAPES[shape])
 
 
-def check_sizes(shape: str, seq_length: int) -> None:
-    """Refuses a shape that is not known, and more tokens than it has positions for."""
-    if shape not in SHAPES:
-        raise ValueError(f"shape={shape!r} is unknown; use one of {', '.join(PUBLISHED)}.")
-    config = build_config(shape)
-    padding = config.pad_token_id + 1 if config.model_type == "roberta" else 0  # spent on padding
-    limit = config.max_position_embeddings - padding
-    if seq_length > limit:
-        raise ValueError(
-            f"seq_length={seq_length} is more than {shape} has positions for: use at most {limit}."
-        )
-
-
-def build_model(bench: StepBench) -> nn.Module:
-    """The shape's classifier with random weights in their dtype on the device, in eval mode."""
-    model = empty_model(bench.shape, bench.dtype, bench.device, bench.attention)
-    fill_(model)
-    select_trainable(model, bench.trainable)
-    if bench.compile:
-        model.compile()
-    return model
-
-
 def empty_model(shape: str, dtype: str, device: str, attention: str = "sdpa") -> nn.Module:
-    """The classifier with its parameters allocated and not filled; `meta` takes no memory.
+    """A two-class sequence classifier in eval mode, its parameters allocated and not filled.
 
-    Created in `dtype` on `device`, so that the peak is one copy of the weights.
+    Args:
+      shape: key of `SHAPES`.
+      dtype: of the weights, such as "float32"; they are created in it.
+      device: torch device; "meta" takes no memory.
+      attention: transformers' implementation, "sdpa" or "eager".
+
+    Returns:
+      The model; `fill_` gives it weights.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
@@ -101,9 +81,9 @@ def empty_model(shape: str, dtype: str, device: str, attention: str = "sdpa") ->
 
 @torch.no_grad()
 def fill_(model: nn.Module) -> None:
-    """Normal weights of standard deviation 0.02, around 1 for the scales of layer norms.
+    """Draws normal weights of standard deviation 0.02, around 1 for the scales of layer norms.
 
-    All on one device, drawn there from a generator with a fixed seed.
+    They come from a generator of its own with a fixed seed, on the model's device.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     for module in model.modules():
@@ -112,20 +92,16 @@ def fill_(model: nn.Module) -> None:
             parameter.normal_(float(scale), 0.02, generator=generator)
 
 
-def build_batch(bench: StepBench, vocabulary: int) -> dict[str, Tensor]:
-    """One microbatch of random tokens without padding, the same each time."""
-    generator = torch.Generator().manual_seed(0)
-    size = (bench.batch_size, bench.seq_length)
-    batch = {
-        "input_ids": torch.randint(4, vocabulary, size, generator=generator),
-        "attention_mask": torch.ones(size, dtype=torch.int64),
-        "labels": torch.randint(0, 2, size[:1], generator=generator),
-    }
-    return {name: value.to(bench.device) for name, value in batch.items()}
-
-
 def model_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What an objective gives the model: the batch without labels, no key-value cache."""
+    """The keyword arguments that an objective calls the model with: no labels, no key-value cache.
+
+    Args:
+      model: a transformers model.
+      batch: tensors with leading dimension B.
+
+    Returns:
+      The batch without `labels`, and `use_cache=False` if the model knows that argument.
+    """
     accepted = inspect.signature(type(base_model(model)).forward).parameters
     cache = {"use_cache": False} if "use_cache" in accepted else {}
     return {**cache, **{name: value for name, value in batch.items() if name != "labels"}}
