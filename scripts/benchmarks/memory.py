@@ -90,7 +90,7 @@ def words_of(bench: StepBench) -> list[str]:
     return words
 
 
-_STEPS: dict[str, Callable[..., Callable[[int], None]]] = {
+STEPS: dict[str, Callable[..., Callable[[int], None]]] = {
     "inference": Forwards,
     "step": Step,
     "reference": ReferenceStep,
@@ -128,6 +128,6 @@ def _two_rounds(bench: StepBench, phase: str) -> None:
     """The model is built before the peak is forgotten."""
     model, batch = build(bench)
     callbacks.forget_peak(bench.device)
-    step = _STEPS[phase](bench, model, batch)
+    step = STEPS[phase](bench, model, batch)
     for number in range(2):
         step(number)
