@@ -297,8 +297,10 @@ def first_order_step(
         gradients = per_example_gradients(model, objective, *how)
     values = {"name": args.method, "expected_batch_size": 4.0}
     values |= {} if args.not_private else {"clip": 1.0, "noise_multiplier": 1.0}
-    header = {**args.direction_settings(), "direction_key": "0", "replayable": False}
-    step = FirstOrderStep(mechanism_from_dict(values), gradients, SecureNoise(), Trajectory(header))
+    mechanism = mechanism_from_dict(values)
+    header = {"direction_key": "0", "replayable": False, "num_values": mechanism.values_per_release}
+    trajectory = Trajectory({**args.direction_settings(), **header})
+    step = FirstOrderStep(mechanism, gradients, SecureNoise(), trajectory)
     kind = torch.optim.SGD if "sgd" in args.method else torch.optim.AdamW
     optimizer = kind(gradients.parameters, lr=1e-8)
 
