@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_dpzero.perturbation.directions import (
+    LANES,
     Direction,
     DirectionStream,
     check_distribution,
     largest_coordinate,
 )
 from hf_dpzero.perturbation.kernels import dispatch
-from hf_dpzero.perturbation.segments import AnySegment, runs, segment_of
-from hf_dpzero.perturbation.trainable import aligned_offsets, check_trainable, gathered
+from hf_dpzero.perturbation.rounded_segments import RoundedSegment
+from hf_dpzero.perturbation.segments import GridSegment
+from hf_dpzero.perturbation.trainable import check_trainable, gathered
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # the fastest over many tensors
+SMALL = 1 << 16  # elements below which neighbouring tensors share a segment
+_PRODUCT_CHUNK = 1 << 19  # coordinates of all directions together, at a time
+AnySegment = GridSegment | RoundedSegment
 
 
 class Coordinates:
@@ -43,11 +49,13 @@ class Coordinates:
         self.distribution, self.smoothing = distribution, smoothing
         self.names = [name for name, _ in named]
         self.tensors = [tensor for _, tensor in named]
-        self.offsets = aligned_offsets(self.tensors)
         sizes = [tensor.numel() for tensor in self.tensors]
+        room = (-(-size // LANES) * LANES for size in sizes)  # tensors start at multiples of LANES
+        self.offsets = [0, *itertools.accumulate(room)][:-1]
         self.layout = list(zip(self.offsets, sizes, strict=True))
         self.dimension = sum(sizes)
         self._segments = self._make_segments()
+        self._grids = [s for s in self._segments if isinstance(s, GridSegment)]
         self._places = {
             int(number): (segment, m)
             for segment in self._segments
@@ -134,9 +142,36 @@ class Coordinates:
             return norms.diag()
         streams = [self.stream(u) for u in directions]
         scales = torch.tensor([stream.scale for stream in streams], dtype=torch.float64)
-        places = zip(self.layout, self.tensors, strict=True)
-        products = sum(dispatch.inner_products(streams, *at, t.device) for at, t in places)
+        products = sum(self._products(number, streams) for number in range(len(self.tensors)))
         return (products * scales.outer(scales)).fill_diagonal_(0.0) + norms.diag()
+
+    def _products(self, number: int, streams: Sequence[DirectionStream]) -> Tensor:
+        """<u_k, u_l> of the raw coordinates of one tensor, float64 [K, K] on the CPU.
+
+        A few MB at a time. Exact for signs: sums of fewer than 2^24 of them are, in float32.
+        """
+        (offset, size), device = self.layout[number], self.tensors[number].device
+        total = torch.zeros(len(streams), len(streams), dtype=torch.float64, device=device)
+        width = max(_PRODUCT_CHUNK // len(streams) // LANES, 1) * LANES
+        for start in range(0, size, width):
+            count = min(width, size - start)
+            u = torch.stack([_raw(s, offset + start, count, device) for s in streams])
+            if self.distribution != "rademacher":
+                u = u.double()
+            total += u @ u.T
+        return total.cpu()
+
+    def _combination(
+        self, number: int, start: int, count: int,
+        streams: Sequence[DirectionStream], coefficients: Sequence[float],
+    ) -> Tensor:  # fmt: skip
+        """Coordinates start .. start+count of sum_k c_k u_k in one tensor (K >= 1), float32 [count]."""
+        offset, device = self.offsets[number] + start, self.tensors[number].device
+        terms = (
+            _raw(stream, offset, count, device).mul_(c * stream.scale)
+            for stream, c in zip(streams, coefficients, strict=True)
+        )
+        return functools.reduce(Tensor.add_, terms)
 
     def _follow_storage_(self) -> None:
         """Wrappers may give a parameter new storage: works on that, never on a stale view.
@@ -157,3 +192,48 @@ class Coordinates:
             if any(addresses[n] != self._addresses[n] for n in numbers):
                 segment.flat = gathered([self.tensors[n] for n in numbers], segment.starts)
         self._addresses = list(map(_address, self.tensors))
+
+
+def runs(tensors: Sequence[Tensor], apart: Collection[int] = ()) -> list[list[int]]:
+    """Groups neighbouring small tensors of one dtype and device, which will share a segment.
+
+    Args:
+      tensors: all of them, in order.
+      apart: numbers that get a segment of their own, however small.
+
+    Returns:
+      Each group's numbers, in order.
+    """
+
+    def kind(number: int) -> tuple[Any, ...]:
+        tensor = tensors[number]
+        alone = number if tensor.numel() >= SMALL or number in apart else -1
+        return alone, tensor.dtype, tensor.device
+
+    return [list(run) for _, run in itertools.groupby(range(len(tensors)), kind)]
+
+
+def segment_of(
+    tensors: Sequence[Tensor], offsets: Sequence[int], numbers: Sequence[int]
+) -> AnySegment:
+    """Makes the segment of some tensors, which become views of it.
+
+    Args:
+      tensors, offsets: all of a space's.
+      numbers: which of them, neighbours.
+
+    Returns:
+      A `GridSegment` for float32, else a `RoundedSegment`.
+    """
+    chosen = [tensors[n] for n in numbers]
+    starts = [offsets[n] - offsets[numbers[0]] for n in numbers]
+    flat = gathered(chosen, starts)
+    kind = GridSegment if flat.dtype == torch.float32 else RoundedSegment
+    return kind(flat, offsets[numbers[0]], [t.numel() for t in chosen], starts, numbers)
+
+
+def _raw(stream: DirectionStream, start: int, count: int, device: torch.device) -> Tensor:
+    """Coordinates start .. start+count before the stream's scale, float32 [count], exact."""
+    return dispatch.coordinates(
+        stream.key, stream.distribution != "rademacher", start, count, device
+    )

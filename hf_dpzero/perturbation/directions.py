@@ -77,9 +77,6 @@ def check_distribution(name: str) -> None:
         )
 
 
-# ---------------------------------------------------------------- normals from 32 bits
-
-
 @functools.cache
 def normal_tables() -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """(center, half), int32 [766] each, in units of 2^-21: the normal's piecewise uniform quantiles.
@@ -92,13 +89,17 @@ def normal_tables() -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     pmf = functools.reduce(np.convolve, [np.full(256, 1 / 256)] * 3)
     inverse = statistics.NormalDist().inv_cdf
     inner = np.array([inverse(p) for p in np.cumsum(pmf)[: _CELLS // 2 - 1]])
-    edges = np.concatenate([[_outermost(pmf[0], float(inner[0]))], inner, [0.0]])
+    # The last cell's left end: its mean is the normal's mean below its right end.
+    outermost = 2 * (-statistics.NormalDist().pdf(float(inner[0])) / pmf[0]) - float(inner[0])
+    edges = np.concatenate([[outermost], inner, [0.0]])
     ratio, whole = 1.0, edges
     for _ in range(20):  # the variance of what the grid can hold
         whole = np.rint(edges * ratio / (2 * _DITHERS * NORMAL_UNIT)).astype(np.int64)
-        ratio *= (1.0 / _variance(_centers_and_halves(whole), pmf)) ** 0.5
-    center, half = _centers_and_halves(whole)
-    return center.astype(np.int32), half.astype(np.int32)
+        center, half = (table * NORMAL_UNIT for table in _centers_and_halves(whole))
+        variance = float(np.sum(pmf * (center**2 + half**2 * (_DITHERS**2 - 1) / 3)))
+        ratio *= (1.0 / variance) ** 0.5
+    centers, halves = _centers_and_halves(whole)
+    return centers.astype(np.int32), halves.astype(np.int32)
 
 
 def _centers_and_halves(edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -106,17 +107,6 @@ def _centers_and_halves(edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
     half = np.diff(edges)
     center = _DITHERS * (edges[1:] + edges[:-1])
     return np.concatenate([center, -center[::-1]]), np.concatenate([half, half[::-1]])
-
-
-def _variance(tables: tuple[NDArray[np.int64], NDArray[np.int64]], pmf: NDArray) -> float:
-    center, half = (table * NORMAL_UNIT for table in tables)
-    return float(np.sum(pmf * (center**2 + half**2 * (_DITHERS**2 - 1) / 3)))
-
-
-def _outermost(tail: float, edge: float) -> float:
-    """Left end of the last cell, so that its mean is the normal's mean below `edge`."""
-    density = statistics.NormalDist().pdf(edge)
-    return 2 * (-density / tail) - edge
 
 
 def normals_of(words: Words) -> NDArray[np.int32]:
@@ -141,9 +131,6 @@ def largest_coordinate(distribution: str) -> float:
     center, half = normal_tables()
     widest = float(center[-1] + (_DITHERS - 1) * half[-1]) * NORMAL_UNIT
     return widest if distribution == "gaussian" else 2.0 * widest
-
-
-# ---------------------------------------------------------------- one direction
 
 
 class DirectionStream:
@@ -197,13 +184,18 @@ class DirectionStream:
         total = sum(self._sum_of_squares(self.key, *place) for place in self.layout)
         return total * NORMAL_UNIT**2
 
-    def raw_integers(self, start: int, count: int) -> NDArray[np.int32]:
-        """Coordinates start .. start+count, int32 [count]: signs, or normals in units of 2^-21."""
-        return coordinates(self.key, self.distribution != "rademacher", start, count)
+    def raw(self, start: int, count: int) -> Tensor:
+        """Coordinates before `scale`, exact.
 
-    def raw(self, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """Coordinates start .. start+count before `scale`, float32 [count], exact."""
-        values = torch.from_numpy(self.raw_integers(start, count)).to(device).float()
+        Args:
+          start: first index, any.
+          count: how many.
+
+        Returns:
+          float32 [count] on the CPU.
+        """
+        integers = coordinates(self.key, self.distribution != "rademacher", start, count)
+        values = torch.from_numpy(integers).float()
         return values if self.distribution == "rademacher" else values.mul_(NORMAL_UNIT)
 
     def tensor_words(self, numbers: NDArray[np.uint64]) -> Words:
@@ -224,10 +216,16 @@ class DirectionStream:
     def coefficient_uniforms(
         self, numbers: NDArray[np.uint64], age: int = 0
     ) -> NDArray[np.float64]:
-        """One public uniform in [0, 1), a multiple of 2^-53, for each tensor; float64 [n].
+        """One public uniform in [0, 1), a multiple of 2^-53, for each tensor.
 
-        Those of each `age` are the golden ratio apart (Weyl, 1916), so that the roundings of many
-        updates along one direction are spread evenly and cancel instead of adding up.
+        Args:
+          numbers: places of the tensors in `layout`, [n].
+          age: steps since the direction was released. Uniforms of successive ages are the golden
+            ratio apart (Weyl, 1916), so that the roundings of many updates along one direction are
+            spread evenly and cancel instead of adding up.
+
+        Returns:
+          float64 [n].
         """
         words = self.tensor_words(numbers).astype(np.uint64)
         first = (words[1] << np.uint64(32) | words[0]) >> np.uint64(11)
@@ -235,7 +233,14 @@ class DirectionStream:
         return (moved % np.uint64(2**53)) * 2.0**-53
 
     def update_dither(self, numbers: NDArray[np.uint64], age: int = 0) -> Words:
-        """Where each tensor's dither starts when an update is rounded, uint32 [n]; by age likewise."""
+        """Where each tensor's dither starts when an update is rounded.
+
+        Args:
+          numbers, age: as for `coefficient_uniforms`.
+
+        Returns:
+          uint32 [n].
+        """
         return self.tensor_words(numbers)[2] + np.uint32(age * DITHER_STEP % 2**32)
 
     def perturbation_dither(self, numbers: NDArray[np.uint64]) -> Words:
@@ -244,8 +249,10 @@ class DirectionStream:
 
 
 def draw_words_together(streams: Sequence[DirectionStream]) -> None:
-    """Has the `tensor_words` of directions of one layout ready, in one draw: K small ones cost K times
-    the overhead otherwise. Directions that have theirs already are left out."""
+    """Draws the `tensor_words` of directions of one layout at once, which spares K - 1 calls' overhead.
+
+    Directions that have theirs already are left out.
+    """
     missing = [stream for stream in streams if _DOMAIN_TENSOR not in stream._words]
     if len(missing) < 2:
         return
@@ -258,17 +265,40 @@ def draw_words_together(streams: Sequence[DirectionStream]) -> None:
 
 
 def coordinates(key: Words, gaussian: bool, start: int, count: int) -> NDArray[np.int32]:
-    """Raw coordinates start .. start+count of a stream: signs, or normals in units of 2^-21."""
+    """Raw coordinates of a stream.
+
+    Args:
+      key: uint32 [4].
+      gaussian: normals; False for signs.
+      start: first index, any.
+      count: how many.
+
+    Returns:
+      int32 [count]: +-1, or normals in units of 2^-21.
+    """
     tile = NORMALS_TILE if gaussian else SIGNS_TILE
     first, last = start // tile, -(-(start + count) // tile)
     calls = np.arange(first * LANES, last * LANES, dtype=np.uint64)
     words = philox_words(calls, key).reshape(4, -1, LANES).transpose(1, 0, 2)
-    rows = normals_of(words) if gaussian else _signs_of(words)
+    if gaussian:
+        rows = normals_of(words)
+    else:  # words [tiles, 4, 32 lanes] -> [tiles, 4, 32 bits, 32 lanes]
+        bits = (words[:, :, None, :] >> np.arange(32, dtype=np.uint32)[:, None]) & np.uint32(1)
+        rows = 2 * bits.astype(np.int32) - 1
     return rows.reshape(-1)[start - first * tile :][:count]
 
 
 def sum_of_squared_normals(key: Words, start: int, count: int) -> int:
-    """Sum of z^2 over start .. start+count, in units of 2^-42, exact."""
+    """Sum of z^2, exact.
+
+    Args:
+      key: uint32 [4].
+      start: first index, any.
+      count: how many coordinates.
+
+    Returns:
+      In units of 2^-42.
+    """
     total = 0
     for first in range(start, start + count, _PART):
         z = coordinates(key, True, first, min(_PART, start + count - first)).astype(np.int64)
@@ -276,17 +306,18 @@ def sum_of_squared_normals(key: Words, start: int, count: int) -> int:
     return total
 
 
-def _signs_of(words: Words) -> NDArray[np.int32]:
-    """words [tiles, 4, 32] -> +-1 [tiles, 4, 32 bits, 32 lanes], int32."""
-    bits = (words[:, :, None, :] >> np.arange(32, dtype=np.uint32)[:, None]) & np.uint32(1)
-    return 2 * bits.astype(np.int32) - 1
-
-
 def dither(start: Tensor | int, index: Tensor) -> Tensor:
-    """The 32-bit dither of the coordinates `index` of a tensor, int64 of index's shape.
+    """start + index * DITHER_STEP mod 2^32, the 32-bit dithers of a tensor's coordinates.
 
-    start + index * DITHER_STEP mod 2^32. With a uniform start every coordinate's dither is uniform;
-    neighbours' are spread evenly (Weyl, 1916), which costs one multiplication instead of a draw.
+    With a uniform start every coordinate's dither is uniform; neighbours' are spread evenly (Weyl,
+    1916), which costs one multiplication instead of a draw.
+
+    Args:
+      start: in [0, 2^32).
+      index: int64, of the coordinates in their tensor.
+
+    Returns:
+      int64 of index's shape.
     """
     return (start + (index & 0xFFFFFFFF) * DITHER_STEP) & 0xFFFFFFFF
 
@@ -297,7 +328,14 @@ def direction_vector(
     layout: list[tuple[int, int]],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The whole direction as one vector [d], for tests, small problems and explanations.
+    """The whole direction as one vector, for tests, small problems and explanations.
+
+    Args:
+      direction, distribution, layout: as for `DirectionStream`.
+      dtype: of the result.
+
+    Returns:
+      [d], scaled.
 
     >>> u = direction_vector(Direction(key=7, step=0), "rademacher", [(0, 6)])
     >>> u.abs().tolist()

@@ -33,31 +33,33 @@ def exponent_for(largest: float) -> int:
     return math.ceil(math.log2(2.0 * max(largest, _SMALLEST_RANGE)))
 
 
-def quantum(exponent: int) -> float:
-    """The grid spacing q = 2^(e - 24)."""
-    return math.ldexp(1.0, exponent - _MANTISSA_BITS)
-
-
-def quanta(exponents: NDArray[np.int64]) -> Doubles:
-    """`quantum` of each exponent, float64 of the same shape."""
-    return np.ldexp(1.0, exponents - _MANTISSA_BITS)
-
-
-def capacities(exponents: NDArray[np.int64]) -> Doubles:
-    """The largest magnitude at which every grid multiple is a float32, 2^e, for each exponent."""
-    return np.ldexp(1.0, exponents)
+def quantum(exponent: Any) -> Any:
+    """The grid spacing q = 2^(e - 24), float64; of an array's exponents each."""
+    return np.ldexp(1.0, exponent - _MANTISSA_BITS)
 
 
 def snap_(values: Tensor, spacing: float) -> Tensor:
-    """Rounds float32 `values` to the nearest multiple of `spacing` (a power of two), in place.
+    """Rounds to the grid in place; -0 becomes +0, which is what sums come back to.
 
-    -0 becomes +0, which is what sums come back to.
+    Args:
+      values: float32.
+      spacing: a power of two.
+
+    Returns:
+      `values`, each the nearest multiple.
     """
     return values.mul_(1.0 / spacing).round_().mul_(spacing).add_(0.0)
 
 
 def snapped(value: Any, spacing: Any) -> Any:
-    """`value` rounded to the nearest multiple of each spacing (ties to even).
+    """Rounds to the nearest multiple of the spacing (ties to even).
+
+    Args:
+      value: float64, a number or an array.
+      spacing: powers of two; broadcasts against value.
+
+    Returns:
+      float64.
 
     >>> snapped(0.3, np.array([0.25, 0.5])).tolist()
     [0.25, 0.5]
@@ -66,9 +68,15 @@ def snapped(value: Any, spacing: Any) -> Any:
 
 
 def snapped_stochastically(value: Any, spacing: Any, uniforms: Any) -> Any:
-    """`value` rounded to a neighbouring multiple, up with probability equal to the fraction.
+    """Rounds to a neighbouring multiple, up with probability equal to the fraction.
 
-    Unbiased for uniforms in [0, 1), to float64.
+    Args:
+      value: float64, a number or an array.
+      spacing: powers of two; broadcasts against value.
+      uniforms: in [0, 1), for which the rounding is unbiased to float64.
+
+    Returns:
+      float64.
 
     >>> snapped_stochastically(0.3, np.array([0.25, 0.25]), np.array([0.9, 0.7])).tolist()
     [0.5, 0.25]

@@ -23,15 +23,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from hf_dpzero.perturbation.coordinates import AnySegment, runs, segment_of
 from hf_dpzero.perturbation.directions import DOMAIN_HELD, Direction, DirectionStream
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.philox import Words, stream_key
-from hf_dpzero.perturbation.segments import AnySegment, Change, GridSegment, runs, segment_of
+from hf_dpzero.perturbation.segments import Change, GridSegment
 from hf_dpzero.perturbation.trainable import gathered
 
 _CHUNK = 1 << 18  # elements of U and of a product made at a time: 1 MiB each
-_LARGEST_RANK = 256  # far more than is of use; signs and their products stay exact in any precision
 
 
 class LowRankSegment(GridSegment):
@@ -112,7 +112,7 @@ class LowRankSpace(ParameterSpace):
       settings: as for `ParameterSpace`.
 
     Raises:
-      ValueError: a rank or hold out of range, another distribution, a tensor that is not float32, or
+      ValueError: another distribution, a tensor that is not float32, or
         what `ParameterSpace` refuses.
     """
 
@@ -125,7 +125,6 @@ class LowRankSpace(ParameterSpace):
         distribution: str = "rademacher",
         **settings: Any,
     ) -> None:
-        check_rank(rank, hold)
         if distribution != "rademacher":
             raise ValueError(
                 f"direction={distribution!r} has no exact products of low rank: use rademacher with "
@@ -160,13 +159,12 @@ class LowRankSpace(ParameterSpace):
         """<u_k, u_l>, float64 [K, K] on the CPU: sums of integers, the matrices' divided by r last."""
         streams = [self.stream(u) for u in directions]
         total = torch.zeros(2, len(streams), len(streams), dtype=torch.float64)
-        for number, (offset, size) in enumerate(self.layout):
+        for number in range(len(self.tensors)):
             segment, _ = self._places[number]
             if isinstance(segment, LowRankSegment):
                 total[1] += segment.products(streams)
             else:
-                device = segment.flat.device
-                total[0] += dispatch.inner_products(streams, offset, size, device)
+                total[0] += self._products(number, streams)
         return total[0] + total[1] / self.rank
 
     def _squared_norm(self, direction: Direction) -> float:
@@ -188,19 +186,3 @@ class LowRankSpace(ParameterSpace):
         )
 
     write_perturbed_rows_ = write_stack_ = write_perturbed_  # type: ignore[assignment]
-
-
-def check_rank(rank: int, hold: int) -> None:
-    """Refuses numbers that no low-rank subspace has.
-
-    Args:
-      rank: r of U V^T, 1 to 256.
-      hold: v >= 1, steps that V is held.
-
-    Raises:
-      ValueError: out of range.
-    """
-    if not 1 <= rank <= _LARGEST_RANK:
-        raise ValueError(f"subspace_rank={rank} must lie in 1 .. {_LARGEST_RANK}.")
-    if hold < 1:
-        raise ValueError(f"subspace_steps={hold} must be at least 1: the steps that V is held.")

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from hf_dpzero.perturbation.coordinates import Coordinates
 from hf_dpzero.perturbation.directions import LANES, Direction, largest_coordinate
-from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.segments import CHUNK, Change, GridSegment
 
 _LARGEST_GROWTH = 2.0**100
@@ -78,8 +77,11 @@ class ParameterSpace(Coordinates):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to stay on the same grids (public, JSON-safe)."""
         assert self.settled, "settle_() before saving"
-        places = (self._places[number] for number in range(len(self.names)))
-        return {name: s.state(m) for name, (s, m) in zip(self.names, places, strict=True)}
+        state: dict[str, Any] = {name: {} for name in self.names}
+        for segment in self._grids:
+            for m, number in enumerate(segment.numbers):
+                state[self.names[int(number)]] = segment.state(m)
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -96,10 +98,11 @@ class ParameterSpace(Coordinates):
         self._follow_storage_()
         for number, name in enumerate(self.names):
             segment, m = self._places[number]
-            try:
-                segment.load_(m, state[name])
-            except ValueError as error:
-                raise ValueError(f"{name} {error}") from None
+            if isinstance(segment, GridSegment):
+                try:
+                    segment.load_(m, state[name])
+                except ValueError as error:
+                    raise ValueError(f"{name} {error}") from None
             segment.snapped = True
 
     # ------------------------------------------------------------------ perturbation
@@ -313,9 +316,9 @@ class ParameterSpace(Coordinates):
                 for segment in self._segments:
                     segment.decay_(decay, stream, decayed[segment.numbers.astype(np.int64)])
             wanted = (growth, self._reach, len(coefficients))
-            if any(segment.short(*wanted).any() for segment in self._segments):
+            if any(segment.short(*wanted).any() for segment in self._grids):
                 self.settle_()
-            for segment in self._segments:
+            for segment in self._grids:
                 segment.make_room_(*wanted)
             self._pending = dict(zip(directions, coefficients, strict=True))
         if not defer:
@@ -361,15 +364,12 @@ class ParameterSpace(Coordinates):
         self._check_pairs(directions, coefficients)
         streams, part = [self.stream(u) for u in directions], 0
         with self._all_or_nothing():
-            for number, (offset, size) in enumerate(self.layout):
+            for number, (_, size) in enumerate(self.layout):
                 segment, m = self._places[number]
-                device = segment.flat.device
                 for start in range(0, size, CHUNK):
                     count = min(CHUNK, size - start)
-                    values = dispatch.combination(
-                        streams, coefficients, offset + start, count, device
-                    )
-                    values.add_(noise(part, count).to(device))
+                    values = self._combination(number, start, count, streams, coefficients)
+                    values.add_(noise(part, count).to(values.device))
                     segment.add_dense_(m, start, values, streams[0], self._reach)
                     part += 1
         self._streams.clear()

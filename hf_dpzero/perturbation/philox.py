@@ -35,11 +35,14 @@ def stream_key(*numbers: int) -> Words:
 
 
 def philox_words(calls: NDArray[np.uint64], key: Words) -> Words:
-    """Four words of each call, uint32 [4, n].
+    """Four words of each call.
 
     Args:
       calls: uint64 [n], the low half of the counter; the nonce is the high half.
       key: uint32 [4] as `stream_key` gives it, or [4, n], one for each call.
+
+    Returns:
+      uint32 [4, n].
     """
     wide = key.astype(np.uint64)
     c = [calls & _LOW, calls >> _HALF, np.full_like(calls, wide[2]), np.full_like(calls, wide[3])]

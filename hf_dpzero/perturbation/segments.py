@@ -1,14 +1,13 @@
-"""Runs of trainable tensors: how they are perturbed, restored and updated exactly in their precision.
+"""Runs of trainable float32 tensors: how they are perturbed, restored and updated exactly.
 
 A segment is one flat tensor that holds one large trainable tensor, or a run of small ones that were
-moved next to each other so that their number does not matter to the cost of a pass. Element e of a
-segment has index `offset + e` in the directions' index space.
+moved next to each other so that their number does not matter to the cost. Element e of a segment has
+index `offset + e` in the directions' index space.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,18 +19,16 @@ from hf_dpzero.perturbation import exact_grid
 from hf_dpzero.perturbation.directions import LANES, DirectionStream, dither, draw_words_together
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.kernels.dispatch import Members, Pieces
-from hf_dpzero.perturbation.kernels.torch_reference import half_precision, stochastically_rounded
-from hf_dpzero.perturbation.trainable import gathered
+from hf_dpzero.perturbation.kernels.torch_reference import stochastically_rounded
 
-CHUNK = 1 << 19  # coordinates worked on at a time where a pass is made of torch operations
+CHUNK = 1 << 19  # coordinates worked on at a time by torch operations
 _SLICE = 1 << 16  # the same, where a dozen temporaries of that size are made
-SMALL = 1 << 16  # elements below which neighbouring tensors share a segment
 _SLACK = 1.0 - 2.0**-10  # of a grid's range: room for the rounding of perturbations
 Doubles = NDArray[np.float64]
 
 
 class Change(NamedTuple):
-    """One direction's share of a pass: its coefficient goes old -> new, theta gains `update`.
+    """What happens along one direction: its coefficient goes old -> new, theta gains `update`.
 
     `age` is how many steps ago the direction was released: each update along it rounds anew.
     """
@@ -44,7 +41,7 @@ class Change(NamedTuple):
 
 
 class Segment:
-    """What the two kinds below share.
+    """What `GridSegment` and `RoundedSegment` share.
 
     Args:
       flat: the values, one row.
@@ -71,7 +68,7 @@ class Segment:
         """The values of the segment's m-th tensor, one row."""
         return self.flat[self.starts[m] : self.starts[m] + self.sizes[m]]
 
-    def by_element(self, values: NDArray[Any], start: int, stop: int) -> Tensor:
+    def _by_element(self, values: NDArray[Any], start: int, stop: int) -> Tensor:
         """values [M], one a member, for each of the elements start .. stop (or [1] if M is 1)."""
         chosen = values
         if self.members is not None:
@@ -79,13 +76,13 @@ class Segment:
             chosen = np.repeat(values[rows], LANES)[: stop - start]
         return torch.from_numpy(chosen).to(self.flat.device)
 
-    def dithers(self, word: NDArray[np.uint32], start: int, stop: int) -> Tensor:
+    def _dithers(self, word: NDArray[np.uint32], start: int, stop: int) -> Tensor:
         """The dither of the elements start .. stop, int64, from each member's starting word."""
         index = torch.arange(start, stop, device=self.flat.device)
-        starts = self.by_element(np.array(self.starts, np.int64), start, stop)
-        return dither(self.by_element(word.astype(np.int64), start, stop), index - starts)
+        starts = self._by_element(np.array(self.starts, np.int64), start, stop)
+        return dither(self._by_element(word.astype(np.int64), start, stop), index - starts)
 
-    def chunks(self) -> list[tuple[int, int]]:
+    def _chunks(self) -> list[tuple[int, int]]:
         """(start, stop) of the parts that torch operations work on."""
         size = self.flat.numel()
         return [(start, min(start + _SLICE, size)) for start in range(0, size, _SLICE)]
@@ -114,7 +111,7 @@ class GridSegment(Segment):
     @property
     def spacing(self) -> Doubles:
         """The grid spacing of each member, float64 [M], powers of two."""
-        return exact_grid.quanta(self.exponents)
+        return exact_grid.quantum(self.exponents)
 
     def snap_(self, reach: float) -> None:
         """Puts every member on its grid."""
@@ -125,7 +122,7 @@ class GridSegment(Segment):
         self.snapped = True
 
     def _round_(self, m: int) -> None:
-        spacing = exact_grid.quantum(int(self.exponents[m]))
+        spacing = float(exact_grid.quantum(self.exponents[m]))
         exact_grid.snap_(self.member(m), spacing)
         self.bounds[m] += spacing
 
@@ -134,24 +131,38 @@ class GridSegment(Segment):
         return {"exponent": int(self.exponents[m]), "bound": float(self.bounds[m])}
 
     def load_(self, m: int, state: dict[str, Any]) -> None:
-        """Restores member m's `state`; ValueError if its values are not on that grid."""
+        """Restores a saved state.
+
+        Args:
+          m: which member.
+          state: what `state` returned for it.
+
+        Raises:
+          ValueError: the member's values are not on that grid.
+        """
         self.exponents[m], self.bounds[m] = state["exponent"], state["bound"]
-        if not self._fits(m):
+        values, spacing = self.member(m), float(exact_grid.quantum(self.exponents[m]))
+        on_grid = (
+            torch.equal(exact_grid.snap_(part.clone(), spacing), part)
+            for part in values.split(CHUNK)
+        )
+        if not all(on_grid) or exact_grid.largest_magnitude(values) > self.bounds[m]:
             raise ValueError(
                 "holds values that are not on the grid of the saved state: load the very weights that "
                 "were saved with it, in float32."
             )
 
-    def _fits(self, m: int) -> bool:
-        spacing = exact_grid.quantum(int(self.exponents[m]))
-        parts = self.member(m).split(CHUNK)
-        on_grid = (torch.equal(exact_grid.snap_(part.clone(), spacing), part) for part in parts)
-        return all(on_grid) and exact_grid.largest_magnitude(self.member(m)) <= self.bounds[m]
-
     def short(self, growth: float, reach: float, roundings: int) -> NDArray[np.bool_]:
-        """Which members could pass their grid's range after growing and on a perturbation."""
+        """Which members could pass their grid's range after growing and on a perturbation.
+
+        Args:
+          growth, reach, roundings: as for `make_room_`.
+
+        Returns:
+          bool [M].
+        """
         grown = self.bounds + self._grown(growth, roundings)
-        return grown + reach * self._widest > exact_grid.capacities(self.exponents) * _SLACK
+        return grown + reach * self._widest > np.ldexp(1.0, self.exponents) * _SLACK
 
     @property
     def _widest(self) -> float:
@@ -181,14 +192,22 @@ class GridSegment(Segment):
             self._round_(m)
 
     def apply_(self, changes: Sequence[Change]) -> int:
-        """One pass in place; returns the bytes of parameters read and written."""
+        """Makes the changes in place; returns the bytes of parameters read and written."""
         self._add(self.flat, self.flat, self.offset, changes, None)
         return 2 * self.flat.numel() * self.flat.element_size()
 
     def write_(
         self, m: int, changes: Sequence[Change], source: Tensor, out: Tensor, pieces: Pieces
     ) -> None:
-        """out = source + the changes, for member m or the pieces of it that source holds."""
+        """out = source + the changes.
+
+        Args:
+          m: which member.
+          changes: their old coefficients and updates are 0.
+          source: the member's values, or the pieces of it.
+          out: as source.
+          pieces: None, or first elements (see `dispatch`).
+        """
         self._add(out, source, self.offset + self.starts[m], changes, m, pieces)
 
     def _add(
@@ -203,9 +222,12 @@ class GridSegment(Segment):
             dispatch.add_signs(out, source, offset, keys, amounts, members, pieces)
             return
         spacing = self.spacing[which]
-        new, old, update = (
-            np.stack([_in_steps(getattr(c, part) * c.stream.scale, spacing) for c in changes])
-            for part in ("new", "old", "update")
+        scales = np.array([[c.stream.scale] for c in changes])
+        new, old, update = (  # rounded to float32, then in grid steps, which is exact
+            ((np.array([[c[i]] for c in changes]) * scales).astype(np.float32) / spacing).astype(
+                np.float32
+            )
+            for i in (2, 1, 3)
         )
         dithers = np.stack(
             [change.stream.update_dither(self.numbers[which], change.age) for change in changes]
@@ -235,7 +257,13 @@ class GridSegment(Segment):
         return amounts
 
     def write_stack_(self, changes: Sequence[Change], plus: Tensor, minus: Tensor) -> None:
-        """plus[k] = theta + change k, minus[k] = theta - change k, for all members; [K, n] each."""
+        """Writes perturbed copies of all members.
+
+        Args:
+          changes: the K of them.
+          plus: [K, n], becomes theta + change k.
+          minus: [K, n], becomes theta - change k.
+        """
         if changes[0].stream.distribution == "rademacher":
             amounts = self._amounts(changes).astype(np.float32)
             for k, change in enumerate(changes):
@@ -249,165 +277,40 @@ class GridSegment(Segment):
         torch.sub(self.flat, plus, out=minus).add_(self.flat)  # exact on the grid
 
     def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
-        """theta <- (1 - decay) theta for those members, rounded stochastically to the grid."""
+        """theta <- (1 - decay) theta for some members, rounded stochastically.
+
+        Args:
+          decay: in [0, 1].
+          stream: its tensor words start the dithers.
+          decayed: bool [M], which members.
+        """
         words = stream.tensor_words(self.numbers)[3]
-        for start, stop in self.chunks():
+        for start, stop in self._chunks():
             values = self.flat[start:stop]
-            spacing = self.by_element(self.spacing.astype(np.float32), start, stop)
-            rate = self.by_element(np.where(decayed, -decay, 0.0).astype(np.float32), start, stop)
+            spacing = self._by_element(self.spacing.astype(np.float32), start, stop)
+            rate = self._by_element(np.where(decayed, -decay, 0.0).astype(np.float32), start, stop)
             steps = stochastically_rounded(
-                values * rate / spacing, self.dithers(words, start, stop)
+                values * rate / spacing, self._dithers(words, start, stop)
             )
             values += steps * spacing
 
     def add_dense_(
         self, m: int, start: int, values: Tensor, stream: DirectionStream, reach: float
     ) -> None:
-        """Member m's elements from `start` on gain `values` (float32), rounded stochastically."""
-        spacing = self._make_room_for_dense_(m, exact_grid.largest_magnitude(values), reach)
-        place = slice(self.starts[m] + start, self.starts[m] + start + values.numel())
-        dithers = self.dithers(stream.tensor_words(self.numbers)[2], place.start, place.stop)
-        self.flat[place] += stochastically_rounded(values / spacing, dithers) * spacing
+        """Adds dense values to a member, rounded stochastically.
 
-    def _make_room_for_dense_(self, m: int, growth: float, reach: float) -> float:
+        Args:
+          m: which member.
+          start: its first element that gains something.
+          values: float32 [n].
+          stream: its tensor words start the dithers.
+          reach: what perturbations may add beyond that, at any moment.
+        """
+        growth = exact_grid.largest_magnitude(values)
         if self.short(growth, reach, 1)[m]:
             self._regrid_(m, growth, reach)
-        spacing = exact_grid.quantum(int(self.exponents[m]))
+        spacing = float(exact_grid.quantum(self.exponents[m]))
         self.bounds[m] += growth + spacing
-        return spacing
-
-
-def _in_steps(coefficient: float, spacing: Doubles) -> NDArray[np.float32]:
-    """A coefficient, rounded to float32, in units of each grid's spacing: float32 [M], exact."""
-    return (np.float32(coefficient) / spacing).astype(np.float32)
-
-
-class RoundedSegment(Segment):
-    """bfloat16 or float16 tensors: perturbed out of place, restored from what was put aside.
-
-    These grids are too coarse to perturb on, so theta + sum a_k u_k is computed in float32 from the
-    settled values and rounded stochastically, with public dithers: small perturbations and updates
-    are not lost but right on average. While a perturbation stands in the tensors themselves, a copy
-    of the settled values is held; `write_` needs none.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.settled: Tensor | None = None
-
-    def snap_(self, reach: float) -> None:
-        """Nothing to put on a grid; refuses weights that are not finite."""
-        exact_grid.exponent_for(exact_grid.largest_magnitude(self.flat))
-        self.snapped = True
-
-    def state(self, m: int) -> dict[str, Any]:
-        """Nothing: the values are all there is."""
-        return {}
-
-    def load_(self, m: int, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
-
-    def short(self, growth: float, reach: float, roundings: int) -> NDArray[np.bool_]:
-        """Never: there is no grid to leave."""
-        return np.zeros(len(self.sizes), bool)
-
-    def make_room_(self, growth: float, reach: float, roundings: int) -> None:
-        """Nothing to do."""
-
-    def apply_(self, changes: Sequence[Change]) -> int:
-        """Update, then perturb anew from the settled values; returns the bytes read and written."""
-        source = self.flat if self.settled is None else self.settled
-        updates, standing = [c for c in changes if c.update], [c for c in changes if c.new]
-        moved = 0
-        if updates:
-            target = self.settled if standing and self.settled is not None else self.flat
-            words = updates[0].stream.update_dither(self.numbers, updates[0].age)
-            moved += self._round(
-                target, source, self.offset, updates, "update", words, self.members
-            )
-            source = target
-        if standing:
-            if source is self.flat:
-                self.settled = source = self.flat.clone()
-                moved += 2 * source.numel() * source.element_size()
-            words = standing[0].stream.perturbation_dither(self.numbers)
-            return moved + self._round(
-                self.flat, source, self.offset, standing, "new", words, self.members
-            )
-        if source is not self.flat:
-            self.flat.copy_(source)
-            moved += 2 * source.numel() * source.element_size()
-        self.settled = None
-        return moved
-
-    def write_(
-        self, m: int, changes: Sequence[Change], source: Tensor, out: Tensor, pieces: Pieces
-    ) -> None:
-        """out = source + the changes, for member m or the pieces of it that source holds."""
-        words = changes[0].stream.perturbation_dither(self.numbers[m : m + 1])
-        offset = self.offset + self.starts[m]
-        self._round(out, source, offset, changes, "new", words, None, pieces)
-
-    @staticmethod
-    def _round(
-        out: Tensor, source: Tensor, offset: int, changes: Sequence[Change], part: str,
-        words: NDArray[np.uint32], members: Members | None, pieces: Pieces = None,
-    ) -> int:  # fmt: skip
-        keys = np.stack([change.stream.key for change in changes])
-        coefficients = [getattr(change, part) * change.stream.scale for change in changes]
-        gaussian = changes[0].stream.distribution != "rademacher"
-        dispatch.add_rounded(
-            out, source, offset, keys, gaussian, np.array(coefficients, np.float32), words,
-            members, pieces,
-        )  # fmt: skip
-        return 2 * out.numel() * out.element_size()
-
-    def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
-        """theta <- (1 - decay) theta for those members, rounded stochastically."""
-        words = stream.tensor_words(self.numbers)[3]
-        for start, stop in self.chunks():
-            values = self.flat[start:stop].float()
-            rate = self.by_element(np.where(decayed, decay, 0.0).astype(np.float32), start, stop)
-            smaller = values - values * rate
-            rounded = half_precision(smaller, self.dithers(words, start, stop), self.flat.dtype)
-            self.flat[start:stop] = rounded
-
-    def add_dense_(
-        self, m: int, start: int, values: Tensor, stream: DirectionStream, reach: float
-    ) -> None:
-        """Member m's elements from `start` on gain `values` (float32), rounded stochastically."""
         place = slice(self.starts[m] + start, self.starts[m] + start + values.numel())
-        dithers = self.dithers(stream.tensor_words(self.numbers)[2], place.start, place.stop)
-        summed = self.flat[place].float() + values
-        self.flat[place] = half_precision(summed, dithers, self.flat.dtype)
-
-
-# ---------------------------------------------------------------- which tensors, where
-
-AnySegment = GridSegment | RoundedSegment
-
-
-def runs(tensors: Sequence[Tensor], apart: Collection[int] = ()) -> list[list[int]]:
-    """Numbers of the tensors that share a segment: neighbouring small ones of one kind.
-
-    Args:
-      apart: numbers that get a segment of their own, however small.
-    """
-
-    def kind(number: int) -> tuple[Any, ...]:
-        tensor = tensors[number]
-        alone = number if tensor.numel() >= SMALL or number in apart else -1
-        return alone, tensor.dtype, tensor.device
-
-    return [list(run) for _, run in itertools.groupby(range(len(tensors)), kind)]
-
-
-def segment_of(
-    tensors: Sequence[Tensor], offsets: Sequence[int], numbers: Sequence[int]
-) -> AnySegment:
-    """The segment of the tensors of those numbers, which become views of it."""
-    chosen = [tensors[n] for n in numbers]
-    starts = [offsets[n] - offsets[numbers[0]] for n in numbers]
-    flat = gathered(chosen, starts)
-    kind = GridSegment if flat.dtype == torch.float32 else RoundedSegment
-    return kind(flat, offsets[numbers[0]], [t.numel() for t in chosen], starts, numbers)
+        dithers = self._dithers(stream.tensor_words(self.numbers)[2], place.start, place.stop)
+        self.flat[place] += stochastically_rounded(values / spacing, dithers) * spacing

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.perturbation.directions import LANES
-
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -199,12 +197,3 @@ def gathered(tensors: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
         place.copy_(tensor.detach().reshape(-1))
         tensor.data = place.view(tensor.shape)
     return flat
-
-
-def aligned_offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor starts in the directions' index space: multiples of LANES, in order."""
-    offsets, position = [], 0
-    for tensor in tensors:
-        offsets.append(position)
-        position += -(-tensor.numel() // LANES) * LANES
-    return offsets

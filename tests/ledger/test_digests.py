@@ -94,3 +94,28 @@ def test_models_that_are_not_quantised_are_named_by_their_parameters_alone(
 def test_so_are_language_models(language_model, family: str, dtype: torch.dtype):
     model = language_model(family).to(dtype)
     assert digest_model(model) == digest_tensors(model.named_parameters())
+
+
+def test_digest_sees_names_shapes_dtypes_and_every_bit():
+    base = {"a": torch.zeros(4), "b": torch.ones(2, 2)}
+    variants = [
+        base,
+        {"a": torch.zeros(4), "c": torch.ones(2, 2)},
+        {"a": torch.zeros(4), "b": torch.ones(4)},
+        {"a": torch.zeros(4), "b": torch.ones(2, 2).bfloat16()},
+        {"a": torch.tensor([0.0, 0.0, -0.0, 0.0]), "b": torch.ones(2, 2)},
+        {"a": torch.zeros(4), "b": torch.ones(2, 2) + 2**-23},
+        {"b": torch.ones(2, 2), "a": torch.zeros(4)},
+    ]
+    digests = {digest_tensors(v.items()) for v in variants}
+    assert len(digests) == len(variants)
+    assert digest_tensors({k: v.clone() for k, v in base.items()}.items()) in digests
+
+
+def test_digest_of_a_model_counts_frozen_parameters():
+    model = nn.Linear(2, 2)
+    before = digest_model(model)
+    model.requires_grad_(False)
+    assert digest_model(model) == before
+    model.bias.data[0] += 1
+    assert digest_model(model) != before

@@ -45,9 +45,6 @@ def whole(distribution: str, size: int, **where: int) -> torch.Tensor:
     return made.raw(0, size) * made.scale
 
 
-# ---------------------------------------------------------------- the documented layout
-
-
 def reference_sign(key: np.ndarray, i: int) -> float:
     """32 consecutive coordinates take the same bit of 32 consecutive calls; 128 bits a call."""
     tile, row, lane = i // 4096, i % 4096 // 32, i % 32
@@ -85,17 +82,6 @@ def test_calls_beyond_32_bits_carry_into_the_counter(distribution: str, per_call
     assert not torch.equal(found[64:], made.raw(0, 64))
 
 
-def test_every_coordinate_of_a_tile_is_another_bit():
-    """4096 signs and 128 normals: all the bits, all the words of 32 calls, each used once."""
-    key = stream("rademacher", 8).key
-    words = np.array([reference_words(key, call) for call in range(32)], np.uint32)
-    bits = (words[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1  # lane, word, bit
-    expected = bits.transpose(1, 2, 0).reshape(-1) * 2.0 - 1.0
-    assert whole("rademacher", 4096).tolist() == expected.tolist()
-    normals = normals_of(words.T.reshape(-1)) * UNIT
-    assert whole("gaussian", 128).tolist() == normals.tolist()
-
-
 def test_the_stream_is_named_by_direction_and_domain():
     from hf_dpzero.perturbation.philox import philox_words, stream_key
 
@@ -110,33 +96,17 @@ def test_the_stream_is_named_by_direction_and_domain():
     assert made.coefficient_uniforms(numbers).tolist() == expected
 
 
-# ---------------------------------------------------------------- random access
-
-
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_any_slice_equals_the_whole(distribution: str):
     """Random unaligned slices of 300 000 coordinates, read in random order from one stream."""
     size = 300_000
     expected = stream(distribution, size).raw(0, size)
     reader, choose = stream(distribution, size), np.random.default_rng(0)
-    for _ in range(60):
+    for _ in range(30):
         start = int(choose.integers(0, size - 1))
         count = int(min(choose.integers(1, 70_000), size - start))
         assert torch.equal(reader.raw(start, count), expected[start : start + count])
     assert stream(distribution, 8).raw(299_000, 1000).equal(expected[-1000:])
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_threads_do_not_matter(distribution: str):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = whole(distribution, 200_001)
-        torch.set_num_threads(2)
-        two = whole(distribution, 200_001)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(one, two)
 
 
 def test_a_small_layout_computes_few_calls(monkeypatch: pytest.MonkeyPatch):
@@ -152,9 +122,6 @@ def test_a_small_layout_computes_few_calls(monkeypatch: pytest.MonkeyPatch):
     stream("rademacher", 770).raw(0, 770)
     stream("gaussian", 770).raw(0, 770)
     assert asked == [32, 7 * 32]
-
-
-# ---------------------------------------------------------------- the normal's table
 
 
 def table_points() -> tuple[np.ndarray, np.ndarray]:
@@ -211,22 +178,6 @@ def test_normal_table_has_the_normals_distribution_function():
     assert distance(1.001 * z) > 1e-4
 
 
-def test_normals_of_reads_three_bytes_and_seven_bits():
-    """The extremes, by hand; bit 31 is not used."""
-    center, half = (table.astype(int) for table in normal_tables())
-    words = np.array([0, 0x7FFFFFFF, 0xFFFFFFFF, 0x01000000, 0x00010203], np.uint32)
-    assert normals_of(words).tolist() == [
-        center[0] - 127 * half[0],
-        center[765] + 127 * half[765],
-        center[765] + 127 * half[765],
-        center[0] - 125 * half[0],
-        center[6] - 127 * half[6],
-    ]
-
-
-# ---------------------------------------------------------------- laws
-
-
 def z_scores(u: torch.Tensor) -> dict[str, float]:
     """Standardised first, second and fourth moments of what should be N(0, 1)."""
     n, x = u.numel(), u.double()
@@ -248,13 +199,6 @@ def test_gaussian_moments_and_the_power_to_see_one_percent():
     assert abs(z_scores(mixture)["fourth"]) > 8
 
 
-def test_gaussian_goodness_of_fit_rejects_a_two_percent_scale_error():
-    u = whole("gaussian", 500_000).double().numpy()
-    assert stats.kstest(u, "norm").pvalue > 0.01
-    assert stats.kstest(1.02 * u, "norm").pvalue < 1e-6
-    assert stats.kstest(0.98 * u, "norm").pvalue < 1e-6
-
-
 def test_rademacher_is_fair_and_reports_a_bias():
     u = whole("rademacher", 1 << 20)
     assert set(u.unique().tolist()) == {-1.0, 1.0}
@@ -270,8 +214,8 @@ def test_rademacher_is_fair_and_reports_a_bias():
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_second_moment_matrix_is_the_identity(distribution: str):
-    """E[u u^T] = I over 2500 steps, d = 7 in two tensors; std of an entry is at most sqrt(2/n)."""
-    n, layout = 2500, [(0, 3), (256, 4)]
+    """E[u u^T] = I over 1000 steps, d = 7 in two tensors; std of an entry is at most sqrt(2/n)."""
+    n, layout = 1000, [(0, 3), (256, 4)]
     rows = [direction_vector(Direction(KEY, t), distribution, layout) for t in range(n)]
     u = torch.stack(rows).double()
     error = (u.T @ u / n - torch.eye(7)).abs() * math.sqrt(n / 2)
@@ -350,9 +294,6 @@ def test_coefficient_uniforms_are_uniform_and_differ_between_tensors_and_steps()
     assert stats.kstest(values**1.2, "uniform").pvalue < 1e-6
 
 
-# ---------------------------------------------------------------- dithers
-
-
 def test_dither_is_a_weyl_sequence_modulo_two_to_the_32():
     index = [0, 1, 2, 12_345, (1 << 32) - 1, 1 << 32, (1 << 40) + 3]
     for start in (0, 1, 0xFFFFFFFF):
@@ -368,28 +309,6 @@ def test_a_uniform_start_gives_every_coordinate_a_uniform_dither():
     for j in (0, 1, 31, 1_000_003):
         found = torch.stack([dither(starts, torch.tensor(j))]).sort().values
         assert torch.equal(found.diff(), torch.full((1, (1 << 16) - 1), 1 << 16))
-
-
-def test_dithers_of_a_tensor_are_spread_more_evenly_than_draws():
-    """Weyl: of n consecutive dithers every interval gets its share within O(log n), not sqrt(n)."""
-    n = 100_000
-    u = np.sort(dither(123_456_789, torch.arange(n)).numpy() * 2.0**-32)
-    discrepancy = float(np.abs(u - (np.arange(n) + 0.5) / n).max()) * n
-    assert discrepancy < 3 * math.log(n)  # independent draws: about 0.9 sqrt(n) = 270
-    assert np.abs(np.sort(np.random.default_rng(0).random(n)) * n - np.arange(n)).max() > 100
-
-
-def test_dither_starts_differ_between_tensors_steps_and_uses():
-    """4 numbers a tensor, 1 a perturbation: 50 steps of 40 tensors give 10 000 different words."""
-    numbers = np.arange(40, dtype=np.uint64)
-    made = [stream_of_tensors(40, step=t) for t in range(50)]
-    words = [np.vstack([s.tensor_words(numbers), s.perturbation_dither(numbers)]) for s in made]
-    assert len(set(np.concatenate(words, axis=None).tolist())) == 10_000
-    starts = np.concatenate([w[2] for w in words]) * 2.0**-32
-    assert stats.kstest(starts, "uniform").pvalue > 0.01
-
-
-# ---------------------------------------------------------------- norms and bounds
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000, 200_000])
@@ -439,12 +358,6 @@ def test_no_normal_is_zero_so_no_sphere_divides_by_zero():
     assert DirectionStream(Direction(KEY, 0), "sphere", []).scale == 0.0
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_largest_coordinate_is_a_bound(distribution: str):
-    u = whole(distribution, 1 << 20)
-    assert float(u.abs().max()) <= largest_coordinate(distribution)
-
-
 def test_largest_coordinate_is_attained_by_the_widest_word():
     widest = np.array([0x7FFFFFFF, 0x00000000], np.uint32)
     z, _ = table_points()
@@ -474,7 +387,7 @@ def test_roundings_along_one_direction_cancel_over_a_window():
     coefficients = [0.9**age for age in range(44)]
     independent = math.sqrt(sum(c * (1 - c) for c in coefficients))  # 2.15; one uniform for all: 9
     errors = []
-    for step in range(400):
+    for step in range(200):
         stream = DirectionStream(Direction(9, step), "rademacher", [(0, 64)])
         first = np.zeros(1, np.uint64)
         uniforms = [stream.coefficient_uniforms(first, age)[0] for age in range(44)]
@@ -482,5 +395,5 @@ def test_roundings_along_one_direction_cancel_over_a_window():
         errors.append(rounded - sum(coefficients))
         assert uniforms[0] == stream.coefficient_uniforms(first)[0]
         assert stream.update_dither(first, 0) == stream.tensor_words(first)[2]
-    assert abs(np.mean(errors)) < 4 * independent / math.sqrt(400)
+    assert abs(np.mean(errors)) < 4 * independent / math.sqrt(200)
     assert np.std(errors) < 0.6 * independent

@@ -76,9 +76,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(raw), b.view(raw))
 
 
-# ---------------------------------------------------------------- compiled = plain torch
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("terms", [1, 2, 17])
 def test_compiled_equals_torch_bit_for_bit(kind: str, terms: int):
@@ -141,9 +138,6 @@ def test_pieces_are_rows_of_the_whole(kind: str, width: int, monkeypatch: pytest
         assert not same_bits(found.view(5, width), dense)
 
 
-# ---------------------------------------------------------------- coordinates by themselves
-
-
 @pytest.mark.parametrize("gaussian", [False, True])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_coordinates_are_the_directions(
@@ -172,9 +166,6 @@ def test_sums_of_squares_are_the_same_integers(chunk: int, monkeypatch: pytest.M
     widest = round(directions.largest_coordinate("gaussian") * 2**21)
     assert dispatch._SAFE_SUM * widest**2 < 2**63  # what is summed in int64 cannot overflow
     assert directions._PART * widest**2 < 2**63
-
-
-# ---------------------------------------------------------------- threads
 
 
 @pytest.fixture
@@ -223,9 +214,6 @@ def test_an_error_in_any_thread_is_raised(threads):
         numba_kernels._in_parallel(work, 1 << 20, 0)
 
 
-# ---------------------------------------------------------------- without numba
-
-
 def test_without_numba_the_engine_runs_in_plain_torch():
     """A fresh process that cannot import numba gives the golden trajectory's bits."""
     program = (
@@ -243,9 +231,6 @@ def test_without_numba_the_engine_runs_in_plain_torch():
     assert done.returncode == 0, done.stderr
     stored = json.loads((here / "golden" / "trajectory.json").read_text())
     assert json.loads(done.stdout) == stored
-
-
-# ---------------------------------------------------------------- the numbers, in rationals
 
 
 def test_add_signs_is_the_exact_sum():
@@ -298,9 +283,6 @@ def test_add_rounded_is_the_documented_formula(dtype: torch.dtype):
     expected = half_precision(torch.from_numpy(total), torch.from_numpy(d), dtype)
     assert same_bits(made.of(dispatch), expected)
     assert not np.array_equal(fused, total)
-
-
-# ---------------------------------------------------------------- rounding, exactly unbiased
 
 
 def all_dithers(dtype: torch.dtype) -> Tensor:

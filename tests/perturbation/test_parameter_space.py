@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import itertools
 import json
@@ -19,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.ledger.digests import digest_model, digest_tensors
-from hf_dpzero.perturbation import parameter_space
-from hf_dpzero.perturbation import segments as tensor_kinds
+from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.perturbation import coordinates, segments
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS, Direction, direction_vector
 from hf_dpzero.perturbation.kernels import dispatch, torch_reference
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
@@ -77,33 +75,18 @@ def spacings(space: ParameterSpace) -> Tensor:
     return torch.cat(parts)
 
 
-# ---------------------------------------------------------------- exactness
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_restore_is_bit_exact_after_many_cycles(distribution: str, dtype: torch.dtype):
     space = space_of(some_tensors(dtype), distribution=distribution)
     before = copies(space.tensors)
-    for step in range(100):
+    for step in range(30):
         (u,) = directions_of(step, 1)
         space.move_to_(((u, SMOOTHING),))
         assert not same(space.tensors, before)
         space.move_to_(((u, -SMOOTHING),))
         space.settle_()
     assert same(space.tensors, before)
-
-
-def test_plain_float_arithmetic_would_not_restore():
-    """The test above has power: +, -2, + in plain float32 moves most coordinates in 100 cycles."""
-    theta = some_tensors()["large"].clone()
-    before = theta.clone()
-    for step in range(100):
-        u = direction_vector(Direction(KEY, step), "gaussian", [(0, theta.numel())])
-        theta += SMOOTHING * u
-        theta -= 2 * SMOOTHING * u
-        theta += SMOOTHING * u
-    assert float((theta != before).float().mean()) > 0.5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -194,32 +177,26 @@ def short_training(distribution: str, dense: bool = False) -> tuple[list[Tensor]
     return standing + copies(space.tensors), space.state_dict()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_chunk_size_does_not_matter(
-    distribution: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
-):
-    if not compiled:
-        monkeypatch.setattr(dispatch, "_cpu_kernels", lambda: None)
+def test_neither_chunks_nor_the_backend_matter(distribution: str, monkeypatch: pytest.MonkeyPatch):
     expected = short_training(distribution)
-    for chunk in (352, 4096):
-        for module, name in [(parameter_space, "CHUNK"), (tensor_kinds, "_SLICE"),
-                             (torch_reference, "_CHUNK")]:  # fmt: skip
-            monkeypatch.setattr(module, name, chunk)
-        tensors, state = short_training(distribution)
-        assert same(tensors, expected[0])
-        assert state == expected[1]
+    monkeypatch.setattr(dispatch, "_cpu_kernels", lambda: None)
+    for module, name in [(segments, "_SLICE"), (torch_reference, "_CHUNK")]:
+        monkeypatch.setattr(module, name, 352)
+    tensors, state = short_training(distribution)
+    assert same(tensors, expected[0])
+    assert state == expected[1]
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
 def test_which_tensors_share_a_segment_does_not_matter(
     distribution: str, monkeypatch: pytest.MonkeyPatch
 ):
     """All alone, some together, all of a kind together: the same bits, with dense steps too."""
     results = []
-    for small, segments in [(0, 10), (500, 8), (1 << 16, 4)]:
-        monkeypatch.setattr(tensor_kinds, "SMALL", small)
-        assert len(space_of(mixed_tensors())._segments) == segments
+    for small, count in [(0, 10), (500, 8), (1 << 16, 4)]:
+        monkeypatch.setattr(coordinates, "SMALL", small)
+        assert len(space_of(mixed_tensors())._segments) == count
         results.append(short_training(distribution, dense=True))
     for tensors, state in results[1:]:
         assert same(tensors, results[0][0])
@@ -227,41 +204,27 @@ def test_which_tensors_share_a_segment_does_not_matter(
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
-def test_ten_thousand_small_tensors_are_one_pass(
-    distribution: str, monkeypatch: pytest.MonkeyPatch
-):
-    """One segment, one call to the pass whatever their number, and right in every tensor."""
+def test_many_small_tensors_are_one_call(distribution: str, monkeypatch: pytest.MonkeyPatch):
+    """One segment, one call of the kernel whatever their number, and right in every tensor."""
     name = "add_signs" if distribution == "rademacher" else "add_normals"
     calls, original = [], getattr(dispatch, name)
     monkeypatch.setattr(dispatch, name, lambda *a: (calls.append(a[0].numel()), original(*a)))
-    values = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
-    sizes = [1 + i % 7 for i in range(10_000)]
+    values = torch.randn(8_100, generator=torch.Generator().manual_seed(0))
+    sizes = [1 + i % 7 for i in range(2_000)]
     tensors = {f"t{i}": part.clone() for i, part in enumerate(values[: sum(sizes)].split(sizes))}
     space = space_of(tensors, distribution=distribution)
     assert space.dimension == sum(sizes)
     assert len(space._segments) == 1
     before, start, u = copies(space.tensors), flat(space), Direction(KEY, 1)
-    assert [offset for offset, _ in space.layout] == [32 * i for i in range(10_000)]
-    padded = space.stream(u).raw(0, 320_000).view(10_000, 32)
+    assert [offset for offset, _ in space.layout] == [32 * i for i in range(2_000)]
+    padded = space.stream(u).raw(0, 64_000).view(2_000, 32)
     expected = torch.cat([row[:n] for row, n in zip(padded, sizes)]) * space.stream(u).scale
     space.move_to_(((u, SMOOTHING),))
     assert torch.allclose(flat(space), start + SMOOTHING * expected.double(), atol=1e-6, rtol=0)
-    assert calls == [9_999 * 32 + sizes[-1]]
+    assert calls == [1_999 * 32 + sizes[-1]]
     space.settle_()
     assert same(space.tensors, before)
     assert len(calls) == 2
-
-
-def test_moving_twice_to_a_position_equals_once_and_positions_may_overlap():
-    space = space_of(some_tensors(), distribution="gaussian")
-    u, v = directions_of(0, 2)
-    space.move_to_(((u, SMOOTHING),))
-    once = copies(space.tensors)
-    space.move_to_(((u, 0.2 * SMOOTHING), (v, 0.7 * SMOOTHING)))
-    space.move_to_(((u, SMOOTHING),))
-    assert same(space.tensors, once)
-    space.move_to_(((u, SMOOTHING),))
-    assert same(space.tensors, once)
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
@@ -270,7 +233,7 @@ def test_exact_at_the_very_edge_of_the_grid(distribution: str):
     smoothing = 0.05
     space = space_of({"w": torch.full((64,), 0.2)}, distribution=distribution, smoothing=smoothing)
     exponents = set()
-    for step in range(200):
+    for step in range(100):
         u, v = Direction(KEY, step), Direction(KEY, step, 1)
         space.step_([u], [0.01])
         state = space.state_dict()["w"]
@@ -286,7 +249,7 @@ def test_exact_at_the_very_edge_of_the_grid(distribution: str):
     assert len(exponents) > 1
 
 
-@pytest.mark.parametrize("coefficient", [17.5, 0.5, 16.5])
+@pytest.mark.parametrize("coefficient", [17.5, 0.5])
 def test_the_bound_holds_though_updates_round_up(coefficient: float):
     """Every update pushes the one coordinate up; rounding adds up to a step each time."""
     space = space_of({"w": torch.tensor([1.0])})
@@ -298,10 +261,7 @@ def test_the_bound_holds_though_updates_round_up(coefficient: float):
         assert float(flat(space)) <= space.state_dict()["w"]["bound"]
 
 
-# ---------------------------------------------------------------- growth
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
 def test_growth_regrids_at_the_same_step_under_replay(distribution: str):
     """Updates of 0.3 carry zeros far past the first grid; visits in between change nothing."""
     trained = space_of({"b": torch.zeros(50), "w": torch.ones(9)}, distribution=distribution)
@@ -319,16 +279,6 @@ def test_growth_regrids_at_the_same_step_under_replay(distribution: str):
     assert seen[-1] >= seen[0] + 3
     grid = flat(trained) / spacings(trained)
     assert torch.equal(grid, grid.round())
-
-
-def test_zero_tensors_move_and_come_back_to_zero():
-    space = space_of({"b": torch.zeros(100)})
-    (u,) = directions_of(0, 1)
-    with space.perturbed(u, SMOOTHING):
-        assert torch.allclose(space.tensors[0].abs(), torch.tensor(SMOOTHING), atol=1e-8)
-    assert torch.equal(space.tensors[0], torch.zeros(100))
-    space.step_([u], [1e-6])
-    assert float(space.tensors[0].abs().min()) > 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e35])
@@ -368,9 +318,6 @@ def test_positions_beyond_smoothing_are_refused(scale: float):
     assert space.position == ()
 
 
-# ---------------------------------------------------------------- unbiased rounding
-
-
 def drift_of(space: ParameterSpace, coefficient: float, steps: int) -> tuple[Tensor, Tensor]:
     """(what `steps` updates did, what they should have done), in grid steps, and applies them."""
     before, wanted = flat(space), torch.zeros(space.dimension, dtype=torch.float64)
@@ -389,33 +336,33 @@ def test_updates_far_below_the_grid_are_not_lost(distribution: str):
     on what was wanted (deviation f sqrt(T) in each of n coordinates) is known to 1/sqrt(f n), and,
     where one rounding serves a whole tensor, to 1/sqrt(f T) more.
     """
-    f, steps, n = 0.1, 1000, 4096
+    f, steps, n = 0.1, 500, 4096
     space = space_of({"w": torch.full((n,), 0.9)}, distribution=distribution)
     spacing = float(spacings(space)[0])
     done, wanted = (part / spacing for part in drift_of(space, f * spacing, steps))
     assert float((done - wanted).abs().max()) < 6 * math.sqrt(f * steps)
     slope = float((done * wanted).sum() / wanted.square().sum())
     uncertainty = math.hypot(1 / math.sqrt(f * n), 1 / math.sqrt(f * steps))
-    assert uncertainty < 0.12
+    assert 4 * uncertainty < 0.7
     assert slope == pytest.approx(1, abs=4 * uncertainty)  # nearest rounding: 0
 
 
 def test_weight_decay_far_below_the_grid_is_not_lost():
-    """lr * weight_decay = 1e-8: one float32 multiplication by 1 - 1e-8 changes nothing, ever.
+    """lr * weight_decay = 2e-8: one float32 multiplication by 1 - 2e-8 changes nothing, ever.
 
-    Here 2000 steps must shrink the weights by 2e-5 of themselves on average; the noise of the
-    mean over 4096 coordinates of about 2^22 grid steps is sqrt(0.04 * 2000 / 4096) steps.
+    Here 1000 steps must shrink the weights by 2e-5 of themselves on average; the noise of the
+    mean over 4096 coordinates of about 2^22 grid steps is sqrt(0.08 * 1000 / 4096) steps.
     """
-    assert torch.tensor(0.9) * (1 - 1e-8) == torch.tensor(0.9)
+    assert torch.tensor(0.9) * (1 - 2e-8) == torch.tensor(0.9)
     generator = torch.Generator().manual_seed(0)
     space = space_of({"w": 0.5 + 0.5 * torch.rand(4096, generator=generator)})
     before, spacing = flat(space), float(spacings(space)[0])
-    for step in range(2000):
-        space.step_(directions_of(step, 1), [0.0], decay=1e-8)
+    for step in range(1000):
+        space.step_(directions_of(step, 1), [0.0], decay=2e-8)
     shrunk = float((before - flat(space)).mean()) / spacing
     wanted = float(before.mean()) * 2e-5 / spacing
     assert wanted > 50
-    assert shrunk == pytest.approx(wanted, abs=6 * math.sqrt(0.04 * 2000 / 4096) + 0.05)
+    assert shrunk == pytest.approx(wanted, abs=6 * math.sqrt(0.08 * 1000 / 4096) + 0.05)
 
 
 def test_weight_decay_touches_only_decayed():
@@ -427,74 +374,17 @@ def test_weight_decay_touches_only_decayed():
     assert torch.equal(tensors["h"], torch.full((100,), 0.75).bfloat16())
 
 
-def test_decay_of_one_is_zero_weights():
-    space = space_of({"w": torch.linspace(-1, 1, 99)})
-    space.step_(directions_of(0, 1), [0.0], decay=1.0)
-    assert float(space.tensors[0].abs().max()) <= float(spacings(space)[0])
-
-
-# ---------------------------------------------------------------- 10 000 updates of one sign
-
-STEPS = 10_000
-
-
-@functools.cache
-def first_coordinates(distribution: str) -> list[float]:
-    """u(KEY, t)[0] for every step t."""
-    layout = [(0, 1)]
-    return [float(direction_vector(Direction(KEY, t), distribution, layout)) for t in range(STEPS)]
-
-
-def drifted(space: ParameterSpace, size: float) -> tuple[float, float]:
-    """(how far the one coordinate went, how far it should have), all moves of one sign."""
-    before, wanted = float(space.tensors[0]), 0.0
-    for step, u in enumerate(first_coordinates(space.distribution)):
-        space.step_([Direction(KEY, step)], [math.copysign(size, u)])
-        wanted += size * abs(u)
-    return float(space.tensors[0]) - before, wanted
-
-
-def drifted_by_nearest(dtype: torch.dtype, size: float) -> float:
-    """The same by plain arithmetic in the parameters' own precision."""
-    weight = torch.ones(1, dtype=dtype)
-    for _ in range(STEPS):
-        weight = (weight.float() + size).to(dtype)
-    return float(weight) - 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "distribution"),
-    [(d, "rademacher") for d in DTYPES] + [(d, "gaussian") for d in DTYPES],
-)
-def test_updates_of_one_hundredth_of_a_step_add_up(dtype: torch.dtype, distribution: str):
-    """From 1, where the spacing is 2^-7 (bfloat16), 2^-10 (float16), the lattice's (float32).
-
-    A move is one spacing with probability f = 0.01 |u|, else none: variance f (1 - f) <= f, so the
-    total has a standard error of at most sqrt(wanted / spacing) spacings: 10 of 100. Plain rounding
-    to nearest moves nothing, ten standard errors off.
-    """
-    space = space_of({"w": torch.ones(1, dtype=dtype)}, distribution=distribution)
-    spacing = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}.get(dtype)
-    spacing = float(spacings(space)[0]) if spacing is None else spacing
-    moved, wanted = (part / spacing for part in drifted(space, 0.01 * spacing))
-    assert moved == pytest.approx(wanted, abs=5 * math.sqrt(wanted))
-    assert wanted > 9 * math.sqrt(wanted - 20)
-    if dtype != torch.float32:
-        assert drifted_by_nearest(dtype, 0.01 * spacing) == 0.0
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
 def test_half_precision_updates_are_unbiased_coordinate_by_coordinate(
     distribution: str, dtype: torch.dtype
 ):
-    """400 updates of 5 % of a step in 4096 coordinates: the slope of done on wanted is 1.
+    """200 updates of 5 % of a step in 4096 coordinates: the slope of done on wanted is 1.
 
     A coordinate's rounding error over T steps has variance below f T E|u| steps^2; what was wanted has
     deviation f sqrt(T), so the slope's standard error is at most 1 / sqrt(f n). Nearest gives 0.
     """
-    f, steps, n = 0.05, 400, 4096
+    f, steps, n = 0.05, 200, 4096
     spacing = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10
     space = space_of({"w": torch.full((n,), 1.5, dtype=dtype)}, distribution=distribution)
     done, wanted = (part / spacing for part in drift_of(space, f * spacing, steps))
@@ -512,7 +402,7 @@ def test_bfloat16_layer_norm_weights_of_one_are_perturbed_right_on_average():
     (2^-7 sqrt(p (1 - p)) + 2^-8 sqrt(q (1 - q))) / (2 lambda) < 2.2. The mean over the coordinates of
     one direction has no more, and directions are independent.
     """
-    ones, count = torch.ones(96).bfloat16(), 1000
+    ones, count = torch.ones(96).bfloat16(), 300
     assert torch.equal((ones + SMOOTHING).bfloat16(), ones)
     space = space_of({"w": ones})
     means = []
@@ -532,19 +422,6 @@ def test_bfloat16_layer_norm_weights_of_one_are_perturbed_right_on_average():
     assert float(np.mean(means)) == pytest.approx(1, abs=5 * deviation / math.sqrt(count))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_thousand_cycles_without_an_update_change_no_bit(dtype: torch.dtype):
-    space = space_of(some_tensors(dtype))
-    before = copies(space.tensors)
-    for step in range(1000):
-        u = Direction(KEY, step)
-        space.move_to_(((u, SMOOTHING),))
-        space.move_to_(((u, -SMOOTHING),))
-        space.step_([u], [0.0], defer=step % 2 == 0)
-    space.settle_()
-    assert same(space.tensors, before)
-
-
 def test_half_precision_puts_a_copy_aside_and_float32_none():
     wide = space_of({"w": torch.ones(1000)})
     half = space_of({"w": torch.ones(1000).bfloat16()})
@@ -555,9 +432,6 @@ def test_half_precision_puts_a_copy_aside_and_float32_none():
     assert half._segments[0].settled.dtype == torch.bfloat16
     half.settle_()
     assert half._segments[0].settled is None
-
-
-# ---------------------------------------------------------------- deferred updates
 
 
 def random_position(draw: np.random.Generator, us: list[Direction]) -> Any:
@@ -605,11 +479,10 @@ def operate(space: ParameterSpace, seed: int, step: int, defer: bool) -> tuple[s
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("block", range(4))
-def test_deferred_updates_equal_eager_ones_bit_for_bit(distribution: str, block: int):
-    """36 random programs of 12 operations for each law, all dtypes: the same wherever one may look."""
+def test_deferred_updates_equal_eager_ones_bit_for_bit(distribution: str):
+    """15 random programs of 12 operations, all dtypes: the same wherever one may look."""
     seen, waited = set(), 0
-    for seed in range(9 * block, 9 * block + 9):
+    for seed in range(15):
         eager, deferred = (space_of(mixed_tensors(), distribution=distribution) for _ in range(2))
         for step in range(12):
             name, readable = operate(eager, seed, step, defer=False)
@@ -623,59 +496,6 @@ def test_deferred_updates_equal_eager_ones_bit_for_bit(distribution: str, block:
         assert eager.state_dict() == deferred.state_dict()
     assert len({name for name, _ in seen}) == 9
     assert waited > 20
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize(
-    "follow",
-    [
-        lambda s, u, v, w: s.settle_(),
-        lambda s, u, v, w: s.move_to_(((w, SMOOTHING),)),
-        lambda s, u, v, w: s.move_to_(((v, 0.5 * SMOOTHING), (u, -0.5 * SMOOTHING))),
-        lambda s, u, v, w: s.move_to_(((u, SMOOTHING),)),
-        lambda s, u, v, w: (s.step_([w], [1e-3], defer=not s.settled), s.settle_()),
-        lambda s, u, v, w: s.step_([w], [1e-3], decay=0.01),
-        lambda s, u, v, w: s.step_([w], [5.0]),
-        lambda s, u, v, w: s.dense_step_([w], [1e-3], dense_noise),
-    ],
-)
-def test_whatever_follows_a_deferred_step_sees_its_update(follow, distribution: str, dtype):
-    """From a standing perturbation, as a run has it; the position is gone as after an eager step."""
-    results = []
-    for defer in (False, True):
-        space = space_of(some_tensors(dtype), distribution=distribution)
-        u, v, w = directions_of(4, 3)
-        space.move_to_(((v, SMOOTHING),))
-        standing = copies(space.tensors)
-        space.step_([u, v], [1e-3, -2e-6], defer=defer)
-        assert space.waiting == defer
-        assert space.settled == (not defer)
-        assert same(space.tensors, standing) == defer  # no pass was made
-        follow(space, u, v, w)
-        results.append(copies(space.tensors))
-        space.settle_()
-        assert space.settled and not space.waiting
-        results.append(copies(space.tensors))
-    assert same(results[0], results[2])
-    assert same(results[1], results[3])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_perturbed_after_a_deferred_step_starts_from_theta(dtype: torch.dtype):
-    """The old perturbation is off inside, and the parameters are theta on exit, also by exception."""
-    (u, v), results = directions_of(0, 2), []
-    for defer in (False, True):
-        space = space_of(some_tensors(dtype))
-        space.move_to_(((u, -SMOOTHING),))
-        space.step_([u], [1e-3], defer=defer)
-        with pytest.raises(KeyError), space.perturbed(v, SMOOTHING):
-            results.append(copies(space.tensors))
-            raise KeyError
-        assert space.settled
-        results.append(copies(space.tensors))
-    assert same(results[0], results[2])
-    assert same(results[1], results[3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -740,9 +560,6 @@ def test_traffic_of_a_step_is_three_passes_and_two_with_deferral():
     assert space.traffic == (3 * 5 + 2 * 5 + 1) * a_pass
 
 
-# ---------------------------------------------------------------- perturbed copies
-
-
 def written_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
     """Matrices of widths that are and are not multiples of 32, alone and among others."""
     generator = torch.Generator().manual_seed(3)
@@ -790,9 +607,6 @@ def test_written_copies_after_growth_and_within_reach():
             assert torch.equal(space.tensors[0], out)
     with pytest.raises(ValueError, match="larger than smoothing"):
         space.write_perturbed_(0, ((u, 2 * SMOOTHING),), out)
-
-
-# ---------------------------------------------------------------- small tensors share a storage
 
 
 class Blocks(nn.Module):
@@ -848,16 +662,6 @@ def test_a_model_on_shared_storage_saves_and_loads(tmp_path):
     assert digest_model(other) == digest_model(model)
 
 
-def test_a_pretrained_model_on_shared_storage_saves_and_loads(tiny_bert, tmp_path):
-    model = tiny_bert()
-    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
-    space.snap_()
-    space.step_([Direction(KEY, 0)], [1e-3])
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert digest_model(loaded) == digest_model(model)
-
-
 @pytest.mark.parametrize(
     "replace",
     [
@@ -882,7 +686,7 @@ def give_new_storage(model: nn.Module) -> None:
         parameter.data = parameter.detach().clone()
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("defer", [False, True])
 def test_new_storage_is_followed_by_every_operation(distribution: str, defer: bool):
     """What touches parameters is done to those the model has when `check_is_of` looks, once a step."""
@@ -954,24 +758,6 @@ def test_a_model_converted_after_setup_is_refused():
     assert space.settled
 
 
-def test_two_spaces_on_one_model_find_their_tensors():
-    """Each moves the small tensors; either may be used, one at a time."""
-    model = Blocks()
-    before = digest_model(model)
-    first = ParameterSpace.from_model(model, smoothing=SMOOTHING)
-    second = ParameterSpace.from_model(model, smoothing=SMOOTHING)
-    assert digest_model(model) == before
-    first.snap_()
-    snapped, u = digest_model(model), Direction(KEY, 0)
-    for space in (first, second, first):
-        with space.perturbed(u, SMOOTHING):
-            assert digest_model(model) != snapped
-        assert digest_model(model) == snapped
-
-
-# ---------------------------------------------------------------- what is refused, what counts once
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1003,16 +789,8 @@ def test_tied_weights_count_once():
 )
 def test_shared_memory_that_is_not_one_parameter_is_refused(view):
     base = torch.zeros(4, 4)
-    with pytest.raises(ValueError, match=r"(a and b|b and a) share memory"):
+    with pytest.raises(ValueError, match=r"the trainable (a and b|b and a) use the same memory"):
         ParameterSpace({"a": base, "b": view(base)}.items())
-
-
-def test_neighbours_in_one_buffer_are_fine():
-    buffer = torch.zeros(10)
-    tensors = {"a": buffer[:5], "b": buffer[5:]}
-    space = space_of(tensors)
-    with space.perturbed(Direction(KEY, 0), SMOOTHING):
-        assert all(float(tensor.abs().min()) > 0 for tensor in tensors.values())
 
 
 def test_non_contiguous_parameters_are_made_contiguous_in_place():
@@ -1029,9 +807,7 @@ def test_non_contiguous_parameters_are_made_contiguous_in_place():
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.complex64])
 def test_unsupported_dtypes_are_named(dtype: torch.dtype):
-    with pytest.raises(
-        ValueError, match=rf"w has dtype {re.escape(str(dtype))}.*float32, bfloat16 or float16"
-    ):
+    with pytest.raises(ValueError, match=rf"w (has dtype|is quantised) .?{re.escape(str(dtype))}"):
         ParameterSpace([("w", torch.zeros(3, dtype=dtype))])
 
 
@@ -1046,18 +822,6 @@ def test_meta_nan_and_nothing_trainable_are_refused():
                 ParameterSpace([("w", torch.tensor([1.0, bad], dtype=dtype))]).snap_()
     with pytest.raises(ValueError, match="direction='cauchy'"):
         ParameterSpace([("w", torch.zeros(3))], distribution="cauchy")
-
-
-def test_a_space_notices_that_the_model_got_other_parameters():
-    model = nn.Linear(2, 2)
-    space = ParameterSpace.from_model(model)
-    space.check_is_of(model)
-    model.weight = nn.Parameter(model.weight.detach().clone())
-    with pytest.raises(RuntimeError, match="replaced"):
-        space.check_is_of(model)
-
-
-# ---------------------------------------------------------------- state, digests, dense steps
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
@@ -1092,39 +856,6 @@ def test_state_refuses_weights_that_are_not_on_its_grid():
         other.load_state_dict(state)
 
 
-def test_digest_sees_names_shapes_dtypes_and_every_bit():
-    base = {"a": torch.zeros(4), "b": torch.ones(2, 2)}
-    variants = [
-        base,
-        {"a": torch.zeros(4), "c": torch.ones(2, 2)},
-        {"a": torch.zeros(4), "b": torch.ones(4)},
-        {"a": torch.zeros(4), "b": torch.ones(2, 2).bfloat16()},
-        {"a": torch.tensor([0.0, 0.0, -0.0, 0.0]), "b": torch.ones(2, 2)},
-        {"a": torch.zeros(4), "b": torch.ones(2, 2) + 2**-23},
-        {"b": torch.ones(2, 2), "a": torch.zeros(4)},
-    ]
-    digests = {digest_tensors(v.items()) for v in variants}
-    assert len(digests) == len(variants)
-    assert digest_tensors({k: v.clone() for k, v in base.items()}.items()) in digests
-
-
-def test_digest_of_a_model_counts_frozen_parameters():
-    model = nn.Linear(2, 2)
-    before = digest_model(model)
-    model.requires_grad_(False)
-    assert digest_model(model) == before
-    model.bias.data[0] += 1
-    assert digest_model(model) != before
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_direction_norm_is_the_norm(distribution: str):
-    space = space_of(some_tensors(), distribution=distribution)
-    u = Direction(KEY, 4)
-    norm = float(direction_vector(u, distribution, space.layout).double().norm())
-    assert space.direction_norm(u) == pytest.approx(norm, rel=1e-6)
-
-
 def test_dense_step_adds_u_and_the_noise_within_a_grid_step():
     """DPGD-0th: the noise joins before the rounding; parts arrive in order, each once."""
     space = space_of(some_tensors(), distribution="gaussian")
@@ -1149,9 +880,6 @@ def test_dense_step_adds_u_and_the_noise_within_a_grid_step():
     assert same(space.tensors, moved)
 
 
-# ---------------------------------------------------------------- memory
-
-
 def peak_resident_bytes() -> int:
     with open("/proc/self/status") as status:
         return int(re.search(r"VmHWM:\s+(\d+) kB", status.read())[1]) * 1024
@@ -1174,9 +902,9 @@ def forget_peak() -> None:
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux /proc")
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
 def test_no_copy_of_the_model_is_made(distribution: str):
-    """128 MiB of weights: snapping, perturbing and updating may not take 24 MiB more."""
+    """64 MiB of weights: snapping, perturbing and updating may not take 24 MiB more; a copy would."""
     short_training(distribution)  # so that compiling is not counted
-    weights = torch.full((1 << 25,), 0.5)
+    weights = torch.full((1 << 24,), 0.5)
     forget_peak()
     before = peak_resident_bytes()
     space = space_of({"w": weights}, distribution=distribution)
@@ -1188,11 +916,10 @@ def test_no_copy_of_the_model_is_made(distribution: str):
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux /proc")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_holds_one_copy_while_perturbed_and_none_when_settled(dtype: torch.dtype):
+def test_half_precision_holds_one_copy_while_perturbed_and_none_when_settled():
     """64 MiB of weights: snapping and updating take no copy; a perturbation one, until it is off."""
     short_training("rademacher")
-    weights, size = torch.full((1 << 25,), 0.5, dtype=dtype), 64 << 20
+    weights, size = torch.full((1 << 25,), 0.5, dtype=torch.bfloat16), 64 << 20
     forget_peak()
     before, now = peak_resident_bytes(), resident_bytes()
     space = space_of({"w": weights})
@@ -1205,13 +932,3 @@ def test_half_precision_holds_one_copy_while_perturbed_and_none_when_settled(dty
     space.settle_()
     assert resident_bytes() - now < 24 << 20
     assert peak_resident_bytes() - before < size + (24 << 20)
-
-
-def test_power_of_the_memory_test():
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        pytest.skip("needs Linux /proc")
-    forget_peak()
-    before = peak_resident_bytes()
-    copy = np.ones(1 << 25, np.float32)  # a copy of the model above, too large for the heap
-    assert peak_resident_bytes() - before > 24 << 20
-    del copy

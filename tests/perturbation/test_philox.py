@@ -79,9 +79,6 @@ def test_words_leave_their_arguments_alone():
     assert np.array_equal(key, before[1])
 
 
-# ---------------------------------------------------------------- names of streams
-
-
 def test_stream_keys_are_the_ones_that_released_trajectories_are_made_of():
     """Pinned: another value would make every released trajectory replay to other weights."""
     key = 0x00112233445566778899AABBCCDDEEFF

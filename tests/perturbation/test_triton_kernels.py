@@ -45,8 +45,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
             sys.modules[DEVICE_CODE] = before
 
 
-# ---------------------------------------------------------------- the reference
-
 LOW = 0xFFFFFFFF
 KEY = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 
@@ -187,9 +185,6 @@ def reference_rounded(source, offset, keys, gaussian, coefficients, dither, layo
     return rounding(acc, layout.dither(dither))
 
 
-# ---------------------------------------------------------------- what the tests draw
-
-
 def generator(seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(seed))
 
@@ -220,9 +215,6 @@ PLACES = [(1, 0), (33, 4064), (4096, 96), (150, (1 << 32) - 64), (4200, (1 << 45
 SEVERAL = [1, 33, 4096, 64, 70]
 
 
-# ---------------------------------------------------------------- random words
-
-
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
 def test_signs_and_normals_are_made_of_the_known_answers(device, counter, key, words):
     assert philox(counter, key) == words
@@ -237,9 +229,6 @@ def test_signs_and_normals_are_made_of_the_known_answers(device, counter, key, w
     triton_launch.add_normals(normals, normals, *place, zero, zero, unit, start)
     expected = normal_of(np.array(words, np.uint32))
     assert normals.cpu().view(4, 32)[:, call % 32].tolist() == expected.tolist()
-
-
-# ---------------------------------------------------------------- float32
 
 
 @pytest.mark.parametrize(("count", "offset"), PLACES)
@@ -329,9 +318,6 @@ def test_a_fraction_that_rounds_to_one_meets_the_largest_uniform(device):
     assert theta.item() == -1 + 2
 
 
-# ---------------------------------------------------------------- half precision
-
-
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -409,9 +395,6 @@ def test_stochastic_rounding_goes_up_as_often_as_the_distance_says(device, dtype
     assert (raised > 1.0).mean() == pytest.approx(0.3, abs=0.05)  # 5 sigma over 2000 of them
 
 
-# ---------------------------------------------------------------- nothing contracted
-
-
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_product_is_rounded_before_it_is_added(device, dtype):
     """z c - z c is 0 where both products are rounded; a fused multiply-add leaves a rounding error."""
@@ -435,9 +418,6 @@ def test_a_product_is_rounded_before_it_is_rounded_to_the_grid(device):
     zero, one, start = np.zeros((1, 1), np.float32), np.ones(1, np.float32), np.uint32([[5]])
     triton_launch.add_normals(theta, theta, 0, keys, new, zero, zero, one, start)
     assert np.array_equal(theta.cpu().numpy(), apart)
-
-
-# ---------------------------------------------------------------- pieces of a tensor
 
 
 PIECES = np.array([42 * 96, 5000 * 96, 0])
@@ -473,9 +453,6 @@ def test_the_dither_of_a_piece_is_the_whole_tensor_s(device):
             half[row], 32 + first, *terms, dither, Layout([size]), half.dtype
         )
         assert same(rounded[row], expected)
-
-
-# ---------------------------------------------------------------- how it is launched
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
@@ -563,9 +540,6 @@ def test_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch):
     assert not triton_launch.available("cpu")
 
 
-# ---------------------------------------------------------------- on a device only
-
-
 @pytest.mark.gpu
 def test_a_pass_neither_waits_nor_allocates(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -584,8 +558,6 @@ def test_a_pass_neither_waits_nor_allocates(monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before < 1 << 16
 
-
-# ---------------------------------------------------------------- what is compiled for a GPU
 
 COMPILE = """
 import json, sys

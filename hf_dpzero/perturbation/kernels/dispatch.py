@@ -17,7 +17,6 @@ Common arguments:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_dpzero.perturbation.directions import LANES, NORMAL_UNIT, DirectionStream
+from hf_dpzero.perturbation.directions import LANES, NORMAL_UNIT
 from hf_dpzero.perturbation.kernels import torch_reference
 
 Floats = NDArray[np.float32]
@@ -34,7 +33,6 @@ Unsigned = NDArray[np.uint32]
 Pieces = NDArray[np.int64] | None
 
 _NORM_CHUNK = 1 << 20
-_PRODUCT_CHUNK = 1 << 19  # coordinates of all directions together, at a time
 _SAFE_SUM = 1 << 16  # squares below 2^47 that an int64 sum holds
 
 
@@ -172,64 +170,6 @@ def sum_of_squared_normals(key: Unsigned, start: int, count: int, device: torch.
         squares = (z / NORMAL_UNIT).long().square_()
         total += sum(int(part.sum()) for part in squares.split(_SAFE_SUM))
     return total
-
-
-def combination(
-    streams: Sequence[DirectionStream],
-    coefficients: Sequence[float],
-    start: int,
-    count: int,
-    device: torch.device,
-) -> Tensor:
-    """Coordinates start .. start+count of sum_k c_k u_k.
-
-    Args:
-      streams: u_k, at least one.
-      coefficients: c_k.
-      start: first index, any.
-      count: how many.
-      device: where they are made and left.
-
-    Returns:
-      float32 [count].
-    """
-    terms = (
-        _raw(stream, start, count, device).mul_(c * stream.scale)
-        for stream, c in zip(streams, coefficients, strict=True)
-    )
-    return functools.reduce(Tensor.add_, terms)
-
-
-def inner_products(
-    streams: Sequence[DirectionStream], offset: int, size: int, device: torch.device
-) -> Tensor:
-    """<u_k, u_l> of the raw coordinates offset .. offset+size, a few MB of them at a time.
-
-    Exact for signs: sums of fewer than 2^24 of them are, in float32.
-
-    Args:
-      streams: u_k.
-      offset: first index, a multiple of 32.
-      size: how many coordinates.
-      device: where they are made.
-
-    Returns:
-      float64 [K, K] on the CPU.
-    """
-    total = torch.zeros(len(streams), len(streams), dtype=torch.float64, device=device)
-    width = max(_PRODUCT_CHUNK // len(streams) // LANES, 1) * LANES
-    for start in range(0, size, width):
-        count = min(width, size - start)
-        u = torch.stack([_raw(stream, offset + start, count, device) for stream in streams])
-        if streams[0].distribution != "rademacher":
-            u = u.double()
-        total += u @ u.T
-    return total.cpu()
-
-
-def _raw(stream: DirectionStream, start: int, count: int, device: torch.device) -> Tensor:
-    """Coordinates start .. start+count before the stream's scale, float32 [count], exact."""
-    return coordinates(stream.key, stream.distribution != "rademacher", start, count, device)
 
 
 def _backend(device: torch.device, members: Members | None) -> tuple[Any, Any]:
