@@ -1,13 +1,13 @@
 """Which examples a step sees.
 
-The sampler that runs is the sampler that is accounted: each class samples exactly the law its
-privacy event assumes, and states its own sampling probability.
+The sampler that runs is the sampler that is accounted: each class samples exactly from the
+distribution its privacy event assumes, and states its own sampling probability.
 
 `batch(step, key)` is a pure function of (key, step), so that several processes agree without
 talking and a resumed run continues where it stopped. The bits come from SHAKE-256 (FIPS 202)
 keyed by prefix: SHAKE-256(domain || key || step || attempt). With a secret key of 256 bits of
 entropy its output is indistinguishable from independent uniform bits to anybody who does not hold
-the key, so the sampling law holds in the computational sense in which all cryptographic sampling
+the key, so the distribution holds in the computational sense in which all cryptographic sampling
 holds. The key is secret and must never be published: amplification by sampling assumes that
 nobody sees who was sampled. It is unrelated to the public direction key and to the noise.
 """
@@ -18,16 +18,15 @@ import dataclasses
 import hashlib
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 KEY_BYTES = 32
-
-S = TypeVar("S")
 
 
 def new_sampler_key() -> bytes:
@@ -40,53 +39,82 @@ def new_sampler_key() -> bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoissonSampler:
-    """Each example is in the batch independently with probability q = B / n.
-
-    Batches vary in size and may be empty; an empty batch is a step like any other.
+class Sampler(ABC):
+    """Base of all samplers. A new one is a dataclass, a row in `SAMPLERS` and one in the contract tests.
 
     Attributes:
+      name: the key in `SAMPLERS`.
       num_examples: n, the public size of the data set.
-      expected_batch_size: B, public; 0 < B <= n.
+      expected_batch_size: B, public; 0 < B <= n. Releases divide by it, whatever was sampled.
+
+    Raises:
+      ValueError: sizes out of range.
     """
 
     num_examples: int
     expected_batch_size: float
 
-    name: ClassVar[str] = "poisson"
+    name: ClassVar[str]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "expected_batch_size", float(self.expected_batch_size))
-        _check_sizes(self.num_examples, self.expected_batch_size)
+        _check_int("num_examples", self.num_examples)
+        size = self.expected_batch_size
+        if not (math.isfinite(size) and size > 0):
+            raise ValueError(f"expected_batch_size={size} must be finite and positive.")
+        if size > self.num_examples:
+            raise ValueError(
+                f"expected_batch_size={size} is larger than num_examples={self.num_examples}; lower it."
+            )
 
     @property
     def sampling_probability(self) -> float:
-        """q = B / n, as accounted; the sampler never includes an example more often."""
+        """q = B / n: the probability that a given example is in the batch, before any cap."""
         return self.expected_batch_size / self.num_examples
 
+    @abstractmethod
     def batch(self, step: int, key: bytes) -> np.ndarray:
-        """Indices of the step's examples: int64, increasing, possibly none.
+        """The step's examples, a pure function of the arguments.
 
-        Example i is in iff its 64-bit word is below floor(q 2^64), so its probability is at most
-        q and at least q - 2^-64.
+        Args:
+          step: in [0, 2^64).
+          key: secret, 32 bytes; see `new_sampler_key`.
 
-        >>> PoissonSampler(num_examples=4, expected_batch_size=4).batch(0, bytes(32)).tolist()
-        [0, 1, 2, 3]
+        Returns:
+          Indices, int64, increasing, possibly none.
         """
-        return _poisson(self.num_examples, self.sampling_probability, step, key)
 
     def to_dict(self) -> dict[str, Any]:
         """Fields and name, JSON-safe; `sampler_from_dict` reads it back."""
-        return _to_dict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PoissonSampler:
-        """Inverse of `to_dict`; unknown keys are errors."""
-        return _from_dict(cls, values)
+        return {"name": self.name, **dataclasses.asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TruncatedPoissonSampler:
+class PoissonSampler(Sampler):
+    """Each example is in the batch independently with probability q = B / n.
+
+    Batches vary in size and may be empty; an empty batch is a step like any other.
+
+    >>> PoissonSampler(num_examples=4, expected_batch_size=4).batch(0, bytes(32)).tolist()
+    [0, 1, 2, 3]
+    """
+
+    name: ClassVar[str] = "poisson"
+
+    def batch(self, step: int, key: bytes) -> np.ndarray:
+        """As `Sampler.batch`. Example i is in iff its 64-bit word is below floor(q 2^64).
+
+        So its probability is at most q and at least q - 2^-64.
+        """
+        threshold = inclusion_threshold(self.sampling_probability)
+        words = _words(self.num_examples, step, key, b"poisson", attempt=0)
+        if threshold >= 2**64:
+            return np.arange(self.num_examples, dtype=np.int64)
+        return np.flatnonzero(words < np.uint64(threshold)).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedPoissonSampler(PoissonSampler):
     """Poisson sampling with a cap that protects memory (Ganesh 2025, arXiv:2508.15089).
 
     A Poisson sample larger than `max_batch_size` is replaced by a uniformly random subset of it
@@ -94,20 +122,15 @@ class TruncatedPoissonSampler:
     truncated event; releases still divide by the expected batch size B.
 
     Attributes:
-      num_examples: n, the public size of the data set.
-      expected_batch_size: B of the Poisson sample before the cap.
       max_batch_size: the cap, B <= cap.
     """
 
-    num_examples: int
-    expected_batch_size: float
     max_batch_size: int
 
     name: ClassVar[str] = "truncated_poisson"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "expected_batch_size", float(self.expected_batch_size))
-        _check_sizes(self.num_examples, self.expected_batch_size)
+        super().__post_init__()
         _check_int("max_batch_size", self.max_batch_size)
         if self.max_batch_size < self.expected_batch_size:
             raise ValueError(
@@ -115,148 +138,83 @@ class TruncatedPoissonSampler:
                 f"{self.expected_batch_size}; raise the cap (2B costs almost nothing)."
             )
 
-    @property
-    def sampling_probability(self) -> float:
-        """q = B / n of the Poisson sample before the cap."""
-        return self.expected_batch_size / self.num_examples
-
     def batch(self, step: int, key: bytes) -> np.ndarray:
-        """Indices of the step's examples: int64, increasing, at most `max_batch_size` of them."""
-        sampled = _poisson(self.num_examples, self.sampling_probability, step, key)
+        """As `Sampler.batch`; at most `max_batch_size` indices."""
+        sampled = super().batch(step, key)
         if len(sampled) <= self.max_batch_size:
             return sampled
-        kept = _subset(len(sampled), self.max_batch_size, step, key, b"truncate")
-        return sampled[kept]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fields and name, JSON-safe; `sampler_from_dict` reads it back."""
-        return _to_dict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TruncatedPoissonSampler:
-        """Inverse of `to_dict`; unknown keys are errors."""
-        return _from_dict(cls, values)
+        return sampled[_subset(len(sampled), self.max_batch_size, step, key, b"truncate")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedSizeSampler:
+class FixedSizeSampler(Sampler):
     """A uniformly random set of exactly B examples, fresh at every step, without replacement.
 
     Its privacy is stated for `replace_one` only: under add-or-remove the size of the data set
-    would have to be secret while B / n is not.
+    would have to be secret while B / n is not. B must be a whole number.
 
-    Attributes:
-      num_examples: n, the public size of the data set.
-      expected_batch_size: B, a whole number, 1 <= B <= n.
+    >>> FixedSizeSampler(num_examples=9, expected_batch_size=3).batch(0, bytes(32)).shape
+    (3,)
     """
-
-    num_examples: int
-    expected_batch_size: float
 
     name: ClassVar[str] = "fixed_size_without_replacement"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "expected_batch_size", float(self.expected_batch_size))
-        _check_sizes(self.num_examples, self.expected_batch_size)
+        super().__post_init__()
         if self.expected_batch_size != math.floor(self.expected_batch_size):
             raise ValueError(
                 f"expected_batch_size={self.expected_batch_size} is not a whole number; fixed-size "
                 "batches need one (PoissonSampler takes any size)."
             )
 
-    @property
-    def sampling_probability(self) -> float:
-        """B / n: the chance that a given example is in a given batch."""
-        return self.expected_batch_size / self.num_examples
-
     def batch(self, step: int, key: bytes) -> np.ndarray:
-        """Indices of the step's examples: int64, increasing, exactly B; all sets equally likely.
-
-        >>> FixedSizeSampler(num_examples=9, expected_batch_size=3).batch(0, bytes(32)).shape
-        (3,)
-        """
+        """As `Sampler.batch`; exactly B indices, all sets equally likely."""
         return _subset(self.num_examples, int(self.expected_batch_size), step, key, b"fixed")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fields and name, JSON-safe; `sampler_from_dict` reads it back."""
-        return _to_dict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> FixedSizeSampler:
-        """Inverse of `to_dict`; unknown keys are errors."""
-        return _from_dict(cls, values)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullBatchSampler:
-    """Every example at every step: no randomness, no amplification.
-
-    Attributes:
-      num_examples: n.
-      expected_batch_size: n, the divisor; anything else is refused.
-    """
-
-    num_examples: int
-    expected_batch_size: float
+class FullBatchSampler(Sampler):
+    """Every example at every step: no randomness, no amplification. B must be n."""
 
     name: ClassVar[str] = "full_batch"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "expected_batch_size", float(self.expected_batch_size))
-        _check_sizes(self.num_examples, self.expected_batch_size)
+        super().__post_init__()
         if self.expected_batch_size != self.num_examples:
             raise ValueError(
                 f"expected_batch_size={self.expected_batch_size} with a full batch of "
                 f"num_examples={self.num_examples}; set them equal, or use PoissonSampler."
             )
 
-    @property
-    def sampling_probability(self) -> float:
-        """1.0."""
-        return 1.0
-
     def batch(self, step: int, key: bytes) -> np.ndarray:
-        """0, 1, ..., n - 1 as int64, at every step; the key is not used."""
+        """As `Sampler.batch`: 0, 1, ..., n - 1; the key is not used."""
         _check_address(step, key)
         return np.arange(self.num_examples, dtype=np.int64)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Fields and name, JSON-safe; `sampler_from_dict` reads it back."""
-        return _to_dict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> FullBatchSampler:
-        """Inverse of `to_dict`; unknown keys are errors."""
-        return _from_dict(cls, values)
-
-
-Sampler = PoissonSampler | TruncatedPoissonSampler | FixedSizeSampler | FullBatchSampler
-
-SAMPLERS: dict[
-    str,
-    type[PoissonSampler]
-    | type[TruncatedPoissonSampler]
-    | type[FixedSizeSampler]
-    | type[FullBatchSampler],
-] = {
-    PoissonSampler.name: PoissonSampler,
-    TruncatedPoissonSampler.name: TruncatedPoissonSampler,
-    FixedSizeSampler.name: FixedSizeSampler,
-    FullBatchSampler.name: FullBatchSampler,
+SAMPLERS: dict[str, type[Sampler]] = {
+    sampler.name: sampler
+    for sampler in (PoissonSampler, TruncatedPoissonSampler, FixedSizeSampler, FullBatchSampler)
 }
-"""Every sampler by name. A new one is a dataclass, a row here and a row in the contract tests."""
+"""Every sampler by name."""
 
 
 def sampler_from_dict(values: Mapping[str, Any]) -> Sampler:
-    """The sampler that `to_dict` described; `values["name"]` picks the class.
+    """The sampler that `to_dict` described; an unknown name and unknown keys are errors.
 
     >>> sampler_from_dict({"name": "poisson", "num_examples": 10, "expected_batch_size": 2})
     PoissonSampler(num_examples=10, expected_batch_size=2.0)
     """
-    name = values.get("name")
+    settings = dict(values)
+    name = settings.pop("name", None)
     if name not in SAMPLERS:
         raise ValueError(f"sampler name {name!r} is unknown; use one of {sorted(SAMPLERS)}.")
-    return SAMPLERS[name].from_dict(values)
+    known = {field.name for field in dataclasses.fields(SAMPLERS[name])}
+    if unknown := sorted(set(settings) - known):
+        raise ValueError(
+            f"{SAMPLERS[name].__name__} has no fields {unknown}; it has {sorted(known)}."
+        )
+    return SAMPLERS[name](**settings)
 
 
 def inclusion_threshold(probability: float) -> int:
@@ -266,14 +224,6 @@ def inclusion_threshold(probability: float) -> int:
     (True, True)
     """
     return math.floor(Fraction(probability) * 2**64)
-
-
-def _poisson(n: int, probability: float, step: int, key: bytes) -> np.ndarray:
-    threshold = inclusion_threshold(probability)
-    words = _words(n, step, key, b"poisson", attempt=0)
-    if threshold >= 2**64:
-        return np.arange(n, dtype=np.int64)
-    return np.flatnonzero(words < np.uint64(threshold)).astype(np.int64)
 
 
 def _subset(n: int, size: int, step: int, key: bytes, domain: bytes) -> np.ndarray:
@@ -314,26 +264,3 @@ def _check_address(step: int, key: bytes) -> None:
 def _check_int(label: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{label}={value!r} must be an integer of at least 1.")
-
-
-def _check_sizes(num_examples: int, expected_batch_size: float) -> None:
-    _check_int("num_examples", num_examples)
-    if not (math.isfinite(expected_batch_size) and expected_batch_size > 0):
-        raise ValueError(f"expected_batch_size={expected_batch_size} must be finite and positive.")
-    if expected_batch_size > num_examples:
-        raise ValueError(
-            f"expected_batch_size={expected_batch_size} is larger than num_examples="
-            f"{num_examples}; lower it."
-        )
-
-
-def _to_dict(sampler: Any) -> dict[str, Any]:
-    return {"name": sampler.name, **dataclasses.asdict(sampler)}
-
-
-def _from_dict(cls: type[S], values: Mapping[str, Any]) -> S:
-    given = {k: v for k, v in values.items() if k != "name"}
-    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    if unknown := sorted(set(given) - known):
-        raise ValueError(f"{cls.__name__} has no fields {unknown}; it has {sorted(known)}.")
-    return cls(**given)

@@ -29,7 +29,7 @@ from hf_dpzero.objectives.losses import (
 )
 from hf_dpzero.perturbation.trainable import has_plain_storage
 from hf_dpzero.privacy.mechanisms import Mechanism
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import Following
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.distributed import (
@@ -180,8 +180,8 @@ class FirstOrderStep:
         return norms.unsqueeze(1)
 
     @functools.cached_property
-    def _current(self) -> Following[Any]:
-        return Following(self.mechanism)
+    def _current(self) -> MechanismSchedule[Any]:
+        return MechanismSchedule(self.mechanism)
 
     def _refuse_onlookers(self) -> None:
         """Refuses hooks that would be shown gradients before they are clipped and noised.

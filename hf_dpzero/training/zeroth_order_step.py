@@ -29,7 +29,7 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import Mechanism, VectorMechanism
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import Following
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.distributed import shared_from_main, sum_over_processes
 from hf_dpzero.training.random_state import isolated_randomness
@@ -96,8 +96,8 @@ class ZerothOrderStep:
         return x
 
     @functools.cached_property
-    def _following(self) -> Following[Any]:
-        return Following(self.mechanism)
+    def _following(self) -> MechanismSchedule[Any]:
+        return MechanismSchedule(self.mechanism)
 
     def _release_vector(
         self,

@@ -18,7 +18,7 @@ from hf_dpzero.privacy.mechanisms.adaptive_clipping import (
     AdaptiveDPAdamW,
     AdaptiveDPSGD,
     AdaptiveScalarMechanism,
-    Following,
+    MechanismSchedule,
 )
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -293,7 +293,7 @@ def test_following_a_growing_past_is_the_same_to_the_last_bit():
     m = adaptive(clip_learning_rate=0.01)
     past = [(0.0, float(np.float32(v))) for v in rng.normal(0.5, 3.0, 400)]
     releases = [Release(step, values, 0.1) for step, values in enumerate(past)]
-    follow = Following(m)
+    follow = MechanismSchedule(m)
     for n in (0, 1, 2, 3, 100, 101, 400, 400):
         assert follow.after(releases[:n]) == m.at(past[:n])
     assert len({m.at(past[:n]).clip for n in range(100)}) == 100
@@ -303,7 +303,7 @@ def test_following_a_growing_past_is_the_same_to_the_last_bit():
 
 def test_what_does_not_adapt_stays_itself():
     fixed = ScalarMechanism(clip=2.0, noise_multiplier=3.0, expected_batch_size=16)
-    assert Following(fixed).after([Release(0, (0.1,), 0.1)]) is fixed
+    assert MechanismSchedule(fixed).after([Release(0, (0.1,), 0.1)]) is fixed
 
 
 def test_the_clip_stays_in_range():
@@ -322,7 +322,7 @@ def test_the_clip_finds_the_quantile(quantile, start):
     m = adaptive(clip=start * truth, clip_quantile=quantile, expected_batch_size=200,
                  noise_multiplier=2.0, clip_count_noise=10.0, clip_learning_rate=0.2)  # fmt: skip
     source, releases, clips = InsecureSeededNoise(2), [], []
-    step_mechanism, follow = m, Following(m)
+    step_mechanism, follow = m, MechanismSchedule(m)
     for step in range(500):
         norms = np.exp(rng.standard_normal(rng.poisson(200)))
         x = torch.from_numpy(norms * rng.choice([-1.0, 1.0], norms.size))[:, None]

@@ -201,7 +201,7 @@ def test_release_is_float32_divides_by_the_public_batch_size_and_adds_noise_once
     draws = NOISE.gaussian(1.5 * 2**30, 2, 9)
     expected = [(t + z) * 3.0 / 2**30 / 7 for t, z in zip([GRID_RADIUS, -5], draws, strict=True)]
     assert released == tuple(float(np.float32(v)) for v in expected)
-    with pytest.raises(ValueError, match="total has 1 entries for num_directions=2"):
+    with pytest.raises(ValueError, match="total has 1 entries, this mechanism sums 2"):
         mechanism.release([0], 0, NOISE)
 
 

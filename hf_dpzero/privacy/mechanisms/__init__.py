@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,12 +73,18 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 
 
 def mechanism_from_dict(values: Mapping[str, Any]) -> Mechanism:
-    """The mechanism that `to_dict` described; `values["name"]` picks the class.
+    """The mechanism that `to_dict` described; an unknown name and unknown keys are errors.
 
     >>> mechanism_from_dict({"name": "mezo", "expected_batch_size": 4.0}).private
     False
     """
-    name = values.get("name")
+    settings = dict(values)
+    name = settings.pop("name", None)
     if name not in MECHANISMS:
         raise ValueError(f"mechanism name {name!r} is unknown; use one of {sorted(MECHANISMS)}.")
-    return MECHANISMS[name].from_dict(values)
+    known = {field.name for field in dataclasses.fields(MECHANISMS[name])}
+    if unknown := sorted(set(settings) - known):
+        raise ValueError(
+            f"{MECHANISMS[name].__name__} has no fields {unknown}; it has {sorted(known)}."
+        )
+    return MECHANISMS[name](**settings)

@@ -21,12 +21,12 @@ contributes nothing to either part. With z_d = (z^-2 - (2 sigma_b)^-2)^(-1/2),
 
     ||p_i||^2 <= z_d^-2 + (1/2)^2 / sigma_b^2 = z_d^-2 + (2 sigma_b)^-2 = z^-2     for every example.
 
-*add_or_remove_one*: the total moves by p_i, of norm at most 1/z. With unit noise that is the
+*add_or_remove_one*: the totals differ by p_i, of norm at most 1/z. With unit noise that is the
 Gaussian mechanism with multiplier z.
 *replace_special*: the special example contributes nothing to either part, as an absent one does (a
-row that is not finite is one such); the total moves by p_i again. A row of zeros is not special: it
-counts as unclipped.
-*replace_one*: the total moves by p_i - p_i', of norm at most 2/z; and, which sampled accounting
+row that is not finite is one such); the totals differ by p_i again. A row of zeros is not special:
+it counts as unclipped.
+*replace_one*: the totals differ by p_i - p_i', of norm at most 2/z; and, which sampled accounting
 needs, both lie in the ball of radius 1/z around the total without the example.
 
 Nothing is lost: an example of norm C or more attains ||p_i|| = 1/z, since |b_i - 1/2| is 1/2
@@ -46,7 +46,7 @@ multipliers are at least z, so the slack at z for all K + 1 draws is an upper bo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Generic, TypeVar
@@ -58,14 +58,12 @@ from hf_dpzero.privacy.discretization import GRID_BITS, GRID_RADIUS, finite_rows
 from hf_dpzero.privacy.mechanisms.base import (
     MAX_CLIP,
     MAX_NOISE_MULTIPLIER,
+    DenseNoise,
+    MechanismBase,
     NoisedSum,
-    as_floats,
-    check_count,
-    check_noise_multiplier,
-    floating_point_caveat,
 )
 from hf_dpzero.privacy.mechanisms.gradient import clip_factors
-from hf_dpzero.privacy.mechanisms.scalar import ScalarMechanism, check_length
+from hf_dpzero.privacy.mechanisms.scalar import ScalarMechanism
 from hf_dpzero.privacy.noise import NoiseSource
 
 MAX_CLIP_CHANGE = 2.0**20
@@ -75,7 +73,7 @@ COUNT_STREAM = 1 << 62
 """Added to the step for the count's noise, so that insecure sources give it a draw of its own."""
 
 A = TypeVar("A", bound="AdaptiveClipping")
-M = TypeVar("M")
+M = TypeVar("M", bound=MechanismBase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +89,6 @@ class AdaptiveClipping(NoisedSum):
       clip_count_noise: sigma_b, standard deviation of the noise on sum_i (b_i - 1/2); 2 sigma_b > z.
     """
 
-    clip: float
-    noise_multiplier: float
-    expected_batch_size: float
     clip_quantile: float = 0.5
     clip_learning_rate: float = 0.2
     clip_count_noise: float
@@ -101,9 +96,30 @@ class AdaptiveClipping(NoisedSum):
     distribution: ClassVar[str] = "gaussian"
 
     def __post_init__(self) -> None:
-        self._check_sum()
-        as_floats(self, "clip_quantile", "clip_learning_rate", "clip_count_noise")
-        _check_adaptation(self)
+        super().__post_init__()
+        self._as_floats("clip_quantile", "clip_learning_rate", "clip_count_noise")
+        if not 0 < self.clip_quantile < 1:
+            raise ValueError(
+                f"clip_quantile={self.clip_quantile} is outside (0, 1): it is the share of examples to "
+                "leave unclipped, e.g. 0.5."
+            )
+        if not 0 <= self.clip_learning_rate <= 10:
+            raise ValueError(
+                f"clip_learning_rate={self.clip_learning_rate} is outside [0, 10]; 0.2 is the paper's."
+            )
+        if not (math.isfinite(self.clip_count_noise) and self.clip_count_noise > 0):
+            raise ValueError(
+                f"clip_count_noise={self.clip_count_noise} must be finite and positive: it is the "
+                "deviation of the noise on the count of unclipped examples, e.g. B / 20."
+            )
+        if not self.sum_multiplier <= MAX_NOISE_MULTIPLIER:
+            sigma = self.noise_multiplier
+            raise ValueError(
+                f"clip_count_noise={self.clip_count_noise} must be above half of the noise multiplier "
+                f"{sigma:.6g}, or the count alone costs more than the whole step; raise "
+                f"clip_count_noise, e.g. to {sigma:.3g} (15 % more noise on the sum)."
+            )
+        self._check_multiplier("2 * clip_count_noise", 2 * self.clip_count_noise)
 
     @property
     def count_multiplier(self) -> float:
@@ -138,8 +154,8 @@ class AdaptiveClipping(NoisedSum):
     def at(self: A, past: Sequence[tuple[float, ...]]) -> A:
         """The mechanism of the step after `past`; call it on the run's mechanism, not on a step's.
 
-        The sum over the past is exact, so that it does not matter how it was added up. It takes
-        time proportional to the past; `Adaptation` takes only what is new.
+        The sum over the past is correctly rounded, so that it does not depend on the order of additions.
+        It takes time proportional to the past; `MechanismSchedule` takes only what is new.
 
         Args:
           past: the values of every earlier release, the fraction last in each.
@@ -147,7 +163,15 @@ class AdaptiveClipping(NoisedSum):
         return self.after_fractions(math.fsum(values[-1] for values in past), len(past))
 
     def after_fractions(self: A, total: float, steps: int) -> A:
-        """The mechanism after `steps` releases whose fractions sum to `total`."""
+        """The mechanism of the step that follows earlier releases, given by a summary of them.
+
+        Args:
+          total: sum of their fractions, correctly rounded.
+          steps: their number.
+
+        Returns:
+          This mechanism with the clip of that step.
+        """
         exponent = -self.clip_learning_rate * (total - steps * self.clip_quantile)
         limit = math.log(MAX_CLIP_CHANGE)
         moved = self.clip * math.exp(min(max(exponent, -limit), limit))
@@ -188,7 +212,7 @@ class AdaptiveScalarMechanism(AdaptiveClipping):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("num_directions", self.num_directions)
+        self._check_count("num_directions")
 
     @property
     def granularity(self) -> float:
@@ -242,34 +266,23 @@ class AdaptiveScalarMechanism(AdaptiveClipping):
         Returns:
           K + 1 floats that float32 represents exactly.
         """
-        check_length(total, self.values_per_release)
+        self._check_total(total, self.values_per_release)
         *sums, count = total
         means = self._sum.release(sums, step, noise)
         return (*means, self._fraction(count, step, noise))
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveGradientMechanism(AdaptiveClipping):
+class AdaptiveGradientMechanism(AdaptiveClipping, DenseNoise):
     """Base of DP-SGD and DP-AdamW with adaptive clipping: weigh, count, noise both.
 
     The noise on the gradient is dense and floating-point; the count's is discrete and exact, and its
     fraction is what a step writes to the ledger.
     """
 
-    replayable: ClassVar[bool] = False
     values_per_release: ClassVar[int] = 1
     noise_draws: ClassVar[int] = 2
     clipping: ClassVar[str] = "adaptive"
-
-    @property
-    def caveats(self) -> tuple[str, ...]:
-        """Its noise on the gradient is floating-point."""
-        return (floating_point_caveat(self.name),)
-
-    @property
-    def divisor(self) -> float:
-        """B."""
-        return self.expected_batch_size
 
     def weights(self, norms: Tensor) -> Tensor:
         """min(1, C / norm), 0 where the norm is not finite; float32, see `clip_factors`."""
@@ -281,22 +294,24 @@ class AdaptiveGradientMechanism(AdaptiveClipping):
         Args:
           norms: un-noised L2 norms [B]; one that is not finite moves nothing.
         """
-        found = norms.detach().cpu().double().numpy().reshape(-1)
-        finite = np.isfinite(found)
-        return [self._count_of(np.less_equal(found, self.clip), finite)]
+        values = norms.detach().cpu().double().numpy().reshape(-1)
+        return [self._count_of(np.less_equal(values, self.clip), np.isfinite(values))]
 
     def release_count(
         self, total: Sequence[int], step: int, noise: NoiseSource
     ) -> tuple[float, ...]:
-        """(fraction of unclipped examples,), noised once; a float that float32 represents."""
+        """Noises the count, once a step.
+
+        Args:
+          total: the one integer of `count`, summed over all processes and microbatches.
+          step: passed to the noise source; only insecure sources use it.
+          noise: where the noise comes from.
+
+        Returns:
+          (fraction of unclipped examples,), a float that float32 represents.
+        """
         (count,) = total
         return (self._fraction(count, step, noise),)
-
-    def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
-        """Noise for `size` coordinates of the MEAN: float32, deviation z_d * C / B."""
-        if not self.private:
-            return np.zeros(size, dtype=np.float32)
-        return noise.dense_gaussian(self.noise_scale / self.divisor, size, step, part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,37 +328,10 @@ class AdaptiveDPAdamW(AdaptiveGradientMechanism):
     name: ClassVar[str] = "dp-adamw-adaptive"
 
 
-class Adaptation(Generic[A]):
-    """`mechanism.at(past)` for a past that grows, at the cost of what is new.
-
-    Args:
-      mechanism: the run's, with C_0.
-
-    Attributes:
-      steps: releases taken in so far.
-
-    >>> m = AdaptiveScalarMechanism(
-    ...     clip=1.0, noise_multiplier=1.0, expected_batch_size=9, clip_count_noise=1.0
-    ... )
-    >>> past = [(0.3, 0.25), (-0.1, 0.625), (0.2, 0.5)]
-    >>> follow = Adaptation(m)
-    >>> follow.after(past[:2]) == m.at(past[:2]), follow.after(past[2:]) == m.at(past)
-    (True, True)
-    """
-
-    def __init__(self, mechanism: A) -> None:
-        self.mechanism, self.steps, self._total = mechanism, 0, Fraction(0)
-
-    def after(self, new: Iterable[tuple[float, ...]]) -> A:
-        """Takes in the values of the releases since the last call; the mechanism of the next step."""
-        for values in new:
-            self._total += Fraction(values[-1])
-            self.steps += 1
-        return self.mechanism.after_fractions(float(self._total), self.steps)
-
-
-class Following(Generic[M]):
+class MechanismSchedule(Generic[M]):
     """The mechanism of each step of a run: the plan's, its clip adapted to the releases so far.
+
+    Equal to `mechanism.at(past)`, at the cost of the releases since the last call.
 
     Args:
       mechanism: the plan's; one that does not adapt is every step's.
@@ -351,9 +339,7 @@ class Following(Generic[M]):
 
     def __init__(self, mechanism: M) -> None:
         self.mechanism = mechanism
-        self._adaptation: Adaptation[Any] | None = None
-        if isinstance(mechanism, AdaptiveClipping):
-            self._adaptation = Adaptation(mechanism)
+        self._steps, self._total = 0, Fraction(0)
 
     def after(self, releases: Sequence[Any]) -> M:
         """The mechanism of the step that follows `releases` (with `values`), a list that only grows.
@@ -361,38 +347,13 @@ class Following(Generic[M]):
         Raises:
           ValueError: the list is shorter than it was.
         """
-        if self._adaptation is None:
+        if not isinstance(self.mechanism, AdaptiveClipping):
             return self.mechanism
-        seen = self._adaptation.steps
-        if len(releases) < seen:
+        if len(releases) < self._steps:
             raise ValueError(
-                f"{len(releases)} releases after {seen} were seen: follow another run with a new "
-                "object."
+                f"{len(releases)} releases after {self._steps} were seen: follow another run with a "
+                "new object."
             )
-        adapted: M = self._adaptation.after(r.values for r in releases[seen:])
-        return adapted
-
-
-def _check_adaptation(mechanism: AdaptiveClipping) -> None:
-    m: Any = mechanism
-    if not 0 < m.clip_quantile < 1:
-        raise ValueError(
-            f"clip_quantile={m.clip_quantile} is outside (0, 1): it is the share of examples to "
-            "leave unclipped, e.g. 0.5."
-        )
-    if not 0 <= m.clip_learning_rate <= 10:
-        raise ValueError(
-            f"clip_learning_rate={m.clip_learning_rate} is outside [0, 10]; 0.2 is the paper's."
-        )
-    if not (math.isfinite(m.clip_count_noise) and m.clip_count_noise > 0):
-        raise ValueError(
-            f"clip_count_noise={m.clip_count_noise} must be finite and positive: it is the "
-            "deviation of the noise on the count of unclipped examples, e.g. B / 20."
-        )
-    if not m.sum_multiplier <= MAX_NOISE_MULTIPLIER:
-        raise ValueError(
-            f"clip_count_noise={m.clip_count_noise} must be above half of the noise multiplier "
-            f"{m.noise_multiplier:.6g}, or the count alone costs more than the whole step; raise "
-            f"clip_count_noise, e.g. to {m.noise_multiplier:.3g} (15 % more noise on the sum)."
-        )
-    check_noise_multiplier(2 * m.clip_count_noise, "2 * clip_count_noise")
+        self._total += sum((Fraction(r.values[-1]) for r in releases[self._steps :]), Fraction(0))
+        self._steps = len(releases)
+        return self.mechanism.after_fractions(float(self._total), self._steps)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+
+from hf_dpzero.privacy.noise import NoiseSource
 
 Relation = Literal["add_or_remove_one", "replace_one", "replace_special"]
 RELATIONS: tuple[Relation, ...] = ("add_or_remove_one", "replace_one", "replace_special")
@@ -14,83 +19,115 @@ MIN_NOISE_MULTIPLIER = 2.0**-10
 MAX_NOISE_MULTIPLIER = 2.0**25
 MAX_CLIP = 2.0**64
 
-LATER = {"omitted_at_default": True}
-"""Metadata of a field added to a class that was already in use: `to_dict` leaves it out while it
-has its default, so that the digests of the plans written before it still hold."""
-
-M = TypeVar("M")
 B = TypeVar("B", bound="MechanismBase")
 
 
+@dataclass(frozen=True, kw_only=True)
 class MechanismBase:
-    """What every mechanism says about itself; subclasses are frozen dataclasses.
+    """What every mechanism says about itself.
 
-    Moves of the sum are counted in clips, that is, relative to C.
+    A mechanism noises the sum of its examples' contributions. Its sensitivities are stated in clipping
+    norms C.
 
     Attributes:
       name: the method, and the key in the registry.
       replayable: whether the weights follow from what a run writes down.
       distribution: "gaussian", "laplace" or "none".
-      sensitivity_add_remove: the largest move of the sum, over C, when one example appears or vanishes.
-      sensitivity_replace: the same when one example is exchanged for another.
+      sensitivity_add_remove: sensitivity of the sum when one example is added or removed.
+      sensitivity_replace: the same when one example is replaced by another.
       noise_draws: coordinates of a step that receive discrete noise (1 where it is dense).
+      values_per_release: numbers that a step writes to the ledger.
+      expected_batch_size: B, public.
     """
+
+    expected_batch_size: float
 
     name: ClassVar[str]
     replayable: ClassVar[bool]
     sensitivity_add_remove: ClassVar[int] = 1
     sensitivity_replace: ClassVar[int] = 2
 
+    def __post_init__(self) -> None:
+        self._as_floats("expected_batch_size")
+        if not (math.isfinite(self.expected_batch_size) and self.expected_batch_size > 0):
+            raise ValueError(
+                f"expected_batch_size={self.expected_batch_size} must be finite and positive; "
+                "it is the public divisor of every release."
+            )
+
+    @property
+    def divisor(self) -> float:
+        """What the noised sum is divided by: B."""
+        return self.expected_batch_size
+
     def at(self: B, past: Sequence[tuple[float, ...]]) -> B:
         """The mechanism of the step that follows the releases `past`: itself, unless it adapts."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields and name, JSON-safe; `mechanism_from_dict` reads it back.
+        """Fields and name, JSON-safe; `mechanism_from_dict` reads it back."""
+        return {"name": self.name, **dataclasses.asdict(self)}
 
-        Fields marked `LATER` are left out while they have their default.
-        """
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        omitted = {
-            f.name for f in fields if f.metadata == LATER and getattr(self, f.name) == f.default
-        }
-        values = {f.name: getattr(self, f.name) for f in fields if f.name not in omitted}
-        return {"name": self.name, **values}
+    def _as_floats(self, *fields: str) -> None:
+        """Stores 64 as 64.0, so that equal mechanisms have equal JSON and equal digests."""
+        for field in fields:
+            object.__setattr__(self, field, float(getattr(self, field)))
 
-    @classmethod
-    def from_dict(cls: type[B], values: Mapping[str, Any]) -> B:
-        """Inverse of `to_dict`; unknown keys are errors."""
-        given = {k: v for k, v in values.items() if k != "name"}
-        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        if unknown := sorted(set(given) - known):
-            raise ValueError(f"{cls.__name__} has no fields {unknown}; it has {sorted(known)}.")
-        return cls(**given)
+    def _check_count(self, field: str) -> None:
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{field}={value!r} must be an integer.")
+        if value < 1:
+            raise ValueError(f"{field}={value} must be at least 1.")
+
+    def _check_total(self, total: Sequence[float], count: int) -> None:
+        if len(total) != count:
+            raise ValueError(
+                f"total has {len(total)} entries, this mechanism sums {count}; pass the summed result "
+                "of clip_sum."
+            )
 
 
+@dataclass(frozen=True, kw_only=True)
 class NoisedSum(MechanismBase):
-    """A sum of bounded contributions with noise: DP unless the noise multiplier is 0.
+    """A sum of bounded contributions with noise.
+
+    Guarantee: with a noise multiplier above 0, a step is a Gaussian (Laplace) mechanism whose noise
+    scale is `effective_noise_multiplier` times the sensitivity under add-or-remove; `events.py` states
+    what that costs.
 
     Attributes:
       clip: C, the bound of one example's contribution.
       noise_multiplier: sigma; 0 releases without noise and is not private.
-      expected_batch_size: B, public.
     """
 
     clip: float
     noise_multiplier: float
-    expected_batch_size: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._as_floats("clip", "noise_multiplier")
+        if not (1 / MAX_CLIP <= self.clip <= MAX_CLIP):
+            raise ValueError(
+                f"clip={self.clip} must be finite and positive (between 2^-64 and 2^64); "
+                "use method mezo (NonPrivateMean) to train without clipping."
+            )
+        self._check_multiplier("noise_multiplier", self.noise_multiplier)
+
+    @staticmethod
+    def _check_multiplier(name: str, sigma: float) -> None:
+        if not (math.isfinite(sigma) and sigma >= 0):
+            raise ValueError(f"{name}={sigma} must be finite and >= 0.")
+        if sigma > 0 and not MIN_NOISE_MULTIPLIER <= sigma <= MAX_NOISE_MULTIPLIER:
+            raise ValueError(
+                f"{name}={sigma} is outside [2^-10, 2^25], where the discrete noise on the "
+                "grid is accounted as Gaussian; use 0 for no noise, or a larger (smaller) multiplier."
+            )
 
     @property
     def caveats(self) -> tuple[str, ...]:
         """What the accounting idealises; for the report."""
         return ()
-
-    def _check_sum(self) -> None:
-        """Makes the three fields floats and refuses values out of range."""
-        as_floats(self, "clip", "noise_multiplier", "expected_batch_size")
-        check_clip(self.clip)
-        check_noise_multiplier(self.noise_multiplier)
-        check_batch(self.expected_batch_size)
 
     @property
     def private(self) -> bool:
@@ -104,7 +141,7 @@ class NoisedSum(MechanismBase):
 
     @property
     def effective_noise_multiplier(self) -> float:
-        """Noise scale of the one Gaussian (Laplace) that a step amounts to, over the presence move."""
+        """Noise scale over the add-or-remove sensitivity, of the one Gaussian (Laplace) of a step."""
         return self.noise_multiplier / self.sensitivity_add_remove
 
     @property
@@ -113,20 +150,56 @@ class NoisedSum(MechanismBase):
         return (self.effective_noise_multiplier,)
 
     def sensitivity(self, relation: Relation) -> float:
-        """Largest move of the sum over neighbouring data sets, in the units of `clip`."""
-        factor = sensitivity_factor(relation, self.sensitivity_add_remove, self.sensitivity_replace)
-        return self.clip * factor
+        """Sensitivity of the sum (L2; L1 for Laplace noise) under `relation`, in the units of `clip`."""
+        return self.clip * sensitivity_factor(
+            relation, self.sensitivity_add_remove, self.sensitivity_replace
+        )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DenseNoise(NoisedSum):
+    """A noised sum with floating-point Gaussian noise on each of d coordinates.
+
+    The noise is not written down, so a run cannot be replayed from its releases.
+    """
+
+    replayable: ClassVar[bool] = False
+    distribution: ClassVar[str] = "gaussian"
+    values_per_release: ClassVar[int] = 0
+    noise_draws: ClassVar[int] = 1
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """That its noise is floating-point."""
+        return (
+            f"{self.name} adds floating-point Gaussian noise, which the accounting treats as "
+            "real-valued; attacks on floating-point noise (Mironov 2012) are not excluded",
+        )
+
+    def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
+        """Noise for `size` coordinates of the MEAN.
+
+        Args:
+          noise: the source.
+          size: number of coordinates in this chunk.
+          step: only insecure sources use it.
+          part: index of the chunk; only insecure sources use it.
+
+        Returns:
+          float32 [size], of standard deviation `noise_scale / divisor`; zeros without noise.
+        """
+        if not self.private:
+            return np.zeros(size, dtype=np.float32)
+        return noise.dense_gaussian(self.noise_scale / self.divisor, size, step, part)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NotNoised(MechanismBase):
     """A plain sum over B: no clip, no noise, no privacy. What is not finite counts as zero.
 
     Attributes:
-      expected_batch_size: B, the divisor.
       private_counterpart: the method to use where privacy is wanted.
     """
-
-    expected_batch_size: float
 
     private_counterpart: ClassVar[str]
     private: ClassVar[bool] = False
@@ -138,17 +211,13 @@ class NotNoised(MechanismBase):
     noise_draws: ClassVar[int] = 0
     distribution: ClassVar[str] = "none"
 
-    def _check_sum(self) -> None:
-        as_floats(self, "expected_batch_size")
-        check_batch(self.expected_batch_size)
-
     @property
     def caveats(self) -> tuple[str, ...]:
         """That it is not private."""
         return (f"method {self.name} is not private",)
 
     def sensitivity(self, relation: Relation) -> float:
-        """Infinite: nothing bounds what one example does."""
+        """Infinite: nothing bounds what one example contributes."""
         return math.inf * sensitivity_factor(relation)
 
 
@@ -172,54 +241,3 @@ def sensitivity_factor(relation: Relation, add_remove: int = 1, replace: int = 2
     if relation not in RELATIONS:
         raise ValueError(f"relation={relation!r} is unknown; use one of {RELATIONS}.")
     return replace if relation == "replace_one" else add_remove
-
-
-def floating_point_caveat(name: str) -> str:
-    """What a report says of dense noise."""
-    return (
-        f"{name} adds floating-point Gaussian noise, which the accounting treats as real-valued; "
-        "attacks on floating-point noise (Mironov 2012) are not excluded"
-    )
-
-
-def as_floats(mechanism: Any, *fields: str) -> None:
-    """Stores 64 as 64.0, so that equal mechanisms have equal JSON and equal digests."""
-    for field in fields:
-        object.__setattr__(mechanism, field, float(getattr(mechanism, field)))
-
-
-def check_clip(clip: float) -> None:
-    """ValueError unless 2^-64 <= clip <= 2^64."""
-    if not (1 / MAX_CLIP <= clip <= MAX_CLIP):
-        raise ValueError(
-            f"clip={clip} must be finite and positive (between 2^-64 and 2^64); "
-            "use method mezo (NonPrivateMean) to train without clipping."
-        )
-
-
-def check_noise_multiplier(sigma: float, name: str = "noise_multiplier") -> None:
-    """ValueError unless sigma is 0 or in [2^-10, 2^25]."""
-    if not (math.isfinite(sigma) and sigma >= 0):
-        raise ValueError(f"{name}={sigma} must be finite and >= 0.")
-    if sigma > 0 and not MIN_NOISE_MULTIPLIER <= sigma <= MAX_NOISE_MULTIPLIER:
-        raise ValueError(
-            f"{name}={sigma} is outside [2^-10, 2^25], where the discrete noise on the "
-            "grid is accounted as Gaussian; use 0 for no noise, or a larger (smaller) multiplier."
-        )
-
-
-def check_batch(expected_batch_size: float) -> None:
-    """ValueError unless the public divisor is finite and positive."""
-    if not (math.isfinite(expected_batch_size) and expected_batch_size > 0):
-        raise ValueError(
-            f"expected_batch_size={expected_batch_size} must be finite and positive; "
-            "it is the public divisor of every release."
-        )
-
-
-def check_count(name: str, value: int) -> None:
-    """ValueError unless `value` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be an integer.")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1.")

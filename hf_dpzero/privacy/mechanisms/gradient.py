@@ -6,7 +6,7 @@ DP-SGD (Abadi et al. 2016, arXiv:1607.00133) releases
 
 and the optimizer behind it is post-processing: `dp-sgd` and `dp-adamw` are one mechanism under two
 names. "Automatic" clipping is w = C / (||g|| + gamma) (AUTO-S of Bu et al. 2023, arXiv:2206.07136,
-times C). In both, one example's presence moves the sum by at most C and its replacement by 2C.
+times C). In both, the sensitivity is C under add-or-remove and 2C under replacement.
 
 Averaged clipping
 -----------------
@@ -15,30 +15,29 @@ is clipped once; the SUM of the k clipped means receives the noise, and the rele
 
 Sensitivity is 2C, under every relation. One example has one group, so the other k - 1 terms stay.
 The term of its group is a vector in the ball of radius C before and another one after: they differ
-by at most 2C, whether the example appeared, vanished or was exchanged. Less cannot be claimed: where
+by at most 2C, whether the example was added, removed or replaced. Less cannot be claimed: where
 the others' mean is -v with ||v|| > C, one example with a gradient large enough makes it +v, and the
 term goes from -C to +C. In particular averaging over m examples gains no factor 1/m.
 
-The accounting therefore sees a mechanism with bound 2C: multiplier sigma / 2. What it assumes of an
-ordinary mechanism with bound R is that the sum with the example, whatever the example is, lies
-within R of the sum without it, given the rest of the batch; R = 2C satisfies this, so every row of
-the table in `accounting.py` holds. Where an example takes another one's place in the batch (fixed
-size, truncated Poisson) two groups may change, by at most 4C = 2R together, as assumed there. Under
-replace_one a full batch moves by 2C = R rather than 2R, which the accounting uses; with sampling it
-does not, and stays on the safe side.
+The accounting therefore uses the bound R = 2C: multiplier sigma / 2. `events.py` assumes of a step
+that, given the rest of the batch, the sum with an example lies within R of the sum without it,
+whatever the example is; R = 2C satisfies this, so every row of its table holds. Where an example
+takes another one's place in the batch (fixed size, truncated Poisson) two groups may change, by at
+most 4C = 2R together, as assumed there. Under replace_one a full batch moves by 2C = R rather than
+2R, which the accounting uses; with sampling it does not, and stays on the safe side.
 
 Groups come from a keyed hash of the example's index in the data set, never from its place in the
 batch. The key must be secret: for add_or_remove_one neighbours whose rows shift when one is deleted
-the indices of all others change, and it is the law of the assignment, independent and identical for
-all examples, that stays the same. Couple the two runs so that every common example keeps its group:
-given the groups each step's sums differ in one group's term, and the divergence of two mixtures of
-runs is at most the largest between their parts (joint convexity).
+the indices of all others change, and only the distribution of the assignment, independent and
+identical for all examples, stays the same. Couple the two runs so that every common example keeps
+its group: given the groups each step's sums differ in one group's term, and the divergence of two
+mixtures of runs is at most the largest between their parts (joint convexity).
 
 Floating point
 --------------
 Weights are a relative 2^-16 below the bound, so that the rounding of norms, weights and products does
-not lift a contribution over C. The norms must be good to 2^-17 for that, which one float32 sum over
-millions of coordinates is not (it may miss a tenth of a percent); `row_norms` is. The noise is
+not lift a contribution over C. The norms must be accurate to 2^-17 for that, which one float32 sum
+over millions of coordinates is not (it may miss a tenth of a percent); `row_norms` is. The noise is
 floating-point and accounted as real-valued (caveat).
 """
 
@@ -53,13 +52,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dpzero.privacy.mechanisms.base import (
-    NoisedSum,
-    NotNoised,
-    as_floats,
-    check_count,
-    floating_point_caveat,
-)
+from hf_dpzero.privacy.mechanisms.base import DenseNoise, NotNoised
 from hf_dpzero.privacy.noise import NoiseSource
 
 Clipping = Literal["fixed", "automatic", "averaged"]
@@ -78,11 +71,11 @@ SMALLEST_FACTOR = 2.0**-100
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """L2 norms of the rows of [B, n], right to a relative 1e-6 whatever n: float64 [B].
+    """L2 norms of the rows of [B, n], accurate to a relative 1e-6 whatever n is: float64 [B].
 
-    Piece by piece: on a CPU, torch's float32 norm of 4e7 numbers at once is 0.3 % short, and a clip by
-    it that much too loose. The rows may have any float dtype; one with NaN or infinity (or a norm
-    beyond float32) has no finite norm.
+    Taken in pieces: on a CPU, torch's float32 norm of 4e7 numbers at once is 0.3 % too small, and a
+    clip by it that much too loose. The rows may have any float dtype; a row with NaN or infinity (or a
+    norm beyond float32) has no finite norm.
 
     >>> row_norms(torch.tensor([[3.0, 4.0], [0.0, float("inf")]])).tolist()
     [5.0, inf]
@@ -92,10 +85,17 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def clip_factors(norms: Tensor, clip: float) -> Tensor:
-    """min(1, C / norm), a little less where it binds: float32, of the shape of `norms`.
+    """min(1, C / norm), a little less where it binds.
 
     Guarantee: factor * norm <= C; 0 where the norm is not finite, and where the factor is below
     2^-100: subnormal factors, or products with them, round by more than the margin.
+
+    Args:
+      norms: L2 norms of any shape, float dtype and device.
+      clip: C > 0.
+
+    Returns:
+      float32, of the shape and device of `norms`.
 
     >>> clip_factors(torch.tensor([0.5, 4.0, float("nan")]), clip=1.0).round(decimals=4).tolist()
     [1.0, 0.25, 0.0]
@@ -111,52 +111,53 @@ def _usable(factors: Tensor, norms: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientMechanism(NoisedSum):
+class GradientMechanism(DenseNoise):
     """Base of DP-SGD and DP-AdamW: weigh, sum, noise, divide.
 
-    Guarantee: one example moves the weighted sum of gradients by at most `sensitivity(relation)` in
-    L2 norm over all parameters, provided that the caller takes `weights` of its norm, and leaves
-    out gradients that are not finite (0 * NaN is NaN).
+    Guarantee: the weighted sum of gradients has L2 sensitivity `sensitivity(relation)` over all
+    parameters, provided that the caller takes `weights` of the gradients' norms, and leaves out
+    gradients that are not finite (0 * NaN is NaN). Source: Abadi et al. 2016, Algorithm 1.
 
     Attributes:
       clip: C, in units of the gradient's norm.
       noise_multiplier: sigma; every coordinate of the sum receives deviation sigma * C. 0 releases
         without noise and is not private.
-      expected_batch_size: B, public.
       clipping: "fixed": min(1, C / norm); "automatic": C / (norm + gamma); "averaged": the mean of
         each group is clipped (see the module's docstring).
       clip_stability: gamma > 0 of automatic clipping, in units of the gradient's norm.
       clip_groups: k >= 1 of averaged clipping.
     """
 
-    clip: float
-    noise_multiplier: float
-    expected_batch_size: float
     clipping: Clipping = "fixed"
     clip_stability: float = 0.01
     clip_groups: int = 1
 
-    replayable: ClassVar[bool] = False
-    values_per_release: ClassVar[int] = 0
-    noise_draws: ClassVar[int] = 1
-    distribution: ClassVar[str] = "gaussian"
-
     def __post_init__(self) -> None:
-        self._check_sum()
-        as_floats(self, "clip_stability")
-        check_count("clip_groups", self.clip_groups)
-        _check_clipping(self.clipping, self.clip_stability, self.clip_groups)
+        super().__post_init__()
+        self._as_floats("clip_stability")
+        self._check_count("clip_groups")
+        if self.clipping not in CLIPPINGS:
+            raise ValueError(f"clipping={self.clipping!r} is unknown; use one of {CLIPPINGS}.")
+        if self.clip_groups != 1 and self.clipping != "averaged":
+            raise ValueError(
+                f"clip_groups={self.clip_groups} has no meaning with clipping={self.clipping!r}; leave "
+                "it at 1, or use clipping='averaged'."
+            )
+        if not 2.0**-40 <= self.clip_stability <= 2.0**40:
+            raise ValueError(
+                f"clip_stability={self.clip_stability} must be positive (between 2^-40 and 2^40); "
+                "0.01 is the paper's choice."
+            )
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Its noise is floating-point; what averaged clipping's multiplier means."""
-        averaged = (
+        """That its noise is floating-point; what averaged clipping's multiplier means."""
+        if self.clipping != "averaged":
+            return super().caveats
+        return (
+            *super().caveats,
             "clipping='averaged' moves a group's mean by up to 2C, so the accounting uses half of the "
             "stated noise multiplier",
-        )
-        return (
-            floating_point_caveat(self.name),
-            *(averaged if self.clipping == "averaged" else ()),
         )
 
     @property
@@ -167,7 +168,7 @@ class GradientMechanism(NoisedSum):
 
     @property
     def sensitivity_add_remove(self) -> int:  # type: ignore[override]
-        """Largest move of the sum, over C, when an example appears: 1, or 2 for averaged clipping."""
+        """1 clipping norm, or 2 for averaged clipping."""
         return 2 if self.clipping == "averaged" else 1
 
     def weights(self, norms: Tensor) -> Tensor:
@@ -198,6 +199,12 @@ class GradientMechanism(NoisedSum):
           indices: positions in the data set, [B].
           key: secret (the run's sampler key); see the module's docstring.
 
+        Returns:
+          int64 [B].
+
+        Raises:
+          ValueError: a key that is not 32 bytes long.
+
         >>> m = DPSGD(clip=1.0, noise_multiplier=1.0, expected_batch_size=8)
         >>> m.group_of([3, 5], key=bytes(32)).tolist()
         [0, 0]
@@ -207,20 +214,11 @@ class GradientMechanism(NoisedSum):
                 f"group key of {len(key)} bytes given; use the run's sampler key, {KEY_BYTES} bytes."
             )
         label = b"hf_dpzero.gradient_groups." + key
-        groups = [_word(label, int(i)) % self.clip_groups for i in indices]
-        return np.array(groups, dtype=np.int64)
-
-    def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
-        """Noise for `size` coordinates of the MEAN: float32, deviation sigma * C / divisor.
-
-        Args:
-          noise: the source.
-          size: number of coordinates in this chunk.
-          step, part: the step and the chunk's index; only insecure sources use them.
-        """
-        if not self.private:
-            return np.zeros(size, dtype=np.float32)
-        return noise.dense_gaussian(self.noise_scale / self.divisor, size, step, part)
+        digests = (
+            hashlib.shake_256(label + int(i).to_bytes(8, "little")).digest(8) for i in indices
+        )
+        words = [int.from_bytes(digest, "little") for digest in digests]
+        return np.array([word % self.clip_groups for word in words], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,26 +242,26 @@ class NonPrivateGradient(NotNoised):
     A gradient that is not finite counts as zero, as in the private mechanisms.
     """
 
-    expected_batch_size: float
-
     replayable: ClassVar[bool] = False
     values_per_release: ClassVar[int] = 0
     clipping: ClassVar[str] = "none"
-
-    def __post_init__(self) -> None:
-        self._check_sum()
-
-    @property
-    def divisor(self) -> float:
-        """B."""
-        return self.expected_batch_size
 
     def weights(self, norms: Tensor) -> Tensor:
         """1 for every finite norm, else 0; float32, of the shape of `norms`."""
         return norms.detach().isfinite().float()
 
     def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
-        """Zeros, float32 [size]."""
+        """No noise; the arguments are those of `DenseNoise.noise_part`.
+
+        Args:
+          noise: not used.
+          size: number of coordinates.
+          step: not used.
+          part: not used.
+
+        Returns:
+          Zeros, float32 [size].
+        """
         return np.zeros(size, dtype=np.float32)
 
 
@@ -281,23 +279,3 @@ class PlainAdamW(NonPrivateGradient):
 
     name: ClassVar[str] = "adamw"
     private_counterpart: ClassVar[str] = "dp-adamw"
-
-
-def _word(label: bytes, index: int) -> int:
-    digest = hashlib.shake_256(label + index.to_bytes(8, "little")).digest(8)
-    return int.from_bytes(digest, "little")
-
-
-def _check_clipping(clipping: str, clip_stability: float, clip_groups: int) -> None:
-    if clipping not in CLIPPINGS:
-        raise ValueError(f"clipping={clipping!r} is unknown; use one of {CLIPPINGS}.")
-    if clip_groups != 1 and clipping != "averaged":
-        raise ValueError(
-            f"clip_groups={clip_groups} has no meaning with clipping={clipping!r}; leave it at 1, "
-            "or use clipping='averaged'."
-        )
-    if not 2.0**-40 <= clip_stability <= 2.0**40:
-        raise ValueError(
-            f"clip_stability={clip_stability} must be positive (between 2^-40 and 2^40); "
-            "0.01 is the paper's choice."
-        )

@@ -6,8 +6,8 @@ and states its own sensitivity; nobody else computes either.
 `ScalarMechanism` is DPZero (Zhang et al. 2024, arXiv:2310.09639, Algorithm 2) with K directions:
 the K finite differences of one example form one vector, clipped as one vector.
 
-All arithmetic before a scalar release is on integers; `discretization.py` says why the epsilon printed
-for a Gaussian holds for the discrete noise that is drawn.
+All arithmetic before a scalar release is on integers; `discretization.py` proves why the epsilon
+printed for a Gaussian holds for the discrete noise that is drawn.
 
 What every mechanism states, here and in `gradient.py` and `adaptive_clipping.py`:
 
@@ -24,19 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
 from hf_dpzero.privacy.discretization import GRID_BITS, finite_rows, float32s, on_grid
-from hf_dpzero.privacy.mechanisms.base import (
-    LATER,
-    NoisedSum,
-    NotNoised,
-    check_count,
-    floating_point_caveat,
-)
+from hf_dpzero.privacy.mechanisms.base import DenseNoise, NoisedSum, NotNoised
 from hf_dpzero.privacy.noise import NoiseSource
 
 if TYPE_CHECKING:
@@ -64,9 +58,6 @@ class ScalarMechanism(NoisedSum):
     (3.0, 6.0)
     """
 
-    clip: float
-    noise_multiplier: float
-    expected_batch_size: float
     num_directions: int = 1
     distribution: Literal["gaussian", "laplace"] = "gaussian"
 
@@ -74,8 +65,8 @@ class ScalarMechanism(NoisedSum):
     replayable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self._check_sum()
-        check_count("num_directions", self.num_directions)
+        super().__post_init__()
+        self._check_count("num_directions")
         if self.distribution not in ("gaussian", "laplace"):
             raise ValueError(
                 f"distribution={self.distribution!r} is unknown; use 'gaussian' or 'laplace'."
@@ -130,16 +121,14 @@ class ScalarMechanism(NoisedSum):
         Returns:
           K floats that float32 represents exactly: the only private quantity that may leave.
         """
-        check_length(total, self.num_directions)
-        noised = [int(n) + z for n, z in zip(total, self._draw(step, noise), strict=True)]
+        self._check_total(total, self.num_directions)
+        draws = [0] * self.num_directions
+        if self.private:
+            scale = math.ldexp(self.noise_multiplier, GRID_BITS)
+            draw = noise.gaussian if self.distribution == "gaussian" else noise.laplace
+            draws = draw(scale, self.num_directions, step)
+        noised = [int(n) + z for n, z in zip(total, draws, strict=True)]
         return float32s(n * self.granularity / self.expected_batch_size for n in noised)
-
-    def _draw(self, step: int, noise: NoiseSource) -> list[int]:
-        if not self.private:
-            return [0] * self.num_directions
-        scale = math.ldexp(self.noise_multiplier, GRID_BITS)
-        draw = noise.gaussian if self.distribution == "gaussian" else noise.laplace
-        return draw(scale, self.num_directions, step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +138,6 @@ class NonPrivateMean(NotNoised):
     A row that holds NaN or infinity counts as zero, as in the private mechanisms.
     """
 
-    expected_batch_size: float
     num_directions: int = 1
 
     name: ClassVar[str] = "mezo"
@@ -157,8 +145,8 @@ class NonPrivateMean(NotNoised):
     replayable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self._check_sum()
-        check_count("num_directions", self.num_directions)
+        super().__post_init__()
+        self._check_count("num_directions")
 
     @property
     def granularity(self) -> float:
@@ -181,13 +169,22 @@ class NonPrivateMean(NotNoised):
         return [math.fsum(column) for column in rows.T.tolist()]
 
     def release(self, total: Sequence[float], step: int, noise: NoiseSource) -> tuple[float, ...]:
-        """The total over `expected_batch_size`, rounded once to float32; `noise` is not used."""
-        check_length(total, self.num_directions)
+        """The total over `expected_batch_size`, rounded once to float32.
+
+        Args:
+          total: K floats, summed over all processes and microbatches of the step.
+          step: not used.
+          noise: not used.
+
+        Returns:
+          K floats that float32 represents exactly.
+        """
+        self._check_total(total, self.num_directions)
         return float32s(float(t) / self.expected_batch_size for t in total)
 
 
 @dataclass(frozen=True, kw_only=True)
-class VectorMechanism(NoisedSum):
+class VectorMechanism(DenseNoise):
     """DPGD-0th (DPZero paper, Algorithm 1): the clipped d-vector with d-dimensional noise.
 
     An example's vector is v_i = sum_k s_ik u_k along the step's K shared directions (K = 1 in the
@@ -196,29 +193,15 @@ class VectorMechanism(NoisedSum):
     differ by a vector in the span of the directions of norm at most `sensitivity`, and each of the d
     coordinates of the sum receives independent Gaussian noise of standard deviation sigma * C: one
     Gaussian event, whatever K and d are.
-
-    The noise is d-dimensional, is not logged, and so the run cannot be replayed from its releases.
     """
 
-    clip: float
-    noise_multiplier: float
-    expected_batch_size: float
-    num_directions: int = field(default=1, metadata=LATER)
+    num_directions: int = 1
 
     name: ClassVar[str] = "dpgd-0th"
-    replayable: ClassVar[bool] = False
-    distribution: ClassVar[str] = "gaussian"
-    values_per_release: ClassVar[int] = 0
-    noise_draws: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        self._check_sum()
-        check_count("num_directions", self.num_directions)
-
-    @property
-    def caveats(self) -> tuple[str, ...]:
-        """Its noise is floating-point."""
-        return (floating_point_caveat(self.name),)
+        super().__post_init__()
+        self._check_count("num_directions")
 
     def clip_sum(self, x: Tensor, gram: Tensor | np.ndarray) -> tuple[float, ...]:
         """K coefficients c with sum_k c_k u_k = the sum over examples of their clipped vectors.
@@ -242,31 +225,13 @@ class VectorMechanism(NoisedSum):
         (-1.0,)
         """
         rows, _ = finite_rows(x, self.num_directions)
-        matrix = checked_gram(np.asarray(gram, dtype=np.float64), self.num_directions)
-        if self.num_directions == 1:
-            return (_sum_along_one(rows[:, 0], self.clip / math.sqrt(matrix[0, 0])),)
-        return _sum_along_many(rows, matrix, self.clip)
-
-    def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
-        """Noise for `size` coordinates of the MEAN: float32, deviation sigma * C / B.
-
-        Args:
-          noise: the source.
-          size: number of coordinates in this chunk.
-          step, part: the step and the chunk's index; only insecure sources use them.
-        """
-        if not self.private:
-            return np.zeros(size, dtype=np.float32)
-        return noise.dense_gaussian(self.noise_scale / self.expected_batch_size, size, step, part)
-
-
-def check_length(total: Sequence[float], values: int) -> None:
-    """ValueError unless `total` has K entries."""
-    if len(total) != values:
-        raise ValueError(
-            f"total has {len(total)} entries for num_directions={values}; "
-            "pass the summed result of clip_sum."
-        )
+        matrix = _checked_gram(np.asarray(gram, dtype=np.float64), self.num_directions)
+        if self.num_directions > 1:
+            return _sum_along_many(rows, matrix, self.clip)
+        bound = self.clip / math.sqrt(matrix[0, 0])
+        grid = math.ldexp(1.0, math.frexp(bound)[1] - 1 - GRID_BITS)  # about 2^-30 of the bound
+        integers = np.trunc(np.clip(rows[:, 0], -bound, bound) / grid).astype(np.int64)
+        return (float(int(integers.sum()) * grid),)
 
 
 GRAM_SLACK = 2.0**-36
@@ -277,7 +242,7 @@ VECTOR_MARGIN = 1.0 - 2.0**-20
 coefficients but perhaps not the vector, and for the float32 rounding of sum_k c_k u_k."""
 
 
-def checked_gram(gram: np.ndarray, num_directions: int) -> np.ndarray:
+def _checked_gram(gram: np.ndarray, num_directions: int) -> np.ndarray:
     """The matrix itself; ValueError unless it can be the Gram matrix of K directions."""
     k = num_directions
     if gram.shape != (k, k):
@@ -297,12 +262,6 @@ def checked_gram(gram: np.ndarray, num_directions: int) -> np.ndarray:
             "Gram matrix of any directions; use <u_k, u_l>."
         )
     return gram
-
-
-def _sum_along_one(s: np.ndarray, bound: float) -> float:
-    """Sum of s [B] clipped to |s_i| <= bound, each truncated toward zero to about 2^-30 of it."""
-    grid = math.ldexp(1.0, math.frexp(bound)[1] - 1 - GRID_BITS)
-    return float(int(np.trunc(np.clip(s, -bound, bound) / grid).astype(np.int64).sum()) * grid)
 
 
 def _sum_along_many(rows: np.ndarray, gram: np.ndarray, clip: float) -> tuple[float, ...]:
