@@ -14,8 +14,6 @@ from typing import Any
 
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import (
-    TRIAL_SHAPES,
-    TrialCount,
     calibrate_composed,
     calibrate_selection,
     composed_epsilon,
@@ -25,6 +23,7 @@ from hf_dpzero.privacy.private_selection import (
     selection_epsilon,
     with_noise,
 )
+from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import parse_yaml

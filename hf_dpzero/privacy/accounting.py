@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from hf_dpzero.privacy.discretization import discretisation_slack
 from hf_dpzero.privacy.events import (
-    Accountant,
     StepSpec,
     accountant_used,
     check_sound,
@@ -28,18 +27,6 @@ from hf_dpzero.privacy.mechanisms.base import MAX_NOISE_MULTIPLIER, MIN_NOISE_MU
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
-
-__all__ = [
-    "Accountant",
-    "StepSpec",
-    "accountant_used",
-    "calibrated_noise_multiplier",
-    "check_sound",
-    "epsilon_after",
-    "lemma_noise_multiplier",
-    "smallest_argument",
-    "step_event",
-]
 
 MIN_DELTA = 1e-12
 """The PLD accountant truncates tails at 1e-15; below this delta its answers mean nothing."""
@@ -54,11 +41,18 @@ def epsilon_after(spec: StepSpec, steps: int, delta: float) -> float:
       steps: T >= 0; 0 gives 0.
       delta: in [1e-12, 1); 0 is allowed for Laplace noise, which has a pure epsilon.
 
+    Returns:
+      Epsilon >= 0, perhaps infinity.
+
     Raises:
       ValueError: an unsound combination or a delta out of range.
     """
     check_sound(spec)
-    _check_delta(delta, spec)
+    if not MIN_DELTA <= delta < 1 and not (delta == 0 and spec.distribution == "laplace"):
+        raise ValueError(
+            f"delta={delta} is outside [{MIN_DELTA}, 1); choose one well below 1/n "
+            "(delta=0 needs distribution='laplace')."
+        )
     if steps == 0:
         return 0.0
     if spec.noise_multiplier == 0:
@@ -79,21 +73,8 @@ def _continuous_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
     if used == "advanced_composition":
         lemma = _lemma_epsilon(spec.noise_multiplier * 2 / spec.sensitivity, steps, delta)
         return max(lemma, _gaussian_epsilon(spec, steps, delta))
-    if used == "rdp":
-        return _rdp_epsilon(spec, steps, delta)
-    return _pld_epsilon(spec, steps, delta)
-
-
-def _gaussian_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
-    """T full-batch Gaussians are one with sigma / sqrt(T) (Balle and Wang 2018 for its epsilon)."""
-    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
-
-    sigma = spec.noise_multiplier / spec.sensitivity / math.sqrt(steps)
-    found = float(get_epsilon_gaussian(sigma, delta))
-    return found * (1 + 1e-9) + 1e-11 if found > 0 else 0.0
-
-
-def _rdp_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
+    if used == "pld":
+        return _pld_epsilon(spec, steps, delta)
     import dp_accounting as dp
     from dp_accounting import rdp
 
@@ -102,20 +83,25 @@ def _rdp_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
+def _gaussian_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
+    """T full-batch Gaussians are one with sigma / sqrt(T) (Balle and Wang 2018 for its epsilon)."""
+    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+
+    sigma = spec.noise_multiplier / spec.sensitivity / math.sqrt(steps)
+    epsilon = float(get_epsilon_gaussian(sigma, delta))
+    return epsilon * (1 + 1e-9) + 1e-11 if epsilon > 0 else 0.0
+
+
 def _pld_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
     """PLD epsilon on a grid fitted to the run; for the truncated event the worse of two sizes."""
-    found = _pld_on_fitted_grid(spec, step_event(spec), steps, delta)
+    event = step_event(spec)
+    epsilon = _pld_on_fitted_grid(spec, event, steps, delta)
     if spec.sampling == "truncated_poisson" and spec.relation == "add_or_remove_one":
-        event = replace_dataset_size(step_event(spec), spec.num_examples)
-        found = max(found, _pld_on_fitted_grid(spec, event, steps, delta))
-    return found
+        import attr
 
-
-def replace_dataset_size(event: Any, dataset_size: int) -> DpEvent:
-    """The same truncated event for a data set of another size."""
-    import attr
-
-    return attr.evolve(event, dataset_size=dataset_size)
+        smaller = attr.evolve(event, dataset_size=spec.num_examples)
+        epsilon = max(epsilon, _pld_on_fitted_grid(spec, smaller, steps, delta))
+    return epsilon
 
 
 def _pld_on_fitted_grid(spec: StepSpec, event: DpEvent, steps: int, delta: float) -> float:
@@ -123,12 +109,11 @@ def _pld_on_fitted_grid(spec: StepSpec, event: DpEvent, steps: int, delta: float
 
     The result is a bound on any grid; the grid decides only how tight it is and how long it takes.
     """
-    spread = _typical_loss(spec)
-    width = _largest_loss(spec)
     coarse_grid = _coarse_grid(spec)
     coarse = _pld_epsilon_on_grid(spec, event, steps, delta, coarse_grid)
     total = coarse if math.isfinite(coarse) else 0.0
-    grid = max(min(spread / 64, 1e-3), width / 2**17, total / 2**17, 1e-10)
+    fine = min(_typical_loss(spec) / 64, 1e-3)
+    grid = max(fine, _largest_loss(spec) / 2**17, total / 2**17, 1e-10)
     if grid >= coarse_grid:
         return coarse
     return min(coarse, _pld_epsilon_on_grid(spec, event, steps, delta, grid))
@@ -143,12 +128,6 @@ def _pld_epsilon_on_grid(
     accountant = pld.PLDAccountant(library_relation(spec), value_discretization_interval=grid)
     accountant.compose(dp.SelfComposedDpEvent(event, steps))
     return float(accountant.get_epsilon(delta))
-
-
-def _rough_epsilon(spec: StepSpec, steps: int, delta: float, noise_multiplier: float) -> float:
-    """Epsilon on the coarse grid: an upper bound within a percent or so, at a tenth of the cost."""
-    spec = replace(spec, noise_multiplier=noise_multiplier)
-    return _pld_epsilon_on_grid(spec, step_event(spec), steps, delta, _coarse_grid(spec))
 
 
 def _coarse_grid(spec: StepSpec) -> float:
@@ -208,20 +187,18 @@ def _lemma_epsilon(sigma: float, steps: int, delta: float) -> float:
 def lemma_noise_multiplier(epsilon: float, steps: int, delta: float) -> float:
     """The DPZero paper's noise: std on the mean times n / C (Lemma 2.2 with Delta = 2C/n).
 
+    Args:
+      epsilon: target > 0.
+      steps: T.
+      delta: in (0, 1).
+
+    Returns:
+      The noise multiplier.
+
     >>> round(lemma_noise_multiplier(6.0, 10_000, 1e-5), 1)
     343.9
     """
     return 4 * math.sqrt(2 * steps * math.log(math.e + epsilon / delta)) / epsilon
-
-
-def _check_delta(delta: float, spec: StepSpec) -> None:
-    if delta == 0 and spec.distribution == "laplace":
-        return
-    if not MIN_DELTA <= delta < 1:
-        raise ValueError(
-            f"delta={delta} is outside [{MIN_DELTA}, 1); choose one well below 1/n "
-            "(delta=0 needs distribution='laplace')."
-        )
 
 
 def calibrated_noise_multiplier(
@@ -269,7 +246,13 @@ def _first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> fl
     guess = spec.sensitivity / math.sqrt(math.log1p(ratio**2))
     if accountant_used(spec) != "pld" or not math.isfinite(guess):
         return guess
-    rough = partial(_rough_epsilon, spec, steps, delta)
+
+    def rough(sigma: float) -> float:
+        """On the coarse grid: an upper bound within a percent or so, at a tenth of the cost."""
+        noisier = replace(spec, noise_multiplier=sigma)
+        grid = _coarse_grid(noisier)
+        return _pld_epsilon_on_grid(noisier, step_event(noisier), steps, delta, grid)
+
     return smallest_argument(rough, epsilon, guess, tolerance=1e-3)
 
 
@@ -281,11 +264,20 @@ def smallest_argument(
     Secant steps on (log x, log f), kept inside a bracket; ends at an x that was evaluated and
     found to satisfy the target.
 
+    Args:
+      f: epsilon as a function of the noise multiplier.
+      target: epsilon > 0.
+      start: first guess.
+      tolerance: relative distance to the smallest x.
+
+    Returns:
+      x in [2^-10, 2^25].
+
     Raises:
       ValueError: f exceeds the target up to the largest multiplier.
     """
     low, high = math.log(MIN_NOISE_MULTIPLIER), math.log(MAX_NOISE_MULTIPLIER)
-    best, slope, last = math.inf, -1.0, (math.nan, math.nan)
+    best, slope, x0, y0 = math.inf, -1.0, math.nan, math.nan
     x = min(max(math.log(start), low), high)
     for attempt in range(80):
         y = math.log(max(f(math.exp(x)), 1e-300) / target)
@@ -293,32 +285,18 @@ def smallest_argument(
             best, high = math.exp(x), x
         else:
             low = x
-        slope, last = _slope(last, (x, y), slope), (x, y)
-        close = attempt > 0 and 0 <= y / slope <= tolerance
-        if close or high - low <= tolerance:
+        if math.isfinite(y0) and math.isfinite(y) and x != x0:
+            slope = min((y - y0) / (x - x0), -0.2)  # d log f / d log x
+        x0, y0 = x, y
+        if (attempt > 0 and 0 <= y / slope <= tolerance) or high - low <= tolerance:
             break
-        x = _next_point(x, y, slope, low, high, tolerance, bisect=attempt >= 20)
-    at_an_end = high - low <= tolerance and low == math.log(MIN_NOISE_MULTIPLIER)
-    return _ends(f, target) if at_an_end or math.isinf(best) else best
-
-
-def _slope(last: tuple[float, float], new: tuple[float, float], previous: float) -> float:
-    """d log f / d log x through two points; at most -1/5, and `previous` where it is undefined."""
-    (x0, y0), (x1, y1) = last, new
-    if not (math.isfinite(y0) and math.isfinite(y1)) or x0 == x1:
-        return previous
-    return min((y1 - y0) / (x1 - x0), -0.2)
-
-
-def _next_point(
-    x: float, y: float, slope: float, low: float, high: float, tolerance: float, *, bisect: bool
-) -> float:
-    """The secant's root plus a third of the tolerance: just on the side that keeps the target."""
-    guess = x - y / slope + tolerance / 3 if math.isfinite(y) else math.nan
-    return guess if low < guess < high and not bisect else (low + high) / 2
-
-
-def _ends(f: Callable[[float], float], target: float) -> float:
+        # the secant's root plus a third of the tolerance: just on the side that keeps the target
+        guess = x - y / slope + tolerance / 3 if math.isfinite(y) else math.nan
+        x = guess if low < guess < high and attempt < 20 else (low + high) / 2
+    if math.isfinite(best) and not (
+        low == math.log(MIN_NOISE_MULTIPLIER) and high - low <= tolerance
+    ):
+        return best
     for sigma in (MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER):
         if f(sigma) <= target:
             return sigma

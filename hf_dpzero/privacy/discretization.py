@@ -13,7 +13,7 @@ discrete Gaussian Y with X = the continuous N(0, s^2) rounded to the nearest int
    |log(P[Y = y] / P[X = y])| <= (t^2 + 3) / (24 s^2) + 1e-16 <= (t^2 + 2) / (12 s^2) for s >= 2^20
    and t >= 1 (log(sinh(a)/a) <= a^2/6 for the tilt, 1/(8 s^2) for the curvature, Poisson summation
    for the normalising constants).
-3. Both laws put at most 2 exp(-(t - 1)^2 / 2) outside that range.
+3. Both distributions put at most 2 exp(-(t - 1)^2 / 2) outside that range.
 
 Over T steps of K coordinates the two runs are therefore (h, d0)-close, h = T K (t^2 + 2)/(12 s^2)
 and d0 = 2 T K exp(-(t - 1)^2 / 2), and if the continuous run is (eps, delta)-DP then the discrete
@@ -25,11 +25,11 @@ multiplier below 2^-10 (integer scale 2^20) is refused, which keeps h small in e
 Coordinates may have scales of their own (the count of adaptive clipping does): nothing above needs
 them equal, and h taken at the smallest scale is an upper bound.
 
-For Laplace noise the discrete law has exactly the pure epsilon of the continuous one, and its
+For Laplace noise the discrete distribution has exactly the pure epsilon of the continuous one, and its
 (eps, delta) curve interpolates the continuous curve between integers. The curve of a continuous
 shift longer by 1/(4 b) grid units lies above that interpolation, so the accounting shrinks b by a
 relative 1e-12, many times what is needed. K coordinates with total L1 shift S are dominated by one
-coordinate shifted by S (lemma and proof in `accounting.py`; a test checks it).
+coordinate shifted by S (lemma and proof in `events.py`; a test checks it).
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ def discretisation_slack(noise_multiplier: float, draws: int) -> float:
       noise_multiplier: sigma > 0, the smallest of the run; the integer scale is sigma * 2^30.
       draws: number of coordinates that receive noise in the whole run, T * K.
 
+    Returns:
+      h >= 0.
+
     >>> discretisation_slack(1.0, 10_000 * 16) < 1e-10
     True
     """
@@ -66,7 +69,18 @@ def discretisation_slack(noise_multiplier: float, draws: int) -> float:
 
 
 def finite_rows(x: Tensor, num_directions: int) -> tuple[np.ndarray, np.ndarray]:
-    """(x as float64 [B, K] in which rows that hold NaN or infinity are zero, which rows do not)."""
+    """Replaces rows that hold NaN or infinity by zeros.
+
+    Args:
+      x: finite differences [B, K], any dtype and device.
+      num_directions: K.
+
+    Returns:
+      (rows as float64 [B, K], which rows were finite as bool [B]).
+
+    Raises:
+      ValueError: another shape.
+    """
     if x.ndim != 2 or x.shape[1] != num_directions:
         raise ValueError(
             f"finite differences of shape {tuple(x.shape)} given; expected [B, {num_directions}], "
@@ -87,6 +101,14 @@ def on_grid(rows: np.ndarray, clip: float, order: int) -> np.ndarray:
     of squares is below 2^61.
 
     Dividing by the largest entry first keeps 1e300 and 1e-300 from overflowing or vanishing.
+
+    Args:
+      rows: finite, float64 [B, K].
+      clip: C > 0, in their units.
+      order: 2 for Gaussian noise, 1 for Laplace.
+
+    Returns:
+      int64 [B, K].
     """
     inside, unit, norm = _inside(rows, clip, order)
     direction = np.divide(unit, norm, out=np.zeros_like(unit), where=norm > 0)
@@ -98,7 +120,15 @@ def on_grid(rows: np.ndarray, clip: float, order: int) -> np.ndarray:
 
 
 def within(rows: np.ndarray, clip: float, order: int = 2) -> np.ndarray:
-    """Which finite rows [B, K] have norm at most C, bool [B], to float64's accuracy.
+    """Which rows have norm at most C, to float64's accuracy.
+
+    Args:
+      rows: finite, float64 [B, K].
+      clip: C > 0, in their units.
+      order: of the norm.
+
+    Returns:
+      bool [B].
 
     >>> within(np.array([[3.0, 4.0], [6.0, 8.0], [1e300, 1e300]]), clip=5.0).tolist()
     [True, False, False]

@@ -5,7 +5,7 @@ and is what training uses. `InsecureSeededNoise` is reproducible and exists for 
 made with it says NOT PRIVATE.
 
 Exact means: a draw is an integer, produced from random bits by rejection with rational
-arithmetic, so the output follows the stated law without floating-point error. Floating-point
+arithmetic, so the output follows the stated distribution without floating-point error. Floating-point
 Gaussian noise has gaps in its range that reveal the noised value (Mironov 2012, "On significance
 of the least significant bits for differential privacy").
 """
@@ -16,7 +16,7 @@ import math
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -25,7 +25,11 @@ MAX_SCALE = 2.0**55
 
 
 class NoiseSource(Protocol):
-    """What a mechanism asks for. All draws are independent of each other and of every key."""
+    """What a mechanism asks for. All draws are independent of each other and of every key.
+
+    In every method: `scale` > 0 is in the units of the draw, `size` is the number of independent draws,
+    `step` and `part` (the step, and the chunk of a long vector) matter to insecure sources only.
+    """
 
     @property
     def name(self) -> str:
@@ -55,13 +59,8 @@ class SecureNoise:
     operating system. `step` is ignored: two calls never return the same noise.
     """
 
-    @property
-    def name(self) -> str:
-        return "os_entropy_exact"
-
-    @property
-    def secure(self) -> bool:
-        return True
+    name: ClassVar[str] = "os_entropy_exact"
+    secure: ClassVar[bool] = True
 
     def gaussian(self, scale: float, size: int, step: int) -> list[int]:
         """Discrete Gaussian: P(z) proportional to exp(-z^2 / (2 scale^2)) on the integers.
@@ -72,6 +71,9 @@ class SecureNoise:
           size: number of independent draws; 0 gives [].
           step: ignored.
 
+        Returns:
+          `size` integers.
+
         >>> len(SecureNoise().gaussian(2.0**30, size=3, step=0))
         3
         """
@@ -81,7 +83,13 @@ class SecureNoise:
     def laplace(self, scale: float, size: int, step: int) -> list[int]:
         """Discrete Laplace: P(z) proportional to exp(-|z| / scale) on the integers.
 
-        The standard deviation is about sqrt(2) * scale. Arguments as in `gaussian`.
+        Args:
+          scale: b in integer units, 0 < b <= 2^55; the standard deviation is about sqrt(2) b.
+          size: number of independent draws; 0 gives [].
+          step: ignored.
+
+        Returns:
+          `size` integers.
         """
         _check(scale, size)
         return list(_measurement("laplace", float(scale))([0] * size)) if size else []
@@ -89,10 +97,16 @@ class SecureNoise:
     def dense_gaussian(self, scale: float, size: int, step: int, part: int) -> np.ndarray:
         """Floating-point Gaussian noise for d-dimensional mechanisms (DPZero, Algorithm 1).
 
-        Box-Muller on the operating system's cryptographic random bits, 53 for each uniform; `step`
-        and `part` are ignored. Coordinates whose signal is zero publish their noise as it is, so the
-        bits must be unpredictable from each other. NOT exact: the samples are rounded to float32,
-        which the accounting treats as real numbers.
+        Box-Muller on the operating system's cryptographic random bits, 53 for each uniform.
+        Coordinates whose signal is zero publish their noise as it is, so the bits must be
+        unpredictable from each other. NOT exact: the samples are rounded to float32, which the
+        accounting treats as real numbers.
+
+        Args:
+          scale: standard deviation >= 0.
+          size: number of independent draws.
+          step: ignored.
+          part: ignored.
 
         Returns:
           float32, shape [size].
@@ -110,19 +124,14 @@ class SecureNoise:
 class InsecureSeededNoise:
     """Reproducible noise for tests: deterministic in (seed, step). It protects nothing.
 
-    Integer draws are rounded floating-point samples; they follow the discrete laws closely
-    enough for statistical tests once `scale` is large.
+    Integer draws are rounded floating-point samples; they follow the discrete distributions closely
+    enough for statistical tests once `scale` is large. Arguments are those of `SecureNoise`.
     """
 
     seed: int = 0
 
-    @property
-    def name(self) -> str:
-        return "INSECURE_SEEDED_NOT_PRIVATE"
-
-    @property
-    def secure(self) -> bool:
-        return False
+    name: ClassVar[str] = "INSECURE_SEEDED_NOT_PRIVATE"
+    secure: ClassVar[bool] = False
 
     def gaussian(self, scale: float, size: int, step: int) -> list[int]:
         """Rounded Gaussian draws, a pure function of (seed, step, scale, size).
@@ -132,37 +141,24 @@ class InsecureSeededNoise:
         True
         """
         _check(scale, size)
-        draws = self._generator("gaussian", step, 0).standard_normal(size)
+        draws = self._generator(0, step).standard_normal(size)
         return [round(scale * z) for z in draws.tolist()]
 
     def laplace(self, scale: float, size: int, step: int) -> list[int]:
         """Rounded Laplace draws, a pure function of (seed, step, scale, size)."""
         _check(scale, size)
-        draws = self._generator("laplace", step, 0).laplace(size=size)
+        draws = self._generator(1, step).laplace(size=size)
         return [round(scale * z) for z in draws.tolist()]
 
     def dense_gaussian(self, scale: float, size: int, step: int, part: int) -> np.ndarray:
         """float32 Gaussians, shape [size], a pure function of (seed, step, part, scale)."""
-        return _dense(self._generator("dense", step, part), scale, size)
+        _check_dense(scale)
+        draws = self._generator(2, step, part).standard_normal(size, dtype=np.float32)
+        return np.multiply(draws, np.float32(scale), out=draws)
 
-    def _generator(self, domain: str, step: int, part: int) -> np.random.Generator:
-        tag = ("gaussian", "laplace", "dense").index(domain)
-        entropy = np.random.SeedSequence([self.seed, tag, step, part])
+    def _generator(self, domain: int, step: int, part: int = 0) -> np.random.Generator:
+        entropy = np.random.SeedSequence([self.seed, domain, step, part])
         return np.random.Generator(np.random.Philox(entropy))
-
-
-def noise_from_name(name: str, seed: int = 0) -> NoiseSource:
-    """The source a report named; `seed` matters only to the insecure one.
-
-    >>> noise_from_name("os_entropy_exact").secure
-    True
-    """
-    sources: dict[str, NoiseSource] = {
-        source.name: source for source in (SecureNoise(), InsecureSeededNoise(seed))
-    }
-    if name not in sources:
-        raise ValueError(f"noise source {name!r} is unknown; use one of {sorted(sources)}.")
-    return sources[name]
 
 
 def _check(scale: float, size: int) -> None:
@@ -185,12 +181,6 @@ def _measurement(distribution: Literal["gaussian", "laplace"], scale: float) -> 
     if distribution == "gaussian":
         return dp.m.make_gaussian(domain, dp.l2_distance(T="f64"), scale=scale)
     return dp.m.make_laplace(domain, dp.l1_distance(T="f64"), scale=scale)
-
-
-def _dense(generator: np.random.Generator, scale: float, size: int) -> np.ndarray:
-    _check_dense(scale)
-    draws = generator.standard_normal(size, dtype=np.float32)
-    return np.multiply(draws, np.float32(scale), out=draws)
 
 
 def _check_dense(scale: float) -> None:

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.accounting import (
+from hf_dpzero.privacy.accounting import calibrated_noise_multiplier, epsilon_after
+from hf_dpzero.privacy.events import (
     Accountant,
     StepSpec,
     accountant_used,
-    calibrated_noise_multiplier,
     check_sound,
-    epsilon_after,
     step_event,
 )
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
@@ -116,17 +115,23 @@ class PrivacyPlan:
     def event(self, at: int | None = None, *, joint: bool = False) -> DpEvent:
         """The `dp_accounting` event of the first `at` steps (default: all of them).
 
-        It is written in the convention of the accountant named by `accountant_used`. A step with
-        several noises (adaptive clipping) is shown as the composition that it is, or, with
-        `joint=True`, as the one Gaussian that they amount to (see `step_law`), which is what its
-        epsilon is computed from: the PLD accountant takes no composition inside a sampled event.
+        Args:
+          at: 0 <= at <= steps.
+          joint: how to show a step with several noises (adaptive clipping): as the composition that it
+            is, or as the one Gaussian that they amount to (see `events.py`), from which epsilon is
+            computed, because the PLD accountant takes no composition inside a sampled event.
+
+        Returns:
+          An event in the convention of the accountant named by `accountant_used`.
         """
         import dp_accounting as dp
 
         count = self._count(at)
         if not self.private:
             return dp.NonPrivateDpEvent() if count else dp.NoOpDpEvent()
-        once = step_event(self.spec) if joint else step_event(self.spec, self._parts)
+        whole = self.mechanism.effective_noise_multiplier
+        parts = tuple(part / whole for part in self.mechanism.event_multipliers)
+        once = step_event(self.spec) if joint else step_event(self.spec, parts)
         return dp.SelfComposedDpEvent(once, count) if count else dp.NoOpDpEvent()
 
     def epsilon(self, delta: float, at: int | None = None) -> float:
@@ -154,6 +159,13 @@ class PrivacyPlan:
 
         Guarantee: `plan.calibrate(epsilon=e, delta=d).epsilon(d) <= e`, evaluated before return.
 
+        Args:
+          epsilon: target > 0, at the end of all steps.
+          delta: as in `epsilon`.
+
+        Returns:
+          A new plan.
+
         Raises:
           ValueError: the mechanism has no noise to calibrate, no noise reaches the target, or
             (adaptive clipping) it is more than `clip_count_noise` allows.
@@ -164,8 +176,9 @@ class PrivacyPlan:
                 f"target epsilon={epsilon} with method {mechanism.name!r}, which has no noise to "
                 f"calibrate; use method {mechanism.private_counterpart!r}, or drop the target."
             )
-        found = calibrated_noise_multiplier(self.spec, self.steps, epsilon=epsilon, delta=delta)
-        sigma = found * mechanism.sensitivity_add_remove
+        sigma = mechanism.sensitivity_add_remove * calibrated_noise_multiplier(
+            self.spec, self.steps, epsilon=epsilon, delta=delta
+        )
         plan = replace(self, mechanism=replace(mechanism, noise_multiplier=sigma))
         assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
         return plan
@@ -199,12 +212,6 @@ class PrivacyPlan:
         """SHA-256 (hex) of the canonical JSON: equal plans, equal digests, on every machine."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
-
-    @property
-    def _parts(self) -> tuple[float, ...]:
-        """The multipliers of a step's noises over that of the one Gaussian they amount to."""
-        whole = self.mechanism.effective_noise_multiplier
-        return tuple(part / whole for part in self.mechanism.event_multipliers)
 
     def _count(self, at: int | None) -> int:
         count = self.steps if at is None else at

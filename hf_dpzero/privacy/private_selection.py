@@ -20,7 +20,7 @@ Ties in the score go to the earlier trial: trials are exchangeable, so this is t
 tie-breaker that the theorems allow.
 
 *Noise on a grid.* The theorems need RDP of what really runs, which adds discrete noise. Beside the
-continuous run its likelihood is within e^h everywhere that matters (`mechanisms.py`), so its Renyi
+continuous run its likelihood is within e^h everywhere that matters (`discretization.py`), so its Renyi
 divergence of order a is larger by at most (2 a - 1) / (a - 1) h, which is 12 h at the smallest order
 in use, 1.1, and less at larger ones: a `ZCDpEvent` with xi = 12 h.
 
@@ -32,147 +32,20 @@ from __future__ import annotations
 
 import functools
 import math
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from decimal import Decimal, localcontext
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.accounting import smallest_argument
 from hf_dpzero.privacy.events import Accountant, StepSpec, library_relation, step_event
 from hf_dpzero.privacy.mechanisms import discretisation_slack
 from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.trial_count import TrialCount
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-TRIAL_SHAPES = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
-"""Names of distributions of the number of trials -> `TrialCount.shape`."""
-
-MAX_MEAN = 10_000.0
 _SMALLEST_ORDER = 1.1
-_BITS = (
-    160  # of the uniform number behind a draw; the distribution is met to 2^-150 in total variation
-)
-_DIGITS = 60
-
-
-# ------------------------------------------------------------------ how many trials
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialCount:
-    """The distribution of the secret number of trials K (Papernot and Steinke 2022, Definition 1).
-
-    Attributes:
-      mean: E K, in 1..10^4. The distribution is public; the draw is not.
-      shape: eta. 1 is the geometric distribution, 0 the logarithmic, others above 0 the truncated
-        negative binomial, all on {1, 2, ...}; infinity is the Poisson distribution, on {0, 1, ...}.
-        A smaller shape costs less privacy and has a heavier tail.
-
-    Raises:
-      ValueError: mean or shape out of range.
-
-    >>> trials = TrialCount(mean=4.0, shape=1.0)
-    >>> [trials.probability(k) for k in (0, 1, 2)]
-    [0.0, 0.25, 0.1875]
-    """
-
-    mean: float
-    shape: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.mean <= MAX_MEAN:
-            raise ValueError(
-                f"mean_trials={self.mean} must lie in 1..{MAX_MEAN:g}; the theorems need at least 1."
-            )
-        if math.isnan(self.shape) or self.shape < 0:
-            raise ValueError(
-                f"shape={self.shape} must be at least 0; infinity is the Poisson distribution."
-            )
-        if 100 < self.shape < math.inf:
-            raise ValueError(f"shape={self.shape} is above 100; use 'poisson', the limit.")
-
-    @property
-    def name(self) -> str:
-        """The name of the distribution.
-
-        >>> TrialCount(mean=3, shape=0.5).name
-        'truncated negative binomial (shape 0.5)'
-        """
-        known = {shape: name for name, shape in TRIAL_SHAPES.items()}
-        return known.get(self.shape, f"truncated negative binomial (shape {self.shape:g})")
-
-    @property
-    def gamma(self) -> Decimal:
-        """The parameter of TNB(eta, gamma) whose mean is at most `mean`; 1 for the Poisson distribution.
-
-        The rounding is on the safe side: a larger gamma has a smaller mean and costs less.
-        """
-        return Decimal(1) if math.isinf(self.shape) else _gamma(self.mean, self.shape)
-
-    def probability(self, count: int) -> float:
-        """P[K = count]."""
-        for number, value in self._probabilities():
-            if number >= count:
-                return float(value) if number == count else 0.0
-        raise AssertionError("the probabilities never sum to one")
-
-    def draw(self) -> int:
-        """K, drawn by inversion from operating-system entropy. Secret: tell nobody."""
-        with localcontext() as context:
-            context.prec = _DIGITS
-            left = Decimal(secrets.randbits(_BITS)) / Decimal(2**_BITS)
-            for number, value in self._probabilities():
-                left -= value
-                if left < 0 or (number > self.mean and value < Decimal("1e-48")):
-                    return number
-        raise AssertionError("the probabilities never sum to one")
-
-    def _probabilities(self) -> Iterator[tuple[int, Decimal]]:
-        """Yields (k, P[K = k]) from the smallest k upwards, without end, as decimals."""
-        with localcontext() as context:
-            context.prec = _DIGITS
-            poisson = math.isinf(self.shape)
-            eta, mean, gamma = Decimal(self.shape), Decimal(self.mean), self.gamma
-            number, value = (0, (-mean).exp()) if poisson else (1, _tnb_first(gamma, eta))
-        while True:
-            yield number, value
-            with localcontext() as context:
-                context.prec = _DIGITS
-                ratio = mean if poisson else (1 - gamma) * (number + eta)
-                value = value * ratio / (number + 1)
-            number += 1
-
-
-@functools.lru_cache(maxsize=256)
-def _gamma(mean: float, shape: float) -> Decimal:
-    """The smallest gamma, to 1e-40, with E K <= mean, by bisection."""
-    with localcontext() as context:
-        context.prec = _DIGITS
-        low, high = Decimal(0), Decimal(1)
-        while high - low > high * Decimal("1e-40"):
-            middle = (low + high) / 2
-            if _tnb_mean(middle, shape) <= Decimal(mean):
-                high = middle
-            else:
-                low = middle
-        return high
-
-
-def _tnb_mean(gamma: Decimal, shape: float) -> Decimal:
-    """E K = eta (1/gamma - 1) / (1 - gamma^eta); (1/gamma - 1) / log(1/gamma) for eta = 0."""
-    odds, eta = 1 / gamma - 1, Decimal(shape)
-    if gamma == 1:
-        return Decimal(1)
-    return odds / -gamma.ln() if shape == 0 else eta * odds / (1 - gamma**eta)
-
-
-def _tnb_first(gamma: Decimal, eta: Decimal) -> Decimal:
-    """P[K = 1] = eta (1 - gamma) / (gamma^-eta - 1); (1 - gamma) / log(1/gamma) for eta = 0."""
-    if gamma == 1:
-        return Decimal(1)
-    return (1 - gamma) / -gamma.ln() if eta == 0 else eta * (1 - gamma) / (gamma**-eta - 1)
 
 
 # ------------------------------------------------------------------ private selection
@@ -185,11 +58,7 @@ def run_event(plan: PrivacyPlan) -> DpEvent:
       ValueError: the RDP accountant has no sound event for sampler, noise and relation; the message
         says what to use instead.
     """
-    return _run_event(_rdp_spec(plan), plan.steps)
-
-
-def _rdp_spec(plan: PrivacyPlan) -> StepSpec:
-    return replace(plan.spec, accountant="rdp")
+    return _run_event(replace(plan.spec, accountant="rdp"), plan.steps)
 
 
 def _run_event(spec: StepSpec, steps: int) -> DpEvent:
@@ -199,8 +68,16 @@ def _run_event(spec: StepSpec, steps: int) -> DpEvent:
 
 
 def selection_event(plan: PrivacyPlan, trials: TrialCount) -> DpEvent:
-    """The event of "run `plan` K times, release the best": what the total epsilon is of."""
-    return _selection_event(_rdp_spec(plan), plan.steps, trials)
+    """The event of "run `plan` K times, release the best".
+
+    Args:
+      plan: one trial.
+      trials: distribution of K.
+
+    Returns:
+      The event for the RDP accountant.
+    """
+    return _selection_event(replace(plan.spec, accountant="rdp"), plan.steps, trials)
 
 
 def _selection_event(spec: StepSpec, steps: int, trials: TrialCount) -> DpEvent:
@@ -214,14 +91,22 @@ def _selection_event(spec: StepSpec, steps: int, trials: TrialCount) -> DpEvent:
 
 
 def selection_epsilon(plan: PrivacyPlan, trials: TrialCount, delta: float) -> float:
-    """Total epsilon at `delta` of releasing the best of K runs of `plan`; infinity without noise.
+    """Total epsilon of releasing the best of K runs of `plan` (Papernot and Steinke 2022).
+
+    Args:
+      plan: one trial; its accountant is not used.
+      trials: distribution of K.
+      delta: in (0, 1).
+
+    Returns:
+      An upper bound; infinity without noise.
 
     Raises:
       ValueError: delta out of (0, 1), or what `run_event` refuses.
     """
     if not plan.private:
         return math.inf
-    return _selection_epsilon(_rdp_spec(plan), plan.steps, trials, delta)
+    return _selection_epsilon(replace(plan.spec, accountant="rdp"), plan.steps, trials, delta)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -244,6 +129,15 @@ def calibrate_selection(
 
     Guarantee: `selection_epsilon(calibrate_selection(...), trials, delta) <= epsilon`.
 
+    Args:
+      plan: one trial.
+      trials: distribution of K.
+      epsilon: target > 0 of the whole search.
+      delta: in (0, 1).
+
+    Returns:
+      A new plan.
+
     Raises:
       ValueError: no noise reaches the target, or what `selection_epsilon` refuses.
     """
@@ -254,13 +148,21 @@ def calibrate_selection(
         return _selection_epsilon(replace(spec, noise_multiplier=sigma), plan.steps, trials, delta)
 
     sigma = _smallest_noise(plan, spent, epsilon, delta) * mechanism.sensitivity_add_remove
-    found = with_noise(plan, sigma)
-    assert selection_epsilon(found, trials, delta) <= epsilon, "calibrated over the target"
-    return found
+    plan = with_noise(plan, sigma)
+    assert selection_epsilon(plan, trials, delta) <= epsilon, "calibrated over the target"
+    return plan
 
 
 def with_noise(plan: PrivacyPlan, noise_multiplier: float) -> PrivacyPlan:
-    """The same plan with another noise multiplier."""
+    """A copy of a plan with another noise multiplier.
+
+    Args:
+      plan: of a private mechanism.
+      noise_multiplier: sigma.
+
+    Returns:
+      The new plan.
+    """
     mechanism: Any = plan.mechanism
     return replace(plan, mechanism=replace(mechanism, noise_multiplier=noise_multiplier))
 
@@ -284,6 +186,13 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
     Runs with the same step are one longer run. Different ones are composed by the RDP
     accountant where it knows all of them, else by the PLD accountant.
 
+    Args:
+      plans: the runs, at least one.
+      delta: in (0, 1).
+
+    Returns:
+      Infinity if a run is not private.
+
     Raises:
       ValueError: no plans, different relations, or a combination without sound accounting.
     """
@@ -294,25 +203,19 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
         raise ValueError(f"neighboring_relation {names}: one guarantee has one relation; fix it.")
     if not all(plan.private for plan in plans):
         return math.inf
-    if all(step_of(plan) == step_of(plans[0]) for plan in plans):
+    if all(step_event(plan.spec) == step_event(plans[0].spec) for plan in plans):
         return _as_one_run(plans).epsilon(delta)
-    h = sum(_slack(plan) for plan in plans)
+    specs = [(plan.spec, plan.steps) for plan in plans]
+    h = sum(
+        discretisation_slack(s.noise_multiplier, steps * s.num_directions) for s, steps in specs
+    )
     return _accounted(plans, delta * math.exp(-h)) + 2 * h
-
-
-def step_of(plan: PrivacyPlan) -> DpEvent:
-    """The event of one step; two plans with equal steps are parts of one longer run."""
-    return step_event(plan.spec)
 
 
 def _as_one_run(plans: Sequence[PrivacyPlan]) -> PrivacyPlan:
     """T1 + T2 + ... steps; the plan with the most directions has the most discrete noise."""
     largest = max(plans, key=lambda plan: plan.spec.num_directions)
     return replace(largest, steps=sum(plan.steps for plan in plans))
-
-
-def _slack(plan: PrivacyPlan) -> float:
-    return discretisation_slack(plan.spec.noise_multiplier, plan.steps * plan.spec.num_directions)
 
 
 def _accounted(plans: Sequence[PrivacyPlan], delta: float) -> float:
@@ -362,6 +265,14 @@ def calibrate_composed(
     """The same runs under one noise multiplier, the smallest whose composition keeps to epsilon.
 
     Guarantee: `composed_epsilon(calibrate_composed(...), delta) <= epsilon`.
+
+    Args:
+      plans: the runs, at least one.
+      epsilon: target > 0 of all of them together.
+      delta: in (0, 1).
+
+    Returns:
+      The new plans, in order.
     """
 
     def spent(sigma: float) -> float:
@@ -383,7 +294,17 @@ _ENTRIES = {
 def selection_entry(
     plan: PrivacyPlan, trials: TrialCount, swept: Sequence[str], delta: float
 ) -> dict[str, Any]:
-    """What a report says of a run that was chosen by private selection; JSON-safe."""
+    """What a report says of a run that was chosen by private selection.
+
+    Args:
+      plan: of the run.
+      trials: distribution of the number of runs.
+      swept: names of the settings that were searched.
+      delta: of the report.
+
+    Returns:
+      JSON-safe; `total_epsilon` reads it.
+    """
     values = {
         "law": trials.name,
         "mean_trials": trials.mean,
@@ -395,16 +316,24 @@ def selection_entry(
 
 
 def composition_entry(plans: Sequence[PrivacyPlan], swept: Sequence[str]) -> dict[str, Any]:
-    """What a report says of a run among others that are all accounted; JSON-safe."""
-    found: list[dict[str, Any]] = []
+    """What a report says of a run among others that are all accounted.
+
+    Args:
+      plans: of all runs.
+      swept: names of the settings that were searched.
+
+    Returns:
+      JSON-safe; `total_epsilon` reads it.
+    """
+    counted: list[dict[str, Any]] = []
     for plan in plans:
         values = plan.to_dict()
-        same = next((item for item in found if item["plan"] == values), None)
+        same = next((item for item in counted if item["plan"] == values), None)
         if same is None:
-            found.append({"count": 1, "plan": values})
+            counted.append({"count": 1, "plan": values})
         else:
             same["count"] += 1
-    return {"composition": {"runs": len(plans), "swept": list(swept), "plans": found}}
+    return {"composition": {"runs": len(plans), "swept": list(swept), "plans": counted}}
 
 
 def check_tuning(tuning: Any) -> None:
@@ -425,7 +354,15 @@ def check_tuning(tuning: Any) -> None:
 
 
 def total_epsilon(plan: PrivacyPlan, tuning: Any, delta: float) -> float:
-    """Epsilon at `delta` of a whole run of `plan` with the tuning that a report's entry describes.
+    """Epsilon of a whole run with the search for its settings that a report's entry describes.
+
+    Args:
+      plan: of the run.
+      tuning: one of `WORDS`, which add nothing, or an entry made by the functions above.
+      delta: of the report.
+
+    Returns:
+      An upper bound.
 
     Raises:
       ValueError: an unknown entry, or a composition that does not hold `plan`.

@@ -29,7 +29,6 @@ from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import (
-    TrialCount,
     composed_epsilon,
     composition_entry,
     selection_entry,
@@ -37,6 +36,7 @@ from hf_dpzero.privacy.private_selection import (
     total_epsilon,
 )
 from hf_dpzero.privacy.sampling import PoissonSampler
+from hf_dpzero.privacy.trial_count import TrialCount
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport, round_up

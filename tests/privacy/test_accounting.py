@@ -9,21 +9,19 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
+import attr
 import numpy as np
 import pytest
 from scipy import optimize, stats
 
 from hf_dpzero.privacy import accounting
 from hf_dpzero.privacy.accounting import (
-    StepSpec,
-    accountant_used,
     calibrated_noise_multiplier,
-    check_sound,
     epsilon_after,
     lemma_noise_multiplier,
     smallest_argument,
-    step_event,
 )
+from hf_dpzero.privacy.events import StepSpec, accountant_used, check_sound, step_event
 
 DELTA = 1e-5
 T = 10_000
@@ -243,7 +241,7 @@ def test_averaged_clipping_in_every_small_universe_keeps_to_the_claim(changes, r
     A full batch attains the claim: the mean goes from -C to +C by one example.
     """
     for relation in relations:
-        settings = {**SMALL, **changes, "relation": relation, "replacement": 1}
+        settings = {**SMALL, **changes, "relation": relation, "sensitivity_replace": 1}
         step = StepSpec(**{**settings, "noise_multiplier": 1.8 / 2})
         grid = Grid(1.8, "gaussian")
         claim = epsilon_after(step, 1, 1e-2)
@@ -415,7 +413,7 @@ def test_truncated_claim_covers_neighbours_on_both_sides():
     step = spec(num_examples=40, batch_size=8.0, sampling="truncated_poisson", max_batch_size=9)
     sizes = [
         accounting._pld_on_fitted_grid(
-            step, accounting.replace_dataset_size(step_event(step), n), 50, 1e-3
+            step, attr.evolve(step_event(step), dataset_size=n), 50, 1e-3
         )
         for n in (40, 41)
     ]

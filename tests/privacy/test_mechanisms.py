@@ -12,8 +12,9 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_dpzero.privacy.accounting import StepSpec, epsilon_after
+from hf_dpzero.privacy.accounting import epsilon_after
 from hf_dpzero.privacy.discretization import GRID_RADIUS
+from hf_dpzero.privacy.events import StepSpec
 from hf_dpzero.privacy.mechanisms import (
     NonPrivateMean,
     ScalarMechanism,

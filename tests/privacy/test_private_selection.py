@@ -14,7 +14,6 @@ import pytest
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import (
-    TrialCount,
     calibrate_composed,
     calibrate_selection,
     composed_epsilon,
@@ -28,6 +27,7 @@ from hf_dpzero.privacy.sampling import (
     PoissonSampler,
     TruncatedPoissonSampler,
 )
+from hf_dpzero.privacy.trial_count import TrialCount
 
 DELTA = 1e-5
 
