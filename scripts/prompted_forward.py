@@ -42,9 +42,9 @@ def main() -> None:
     model = build(asked, "cpu")
     fill_(model)
     batch = inputs(asked, model, "cpu")
-    passes = {"selected": lambda: WORDS(model, batch), "full": lambda: full(model, batch)}
-    torch.testing.assert_close(*(found() for found in passes.values()))
-    seconds = timed(passes, asked.repeats)
+    losses = {"selected": lambda: WORDS(model, batch), "full": lambda: full(model, batch)}
+    torch.testing.assert_close(*(evaluate() for evaluate in losses.values()))
+    seconds = timed(losses, asked.repeats)
     peak = peaks(asked)
     print(
         f"{asked.shape} {asked.head} {asked.batch_size} x {asked.seq_length}: "
@@ -87,36 +87,25 @@ def full(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def timed(passes: dict[str, Any], repeats: int) -> dict[str, float]:
+def timed(losses: dict[str, Any], repeats: int) -> dict[str, float]:
     """Median seconds of each, taking turns."""
-    found: dict[str, list[float]] = {name: [] for name in passes}
+    seconds: dict[str, list[float]] = {name: [] for name in losses}
     for _ in range(repeats):
-        for name, run in passes.items():
+        for name, run in losses.items():
             start = time.perf_counter()
             run()
-            found[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
-class Selecting(nn.Module):
-    """The model asked for the scored positions alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        return selected_logits(self.model, {"input_ids": input_ids}, positions.unsqueeze(1))
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def peaks(asked: Any) -> dict[str, int]:
     """Bytes over the weights at the peak of a forward pass."""
     model = build(asked, "meta")
     batch = inputs(asked, model, "meta")
-    ids = {"input_ids": batch["input_ids"]}
+    ids, places = {"input_ids": batch["input_ids"]}, batch["positions"].unsqueeze(1)
     return {
-        "selected": forward_bytes(Selecting(model), {**ids, "positions": batch["positions"]}),
-        "full": forward_bytes(model, ids),
+        "selected": forward_bytes(model, batch, lambda: selected_logits(model, ids, places)),
+        "full": forward_bytes(model, batch, lambda: model(**ids)),
     }
 
 

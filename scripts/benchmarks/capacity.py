@@ -58,15 +58,7 @@ class CapacityTable:
             self.bench(shape, "inference")
 
     def bench(self, shape: str, phase: str) -> StepBench:
-        """The settings of `step` for one cell of the table.
-
-        Args:
-          shape: key of `SHAPES`.
-          phase: one of `PHASES`.
-
-        Returns:
-          The settings.
-        """
+        """The settings of `step` for one cell of the table."""
         names = ("dtype", "batch_size", "seq_length", "attention", "device")
         common: dict[str, Any] = {name: getattr(self, name) for name in names}
         if phase == "dp-adamw" and self.dtype != "float16":
@@ -110,12 +102,7 @@ def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
 
     The published loop keeps beside the weights z, coefficient * z and their sum, of one tensor.
 
-    Args:
-      asked: the settings.
-      shape: key of `SHAPES`.
-
-    Returns:
-      Phase -> bytes; without dp-adamw for float16 or where opacus is missing.
+    No dp-adamw for float16 or where opacus is missing.
     """
     model = empty_model(shape, asked.dtype, "meta", asked.attention)
     ids = torch.zeros(asked.batch_size, asked.seq_length, dtype=torch.int64, device="meta")
@@ -140,15 +127,7 @@ def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
 
 
 def capacity_table(asked: CapacityTable, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table for people, in GiB.
-
-    Args:
-      asked: the settings.
-      rows: of `capacity`.
-
-    Returns:
-      Lines; `!` marks what does not fit, estimate / measured stands in a line below.
-    """
+    """GiB for people; `!` marks what does not fit, a second line has estimate / measured."""
     what = f"{asked.dtype}, {asked.batch_size} x {asked.seq_length} tokens, all parameters trained"
     lines = [f"estimated peak memory in GiB, {what}"]
     if asked.device_memory is not None:

@@ -24,16 +24,9 @@ def synchronize(device: str) -> None:
 def interleaved(
     steps: Sequence[TimedStep], repeats: int, device: str, untimed: int = 1
 ) -> list[list[float]]:
-    """Times steps that take turns, round by round, with a progress bar on a terminal.
+    """Seconds of each step in each timed round; they take turns, after `untimed` rounds.
 
-    Args:
-      steps: called once a round; a method `prepare`, if a step has one, runs before it off the clock.
-      repeats: timed rounds.
-      device: synchronised before and after each step.
-      untimed: rounds that run first and do not count.
-
-    Returns:
-      For each step its seconds in each timed round.
+    A step's method `prepare`, if it has one, runs before it off the clock. A terminal shows progress.
     """
     rounds = []
     for number in tqdm(range(untimed + repeats), desc="rounds", leave=False, disable=None):
@@ -85,15 +78,7 @@ class Stopwatch:
             self._labels.pop()
 
     def wrap(self, label: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Gives `call` a label.
-
-        Args:
-          label: what its time goes to.
-          call: any function.
-
-        Returns:
-          The function with its time measured.
-        """
+        """`call` with its time under `label`."""
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             with self.running(label):

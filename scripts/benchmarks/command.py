@@ -14,76 +14,40 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import numpy
 import torch
+import transformers
 
 import hf_dpzero
 from hf_dpzero.experiments.memory.shapes import PUBLISHED, SHAPES
-from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from scripts.benchmarks.capacity import CapacityTable, capacity, capacity_table
 from scripts.benchmarks.memory import measure_memory, peak_bytes
-from scripts.benchmarks.settings import (
-    ATTENTIONS,
-    DTYPES,
-    GRADIENTS,
-    METHODS,
-    PHASES,
-    STRATEGIES,
-    StepBench,
-)
+from scripts.benchmarks.settings import CHOICES, PHASES, StepBench
 from scripts.benchmarks.timing import measure_time
-
-_CHOICES: dict[str, Any] = {
-    "method": METHODS,
-    "direction": DISTRIBUTIONS,
-    "dtype": DTYPES,
-    "strategy": STRATEGIES,
-    "per_example_gradients": GRADIENTS,
-    "attention": ATTENTIONS,
-}
 
 
 def run_step(bench: StepBench) -> dict[str, Any]:
     """All measurements with what is needed to read them: settings, machine, versions."""
-    _use_threads(bench.threads)
     memory = measure_memory(bench) if bench.memory else {}
+    modules = {m.__name__: m.__version__ for m in (hf_dpzero, torch, numpy, transformers)}
     return {
         **measure_time(bench),
         **memory,
         "settings": asdict(bench),
         "threads": torch.get_num_threads(),
-        "machine": machine(bench.device),
-        "versions": versions(),
+        "machine": _processor(bench.device),
+        "versions": {"python": platform.python_version(), **modules},
     }
 
 
-def _use_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
-def machine(device: str) -> str:
-    """The processor's (or GPU's) model name."""
+def _processor(device: str) -> str:
+    """The model name of what runs the steps."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):
-        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        if match:
+        if match := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
             return match[1]
     return platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
-    import transformers
-
-    return {
-        "hf_dpzero": hf_dpzero.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 # ---------------------------------------------------------------- the table of `step`
@@ -181,7 +145,7 @@ def _add_fields(parser: argparse.ArgumentParser, kind: Any, skip: Sequence[str])
             f"--{field.name}",
             type=types[0] if types else hints[field.name],
             default=field.default,
-            choices=_CHOICES.get(field.name),
+            choices=CHOICES.get(field.name),
         )
 
 
@@ -207,8 +171,9 @@ def _run(what: str, json: bool, **settings: Any) -> str:
         return dumps(rows, indent=1) if json else capacity_table(asked, rows)
     phase = settings.pop("phase")
     bench = StepBench(memory=not settings.pop("no_memory"), **settings)
+    if bench.threads is not None:
+        torch.set_num_threads(bench.threads)
     if phase is not None:
-        _use_threads(bench.threads)
         return dumps({"peak_bytes": peak_bytes(bench, phase)})
     result = run_step(bench)
     return dumps(result, indent=1) if json else table(result)

@@ -54,18 +54,7 @@ def phases_of(phases: Iterable[str]) -> Iterable[str]:
 
 
 def in_fresh_process(bench: StepBench, phase: str) -> int:
-    """`peak_bytes` in a new process of this checkout.
-
-    Args:
-      bench: the settings.
-      phase: one of `PHASES`.
-
-    Returns:
-      Bytes.
-
-    Raises:
-      OSError: it failed (out of memory, say); carries the end of what it said.
-    """
+    """`peak_bytes` in a new process of this checkout; OSError, with what it said, if that fails."""
     module = [sys.executable, "-m", "scripts.benchmarks", "step"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     child = subprocess.run(
@@ -104,12 +93,6 @@ def peak_bytes(bench: StepBench, phase: str) -> int:
     Code is no part of it: a tiny shape of the same family goes through the same phase first, so that
     libraries are loaded and kernels compiled.
 
-    Args:
-      bench: the settings.
-      phase: one of `PHASES`.
-
-    Returns:
-      Bytes.
     """
     shape = "tiny-opt" if bench.shape.startswith(("opt", "tiny-opt")) else "tiny"
     tiny = dataclasses.replace(bench, shape=shape, batch_size=2, seq_length=8, trainable=None)

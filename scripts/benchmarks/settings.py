@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_dpzero.experiments.memory.shapes import PUBLISHED, SHAPES, build_config
+from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 
 SMOOTHING, LEARNING_RATE, CLIP = 1e-3, 1e-6, 50.0
 """DPZero's settings for RoBERTa-large (Zhang et al. 2024); they do not change what a step costs."""
 GRADIENT_CLIP = 1.0
 """L2 bound on an example's gradient for dp-adamw."""
 
-METHODS = ("dpzero", "mezo", "reference", "dp-adamw")
-DTYPES = ("float32", "bfloat16", "float16")
-STRATEGIES = ("auto", "whole_model", "layerwise")
-ATTENTIONS = ("sdpa", "eager")
-GRADIENTS = ("dense", "ghost")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "method": ("dpzero", "mezo", "reference", "dp-adamw"),
+    "direction": tuple(DISTRIBUTIONS),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "strategy": ("auto", "whole_model", "layerwise"),
+    "per_example_gradients": ("dense", "ghost"),
+    "attention": ("sdpa", "eager"),
+}
+"""Options that take one of a few words."""
 PHASES = ("inference", "step", "reference", "dp-adamw")
 """What memory is measured of, each in a process of its own."""
 

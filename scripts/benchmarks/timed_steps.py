@@ -211,12 +211,7 @@ class ReferenceStep:
             self.add(seed, -LEARNING_RATE * value)
 
     def add(self, seed: int, coefficient: float) -> None:
-        """theta <- theta + coefficient * z(seed).
-
-        Args:
-          seed: of the standard normal z, drawn parameter by parameter.
-          coefficient: its factor.
-        """
+        """theta <- theta + coefficient * z, a standard normal vector drawn from `seed`."""
         self.generator.manual_seed(seed)
         for p in self.parameters:
             z = torch.normal(
@@ -263,15 +258,7 @@ class FirstOrderStep:
 
 
 def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """Compares tensors coordinate by coordinate.
-
-    Args:
-      before: tensors.
-      after: as many, of the same shapes.
-
-    Returns:
-      max |after - before|; 0.0 only if they are equal (+0 equals -0), infinity for NaN.
-    """
+    """max |after - before| over all coordinates; 0.0 only if they are equal, infinity for NaN."""
     pairs = [(b, a.detach()) for b, a in zip(before, after, strict=True)]
     changed = [(a.float() - b.float()).abs().max() for b, a in pairs if not torch.equal(a, b)]
     return max((float(torch.nan_to_num(c, nan=torch.inf)) for c in changed), default=0.0)

@@ -97,15 +97,10 @@ def bytes_per_parameter(step: Step) -> float:
 
 
 def marginal(seconds: Mapping[str, Sequence[float]], directions: int) -> dict[str, float]:
-    """What each direction after the first adds.
+    """What each direction after the first adds, from rounds of a K-step, a 1-step and 2K forwards.
 
-    Args:
-      seconds: by round, of a K-step, a 1-step and 2K forward passes.
-      directions: K.
-
-    Returns:
-      `seconds_per_direction`: median over rounds of (K-step - 1-step) / (K - 1);
-      `marginal_ratio_per_direction`: the same in units of two bare forward passes.
+    `seconds_per_direction`: median over rounds of (K-step - 1-step) / (K - 1);
+    `marginal_ratio_per_direction`: the same in units of two bare forward passes.
 
     >>> rounds = {"step": [7.0], "step_of_one_direction": [3.0], "two_forwards_beside_step": [6.0]}
     >>> marginal(rounds, 3)

@@ -122,15 +122,11 @@ def test_lora_trains_two_thin_matrices_for_query_and_value(head: str):
         assert count(parameters) == (body + 2 * classifier + adapters, adapters + classifier)
 
 
-def test_bitfit_and_a_pattern_train_what_they_name(recipe_of: Any):
-    for settings, inside, word in (
-        ({"peft_method": "bitfit"}, str.endswith, "bias"),
-        ({"trainable": r"layer\.3\.|^classifier"}, str.__contains__, "layer.3."),
-    ):
-        model = objective_of(recipe_of(**settings)).meta.build("float32")
-        trained = [n for n, p in model.named_parameters() if p.requires_grad]
-        assert any(inside(n, word) for n in trained)
-        assert all(inside(n, word) or n.startswith("classifier") for n in trained)
+def test_bitfit_trains_biases_and_the_head(recipe_of: Any):
+    model = objective_of(recipe_of(peft_method="bitfit")).meta.build("float32")
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert any(n.endswith("bias") for n in trained)
+    assert all(n.endswith("bias") or n.startswith("classifier") for n in trained)
 
 
 @pytest.mark.parametrize(
@@ -321,12 +317,11 @@ def test_ghost_clipping_is_not_for_half_precision(recipe_of: Any):
 
 
 def test_a_device_fits_with_a_tenth_to_spare():
-    sizes = {"weights": 1, "inference": 2, "evaluation": 70}
-    run = peaks.Peaks(precision="float32", **sizes, training=90, how="whole_model")
-    assert run.peak == 90
-    assert run.fits(100) and not run.fits(99)
-    larger = dataclasses.replace(run, evaluation=91)
-    assert larger.peak == 91 and not larger.fits(100)
+    sizes = {"weights": 1, "inference": 2, "evaluation": 90}
+    run = peaks.Peaks(precision="float32", **sizes, training=70, how="whole_model")
+    assert run.peak == 90 and run.fits(100) and not run.fits(99)
+    longer = dataclasses.replace(run, training=91)
+    assert longer.peak == 91 and not longer.fits(100)
 
 
 def test_a_quantised_base_packs_the_frozen_linear_layers(recipe_of: Any):
@@ -494,6 +489,5 @@ def test_the_command_refuses(words: list[str], message: str, capsys: Any):
 def test_unknown_fields_are_refused_with_and_without_a_recipe(written: Path, capsys: Any):
     assert main.main(["plan", "--recipe", str(written), "--colour", "red"]) == 2
     assert "unknown key 'colour'" in capsys.readouterr().err
-    for unknown in (["--colour", "red"], ["--no_calibration"]):
-        with pytest.raises(SystemExit):
-            main.main(["plan", "--num_examples", "5", "--max_steps", "1", *unknown])
+    with pytest.raises(SystemExit):
+        main.main(["plan", "--num_examples", "5", "--max_steps", "1", "--no_calibration"])

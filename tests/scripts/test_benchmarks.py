@@ -78,20 +78,17 @@ def test_the_command_prints_the_documented_keys(words: list[str], strategy: str,
         assert result["dimension"] == 2 * 16 + 2
 
 
-def test_without_the_reference_its_keys_are_absent(capsys: Any):
-    result = run(capsys, "--skip_reference", "--cycles", "7")
-    assert set(result) == COMMON | (STEP - {"restore_error_after_3_cycles"}) | {
-        "restore_error_after_7_cycles"
-    }
-    assert "reference" not in result["seconds"]
-
-
-def test_reference_alone_says_that_it_does_not_restore(capsys: Any):
-    result = run(capsys, "--method", "reference")
-    assert set(result) == COMMON | REFERENCE
-    assert "step" not in result["seconds"]
-    assert result["ratio_to_two_forwards"] == result["reference_ratio_to_two_forwards"]
-    assert result["restore_error"] > 0
+def test_the_method_or_the_reference_alone(capsys: Any):
+    """The reference loop says that it does not restore."""
+    ours = run(capsys, "--skip_reference", "--cycles", "7")
+    cycles = {"restore_error_after_7_cycles"}
+    assert set(ours) == COMMON | (STEP - {"restore_error_after_3_cycles"}) | cycles
+    assert "reference" not in ours["seconds"]
+    loop = run(capsys, "--method", "reference")
+    assert set(loop) == COMMON | REFERENCE
+    assert "step" not in loop["seconds"]
+    assert loop["ratio_to_two_forwards"] == loop["reference_ratio_to_two_forwards"]
+    assert loop["restore_error"] > 0
 
 
 def test_dp_adamw_is_measured_and_restores_nothing(capsys: Any):
@@ -176,7 +173,7 @@ def test_differences_count_signs_of_zero_as_equal_and_nan_as_infinite():
     assert largest_difference([zero], [zero * torch.nan]) == math.inf
 
 
-def test_the_reference_loop_is_the_published_one_and_drifts():
+def test_the_reference_loop_adds_a_standard_normal_vector():
     reference = ReferenceStep(tiny(), *build(tiny()))
     theta = [p.detach().clone() for p in reference.parameters]
     reference.add(7, 0.5)
@@ -184,19 +181,8 @@ def test_the_reference_loop_is_the_published_one_and_drifts():
     reference.add(7, -0.5)
     flat = torch.cat([part.reshape(-1) for part in z])
     assert abs(float(flat.std()) - 1) < 0.05  # 14 034 normals: standard error 0.006
+    assert 0 < reference.restore_error() < 1e-5
     assert largest_difference(theta, reference.parameters) < 1e-5
-    drift = [_drift(reference, cycles) for cycles in (1, 100)]
-    assert 0 < drift[0] < drift[1]
-
-
-def _drift(reference: Any, cycles: int) -> float:
-    """Root mean square of what so many +, -2, + cycles leave on the weights."""
-    before = torch.cat([p.detach().reshape(-1).clone() for p in reference.parameters])
-    for cycle in range(cycles):
-        for times in (1, -2, 1):
-            reference.add(cycle, times * 1e-3)
-    after = torch.cat([p.detach().reshape(-1) for p in reference.parameters])
-    return float((after - before).square().mean().sqrt())
 
 
 def test_the_yardstick_runs_the_objectives_forward(monkeypatch: Any):
@@ -303,12 +289,13 @@ def test_bad_settings_are_refused(words: list[str], message: str, capsys: Any):
 
 
 def test_an_unknown_shape_names_the_known_ones(capsys: Any):
-    for words in (["step", "--shape", "gpt5"], ["memory", "--shapes", "minilm", "gpt5"]):
-        with pytest.raises(SystemExit):
-            main(words)
-        assert "roberta-base" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["memory", "--shapes", "minilm", "gpt5"])
+    assert "roberta-base" in capsys.readouterr().err
     with pytest.raises(ValueError, match="shape='gpt5' is unknown; use one of minilm"):
         StepBench(shape="gpt5")
+    assert main(["memory", "--device_memory", "0"]) == 2
+    assert "device_memory=0.0" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- clocks
@@ -483,10 +470,3 @@ def test_the_table_marks_what_does_not_fit(capsys: Any):
     row = json.loads(capsys.readouterr().out)[1]
     assert row["fits"] == {"inference": False, "step": False, "reference": False}
     assert row["estimate"]["step"] > 6.65e9 * 2
-
-
-def test_bad_memory_settings_are_refused(capsys: Any):
-    assert main(["memory", "--device_memory", "0"]) == 2
-    assert "device_memory=0.0" in capsys.readouterr().err
-    assert main(["memory", "--seq_length", "1000"]) == 2
-    assert "seq_length=1000 is more than minilm has positions for" in capsys.readouterr().err

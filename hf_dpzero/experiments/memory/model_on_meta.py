@@ -14,6 +14,7 @@ from hf_dpzero.experiments.memory.shapes import SHAPES
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import _peft_config, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
+from hf_dpzero.reporting.provenance import resolve_path
 
 HEADS = {
     "sequence_classification": "AutoModelForSequenceClassification",
@@ -45,8 +46,6 @@ def find_config(arguments: ModelArguments) -> tuple[Any, str]:
       OSError: neither; names the command that fetches the configuration alone.
     """
     from transformers import AutoConfig
-
-    from hf_dpzero.reporting.provenance import resolve_path
 
     name, revision = arguments.model_name_or_path, arguments.model_revision or "main"
     try:

@@ -17,8 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dpzero.experiments.memory.model_on_meta import MetaModel
+from hf_dpzero.experiments.memory.row_counts import offline
 from hf_dpzero.objectives.losses import classification_losses, select_objective
 from hf_dpzero.objectives.prompted import selected_logits
+from hf_dpzero.recipes.checkpoints import load_tokenizer
+from hf_dpzero.reporting.provenance import resolve_path
+from hf_dpzero.tasks import description_of
 
 Batch = Mapping[str, Tensor]
 WORD_TOKENS = 4
@@ -196,8 +200,6 @@ def objective_pass(meta: MetaModel, data: Any, task: Any = None) -> ObjectivePas
 
 def _label_words(data: Any) -> tuple[str, ...]:
     """The words that stand for the labels: the recipe's, or the task's."""
-    from hf_dpzero.experiments.memory.row_counts import description_of
-
     if data.label_words is not None:
         return tuple(data.label_words)
     prompts = getattr(description_of(data.task), "prompts", {})
@@ -206,10 +208,6 @@ def _label_words(data: Any) -> tuple[str, ...]:
 
 def _several_tokens(task: Any, arguments: Any) -> bool | None:
     """True if some label's words are several tokens; None if rows or tokenizer are not here."""
-    from hf_dpzero.experiments.memory.row_counts import offline
-    from hf_dpzero.recipes.checkpoints import load_tokenizer
-    from hf_dpzero.reporting.provenance import resolve_path
-
     if not hasattr(task, "words"):
         return None
     try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hf_dpzero.tasks import build_task, description_of
 from hf_dpzero.tasks.arguments import DataArguments
 
 _FLAGS = (
@@ -52,7 +53,8 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
     """
     task = _task_that_is_here(data)
     if task is None:
-        labels = known_labels(data.task)
+        description = description_of(data.task)
+        labels = None if description is None else len(description.label_names)
         train, source = (given, "--num_examples") if given is not None else _derived(data, labels)
         return RowCounts(train=train, labels=labels, source=source)
     here = len(task.splits["train"])
@@ -67,8 +69,6 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
 
 def _task_that_is_here(data: DataArguments) -> Any:
     """The task with its rows, or None if they would have to be downloaded."""
-    from hf_dpzero.tasks import build_task
-
     try:
         with offline():
             return build_task(data)
@@ -89,19 +89,6 @@ def _derived(data: DataArguments, labels: int | None) -> tuple[int | None, str]:
     if per_class is None and most is not None:
         return most, f"max_train_samples={most}, if the data has so many"
     return None, "the data is not here: give --num_examples N, its number of training rows"
-
-
-def known_labels(task: str) -> int | None:
-    """The number of classes of a built-in task, 0 if its answers are generated; None: not known."""
-    description = description_of(task)
-    return None if description is None else len(description.label_names)
-
-
-def description_of(task: str) -> Any:
-    """What is known of a described task without its rows; None for the others."""
-    from hf_dpzero import tasks
-
-    return tasks.description_of(task)
 
 
 @contextlib.contextmanager
