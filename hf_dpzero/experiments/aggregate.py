@@ -20,31 +20,18 @@ ZERO_SHOT = "zero-shot"
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One method at one epsilon, over the seeds.
+    """One method at one epsilon, over the seeds."""
 
-    Attributes:
-      method: the method's name, or "zero-shot" and what tells it from other zero-shot models.
-      epsilon: the target; inf without privacy, 0 for zero-shot.
-      planned: runs of the grid.
-      finished: runs whose figures count, n below.
-      mean: of their scores, in 0..1; None if there are none.
-      standard_error: sample standard deviation (n - 1) / sqrt(n); None for n < 2.
-      seconds_per_step: mean over runs, of each run's median.
-      peak_memory_bytes: the highest of the runs.
-      epsilon_spent: the highest of the runs.
-      forwards, backwards: example-passes, the most of the runs.
-    """
-
-    method: str
-    epsilon: float
-    planned: int
-    finished: int
-    mean: float | None = None
-    standard_error: float | None = None
-    seconds_per_step: float | None = None
-    peak_memory_bytes: int | None = None
-    epsilon_spent: float | None = None
-    forwards: float | None = None
+    method: str  # its name, or "zero-shot" and what tells it from other zero-shot models
+    epsilon: float  # the target; inf without privacy, 0 for zero-shot
+    planned: int  # runs of the grid
+    finished: int  # runs whose figures count, n below
+    mean: float | None = None  # of their scores, in 0..1
+    standard_error: float | None = None  # sample standard deviation (n - 1) / sqrt(n); n >= 2
+    seconds_per_step: float | None = None  # mean over runs, of each run's median
+    peak_memory_bytes: int | None = None  # the highest of the runs
+    epsilon_spent: float | None = None  # the highest of the runs
+    forwards: float | None = None  # example-passes, the most of the runs
     backwards: float | None = None
 
 
@@ -126,21 +113,13 @@ def _zero_shot(rows: Sequence[Row], alone: bool) -> Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All of a comparison: the content of comparison.json.
+    """All of a comparison: the content of comparison.json."""
 
-    Attributes:
-      settings: what was asked for, and what the methods are.
-      rows: the last row of each run that has one.
-      cells: in the order of the grid, one a method and epsilon.
-      zero_shot: one a kind of untrained model.
-      pending: names of runs without a row.
-    """
-
-    settings: dict[str, Any]
-    rows: list[Row]
-    cells: list[Cell]
-    zero_shot: list[Cell]
-    pending: list[str]
+    settings: dict[str, Any]  # what was asked for, and what the methods are
+    rows: list[Row]  # the last row of each run that has one
+    cells: list[Cell]  # in the order of the grid, one a method and epsilon
+    zero_shot: list[Cell]  # one a kind of untrained model
+    pending: list[str]  # names of runs without a row
 
     @property
     def methods(self) -> list[str]:

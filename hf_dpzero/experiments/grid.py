@@ -47,27 +47,16 @@ _LARGEST_SEED = 2**32 - 1  # numpy's, which Hugging Face seeds
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-      name: of its folder, for example "dp-adamw-eps2-seed42", or "003" in a sweep.
-      method: name of the method: as given in --methods, or the stem of the recipe that was given.
-      source: which files its settings come from.
-      epsilon: the target that its privacy report is held to; inf if there is none.
-      recipe: all settings but output_dir.
-      trial: its number in a sweep, from 0.
-      point: the swept settings.
-      metric: key of `all_results.json` that scores the run; None takes the task's own metric.
-    """
-
-    name: str
-    method: str
-    source: str
-    epsilon: float
-    recipe: Recipe
-    trial: int | None = None
-    point: Mapping[str, Any] | None = None
-    metric: str | None = None
+    name: str  # of its folder, for example "dp-adamw-eps2-seed42", or "003" in a sweep
+    method: str  # its name: as given in --methods, or the stem of the recipe that was given
+    source: str  # which files its settings come from
+    epsilon: float  # the target that its privacy report is held to; inf if there is none
+    recipe: Recipe  # all settings but output_dir
+    trial: int | None = None  # its number in a sweep, from 0
+    point: Mapping[str, Any] | None = None  # the swept settings
+    metric: str | None = None  # key of `all_results.json` that scores it; None: the task's metric
 
     @property
     def private(self) -> bool:
@@ -96,20 +85,13 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One method of a comparison, before an epsilon and a seed are laid over it.
-
-    Attributes:
-      name, source: see `Run`.
-      chain: the files and their keys; later files replace keys of earlier ones.
-      fixed: settings of each of its runs that replace those of the files.
-      recipe: as loaded with them, at some epsilon.
-    """
+    """One method of a comparison, before an epsilon and a seed are laid over it."""
 
     name: str
     source: str
-    chain: Sequence[tuple[Path, Mapping[str, Any]]]
-    fixed: Mapping[str, Any]
-    recipe: Recipe
+    chain: Sequence[tuple[Path, Mapping[str, Any]]]  # its files' keys; later files replace earlier
+    fixed: Mapping[str, Any]  # settings of each of its runs that replace those of the files
+    recipe: Recipe  # as loaded with them, at some epsilon
 
     @property
     def private(self) -> bool:
@@ -148,7 +130,13 @@ def build_grid(
             )
     base = load_recipe(recipe, settings)
     own = base.training.target_epsilon
-    epsilons = _checked_epsilons(epsilons or ([] if own is None else [own]))
+    epsilons = list(epsilons) or ([] if own is None else [own])
+    for epsilon in epsilons and _each_once("epsilons", epsilons, "--epsilons 2,6"):
+        if not 0 < epsilon < math.inf:
+            raise ValueError(
+                f"epsilon={epsilon:g} must be a finite number above 0; methods without privacy "
+                "(mezo, sgd, adamw) need none."
+            )
     for seed in _each_once("seeds", seeds, "--seeds 42,13,21"):
         if not 0 <= seed <= _LARGEST_SEED:
             raise ValueError(f"seed={seed} must lie in 0..{_LARGEST_SEED}.")
@@ -227,9 +215,9 @@ def find_method(
     from hf_dpzero.training.config import METHODS
 
     fixed, name = dict(settings), method
-    beside = recipe.parent / sibling_name(recipe, method, base.training.method)
+    beside = recipe.parent / _sibling_name(recipe, method, base.training.method)
     unnamed = beside.stem == f"{recipe.stem}-{method}"
-    shared = method_file(recipe, method, base.training.method)
+    shared = _method_file(recipe, beside, method)
     if beside.is_file():
         chain, source = recipe_chain(beside), str(beside)
     elif Path(method).is_file():
@@ -258,22 +246,16 @@ def find_method(
     return Method(name=name, source=source, chain=chain, fixed=fixed, recipe=loaded)
 
 
-def sibling_name(recipe: Path, method: str, own_method: str = "dpzero") -> str:
+def _sibling_name(recipe: Path, method: str, own_method: str = "dpzero") -> str:
     """What the recipe for `method` beside `recipe` would be called.
 
-    Args:
-      recipe: a recipe's path; the name of a method ends the part that siblings share.
-      method: the wanted method.
-      own_method: the `method` of `recipe`.
+    In the stem of `recipe`, the name of a method ends the part that siblings share.
 
-    Returns:
-      A file name.
-
-    >>> sibling_name(Path("trec/minilm-dpzero.yaml"), "dp-adamw")
+    >>> _sibling_name(Path("trec/minilm-dpzero.yaml"), "dp-adamw")
     'minilm-dp-adamw.yaml'
-    >>> sibling_name(Path("roberta-large-dp-lora.yaml"), "dpzero", "dp-adamw")
+    >>> _sibling_name(Path("roberta-large-dp-lora.yaml"), "dpzero", "dp-adamw")
     'roberta-large-dpzero.yaml'
-    >>> sibling_name(Path("quickstart.yaml"), "mezo")
+    >>> _sibling_name(Path("quickstart.yaml"), "mezo")
     'quickstart-mezo.yaml'
     """
     from hf_dpzero.training.config import METHODS
@@ -284,18 +266,8 @@ def sibling_name(recipe: Path, method: str, own_method: str = "dpzero") -> str:
     return f"{stem}-{method}{recipe.suffix or '.yaml'}"
 
 
-def method_file(recipe: Path, method: str, own_method: str = "dpzero") -> Path | None:
-    """The file with a method's settings for all tasks that `recipe` may use, or None.
-
-    Args:
-      recipe: a recipe's path.
-      method: the wanted method.
-      own_method: the `method` of `recipe`.
-
-    Returns:
-      `_NAME-METHOD.yaml` of the longest NAME, in the nearest folder.
-    """
-    sibling = Path(sibling_name(recipe, method, own_method))
+def _method_file(recipe: Path, sibling: Path, method: str) -> Path | None:
+    """`_NAME-METHOD.yaml` of the longest NAME, in the nearest folder that has one."""
     words = sibling.stem.removesuffix(f"-{method}").split("-")
     names = ["-".join(words[:count]) for count in range(len(words), 0, -1)]
     near = (recipe.parent, Path(os.path.normpath(recipe.parent / "..")))
@@ -347,16 +319,6 @@ def delta_of(recipe: Recipe) -> str:
     if training.target_delta is not None:
         return f"{training.target_delta:g}"
     return "0" if training.noise_distribution == "laplace" else "1 / (10 n)"
-
-
-def _checked_epsilons(epsilons: Sequence[float]) -> list[float]:
-    for epsilon in epsilons:
-        if not 0 < epsilon < math.inf:
-            raise ValueError(
-                f"epsilon={epsilon:g} must be a finite number above 0; methods without privacy "
-                "(mezo, sgd, adamw) need none."
-            )
-    return _each_once("epsilons", epsilons, "--epsilons 2,6") if epsilons else []
 
 
 def _each_once(what: str, values: Sequence[Any], example: str) -> list[Any]:

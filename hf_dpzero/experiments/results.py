@@ -47,66 +47,38 @@ _LONGEST_ERROR = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Result of one run; a field is None where the run did not get that far.
+    """Result of one run; a field is None where the run did not get that far."""
 
-    Attributes:
-      method: the method's name in the comparison.
-      algorithm: the `method` of its recipe.
-      private: whether the method is private.
-      target_epsilon: what was asked for; inf without privacy.
-      seed: of the few-shot draw, the initial weights and the directions.
-      digest: of the run's settings (`Run.digest`).
-      folder: name of the folder that the run left.
-      status: a key of `STATUSES`.
-      error: the last line of what went wrong.
-      exit_status: of the process; -n if signal n ended it.
-      wall_seconds: of the process that ended the run: loading, encoding and evaluation included.
-      jobs: runs that shared the machine, this one included.
-      resumed: it continued from a checkpoint, so that wall_seconds is a part only.
-      metric, score: name and value of the evaluation metric after training.
-      zero_shot: the metric before training.
-      zero_shot_group: equal for runs whose untrained models classify alike.
-      seconds_per_step, peak_memory_bytes: of training steps alone (`StepMeter`).
-      device: "cpu" or "cuda", what peak_memory_bytes is measured on.
-      epsilon: spent, from the privacy report; inf without privacy.
-      delta: of that epsilon.
-      neighboring_relation: of that epsilon.
-      steps: completed.
-      expected_batch_size: B.
-      forwards, backwards: example-passes of all steps, see `example_passes`.
-      trial, settings, metrics: in a sweep, its number, its swept settings, and all evaluation metrics.
-    """
-
-    method: str
-    algorithm: str
-    private: bool
-    target_epsilon: float
-    seed: int
-    digest: str
-    folder: str
-    status: str
-    error: str | None = None
-    exit_status: int = 0
-    wall_seconds: float | None = None
-    jobs: int = 1
-    resumed: bool = False
-    metric: str | None = None
-    score: float | None = None
-    zero_shot: float | None = None
-    zero_shot_group: str = ""
-    seconds_per_step: float | None = None
-    peak_memory_bytes: int | None = None
-    device: str | None = None
-    epsilon: float | None = None
-    delta: float | None = None
-    neighboring_relation: str | None = None
-    steps: int | None = None
-    expected_batch_size: float | None = None
-    forwards: float | None = None
-    backwards: float | None = None
-    trial: int | None = None
-    settings: Mapping[str, Any] | None = None
-    metrics: Mapping[str, float] | None = None
+    method: str  # its name in the comparison
+    algorithm: str  # the `method` of its recipe
+    private: bool  # whether the method is private
+    target_epsilon: float  # what was asked for; inf without privacy
+    seed: int  # of the few-shot draw, the initial weights and the directions
+    digest: str  # of the run's settings (`Run.digest`)
+    folder: str  # name of the folder that the run left
+    status: str  # a key of `STATUSES`
+    error: str | None = None  # the last line of what went wrong
+    exit_status: int = 0  # of the process; -n if signal n ended it
+    wall_seconds: float | None = None  # of the last process: loading and evaluation included
+    jobs: int = 1  # runs that shared the machine, this one included
+    resumed: bool = False  # it continued from a checkpoint, so that wall_seconds is a part only
+    metric: str | None = None  # of the score
+    score: float | None = None  # after training
+    zero_shot: float | None = None  # before training
+    zero_shot_group: str = ""  # equal for runs whose untrained models classify alike
+    seconds_per_step: float | None = None  # of training steps alone (`StepMeter`)
+    peak_memory_bytes: int | None = None  # of training steps alone
+    device: str | None = None  # "cpu" or "cuda", what peak_memory_bytes is measured on
+    epsilon: float | None = None  # spent, from the privacy report; inf without privacy
+    delta: float | None = None  # of that epsilon
+    neighboring_relation: str | None = None  # of that epsilon
+    steps: int | None = None  # completed
+    expected_batch_size: float | None = None  # B
+    forwards: float | None = None  # expected example-forwards of all steps
+    backwards: float | None = None  # expected example-backwards of all steps
+    trial: int | None = None  # in a sweep: its number
+    settings: Mapping[str, Any] | None = None  # in a sweep: its point of the grid
+    metrics: Mapping[str, float] | None = None  # in a sweep: all evaluation metrics
 
     @property
     def done(self) -> bool:
@@ -124,13 +96,10 @@ class Row:
         Raises:
           ValueError: keys that are missing or unknown.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        if not known >= values.keys():
-            raise ValueError(f"unknown keys in a row: {', '.join(sorted(values.keys() - known))}.")
         try:
             return cls(**decode(dict(values)))
         except TypeError as error:
-            raise ValueError(f"not a row of a comparison: {error}.") from error
+            raise ValueError(f"not a row: {error}.") from error
 
 
 def encode(value: Any) -> Any:
@@ -243,14 +212,14 @@ def row_of(
         settings=run.point,
     )
     if ended.status != 0:
-        status, error = failure(ended.status, errors)
+        status, error = _failure(ended.status, errors)
         if row.private and status != "refused":
-            error = error_kind(error)
+            error = _error_kind(error)
         return dataclasses.replace(row, status=status, error=error)
     try:
         results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
         report = PrivacyReport.load(folder / REPORT_FILE)
-        key = run.metric or f"eval_{metric_of(results)}"
+        key = run.metric or f"eval_{_metric_of(results)}"
     except (OSError, ValueError, KeyError) as error:
         text = f"left no readable results: {type(error).__name__}: {error}"
         return dataclasses.replace(row, status="failed", error=text[:_LONGEST_ERROR])
@@ -264,12 +233,10 @@ def _with_results(
     row: Row, run: Run, results: Mapping[str, Any], report: PrivacyReport, key: str
 ) -> Row:
     training, metric = run.recipe.training, key.removeprefix("eval_")
-    forwards, backwards = example_passes(
-        first_order=training.first_order,
-        steps=report.steps,
-        batch_size=report.expected_batch_size,
-        num_directions=training.num_directions,
-    )
+    examples = float(report.steps * report.expected_batch_size)
+    forwards, backwards = 2.0 * training.num_directions * examples, 0.0
+    if training.first_order:
+        forwards = backwards = examples
     row = dataclasses.replace(
         row,
         metric=metric,
@@ -289,31 +256,26 @@ def _with_results(
     if run.trial is not None:
         public = {k: v for k, v in results.items() if k.startswith(("eval_", "zero_shot_"))}
         return dataclasses.replace(row, metrics=public)
+    wrong = None
     if row.score is None:
-        text = f"its {metric} is {results[key]} after training"
-        return dataclasses.replace(row, status="failed", error=text)
-    wrong = broken_promise(report, run.epsilon) if row.private else None
-    return dataclasses.replace(row, status="not_private", error=wrong) if wrong else row
+        wrong = "failed", f"its {metric} is {results[key]} after training"
+    elif row.private and not report.private:
+        wrong = "not_private", report.statement
+    elif row.private and report.epsilon > run.epsilon:
+        more = (
+            f"spent epsilon = {round_up(report.epsilon)}, more than the {run.epsilon:g} asked for"
+        )
+        wrong = "not_private", more
+    return dataclasses.replace(row, status=wrong[0], error=wrong[1]) if wrong else row
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def failure(status: int, errors: str) -> tuple[str, str]:
-    """The row's status and error of a process that failed.
-
-    Args:
-      status: exit status, not 0.
-      errors: what the process wrote to stderr.
-
-    Returns:
-      A key of `STATUSES`, and one line.
-
-    >>> failure(2, "warming up\\nerror: clip=0 must be positive.")
-    ('refused', 'error: clip=0 must be positive.')
-    """
-    line = error_line(errors)
+def _failure(status: int, errors: str) -> tuple[str, str]:
+    """The status and the error line of a process that failed; `errors` is what it wrote to stderr."""
+    line = _error_line(errors)
     if status == -signal.SIGKILL:
         return "out_of_memory", f"killed by SIGKILL, as a system without memory does; {line}"
     if any(words in line for words in _NO_MEMORY):
@@ -323,10 +285,10 @@ def failure(status: int, errors: str) -> tuple[str, str]:
     return ("refused" if status == 2 else "failed"), line
 
 
-def error_line(text: str) -> str:
+def _error_line(text: str) -> str:
     """The last line that names an error, else the last line; at most 400 characters of it.
 
-    >>> error_line("ValueError: no\\nresource_tracker.py: leaked semaphore")
+    >>> _error_line("ValueError: no\\nresource_tracker.py: leaked semaphore")
     'ValueError: no'
     """
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
@@ -334,10 +296,10 @@ def error_line(text: str) -> str:
     return telling[-1][:_LONGEST_ERROR]
 
 
-def error_kind(line: str) -> str:
+def _error_kind(line: str) -> str:
     """What an error is called, without what it says: that may quote a private row.
 
-    >>> error_kind("KeyError: 'Dear doctor'")
+    >>> _error_kind("KeyError: 'Dear doctor'")
     'KeyError (its message may be private: see the log)'
     """
     kind = _AN_ERROR.search(line)
@@ -348,17 +310,15 @@ def error_kind(line: str) -> str:
 
 def zero_shot_group(model: ModelArguments) -> str:
     """Equal for settings whose untrained models classify alike (LoRA starts at zero, say)."""
-    values = {
-        name: value
-        for name, value in dataclasses.asdict(model).items()
-        if name not in _NO_MATTER_BEFORE_TRAINING
-    }
-    if values["peft_method"] != "prefix":
-        del values["peft_method"], values["num_virtual_tokens"]
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    values = dataclasses.asdict(model)
+    ignored = _NO_MATTER_BEFORE_TRAINING
+    if model.peft_method != "prefix":
+        ignored = ignored | {"peft_method", "num_virtual_tokens"}
+    kept = {name: value for name, value in values.items() if name not in ignored}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def metric_of(results: Mapping[str, Any]) -> str:
+def _metric_of(results: Mapping[str, Any]) -> str:
     """The name of the task's metric: what stands beside the loss and the timing of an evaluation.
 
     Of several, the one that the task is about: macro-F1 stands beside accuracy only where a task asks
@@ -372,43 +332,3 @@ def metric_of(results: Mapping[str, Any]) -> str:
     if not metrics:
         raise ValueError(f"there is no metric among the results {', '.join(results)}.")
     return next((name for name in ("macro_f1", "f1", "accuracy") if name in metrics), metrics[0])
-
-
-def broken_promise(report: PrivacyReport, target: float) -> str | None:
-    """Why a private run may not stand under an epsilon.
-
-    Args:
-      report: of the run.
-      target: the epsilon asked for.
-
-    Returns:
-      One sentence, or None if the report bears the epsilon out.
-    """
-    if not report.private:
-        return report.statement
-    if report.epsilon > target:
-        return f"spent epsilon = {round_up(report.epsilon)}, more than the {target:g} asked for"
-    return None
-
-
-def example_passes(
-    *, first_order: bool, steps: int, batch_size: float, num_directions: int
-) -> tuple[float, float]:
-    """Expected example-forwards and example-backwards of a run's training steps.
-
-    Args:
-      first_order: whether a step takes gradients.
-      steps: T.
-      batch_size: B, expected.
-      num_directions: K.
-
-    Returns:
-      Zeroth order: T x B x 2K forwards and none backwards; first order: T x B of each.
-
-    >>> example_passes(first_order=False, steps=10, batch_size=64, num_directions=3)
-    (3840.0, 0.0)
-    >>> example_passes(first_order=True, steps=10, batch_size=64, num_directions=1)
-    (640.0, 640.0)
-    """
-    examples = float(steps * batch_size)
-    return (examples, examples) if first_order else (2.0 * num_directions * examples, 0.0)

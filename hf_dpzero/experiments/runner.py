@@ -30,23 +30,14 @@ _GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One process of a run: what it trains by, where it writes, and whether it continues.
-
-    Attributes:
-      run: of the grid.
-      folder: its output_dir.
-      recipe: the run's settings as a file.
-      log: stem of the files that its output (.out) and errors (.err) go to.
-      checkpoint: where it continues from; None for a fresh start.
-      finished: it has left all of its results already, and only its row is missing.
-    """
+    """One process of a run: what it trains by, where it writes, and whether it continues."""
 
     run: Run
-    folder: Path
-    recipe: Path
-    log: Path
-    checkpoint: Path | None = None
-    finished: bool = False
+    folder: Path  # its output_dir
+    recipe: Path  # the run's settings as a file
+    log: Path  # stem of the files that its output (.out) and errors (.err) go to
+    checkpoint: Path | None = None  # where it continues from; None for a fresh start
+    finished: bool = False  # it has left all of its results already, and only its row is missing
 
     @property
     def words(self) -> list[str]:

@@ -66,27 +66,16 @@ Point = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSettings:
-    """A sweep as it was asked for.
+    """A sweep as it was asked for."""
 
-    Attributes:
-      recipe: path of the recipe.
-      overrides: settings laid over the recipe in every trial, coerced.
-      grid: field -> values to try, coerced, each list non-empty and without repeats.
-      tuning: "composed", "public" or "not_accounted".
-      selection: for "composed": "random" (private selection, one result) or "all" (every run).
-      trials: the distribution of the number of trials; for composed, random.
-      metric: what a trial is scored by; None takes the task's own metric.
-      output_dir: D, the sweep's folder.
-    """
-
-    recipe: str
-    overrides: Mapping[str, Any]
-    grid: Mapping[str, Sequence[Any]]
-    tuning: str
-    selection: str
-    trials: TrialCount
-    metric: str | None
-    output_dir: Path
+    recipe: str  # its path
+    overrides: Mapping[str, Any]  # settings laid over the recipe in every trial, coerced
+    grid: Mapping[str, Sequence[Any]]  # field -> values to try, coerced, without repeats
+    tuning: str  # "composed", "public" or "not_accounted"
+    selection: str  # for "composed": "random" (private selection) or "all" (every run is released)
+    trials: TrialCount  # the distribution of the number of trials; for composed, random
+    metric: str | None  # what a trial is scored by; None takes the task's own metric
+    output_dir: Path  # D, the sweep's folder
 
     @property
     def secret(self) -> bool:
@@ -119,27 +108,16 @@ class SweepSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A sweep that may start: what its trials run with, and what its report says.
+    """A sweep that may start: what its trials run with, and what its report says."""
 
-    Attributes:
-      extra: settings of every trial beside its point: the noise, and where logs may not go.
-      num_examples: n of the training data.
-      metric: key of `all_results.json` that scores a trial.
-      tuning: the entry of the trials' privacy reports.
-      epsilon: what everything released costs together; None where nothing is claimed.
-      epsilon_one_run: of one trial alone; None where trials differ or nothing is claimed.
-      delta: of both; None for runs on public data.
-      noise_multiplier: of every trial, where the sweep sets it.
-    """
-
-    extra: Mapping[str, Any]
-    num_examples: int
-    metric: str
-    tuning: Any
-    epsilon: float | None = None
-    epsilon_one_run: float | None = None
-    delta: float | None = None
-    noise_multiplier: float | None = None
+    extra: Mapping[str, Any]  # settings of every trial beside its point: noise, where logs may go
+    num_examples: int  # n of the training data
+    metric: str  # key of `all_results.json` that scores a trial
+    tuning: Any  # the entry of the trials' privacy reports
+    epsilon: float | None = None  # of everything released together; None where nothing is claimed
+    epsilon_one_run: float | None = None  # of one trial alone
+    delta: float | None = None  # of both
+    noise_multiplier: float | None = None  # of every trial, where the sweep sets it
 
 
 # ------------------------------------------------------------------ the grid

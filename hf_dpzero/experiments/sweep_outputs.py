@@ -50,16 +50,16 @@ def write(settings: SweepSettings, prepared: Prepared, workspace: Workspace) -> 
     for row in rows:
         if row.done and (not settings.secret or row is best):
             _report_tuning(settings, prepared, workspace.run_folder / row.folder)
-    content = summary(settings, prepared, rows, best)
+    content = _summary(settings, prepared, rows, best)
     if settings.secret:
         if best is not None:  # copied by the allow list of the Hub push
             build_hub_folder(workspace.run_folder / best.folder, root / BEST_FOLDER)
     else:
         if best is not None:
-            write_atomically(root / BEST_RECIPE, best_recipe(settings, prepared, best))
+            write_atomically(root / BEST_RECIPE, _best_recipe(settings, prepared, best))
         plot_sweep(root / PLOT_FILE, settings.grid, rows, prepared.metric)
     write_atomically(root / JSON_FILE, json.dumps(content, indent=2, allow_nan=False) + "\n")
-    write_atomically(root / TABLE_FILE, table(settings, prepared, content))
+    write_atomically(root / TABLE_FILE, _table(settings, prepared, content))
     return content
 
 
@@ -77,20 +77,10 @@ def _report_tuning(settings: SweepSettings, prepared: Prepared, folder: Path) ->
 # ------------------------------------------------------------------ sweep.json
 
 
-def summary(
+def _summary(
     settings: SweepSettings, prepared: Prepared, rows: Sequence[Row], best: Row | None
 ) -> dict[str, Any]:
-    """The content of sweep.json; infinite numbers become the string "inf".
-
-    Args:
-      settings: the sweep.
-      prepared: its noise and metric.
-      rows: of the trials; listed only if the trials are not secret.
-      best: one of them.
-
-    Returns:
-      JSON-safe values.
-    """
+    """The content of sweep.json; infinite numbers become the string "inf"."""
     content: dict[str, Any] = {
         "tuning": settings.tuning,
         "statement": statement(settings, prepared),
@@ -160,17 +150,8 @@ def statement(settings: SweepSettings, prepared: Prepared) -> str:
 # ------------------------------------------------------------------ sweep.md
 
 
-def table(settings: SweepSettings, prepared: Prepared, content: Mapping[str, Any]) -> str:
-    """The sweep for people: what it cost, then settings and scores (the winner's alone if secret).
-
-    Args:
-      settings: the sweep.
-      prepared: its metric.
-      content: of sweep.json.
-
-    Returns:
-      Markdown.
-    """
+def _table(settings: SweepSettings, prepared: Prepared, content: Mapping[str, Any]) -> str:
+    """The sweep for people: what it cost, then settings and scores (the winner's alone if secret)."""
     names, best = list(settings.grid), content["best"]
     rows = content.get("trials") or ([{**best, "status": "done"}] if best else [])
     body = []
@@ -200,20 +181,11 @@ def table(settings: SweepSettings, prepared: Prepared, content: Mapping[str, Any
 # ------------------------------------------------------------------ best.yaml
 
 
-def best_recipe(settings: SweepSettings, prepared: Prepared, best: Row) -> str:
+def _best_recipe(settings: SweepSettings, prepared: Prepared, best: Row) -> str:
     """A recipe with the winning settings, to train the private data with.
 
     For public tuning the data of the recipe itself is kept: overrides of data fields named the
-    public stand-in, and stay out.
-
-    Args:
-      settings: the sweep.
-      prepared: its metric.
-      best: the winner.
-
-    Returns:
-      YAML with a comment that says what the search cost.
-    """
+    public stand-in, and stay out."""
     overrides = dict(settings.overrides)
     if settings.tuning == "public":
         data = {field.name for field in dataclasses.fields(DataArguments)}

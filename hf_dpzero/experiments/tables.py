@@ -233,7 +233,7 @@ def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLi
     if target.resolve() in {Path(folder).resolve() for folder in folders}:
         raise ValueError(f"--output_dir {output_dir} is one of the folders; name another one.")
     target.mkdir(parents=True, exist_ok=True)
-    text = merged_markdown(records)
+    text = _merged_markdown(records)
     write_atomically(target / TABLE_FILE, text)
     summary = {
         name: {
@@ -266,7 +266,7 @@ def _check_mergeable(records: Records) -> None:
             )
 
 
-def merged_markdown(records: Records) -> str:
+def _merged_markdown(records: Records) -> str:
     """Tables of score, seconds, memory, spent epsilon and passes; captions; failures."""
     parts = [f"# {', '.join(name for name, _ in records)}"]
     zero_shots = dict.fromkeys(cell.method for _, record in records for cell in record.zero_shot)
