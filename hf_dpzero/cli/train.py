@@ -10,11 +10,10 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.recipes.build import build_trainer, output_dir
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
+from hf_dpzero.reporting.redaction import RECIPE_FILE
 
 if TYPE_CHECKING:
     from hf_dpzero.training.trainer import DPZeroTrainer
-
-RECIPE_FILE = "recipe.yaml"
 
 
 def run(arguments: Train) -> None:

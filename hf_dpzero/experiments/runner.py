@@ -19,7 +19,7 @@ from hf_dpzero.experiments.grid import Run
 from hf_dpzero.experiments.results import Exit, Row, append_row, latest, read_rows, row_of
 from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
-from hf_dpzero.reporting.model_card import RECIPE_FILE
+from hf_dpzero.reporting.redaction import RECIPE_FILE
 from hf_dpzero.training.run_files import STATE_NAME
 
 LOCK_FILE = ".lock"
