@@ -87,10 +87,10 @@ class PromptEncoder:
         """Token ids with special tokens; no end token after a text that is to be continued."""
         if not texts:
             return []
-        found: list[list[int]] = self.tokenizer(["a", *texts], verbose=False)["input_ids"]
+        encoded: list[list[int]] = self.tokenizer(["a", *texts], verbose=False)["input_ids"]
         ends = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
-        drop = self.kind == "causal_lm" and len(found[0]) > 1 and found[0][-1] in ends
-        return [ids[:-1] if drop else ids for ids in found[1:]]
+        drop = self.kind == "causal_lm" and len(encoded[0]) > 1 and encoded[0][-1] in ends
+        return [ids[:-1] if drop else ids for ids in encoded[1:]]
 
     def answer_ids(self, rows: Sequence[Row], answers: Sequence[str]) -> list[list[int]]:
         """The tokens of each row's answer, as they come out in one text with its prompt.
@@ -105,14 +105,16 @@ class PromptEncoder:
         halves = [self._halves(row) for row in rows]
         prompts = self.ids([self._joined(half) for half in halves])
         whole = self.ids([half.before + a for half, a in zip(halves, answers, strict=True)])
-        found = []
+        answer_tokens = []
         for half, prompt, together, answer in zip(halves, prompts, whole, answers, strict=True):
             if together[: len(prompt)] == prompt and len(together) > len(prompt):
-                found.append(together[len(prompt) :])
+                answer_tokens.append(together[len(prompt) :])
             else:
                 alone = half.before[len(half.before.rstrip(" ")) :] + answer
-                found.append(list(self.tokenizer(alone, add_special_tokens=False)["input_ids"]))
-        return found
+                answer_tokens.append(
+                    list(self.tokenizer(alone, add_special_tokens=False)["input_ids"])
+                )
+        return answer_tokens
 
     # ---------------------------------------------------------------- text
 

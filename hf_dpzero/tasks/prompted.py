@@ -214,8 +214,8 @@ def _encode_batch(
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The padding token, or where there is none the end token: the attention mask leaves it out."""
-    found = tokenizer.pad_token_id
-    return int(found if found is not None else tokenizer.eos_token_id or 0)
+    token = tokenizer.pad_token_id
+    return int(token if token is not None else tokenizer.eos_token_id or 0)
 
 
 def prompt_of(data: DataArguments, description: TaskDescription) -> tuple[Prompt, Template]:

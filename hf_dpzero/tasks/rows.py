@@ -200,7 +200,7 @@ def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.Datase
       ValueError: a class has fewer rows than num_examples_per_class, and no
         `allow_fewer_per_class`.
     """
-    found, sizes = datasets.DatasetDict(), (data.max_train_samples, data.max_eval_samples)
+    kept, sizes = datasets.DatasetDict(), (data.max_train_samples, data.max_eval_samples)
     for index, (split, size) in enumerate(zip(("train", "validation"), sizes, strict=True)):
         generator = np.random.Generator(np.random.PCG64([data.subset_seed, index]))
         rows = splits[split]
@@ -208,8 +208,8 @@ def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.Datase
             rows = _few_shot(rows, data, generator)
         if size is not None and size < len(rows):
             rows = rows.select(np.sort(generator.choice(len(rows), size, replace=False)))
-        found[split] = rows
-    return found
+        kept[split] = rows
+    return kept
 
 
 def _few_shot(

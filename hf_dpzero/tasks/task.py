@@ -150,5 +150,5 @@ def _encode(
     texts = [rows[column] for column in columns]
     groups = [[text] for text in texts] if apart else [texts]
     first, *second = (tokenizer(*g, truncation=True, max_length=max_length) for g in groups)
-    pair = {key + PAIR_SUFFIX: value for found in second for key, value in found.items()}
+    pair = {key + PAIR_SUFFIX: value for columns in second for key, value in columns.items()}
     return {**first, **pair, "labels": rows["label"]}

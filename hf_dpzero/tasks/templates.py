@@ -81,8 +81,8 @@ class Template:
     @property
     def used_fields(self) -> list[str]:
         """The row's fields that are shown, each once."""
-        found = dict.fromkeys(piece.field for line in self.lines for piece in line if piece.field)
-        return [name for name in found if name not in (MASK, ANSWER)]
+        fields = dict.fromkeys(piece.field for line in self.lines for piece in line if piece.field)
+        return [name for name in fields if name not in (MASK, ANSWER)]
 
     def count(self, field: str) -> int:
         """How often a field occurs."""

@@ -207,11 +207,11 @@ def _class_indices(
     index = {name: position for position, name in enumerate(names)}
     indices = []
     for row, value in enumerate(rows[column][:], start=1):
-        found = index.get(value) if isinstance(value, str) else value
+        label = index.get(value) if isinstance(value, str) else value
         if (
-            not isinstance(found, (int, float))
-            or found != found // 1
-            or not 0 <= found < len(names)
+            not isinstance(label, (int, float))
+            or label != label // 1
+            or not 0 <= label < len(names)
         ):
             raise ValueError(
                 f"row {row} of the {place} (counted from 1) has {_kind_of_value(value)} in column "
@@ -219,7 +219,7 @@ def _class_indices(
                 f"{', ...' if len(names) > 5 else ''}); correct or drop such rows, or for "
                 "task: text_classification set class_names to all labels."
             )
-        indices.append(int(found))
+        indices.append(int(label))
     return np.asarray(indices, dtype=np.int64)
 
 
