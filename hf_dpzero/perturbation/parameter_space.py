@@ -105,8 +105,6 @@ class ParameterSpace(Coordinates):
                     raise ValueError(f"{name} {error}") from None
             segment.snapped = True
 
-    # ------------------------------------------------------------------ perturbation
-
     @property
     def settled(self) -> bool:
         """Whether the tensors hold theta: no perturbation stands, no update waits."""
@@ -188,8 +186,6 @@ class ParameterSpace(Coordinates):
         finally:
             self.move_to_(before)
 
-    # ------------------------------------------------------------------ perturbed copies
-
     @torch.no_grad()
     def write_perturbed_(self, number: int, position: Position, out: Tensor) -> None:
         """out = tensor `number` of theta + sum_k a_k u_k, as `move_to_` would leave it there.
@@ -269,8 +265,6 @@ class ParameterSpace(Coordinates):
             assert isinstance(segment, GridSegment), "stacks are of float32 tensors"
             segment.write_stack_(changes, *flat.chunk(2))
             self.traffic += 2 * flat.numel() * flat.element_size()
-
-    # ------------------------------------------------------------------ updates
 
     @torch.no_grad()
     def step_(

@@ -30,22 +30,19 @@ class _Part:
         self, start: int, stop: int, first: int, members: Any, device: torch.device
     ) -> None:
         self.start, self.stop, self.first, self.device = start, stop, first, device
-        rows = None if members is None else members.rows[start // LANES : -(-stop // LANES)]
-        self.rows = None if rows is None else np.repeat(rows, LANES)[: stop - start]
-        self.starts = None if members is None else members.starts
+        self.rows, self.starts = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        if members is not None:
+            rows = members.rows[start // LANES : -(-stop // LANES)]
+            self.rows, self.starts = np.repeat(rows, LANES)[: stop - start], members.starts
 
-    def of(self, values: NDArray[Any]) -> Tensor | Any:
-        """A parameter [M] for each element: a number if there is one member, else a tensor."""
-        if self.rows is None:
-            return torch.from_numpy(values[:1]).to(self.device)
+    def of(self, values: NDArray[Any]) -> Tensor:
+        """A parameter [M] for each element; [1] if there is one member."""
         return torch.from_numpy(values[self.rows]).to(self.device)
 
     def dither(self, starts: NDArray[np.uint32]) -> Tensor:
         """The 32-bit dither of each element, int64."""
         last = self.first + self.stop - self.start
-        index = torch.arange(self.first, last, device=self.device)
-        if self.starts is not None:
-            index = index - self.of(self.starts)
+        index = torch.arange(self.first, last, device=self.device) - self.of(self.starts)
         return dither(self.of(starts.astype(np.int64)), index)
 
     def raw(self, offset: int, key: NDArray[np.uint32], gaussian: bool) -> Tensor:

@@ -43,9 +43,6 @@ _FREE = ["terms", "members", "count", "first_tile", "lead"]
 _FREE += ["key0", "key1", "key2", "key3", "field0", "field1", "field2", "field3", "field4"]
 
 
-# ---------------------------------------------------------------- random words
-
-
 @triton.jit
 def _round(c0, c1, c2, c3, k0, k1):
     """One Philox round; a product is one widening multiplication of 32 by 32 bits."""
@@ -79,9 +76,6 @@ def _words(tile, n0, n1, k0, k1, GAUSSIAN: tl.constexpr):
     low = call.to(tl.uint32) + inside.to(tl.uint32)  # call is a multiple: no carry
     high = (call >> 32).to(tl.uint32)
     return _philox(low, high, n0, n1, k0, k1)
-
-
-# ---------------------------------------------------------------- where things are
 
 
 @triton.jit
@@ -138,9 +132,6 @@ def _key(table, inline, number: tl.constexpr, t):
         return tl.load(table + 4 * t + number).to(tl.uint32, bitcast=True)
 
 
-# ---------------------------------------------------------------- values
-
-
 @triton.jit
 def _signed(amount, words, GAUSSIAN: tl.constexpr):
     """+amount where the row's bit of the word is set, else -amount."""
@@ -184,9 +175,6 @@ def _dither(start, starts, member, first, word: tl.constexpr, GAUSSIAN: tl.const
     if starts is not None:
         index = index - tl.load(starts + member).to(tl.uint32)
     return start.to(tl.uint32, bitcast=True) + index * _DITHER_STEP
-
-
-# ---------------------------------------------------------------- one block
 
 
 @triton.jit
@@ -275,9 +263,6 @@ def _store(
         acc = _round_bfloat16(acc, dither) if ROUND == BFLOAT16 else _round_float16(acc, dither)
     where = _valid(word, begin, end, GAUSSIAN, EVEN)
     tl.store(out + first_row * LANES + _places(word, GAUSSIAN), acc, mask=where)
-
-
-# ---------------------------------------------------------------- the kernel
 
 
 @triton.jit(do_not_specialize=_FREE)
