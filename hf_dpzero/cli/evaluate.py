@@ -32,7 +32,7 @@ _ANOTHER_MODEL = (
     "trained on"
 )
 _ANOTHER_REVISION = (
-    "NOT KNOWN: the recipe names the revision {expected!r} of {path}, and nothing says what {found!r} "
+    "NOT KNOWN: the recipe names the revision {expected!r} of {path}, and nothing says what {used!r} "
     "was trained on"
 )
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -73,7 +73,11 @@ def run(arguments: Evaluate) -> None:
     overrides = parse_overrides(arguments.overrides)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **overrides})
-        base, own = _own_model(arguments.recipe)
+        keys = ("model_name_or_path", "model_revision")
+        written = {k: v for k, v in read_recipe(arguments.recipe).items() if k in keys}
+        named = coerce_fields(written, str(arguments.recipe))  # whatever the command line says
+        base = named.get("model_name_or_path", "")
+        own = Origin.of(base, named.get("model_revision"))
         if arguments.zero_shot:
             _check_zero_shot(recipe, own)
         statement = privacy_statement(recipe, own)
@@ -86,35 +90,25 @@ def run(arguments: Evaluate) -> None:
     print(json.dumps(results, indent=2, sort_keys=True) if arguments.json else statement)
 
 
-def _own_model(recipe: str | Path) -> tuple[str, Origin]:
-    """The model that a recipe's file itself names, whatever the command line says: name and origin."""
-    names = ("model_name_or_path", "model_revision")
-    written = {key: value for key, value in read_recipe(recipe).items() if key in names}
-    own = coerce_fields(written, str(recipe))
-    name = own.get("model_name_or_path", "")
-    return name, Origin.of(name, own.get("model_revision"))
-
-
 # ---------------------------------------------------------------- what a figure has seen
 
 
 def _check_zero_shot(recipe: Recipe, own: Origin) -> None:
     """Refuses what would not be zero-shot."""
-    used = _used(recipe)
+    used = Origin.of(recipe.model.model_name_or_path, recipe.model.model_revision)
     shown, model = recipe.data.num_demonstrations, recipe.model.model_name_or_path
     if not shown and (training := trained_as(used)) is not None:
         raise ValueError(
             "--zero_shot evaluates a model that has seen no training row, and "
             f"model_name_or_path={model} was trained: {training}"
         )
+    if shown:
+        other = f"num_demonstrations={shown}"
+    elif used.path != own.path:
+        other = f"model_name_or_path={model}"
+    else:
+        other = f"model_revision={recipe.model.model_revision}"
     if shown or used != own:
-        other = (
-            f"num_demonstrations={shown}"
-            if shown
-            else f"model_name_or_path={model}"
-            if used.path != own.path
-            else f"model_revision={recipe.model.model_revision}"
-        )
         raise ValueError(
             f"--zero_shot evaluates the recipe's base model without training rows, and {other} says "
             "otherwise; leave one out."
@@ -131,30 +125,25 @@ def privacy_statement(recipe: Recipe, own: Origin) -> str:
     Args:
       recipe: with what the command line changed.
       own: the model that the recipe's file names.
+
+    Returns:
+      One or two sentences.
     """
+    from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
+
     if recipe.data.num_demonstrations:
         return DEMONSTRATIONS.format(count=recipe.data.num_demonstrations)
-    used = _used(recipe)
+    used = Origin.of(recipe.model.model_name_or_path, recipe.model.model_revision)
     training = trained_as(used)
     if training is None:
         return _untrained(used, own)
-    under = _under(used, own)
-    of_base = trained_as(under) if under != used else None
-    if of_base is None and under != own:
-        of_base = _untrained(under, own)
+    base = own
+    if (Path(used.path) / ADAPTER_FILE).is_file():  # its base is loaded at the revision asked for
+        base = Origin(own.path, used.revision)
+    of_base = trained_as(base) if base != used else None
+    if of_base is None and base != own:
+        of_base = _untrained(base, own)
     return training if of_base is None else f"{training} And of its base model: {of_base}"
-
-
-def _used(recipe: Recipe) -> Origin:
-    return Origin.of(recipe.model.model_name_or_path, recipe.model.model_revision)
-
-
-def _under(used: Origin, own: Origin) -> Origin:
-    """The base model under `used`: an adapter's is loaded at the revision that was asked for."""
-    from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
-
-    adapter = (Path(used.path) / ADAPTER_FILE).is_file()
-    return Origin(own.path, used.revision) if adapter else own
 
 
 def _untrained(used: Origin, own: Origin) -> str:
@@ -164,7 +153,7 @@ def _untrained(used: Origin, own: Origin) -> str:
     if used.path != own.path:
         return _ANOTHER_MODEL.format(path=used.path, report=REPORT_FILE)
     if used.revision != own.revision:
-        return _ANOTHER_REVISION.format(path=used.path, expected=own.revision, found=used.revision)
+        return _ANOTHER_REVISION.format(path=used.path, expected=own.revision, used=used.revision)
     return NO_TRAINING_DATA
 
 
@@ -180,23 +169,20 @@ def trained_as(origin: Origin) -> str | None:
     from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
     from hf_dpzero.reporting.privacy_report import REPORT_FILE
 
+    folder = Path(origin.path)
     for name in (REPORT_FILE, LEDGER_NAME, SHIPPING_NAME):
-        for path in _beside(origin, name):
+        if not origin.path:
+            paths = []
+        elif folder.is_dir():
+            of_run = [folder.parent / name] if _CHECKPOINT.fullmatch(folder.name) else []
+            paths = [folder / name, *of_run]
+        else:
+            paths = _on_the_hub(origin, name)
+        for path in paths:
             if path.is_file():
                 statement = _stated(path) if name == REPORT_FILE else None
                 return statement or _UNREPORTED.format(path=origin.path, evidence=path)
     return None
-
-
-def _beside(origin: Origin, name: str) -> list[Path]:
-    """Where a file of this name may lie that belongs to the weights."""
-    if not origin.path:
-        return []
-    folder = Path(origin.path)
-    if not folder.is_dir():
-        return _on_the_hub(origin, name)
-    of_run = _CHECKPOINT.fullmatch(folder.name)
-    return [folder / name, folder.parent / name] if of_run else [folder / name]
 
 
 def _on_the_hub(origin: Origin, name: str) -> list[Path]:
@@ -209,16 +195,16 @@ def _on_the_hub(origin: Origin, name: str) -> list[Path]:
         return []
 
 
-def _stated(report: Path) -> str | None:
+def _stated(path: Path) -> str | None:
     """A report's own statement; None where it cannot be read, or contradicts itself."""
     from hf_dpzero.reporting.privacy_report import PrivacyReport
 
     try:
-        found = PrivacyReport.load(report)
+        report = PrivacyReport.load(path)
     except (ValueError, OSError):
         return None
-    silent = not found.private and not found.statement.startswith("NOT PRIVATE")
-    return f"{'NOT PRIVATE: ' if silent else ''}{found.statement} So says {report}."
+    silent = not report.private and not report.statement.startswith("NOT PRIVATE")
+    return f"{'NOT PRIVATE: ' if silent else ''}{report.statement} So says {path}."
 
 
 def evaluate(recipe: Recipe, base: str, quiet: bool = False) -> dict[str, float]:
@@ -228,6 +214,9 @@ def evaluate(recipe: Recipe, base: str, quiet: bool = False) -> dict[str, float]
       recipe: names the model; its training data is looked at only for `num_demonstrations`.
       base: the model under an adapter; see `assemble.load_trained`.
       quiet: print nothing to standard output.
+
+    Returns:
+      Name -> value, with `eval_samples`.
     """
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
