@@ -31,9 +31,6 @@ IGNORE_INDEX = -100
 TOKEN_KEYS = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask")
 
 
-# ---------------------------------------------------------------- losses from logits and labels
-
-
 def classification_losses(
     logits: Tensor, labels: Tensor, problem_type: str | None = None
 ) -> Tensor:
@@ -58,7 +55,11 @@ def classification_losses(
     tensor([1., 4.])
     """
     logits = logits.float()
-    kind = problem_type or _infer_problem_type(logits, labels)
+    kind = problem_type
+    if not kind:
+        several = labels.is_floating_point() or labels.dim() == 2
+        kind = "multi_label_classification" if several else "single_label_classification"
+        kind = "regression" if logits.shape[1] == 1 else kind
     if kind == "single_label_classification":
         return F.cross_entropy(logits, labels.reshape(-1).long(), reduction="none")
     if kind not in ("regression", "multi_label_classification"):
@@ -70,14 +71,6 @@ def classification_losses(
     if kind == "regression":
         return (logits - targets).square().mean(dim=1)
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
-
-
-def _infer_problem_type(logits: Tensor, labels: Tensor) -> str:
-    if logits.shape[1] == 1:
-        return "regression"
-    if labels.is_floating_point() or labels.dim() == 2:
-        return "multi_label_classification"
-    return "single_label_classification"
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -92,15 +85,12 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [-100, -100, -100]]))
     tensor([1.3863, 0.0000])
     """
-    losses = [_mean_cross_entropy(row, label) for row, label in zip(logits, labels, strict=True)]
+    losses = []
+    for row, label in zip(logits, labels, strict=True):
+        labelled = label != IGNORE_INDEX
+        total = F.cross_entropy(row[labelled].float(), label[labelled].long(), reduction="sum")
+        losses.append(total / labelled.sum().clamp(min=1))
     return torch.stack(losses) if losses else logits.new_zeros(0, dtype=torch.float32)
-
-
-def _mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over labelled rows of `[T, V]`, float32 scalar; no labelled row gives 0."""
-    labelled = labels != IGNORE_INDEX
-    total = F.cross_entropy(logits[labelled].float(), labels[labelled].long(), reduction="sum")
-    return total / labelled.sum().clamp(min=1)
 
 
 def causal_lm_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -112,23 +102,16 @@ def causal_lm_losses(logits: Tensor, labels: Tensor) -> Tensor:
       labels: `[B, T]` as for `token_losses`; label 0 of a row has no predictor and is ignored.
     Returns:
       `[B]` float32.
-
-    >>> causal_lm_losses(torch.zeros(1, 3, 4), torch.tensor([[2, -100, 1]]))
-    tensor([1.3863])
     """
     kept = logits.shape[1]
     return token_losses(logits[:, :-1], labels[:, labels.shape[1] - kept + 1 :])
-
-
-# ---------------------------------------------------------------- objectives of whole models
 
 
 def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     """Losses of any `...ForSequenceClassification` (see `classification_losses`).
 
     Args:
-      model: the classifier, also under PEFT.
-      inputs: what its forward takes, with `labels`.
+      model, inputs: the classifier, also under PEFT; what its forward takes, with `labels`.
 
     Returns:
       `[B]` float32.
@@ -145,8 +128,7 @@ def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     Where the model takes `logits_to_keep`, logits before the batch's first label are not computed.
 
     Args:
-      model: the decoder, also under PEFT.
-      inputs: what its forward takes, with `labels` `[B, T]`.
+      model, inputs: the decoder, also under PEFT; what its forward takes, with `labels` `[B, T]`.
 
     Returns:
       `[B]` float32.
@@ -155,8 +137,10 @@ def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
     labels = batch["labels"]
     kept: dict[str, Any] = {}
-    if _accepts(model, "logits_to_keep"):
-        kept = {"logits_to_keep": _positions_needed(labels)}
+    if _accepts(model, "logits_to_keep"):  # the last ones, which answer for all labels; at least 1
+        predicted = labels.ne(IGNORE_INDEX)[:, 1:].any(dim=0)
+        first = int(predicted.int().argmax()) if bool(predicted.any()) else labels.shape[1] - 1
+        kept = {"logits_to_keep": labels.shape[1] - first}
     logits = model_logits(model, {**without_labels(batch), **kept})
     # Prompt tuning puts virtual tokens in front: only the last T positions answer for the labels.
     return causal_lm_losses(logits[:, -labels.shape[1] :], labels)
@@ -166,8 +150,7 @@ def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     """Losses of a masked language model over the labels != -100.
 
     Args:
-      model: the encoder, also under PEFT.
-      inputs: what its forward takes, with `labels` `[B, T]`.
+      model, inputs: the encoder, also under PEFT; what its forward takes, with `labels` `[B, T]`.
 
     Returns:
       `[B]` float32.
@@ -221,19 +204,16 @@ def select_objective(model: nn.Module) -> PerExampleLoss:
     for parent in type(base).__mro__:
         for suffix, objective in _OBJECTIVES:
             if parent.__name__.endswith(suffix):
-                return _decoder_only(base) if objective is seq2seq_objective else objective
+                config = getattr(base, "config", None)
+                if objective is seq2seq_objective and not getattr(
+                    config, "is_encoder_decoder", False
+                ):
+                    return causal_lm_objective
+                return objective
     raise ValueError(
         f"no per-example loss is known for {type(base).__name__}; pass "
         "compute_per_example_loss(model, inputs) -> Tensor[B] to the trainer."
     )
-
-
-def _decoder_only(base: nn.Module) -> PerExampleLoss:
-    is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
-    return seq2seq_objective if is_encoder_decoder else causal_lm_objective
-
-
-# ---------------------------------------------------------------- what an objective says of itself
 
 
 def single_pass(objective: PerExampleLoss) -> bool:
@@ -276,11 +256,6 @@ class Within:
     Attributes:
       objective: whose losses these are.
       around: turns an objective into one that is evaluated on some device, in some precision, ...
-
-    >>> def twice(objective):
-    ...     return lambda model, inputs: 2 * objective(model, inputs)
-    >>> Within(lambda model, inputs: inputs["x"], twice)(None, {"x": torch.ones(2)})
-    tensor([2., 2.])
     """
 
     objective: PerExampleLoss
@@ -321,12 +296,6 @@ def check_per_example(losses: Any, batch_size: int) -> Tensor:
     Raises:
       TypeError: no tensor.
       ValueError: another shape, or no floating dtype.
-
-    >>> check_per_example(torch.tensor(0.5), batch_size=4)
-    Traceback (most recent call last):
-    ...
-    ValueError: the per-example loss has shape [] where [4] is needed: return one loss per example \
-(reduction='none', then a mean over the example's own tokens), never a mean over the batch.
     """
     if not isinstance(losses, Tensor):
         raise TypeError(
@@ -344,9 +313,6 @@ def check_per_example(losses: Any, batch_size: int) -> Tensor:
             f"the per-example loss has dtype {losses.dtype}; return a floating point tensor."
         )
     return losses.float()
-
-
-# ---------------------------------------------------------------- helpers
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -442,14 +408,6 @@ def labels_of(inputs: Inputs) -> Tensor:
 def without_labels(inputs: Inputs) -> dict[str, Tensor]:
     """What of a batch goes to the model: given its labels it would compute a loss of its own."""
     return {key: value for key, value in inputs.items() if key != "labels" and value is not None}
-
-
-def _positions_needed(labels: Tensor) -> int:
-    """How many last positions' logits answer for all labels of `[B, T]`, at least 1."""
-    predicted = labels.ne(IGNORE_INDEX)[:, 1:].any(dim=0)
-    if not bool(predicted.any()):
-        return 1
-    return labels.shape[1] - int(predicted.int().argmax())
 
 
 def _decoder_inputs(base: Any, labels: Tensor) -> Tensor:

@@ -215,7 +215,10 @@ class DPZeroTrainer(PredictingTrainer):
 
     @torch.no_grad()
     def _try_objective(self) -> None:
-        """Losses of a few examples, released to nobody: is there one each, and of it alone?"""
+        """Checks on a few examples that the objective gives one loss each, independent of the others.
+
+        The losses are discarded.
+        """
         rows, objective = self._training_rows(), self.evaluated_objective()
         watched = validation.parameters_left_alone(self.model)
         with watched, evaluation_mode(self.model), isolated_randomness():

@@ -85,11 +85,9 @@ def half_differences_in_float64(model: Any, smoothing: float, direction: Directi
 @pytest.mark.parametrize(
     ("dtype", "autocast", "smoothing"),
     [
-        (torch.float32, True, 1e-4),
         (torch.float32, True, 4e-3),
         (torch.bfloat16, False, 4e-3),
         (torch.float16, False, 1e-4),
-        (torch.float16, False, 1e-3),
         (torch.float32, False, 1e-5),
     ],
 )
@@ -455,15 +453,12 @@ def test_the_run_is_the_same_with_and_without_it(tmp_path, monkeypatch):
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("kind", ["loss", "data", "shape"])
+@pytest.mark.parametrize("kind", ["data", "shape"])
 def test_public_data_that_cannot_be_used_does_not_stop_the_run(tmp_path, caplog_of_package, kind):
     held_out: Any = rows(10, seed=2)
-    if kind == "loss":
-        for row in held_out:
-            del row["labels"]
-    elif kind == "shape":
+    if kind == "shape":
         held_out[0]["input_ids"] = torch.ones(3, 3).long()
-    elif kind == "data":
+    else:
         held_out = {1, 2, 3}  # a length, but no random access
     trainer = build(tmp_path, held_out)
     trainer.train()

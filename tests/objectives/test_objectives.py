@@ -167,30 +167,20 @@ def pad(rows: list[dict[str, Tensor]], side: str, sequence_labels: bool) -> dict
     return batch
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", sorted(MODELS))
 @torch.no_grad()
-def test_batch_equals_loop_over_examples(name: str, side: str) -> None:
+def test_an_examples_loss_is_transformers_own_alone_and_in_a_batch(name: str) -> None:
+    """Hugging Face's mean loss of a batch of one is the example's loss."""
     model, rows = build(name), examples(name)
     objective = objectives.select_objective(model)
     alone = torch.cat([objective(model, row) for row in rows])
-    together = objective(
-        model, pad(rows, side, sequence_labels=name in ("t5", "bart", "bert2bert"))
-    )
-    assert together.shape == (len(LENGTHS),)
-    assert together.dtype == torch.float32
     assert alone.max() - alone.min() > 1e-2, "the examples must be told apart"
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-@torch.no_grad()
-def test_equals_transformers_own_loss(name: str) -> None:
-    """A batch of one: Hugging Face's mean loss is the example's loss."""
-    model, row = build(name), examples(name)[1]
-    expected = model(**row).loss
-    actual = objectives.select_objective(model)(model, row)
-    torch.testing.assert_close(actual, expected.reshape(1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(alone[1], model(**rows[1]).loss, atol=1e-4, rtol=1e-4)
+    for side in ("left", "right"):
+        batch = pad(rows, side, sequence_labels=name in ("t5", "bart", "bert2bert"))
+        together = objective(model, batch)
+        assert together.dtype == torch.float32
+        torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -231,14 +221,14 @@ def test_select_objective_refuses_an_unknown_head() -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_peft_models_do_not_couple_examples(name: str, config: Any, side: str) -> None:
+def test_peft_models_do_not_couple_examples(name: str, config: Any) -> None:
     model = peft.get_peft_model(build(name), config).eval()
     objective, rows = objectives.select_objective(model), examples(name)
     alone = torch.cat([objective(model, row) for row in rows])
-    together = objective(model, pad(rows, side, sequence_labels=name == "t5"))
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    for side in ("left", "right"):
+        together = objective(model, pad(rows, side, sequence_labels=name == "t5"))
+        torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -259,7 +249,7 @@ def test_only_needed_logits_are_computed() -> None:
     model.lm_head.register_forward_hook(lambda _m, _i, output: seen.append(output.shape[1]))
     loss = objectives.causal_lm_objective(model, row)
     assert seen == [3]
-    torch.testing.assert_close(loss, model(**row).loss.reshape(1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(loss, model(**row).loss.reshape(1), atol=1e-4, rtol=1e-4)
 
 
 def test_classification_values() -> None:

@@ -132,12 +132,6 @@ CASES = [
 ]
 
 
-def mostly_slow(cases: Sequence[tuple[Any, ...]], quick: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """All the cases as parameters, those that are not `quick` with the mark."""
-    assert set(quick) < set(cases)
-    return [c if c in quick else pytest.param(*c, marks=pytest.mark.slow) for c in cases]
-
-
 # ---------------------------------------------------------------- what the losses are
 
 
@@ -171,31 +165,18 @@ def reference_loss(model: nn.Module, kind: str, example: Example) -> Tensor:
     return -reference_scores(model, example).log_softmax(dim=0)[example.others["labels"]]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("kind", "family"), CASES)
 @torch.no_grad()
-def test_batch_equals_loop_over_examples(
-    kind: str, family: str, side: str, language_model: Any
-) -> None:
-    model, (objective, make) = language_model(family), KINDS[kind]
-    single = torch.cat([objective(model, collated([example])) for example in make()])
-    losses = objective(model, collated(make(), side, extra=2))
-    assert losses.shape == (len(make()),)
-    assert losses.dtype == torch.float32
-    torch.testing.assert_close(losses, single, atol=1e-5, rtol=1e-5)
-    assert losses.max() - losses.min() > 1e-2, "the examples must be told apart"
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("kind", "family"), CASES)
-@torch.no_grad()
-def test_losses_are_those_of_full_logits(
-    kind: str, family: str, side: str, language_model: Any
+def test_losses_of_a_batch_are_those_of_each_examples_full_logits(
+    kind: str, family: str, language_model: Any
 ) -> None:
     model, (objective, make) = language_model(family), KINDS[kind]
     expected = torch.stack([reference_loss(model, kind, example) for example in make()])
-    losses = objective(model, collated(make(), side))
-    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+    assert expected.max() - expected.min() > 1e-2, "the examples must be told apart"
+    for side in ("left", "right"):
+        losses = objective(model, collated(make(), side, extra=2))
+        assert losses.dtype == torch.float32
+        torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "family"), [case for case in CASES if case[0] in SMOOTH[:2]])
@@ -208,7 +189,7 @@ def test_scores_and_labels(kind: str, family: str, language_model: Any) -> None:
     assert scores.shape == (len(make()), 3)
     assert scores.dtype == torch.float32
     expected = torch.stack([reference_scores(model, example) for example in make()])
-    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
     losses = torch.stack(
         [
             objective(model, {**batch, "labels": torch.full_like(batch["labels"], c)})
@@ -520,20 +501,9 @@ def sweep(estimate: FiniteDifferences, batches: Sequence[Batch]) -> Tensor:
         estimate.space.settle_()
 
 
-STRATEGY_CASES = [
-    ("words", "roberta"),
-    ("words", "bert"),
-    ("words", "gpt2"),
-    *((kind, family) for kind in ("candidates", "answers") for family in ("opt", "llama")),
-]
-
-
 @pytest.mark.parametrize(
     ("kind", "family", "what"),
-    mostly_slow(
-        [(*case, what) for case in STRATEGY_CASES for what in ("all", "lora", "half")],
-        [("words", "roberta", "all"), ("candidates", "opt", "lora")],
-    ),
+    [("words", "roberta", "all"), ("candidates", "opt", "lora"), ("answers", "gpt2", "half")],
 )
 def test_every_strategy_gives_the_losses_of_whole_model(
     kind: str, family: str, what: str, language_model: Any
@@ -551,10 +521,7 @@ def test_every_strategy_gives_the_losses_of_whole_model(
 
 @pytest.mark.parametrize(
     ("kind", "family", "strategy"),
-    mostly_slow(
-        [(*case, s) for case in STRATEGY_CASES for s in ("whole_model", "layerwise")],
-        [("words", "roberta", "whole_model"), ("candidates", "opt", "layerwise")],
-    ),
+    [("words", "roberta", "whole_model"), ("candidates", "opt", "layerwise")],
 )
 def test_the_frozen_prefix_is_reused(
     kind: str, family: str, strategy: str, language_model: Any
@@ -640,10 +607,7 @@ def test_each_counts_its_own_kind() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "family"),
-    mostly_slow(
-        [(kind, family) for kind in BOUNDED for family in CAUSAL],
-        [("zero-one words", "llama"), ("answer f1", "opt")],
-    ),
+    [("zero-one words", "llama"), ("zero-one candidates", "gpt2"), ("answer f1", "opt")],
 )
 def test_bounded_losses_know_nothing_of_the_batch(
     kind: str, family: str, language_model: Any
@@ -692,10 +656,7 @@ def test_alone_refuses_empty_rows_and_keeps_rows_without_a_mask() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "what"),
-    mostly_slow(
-        [(kind, what) for kind in BOUNDED for what in ("all", "half")],
-        [("zero-one words", "half")],
-    ),
+    [("zero-one words", "half"), ("zero-one candidates", "all")],
 )
 def test_bounded_losses_under_the_strategies(kind: str, what: str, language_model: Any) -> None:
     """No prefix and no stack, asked for or not; layerwise gives the bits of whole_model."""
@@ -777,21 +738,11 @@ def test_traits_survive_being_wrapped(language_model: Any) -> None:
 
 # ---------------------------------------------------------------- per-example gradients
 
-GRADIENT_CASES = [
-    ("words", "roberta", "all"),
-    ("words", "roberta", "lora"),
-    ("words", "bert", "all"),
-    ("words", "opt", "all"),
-    *((k, f, "lora") for k in ("candidates", "answers") for f in CAUSAL),
-    ("candidates", "opt", "all"),
-    ("answers", "opt", "all"),
-]
-
 
 @pytest.mark.parametrize("kind_of_gradients", [PerExampleGradients, GhostGradients])
 @pytest.mark.parametrize(
     ("kind", "family", "what"),
-    mostly_slow(GRADIENT_CASES, [*GRADIENT_CASES[:2], ("candidates", "opt", "lora")]),
+    [("words", "roberta", "all"), ("answers", "gpt2", "lora"), ("candidates", "opt", "all")],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_per_example_gradients_are_those_of_examples_alone(
