@@ -163,12 +163,10 @@ def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def seq2seq_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Losses of an encoder-decoder; decoder inputs are the labels shifted right.
+    """Losses of an encoder-decoder; decoder inputs are the labels shifted right, if none are given.
 
     Args:
-      model: the encoder-decoder, also under PEFT.
-      inputs: what its forward takes, with `labels` `[B, T]`, padded on the right by -100;
-        `decoder_input_ids` are used as they are.
+      model, inputs: also under PEFT; with `labels` `[B, T]`, padded on the right by -100.
 
     Returns:
       `[B]` float32.
@@ -385,8 +383,7 @@ def take_columns(tensor: Tensor, index: Tensor) -> Tensor:
     """Picks columns row by row.
 
     Args:
-      tensor: `[B, T, ...]`.
-      index: int64 `[B, P]`.
+      tensor, index: `[B, T, ...]`; int64 `[B, P]`.
 
     Returns:
       `tensor[b, index[b, p], ...]`, `[B, P, ...]`.
