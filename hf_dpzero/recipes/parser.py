@@ -30,7 +30,7 @@ class RecipeParser(HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: Sequence[type]) -> None:
-        super().__init__(dataclass_types, add_help=False, allow_abbrev=False)
+        super().__init__(list[Any](dataclass_types), add_help=False, allow_abbrev=False)
         self.hints: dict[str, Any] = {}
         for owner in dataclass_types:
             hints = typing.get_type_hints(owner)
