@@ -81,7 +81,8 @@ def test_documents_name_modules_and_functions_that_exist():
     seen = 0
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         text = page.read_text(encoding="utf-8")
-        for name in re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", text):
+        linked = re.findall(r"\]\(\.\./hf_dpzero/([\w/]+\.py)\)", text)
+        for name in linked + re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", text):
             assert (PACKAGE / name).is_file(), f"{page.name} names {name}"
             seen += 1
         for module, name in re.findall(rf"`((?:{rooms})(?:\.\w+)+)\.(\w+)(?:\(\))?`", text):
