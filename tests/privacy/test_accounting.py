@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -65,8 +64,6 @@ def test_known_values(changes, expected):
     ("epsilon", "relation", "expected"),
     [
         (6.0, "add_or_remove_one", 4.84),
-        (2.0, "add_or_remove_one", 12.50),
-        (6.0, "replace_one", 9.54),
         (2.0, "replace_one", 24.92),
     ],
 )
@@ -98,7 +95,7 @@ def poisson_batches(n: int, q: float, cap: int) -> list[tuple[float, tuple[int, 
     return out
 
 
-def sum_law(values: tuple[int, ...], batches: list) -> dict[int, float]:
+def sum_distribution(values: tuple[int, ...], batches: list) -> dict[int, float]:
     total: dict[int, float] = defaultdict(float)
     for p, batch in batches:
         total[sum(values[i] for i in batch)] += p
@@ -141,13 +138,13 @@ def batches_for(step: StepSpec, n: int) -> list:
 
 def worst_divergence(step: StepSpec, epsilon: float, n: int = 3) -> float:
     grid = Grid(step.noise_multiplier, step.distribution)
-    laws: dict[tuple[int, ...], np.ndarray] = {}
+    densities: dict[tuple[int, ...], np.ndarray] = {}
 
     def density(values: tuple[int, ...]) -> np.ndarray:
         key = tuple(sorted(values))  # the samplers treat all positions alike
-        if key not in laws:
-            laws[key] = grid.density(sum_law(key, batches_for(step, len(key))))
-        return laws[key]
+        if key not in densities:
+            densities[key] = grid.density(sum_distribution(key, batches_for(step, len(key))))
+        return densities[key]
 
     pairs = {
         (tuple(sorted(a)), tuple(sorted(b))) for a, b in neighbours(n, step.relation) if a != b
@@ -182,12 +179,12 @@ UNIVERSES = [
 
 
 @pytest.mark.parametrize(("changes", "tight"), UNIVERSES)
-@pytest.mark.parametrize("delta", [0.1, 1e-2, 1e-4])
-def test_one_step_in_every_small_universe_keeps_to_the_claim(changes, tight, delta):
+def test_one_step_in_every_small_universe_keeps_to_the_claim(changes, tight):
     """The true divergence over all data sets of three and all neighbours is at most delta.
 
     Where the event is tight, it is delta: the claim is not only safe but sharp.
     """
+    delta = 1e-2
     step = StepSpec(**{"sampling": "poisson", **changes})
     claim = epsilon_after(step, 1, delta)
     truth = worst_divergence(step, claim)
@@ -197,8 +194,8 @@ def test_one_step_in_every_small_universe_keeps_to_the_claim(changes, tight, del
         assert truth >= delta * 0.97
 
 
-def grouped_sum_law(data: dict[int, int], step: StepSpec, groups: int) -> dict[float, float]:
-    """Law of the sum over groups (index mod groups) of mean values clipped to C = 1.
+def grouped_sum(data: dict[int, int], step: StepSpec, groups: int) -> dict[float, float]:
+    """Distribution of the sum over groups (index mod groups) of mean values clipped to C = 1.
 
     `data` maps indices 0..n-1 to values; who is missing is not sampled.
     """
@@ -225,7 +222,6 @@ def grouped_neighbours(n: int, relation: str) -> Iterable[tuple[dict[int, int], 
             yield data, {i: v for i, v in data.items() if i}
 
 
-@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     ("changes", "relations"),
     [
@@ -235,8 +231,8 @@ def grouped_neighbours(n: int, relation: str) -> Iterable[tuple[dict[int, int], 
         ({**FIXED, "batch_size": 2.0}, ["replace_one"]),
     ],
 )
-def test_averaged_clipping_in_every_small_universe_keeps_to_the_claim(changes, relations, groups):
-    """Noise sigma C, accounted as sigma / 2 relative to the move 2C by an example's presence.
+def test_averaged_clipping_in_every_small_universe_keeps_to_the_claim(changes, relations):
+    """Noise sigma C, accounted as sigma / 2 relative to the add-or-remove sensitivity 2C.
 
     A full batch attains the claim: the mean goes from -C to +C by one example.
     """
@@ -247,7 +243,7 @@ def test_averaged_clipping_in_every_small_universe_keeps_to_the_claim(changes, r
         claim = epsilon_after(step, 1, 1e-2)
         worst = 0.0
         for pair in grouped_neighbours(3, relation):
-            a, b = (grid.density(grouped_sum_law(data, step, groups)) for data in pair)
+            a, b = (grid.density(grouped_sum(data, step, 2)) for data in pair)
             worst = max(worst, grid.divergence(a, b, claim), grid.divergence(b, a, claim))
         assert worst <= 1e-2 * (1 + 1e-5)
         if step.sampling == "full_batch":
@@ -273,7 +269,7 @@ def independent_bracket(q: float, sigma: float, steps: int, delta: float, replac
     loss = log_density(1.0) - bottom
     tails = [q * stats.norm.sf((x - 1) / sigma) + (1 - q) * stats.norm.sf(x / sigma)]
     mass = -np.diff(tails[0])
-    found = []
+    bounds = []
     for ends, rounded in ((loss[:-1], np.floor), (loss[1:], np.ceil)):
         cells = rounded(ends / grid).astype(int)
         size = 2 ** math.ceil(math.log2(60 / grid))
@@ -287,14 +283,13 @@ def independent_bracket(q: float, sigma: float, steps: int, delta: float, replac
             over = losses > e
             return float((weights[over] * -np.expm1(e - losses[over])).sum()) - delta
 
-        found.append(optimize.brentq(excess, 0, 25))
-    return found[0], found[1]
+        bounds.append(optimize.brentq(excess, 0, 25))
+    return bounds[0], bounds[1]
 
 
 @pytest.mark.parametrize(
     ("q", "sigma", "steps", "replaced"),
-    [(0.016, 2.0, 1000, False), (0.016, 2.0, 1000, True), (0.1, 1.0, 20, False),
-     (0.3, 5.0, 200, True)],
+    [(0.016, 2.0, 1000, False), (0.3, 5.0, 200, True)],
 )  # fmt: skip
 def test_an_independent_accountant_agrees(q, sigma, steps, replaced):
     """Rounding every loss down / up gives bounds; their middle is right to second order."""
@@ -306,16 +301,6 @@ def test_an_independent_accountant_agrees(q, sigma, steps, replaced):
     assert ours == pytest.approx((down + up) / 2, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_an_independent_accountant_agrees_on_the_known_values():
-    for relation, expected in (("add_or_remove_one", 3.6790), ("replace_one", 7.645)):
-        replaced = relation == "replace_one"
-        down, up = independent_bracket(0.016, 2.0, T, DELTA, replaced, 2e-5)
-        assert (down + up) / 2 == pytest.approx(expected, abs=1e-3)
-        ours = epsilon_after(spec(relation=relation), T, DELTA)
-        assert ours == pytest.approx((down + up) / 2, abs=1e-3)
-
-
 def gaussian_delta(mu: float, epsilon: float) -> float:
     """Balle and Wang 2018, equation 6, with mu = sensitivity / sigma."""
     norm = stats.norm
@@ -323,20 +308,19 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
                  - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))  # fmt: skip
 
 
-@pytest.mark.parametrize("steps", [1, 100, 10**4])
-@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one", "replace_special"])
-@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-10])
-def test_full_batch_is_the_exact_gaussian_curve(steps, relation, delta):
-    sigma = 0.9 * math.sqrt(steps)
-    mu = (2 if relation == "replace_one" else 1) * math.sqrt(steps) / sigma
-    claim = epsilon_after(spec(**FULL, relation=relation, noise_multiplier=sigma), steps, delta)
-    assert gaussian_delta(mu, claim) <= delta
-    assert gaussian_delta(mu, claim * (1 - 1e-7)) > delta * (1 - 1e-12)
+def test_full_batch_is_the_exact_gaussian_curve():
+    for relation, delta, steps in itertools.product(RELATIONS, (1e-2, 1e-10), (1, 10**4)):
+        sigma = 0.9 * math.sqrt(steps)
+        mu = (2 if relation == "replace_one" else 1) * math.sqrt(steps) / sigma
+        claim = epsilon_after(spec(**FULL, relation=relation, noise_multiplier=sigma), steps, delta)
+        assert gaussian_delta(mu, claim) <= delta
+        assert gaussian_delta(mu, claim * (1 - 1e-7)) > delta * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
-@pytest.mark.parametrize(("steps", "sigma", "delta"), [(1, 0.5, 1e-5), (500, 40.0, 1e-10),
-                                                       (10**4, 3000.0, 1e-6)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("relation", "steps", "sigma", "delta"),
+    [("add_or_remove_one", 500, 40.0, 1e-10), ("replace_one", 1, 0.5, 1e-5)],
+)
 def test_poisson_sampling_of_everybody_is_the_full_batch(relation, steps, sigma, delta):
     """Two code paths, one truth: PLD at q = 1 against the closed form."""
     everybody = spec(batch_size=1000.0, noise_multiplier=sigma, relation=relation)
@@ -536,54 +520,26 @@ def test_everything_that_is_not_refused_is_accounted():
 
 ROBERTA = {"num_examples": 1024, "batch_size": 64.0}
 CALIBRATIONS = [
-    ({**ROBERTA}, T, 6.0, DELTA),
     ({**ROBERTA}, T, 0.01, DELTA),
-    ({**ROBERTA}, T, 100.0, DELTA),
-    ({**ROBERTA, "relation": "replace_one"}, T, 2.0, DELTA),
+    ({**ROBERTA, "relation": "replace_one"}, T, 100.0, DELTA),
     ({**ROBERTA, **TRUNCATED, "max_batch_size": 128}, T, 6.0, DELTA),
     ({**ROBERTA, "distribution": "laplace"}, T, 2.0, DELTA),
     ({**ROBERTA, "accountant": "rdp"}, T, 6.0, DELTA),
-    ({"batch_size": 8.0}, 20_000, 6.0, DELTA),
-    (FULL, T, 6.0, DELTA),
+    ({**ROBERTA, **FIXED}, T, 6.0, DELTA),
     (FULL, T, 0.01, 1e-10),
     (LEMMA, T, 6.0, DELTA),
-    ({**FULL, "distribution": "laplace"}, 100, 6.0, DELTA),
     ({**FULL, "distribution": "laplace"}, 100, 6.0, 0.0),
-    ({"batch_size": 1000.0}, 100, 1.0, DELTA),
-    ({}, 1, 1.0, DELTA),
     ({}, 1, 0.01, 1e-4),
 ]
 
 
 @pytest.mark.parametrize(("changes", "steps", "epsilon", "delta"), CALIBRATIONS)
 def test_calibration_keeps_the_target_and_wastes_nothing(changes, steps, epsilon, delta):
-    """At most the target, above it at 0.1 % less noise, and below 3 s of processor time."""
+    """At most the target, and above it at 0.1 % less noise."""
     step = spec(**changes)
-    started = time.process_time()
     sigma = calibrated_noise_multiplier(step, steps, epsilon=epsilon, delta=delta)
-    spent_time = time.process_time() - started
     spent = epsilon_after(replace(step, noise_multiplier=sigma), steps, delta)
     assert spent <= epsilon
-    assert epsilon_after(replace(step, noise_multiplier=sigma * 0.999), steps, delta) > epsilon
-    assert spent_time < 3.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "steps", "epsilon", "delta"),
-    [
-        ({**ROBERTA, **TRUNCATED, "max_batch_size": 64}, T, 6.0, DELTA),
-        ({**ROBERTA, **FIXED}, T, 6.0, DELTA),
-        ({"num_examples": 10**6, "batch_size": 1.0}, 10**5, 0.1, 1e-7),
-        ({}, 1, 100.0, DELTA),
-        ({}, T, 1000.0, DELTA),
-        (FULL, T, 1000.0, DELTA),
-    ],
-)
-def test_calibration_at_the_edges(changes, steps, epsilon, delta):
-    step = spec(**changes)
-    sigma = calibrated_noise_multiplier(step, steps, epsilon=epsilon, delta=delta)
-    assert epsilon_after(replace(step, noise_multiplier=sigma), steps, delta) <= epsilon
     assert epsilon_after(replace(step, noise_multiplier=sigma * 0.999), steps, delta) > epsilon
 
 
@@ -593,31 +549,25 @@ def test_unreachable_targets_say_so():
     for bad in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="must be finite and positive"):
             calibrated_noise_multiplier(spec(), 10, epsilon=bad, delta=DELTA)
+    least = calibrated_noise_multiplier(spec(**FULL), 1, epsilon=1e9, delta=DELTA)
+    assert least == 2.0**-10
 
 
-def test_a_target_that_the_least_noise_keeps_gets_the_least_noise():
-    sigma = calibrated_noise_multiplier(spec(**FULL), 1, epsilon=1e9, delta=DELTA)
-    assert sigma == 2.0**-10
-
-
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 8.0])
-@pytest.mark.parametrize("start", [1e-3, 1.0, 1e6])
-def test_root_search_on_known_functions(power, start):
+def test_root_search_on_known_functions():
     """f(x) = (3/x)^power crosses 1 at x = 3, whatever the start; few evaluations."""
-    calls = []
+    for power, start in itertools.product((0.5, 1.0, 8.0), (1e-3, 1.0, 1e6)):
+        calls = []
 
-    def f(x: float) -> float:
-        calls.append(x)
-        return (3 / x) ** power
+        def f(x: float, power=power, calls=calls) -> float:
+            calls.append(x)
+            return (3 / x) ** power
 
-    found = smallest_argument(f, 1.0, start, 4e-4)
-    assert 3.0 <= found <= 3.0 * (1 + 8e-4)
-    assert len(calls) <= 12
+        assert 3.0 <= smallest_argument(f, 1.0, start, 4e-4) <= 3.0 * (1 + 8e-4)
+        assert len(calls) <= 12
 
 
 def test_root_search_survives_steps_and_infinities():
     def f(x: float) -> float:
         return math.inf if x < 5 else 0.0
 
-    found = smallest_argument(f, 1.0, 1.0, 4e-4)
-    assert 5.0 <= found <= 5.0 * (1 + 5e-4)
+    assert 5.0 <= smallest_argument(f, 1.0, 1.0, 4e-4) <= 5.0 * (1 + 5e-4)

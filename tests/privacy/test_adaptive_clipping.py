@@ -48,15 +48,15 @@ def plan(mechanism, **changes) -> PrivacyPlan:
 # --- The joint event ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("z", [2.0**-10, 0.7, 3.0, 12.5, 100.0])
-@pytest.mark.parametrize("ratio", [1 + 1e-10, 1 + 1e-6, 1.01, 2.0, 100.0])
-def test_the_two_multipliers_spend_z_and_not_more(z, ratio):
+def test_the_two_multipliers_spend_z_and_not_more():
     """z_d^-2 + (2 sigma_b)^-2 <= z^-2 in exact arithmetic, and hardly less."""
-    m = adaptive(noise_multiplier=z, clip_count_noise=z * ratio / 2)
-    parts = [1 / Fraction(v) ** 2 for v in m.event_multipliers]
-    allowed = 1 / Fraction(z) ** 2
-    assert allowed * Fraction(1 - 2.0**-44) <= sum(parts) <= allowed
-    assert m.event_multipliers == (m.sum_multiplier, 2 * m.clip_count_noise)
+    for z in (2.0**-10, 0.7, 12.5, 100.0):
+        for ratio in (1 + 1e-10, 1 + 1e-6, 1.01, 100.0):
+            m = adaptive(noise_multiplier=z, clip_count_noise=z * ratio / 2)
+            parts = [1 / Fraction(v) ** 2 for v in m.event_multipliers]
+            allowed = 1 / Fraction(z) ** 2
+            assert allowed * Fraction(1 - 2.0**-44) <= sum(parts) <= allowed
+            assert m.event_multipliers == (m.sum_multiplier, 2 * m.clip_count_noise)
 
 
 def contributions(m: AdaptiveScalarMechanism, rows: torch.Tensor) -> list[list[Fraction]]:
@@ -85,7 +85,7 @@ def hostile_rows(k: int, clip: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("clip", [2.0, 0.1, 1e-9])
+@pytest.mark.parametrize("clip", [2.0, 0.1])
 def test_one_example_moves_both_parts_by_1_over_z_together(k, clip):
     """add_or_remove_one and replace_special; and the total is the sum of what each brings alone."""
     m = adaptive(clip=clip, num_directions=k)
@@ -124,8 +124,7 @@ def hockey_stick(p: np.ndarray, q: np.ndarray, epsilon: float) -> float:
 
 @pytest.mark.parametrize(
     ("relation", "delta"),
-    [("add_or_remove_one", 1e-2), ("add_or_remove_one", 1e-4), ("replace_one", 1e-2),
-     ("replace_one", 1e-4), ("replace_special", 1e-3)],
+    [("add_or_remove_one", 1e-4), ("replace_one", 1e-2), ("replace_special", 1e-3)],
 )  # fmt: skip
 def test_one_sampled_step_costs_what_the_plane_says(relation, delta):
     """The two releases as one density in the plane, integrated: no composition, no accountant."""
@@ -192,9 +191,8 @@ SAMPLERS = [
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda s: s.name)
-@pytest.mark.parametrize("cls", CLASSES)
-def test_every_sampler_calibrates_and_round_trips(cls, sampler):
-    p = plan(adaptive(cls, clip_count_noise=40.0), sampler=sampler, relation="replace_one", steps=4)
+def test_every_sampler_calibrates_and_round_trips(sampler):
+    p = plan(adaptive(clip_count_noise=40.0), sampler=sampler, relation="replace_one", steps=4)
     found = p.calibrate(epsilon=2.0, delta=1e-3)
     assert 1.98 < found.epsilon(1e-3) <= 2.0
     assert found.mechanism.clip_count_noise == 40.0
@@ -205,9 +203,8 @@ def test_every_sampler_calibrates_and_round_trips(cls, sampler):
     assert found.digest() != p.digest()
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_calibration_says_when_the_count_has_too_little_noise(cls):
-    p = plan(adaptive(cls, noise_multiplier=0.0, clip_count_noise=0.4))
+def test_calibration_says_when_the_count_has_too_little_noise():
+    p = plan(adaptive(noise_multiplier=0.0, clip_count_noise=0.4))
     message = r"clip_count_noise=0\.4 must be above half of the noise multiplier .*raise clip_count"
     with pytest.raises(ValueError, match=message):
         p.calibrate(epsilon=0.1, delta=DELTA)
@@ -238,39 +235,32 @@ def test_microbatches_and_processes_add_up_exactly():
     assert g.count(torch.empty(0)) == [0]
 
 
-def powers(draws: np.ndarray, deviation: float) -> tuple[float, float, float]:
-    return tuple(
-        stats.kstest(draws / (deviation * wrong), "norm").pvalue for wrong in (1, 2 / 3, 3 / 2)
-    )  # type: ignore[return-value]
+def check_deviation(draws: np.ndarray, deviation: float) -> None:
+    """Accepts `deviation`, and rejects 2/3 and 3/2 of it by the sum of squares."""
+    assert stats.kstest(draws / deviation, "norm").pvalue > 1e-7
+    for wrong in (2 / 3, 3 / 2):
+        square = float(((draws / (deviation * wrong)) ** 2).sum())
+        spread = stats.chi2(len(draws))
+        assert min(spread.cdf(square), spread.sf(square)) < 1e-12
 
 
-def test_noise_on_sum_and_count_has_the_accounted_scales():
-    """z_d C / B on each mean, sigma_b / B on the fraction; not 2/3 or 3/2 of it."""
-    m = adaptive(num_directions=8)
+def test_noise_has_the_accounted_scales():
+    """z_d C / B on each mean and on gradients, sigma_b / B on the fraction."""
+    m, dense = adaptive(num_directions=8), adaptive(AdaptiveDPAdamW)
     source = SecureNoise()
-    released = np.array([m.release([0] * 9, 0, source) for _ in range(1200)])
-    for draws, deviation in ((released[:, :-1].ravel(), 3.75 * 2.0 / 16),
-                             (released[:, -1] - 0.5, 2.5 / 16)):  # fmt: skip
-        right, less, more = powers(draws, deviation)
-        assert right > 1e-7
-        assert max(less, more) < 1e-9
-
-
-def test_noise_on_gradient_and_count_has_the_accounted_scales():
-    m = adaptive(AdaptiveDPAdamW)
-    dense = m.noise_part(SecureNoise(), 30_000, 0, 0).astype(float)
-    counts = np.array([m.release_count([0], 0, SecureNoise())[0] for _ in range(1200)]) - 0.5
-    for draws, deviation in ((dense, 3.75 * 2.0 / 16), (counts, 2.5 / 16)):
-        right, less, more = powers(draws, deviation)
-        assert right > 1e-7
-        assert max(less, more) < 1e-9
+    released = np.array([m.release([0] * 9, 0, source) for _ in range(500)])
+    counts = np.array([dense.release_count([0], 0, source)[0] for _ in range(500)])
+    check_deviation(released[:, :-1].ravel(), 3.75 * 2.0 / 16)
+    check_deviation(dense.noise_part(source, 10_000, 0, 0).astype(float), 3.75 * 2.0 / 16)
+    check_deviation(released[:, -1] - 0.5, 2.5 / 16)
+    check_deviation(counts - 0.5, 2.5 / 16)
 
 
 @pytest.mark.parametrize("source", [SecureNoise(), InsecureSeededNoise(0)], ids=lambda s: s.name)
 def test_the_count_has_a_draw_of_its_own(source):
     m = adaptive()
-    released = np.array([m.release([0, 0], step, source) for step in range(2000)])
-    assert abs(np.corrcoef(released.T)[0, 1]) < 0.12
+    released = np.array([m.release([0, 0], step, source) for step in range(500)])
+    assert abs(np.corrcoef(released.T)[0, 1]) < 0.3  # 6 / sqrt(500)
 
 
 # --- The clip -------------------------------------------------------------------------------------
@@ -313,8 +303,7 @@ def test_the_clip_stays_in_range():
     assert adaptive(clip=2.0**60).at([(0.0, -1e6)]).clip == 2.0**64
 
 
-@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
-@pytest.mark.parametrize("start", [0.01, 100.0])
+@pytest.mark.parametrize(("quantile", "start"), [(0.2, 0.01), (0.9, 100.0)])
 def test_the_clip_finds_the_quantile(quantile, start):
     """Log-normal norms, Poisson batches: from a hundred times off to within the noise."""
     rng = np.random.default_rng(1)
@@ -336,7 +325,6 @@ def test_the_clip_finds_the_quantile(quantile, start):
     assert abs(math.log(clips[0] / truth)) > 4
 
 
-@pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -354,13 +342,9 @@ def test_the_clip_finds_the_quantile(quantile, start):
         ({"clip_count_noise": 2.0**25}, r"2 \* clip_count_noise=67108864.0 is outside"),
         ({"clip": math.inf}, "clip=inf must be finite and positive"),
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 must be finite"),
+        ({"num_directions": 0}, "num_directions=0 must be at least 1"),
     ],
 )
-def test_bad_settings_are_refused(cls, changes, message):
+def test_bad_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        adaptive(cls, **changes)
-
-
-def test_directions_must_be_counted():
-    with pytest.raises(ValueError, match="num_directions=0 must be at least 1"):
-        adaptive(num_directions=0)
+        adaptive(**changes)

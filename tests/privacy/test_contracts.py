@@ -124,7 +124,6 @@ def test_every_registered_class_has_a_row():
 def test_mechanism_round_trips_through_json(mechanism):
     text = json.dumps(mechanism.to_dict(), allow_nan=False)
     assert mechanism_from_dict(json.loads(text)) == mechanism
-    assert mechanism_from_dict(json.loads(text)) == mechanism
     assert hash(mechanism_from_dict(json.loads(text))) == hash(mechanism)
 
 
@@ -152,8 +151,8 @@ def test_the_parts_of_a_step_amount_to_its_one_event(mechanism):
         assert not parts
 
 
-@mechanisms
 @pytest.mark.parametrize("relation", RELATIONS)
+@mechanisms
 def test_mechanism_states_a_sensitivity_that_holds_and_is_attained(mechanism, relation):
     stated = mechanism.sensitivity(relation)
     if not mechanism.private:
@@ -213,14 +212,8 @@ def test_mechanism_noise_depends_on_the_source_alone(mechanism):
 
 
 @samplers
-def test_sampler_round_trips_through_json(sampler):
-    text = json.dumps(sampler.to_dict(), allow_nan=False)
-    assert sampler_from_dict(json.loads(text)) == sampler
-    assert sampler_from_dict(json.loads(text)) == sampler
-
-
-@samplers
-def test_sampler_batches_are_sorted_distinct_indices_in_range(sampler):
+def test_sampler_round_trips_and_its_batches_are_sorted_distinct_indices_in_range(sampler):
+    assert sampler_from_dict(json.loads(json.dumps(sampler.to_dict(), allow_nan=False))) == sampler
     for step in (0, 1, 2, 10**12):
         batch = sampler.batch(step, KEY)
         assert batch.dtype == np.int64
@@ -250,17 +243,17 @@ def test_sampler_keeps_its_expected_size_and_probability(sampler):
 
 @samplers
 @mechanisms
-@pytest.mark.parametrize("relation", RELATIONS)
-def test_every_pair_is_accounted_or_refused_with_advice(sampler, mechanism, relation):
+def test_every_pair_is_accounted_or_refused_with_advice(sampler, mechanism):
     fitted = mechanism_from_dict(
         {**mechanism.to_dict(), "expected_batch_size": sampler.expected_batch_size}
     )
-    try:
-        plan = PrivacyPlan(sampler=sampler, mechanism=fitted, steps=2, relation=relation)
-    except ValueError as refusal:
-        assert "use " in str(refusal)  # noqa: PT017
-        return
-    epsilon = plan.epsilon(1e-3)
-    assert epsilon > 0
-    assert math.isfinite(epsilon) == mechanism.private
-    assert PrivacyPlan.from_dict(plan.to_dict()).digest() == plan.digest()
+    for relation in RELATIONS:
+        try:
+            plan = PrivacyPlan(sampler=sampler, mechanism=fitted, steps=2, relation=relation)
+        except ValueError as refusal:
+            assert "use " in str(refusal)  # noqa: PT017
+            continue
+        epsilon = plan.epsilon(1e-3)
+        assert epsilon > 0
+        assert math.isfinite(epsilon) == mechanism.private
+        assert PrivacyPlan.from_dict(plan.to_dict()).digest() == plan.digest()

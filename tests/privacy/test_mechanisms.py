@@ -25,7 +25,7 @@ from hf_dpzero.privacy.mechanisms import (
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 
 NOISE = InsecureSeededNoise(0)
-CLIPS = [1.0, 0.1, 7.3, 50.0, 1e-9, 1e9]
+CLIPS = [0.1, 7.3, 1e9]
 
 
 def scalar(
@@ -82,7 +82,7 @@ def test_one_row_never_exceeds_the_sensitivity_and_attains_it(k, clip, distribut
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
-@pytest.mark.parametrize("k", [1, 4, 16])
+@pytest.mark.parametrize("k", [1, 16])
 def test_replacing_one_row_moves_at_most_twice_the_clip_and_attains_it(k, distribution):
     mechanism = scalar(k, 0.1, distribution)
     rows = [
@@ -103,8 +103,7 @@ def test_replacing_one_row_moves_at_most_twice_the_clip_and_attains_it(k, distri
     assert mechanism.sensitivity("replace_one") == 0.2
 
 
-@pytest.mark.parametrize("size", [1.0, 1e9])
-@pytest.mark.parametrize("small", [1, 3, 8])
+@pytest.mark.parametrize(("size", "small"), [(1.0, 1), (1e9, 8)])
 def test_the_integer_check_catches_what_float64_cannot_see(size, small):
     """(2^30, s) has norm^2 = 2^60 + s^2 > 2^60, and its float64 norm rounds to 2^30 exactly."""
     mechanism = scalar(2, 1.0)
@@ -159,11 +158,6 @@ def test_microbatches_and_processes_add_up_exactly(distribution):
     for size in (1, 8, 13):
         parts = [mechanism.clip_sum(part) for part in x.split(size)]
         assert [sum(column) for column in zip(*parts, strict=True)] == whole
-
-
-def test_large_batches_do_not_overflow():
-    mechanism = scalar(1, 1.0)
-    assert mechanism.clip_sum(torch.full((300_000, 1), 1e30)) == [300_000 * GRID_RADIUS]
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 1), ()])
@@ -284,7 +278,7 @@ def squared_norm(coefficients: tuple[float, ...], u: np.ndarray) -> Fraction:
 
 
 @pytest.mark.parametrize("kind", ["signs", "close", "nearly equal", "equal"])
-@pytest.mark.parametrize("k", [2, 3, 5])
+@pytest.mark.parametrize("k", [2, 5])
 def test_one_vector_never_exceeds_the_clip_in_exact_arithmetic(k, kind):
     u = directions(k, kind)
     mechanism, gram = vector(k, 0.7), u @ u.T
@@ -313,14 +307,6 @@ def test_several_directions_clip_the_vector_that_they_span():
     bad = torch.tensor([[math.nan, 0, 0], [0, math.inf, 0]], dtype=torch.float64)
     mixed = vector(3, 2.0).clip_sum(torch.cat([bad, x]), u @ u.T)
     assert mixed == vector(3, 2.0).clip_sum(x, u @ u.T)
-
-
-def test_orthogonal_directions_are_clipped_as_dpzero_clips_them():
-    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    scalars = scalar(4, 1.5)
-    expected = np.array(scalars.clip_sum(x / 3.0)) * scalars.granularity
-    found = np.array(vector(4, 4.5).clip_sum(x / 3.0, 9.0 * np.eye(4)))
-    assert np.abs(found - expected).max() < 40 * 1.5 * 2.0**-20
 
 
 @pytest.mark.parametrize(

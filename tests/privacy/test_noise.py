@@ -1,4 +1,4 @@
-"""Noise: the law, its power to be told from a wrong law, independence, exactness."""
+"""Noise: its distribution, which a wrong scale is told from, independence, exactness."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scipy import stats
 
 from hf_dpzero.privacy.noise import MAX_SCALE, InsecureSeededNoise, SecureNoise
 
-DRAWS = 20_000
+DRAWS = 8_000
 FALSE_ALARM = 1e-7
-LAWS = {"gaussian": stats.norm(), "laplace": stats.laplace()}
+DISTRIBUTIONS = {"gaussian": stats.norm(), "laplace": stats.laplace()}
 
 
-def chi_square_p(draws: list[int] | np.ndarray, law: object, scale: float) -> float:
-    """p-value of the hypothesis that draws / scale follow `law`, on 50 equally likely bins."""
-    edges = law.ppf(np.linspace(0, 1, 51))  # type: ignore[attr-defined]
+def chi_square_p(draws: list[int] | np.ndarray, distribution: object, scale: float) -> float:
+    """p-value of the hypothesis that draws / scale follow `distribution`, on 50 equally likely bins."""
+    edges = distribution.ppf(np.linspace(0, 1, 51))  # type: ignore[attr-defined]
     counts = np.histogram(np.asarray(draws, dtype=float) / scale, edges)[0]
     assert counts.sum() == len(draws) > 0
     return float(stats.chisquare(counts).pvalue)
@@ -27,18 +27,18 @@ def chi_square_p(draws: list[int] | np.ndarray, law: object, scale: float) -> fl
 
 @pytest.mark.parametrize("source", [SecureNoise(), InsecureSeededNoise(5)], ids=lambda s: s.name)
 @pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
-@pytest.mark.parametrize("scale", [1000.5, 2.0**30, 2.0**50])
+@pytest.mark.parametrize("scale", [1000.5, 2.0**50])
 def test_draws_follow_the_stated_scale_and_no_other(source, distribution, scale):
     draws = getattr(source, distribution)(scale, DRAWS, 0)
     assert all(isinstance(z, int) for z in draws)
-    assert chi_square_p(draws, LAWS[distribution], scale) > FALSE_ALARM
-    assert chi_square_p(draws, LAWS[distribution], scale * 2 / 3) < 1e-100
-    assert chi_square_p(draws, LAWS[distribution], scale * 3 / 2) < 1e-100
+    assert chi_square_p(draws, DISTRIBUTIONS[distribution], scale) > FALSE_ALARM
+    for wrong in (2 / 3, 3 / 2):
+        assert chi_square_p(draws, DISTRIBUTIONS[distribution], scale * wrong) < 1e-50
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
-def test_small_scales_follow_the_discrete_law_exactly(distribution):
-    """At scale 1.5 the discrete law differs visibly from a rounded continuous one."""
+def test_small_scales_follow_the_discrete_distribution_exactly(distribution):
+    """At scale 1.5 the discrete distribution differs visibly from a rounded continuous one."""
     scale, support = 1.5, np.arange(-8, 9)
     weight = {
         "gaussian": np.exp(-(support**2) / (2 * scale**2)),
@@ -51,9 +51,11 @@ def test_small_scales_follow_the_discrete_law_exactly(distribution):
     observed = np.bincount(draws + 8, minlength=17)
     keep = expected > 5
     pooled = [*observed[keep], observed[~keep].sum() + 5]
-    law = [*expected[keep], expected[~keep].sum() + 5]
+    wanted = [*expected[keep], expected[~keep].sum() + 5]
     assert keep.sum() >= 7
-    assert stats.chisquare(pooled, np.array(law) * sum(pooled) / sum(law)).pvalue > FALSE_ALARM
+    assert (
+        stats.chisquare(pooled, np.array(wanted) * sum(pooled) / sum(wanted)).pvalue > FALSE_ALARM
+    )
 
 
 def test_draws_within_a_call_and_across_calls_are_uncorrelated():
@@ -113,8 +115,12 @@ def test_names_say_what_is_secure():
 def test_dense_noise(source):
     parts = [source.dense_gaussian(2.5, DRAWS, 7, part) for part in (0, 1)]
     assert all(part.dtype == np.float32 and part.shape == (DRAWS,) for part in parts)
-    assert chi_square_p(np.concatenate(parts), LAWS["gaussian"], 2.5) > FALSE_ALARM
-    assert chi_square_p(np.concatenate(parts), LAWS["gaussian"], 2.5 * 2 / 3) < 1e-100
+    assert chi_square_p(np.concatenate(parts), DISTRIBUTIONS["gaussian"], 2.5) > FALSE_ALARM
+    for wrong in (2 / 3, 3 / 2):
+        assert chi_square_p(np.concatenate(parts), DISTRIBUTIONS["gaussian"], 2.5 * wrong) < 1e-50
+    cosines, sines = np.split(parts[0], 2)  # of the same radii, in Box-Muller
+    assert abs(np.corrcoef(cosines, sines)[0, 1]) < 6 / math.sqrt(DRAWS / 2)
+    assert len(source.dense_gaussian(1.0, 3, 0, 0)) == 3
     assert not np.array_equal(*parts)
     again = source.dense_gaussian(2.5, DRAWS, 7, 0)
     assert np.array_equal(again, parts[0]) == (not source.secure)
@@ -133,19 +139,3 @@ def test_edges_and_refusals(source, method):
         draw(1.0, -1, 0)
     with pytest.raises(ValueError, match="noise scale nan"):
         source.dense_gaussian(math.nan, 1, 0, 0)
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("size", [1, 2, 200_001])
-def test_dense_noise_from_the_system_is_standard_normal(size):
-    from scipy import stats
-
-    draws = np.concatenate(
-        [SecureNoise().dense_gaussian(3.0, size, 0, 0) for _ in range(max(1, 2000 // size))]
-    )
-    assert draws.dtype == np.float32 and len(draws) % size == 0
-    assert stats.kstest(draws / 3.0, "norm").pvalue > 1e-4
-    for wrong in (2 / 3, 3 / 2):
-        assert stats.kstest(draws / 3.0 * wrong, "norm").pvalue < 1e-6
-    half = len(draws) // 2  # cosines and sines of the same radii must not be correlated
-    assert abs(np.corrcoef(draws[:half], draws[half : 2 * half])[0, 1]) < 6 / np.sqrt(half)

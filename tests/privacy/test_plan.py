@@ -62,18 +62,6 @@ def test_the_accounting_reads_the_objects_that_run():
     assert plan().spec.probability == plan().sampler.sampling_probability == 0.016
 
 
-def test_clip_and_directions_do_not_change_epsilon_beyond_the_grid():
-    wide = ScalarMechanism(
-        clip=50.0, noise_multiplier=2.0, expected_batch_size=16, num_directions=16
-    )
-    assert plan(mechanism=wide).epsilon(DELTA) == pytest.approx(plan().epsilon(DELTA), abs=1e-9)
-
-
-def test_sensitivity_is_the_mechanisms():
-    assert plan().sensitivity == 3.0
-    assert plan(relation="replace_one").sensitivity == 6.0
-
-
 def test_epsilon_over_time():
     p = plan()
     curve = [p.epsilon(DELTA, at=k) for k in (0, 1, 10, 50, 100)]
@@ -138,21 +126,16 @@ def test_accountant_in_the_report():
     assert lemma.accountant_used == "advanced_composition"
 
 
-@pytest.mark.parametrize("cls", [ScalarMechanism, VectorMechanism, DPSGD, DPAdamW])
+@pytest.mark.parametrize("cls", [ScalarMechanism, VectorMechanism, DPAdamW])
 def test_calibrate_returns_a_new_plan_that_keeps_the_target(cls):
-    before = plan(mechanism=cls(clip=3.0, noise_multiplier=7.0, expected_batch_size=16))
+    before = plan(mechanism=cls(clip=3.0, noise_multiplier=0.0, expected_batch_size=16))
     after = before.calibrate(epsilon=2.0, delta=DELTA)
     assert after.epsilon(DELTA) <= 2.0
     sigma = after.mechanism.noise_multiplier
     less = dataclasses.replace(after.mechanism, noise_multiplier=sigma * 0.999)
     assert plan(mechanism=less).epsilon(DELTA) > 2.0
-    assert before.mechanism.noise_multiplier == 7.0
+    assert before.mechanism.noise_multiplier == 0.0
     assert dataclasses.replace(after, mechanism=before.mechanism) == before
-
-
-def test_calibrate_starts_from_no_noise_too():
-    silent = ScalarMechanism(clip=1.0, noise_multiplier=0.0, expected_batch_size=16)
-    assert plan(mechanism=silent).calibrate(epsilon=1.0, delta=DELTA).epsilon(DELTA) <= 1.0
 
 
 @pytest.mark.parametrize(
@@ -172,14 +155,16 @@ def test_what_is_not_private_cannot_be_calibrated(cls, name, instead):
 def test_all_gaussian_methods_cost_the_same():
     """One clipped contribution, one Gaussian: scalars, d-vectors and gradients alike."""
     sizes = {"clip": 3.0, "noise_multiplier": 2.0, "expected_batch_size": 16}
-    more = [VectorMechanism(**sizes, num_directions=5), DPSGD(**sizes), DPAdamW(**sizes),
+    wide = {**sizes, "clip": 50.0}
+    more = [ScalarMechanism(**wide, num_directions=16), VectorMechanism(**sizes, num_directions=5), DPSGD(**sizes), DPAdamW(**sizes),
             DPSGD(**sizes, clipping="automatic")]  # fmt: skip
     costs = {round(plan(mechanism=m).epsilon(DELTA), 9) for m in more}
     assert costs == {round(plan().epsilon(DELTA), 9)}
+    assert (plan().sensitivity, plan(relation="replace_one").sensitivity) == (3.0, 6.0)
 
 
 def test_averaged_clipping_costs_twice_the_bound():
-    """Its sum moves by 2C: as much as an ordinary mechanism with half the noise."""
+    """Its sensitivity is 2C: it costs as much as an ordinary mechanism with half the noise."""
     sizes = {"clip": 3.0, "noise_multiplier": 4.0, "expected_batch_size": 16}
     averaged = DPSGD(**sizes, clipping="averaged", clip_groups=4)
     for relation in ("add_or_remove_one", "replace_one", "replace_special"):
@@ -193,7 +178,7 @@ def test_averaged_clipping_costs_twice_the_bound():
 
 
 def test_averaged_clipping_on_a_full_batch_gains_what_replacement_allows():
-    """A replacement moves the sum by 2C, not by 4C: the cost is that of the presence."""
+    """Its sensitivity under replacement is 2C, not 4C: it costs what adding or removing costs."""
     sizes = {"clip": 3.0, "noise_multiplier": 4.0, "expected_batch_size": 16}
     full = {"sampler": FullBatchSampler(num_examples=16, expected_batch_size=16), "steps": 5}
     averaged = DPSGD(**sizes, clipping="averaged")
