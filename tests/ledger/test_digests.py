@@ -89,10 +89,9 @@ def test_models_that_are_not_quantised_are_named_by_their_parameters_alone(
     assert digest_model(model) == digest_tensors(model.named_parameters())
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "opt", "gpt2", "llama", "qwen2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_so_are_language_models(language_model, family: str, dtype: torch.dtype):
-    model = language_model(family).to(dtype)
+@pytest.mark.parametrize("family", ["roberta", "llama"])
+def test_so_are_language_models(language_model, family: str):
+    model = language_model(family).bfloat16()
     assert digest_model(model) == digest_tensors(model.named_parameters())
 
 

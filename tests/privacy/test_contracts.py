@@ -242,7 +242,9 @@ def test_sampler_keeps_its_expected_size_and_probability(sampler):
 
 
 @samplers
-@mechanisms
+@pytest.mark.parametrize(
+    "mechanism", {m.name: m for m in MECHANISM_ROWS}.values(), ids=lambda m: m.name
+)
 def test_every_pair_is_accounted_or_refused_with_advice(sampler, mechanism):
     fitted = mechanism_from_dict(
         {**mechanism.to_dict(), "expected_batch_size": sampler.expected_batch_size}

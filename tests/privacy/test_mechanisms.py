@@ -405,9 +405,24 @@ def test_discretisation_slack_formula():
     assert discretisation_slack(2.0**-10, 10**4) < 1e-5
 
 
+class Drawn:
+    """Secure draws made in one call, handed out one by one: a call for each costs ten times as much."""
+
+    def __init__(self, distribution: str, scale: float, count: int) -> None:
+        self.left = getattr(SecureNoise(), distribution)(scale, count, 0)
+        self.scale = scale
+
+    def gaussian(self, scale: float, size: int, step: int) -> list[int]:
+        assert (scale, size) == (self.scale, 1)
+        return [self.left.pop()]
+
+    laplace = gaussian
+
+
 @pytest.mark.statistical
-@pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
-@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize(
+    ("distribution", "relation"), [("gaussian", "add_or_remove_one"), ("laplace", "replace_one")]
+)
 def test_audit_of_one_full_batch_step(distribution, relation):
     """An attacker with the best threshold test finds less than the claim, and most of it.
 
@@ -420,8 +435,9 @@ def test_audit_of_one_full_batch_step(distribution, relation):
     a = torch.tensor([[1e30], [0.0], [0.0]])
     b = a[1:] if relation == "add_or_remove_one" else torch.tensor([[-1e30], [0.0], [0.0]])
     totals = [mechanism.clip_sum(x) for x in (a, b)]
+    source = Drawn(distribution, sigma * GRID_RADIUS, 2 * draws)
     released = [
-        np.array([mechanism.release(t, 0, SecureNoise())[0] for _ in range(draws)]) for t in totals
+        np.array([mechanism.release(t, 0, source)[0] for _ in range(draws)]) for t in totals
     ]
     spec = StepSpec(
         sampling="full_batch",

@@ -156,8 +156,12 @@ def test_all_gaussian_methods_cost_the_same():
     """One clipped contribution, one Gaussian: scalars, d-vectors and gradients alike."""
     sizes = {"clip": 3.0, "noise_multiplier": 2.0, "expected_batch_size": 16}
     wide = {**sizes, "clip": 50.0}
-    more = [ScalarMechanism(**wide, num_directions=16), VectorMechanism(**sizes, num_directions=5), DPSGD(**sizes), DPAdamW(**sizes),
-            DPSGD(**sizes, clipping="automatic")]  # fmt: skip
+    more = [
+        ScalarMechanism(**wide, num_directions=16),
+        VectorMechanism(**sizes, num_directions=5),
+        DPAdamW(**sizes),
+        DPSGD(**sizes, clipping="automatic"),
+    ]
     costs = {round(plan(mechanism=m).epsilon(DELTA), 9) for m in more}
     assert costs == {round(plan().epsilon(DELTA), 9)}
     assert (plan().sensitivity, plan(relation="replace_one").sensitivity) == (3.0, 6.0)
