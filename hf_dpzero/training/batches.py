@@ -38,28 +38,26 @@ class Rows:
     collate: Callable[[list[Any]], Mapping[str, Tensor]]
 
     def collate_rows(self, indices: list[int]) -> Mapping[str, Tensor]:
-        """The rows of `indices` as one microbatch: as many rows as examples, no more, no fewer.
+        """The rows of `indices` as one microbatch, with one row for each example.
 
         Raises:
           ValueError: the data set or the collator merges, splits or drops examples; then a row is
             not an example, and clipping rows would not bound an example.
         """
         with isolated_randomness():
-            rows = self._fetch(indices)
+            if hasattr(self.dataset, "__getitems__"):
+                rows = list(self.dataset.__getitems__(indices))
+            else:
+                rows = [self.dataset[i] for i in indices]
             batch = self.collate(rows)
-        found = batch_size(batch)
-        if len(rows) != len(indices) or found != len(indices):
+        size = batch_size(batch)
+        if len(rows) != len(indices) or size != len(indices):
             raise ValueError(
-                f"{len(indices)} examples became {len(rows)} rows and a batch of {found}: use a data "
+                f"{len(indices)} examples became {len(rows)} rows and a batch of {size}: use a data "
                 "set and a collator that keep one row for each example (no packing or flattening, "
                 "no overflowing windows, no pairs)."
             )
         return batch
-
-    def _fetch(self, indices: list[int]) -> list[Any]:
-        if hasattr(self.dataset, "__getitems__"):
-            return list(self.dataset.__getitems__(indices))
-        return [self.dataset[i] for i in indices]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
@@ -25,6 +25,7 @@ from hf_dpzero.privacy.sampling import (
     Sampler,
     TruncatedPoissonSampler,
 )
+from hf_dpzero.values import nearest
 
 logger = logging.get_logger(__name__)
 
@@ -123,7 +124,7 @@ class DPZeroConfig(TrainingArguments):
         "auto", "where the perturbation is during forward passes: " + ", ".join(STRATEGIES)
     )
     defer_updates: bool = _setting(
-        True, "make an update in the next step's first pass, or before anyone reads the weights"
+        True, "make an update in the next step's first pass, or before the weights are read"
     )
     log_private_diagnostics: bool = _setting(
         False, "log un-noised training statistics; the report then says NOT PRIVATE"
@@ -152,12 +153,12 @@ class DPZeroConfig(TrainingArguments):
 
     @property
     def first_order(self) -> bool:
-        """Whether the method takes gradients."""
+        """True if the method takes gradients."""
         return self.method in FIRST_ORDER
 
     @property
     def not_private(self) -> bool:
-        """Whether the method has no privacy to plan: no clip, no noise."""
+        """True if the method neither clips nor adds noise."""
         return self.method in NOT_PRIVATE
 
     def _check_privacy_settings(self) -> None:
@@ -173,7 +174,9 @@ class DPZeroConfig(TrainingArguments):
         _positive("smoothing", self.smoothing)
         _positive("expected_batch_size", self.expected_batch_size)
         _positive("target_epsilon", self.target_epsilon, optional=True)
-        self._check_delta()
+        least = 0.0 if self.noise_distribution == "laplace" else math.ulp(0.0)
+        if self.target_delta is not None and not least <= self.target_delta < 1:
+            raise ValueError(f"target_delta={self.target_delta} must lie in (0, 1), e.g. 1e-5.")
         if int(self.num_directions) != self.num_directions or self.num_directions < 1:
             raise ValueError(
                 f"num_directions={self.num_directions} must be an integer of at least 1."
@@ -210,7 +213,7 @@ class DPZeroConfig(TrainingArguments):
             )
 
     def _check_direction_settings(self) -> None:
-        """What is made of directions: which subspace, which update."""
+        """The subspace that directions lie in, and the update rule."""
         _choose("subspace", self.subspace, tuple(SUBSPACES))
         _choose("update_rule", self.update_rule, tuple(UPDATE_RULES))
         self._subspace(), self._update_rule()
@@ -230,26 +233,11 @@ class DPZeroConfig(TrainingArguments):
                 "subspace='low_rank' with method='dpgd-0th', whose noise is d-dimensional: use 'full', "
                 "or method='dpzero'."
             )
-        if self.first_order:
-            self._warn_of_ignored("subspace", "num_directions")
-
-    def _warn_of_ignored(self, *names: str) -> None:
-        defaults = {f.name: f.default for f in fields(type(self))}
-        for name in names:
-            if getattr(self, name) != defaults[name]:
-                logger.warning(
-                    "%s=%s is ignored: method=%r uses gradients, not directions.",
-                    name,
-                    getattr(self, name),
-                    self.method,
-                )
-
-    def _check_delta(self) -> None:
-        laplace = self.noise_distribution == "laplace"
-        if self.target_delta is not None and not (
-            0 < self.target_delta < 1 or (laplace and self.target_delta == 0)
-        ):
-            raise ValueError(f"target_delta={self.target_delta} must lie in (0, 1), e.g. 1e-5.")
+        for name, default in (("subspace", "full"), ("num_directions", 1)):
+            value = getattr(self, name)
+            if self.first_order and value != default:
+                words = "%s=%s is ignored: method=%r uses gradients, not directions."
+                logger.warning(words, name, value, self.method)
 
     def _check_training_settings(self) -> None:
         if self.gradient_accumulation_steps != 1:
@@ -265,10 +253,8 @@ class DPZeroConfig(TrainingArguments):
                 "fp16=True: float16 losses are too coarse for finite differences; use bf16=True "
                 "(autocast) or float32."
             )
-        if (
-            self.push_to_hub
-            and str(getattr(self.hub_strategy, "value", self.hub_strategy)) != "end"
-        ):
+        hub_strategy = str(getattr(self.hub_strategy, "value", self.hub_strategy))
+        if self.push_to_hub and hub_strategy != "end":
             raise ValueError(
                 f"hub_strategy={self.hub_strategy!r} would upload output_dir as it is, secrets and "
                 "all; leave it at 'end', which ships the allow list of hf_dpzero.reporting.hub."
@@ -286,9 +272,7 @@ class DPZeroConfig(TrainingArguments):
         if self.auto_find_batch_size:
             raise ValueError("auto_find_batch_size=True: set microbatch_size instead.")
         if self.max_grad_norm and not self.first_order:
-            logger.warning(
-                "max_grad_norm=%s is ignored: there are no gradients.", self.max_grad_norm
-            )
+            logger.warning("max_grad_norm=%s is ignored: no gradients.", self.max_grad_norm)
             self.max_grad_norm = 0.0
         self._check_optimizer()
         if self.trainable is not None:
@@ -437,7 +421,9 @@ class DPZeroConfig(TrainingArguments):
 
 def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}.")
+        close = nearest(str(value), choices)
+        hint = f"; did you mean {close!r}?" if close else "."
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}{hint}")
 
 
 def _positive(name: str, value: float | None, optional: bool = False) -> None:

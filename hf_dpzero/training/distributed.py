@@ -1,9 +1,9 @@
-"""The few collective operations a step needs; without torch.distributed they are identities."""
+"""Collective operations of a step (identities in one process), and which launches are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,12 @@ def sum_tensor_(tensor: torch.Tensor) -> None:
 
 
 def is_main() -> bool:
-    """Whether this is the process that draws noise and writes files."""
+    """True on rank 0, which draws noise and writes files."""
     return not active() or dist.get_rank() == 0
 
 
 def shared(value: T) -> T:
-    """The main process' value, on every process."""
+    """Rank 0's value, on every process."""
     if not active():
         return value
     box = [value]
@@ -54,13 +54,21 @@ def shared(value: T) -> T:
 
 
 def shared_from_main(make: Callable[[], T]) -> T:
-    """Calls `make` on the main process only and shares the result: noise is drawn once."""
+    """Calls `make` on rank 0 only and shares the result: noise is drawn once."""
     value = make() if is_main() else None
     return shared(value)  # type: ignore[return-value]
 
 
 def on_main(main: Callable[[], T], others: Callable[[], T]) -> T:
-    """main() on the main process, then others() on the rest; an error of main's reaches all."""
+    """Calls `main` on rank 0, then `others` on the other ranks.
+
+    Args:
+      main: its error is raised on all ranks.
+      others: not called if `main` failed.
+
+    Returns:
+      What this rank's function returned.
+    """
     if not active():
         return main()
     result, failure = None, None
@@ -73,3 +81,56 @@ def on_main(main: Callable[[], T], others: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return result if dist.get_rank() == 0 else others()  # type: ignore[return-value]
+
+
+def check_launch(trainer: Any) -> None:
+    """Refuses sharding that `accelerate launch` asks for by environment variables.
+
+    Raises:
+      ValueError: the accelerator does anything but plain data parallelism.
+    """
+    kind = str(getattr(trainer.accelerator.distributed_type, "value", ""))
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
+        raise ValueError(
+            f"distributed_type={kind} shards or copies parameters in ways that the in-place "
+            "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process."
+        )
+
+
+def check_processes(args: Any) -> None:
+    """Refuses methods that work in one process only.
+
+    Raises:
+      ValueError: dpgd-0th or averaged clipping on several processes.
+    """
+    if args.world_size == 1:
+        return
+    if args.method == "dpgd-0th":
+        raise ValueError(
+            f"dpgd-0th on {args.world_size} processes: its d-dimensional noise is drawn in one "
+            "process only; run it in one, or use method='dpzero'."
+        )
+    if args.clipping == "averaged":
+        raise ValueError(
+            f"clipping='averaged' on {args.world_size} processes: a group's mean is clipped in one "
+            "process only; run it in one, or use clipping='fixed'."
+        )
+
+
+def check_single_strategy(args: Any) -> None:
+    """Refuses sharding and nn.DataParallel that the arguments ask for.
+
+    Raises:
+      ValueError: FSDP, DeepSpeed or nn.DataParallel.
+    """
+    if args.deepspeed or args.fsdp:
+        raise ValueError(
+            "FSDP and DeepSpeed shard or copy parameters in ways that the in-place perturbation does "
+            "not follow: run on one device or with plain data parallelism (accelerate launch)."
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs in one process would use nn.DataParallel, which averages before "
+            "clipping: start one process per GPU with `accelerate launch`, or set "
+            "CUDA_VISIBLE_DEVICES to one."
+        )

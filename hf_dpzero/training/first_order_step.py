@@ -2,8 +2,8 @@
 
 g = (sum_i w_i grad f(theta; xi_i) + noise) / B,   ||w_i grad f(theta; xi_i)|| <= C
 
-(DP-SGD, Abadi et al. 2016). The result is left in the parameters' `grad`: whatever an optimizer makes
-of it is post-processing. Knows nothing of transformers.
+(DP-SGD, Abadi et al. 2016). The result is left in the parameters' `grad`; the optimizer's update is
+post-processing. Knows nothing of transformers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hf_dpzero.training.random_state import isolated_randomness
 logger = logging.getLogger(__name__)
 
 Microbatch = Mapping[str, Tensor]
-_ONLOOKER = (
+_BACKWARD_HOOK = (
     "{} has a backward hook, which would see private gradients before clipping and noise (a logger that "
     "watches gradients, such as wandb.watch): take it off."
 )
@@ -60,7 +60,15 @@ class WeightedGradients(Protocol):
     def weighted_sum(
         self, microbatches: Sequence[Any], weigh: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """(sum_i w_i g_i for each parameter, float32; the norms ||g_i|| [B] on the CPU)."""
+        """Sums per-example gradients g_i.
+
+        Args:
+          microbatches: none give zeros.
+          weigh: norms ||g_i|| [b] -> weights w_i [b] with w_i ||g_i|| <= C.
+
+        Returns:
+          sum_i w_i g_i for each parameter, float32; the norms [B] on the CPU.
+        """
 
 
 class PlainGradients:
@@ -84,17 +92,24 @@ class PlainGradients:
     def weighted_sum(
         self, microbatches: Sequence[Microbatch], weigh: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """As in the protocol; every weight is 1 and no norm is computed ([0]).
+        """As in the protocol, but every weight is 1, and no norm is computed ([0]).
 
         An example whose loss is not finite counts as zero.
+
+        Args:
+          microbatches: none give zeros.
+          weigh: not called.
+
+        Returns:
+          sum_i g_i for each parameter, float32; no norms.
         """
         totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
         with evaluation_mode(self.model), torch.enable_grad():
             for part in microbatches:
                 losses = check_per_example(self.objective(self.model, part), batch_size(part))
                 loss = torch.where(losses.isfinite(), losses, 0.0).sum()
-                found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-                for total, gradient in zip(totals, found, strict=True):
+                gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+                for total, gradient in zip(totals, gradients, strict=True):
                     if gradient is not None:
                         total.add_(gradient.nan_to_num(0.0, 0.0, 0.0))
         return totals, torch.zeros(0)
@@ -116,11 +131,14 @@ class GroupMeans:
     def weighted_sum(
         self, groups: Sequence[Sequence[Microbatch]], weigh: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """(sum_j w_j m_j over the groups' mean gradients m_j, their norms [groups] on the CPU).
+        """Sums the groups' mean gradients m_j.
 
         Args:
           groups: the microbatches of each group that was sampled; none gives zeros.
           weigh: norm [1] of a mean -> w [1]. A mean that is not finite counts as zero.
+
+        Returns:
+          sum_j w_j m_j for each parameter, float32; the norms [groups] on the CPU.
         """
         totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
         norms = [torch.zeros(0)]
@@ -138,13 +156,16 @@ class GroupMeans:
 
 @dataclass(frozen=True)
 class FirstOrderStep:
-    """What a step needs; calling it takes one and leaves the noised mean in every `grad`.
+    """Takes the steps of a first-order run, one a call, and leaves the noised mean in every `grad`.
+
+    Guarantee: Gaussian mechanism on the clipped sum; the ledger is written before the gradient is
+    handed on.
 
     Attributes:
       mechanism: the plan's.
       gradients: of the trainable parameters.
-      noise: drawn once for each step, on the main process.
-      trajectory: the ledger; written before the gradient is handed on.
+      noise: drawn once for each step, on rank 0.
+      trajectory: the ledger.
     """
 
     mechanism: Mechanism
@@ -155,11 +176,16 @@ class FirstOrderStep:
     def __call__(
         self, step: int, microbatches: Sequence[Any], learning_rate: float
     ) -> Tensor | None:
-        """Takes step number `step` on this process' microbatches (averaged clipping: the groups').
+        """Takes a step.
 
-        There may be none. A step that the ledger holds already was paid for before a crash, and its
-        gradient is lost: every `grad` is None then, so that optimizers pass over it. No data, no
-        noise.
+        A step that the ledger holds already was paid for before a crash, and its gradient is lost:
+        every `grad` becomes None, so that optimizers skip it. No data, no noise.
+
+        Args:
+          step: its number, from 0.
+          microbatches: this process' share of the batch (averaged clipping: of each group), maybe
+            none.
+          learning_rate: written to the ledger.
 
         Returns:
           The un-noised gradient norms [B, 1] (private: for opt-in diagnostics only), or None for a
@@ -170,50 +196,43 @@ class FirstOrderStep:
             self._hand_on([None] * len(self.gradients.parameters))
             return None
         if self.mechanism.private:
-            self._refuse_onlookers()
-        mechanism = self._current.after(self.trajectory.releases)
-        with isolated_randomness(), self._guarded():
+            self._refuse_backward_hooks()
+        mechanism = self._schedule.after(self.trajectory.releases)
+        named = self.gradients.model.named_parameters()
+        guard = ParameterGuard((name, p) for name, p in named if has_plain_storage(p))
+        with isolated_randomness(), guard.watching():
             totals, norms = self.gradients.weighted_sum(microbatches, mechanism.weights)
-        values = self._released_values(mechanism, norms, step)
+        values: tuple[float, ...] = ()
+        if mechanism.values_per_release:  # adaptive clipping: the count of unclipped examples
+            count = sum_over_processes(mechanism.count(norms))
+            values = shared_from_main(lambda: mechanism.release_count(count, step, self.noise))
         self.trajectory.append(Release(step, values, learning_rate))
         self._hand_on(list(self._noised_means(mechanism, totals, step)))
         return norms.unsqueeze(1)
 
     @functools.cached_property
-    def _current(self) -> MechanismSchedule[Any]:
+    def _schedule(self) -> MechanismSchedule[Any]:
         return MechanismSchedule(self.mechanism)
 
-    def _refuse_onlookers(self) -> None:
-        """Refuses hooks that would be shown gradients before they are clipped and noised.
+    def _refuse_backward_hooks(self) -> None:
+        """Refuses hooks that would see gradients before they are clipped and noised.
 
-        At every step, because callbacks may add them late.
+        Checked at every step, because callbacks may add them late.
         """
         for name, parameter in self.gradients.model.named_parameters():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                raise ValueError(_ONLOOKER.format(name))
+                raise ValueError(_BACKWARD_HOOK.format(name))
         for name, module in self.gradients.model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
-                raise ValueError(_ONLOOKER.format(name or "the model"))
-
-    def _guarded(self) -> Any:
-        everything = self.gradients.model.named_parameters()
-        named = ((name, p) for name, p in everything if has_plain_storage(p))
-        return ParameterGuard(named).watching()
-
-    def _released_values(self, mechanism: Any, norms: Tensor, step: int) -> tuple[float, ...]:
-        """The scalars that go to the ledger: the noised count of adaptive clipping, else none."""
-        if not mechanism.values_per_release:
-            return ()
-        count = sum_over_processes(mechanism.count(norms))
-        values: tuple[float, ...] = shared_from_main(
-            lambda: mechanism.release_count(count, step, self.noise)
-        )
-        return values
+                raise ValueError(_BACKWARD_HOOK.format(name or "the model"))
 
     def _noised_means(
         self, mechanism: Any, totals: Sequence[Tensor], step: int
     ) -> Iterator[Tensor]:
-        """(total + noise) / divisor for each parameter: the main process' share gets the noise."""
+        """(total + noise) / divisor for each parameter.
+
+        Only rank 0 adds noise, before the all-reduce.
+        """
         part = 0
         for total in totals:
             mean = total.div_(mechanism.divisor).view(-1)

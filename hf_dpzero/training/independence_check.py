@@ -1,11 +1,11 @@
-"""A trial before training: is every example's loss a function of that example alone?
+"""Checks before training that each example's loss is a function of that example alone.
 
-A few examples, long ones and short ones, are evaluated one by one, together, together with more
-masked padding, and one by one again in the reverse order. Losses that differ by more than rounding
-depend on their neighbours, on the width of the batch, or on what the model has seen before; then
-clipping a loss would not bound one example's influence. Nothing of the trial is released.
+A few long and a few short examples are evaluated one by one, together, together with more masked
+padding, and one by one again in reverse order. Losses that differ by more than rounding depend on the
+other examples, on the width of the batch, or on what the model has seen before; clipping a loss would
+then not bound one example's influence. The losses are discarded.
 
-It cannot see everything: what only happens at other lengths than these is for `check_widths`.
+What happens only at other lengths is not seen here; `check_widths` refuses the known cases.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Batch = Mapping[str, Tensor]
 Losses = Callable[[Batch], Tensor]
 
 SAMPLE, TRIED = 64, 4
-_FILL = {"labels": IGNORE_INDEX}
+_FILL = {"labels": IGNORE_INDEX, "attention_mask": 0}  # other columns repeat a token
 
 
-def check_uncoupled(
+def check_independence(
     collate: Callable[[list[int]], Batch], count: int, losses: Losses, widths: bool = True
 ) -> None:
     """Refuses a loss that depends on the other examples of its batch, or on those before it.
@@ -48,14 +48,22 @@ def check_uncoupled(
         return  # the collator or the model draws random numbers: nothing can be compared
     _compare(together, alone, "in a batch of several and in a batch of one")
     wider = _widened_losses(collate(rows), losses) if widths else []
-    if wider and not any(_agree(found, together) for found in wider):
+    if wider and not any(_agree(of_side, together) for of_side in wider):
         _compare(wider[0], together, "in a batch and in the same with more masked padding")
     later = torch.cat([losses(collate([row])) for row in reversed(rows)]).flip(0)
     _compare(later, alone, "before and after other examples were seen")
 
 
 def long_and_short(collate: Callable[[list[int]], Batch], count: int) -> list[int]:
-    """The longest and the shortest of up to 64 rows spread over the data, the longest first."""
+    """The longest and the shortest of up to 64 rows spread over the data, the longest first.
+
+    Args:
+      collate: row numbers -> batch.
+      count: number of rows.
+
+    Returns:
+      Up to 4 row numbers.
+    """
     step = max(1, count // SAMPLE)
     lengths = {row: _tokens(collate([row])) for row in range(0, count, step)}
     ordered = sorted(lengths, key=lambda row: -lengths[row])
@@ -64,7 +72,7 @@ def long_and_short(collate: Callable[[list[int]], Batch], count: int) -> list[in
 
 
 def _tokens(batch: Batch) -> int:
-    """What attends, or all that there is."""
+    """Attended tokens, or elements of the largest tensor where there is no mask."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor):
         return int(mask.ne(0).sum())
@@ -72,24 +80,32 @@ def _tokens(batch: Batch) -> int:
 
 
 def _widened_losses(batch: Batch, losses: Losses) -> list[Tensor]:
-    """Losses with eight masked columns more, on the right and on the left.
+    """Losses with eight more masked columns, on the right and on the left.
 
-    A loss of one's own may count on padding being on one side, so one that agrees is enough. Nothing
-    where the batch or the model has no room.
+    A custom loss may rely on padding being on one side, so one that agrees is enough. Empty where the
+    batch or the model has no room.
     """
-    found = []
+    of_sides = []
     for side in ("right", "left"):
         wider = widened(batch, side)
         with contextlib.suppress(IndexError, RuntimeError, ValueError):
             if wider is not None:
-                found.append(losses(wider))
-    return found
+                of_sides.append(losses(wider))
+    return of_sides
 
 
 def widened(batch: Batch, side: str, columns: int = 8) -> dict[str, Tensor] | None:
     """The batch with masked columns at a side; None without an attention mask over tokens.
 
     Columns repeat a row's token, so that no pad token is needed; labels there are -100.
+
+    Args:
+      batch: from a collator.
+      side: "right" or "left".
+      columns: how many to add.
+
+    Returns:
+      A new batch; None where nothing can be widened.
 
     >>> ids, mask = torch.tensor([[5, 6]]), torch.tensor([[1, 1]])
     >>> widened({"input_ids": ids, "attention_mask": mask}, "right", 1)["input_ids"]
@@ -98,28 +114,24 @@ def widened(batch: Batch, side: str, columns: int = 8) -> dict[str, Tensor] | No
     mask, ids = batch.get("attention_mask"), batch.get("input_ids")
     if mask is None or ids is None or mask.shape != ids.shape or ids.shape[-1] == 0:
         return None
-    found = dict(batch)
+    wider = dict(batch)
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.shape == ids.shape:
-            fill = 0 if name == "attention_mask" else _FILL.get(name)
-            found[name] = _longer(value, side, columns, fill)
-    return found
+            edge = value[..., -1:] if side == "right" else value[..., :1]
+            more = edge.expand(*value.shape[:-1], columns)
+            if name in _FILL:
+                more = torch.full_like(more, _FILL[name])
+            wider[name] = torch.cat([value, more] if side == "right" else [more, value], dim=-1)
+    return wider
 
 
-def _longer(value: Tensor, side: str, columns: int, fill: int | None) -> Tensor:
-    edge = value[..., -1:] if side == "right" else value[..., :1]
-    more = edge.expand(*value.shape[:-1], columns)
-    more = more if fill is None else torch.full_like(more, fill)
-    return torch.cat([value, more] if side == "right" else [more, value], dim=-1)
+def _agree(losses: Tensor, expected: Tensor) -> bool:
+    """Within a tenth of a percent; NaN agrees with anything, because it counts as zero."""
+    return not bool(((losses - expected).abs() > 1e-3 * expected.abs() + 1e-4).any())
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Within a tenth of a percent; NaN agrees with anything, for it counts as zero."""
-    return not bool(((found - expected).abs() > 1e-3 * expected.abs() + 1e-4).any())
-
-
-def _compare(found: Tensor, expected: Tensor, where: str) -> None:
-    if not _agree(found, expected):
+def _compare(losses: Tensor, expected: Tensor, where: str) -> None:
+    if not _agree(losses, expected):
         raise ValueError(
             f"an example's loss depends on the other examples of its batch: it differs {where}, so "
             "clipping it would not bound one example's influence. Compute each loss from its own row "
@@ -130,6 +142,10 @@ def _compare(found: Tensor, expected: Tensor, where: str) -> None:
 
 def check_widths(model: nn.Module, microbatch_size: int) -> None:
     """Refuses attention that changes with the width of a batch, or with what was seen before.
+
+    Args:
+      model: judged by its configuration.
+      microbatch_size: examples in a forward pass.
 
     Raises:
       ValueError: block-sparse attention (BigBird, which leaves it for good at the first short batch),
@@ -157,11 +173,11 @@ def check_widths(model: nn.Module, microbatch_size: int) -> None:
 
 def rope_types(config: Any) -> set[str]:
     """The kinds of rotary positions that a configuration names, also nested ones."""
-    found: set[str] = set()
+    kinds: set[str] = set()
     for name in ("rope_parameters", "rope_scaling"):
         settings = getattr(config, name, None)
         nested: Sequence[Any] = list(settings.values()) if isinstance(settings, Mapping) else []
         for values in (settings, *nested):
             if isinstance(values, Mapping):
-                found |= {str(values[key]) for key in ("rope_type", "type") if key in values}
-    return found
+                kinds |= {str(values[key]) for key in ("rope_type", "type") if key in values}
+    return kinds

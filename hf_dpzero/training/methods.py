@@ -1,5 +1,6 @@
-"""What a trainer delegates to: zeroth-order steps on a parameter space, or noised gradients for torch's
-optimizers. Both keep the same ledger under the same plan.
+"""The two kinds of training: zeroth-order steps in place, and noised gradients for torch's optimizers.
+
+Both keep the same ledger under the same plan.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.estimators.parameter_guard import ParameterChanged
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import PerExampleLoss, is_compiled
-from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.training.batches import LogicalBatch
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
 from hf_dpzero.training.precision import refuse_compiled
@@ -33,14 +33,14 @@ logger = logging.get_logger(__name__)
 
 
 class TrainingMethod(ABC):
-    """One way of making a run's steps.
+    """Makes the steps of a run.
 
     Args:
       trainer: a `DPZeroTrainer` whose ledger is open.
       state: a checkpoint's `state_dict`, or None for a run that starts.
 
     Attributes:
-      step: what takes one step under the ledger.
+      step: a `ZerothOrderStep` or a `FirstOrderStep`.
       optimizer: carries the learning rate, or None to take the one that `optim` names.
     """
 
@@ -52,11 +52,19 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
-        """Takes a step; its un-noised statistics [B, K], or None."""
+        """Takes a step.
+
+        Args:
+          batch: its number and microbatches.
+          learning_rate: of this step.
+
+        Returns:
+          Un-noised statistics [B, K] (private), or None if no data was read.
+        """
 
     @abstractmethod
     def settle_(self) -> None:
-        """Afterwards the parameters may be read."""
+        """Makes the parameters hold theta."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -67,62 +75,52 @@ class ZerothOrderMethod(TrainingMethod):
     """DPZero, DPGD-0th and MeZO: the parameters move along public directions, in place."""
 
     def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None:
-        self.trainer, self.args = trainer, trainer.args
-        self.space = self._parameter_space(state)
+        args, header = trainer.args, trainer.trajectory.header
+        self.trainer = trainer
+        self.space = space_from_header(trainer.model, header)
+        if state is None:
+            self.space.snap_()
+        else:
+            self.space.load_state_dict(state)
+        differences = FiniteDifferences(
+            trainer.model,
+            self.space,
+            trainer.evaluated_objective(),
+            args.smoothing,
+            args.reuse_frozen_prefix,
+            args.perturbation_strategy,
+        )
+        with isolated_randomness():
+            direction = directions_of(0, header)[0]
+            messages = make_exact(differences, trainer.probe(), direction, args.num_directions)
+        for message in messages:
+            logger.warning(message)
+        # An update may wait only if weights are read between steps through forward(), state_dict()
+        # or copies, where it is made first; callbacks of others may read them directly.
+        readers = [trainer, *trainer.callback_handler.callbacks]
         self.step = ZerothOrderStep(
             mechanism=trainer.plan.mechanism,
             space=self.space,
-            differences=self._estimator(trainer.evaluated_objective()),
+            differences=differences,
             noise=trainer.noise,
             trajectory=trainer.trajectory,
-            defer=self._may_defer(),
+            defer=args.defer_updates and all_known(readers) and not is_compiled(trainer.model),
         )
         self.reads = WeightReads(trainer.model, self.space)
         trainer.while_training(self.reads)
-        _warn_of_rounding(trainer, self.step.differences)
-        self.optimizer = _LearningRate(self.space.tensors, self.args.learning_rate)
-
-    def _parameter_space(self, state: Mapping[str, Any] | None) -> ParameterSpace:
-        space = space_from_header(self.trainer.model, self.trainer.trajectory.header)
-        if state is None:
-            space.snap_()
-        else:
-            space.load_state_dict(state)
-        return space
-
-    def _estimator(self, objective: PerExampleLoss) -> FiniteDifferences:
-        differences = FiniteDifferences(
-            self.trainer.model,
-            self.space,
-            objective,
-            self.args.smoothing,
-            self.args.reuse_frozen_prefix,
-            self.args.perturbation_strategy,
-        )
-        direction = directions_of(0, self.trainer.trajectory.header)[0]
-        with isolated_randomness():
-            messages = make_exact(
-                differences, self.trainer.probe(), direction, self.args.num_directions
-            )
-        for message in messages:
-            logger.warning(message)
-        return differences
-
-    def _may_defer(self) -> bool:
-        """True if weights are read between steps only through forward(), state_dict() or copies."""
-        known = all_known([self.trainer, *self.trainer.callback_handler.callbacks])
-        return self.args.defer_updates and known and not is_compiled(self.trainer.model)
+        _warn_of_rounding(trainer, differences)
+        self.optimizer = _LearningRate(self.space.tensors, args.learning_rate)
 
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
-        """One private step (see `zeroth_order_step`), on settled parameters if others may look."""
+        """As in the base class; settles at once if a callback of others was added since the start."""
         with self.reads.own_step():
             differences = self.step(batch["step"], batch["microbatches"], learning_rate)
             if self.step.defer and not all_known(self.trainer.callback_handler.callbacks):
-                self.space.settle_()  # a callback came in after the start
+                self.space.settle_()
         return differences
 
     def settle_(self) -> None:
-        """Takes the perturbation off and makes the update that waits."""
+        """Removes the perturbation and makes the update that waits."""
         self.space.settle_()
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,14 +159,14 @@ class FirstOrderMethod(TrainingMethod):
             args.physical_batch_size,
             autocast=args.mixed_precision != "no",
         )
-        rows = self.trainer._training_rows()
+        rows = self.trainer.training_rows()
         tried = [i % len(self.trainer.train_dataset) for i in range(3)]
         with isolated_randomness():
             gradients.check_attribution(rows.collate_rows(tried))
         return gradients
 
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
-        """Leaves the noised gradient in the parameters (see `hf_dpzero.training.first_order_step`)."""
+        """Leaves the noised gradient in the parameters, for the optimizer."""
         parts: Sequence[Any] = batch["microbatches"]
         if self.trainer.args.clipping == "averaged":
             paired = zip(batch["groups"], parts, strict=True)
@@ -177,11 +175,31 @@ class FirstOrderMethod(TrainingMethod):
         return self.step(batch["step"], parts, learning_rate)
 
     def settle_(self) -> None:
-        """Nothing: the parameters always hold theta."""
+        """Does nothing: the parameters always hold theta."""
 
     def state_dict(self) -> dict[str, Any]:
-        """{}: optimizer and weights are in the checkpoint already."""
+        """Empty: optimizer and weights are in the checkpoint already."""
         return {}
+
+
+def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]:
+    """Un-noised statistics of a step, logged only on request (they break the guarantee).
+
+    Args:
+      differences: finite differences or gradient norms [B, K].
+      mechanism: its clip is compared.
+
+    Returns:
+      Batch size, share of clipped examples and median norm.
+    """
+    if not len(differences):
+        return {"private_batch_size": 0.0}
+    norms = differences.norm(dim=1)
+    return {
+        "private_batch_size": float(len(differences)),
+        "private_clip_fraction": float((norms > mechanism.clip).double().mean()),
+        "private_difference_norm": float(norms.median()),
+    }
 
 
 class _LearningRate(torch.optim.Optimizer):
@@ -191,48 +209,42 @@ class _LearningRate(torch.optim.Optimizer):
         super().__init__(tensors, {"lr": learning_rate})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing: the step has updated the parameters."""
+        """Does nothing: the training step has updated the parameters."""
 
 
 def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:
-    """Logs signal and rounding of a `DPZeroTrainer` in low precision; nothing in float32."""
+    """In low precision, logs how large rounding is beside the finite differences of public rows."""
     dtype = precision_diagnostics.low_precision(trainer.model, trainer.args)
     if dtype is None:
         return
     try:
         with isolated_randomness():
             public = _public_microbatches(trainer)
-            found = precision_diagnostics.measure(differences, public, dtype) if public else None
+            ratio = precision_diagnostics.measure(differences, public, dtype) if public else None
     except ParameterChanged:
         raise
     except (RuntimeError, ValueError, LookupError, TypeError) as error:
         logger.info(f"signal and rounding were not compared: {error}")
         return
-    if found is None:
+    if ratio is None:
         logger.info("signal and rounding were not compared: no public batch could be made.")
     elif trainer.is_world_process_zero():
-        (logger.info if found.sufficient else logger.warning)(str(found))
+        (logger.info if ratio.sufficient else logger.warning)(str(ratio))
 
 
 def _public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:
     """A few rows of eval_dataset, or random tokens, split as the run splits its batches."""
-    evaluation = trainer.eval_dataset
+    evaluation, size = trainer.eval_dataset, trainer.args.physical_batch_size
     if isinstance(evaluation, dict):
         evaluation = next(iter(evaluation.values()), None)
-    size = trainer.args.physical_batch_size
     if hasattr(evaluation, "__len__") and len(evaluation):
-        return _rows_of(trainer, evaluation, size)
-    batch = precision_diagnostics.random_tokens(trainer.probe(), trainer.model)
-    if batch is None:
-        return []
+        trainer.refuse_private(evaluation)
+        rows, count = trainer.rows_of(evaluation), min(precision_diagnostics.ROWS, len(evaluation))
+        return [
+            rows.collate_rows(list(range(i, min(i + size, count)))) for i in range(0, count, size)
+        ]
+    batch = precision_diagnostics.random_tokens(trainer.probe(), trainer.model) or {}
     return [
         {name: value[i : i + size] for name, value in batch.items()}
-        for i in range(0, precision_diagnostics.ROWS, size)
+        for i in range(0, precision_diagnostics.ROWS if batch else 0, size)
     ]
-
-
-def _rows_of(trainer: Any, evaluation: Any, size: int) -> list[Mapping[str, Tensor]]:
-    trainer.refuse_private(evaluation)
-    rows, count = trainer.rows_of(evaluation), min(precision_diagnostics.ROWS, len(evaluation))
-    starts = range(0, count, size)
-    return [rows.collate_rows(list(range(i, min(i + size, count)))) for i in starts]

@@ -1,5 +1,6 @@
-"""Autocast and torch.compile for private steps: every forward pass reads the perturbed weights.
+"""Arithmetic of the forward passes: autocast, torch.compile, and where low precision is refused.
 
+Every forward pass must read the perturbed weights, and an example's loss must not depend on others.
 Autocast caches low-precision copies of the weights while its outermost block lasts; a forward pass at
 another perturbation would see the old copies, so the cache is off. Compiled code reads the parameters
 anew in each call; only Inductor's freezing would fold them into constants, and is refused.
@@ -11,16 +12,18 @@ import contextlib
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hf_dpzero.ledger.digests import is_packed
 from hf_dpzero.objectives.losses import is_compiled
+from hf_dpzero.perturbation.trainable import quantised_kind
 
 
 def uncached_autocast(accelerator: Any) -> contextlib.AbstractContextManager[None]:
-    """The autocast that `accelerator` is set to (none, perhaps), which keeps no copies of weights.
+    """The autocast of `accelerator` (perhaps none), set to keep no copies of weights.
 
-    Accelerate puts it around `model.forward` as well, but only once training has been prepared; this
-    one is also there for what is checked before.
+    Accelerate puts it around `model.forward` too, but only after training has been prepared; checks
+    run before that.
     """
     from accelerate.utils import AutocastKwargs
 
@@ -31,7 +34,7 @@ def uncached_autocast(accelerator: Any) -> contextlib.AbstractContextManager[Non
 
 
 def check_mixed_precision(args: Any, device_type: str) -> None:
-    """Refuses arithmetic that `args` do not show or that is too coarse.
+    """Refuses an autocast around the call, and mixed precision other than bfloat16.
 
     Args:
       args: `TrainingArguments`; `mixed_precision` also holds what `accelerate launch` asks for.
@@ -66,14 +69,22 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def compile_(model: nn.Module, args: Any) -> None:
-    """Compiles `model` in place as `TrainingArguments` ask for; nothing without `torch_compile`.
+    """Compiles `model` in place if `torch_compile` is set.
+
+    Args:
+      model: compiled already, perhaps.
+      args: `TrainingArguments`.
 
     Raises:
       ValueError: Inductor would fold the weights into constants, which no perturbation reaches.
     """
     if args.torch_compile and not is_compiled(model):
         model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-    if is_compiled(model) and _folds_weights():
+    if not is_compiled(model):
+        return
+    import torch._inductor.config as inductor
+
+    if inductor.freezing:
         raise ValueError(
             "torch._inductor.config.freezing is on: compiled code would keep the weights of its first "
             "call, and no perturbation would reach it. Set it (TORCHINDUCTOR_FREEZING) to False."
@@ -81,7 +92,11 @@ def compile_(model: nn.Module, args: Any) -> None:
 
 
 def refuse_compiled(model: nn.Module, method: str) -> None:
-    """Refuses compiled models where hooks must see every layer.
+    """Refuses compiled models for methods whose hooks must see every layer.
+
+    Args:
+      model: to be trained.
+      method: of the configuration, for the message.
 
     Raises:
       ValueError: the model is compiled.
@@ -93,7 +108,57 @@ def refuse_compiled(model: nn.Module, method: str) -> None:
         )
 
 
-def _folds_weights() -> bool:
-    import torch._inductor.config as inductor
+def check_precision(model: nn.Module, args: Any) -> None:
+    """Refuses low-precision arithmetic where it would let examples influence each other.
 
-    return bool(inductor.freezing)
+    Matrix kernels round differently for other batch shapes, and the rounding is divided by 2 lambda.
+    In float32 that is negligible; in bfloat16, TF32 or quantised arithmetic it can exceed the
+    clipping norm. A forward pass of one example cannot depend on another.
+
+    Args:
+      model: to be trained.
+      args: `DPZeroConfig`.
+
+    Raises:
+      ValueError: bf16 (from the arguments or from accelerate's configuration), tf32, half-precision
+        or quantised weights (see `_low_precision`), with a larger microbatch.
+    """
+    if args.physical_batch_size == 1:
+        return
+    causes = [f"{name}=True" for name in ("bf16", "tf32") if getattr(args, name, False)]
+    if not causes and getattr(args, "mixed_precision", "no") != "no":
+        causes.append(f"mixed_precision={args.mixed_precision!r} (accelerate's configuration)")
+    of_model = _low_precision(model)
+    if of_model is not None:
+        causes.append(of_model)
+    if causes:
+        raise ValueError(
+            f"{' and '.join(causes)} with microbatch_size={args.physical_batch_size}: low-precision "
+            "rounding depends on what else is in the microbatch, which the sensitivity does not "
+            "cover. Set microbatch_size=1, or compute in float32."
+        )
+
+
+def _low_precision(model: nn.Module) -> str | None:
+    """Why the model does not compute in float32, in words; None if it does.
+
+    Looked at: parameters, frozen ones too; buffers, where GPTQ, AWQ and BitNet keep their weights;
+    tensor subclasses, whose dtype says nothing; and configurations that quantise only while running.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            return f"parameters that are not float32 ({name}, ...)"
+        kind = quantised_kind(parameter)
+        if kind is not None:
+            return f"quantised parameters ({name}: {kind})"
+    for name, buffer in model.named_buffers():
+        half = buffer.is_floating_point() and buffer.element_size() < 4
+        subclass = type(buffer.data) is not Tensor
+        if half or subclass or is_packed(buffer):
+            kind = f"{type(buffer.data).__name__}, {buffer.dtype}" if subclass else buffer.dtype
+            return f"buffers of low precision, as quantised layers have ({name}: {kind})"
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "quantization_config", None) is not None:
+            return f"a quantization_config in the configuration of {name or 'the model'}"
+    return None

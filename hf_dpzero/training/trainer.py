@@ -1,4 +1,4 @@
-"""`DPZeroTrainer`: Hugging Face's Trainer with a DPZero step. Thin: the maths is elsewhere."""
+"""`DPZeroTrainer`: translates between Hugging Face's Trainer and the privacy plan, method and ledger."""
 
 from __future__ import annotations
 
@@ -23,34 +23,30 @@ from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
     Within,
-    batch_size,
-    check_per_example,
-    evaluation_mode,
-    select_objective,
 )
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport, versions
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport
 from hf_dpzero.reporting.provenance import base_names, earlier_runs, resolve_path
 from hf_dpzero.reporting.wording import base_caveats
-from hf_dpzero.training import run_files, validation
+from hf_dpzero.training import data_checks, distributed, run_files, validation
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
+from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.callbacks import PrivacyCallback, PrivacyProgressCallback
 from hf_dpzero.training.config import DPZeroConfig
-from hf_dpzero.training.independence_check import check_uncoupled, check_widths
-from hf_dpzero.training.methods import FirstOrderMethod, TrainingMethod, ZerothOrderMethod
+from hf_dpzero.training.methods import (
+    FirstOrderMethod,
+    TrainingMethod,
+    ZerothOrderMethod,
+    private_diagnostics,
+)
 from hf_dpzero.training.precision import (
-    check_mixed_precision,
-    compile_,
     uncached_autocast,
     unwrapped,
 )
 from hf_dpzero.training.prediction import PredictingTrainer
-from hf_dpzero.training.random_state import isolated_randomness
-from hf_dpzero.training.validation import check_adapters
 
 logger = logging.get_logger(__name__)
 
@@ -88,7 +84,7 @@ class DPZeroTrainer(PredictingTrainer):
     ) -> None:
         if not isinstance(args, DPZeroConfig):
             raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
-        validation.check_single_strategy(args)
+        distributed.check_single_strategy(args)
         if settings.get("model_init") is not None:
             raise ValueError(
                 "model_init makes a new model after the checks: pass the model itself as `model`."
@@ -97,10 +93,11 @@ class DPZeroTrainer(PredictingTrainer):
             validation.check_placement(model)
             model = unwrapped(model)
         super().__init__(model, args, *positional, **settings)
-        validation.check_launch(self)
+        distributed.check_launch(self)
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss
-        self.noise = noise or _noise_from(args)
+        seed = args.insecure_noise_seed
+        self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self.trajectory: Trajectory | None = None
         self._method_state: Mapping[str, Any] | None = None
         self._plan: PrivacyPlan | None = None
@@ -126,7 +123,7 @@ class DPZeroTrainer(PredictingTrainer):
     def plan(self) -> PrivacyPlan:
         """The run's `PrivacyPlan`, calibrated on first use."""
         if self._plan is None:
-            self._plan = self.args.plan(validation.num_examples(self.train_dataset))
+            self._plan = self.args.plan(data_checks.num_examples(self.train_dataset))
             self.meter = BudgetMeter(self._plan, self.delta)
         return self._plan
 
@@ -134,15 +131,19 @@ class DPZeroTrainer(PredictingTrainer):
     def delta(self) -> float:
         """The delta that epsilon is stated at; fixed with the plan."""
         if self._delta is None:
-            self._delta = self.args.delta(validation.num_examples(self.train_dataset))
+            self._delta = self.args.delta(data_checks.num_examples(self.train_dataset))
         return self._delta
 
     # ------------------------------------------------------------------ evaluation: public data
 
     def refuse_private(self, dataset: Any) -> None:
-        """Raises ValueError if any part of `dataset` holds rows of the private training data."""
+        """Refuses a data set, or a dictionary of them, with rows of the private training data.
+
+        Raises:
+          ValueError: see `data_checks.refuse_training_rows`.
+        """
         for part in dataset.values() if isinstance(dataset, dict) else (dataset,):
-            validation.refuse_training_rows(part, self.train_dataset)
+            data_checks.refuse_training_rows(part, self.train_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in Trainer; the private training rows are refused."""
@@ -172,10 +173,23 @@ class DPZeroTrainer(PredictingTrainer):
         Args:
           resume_from_checkpoint: a checkpoint folder, or True for the last one in output_dir. Steps
             that the ledger holds beyond the checkpoint are replayed, never sampled or paid again.
+          settings: as in Trainer.
+
+        Returns:
+          Hugging Face's output without the training loss, which is private (NaN).
+
+        Raises:
+          ValueError: what cannot be accounted, or no checkpoint to resume from.
+          LedgerError: the ledger is missing, damaged, of another run, or there already.
         """
-        resume = self._resolve_checkpoint(resume_from_checkpoint)
-        self._validate()
-        self._warn_of_earlier_runs()
+        resume = resume_from_checkpoint or None
+        if resume is True:
+            resume = get_last_checkpoint(self.output_dir)
+            if resume is None:
+                raise ValueError(f"{self.output_dir} has no checkpoint to resume from.")
+        check_before_training(self)
+        for caveat in base_caveats(self.earlier_runs):
+            logger.warning(caveat)
         try:
             self._open_run(resume)
             output = super().train(resume_from_checkpoint=resume, **settings)
@@ -183,69 +197,22 @@ class DPZeroTrainer(PredictingTrainer):
             self._reads.close()
             if self.trajectory is not None:
                 self.trajectory.close()
-        for name in ("train_loss", "total_flos", "train_samples_per_second"):  # not ours to say
+        for name in ("train_loss", "total_flos", "train_samples_per_second"):  # depend on the data
             output.metrics.pop(name, None)
         return output._replace(training_loss=math.nan)
-
-    def _resolve_checkpoint(self, resume: str | bool | None) -> str | None:
-        if resume is not True:
-            return resume or None
-        last = get_last_checkpoint(self.output_dir)
-        if last is None:
-            raise ValueError(f"{self.output_dir} has no checkpoint to resume from.")
-        return last
-
-    def _validate(self) -> None:
-        validation.num_examples(self.train_dataset)
-        select_trainable(self.model, self.args.trainable)
-        check_adapters(self.model)
-        validation.check_model(self.model)
-        if self.per_example_loss is None:
-            if not set(self.probe()) & set(validation.LABEL_COLUMNS):  # a collator may add them
-                validation.check_labels(self.train_dataset)
-            self.per_example_loss = select_objective(self.model)
-        validation.check_processes(self.args)
-        check_mixed_precision(self.args, self.args.device.type)
-        if self.plan.mechanism.private:
-            validation.check_precision(self.model, self.args)
-            check_widths(self.model, self.args.physical_batch_size)
-        self.args.max_steps = self.plan.steps
-        compile_(self.model, self.args)
-        self._try_objective()
-
-    @torch.no_grad()
-    def _try_objective(self) -> None:
-        """Checks on a few examples that the objective gives one loss each, independent of the others.
-
-        The losses are discarded.
-        """
-        rows, objective = self._training_rows(), self.evaluated_objective()
-        watched = validation.parameters_left_alone(self.model)
-        with watched, evaluation_mode(self.model), isolated_randomness():
-            validation.check_evaluation_mode(self.model)
-            self._tried(objective, rows.collate_rows([0]))
-            check_uncoupled(
-                rows.collate_rows,
-                len(self.train_dataset),
-                lambda batch: self._tried(objective.trial, batch),
-                widths=self.plan.mechanism.private and self.args.physical_batch_size > 1,
-            )
 
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> contextlib.AbstractContextManager[None]:
-        """The run's mixed precision, wherever losses are computed; see `mixed_precision`."""
+        """The run's mixed precision, wherever losses are computed (see `precision`)."""
         return uncached_autocast(self.accelerator)
 
-    def _tried(self, losses: PerExampleLoss, batch: Mapping[str, Tensor]) -> Tensor:
-        return check_per_example(losses(self.model, batch), batch_size(batch)).cpu()
-
     def probe(self) -> Mapping[str, Tensor]:
-        """The first and the last example, to try the model on; nothing of it is released."""
-        return self._training_rows().collate_rows([0, len(self.train_dataset) - 1])
+        """The first and the last example, for checks whose results are not released."""
+        return self.training_rows().collate_rows([0, len(self.train_dataset) - 1])
 
     def _open_run(self, resume: str | None) -> None:
-        folder, header = self.output_dir, self._header()
+        folder, header = self.output_dir, run_files.ledger_header(self)
         self.optimizer = self.lr_scheduler = None  # rebuilt on this run's ledger
         if resume is None:
             if self.trajectory is not None and self.trajectory.releases:
@@ -261,34 +228,12 @@ class DPZeroTrainer(PredictingTrainer):
             self._method_state = run_files.load_state(resume, self.trajectory)
             self._sampler_key = run_files.old_secret(folder, self.args.sampler_key)
 
-    def _header(self) -> dict[str, Any]:
-        """What every release depends on, in public terms."""
-        trainable = [n for n, p in self.model.named_parameters() if p.requires_grad]
-        decayed = self.get_decay_parameter_names(self.model) if self.args.weight_decay else []
-        header = {
-            **self.args.direction_settings(),
-            "weight_decay": self.args.weight_decay,
-            "trainable": trainable,
-            "decayed": sorted(set(decayed) & set(trainable)),
-            "replayable": self.plan.mechanism.replayable,
-            "num_values": self.plan.mechanism.values_per_release,
-            "plan": self.plan.to_dict(),
-            "target_delta": self.delta,
-            "noise_source": self.noise.name,
-            "sampler_key_is_secret": self.args.sampler_key is None,
-            "log_private_diagnostics": self.args.log_private_diagnostics,
-            "versions": versions(),
-        }
-        if self.args.direction_key is not None:
-            header["direction_key"] = f"{self.args.direction_key:032x}"
-        return header
-
     # ------------------------------------------------------------------ what Trainer asks for
 
     def get_train_dataloader(self) -> DataLoader:
         """Logical batches of this process, one item per step, split into microbatches."""
         batches = StepBatches(
-            rows=self._training_rows(),
+            rows=self.training_rows(),
             plan=self.plan,
             key=self._sampler_key,
             microbatch_size=self.args.physical_batch_size,
@@ -303,7 +248,8 @@ class DPZeroTrainer(PredictingTrainer):
             pin_memory=False,
         )
 
-    def _training_rows(self) -> Rows:
+    def training_rows(self) -> Rows:
+        """The private rows, as the step's microbatches are collated from."""
         return self.rows_of(self.train_dataset)
 
     def rows_of(self, dataset: Any) -> Rows:
@@ -315,7 +261,7 @@ class DPZeroTrainer(PredictingTrainer):
         return Rows(dataset, collate)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The run's method, and its optimizer: one that only carries the learning rate, or `optim`."""
+        """Makes the run's method; its optimizer only carries the learning rate, or is `optim`."""
         if self.optimizer is None:
             assert self.trajectory is not None and self.per_example_loss is not None
             self._buffers = digest_tensors(self.model.named_buffers())
@@ -334,7 +280,7 @@ class DPZeroTrainer(PredictingTrainer):
 
     @property
     def step(self) -> Any:
-        """What takes a step: a `ZerothOrderStep` or a `FirstOrderStep`."""
+        """The run's `ZerothOrderStep` or `FirstOrderStep`."""
         return self.method.step
 
     def while_training(self, context: contextlib.AbstractContextManager[Any]) -> None:
@@ -344,25 +290,34 @@ class DPZeroTrainer(PredictingTrainer):
     def evaluated_objective(self) -> Within:
         """(model, inputs) -> losses [B], on the run's device and in its precision."""
         assert self.per_example_loss is not None
-        return Within(self.per_example_loss, self._on_device)
 
-    def _on_device(self, objective: PerExampleLoss) -> PerExampleLoss:
-        def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-            with self.compute_loss_context_manager():
-                return objective(model, self._prepare_inputs(dict(inputs)))
+        def on_device(objective: PerExampleLoss) -> PerExampleLoss:
+            def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+                with self.compute_loss_context_manager():
+                    return objective(model, self._prepare_inputs(dict(inputs)))
 
-        return evaluate
+            return evaluate
+
+        return Within(self.per_example_loss, on_device)
 
     # ------------------------------------------------------------------ one training step
 
     def training_step(  # type: ignore[override]
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Runs one private step (see `zeroth_order_step`); returns 0, because the loss is private."""
+        """Takes one private step.
+
+        Args:
+          model: as Trainer passes it; the method has its own reference.
+          inputs: the step's number and microbatches.
+          num_items_in_batch: unused.
+
+        Returns:
+          0, because the loss is private.
+        """
         assert self.step.trajectory is self.trajectory
         try:
-            rate = self._get_learning_rate()
-            statistics = self.method.take(inputs, rate)
+            statistics = self.method.take(inputs, self._get_learning_rate())
         except ParameterChanged:
             self._tainted = True
             raise
@@ -400,7 +355,12 @@ class DPZeroTrainer(PredictingTrainer):
             run_files.save_state(folder, self.state.global_step, state, self.trajectory)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        validation.refuse_tainted(self._tainted)
+        if self._tainted:
+            raise ValueError(
+                "a forward pass wrote into the trained parameters, which now carry un-noised private "
+                "data and are not saved: make the module leave them alone and start again from the "
+                "base model."
+            )
         if self._buffers is not None:
             validation.check_buffers(self.model, self._buffers)
         super()._save(output_dir, state_dict)
@@ -410,7 +370,7 @@ class DPZeroTrainer(PredictingTrainer):
             self.trajectory.to_safetensors(folder / SHIPPING_NAME)
 
     def privacy_report(self) -> PrivacyReport:
-        """What the run has spent so far, in numbers and words."""
+        """The privacy that the run has spent so far, in numbers and words."""
         return PrivacyReport.from_run(
             self.plan,
             delta=self.delta,
@@ -427,10 +387,6 @@ class DPZeroTrainer(PredictingTrainer):
     def earlier_runs(self) -> list[dict[str, Any]]:
         """Runs that the base model came out of; read once, before this run writes anything."""
         return earlier_runs(map(resolve_path, base_names(self.model)))
-
-    def _warn_of_earlier_runs(self) -> None:
-        for caveat in base_caveats(self.earlier_runs):
-            logger.warning(caveat)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as README.md in output_dir."""
@@ -450,22 +406,4 @@ class DPZeroTrainer(PredictingTrainer):
         return hub.push(self.output_dir, repo, token=token, private=private)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Nothing: checkpoints hold more than may be shipped; `push_to_hub` uses an allow list."""
-
-
-def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]:
-    """Un-noised statistics of a step, logged only on request (they break the guarantee)."""
-    if not len(differences):
-        return {"private_batch_size": 0.0}
-    norms = differences.norm(dim=1)
-    return {
-        "private_batch_size": float(len(differences)),
-        "private_clip_fraction": float((norms > mechanism.clip).double().mean()),
-        "private_difference_norm": float(norms.median()),
-    }
-
-
-def _noise_from(args: DPZeroConfig) -> NoiseSource:
-    if args.insecure_noise_seed is None:
-        return SecureNoise()
-    return InsecureSeededNoise(args.insecure_noise_seed)
+        """Does nothing: checkpoints hold more than may be shipped; `push_to_hub` uses an allow list."""

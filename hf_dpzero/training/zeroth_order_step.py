@@ -87,7 +87,7 @@ class ZerothOrderStep:
         if isinstance(self.mechanism, VectorMechanism):
             self._release_vector(self.mechanism, step, directions, x, learning_rate)
             return x
-        mechanism = self._following.after(self.trajectory.releases)
+        mechanism = self._schedule.after(self.trajectory.releases)
         total: list[Any] = sum_over_processes(mechanism.clip_sum(x))
         values = shared_from_main(lambda: mechanism.release(total, step, self.noise))
         release = Release(step, tuple(values), learning_rate)
@@ -96,7 +96,7 @@ class ZerothOrderStep:
         return x
 
     @functools.cached_property
-    def _following(self) -> MechanismSchedule[Any]:
+    def _schedule(self) -> MechanismSchedule[Any]:
         return MechanismSchedule(self.mechanism)
 
     def _release_vector(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.objectives.prompted import LabelWords
 from hf_dpzero.training.independence_check import (
-    check_uncoupled,
+    check_independence,
     check_widths,
     long_and_short,
     rope_types,
@@ -35,7 +35,7 @@ def own(batch: dict[str, Tensor]) -> Tensor:
 
 
 def test_an_honest_loss_passes():
-    check_uncoupled(collate, len(LENGTHS), own)
+    check_independence(collate, len(LENGTHS), own)
 
 
 def test_the_trial_takes_long_and_short_rows():
@@ -69,24 +69,24 @@ def widest(batch: dict[str, Tensor]) -> Tensor:
 )
 def test_a_coupled_loss_is_refused(losses: Any, words: str):
     with pytest.raises(ValueError, match=words):
-        check_uncoupled(collate, len(LENGTHS), losses)
+        check_independence(collate, len(LENGTHS), losses)
 
 
 def test_rows_of_one_length_are_tried_wider():
     def same_length(rows: list[int]) -> dict[str, Tensor]:
         return collate([row % 40 for row in rows])
 
-    check_uncoupled(same_length, 40, own)
+    check_independence(same_length, 40, own)
     with pytest.raises(ValueError, match="masked padding"):
-        check_uncoupled(same_length, 40, widest)
-    check_uncoupled(same_length, 40, widest, widths=False)  # rows that run one by one
+        check_independence(same_length, 40, widest)
+    check_independence(same_length, 40, widest, widths=False)  # rows that run one by one
 
 
 def test_a_loss_that_reads_the_last_token_of_left_padded_rows_passes():
     def left(rows: list[int]) -> dict[str, Tensor]:
         return {name: value.flip(1) for name, value in collate(rows).items()}
 
-    check_uncoupled(left, len(LENGTHS), lambda batch: batch["input_ids"][:, -1].float())
+    check_independence(left, len(LENGTHS), lambda batch: batch["input_ids"][:, -1].float())
 
 
 def test_widened_labels_are_ignored_and_candidates_stay_theirs():
@@ -131,9 +131,9 @@ def test_convolutions_over_padding_are_found_and_attention_passes(same_length: b
     def of(name: str, batch: dict[str, Tensor]) -> Tensor:
         return objective(models[name], batch)
 
-    check_uncoupled(rows_of, len(LENGTHS), lambda batch: of("bert", batch))
+    check_independence(rows_of, len(LENGTHS), lambda batch: of("bert", batch))
     with pytest.raises(ValueError, match="depends on the other examples"):
-        check_uncoupled(rows_of, len(LENGTHS), lambda batch: of("convbert", batch))
+        check_independence(rows_of, len(LENGTHS), lambda batch: of("convbert", batch))
 
 
 def model_with(**settings: Any) -> nn.Module:

@@ -15,7 +15,6 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.losses import is_compiled, select_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.training import precision
 from hf_dpzero.training.precision import compile_, uncached_autocast, unwrapped
 
 U = Direction(5, 0, 0)
@@ -414,7 +413,7 @@ def test_training_under_the_users_own_autocast_is_refused(tmp_path, tiny_bert):
 
 
 def test_the_refusal_of_freezing_is_asked_by_the_trainer(tmp_path, tiny_bert, monkeypatch):
-    monkeypatch.setattr(precision, "_folds_weights", lambda: True)
+    monkeypatch.setattr("torch._inductor.config.freezing", True)
     trainer = build(tmp_path, tiny_bert(), torch_compile=True, torch_compile_backend="eager")
     with pytest.raises(ValueError, match="freezing is on"):
         trainer.train()

@@ -93,7 +93,7 @@ def test_an_adaptive_clip_follows_the_quantile(tmp_path):
     assert all(len(v) == 2 for v in values)
     found = trainer.plan.mechanism.at(values).clip
     differences = trainer.step.differences(
-        [trainer._training_rows().collate_rows(list(range(120)))],
+        [trainer.training_rows().collate_rows(list(range(120)))],
         [d for s in range(20) for d in _directions(trainer, s)],
     )
     trainer.space.settle_()
