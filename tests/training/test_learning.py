@@ -121,21 +121,20 @@ ANSWERS = Task(
 
 @dataclass(frozen=True)
 class Broken:
-    """An objective that gets another batch than the task's collator made, or whose loss is scaled.
+    """An objective that gets another batch than the task's collator made.
 
     Not one that predicts: the trainer evaluates by the honest one.
     """
 
     objective: Any
-    change: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
-    scale: float = 1.0
+    change: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.objective.columns
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self.scale * self.objective(model, self.change(inputs))
+        return self.objective(model, self.change(inputs))
 
 
 def one_token_early(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -245,7 +244,7 @@ def assert_private(outcome: Outcome) -> None:
     assert outcome.trainer.trajectory.next_step == outcome.trainer.plan.steps
 
 
-# ---------------------------------------------------------------- the loss
+# ---- the loss
 
 LEARNT, NOTHING = 0.3, 0.6
 """Shares of the first loss: an honest run leaves less than the one, a broken run more than the other."""
@@ -262,14 +261,10 @@ def test_masked_lm_learns_what_its_label_words_mean(models, fine_tune):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "broken",
-    [lambda honest: Broken(honest, scale=0.0), lambda honest: Broken(honest, one_token_early)],
-    ids=["no_signal", "one_token_early"],
-)
-def test_masked_lm_learns_nothing_from_a_broken_objective(fine_tune, broken):
-    """Noise alone, and word scores at the token before the mask."""
-    assert fine_tune(MASKED, broken=broken).loss > NOTHING
+def test_masked_lm_learns_nothing_from_a_broken_objective(fine_tune):
+    """Word scores at the token before the mask."""
+    broken = fine_tune(MASKED, broken=lambda honest: Broken(honest, one_token_early))
+    assert broken.loss > NOTHING
 
 
 @pytest.mark.slow
@@ -280,7 +275,6 @@ def test_causal_lm_learns_what_its_label_words_mean(fine_tune, task):
     assert_private(learnt)
     assert learnt.loss < LEARNT
     assert learnt.after["accuracy"] > 0.95
-    assert fine_tune(task, rows=shuffled).loss > NOTHING
 
 
 @pytest.mark.slow
@@ -294,16 +288,12 @@ def test_causal_lm_learns_to_answer(fine_tune):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "setting",
-    [{"rows": shuffled}, {"broken": lambda honest: Broken(honest, prompt_instead)}],
-    ids=["answers_of_others", "loss_of_the_prompt"],
-)
-def test_causal_lm_does_not_learn_to_answer_from_a_broken_objective(fine_tune, setting):
-    assert fine_tune(ANSWERS, **setting).loss > NOTHING
+def test_causal_lm_does_not_learn_to_answer_from_the_loss_of_the_prompt(fine_tune):
+    broken = fine_tune(ANSWERS, broken=lambda honest: Broken(honest, prompt_instead))
+    assert broken.loss > NOTHING
 
 
-# ---------------------------------------------------------------- what has no gradient
+# ---- what has no gradient
 
 BY_ACCURACY = {
     "objective": "accuracy",
@@ -330,13 +320,6 @@ def test_accuracy_itself_is_trained_on(fine_tune):
     assert right.loss < 0.7
     assert wrong.after["accuracy"] < 0.1
     assert wrong.loss > 1.2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["dp-sgd", "dp-adamw"])
-def test_accuracy_is_refused_where_gradients_are_needed(fine_tune, method):
-    with pytest.raises(ValueError, match="has no gradient"):
-        fine_tune(MASKED, objective="accuracy", method=method)
 
 
 BY_F1 = {

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_prompted_tasks import recipe_of
+import yaml
 from tiny_language_models import save_masked_lm
+from toy_tasks import review_rows, write_rows
 
 from hf_dpzero.objectives.bounded import ZeroOne
 from hf_dpzero.recipes.build import build_trainer
@@ -23,8 +24,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def trainer_of(folder: Path, models: dict[str, Path], **settings: Any) -> DPZeroTrainer:
     """Few trainable parameters behind a frozen model, eight directions: what `stacked` is for."""
     few = {"trainable": "lm_head.layer_norm", "num_directions": 8, "max_steps": 1}
-    recipe = recipe_of(folder, models, "sst2", "masked_lm")
-    return build_trainer(load_recipe(recipe, {**few, **settings}))
+    rows = {f"{name}_file": folder / f"{name}.jsonl" for name in ("train", "validation")}
+    for seed, path in enumerate(rows.values()):
+        write_rows(path, review_rows(12, seed))
+    values = {
+        **{name: str(path) for name, path in rows.items()},
+        "model_name_or_path": str(models["masked_lm"]),
+        "task": "sst2",
+        "prompt": "masked_lm",
+        "max_seq_length": 90,
+        "target_epsilon": 4.0,
+        "target_delta": 1e-2,
+        "expected_batch_size": 3,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "output_dir": str(folder / "out"),
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return build_trainer(load_recipe(folder / "recipe.yaml", {**few, **settings}))
 
 
 def test_examples_that_are_evaluated_alone_share_no_pass(tmp_path, models):
