@@ -33,9 +33,9 @@ def digest_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
 def digest_model(model: nn.Module) -> str:
     """SHA-256 (hex) over every parameter of `model`, frozen ones included, tied ones once.
 
-    Of quantised layers also what else makes their weights, in which alone two bases may differ: the
-    scales of bitsandbytes, and buffers (GPTQ, AWQ and BitNet keep even their integers there). Models
-    that are not quantised are named by their parameters alone.
+    Quantised layers also count with what else makes their weights: the scales of bitsandbytes, and
+    buffers (GPTQ, AWQ and BitNet keep even their integers there). Two bases may differ in these alone.
+    Models that are not quantised are named by their parameters alone.
     """
     scales, buffers = _quantisation_scales(model), _quantised_buffers(model)
     return digest_tensors([*model.named_parameters(), *scales, *buffers])
@@ -50,13 +50,13 @@ def _quantisation_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         state, rows = getattr(weight, "quant_state", None), getattr(weight, "SCB", None)
         if rows is None:
             rows = getattr(getattr(module, "state", None), "SCB", None)
-        found = {
+        scales = {
             "absmax": getattr(state, "absmax", None),
             "offset": getattr(state, "offset", None),
             "nested_absmax": getattr(getattr(state, "state2", None), "absmax", None),
             "rows": rows,
         }
-        yield from ((f"{name}.{key}", t) for key, t in found.items() if isinstance(t, Tensor))
+        yield from ((f"{name}.{key}", t) for key, t in scales.items() if isinstance(t, Tensor))
 
 
 def _quantised_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -74,9 +74,9 @@ def _quantised_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether a tensor has the looks of quantised weights: a matrix of narrow integers or float8.
+    """True for what looks like quantised weights: a matrix of narrow integers or float8.
 
-    Index tables (int64) and masks (bool) have not.
+    Index tables (int64) and masks (bool) do not.
     """
     if tensor.dim() < 2 or tensor.is_complex() or tensor.dtype in (torch.int64, torch.bool):
         return False
@@ -84,10 +84,9 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def checksums(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """SHA-256 (hex) of every tensor's bytes in the order of its indices, by name.
+    """SHA-256 (hex) of every tensor's bytes, by name; a few tensors at a time, in chunks of 16 MiB.
 
-    A few tensors at a time, in chunks of 16 MiB. Tensors without plain storage (see
-    `guard.has_plain_storage`) are left out.
+    Tensors without plain storage (see `perturbation.trainable.has_plain_storage`) are left out.
     """
     named = [(name, tensor) for name, tensor in named_tensors if has_plain_storage(tensor)]
     with ThreadPoolExecutor(_THREADS) as pool:  # hashlib works outside the interpreter's lock

@@ -17,7 +17,12 @@ class LedgerError(ValueError):
 
 
 def append_whole(path: Path, record: bytes) -> None:
-    """Appends to the file and syncs it; if that fails, the file is left as it was."""
+    """Appends to a file and syncs it; if that fails, the file is left as it was.
+
+    Args:
+      path: of the file.
+      record: bytes to add.
+    """
     with open(path, "ab") as file:
         size = file.tell()
         try:
@@ -29,7 +34,7 @@ def append_whole(path: Path, record: bytes) -> None:
 
 
 def flush(file: Any) -> None:
-    """On return what was written is on disk."""
+    """Makes what was written to an open file durable."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -45,7 +50,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def locked(path: Path) -> Any:
-    """An open handle that holds the ledger for this run alone, until it is closed.
+    """Opens the ledger and holds it for this run alone until the handle is closed.
 
     Raises:
       LedgerError: another run holds it.
@@ -73,7 +78,18 @@ def header_lines(header: Mapping[str, Any]) -> bytes:
 
 
 def split_header(raw: bytes, path: str | os.PathLike) -> tuple[dict[str, Any], bytes]:
-    """(the checked header, the records' bytes)."""
+    """Takes a ledger apart.
+
+    Args:
+      raw: the whole file.
+      path: of the file, for the message.
+
+    Returns:
+      (the header, the bytes of the records).
+
+    Raises:
+      LedgerError: the header does not match its checksum.
+    """
     text, _, rest = raw.partition(b"\n")
     crc, body = rest[:9], rest[9:]
     if crc != b"%08x\n" % zlib.crc32(text):

@@ -55,16 +55,8 @@ class UpdateRule(ABC):
         """W >= 1: how many of the last releases an update is made of."""
         return 1
 
-    def advance(self, state: State | None, values: Sequence[float]) -> State:
-        """The state after a release.
-
-        Args:
-          state: after the release before; None for the first.
-          values: the K released values.
-
-        Returns:
-          The new state; () for a rule that keeps none.
-        """
+    def _advance(self, state: State | None, values: Sequence[float]) -> State:
+        """The state after a release of K `values`; `state` is the one before, None for the first."""
         return ()
 
     @abstractmethod
@@ -169,8 +161,8 @@ class Adam(Momentum):
                 "1e-30; Adam's own value is 1e-8."
             )
 
-    def advance(self, state: State | None, values: Sequence[float]) -> State:
-        """(second_t, 1 - b2^(t+1)); see `UpdateRule.advance` for the arguments."""
+    def _advance(self, state: State | None, values: Sequence[float]) -> State:
+        """(second_t, 1 - b2^(t+1))."""
         second, weight = state or (0.0, 0.0)
         square, decay = math.fsum(value * value for value in values), self.second_moment
         return decay * second + (1.0 - decay) * square, decay * weight + (1.0 - decay) * 1.0
@@ -260,7 +252,7 @@ class UpdateTerms:
         for s in range(len(self._states), step + 1):
             before = self._states[-1] if self._states else None
             self._states.append(
-                self.rule.advance(before, releases[s].values[: self.num_directions])
+                self.rule._advance(before, releases[s].values[: self.num_directions])
             )
         first = max(0, step + 1 - self.rule.length)
         weights = self.rule.weights(self._states[first : step + 1])

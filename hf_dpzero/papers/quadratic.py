@@ -82,7 +82,16 @@ class Quadratic:
 
     @classmethod
     def draw(cls, spectrum: Floats, num_examples: int, seed: int) -> Quadratic:
-        """Train and test data, coordinates N(1, 1), from a generator of their own."""
+        """Train and test data, coordinates N(1, 1), from a generator of their own.
+
+        Args:
+          spectrum: the diagonal of A, float32 [d].
+          num_examples: n, of each.
+          seed: of the generator.
+
+        Returns:
+          The problem.
+        """
         generator = _generator(seed, 0)
         shape = (2, num_examples, len(spectrum))
         train, test = generator.standard_normal(shape, dtype=np.float32) + np.float32(1.0)
@@ -110,6 +119,14 @@ def noise_std(clip: float, steps: int, num_examples: int) -> float:
     """Deviation of the noise on the clipped mean: 4 C sqrt(2 T log(e + eps/delta)) / (n eps).
 
     The paper's calibration (Lemma 2.2): replace-one neighbours, full batch.
+
+    Args:
+      clip: C.
+      steps: T.
+      num_examples: n.
+
+    Returns:
+      The standard deviation, in the units of C.
     """
     return clip * lemma_noise_multiplier(EPSILON, steps, DELTA) / num_examples
 
@@ -120,6 +137,15 @@ def zeroth_order(
     """Last iterates [P, d] of Algorithm 2, or with `vector_noise` of Algorithm 1, from 0.
 
     Directions are uniform on the sphere of radius sqrt(d). Algorithm 1 clips |s_i| at C / ||u||.
+
+    Args:
+      problem: data and Hessian.
+      cells: P runs.
+      vector_noise: Algorithm 1 in place of 2.
+      seed: of directions and noise.
+
+    Returns:
+      float32 [P, d].
     """
     d, n = len(problem.spectrum), len(problem.train)
     x = np.zeros((len(cells), d), np.float32)
@@ -165,6 +191,9 @@ def clipped_mean(
       projected: u^T A x_i in ascending order, [n].
       bounds: [P], > 0.
 
+    Returns:
+      float64 [P]; NaN where `at` is not finite.
+
     >>> clipped_mean(np.array([1.0]), np.array([-9.0, 0.0, 3.0]), np.array([4.0]))
     array([1.])
     """
@@ -174,12 +203,21 @@ def clipped_mean(
         low = np.searchsorted(projected, at - bounds)  # before it: clipped to +bound
         high = np.searchsorted(projected, at + bounds)  # from it on: clipped to -bound
         inside = at * (high - low) - (sums[high] - sums[low])
-        found = (inside + bounds * low - bounds * (n - high)) / n
-    return np.where(np.isfinite(at), found, np.nan)
+        means = (inside + bounds * low - bounds * (n - high)) / n
+    return np.where(np.isfinite(at), means, np.nan)
 
 
 def gradient_descent(problem: Quadratic, cells: Sequence[Cell], *, seed: int) -> Floats:
-    """Last iterates [P, d] of DP-GD: per-example gradients A (x - x_i) clipped to norm C, from 0."""
+    """Last iterates of DP-GD: per-example gradients A (x - x_i) clipped to norm C, from 0.
+
+    Args:
+      problem: data and Hessian.
+      cells: P runs.
+      seed: of the noise.
+
+    Returns:
+      float32 [P, d].
+    """
     a, n = problem.spectrum, len(problem.train)
     x = np.zeros((len(cells), len(a)), np.float32)
     rates, clips, noises = _columns(cells, n)
@@ -219,7 +257,20 @@ def useful(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def figures(problem: Quadratic, method: str, cells: Sequence[Cell], seed: int) -> NDArray[Any]:
-    """Runs a method over a grid: [P, 4] as `Quadratic.measure`, infinite where a run diverged."""
+    """Runs a method over a grid.
+
+    Args:
+      problem: data and Hessian.
+      method: one of `METHODS`.
+      cells: P runs.
+      seed: of directions and noise.
+
+    Returns:
+      [P, 4] as `Quadratic.measure`, infinite where a run diverged.
+
+    Raises:
+      ValueError: an unknown method.
+    """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not one of {', '.join(METHODS)}.")
     if method == "dp-gd":
@@ -229,10 +280,18 @@ def figures(problem: Quadratic, method: str, cells: Sequence[Cell], seed: int) -
     return np.nan_to_num(problem.measure(x), nan=np.inf)
 
 
-def best(found: NDArray[Any], cells: Sequence[Cell]) -> Best:
-    """The best of each column of `figures` (of their mean over seeds, if there are several)."""
-    gradients, test_gradients, losses, test_losses = found.min(axis=0).tolist()
-    winner = cells[int(found[:, 0].argmin())]
+def best(measured: NDArray[Any], cells: Sequence[Cell]) -> Best:
+    """The best of each column.
+
+    Args:
+      measured: what `figures` returned, or its mean over seeds, [P, 4].
+      cells: the P runs.
+
+    Returns:
+      Each best figure, and the cell with the best train gradient.
+    """
+    gradients, test_gradients, losses, test_losses = measured.min(axis=0).tolist()
+    winner = cells[int(measured[:, 0].argmin())]
     return Best(gradients, test_gradients, losses, test_losses, winner)
 
 

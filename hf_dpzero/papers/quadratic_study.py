@@ -69,6 +69,13 @@ QUICK = Study(
 def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
     """Rows for every point of the study; those that `output_dir` holds already are not run again.
 
+    Args:
+      study: what to run.
+      output_dir: holds the rows.
+
+    Returns:
+      JSON-safe rows.
+
     Raises:
       ValueError: the folder holds rows of another study.
     """
@@ -76,8 +83,8 @@ def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
     rows = _read_rows(output_dir / ROWS_FILE, study)
     done = {(row["spectrum"], row["dimension"], row["method"]) for row in rows}
     for spectrum, dimension, method in _progress(study, done):
-        found = _run_point(study, spectrum, dimension, method)
-        row = {"spectrum": spectrum, "dimension": dimension, "method": method, **found._asdict()}
+        best = _run_point(study, spectrum, dimension, method)
+        row = {"spectrum": spectrum, "dimension": dimension, "method": method, **best._asdict()}
         rows.append(json.loads(json.dumps(row)))
         with open(output_dir / ROWS_FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(rows[-1]) + "\n")
@@ -113,20 +120,28 @@ def _progress(study: Study, done: set[tuple[str, int, str]]) -> Iterator[tuple[s
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Train gradient norms as Markdown: a row for each spectrum and dimension."""
-    found = {(r["spectrum"], r["dimension"], r["method"]): r["train_gradient"] for r in rows}
+    norms = {(r["spectrum"], r["dimension"], r["method"]): r["train_gradient"] for r in rows}
     lines = [
         "| Tr(A) | d | " + " | ".join(LABELS[m] for m in METHODS) + " |",
         "|---|---|---|---|---|",
     ]
-    for spectrum, dimension in dict.fromkeys((s, d) for s, d, _ in found):
-        values = [found.get((spectrum, dimension, m)) for m in METHODS]
+    for spectrum, dimension in dict.fromkeys((s, d) for s, d, _ in norms):
+        values = [norms.get((spectrum, dimension, m)) for m in METHODS]
         shown = ["" if v is None else f"{v:.4g}" for v in values]
         lines.append(f"| {spectrum} | {dimension} | " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"
 
 
 def plot(rows: Sequence[dict[str, Any]], output_dir: Path) -> list[Path]:
-    """The paper's Figures 1 (gradient norms) and 2 (losses), train above test."""
+    """The paper's Figures 1 (gradient norms) and 2 (losses), train above test.
+
+    Args:
+      rows: those of `run`.
+      output_dir: where the images go.
+
+    Returns:
+      Paths of the images.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
 """Secret noise: where the randomness that pays for privacy comes from.
 
-Two sources share one interface. `SecureNoise` draws exact samples from operating-system entropy
-and is what training uses. `InsecureSeededNoise` is reproducible and exists for tests; a report
-made with it says NOT PRIVATE.
+Two sources share one interface, `NoiseSource`. `SecureNoise` draws exact samples from
+operating-system entropy and is what training uses. `InsecureSeededNoise` is reproducible and exists
+for tests; a report made with it says NOT PRIVATE.
 
 Exact means: a draw is an integer, produced from random bits by rejection with rational
 arithmetic, so the output follows the stated distribution without floating-point error. Floating-point
@@ -14,53 +14,29 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+
+Distribution = Literal["gaussian", "laplace"]
 
 MAX_SCALE = 2.0**55
 """Largest integer scale. OpenDP clamps draws to 64-bit integers: at 2^55 that is 256 deviations."""
 
 
-class NoiseSource(Protocol):
+class NoiseSource(ABC):
     """What a mechanism asks for. All draws are independent of each other and of every key.
 
-    In every method: `scale` > 0 is in the units of the draw, `size` is the number of independent draws,
-    `step` and `part` (the step, and the chunk of a long vector) matter to insecure sources only.
+    Attributes:
+      name: identifier for the privacy report, e.g. `os_entropy_exact`.
+      secure: False if anybody who knows a seed can subtract the noise.
     """
 
-    @property
-    def name(self) -> str:
-        """Identifier for the privacy report, e.g. `os_entropy_exact`."""
-
-    @property
-    def secure(self) -> bool:
-        """False if anybody who knows a seed can subtract the noise."""
-
-    def gaussian(self, scale: float, size: int, step: int) -> list[int]:
-        """`size` discrete Gaussian integers with parameter sigma = `scale`."""
-
-    def laplace(self, scale: float, size: int, step: int) -> list[int]:
-        """`size` discrete Laplace integers with parameter b = `scale`."""
-
-    def dense_gaussian(self, scale: float, size: int, step: int, part: int) -> np.ndarray:
-        """`size` floating-point Gaussians of standard deviation `scale`, float32."""
-
-
-@dataclass(frozen=True)
-class SecureNoise:
-    """Noise from operating-system entropy; no state, nothing stored, nothing to replay.
-
-    Integer draws come from OpenDP, which implements the exact samplers of Canonne, Kamath and
-    Steinke 2020 ("The discrete Gaussian for differential privacy", Algorithms 2 and 3) on the
-    bits of OpenSSL's generator. That generator is keyed, and re-keyed after a fork, by the
-    operating system. `step` is ignored: two calls never return the same noise.
-    """
-
-    name: ClassVar[str] = "os_entropy_exact"
-    secure: ClassVar[bool] = True
+    name: ClassVar[str]
+    secure: ClassVar[bool]
 
     def gaussian(self, scale: float, size: int, step: int) -> list[int]:
         """Discrete Gaussian: P(z) proportional to exp(-z^2 / (2 scale^2)) on the integers.
@@ -69,7 +45,7 @@ class SecureNoise:
           scale: sigma in integer units, 0 < scale <= 2^55; standard deviation to within 1e-7
             relative once scale >= 2.
           size: number of independent draws; 0 gives [].
-          step: ignored.
+          step: matters to insecure sources only.
 
         Returns:
           `size` integers.
@@ -78,7 +54,7 @@ class SecureNoise:
         3
         """
         _check(scale, size)
-        return list(_measurement("gaussian", float(scale))([0] * size)) if size else []
+        return self._integers("gaussian", float(scale), size, step)
 
     def laplace(self, scale: float, size: int, step: int) -> list[int]:
         """Discrete Laplace: P(z) proportional to exp(-|z| / scale) on the integers.
@@ -86,46 +62,84 @@ class SecureNoise:
         Args:
           scale: b in integer units, 0 < b <= 2^55; the standard deviation is about sqrt(2) b.
           size: number of independent draws; 0 gives [].
-          step: ignored.
+          step: matters to insecure sources only.
 
         Returns:
           `size` integers.
         """
         _check(scale, size)
-        return list(_measurement("laplace", float(scale))([0] * size)) if size else []
+        return self._integers("laplace", float(scale), size, step)
 
     def dense_gaussian(self, scale: float, size: int, step: int, part: int) -> np.ndarray:
-        """Floating-point Gaussian noise for d-dimensional mechanisms (DPZero, Algorithm 1).
-
-        Box-Muller on the operating system's cryptographic random bits, 53 for each uniform.
-        Coordinates whose signal is zero publish their noise as it is, so the bits must be
-        unpredictable from each other. NOT exact: the samples are rounded to float32, which the
-        accounting treats as real numbers.
+        """Floating-point Gaussian noise for d-dimensional mechanisms. Not exact: rounded to float32.
 
         Args:
           scale: standard deviation >= 0.
           size: number of independent draws.
-          step: ignored.
-          part: ignored.
+          step: matters to insecure sources only.
+          part: of a long vector; matters to insecure sources only.
 
         Returns:
           float32, shape [size].
+
+        Raises:
+          ValueError: a scale that is negative or not finite.
         """
-        _check_dense(scale)
+        if not (math.isfinite(scale) and scale >= 0.0):
+            raise ValueError(f"noise scale {scale} is not a finite number >= 0.")
+        return np.asarray(float(scale) * self._normals(size, step, part), dtype=np.float32)
+
+    @abstractmethod
+    def _integers(
+        self, distribution: Distribution, scale: float, size: int, step: int
+    ) -> list[int]:
+        """Integer draws, checked arguments."""
+
+    @abstractmethod
+    def _normals(self, size: int, step: int, part: int) -> np.ndarray:
+        """Standard normal draws."""
+
+
+@dataclass(frozen=True)
+class SecureNoise(NoiseSource):
+    """Noise from operating-system entropy; no state, nothing stored, nothing to replay.
+
+    Integer draws come from OpenDP, which implements the exact samplers of Canonne, Kamath and
+    Steinke 2020 ("The discrete Gaussian for differential privacy", Algorithms 2 and 3) on the
+    bits of OpenSSL's generator. That generator is keyed, and re-keyed after a fork, by the
+    operating system. `step` is ignored: two calls never return the same noise.
+
+    Dense draws are Box-Muller on the operating system's cryptographic random bits, 53 for each
+    uniform (DPZero, Algorithm 1). Coordinates whose signal is zero publish their noise as it is, so
+    the bits must be unpredictable from each other.
+    """
+
+    name: ClassVar[str] = "os_entropy_exact"
+    secure: ClassVar[bool] = True
+
+    def _integers(
+        self, distribution: Distribution, scale: float, size: int, step: int
+    ) -> list[int]:
+        return list(_measurement(distribution, scale)([0] * size)) if size else []
+
+    def _normals(self, size: int, step: int, part: int) -> np.ndarray:
         pairs = (size + 1) // 2
         bits = np.frombuffer(os.urandom(16 * pairs), dtype=np.uint64) >> np.uint64(11)
         radius = np.sqrt(-2.0 * np.log((bits[:pairs] + np.uint64(1)) * 2.0**-53))
         angle = bits[pairs:] * (2.0 * math.pi * 2.0**-53)
-        draws = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
-        return (scale * draws).astype(np.float32)
+        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
 
 
 @dataclass(frozen=True)
-class InsecureSeededNoise:
-    """Reproducible noise for tests: deterministic in (seed, step). It protects nothing.
+class InsecureSeededNoise(NoiseSource):
+    """Reproducible noise for tests: deterministic in (seed, step, part). It protects nothing.
 
     Integer draws are rounded floating-point samples; they follow the discrete distributions closely
-    enough for statistical tests once `scale` is large. Arguments are those of `SecureNoise`.
+    enough for statistical tests once `scale` is large.
+
+    >>> a = InsecureSeededNoise(7).gaussian(100.0, size=2, step=3)
+    >>> a == InsecureSeededNoise(7).gaussian(100.0, size=2, step=3)
+    True
     """
 
     seed: int = 0
@@ -133,28 +147,15 @@ class InsecureSeededNoise:
     name: ClassVar[str] = "INSECURE_SEEDED_NOT_PRIVATE"
     secure: ClassVar[bool] = False
 
-    def gaussian(self, scale: float, size: int, step: int) -> list[int]:
-        """Rounded Gaussian draws, a pure function of (seed, step, scale, size).
+    def _integers(
+        self, distribution: Distribution, scale: float, size: int, step: int
+    ) -> list[int]:
+        generator = self._generator(0 if distribution == "gaussian" else 1, step)
+        draw = generator.standard_normal if distribution == "gaussian" else generator.laplace
+        return [round(scale * z) for z in draw(size=size).tolist()]
 
-        >>> a = InsecureSeededNoise(7).gaussian(100.0, size=2, step=3)
-        >>> a == InsecureSeededNoise(7).gaussian(100.0, size=2, step=3)
-        True
-        """
-        _check(scale, size)
-        draws = self._generator(0, step).standard_normal(size)
-        return [round(scale * z) for z in draws.tolist()]
-
-    def laplace(self, scale: float, size: int, step: int) -> list[int]:
-        """Rounded Laplace draws, a pure function of (seed, step, scale, size)."""
-        _check(scale, size)
-        draws = self._generator(1, step).laplace(size=size)
-        return [round(scale * z) for z in draws.tolist()]
-
-    def dense_gaussian(self, scale: float, size: int, step: int, part: int) -> np.ndarray:
-        """float32 Gaussians, shape [size], a pure function of (seed, step, part, scale)."""
-        _check_dense(scale)
-        draws = self._generator(2, step, part).standard_normal(size, dtype=np.float32)
-        return np.multiply(draws, np.float32(scale), out=draws)
+    def _normals(self, size: int, step: int, part: int) -> np.ndarray:
+        return self._generator(2, step, part).standard_normal(size, dtype=np.float32)
 
     def _generator(self, domain: int, step: int, part: int = 0) -> np.random.Generator:
         entropy = np.random.SeedSequence([self.seed, domain, step, part])
@@ -172,7 +173,7 @@ def _check(scale: float, size: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _measurement(distribution: Literal["gaussian", "laplace"], scale: float) -> Any:
+def _measurement(distribution: Distribution, scale: float) -> Any:
     """OpenDP's integer vector measurement at `scale`; building one costs about 1 ms."""
     import opendp.prelude as dp
 
@@ -181,8 +182,3 @@ def _measurement(distribution: Literal["gaussian", "laplace"], scale: float) -> 
     if distribution == "gaussian":
         return dp.m.make_gaussian(domain, dp.l2_distance(T="f64"), scale=scale)
     return dp.m.make_laplace(domain, dp.l1_distance(T="f64"), scale=scale)
-
-
-def _check_dense(scale: float) -> None:
-    if not (math.isfinite(scale) and scale >= 0.0):
-        raise ValueError(f"noise scale {scale} is not a finite number >= 0.")

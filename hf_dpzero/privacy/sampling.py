@@ -72,7 +72,6 @@ class Sampler(ABC):
         """q = B / n: the probability that a given example is in the batch, before any cap."""
         return self.expected_batch_size / self.num_examples
 
-    @abstractmethod
     def batch(self, step: int, key: bytes) -> np.ndarray:
         """The step's examples, a pure function of the arguments.
 
@@ -82,7 +81,21 @@ class Sampler(ABC):
 
         Returns:
           Indices, int64, increasing, possibly none.
+
+        Raises:
+          ValueError: step or key out of range.
         """
+        if not 0 <= step < 2**64:
+            raise ValueError(f"step={step} is outside [0, 2^64).")
+        if len(key) != KEY_BYTES:
+            raise ValueError(
+                f"sampler key of {len(key)} bytes given; use the {KEY_BYTES} of new_sampler_key()."
+            )
+        return self._indices(step, key)
+
+    @abstractmethod
+    def _indices(self, step: int, key: bytes) -> np.ndarray:
+        """What `batch` returns; checked arguments."""
 
     def to_dict(self) -> dict[str, Any]:
         """Fields and name, JSON-safe; `sampler_from_dict` reads it back."""
@@ -93,7 +106,8 @@ class Sampler(ABC):
 class PoissonSampler(Sampler):
     """Each example is in the batch independently with probability q = B / n.
 
-    Batches vary in size and may be empty; an empty batch is a step like any other.
+    Batches vary in size and may be empty; an empty batch is a step like any other. Example i is in
+    iff its 64-bit word is below floor(q 2^64), so its probability is at most q and at least q - 2^-64.
 
     >>> PoissonSampler(num_examples=4, expected_batch_size=4).batch(0, bytes(32)).tolist()
     [0, 1, 2, 3]
@@ -101,11 +115,7 @@ class PoissonSampler(Sampler):
 
     name: ClassVar[str] = "poisson"
 
-    def batch(self, step: int, key: bytes) -> np.ndarray:
-        """As `Sampler.batch`. Example i is in iff its 64-bit word is below floor(q 2^64).
-
-        So its probability is at most q and at least q - 2^-64.
-        """
+    def _indices(self, step: int, key: bytes) -> np.ndarray:
         threshold = inclusion_threshold(self.sampling_probability)
         words = _words(self.num_examples, step, key, b"poisson", attempt=0)
         if threshold >= 2**64:
@@ -138,9 +148,8 @@ class TruncatedPoissonSampler(PoissonSampler):
                 f"{self.expected_batch_size}; raise the cap (2B costs almost nothing)."
             )
 
-    def batch(self, step: int, key: bytes) -> np.ndarray:
-        """As `Sampler.batch`; at most `max_batch_size` indices."""
-        sampled = super().batch(step, key)
+    def _indices(self, step: int, key: bytes) -> np.ndarray:
+        sampled = super()._indices(step, key)
         if len(sampled) <= self.max_batch_size:
             return sampled
         return sampled[_subset(len(sampled), self.max_batch_size, step, key, b"truncate")]
@@ -167,8 +176,7 @@ class FixedSizeSampler(Sampler):
                 "batches need one (PoissonSampler takes any size)."
             )
 
-    def batch(self, step: int, key: bytes) -> np.ndarray:
-        """As `Sampler.batch`; exactly B indices, all sets equally likely."""
+    def _indices(self, step: int, key: bytes) -> np.ndarray:
         return _subset(self.num_examples, int(self.expected_batch_size), step, key, b"fixed")
 
 
@@ -186,9 +194,7 @@ class FullBatchSampler(Sampler):
                 f"num_examples={self.num_examples}; set them equal, or use PoissonSampler."
             )
 
-    def batch(self, step: int, key: bytes) -> np.ndarray:
-        """As `Sampler.batch`: 0, 1, ..., n - 1; the key is not used."""
-        _check_address(step, key)
+    def _indices(self, step: int, key: bytes) -> np.ndarray:
         return np.arange(self.num_examples, dtype=np.int64)
 
 
@@ -245,20 +251,10 @@ def _subset(n: int, size: int, step: int, key: bytes, domain: bytes) -> np.ndarr
 
 def _words(n: int, step: int, key: bytes, domain: bytes, attempt: int) -> np.ndarray:
     """n independent uniform 64-bit words, a pure function of the arguments."""
-    _check_address(step, key)
     address = step.to_bytes(8, "little") + attempt.to_bytes(8, "little")
     label = b"hf_dpzero.sampling." + domain.ljust(16, b"\0")
     stream = hashlib.shake_256(label + key + address).digest(8 * n)
     return np.frombuffer(stream, dtype="<u8")
-
-
-def _check_address(step: int, key: bytes) -> None:
-    if not 0 <= step < 2**64:
-        raise ValueError(f"step={step} is outside [0, 2^64).")
-    if len(key) != KEY_BYTES:
-        raise ValueError(
-            f"sampler key of {len(key)} bytes given; use the {KEY_BYTES} of new_sampler_key()."
-        )
 
 
 def _check_int(label: str, value: int) -> None:

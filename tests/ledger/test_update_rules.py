@@ -223,7 +223,7 @@ def test_nothing_but_public_numbers_reaches_a_rule(rule: UpdateRule):
     """Signature-level: there is no argument through which data, a loss or a weight could come."""
     assert Release._fields == ("step", "values", "learning_rate")
     assert list(inspect.signature(UpdateTerms.__call__).parameters)[1:] == ["releases", "step"]
-    assert list(inspect.signature(rule.advance).parameters) == ["state", "values"]
+    assert list(inspect.signature(rule._advance).parameters) == ["state", "values"]
     assert list(inspect.signature(rule.weights).parameters) == ["states"]
     tree = ast.parse(Path(update_rules.__file__).read_text())
     modules = [n.module for n in tree.body if isinstance(n, ast.ImportFrom)]
