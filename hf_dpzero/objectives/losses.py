@@ -81,9 +81,6 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
       labels: `[B, T]` integers, -100 where a position carries no label.
     Returns:
       `[B]` float32; an example without any label token has loss 0.
-
-    >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [-100, -100, -100]]))
-    tensor([1.3863, 0.0000])
     """
     losses = []
     for row, label in zip(logits, labels, strict=True):
@@ -264,7 +261,14 @@ class Within:
         return self.around(self.objective)(model, inputs)
 
     def trial(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """See `trial`."""
+        """See `trial`.
+
+        Args:
+          model, inputs: of the objective.
+
+        Returns:
+          `[B]` float32.
+        """
         return self.around(trial(self.objective))(model, inputs)
 
     @property
@@ -338,10 +342,6 @@ def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> In
       inputs: tensors of one batch; those named in `token_keys` are `[B, T, ...]`.
     Returns:
       the same mapping, or a new one with the rolled tensors; nothing is changed in place.
-
-    >>> batch = {"input_ids": [[0, 7, 8]], "attention_mask": [[0, 1, 1]]}
-    >>> right_padded({name: torch.tensor(rows) for name, rows in batch.items()})["input_ids"]
-    tensor([[7, 8, 0]])
     """
     mask = inputs.get("attention_mask")
     if mask is None or mask.dim() != 2 or mask.numel() == 0 or "position_ids" in inputs:

@@ -352,7 +352,7 @@ def build(folder: Any, evaluation: Any = None, model: Any = None, **settings: An
         "clip": 5.0,
         "expected_batch_size": 4,
         "microbatch_size": 1,
-        "max_steps": 2,
+        "max_steps": 1,
         "learning_rate": 1e-2,
         "direction_key": 7,
         "sampler_key": "ab" * 32,
@@ -387,10 +387,8 @@ def caplog_of_package(caplog):
     logger.setLevel(before)
 
 
-@pytest.mark.parametrize("evaluation", [None, "rows"])
-def test_a_lost_signal_warns_with_both_numbers(tmp_path, caplog_of_package, evaluation):
-    held_out = rows(10, seed=2) if evaluation else None
-    build(tmp_path, held_out, smoothing=1e-6).train()
+def test_a_lost_signal_warns_with_both_numbers(tmp_path, caplog_of_package):
+    build(tmp_path, smoothing=1e-6).train()  # on random tokens
     (message,) = warnings_of(caplog_of_package)
     assert message.startswith("bf16 autocast: on public data smoothing=1e-06 changes the loss by")
     assert "rounding by" in message and "ratio 0" in message
@@ -462,7 +460,7 @@ def test_public_data_that_cannot_be_used_does_not_stop_the_run(tmp_path, caplog_
         held_out = {1, 2, 3}  # a length, but no random access
     trainer = build(tmp_path, held_out)
     trainer.train()
-    assert len(trainer.trajectory.releases) == 2
+    assert len(trainer.trajectory.releases) == 1
     assert any("were not compared" in r.getMessage() for r in caplog_of_package.records)
 
 
