@@ -40,7 +40,17 @@ class PredictingTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """(mean loss, predictions, what they are compared with: labels, or the numbers of the rows)."""
+        """As in Trainer, with the objective's predictions.
+
+        Args:
+          model: evaluated without gradients.
+          inputs: a batch with labels.
+          prediction_loss_only: leave out predictions and targets.
+          ignore_keys: of model outputs; unused with a `PromptObjective`.
+
+        Returns:
+          Mean loss, predictions, and what they are compared with: labels, or row numbers.
+        """
         objective = self.per_example_loss
         if not isinstance(objective, PromptObjective):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -55,9 +65,16 @@ class PredictingTrainer(Trainer):
 def evaluation_losses(
     objective: PromptObjective, model: nn.Module, inputs: Inputs, predictions: Tensor | None
 ) -> Tensor:
-    """Smooth losses `[B]` float32, also of an objective that is not: cross entropy throughout.
+    """Cross-entropy losses, also where the objective itself is not smooth (accuracy, F1).
 
-    Class scores that are there already are not computed a second time.
+    Args:
+      objective: of the run.
+      model: evaluated.
+      inputs: a batch with labels.
+      predictions: class scores [B, classes], if known, are not computed a second time.
+
+    Returns:
+      Losses [B], float32.
     """
     if predictions is not None and predictions.is_floating_point():
         return classification_losses(predictions, inputs["labels"], "single_label_classification")

@@ -83,10 +83,11 @@ def test_dpgd_0th_with_k_directions_clips_the_vector(tmp_path):
 
 
 def test_an_adaptive_clip_follows_the_quantile(tmp_path):
-    """The clip starts a thousand times too small and ends near the median of |x|."""
+    """The clip starts far too small and ends near the median of |x|."""
     trainer = build(
-        tmp_path, clipping="adaptive", clip=1e-3, clip_learning_rate=1.0, clip_count_noise=1.0,
-        noise_multiplier=0.25, max_steps=40, learning_rate=0.0, expected_batch_size=60,
+        tmp_path, clipping="adaptive", clip=0.03, clip_learning_rate=1.0, clip_count_noise=1.0,
+        noise_multiplier=0.25, max_steps=16, learning_rate=0.0, expected_batch_size=60,
+        microbatch_size=120,
     )  # fmt: skip
     trainer.train()
     values = [r.values for r in trainer.trajectory.releases]
@@ -94,11 +95,11 @@ def test_an_adaptive_clip_follows_the_quantile(tmp_path):
     found = trainer.plan.mechanism.at(values).clip
     differences = trainer.step.differences(
         [trainer.training_rows().collate_rows(list(range(120)))],
-        [d for s in range(20) for d in _directions(trainer, s)],
+        [d for s in range(8) for d in _directions(trainer, s)],
     )
     trainer.space.settle_()
     median = float(differences.abs().median())
-    assert median / 3 < found < median * 3
+    assert median / 3 < found < median * 3 and median > 0.3
 
 
 def _directions(trainer, step):
