@@ -51,8 +51,8 @@ def open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
     base = private if settings.secret else root
     state, fingerprint = base / STATE_FILE, settings.fingerprint(prepared)
     if not state.exists():
-        strangers = [path for path in root.iterdir() if path != private] if root.exists() else []
-        if strangers:
+        inside = list(root.iterdir()) if root.exists() else []
+        if any(path != private or any(private.iterdir()) for path in inside):
             raise ValueError(f"output_dir={root} holds other files; name an empty folder.")
     elif json.loads(state.read_text(encoding="utf-8"))["fingerprint"] != fingerprint:
         raise ValueError(

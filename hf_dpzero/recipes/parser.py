@@ -99,21 +99,26 @@ class RecipeParser(HfArgumentParser):
             items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
             if not isinstance(items, list):
                 raise ValueError(f"{value!r} is not a list")
-            if not items or (list[str] in members and all(isinstance(i, str) for i in items)):
-                return items  # nothing to convert; argparse would take "-x" for an option
+            if list[str] in members:  # argparse would take "-x" for an option, and None for "None"
+                for item in items:
+                    if not isinstance(item, str):
+                        raise ValueError(_not_text(item))
+                return items
+            if not items:
+                return items
             return getattr(self.parse_args([f"--{key}", *map(str, items)]), key)
         if value is None:
             raise ValueError("null is no value of this field")
-        if (isinstance(value, float) and math.isnan(value)) or (
-            text and text.strip().lower() == "nan"
-        ):
-            raise ValueError("NaN is not a number that a setting can have")
         if type(value) in members and not action.choices:
-            return value
-        if action.type is str and text is None:
-            raise ValueError(f"{value!r} is not text; put it in quotes if it is meant as text")
-        word = _whole(value) if action.type is int else str(value)
-        return getattr(self.parse_args([f"--{key}={word}"]), key)
+            converted = value
+        elif action.type is str and text is None:
+            raise ValueError(_not_text(value))
+        else:
+            word = _whole(value) if action.type is int else str(value)
+            converted = getattr(self.parse_args([f"--{key}={word}"]), key)
+        if isinstance(converted, float) and math.isnan(converted):
+            raise ValueError("NaN is not a number that a setting can have")
+        return converted
 
     def build(self, values: Mapping[str, Any], source: str) -> tuple[Any, ...]:
         """Builds the config classes, in their order, from converted values.
@@ -140,6 +145,10 @@ def _members(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(member for part in typing.get_args(hint) for member in _members(part))
     return (hint,)
+
+
+def _not_text(value: Any) -> str:
+    return f"{value!r} is not text; put it in quotes if it is meant as text"
 
 
 def _whole(value: Any) -> str:

@@ -63,9 +63,11 @@ def classification_task(
     columns = _text_columns(data, splits, known)
     label = data.label_column or column_of(splits, known.label_columns if known else ("label",))
     settings = dict(zip(columns, ("text_column", "text_pair_column"), strict=False))
-    optional = known.optional_fields if known and data.prompt else ()
-    fields = zip(known.fields if known else columns, columns, strict=False)
-    needed = [column for field, column in fields if field not in optional]
+    optional: list[str] = []
+    if known and data.prompt:
+        fields = zip(known.fields, columns, strict=False)
+        optional = [column for field, column in fields if field in known.optional_fields]
+    needed = [column for column in columns if column not in optional]
     require_columns(splits, [*needed, label], {**settings, label: "label_column"})
     if known and known.drop_unlabelled:  # the Hub marks rows without a label with -1
         for split, rows in splits.items():

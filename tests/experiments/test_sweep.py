@@ -506,6 +506,14 @@ def test_a_folder_in_use_is_refused(recipe: Path, tmp_path: Path) -> None:
         open_workspace(settings_of(recipe, tmp_path), PREPARED)
 
 
+def test_a_folder_with_secret_trials_takes_no_other_sweep(recipe: Path, tmp_path: Path) -> None:
+    """An interrupted private selection has left D/_private alone."""
+    open_workspace(settings_of(recipe, tmp_path / "D"), PREPARED)
+    assert [path.name for path in (tmp_path / "D").iterdir()] == ["_private"]
+    with pytest.raises(ValueError, match="holds other files"):
+        open_workspace(settings_of(recipe, tmp_path / "D", selection="all"), PREPARED)
+
+
 def test_an_unfinished_run_is_set_aside_in_private(recipe: Path, tmp_path: Path) -> None:
     """With a checkpoint it continues; once it has left its last file, only its row is missing."""
     settings = settings_of(recipe, tmp_path / "D", tuning="not_accounted")

@@ -359,6 +359,8 @@ def test_values_take_the_type_of_their_field(key, value, expected):
     [
         ("clip", "nan"),
         ("clip", float("nan")),
+        ("learning_rate", "-nan"),
+        ("learning_rate", " +NaN "),
         ("clip", True),
         ("max_steps", "abc"),
         ("max_steps", 0.5),
@@ -370,6 +372,7 @@ def test_values_take_the_type_of_their_field(key, value, expected):
         ("method", ["dpzero"]),
         ("learning_rate", [1]),
         ("label_texts", 3),
+        ("label_texts", ["a", None]),
         ("prompt", "blue"),
     ],
 )

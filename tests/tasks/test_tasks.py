@@ -208,6 +208,12 @@ def test_missing_columns_of_a_pair(tmp_path: Path, row: dict[str, Any], message:
         build_task(files(tmp_path, [row] * 4, task="rte"))
 
 
+def test_a_second_text_beside_a_task_of_one_must_be_there(tmp_path: Path) -> None:
+    rows = [{"sentence": "fine", "label": label} for label in range(2)]
+    with pytest.raises(ValueError, match=r"no column 'more'.*set text_pair_column"):
+        build_task(files(tmp_path, rows, task="sst2", text_pair_column="more"))
+
+
 @pytest.mark.parametrize("task", NAMES)
 def test_rows_in_the_columns_of_the_data_sets(task: str) -> None:
     paths = {f"{s}_file": str(DATA / task / f"{s}.jsonl") for s in ("train", "validation")}
