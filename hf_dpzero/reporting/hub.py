@@ -188,9 +188,6 @@ def push(
     return str(folder) if dry_run else _upload(folder, repo_id, private, token)
 
 
-# ------------------------------------------------------------------ what is read, and refused
-
-
 def _read_report(source: Path) -> PrivacyReport:
     try:
         return PrivacyReport.load(source / REPORT_FILE)
@@ -294,9 +291,6 @@ def _check_target(source: Path, target: Path) -> None:
         )
 
 
-# ------------------------------------------------------------------ what is written
-
-
 def _fill(
     source: Path, staged: Path, report: PrivacyReport, trajectory: Trajectory, repo_id: str | None
 ) -> None:
@@ -381,9 +375,6 @@ def _write_card(
         plot=(folder / PLOT_FILE).is_file(),
     )
     write_atomically(folder / CARD_FILE, card.content)
-
-
-# ------------------------------------------------------------------ the network
 
 
 def _check_repo_id(repo_id: str) -> None:

@@ -117,8 +117,6 @@ class DPZeroTrainer(PredictingTrainer):
         """Where the run keeps its files."""
         return str(self.args.output_dir)
 
-    # ------------------------------------------------------------------ the plan
-
     @property
     def plan(self) -> PrivacyPlan:
         """The run's `PrivacyPlan`, calibrated on first use."""
@@ -133,8 +131,6 @@ class DPZeroTrainer(PredictingTrainer):
         if self._delta is None:
             self._delta = self.args.delta(data_checks.num_examples(self.train_dataset))
         return self._delta
-
-    # ------------------------------------------------------------------ evaluation: public data
 
     def refuse_private(self, dataset: Any) -> None:
         """Refuses a data set, or a dictionary of them, with rows of the private training data.
@@ -162,8 +158,6 @@ class DPZeroTrainer(PredictingTrainer):
             "hyperparameter_search on private data spends privacy in every trial: search on public "
             "data, then train once."
         )
-
-    # ------------------------------------------------------------------ before training
 
     def train(  # type: ignore[override]
         self, resume_from_checkpoint: str | bool | None = None, **settings: Any
@@ -227,8 +221,6 @@ class DPZeroTrainer(PredictingTrainer):
             self.trajectory = run_files.continue_ledger(folder, header)
             self._method_state = run_files.load_state(resume, self.trajectory)
             self._sampler_key = run_files.old_secret(folder, self.args.sampler_key)
-
-    # ------------------------------------------------------------------ what Trainer asks for
 
     def get_train_dataloader(self) -> DataLoader:
         """Logical batches of this process, one item per step, split into microbatches."""
@@ -300,8 +292,6 @@ class DPZeroTrainer(PredictingTrainer):
 
         return Within(self.per_example_loss, on_device)
 
-    # ------------------------------------------------------------------ one training step
-
     def training_step(  # type: ignore[override]
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
     ) -> Tensor:
@@ -324,8 +314,6 @@ class DPZeroTrainer(PredictingTrainer):
         if self.args.log_private_diagnostics and statistics is not None:
             self._diagnostics = private_diagnostics(statistics, self.plan.mechanism)
         return torch.zeros((), device=self.args.device)
-
-    # ------------------------------------------------------------------ logs, checkpoints, report
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs released values and spent budget in place of the private loss."""
