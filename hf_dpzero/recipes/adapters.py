@@ -122,8 +122,7 @@ def _peft_config(model: PreTrainedModel, arguments: ModelArguments, head: str) -
 
     if arguments.peft_method == "prefix":
         return peft.PrefixTuningConfig(
-            task_type=_PREFIX_TASK_TYPES[head],
-            num_virtual_tokens=arguments.num_virtual_tokens,
+            task_type=_PREFIX_TASK_TYPES[head], num_virtual_tokens=arguments.num_virtual_tokens
         )
     return peft.LoraConfig(
         task_type=_TASK_TYPES[head],

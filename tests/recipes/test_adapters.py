@@ -55,13 +55,8 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": labels}
 
 
-# ---------------------------------------------------------------- what is trained
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_lora_trains_adapters_and_the_head(
-    model_of: Callable[[str], PreTrainedModel], architecture: str
-) -> None:
+def test_lora_trains_adapters_and_the_head(model_of, architecture):
     """The paper's LoRA arm: r = 8, alpha = 16 on query and value; the head is trained too."""
     model = with_adapters(model_of(architecture), lora())
     adapters = {name: p for name, p in trained(model).items() if "lora_" in name}
@@ -74,9 +69,7 @@ def test_lora_trains_adapters_and_the_head(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_adapters_and_the_head_react_to_being_moved_in_place(
-    model_of: Callable[[str], PreTrainedModel], architecture: str
-) -> None:
+def test_adapters_and_the_head_react_to_being_moved_in_place(model_of, architecture):
     """PEFT runs its copy of the head: moving the trainable one moves the losses, and comes back."""
     model = with_adapters(model_of(architecture), lora()).eval()
     objective = objectives.select_objective(model)
@@ -93,9 +86,7 @@ def test_adapters_and_the_head_react_to_being_moved_in_place(
         assert (moved - before).abs().min() > 1e-7, part
 
 
-def test_the_idle_copy_of_the_head_changes_nothing(
-    model_of: Callable[[str], PreTrainedModel],
-) -> None:
+def test_the_idle_copy_of_the_head_changes_nothing(model_of):
     model = with_adapters(model_of("sentence_classifier"), lora()).eval()
     objective = objectives.select_objective(model)
     idle = [p for name, p in model.named_parameters() if ".original_module." in name]
@@ -111,9 +102,7 @@ def test_the_idle_copy_of_the_head_changes_nothing(
 
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_trained_head_is_saved_with_the_adapter(
-    model_of: Callable[[str], PreTrainedModel], architecture: str, tmp_path: Any
-) -> None:
+def test_the_trained_head_is_saved_with_the_adapter(model_of, architecture, tmp_path):
     model = with_adapters(model_of(architecture), lora()).eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in trained(model).values():
@@ -127,9 +116,7 @@ def test_the_trained_head_is_saved_with_the_adapter(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_bitfit_trains_biases_and_the_head(
-    model_of: Callable[[str], PreTrainedModel], architecture: str
-) -> None:
+def test_bitfit_trains_biases_and_the_head(model_of, architecture):
     arguments = ModelArguments(model_name_or_path="unused", peft_method="bitfit")
     names = set(trained(with_adapters(model_of(architecture), arguments)))
     body = {name for name in names if not name.startswith("classifier")}
@@ -138,9 +125,7 @@ def test_bitfit_trains_biases_and_the_head(
     assert any(name.startswith("classifier") and name.endswith("weight") for name in names)
 
 
-def test_the_last_layer_and_the_head_by_a_pattern(
-    model_of: Callable[[str], PreTrainedModel],
-) -> None:
+def test_the_last_layer_and_the_head_by_a_pattern(model_of):
     """What the docstring of ModelArguments says for six layers, here for two."""
     model = model_of("sentence_classifier")
     select_trainable(model, r"layer\.1\.|^classifier")
@@ -152,7 +137,7 @@ def test_the_last_layer_and_the_head_by_a_pattern(
     assert set(trained(model)) == {"classifier.weight", "classifier.bias"}
 
 
-def test_fresh_adapters_of_an_embedding_depend_on_the_seed_alone() -> None:
+def test_fresh_adapters_of_an_embedding_depend_on_the_seed_alone():
     def fresh(seed: int) -> dict[str, torch.Tensor]:
         config = RobertaConfig(
             vocab_size=20,
@@ -177,14 +162,9 @@ def test_fresh_adapters_of_an_embedding_depend_on_the_seed_alone() -> None:
     assert any("lora_A" in name for name in moved)
 
 
-# ---------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("targets", [["nothing"], ["classifier"], ["LayerNorm"]])
-def test_targets_that_cannot_be_adapted_are_refused(
-    model_of: Callable[[str], PreTrainedModel], architecture: str, targets: list[str]
-) -> None:
+def test_targets_that_cannot_be_adapted_are_refused(model_of, architecture, targets):
     with pytest.raises(ValueError, match=r"peft_method=lora has nothing to train with") as error:
         with_adapters(model_of(architecture), lora(lora_target_modules=targets))
     assert f"lora_target_modules={targets}: name linear layers" in str(error.value)
@@ -192,9 +172,7 @@ def test_targets_that_cannot_be_adapted_are_refused(
     assert "classifier" not in str(error.value).split("of the body, of ")[1].split(" (the head")[0]
 
 
-def test_a_pattern_that_trains_the_idle_head_is_refused(
-    model_of: Callable[[str], PreTrainedModel],
-) -> None:
+def test_a_pattern_that_trains_the_idle_head_is_refused(model_of):
     model = with_adapters(model_of("sentence_classifier"), lora())
     select_trainable(model, "classifier")
     with pytest.raises(
@@ -203,9 +181,7 @@ def test_a_pattern_that_trains_the_idle_head_is_refused(
         check_adapters(model)
 
 
-def test_a_pattern_without_the_adapter_is_refused(
-    model_of: Callable[[str], PreTrainedModel],
-) -> None:
+def test_a_pattern_without_the_adapter_is_refused(model_of):
     model = with_adapters(model_of("sentence_classifier"), lora())
     select_trainable(model, "modules_to_save")
     with pytest.raises(ValueError, match=r"no parameter of the adapter would be.*drop peft_method"):
@@ -217,16 +193,14 @@ def test_a_pattern_without_the_adapter_is_refused(
 
 
 @pytest.mark.parametrize("pattern", [None, "lora_|modules_to_save", "lora_B"])
-def test_patterns_that_fit_pass(
-    model_of: Callable[[str], PreTrainedModel], pattern: str | None
-) -> None:
+def test_patterns_that_fit_pass(model_of, pattern):
     model = with_adapters(model_of("sentence_classifier"), lora())
     select_trainable(model, pattern)
     check_adapters(model)
     check_adapters(model_of("auto"))  # no adapter, nothing to check
 
 
-def test_a_prefix_is_an_adapter(model_of: Callable[[str], PreTrainedModel]) -> None:
+def test_a_prefix_is_an_adapter(model_of):
     arguments = ModelArguments(model_name_or_path="unused", peft_method="prefix")
     model = with_adapters(model_of("auto"), arguments)
     check_adapters(model)

@@ -35,13 +35,10 @@ def config_of(path: str, **settings: Any) -> Any:
     return fetched(AutoConfig.from_pretrained, path, recipe(path, **settings))
 
 
-# ---------------------------------------------------------------- folders
-
-
 @pytest.mark.parametrize(
     "path", ["./no_such_folder", "/no/such/folder", "../no_such_folder", "a/b/c", "a\\b"]
 )
-def test_a_wrong_path_is_no_hub_id(path: str) -> None:
+def test_a_wrong_path_is_no_hub_id(path):
     with pytest.raises(FileNotFoundError, match="no such folder; relative paths") as error:
         config_of(path)
     assert "hf download" not in str(error.value)
@@ -49,12 +46,12 @@ def test_a_wrong_path_is_no_hub_id(path: str) -> None:
     assert str(Path.cwd()) in str(error.value)
 
 
-def test_home_is_not_expanded() -> None:
+def test_home_is_not_expanded():
     with pytest.raises(FileNotFoundError, match="~ is not expanded"):
         check_folder("~/model")
 
 
-def test_a_file_or_a_folder_without_a_model(tmp_path: Path) -> None:
+def test_a_file_or_a_folder_without_a_model(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no config\.json.*save_pretrained"):
         config_of(str(tmp_path))
     file = tmp_path / "model.safetensors"
@@ -67,18 +64,15 @@ def test_a_file_or_a_folder_without_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "facebook/opt-125m", "nobody/no.thing_1"])
-def test_hub_ids_pass(name: str) -> None:
+def test_hub_ids_pass(name):
     check_folder(name)
 
 
-def test_a_damaged_config_is_not_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_damaged_config_is_not_said_to_be_missing(tmp_path):
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(OSError, match="valid JSON") as error:
         config_of(str(tmp_path))
     assert "hf download" not in str(error.value)
-
-
-# ---------------------------------------------------------------- the Hub
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -111,24 +105,19 @@ def refused(kind: type[Exception]) -> Exception:
         ),
     ],
 )
-def test_what_the_hub_says(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
+def test_what_the_hub_says(monkeypatch, error, message):
     answers(monkeypatch, error)
     with pytest.raises(OSError, match=message):
         config_of("some/model", model_revision="v1")
 
 
-def test_offline_says_so() -> None:
+def test_offline_says_so():
     with pytest.raises(OSError, match=r"neither cached nor reachable.*with HF_HUB_OFFLINE unset"):
         config_of("nobody/nothing")
 
 
-# ---------------------------------------------------------------- tokenizers
-
-
 @pytest.mark.parametrize("kind", ["tiny_bert", "tiny_roberta", "tiny_opt", "tiny_gpt2"])
-def test_a_made_up_tokenizer_is_refused(
-    request: pytest.FixtureRequest, tmp_path: Path, kind: str
-) -> None:
+def test_a_made_up_tokenizer_is_refused(request, tmp_path, kind):
     """Transformers answers with a tokenizer that knows no word; every text would be [UNK]."""
     request.getfixturevalue(kind)().save_pretrained(tmp_path)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) < 6
@@ -136,24 +125,21 @@ def test_a_made_up_tokenizer_is_refused(
         load_tokenizer(str(tmp_path), recipe(str(tmp_path)))
 
 
-def test_a_tokenizer_that_does_not_load_is_refused(tiny_t5: Factory, tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_load_is_refused(tiny_t5, tmp_path):
     tiny_t5().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"has no tokenizer"):
         load_tokenizer(str(tmp_path), recipe(str(tmp_path)))
 
 
-def test_a_tokenizer_loads(tiny_roberta: Factory, tmp_path: Path) -> None:
+def test_a_tokenizer_loads(tiny_roberta, tmp_path):
     tiny_roberta().save_pretrained(tmp_path)
     roberta_tokenizer().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path), recipe(str(tmp_path)))
     assert tokenizer("great")["input_ids"] == roberta_tokenizer()("great")["input_ids"]
 
 
-# ---------------------------------------------------------------- precision
-
-
-def test_dtypes() -> None:
+def test_dtypes():
     config = BertConfig(dtype="bfloat16")
     assert dtype_settings(recipe("x"), config) == {"dtype": torch.float32}
     assert dtype_settings(recipe("x", torch_dtype="auto"), config) == {"dtype": "auto"}
@@ -162,9 +148,7 @@ def test_dtypes() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_bitsandbytes_is_named_where_it_is_missing(
-    monkeypatch: pytest.MonkeyPatch, bits: int
-) -> None:
+def test_bitsandbytes_is_named_where_it_is_missing(monkeypatch, bits):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     arguments = recipe("x", peft_method="lora", **{f"load_in_{bits}bit": True})
     with pytest.raises(ImportError, match=rf"load_in_{bits}bit needs.*hf-dpzero\[quantization\]"):
@@ -172,7 +156,7 @@ def test_bitsandbytes_is_named_where_it_is_missing(
 
 
 @pytest.mark.parametrize("torch_dtype", ["float32", "bfloat16", "auto"])
-def test_four_bits_are_computed_in_the_models_dtype(torch_dtype: str) -> None:
+def test_four_bits_are_computed_in_the_models_dtype(torch_dtype):
     pytest.importorskip("bitsandbytes", reason="needs the quantization extra")
     arguments = recipe("x", peft_method="lora", load_in_4bit=True, torch_dtype=torch_dtype)
     found = dtype_settings(arguments, BertConfig(dtype="bfloat16"))["quantization_config"]
@@ -182,13 +166,13 @@ def test_four_bits_are_computed_in_the_models_dtype(torch_dtype: str) -> None:
 
 @pytest.mark.parametrize("peft_method", [None, "bitfit"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantised_base_is_not_trained(bits: int, peft_method: Any) -> None:
+def test_a_quantised_base_is_not_trained(bits, peft_method):
     settings = {f"load_in_{bits}bit": True, "peft_method": peft_method}
     with pytest.raises(ValueError, match=rf"load_in_{bits}bit=True with.*peft_method: lora"):
         recipe("x", **settings)
 
 
-def test_four_and_eight_bits_at_once_are_refused() -> None:
+def test_four_and_eight_bits_at_once_are_refused():
     with pytest.raises(ValueError, match="are both set; set one"):
         recipe("x", load_in_4bit=True, load_in_8bit=True, peft_method="lora")
     assert recipe("x").quantised == 0

@@ -46,9 +46,6 @@ def test_a_base_is_a_model_and_data_without_a_method():
         assert read_recipe(path)["trainable"] == "^classifier"
 
 
-# ---------------------------------------------------------------- two steps of each method
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any) -> Path:
     """A saved tiny BERT encoder with a word tokenizer."""

@@ -90,15 +90,10 @@ def sentences() -> dict[str, torch.Tensor]:
     return dict(words_tokenizer()(texts, padding=True, return_tensors="pt"))
 
 
-# ---------------------------------------------------------------- the sentence classifier
-
-
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("normalize", [True, False])
 @torch.no_grad()
-def test_forward_is_its_equation(
-    checkpoint: str, task: Task, pooling: str, normalize: bool
-) -> None:
+def test_forward_is_its_equation(checkpoint, task, pooling, normalize):
     arguments = sentence_settings(
         checkpoint, pooling=pooling, normalize=normalize, head_init="random"
     )
@@ -114,7 +109,7 @@ def test_forward_is_its_equation(
 
 
 @torch.no_grad()
-def test_an_embedding_given_skips_the_encoder(checkpoint: str, task: Task) -> None:
+def test_an_embedding_given_skips_the_encoder(checkpoint, task):
     model, _ = load_model(sentence_settings(checkpoint, head_init="random"), task)
     expected = model(**sentences()).logits
     embedding = model.embed(**sentences())
@@ -125,7 +120,7 @@ def test_an_embedding_given_skips_the_encoder(checkpoint: str, task: Task) -> No
 
 
 @torch.no_grad()
-def test_loss_is_the_mean_of_the_objective(checkpoint: str, task: Task) -> None:
+def test_loss_is_the_mean_of_the_objective(checkpoint, task):
     model, _ = load_model(sentence_settings(checkpoint, head_init="random"), task)
     batch = {**sentences(), "labels": torch.tensor([1, 0, 1])}
     losses = objectives.select_objective(model)(model, batch)
@@ -137,7 +132,7 @@ def test_loss_is_the_mean_of_the_objective(checkpoint: str, task: Task) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padding_does_not_couple(checkpoint: str, task: Task, side: str) -> None:
+def test_padding_does_not_couple(checkpoint, task, side):
     model, tokenizer = load_model(sentence_settings(checkpoint, head_init="random"), task)
     tokenizer.padding_side = side
     objective, texts, labels = objectives.select_objective(model), ["bad", "it was great"], [1, 0]
@@ -151,7 +146,7 @@ def test_padding_does_not_couple(checkpoint: str, task: Task, side: str) -> None
 
 
 @torch.no_grad()
-def test_round_trip_through_auto_classes(checkpoint: str, task: Task, tmp_path: Path) -> None:
+def test_round_trip_through_auto_classes(checkpoint, task, tmp_path):
     model, _ = load_model(sentence_settings(checkpoint, head_init="random"), task)
     model.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
@@ -164,9 +159,7 @@ def test_round_trip_through_auto_classes(checkpoint: str, task: Task, tmp_path: 
 
 
 @torch.no_grad()
-def test_a_trained_classifier_loads_with_its_own_head(
-    checkpoint: str, task: Task, tmp_path: Path
-) -> None:
+def test_a_trained_classifier_loads_with_its_own_head(checkpoint, task, tmp_path):
     """What training saved is evaluated as it is: head_init applies to new heads only."""
     model, tokenizer = load_model(sentence_settings(checkpoint, head_init="random"), task)
     model.save_pretrained(tmp_path / "out")
@@ -176,14 +169,14 @@ def test_a_trained_classifier_loads_with_its_own_head(
     assert again.classifier.weight.abs().max() > 0
 
 
-def test_config_refuses_bad_settings() -> None:
+def test_config_refuses_bad_settings():
     with pytest.raises(ValueError, match="pooling='max'"):
         SentenceClassifierConfig(pooling="max")
     with pytest.raises(ValueError, match="logit_scale=0"):
         SentenceClassifierConfig(logit_scale=0)
 
 
-def test_pooling_finds_the_first_attended_token() -> None:
+def test_pooling_finds_the_first_attended_token():
     states = torch.arange(12.0).reshape(1, 4, 3)
     mask = torch.tensor([[0, 1, 1, 0]])
     assert pool(states, mask, "cls").tolist() == [[3.0, 4.0, 5.0]]
@@ -191,11 +184,8 @@ def test_pooling_finds_the_first_attended_token() -> None:
     assert pool(states, torch.zeros_like(mask), "mean").tolist() == [[0.0, 0.0, 0.0]]
 
 
-# ---------------------------------------------------------------- heads
-
-
 @torch.no_grad()
-def test_label_text_head(checkpoint: str, task: Task) -> None:
+def test_label_text_head(checkpoint, task):
     """The weights' own equation, with one phrasing and with two."""
     texts = ["bad|terrible film", "good"]
     arguments = sentence_settings(checkpoint, head_init="label_text", label_texts=texts)
@@ -212,9 +202,7 @@ def test_label_text_head(checkpoint: str, task: Task) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["auto", "sentence_classifier"])
-def test_fresh_weights_depend_on_init_seed_alone(
-    checkpoint: str, task: Task, architecture: str
-) -> None:
+def test_fresh_weights_depend_on_init_seed_alone(checkpoint, task, architecture):
     def head(seed: int) -> torch.Tensor:
         arguments = ModelArguments(
             model_name_or_path=checkpoint, architecture=architecture, init_seed=seed
@@ -228,7 +216,7 @@ def test_fresh_weights_depend_on_init_seed_alone(
     assert 0.005 < first.std() < 0.05
 
 
-def test_zero_head_in_the_auto_architecture(checkpoint: str, task: Task) -> None:
+def test_zero_head_in_the_auto_architecture(checkpoint, task):
     arguments = ModelArguments(model_name_or_path=checkpoint, head_init="zero")
     model, _ = load_model(arguments, task)
     assert isinstance(model, transformers.BertForSequenceClassification)
@@ -236,7 +224,7 @@ def test_zero_head_in_the_auto_architecture(checkpoint: str, task: Task) -> None
     assert model.config.id2label == {0: "0", 1: "1"}
 
 
-def test_dtype(checkpoint: str, task: Task) -> None:
+def test_dtype(checkpoint, task):
     """A half-precision encoder under a float32 head."""
     model, _ = load_model(sentence_settings(checkpoint, torch_dtype="bfloat16"), task)
     assert next(model.encoder.parameters()).dtype == torch.bfloat16
@@ -244,11 +232,8 @@ def test_dtype(checkpoint: str, task: Task) -> None:
     assert model(**sentences()).logits.dtype == torch.float32
 
 
-# ---------------------------------------------------------------- adapters
-
-
 @pytest.mark.parametrize("architecture", ["auto", "sentence_classifier"])
-def test_lora(checkpoint: str, task: Task, architecture: str) -> None:
+def test_lora(checkpoint, task, architecture):
     def build(seed: int) -> nn.Module:
         return load_model(
             ModelArguments(
@@ -278,7 +263,7 @@ def test_lora(checkpoint: str, task: Task, architecture: str) -> None:
     assert losses.shape == (3,)
 
 
-def test_bitfit_trains_biases_and_the_head(checkpoint: str, task: Task) -> None:
+def test_bitfit_trains_biases_and_the_head(checkpoint, task):
     model, _ = load_model(sentence_settings(checkpoint, peft_method="bitfit"), task)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert "classifier.weight" in trained
@@ -286,7 +271,7 @@ def test_bitfit_trains_biases_and_the_head(checkpoint: str, task: Task) -> None:
     assert all(name.endswith("bias") or name == "classifier.weight" for name in trained)
 
 
-def test_prefix(checkpoint: str, task: Task) -> None:
+def test_prefix(checkpoint, task):
     arguments = ModelArguments(
         model_name_or_path=checkpoint, peft_method="prefix", num_virtual_tokens=3
     )
@@ -297,16 +282,13 @@ def test_prefix(checkpoint: str, task: Task) -> None:
     assert objectives.select_objective(model)(model, batch).shape == (3,)
 
 
-# ---------------------------------------------------------------- features
-
-
 def features_of(model: nn.Module, task: Task, tokenizer: Any, **settings: Any) -> datasets.Dataset:
     rows = task.tokenize(tokenizer)["train"]
     return precompute_features(model, rows, task.collator(tokenizer), **settings)
 
 
 @torch.no_grad()
-def test_precomputed_features_give_the_same_losses(checkpoint: str, task: Task) -> None:
+def test_precomputed_features_give_the_same_losses(checkpoint, task):
     model, tokenizer = load_model(sentence_settings(checkpoint, head_init="random"), task)
     stored = features_of(model, task, tokenizer, trainable="^classifier", batch_size=7)
     assert sorted(stored.column_names) == ["labels", "sentence_embedding"]
@@ -319,9 +301,7 @@ def test_precomputed_features_give_the_same_losses(checkpoint: str, task: Task) 
 
 
 @pytest.mark.parametrize("change", [{}, {"normalize": False}, {"pooling": "cls"}])
-def test_the_stored_features_are_named_after_model_and_rows(
-    checkpoint: str, task: Task, change: dict[str, Any]
-) -> None:
+def test_the_stored_features_are_named_after_model_and_rows(checkpoint, task, change):
     def fingerprint(scale: float, **settings: Any) -> str:
         model, tokenizer = load_model(sentence_settings(checkpoint, **settings), task)
         with torch.no_grad():
@@ -333,7 +313,7 @@ def test_the_stored_features_are_named_after_model_and_rows(
     assert (fingerprint(1.0, **change) == base) == (not change)
 
 
-def test_features_refuse_a_trained_encoder_or_another_model(checkpoint: str, task: Task) -> None:
+def test_features_refuse_a_trained_encoder_or_another_model(checkpoint, task):
     model, tokenizer = load_model(sentence_settings(checkpoint), task)
     with pytest.raises(ValueError, match=r"needs a frozen encoder.*trainable: classifier"):
         features_of(model, task, tokenizer)
@@ -342,10 +322,7 @@ def test_features_refuse_a_trained_encoder_or_another_model(checkpoint: str, tas
         features_of(other, task, tokenizer)
 
 
-# ---------------------------------------------------------------- refusals
-
-
-def test_package_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_paths(monkeypatch):
     with pytest.raises(ImportError, match=r"'no_such_pkg' is not installed; run pip install no_su"):
         resolve_path("package:no_such_pkg/model")
     with pytest.raises(FileNotFoundError, match="is no folder"):
@@ -356,7 +333,7 @@ def test_package_paths(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_path(MINILM)
 
 
-def test_a_model_that_is_not_here_names_the_command(task: Task) -> None:
+def test_a_model_that_is_not_here_names_the_command(task):
     with pytest.raises(OSError, match=r"neither cached nor reachable.*hf download nobody/nothing"):
         load_model(ModelArguments(model_name_or_path="nobody/nothing"), task)
 
@@ -381,14 +358,12 @@ def test_a_model_that_is_not_here_names_the_command(task: Task) -> None:
         ),
     ],
 )
-def test_settings_that_do_not_fit(
-    checkpoint: str, task: Task, settings: dict[str, Any], message: str
-) -> None:
+def test_settings_that_do_not_fit(checkpoint, task, settings, message):
     with pytest.raises(ValueError, match=message):
         load_model(ModelArguments(model_name_or_path=checkpoint, **settings), task)
 
 
-def test_a_head_for_other_labels_is_refused(checkpoint: str, task: Task, tmp_path: Path) -> None:
+def test_a_head_for_other_labels_is_refused(checkpoint, task, tmp_path):
     model, tokenizer = load_model(sentence_settings(checkpoint), task)
     wide = SentenceClassifier.from_encoder(model.encoder, num_labels=3)
     wide.save_pretrained(tmp_path / "wide")
@@ -397,11 +372,8 @@ def test_a_head_for_other_labels_is_refused(checkpoint: str, task: Task, tmp_pat
         load_model(sentence_settings(str(tmp_path / "wide")), task)
 
 
-# ---------------------------------------------------------------- the real encoder
-
-
 @needs_minilm
-def test_minilm_and_the_quickstart_recipe() -> None:
+def test_minilm_and_the_quickstart_recipe():
     """Zero-shot on 128 quickstart messages: above chance, far from done."""
     from hf_dpzero.recipes.recipe import load_recipe
 

@@ -41,9 +41,6 @@ def write(tmp_path: Path):
     return to
 
 
-# ---------------------------------------------------------------- loading
-
-
 def test_values_reach_the_dataclass_that_owns_them(write):
     recipe = load_recipe(write(MINIMAL + "label_texts: [bad, good]\nmax_seq_length: 32\n"))
     assert recipe.model.model_name_or_path == "some/model"
@@ -118,9 +115,6 @@ def test_recipe_is_frozen(write):
     assert isinstance(recipe, Recipe)
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.model.lora_r = 3  # type: ignore[misc]
-
-
-# ---------------------------------------------------------------- recipes that extend others
 
 
 def test_a_recipe_lays_its_keys_over_those_it_extends(tmp_path, write):
@@ -199,9 +193,6 @@ def test_a_base_that_is_not_there_names_both_files(write):
 def test_only_files_extend(write):
     with pytest.raises(ValueError, match="command line: unknown key 'extends'"):
         load_recipe(write(MINIMAL), ["--extends", "other.yaml"])
-
-
-# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -315,9 +306,6 @@ def test_every_argument_is_documented():
         assert names
         for name in names:
             assert f"\n      {name}: " in (owner.__doc__ or ""), name
-
-
-# ---------------------------------------------------------------- values
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,6 @@ def settings_of(name: str) -> tuple[str, str, str, str]:
     return family, recipe_table.method_of(recipe), recipe.get("torch_dtype", "float32"), kind
 
 
-# ---------------------------------------------------------------- what there is
-
-
 def test_every_method_of_the_papers_tables_has_a_recipe_and_nothing_else_prompts():
     names = {path.relative_to(FOLDER).as_posix() for path in recipe_table.recipes_in(FOLDER)}
     assert {name for name in names if "prompt" in values(name)} == PROMPTED
@@ -118,9 +115,6 @@ def test_a_base_is_no_experiment():
         assert "Not an experiment by itself" in words
         assert read_recipe(path)["task"] == path.parent.name
         assert not {"method", "target_epsilon", "output_dir"} & set(read_recipe(path))
-
-
-# ---------------------------------------------------------------- headers
 
 
 def test_the_header_has_the_commands():
@@ -202,9 +196,6 @@ def test_the_stated_noise_of_opt_costs_the_stated_budget():
     assert spent == pytest.approx([2, 6], rel=0.01)
 
 
-# ---------------------------------------------------------------- settings
-
-
 def test_settings_are_the_papers():
     """Zhang et al. 2024, Tables 8 and 10 and Appendix B.2."""
     for name in sorted(PROMPTED):
@@ -261,9 +252,6 @@ def test_texts_fit_the_published_models():
         assert values(name)["max_seq_length"] <= config.max_position_embeddings - spent
 
 
-# ---------------------------------------------------------------- the table
-
-
 def test_the_table_is_current():
     """`python -m scripts.recipe_table recipes` writes it."""
     assert (FOLDER / "README.md").read_text(encoding="utf-8") == recipe_table.table(FOLDER)
@@ -299,8 +287,6 @@ def test_the_command_writes_the_table(tmp_path):
     assert text == recipe_table.table(tmp_path)
     assert "| 4,096 / 256 / 200 | – | 2 CPU cores |" in text
 
-
-# ---------------------------------------------------------------- two steps of each
 
 Row = dict[str, Any]
 TEXTS = ("a film that was good", "it was slow", "the river ends in a lake", "nobody went to see")
@@ -453,15 +439,9 @@ def test_dp_adamw_at_the_published_size_takes_ghost_clipping(tmp_path, checkpoin
 def test_epsilon_six_is_one_override(tmp_path, checkpoints):
     name = "squad/opt-1.3b-dpzero.yaml"
     files = write_rows("squad", tmp_path)
-    run(
-        name,
-        {**small(name, checkpoints, files, tmp_path / "out"), "target_epsilon": 6},
-    )
+    run(name, {**small(name, checkpoints, files, tmp_path / "out"), "target_epsilon": 6})
     report = json.loads((tmp_path / "out" / "privacy_report.json").read_text(encoding="utf-8"))
     assert 2 < report["epsilon"] <= 6
-
-
-# ---------------------------------------------------------------- the tiny tokenizers
 
 
 def test_tiny_roberta_reads_text_as_roberta_does(checkpoints):

@@ -186,15 +186,8 @@ def check_label_words(task: Any, model: Any, tokenizer: Any, found: Any, predict
 
 @pytest.mark.parametrize(("name", "kind"), PARAMETERS)
 def test_a_task_is_trained_evaluated_and_replayed(
-    name: str,
-    kind: str,
-    models: dict[str, Path],
-    tmp_path: Path,
-    call: Any,
-    evaluate: Any,
-    caplog: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, kind, models, tmp_path, call, evaluate, caplog, monkeypatch
+):
     recipe, out = recipe_of(tmp_path, models, name, kind), tmp_path / "out"
     data: dict[str, Any] = {"task": name, "prompt": kind, **rows_of(name)}
     task: Any = build_task(DataArguments(**data))
@@ -260,8 +253,8 @@ def test_a_task_is_trained_evaluated_and_replayed(
 
 @pytest.mark.parametrize("name", ["squad", "drop"])
 def test_answers_are_scored_against_their_own_question(
-    name: str, models: dict[str, Path], tmp_path: Path, evaluate: Any, monkeypatch: Any
-) -> None:
+    name, models, tmp_path, evaluate, monkeypatch
+):
     """A decoder that knows every second answer, by the question in the prompt, is right there only."""
     recipe = recipe_of(tmp_path, models, name, "causal_lm", max_new_tokens=20)
     data: dict[str, Any] = {"task": name, "prompt": "causal_lm", **rows_of(name)}
@@ -283,9 +276,7 @@ def test_answers_are_scored_against_their_own_question(
 
 
 @torch.no_grad()
-def test_answers_are_decoded_greedily(
-    models: dict[str, Path], tmp_path: Path, evaluate: Any, monkeypatch: Any
-) -> None:
+def test_answers_are_decoded_greedily(models, tmp_path, evaluate, monkeypatch):
     """Decoded tokens are those of whole passes over single rows."""
     decoded: list[torch.Tensor] = []
     predict = prompted.Answers.predict
@@ -309,9 +300,7 @@ def test_answers_are_decoded_greedily(
 
 
 @pytest.mark.parametrize("kind", ["masked_lm", "causal_lm"])
-def test_demonstrations_are_said_to_be_not_private(
-    kind: str, models: dict[str, Path], tmp_path: Path, evaluate: Any
-) -> None:
+def test_demonstrations_are_said_to_be_not_private(kind, models, tmp_path, evaluate):
     recipe = recipe_of(tmp_path, models, "sst2", kind)
     shown = evaluate(recipe, "--num_demonstrations", 2, "--max_seq_length", 200)
     assert shown["privacy"].startswith("NOT PRIVATE: 2 training rows stand in every prompt")
@@ -341,9 +330,7 @@ SEVERAL = ["a short form", "a thing", "an account", "a person", "a place", "Numb
     ],
     ids=["mask", "one word", "several words", "answers"],
 )
-def test_the_padded_side_does_not_matter(
-    name: str, kind: str, settings: Any, models: Any, tmp_path: Path, evaluate: Any
-) -> None:
+def test_the_padded_side_does_not_matter(name, kind, settings, models, tmp_path, evaluate):
     losses = {}
     for side in ("left", "right"):
         sided = {kind: with_padding(models[kind], tmp_path / side, side)}
@@ -358,8 +345,6 @@ def test_the_padded_side_does_not_matter(
     for figure in figures:
         assert losses["left"][figure] == pytest.approx(losses["right"][figure], abs=2e-5), figure
 
-
-# ---------------------------------------------------------------- other ways to train
 
 WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "accuracy of several words": (
@@ -379,9 +364,7 @@ WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_other_ways_train_evaluate_and_replay(
-    way: str, models: Any, tmp_path: Path, call: Any, evaluate: Any
-) -> None:
+def test_other_ways_train_evaluate_and_replay(way, models, tmp_path, call, evaluate):
     name, kind, changes = WAYS[way]
     recipe, out = recipe_of(tmp_path, models, name, kind, **changes), tmp_path / "out"
     call("train", recipe)
@@ -395,9 +378,7 @@ def test_other_ways_train_evaluate_and_replay(
         assert "bit for bit" in call("replay", "--base", out / "recipe.yaml", *words)
 
 
-def test_a_bounded_loss_releases_what_a_bounded_loss_can(
-    models: Any, tmp_path: Path, call: Any
-) -> None:
+def test_a_bounded_loss_releases_what_a_bounded_loss_can(models, tmp_path, call):
     """Without noise: sums of differences of 0 or +-1 / (2 lambda), over B."""
     settings = {
         "objective": "accuracy", "noise_multiplier": 0.0, "target_epsilon": None, "clip": 1e3,
@@ -411,9 +392,6 @@ def test_a_bounded_loss_releases_what_a_bounded_loss_can(
     assert 0.5 <= sums.abs().max() <= 10  # some answer changed; there are ten rows
 
 
-# ---------------------------------------------------------------- cards and refusals
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "tag", "settings"),
     [
@@ -422,15 +400,8 @@ def test_a_bounded_loss_releases_what_a_bounded_loss_can(
     ],
 )
 def test_a_prompted_run_is_described_as_what_it_is(
-    name: str,
-    kind: str,
-    tag: str,
-    settings: Any,
-    models: Any,
-    tmp_path: Path,
-    call: Any,
-    monkeypatch: Any,
-) -> None:
+    name, kind, tag, settings, models, tmp_path, call, monkeypatch
+):
     """The card's pipeline and privacy; its code runs on the folder that is shipped."""
     call("train", recipe_of(tmp_path, models, name, kind, **settings))
     out, hub = tmp_path / "out", tmp_path / "out" / "hub"
@@ -460,7 +431,7 @@ def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     return error
 
 
-def test_zero_shot_insists(tmp_path: Path, models: dict[str, Path], capsys: Any) -> None:
+def test_zero_shot_insists(tmp_path, models, capsys):
     recipe = recipe_of(tmp_path, models, "sst2", "causal_lm")
     for name, value in (("num_demonstrations", 2), ("model_name_or_path", models["masked_lm"])):
         said = fail(capsys, "evaluate", recipe, "--zero_shot", f"--{name}", value)
@@ -486,8 +457,6 @@ REFUSED_RUNS: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("task", "kind", "settings", "message"), REFUSED_RUNS)
-def test_a_run_is_refused(
-    task: str, kind: str, settings: Any, message: str, tmp_path: Path, models: Any, capsys: Any
-) -> None:
+def test_a_run_is_refused(task, kind, settings, message, tmp_path, models, capsys):
     assert message in fail(capsys, "train", recipe_of(tmp_path, models, task, kind, **settings))
     assert not (tmp_path / "out").exists()

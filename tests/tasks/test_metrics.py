@@ -28,17 +28,14 @@ def exact_match(prediction: Any, golds: Any, metric: str) -> float:
     return answer_scores([prediction], [golds], metric)["exact_match"]
 
 
-# ---------------------------------------------------------------- accuracy and macro-F1
-
-
-def test_accuracy_is_the_share_of_equal_entries() -> None:
+def test_accuracy_is_the_share_of_equal_entries():
     found = classification_scores(np.array([0, 2, 1, 1]), np.array([0, 1, 1, 1]), "accuracy")
     assert found == {"accuracy": 0.75}
     found = classification_scores(np.array([True, False]), np.array([1, 1]), "accuracy")
     assert found == {"accuracy": 0.5}
 
 
-def test_macro_f1_counts_every_class_the_same() -> None:
+def test_macro_f1_counts_every_class_the_same():
     """Nine of ten right is no feat where nine of ten are one class."""
     references = np.array([0] * 9 + [1])
     # Class 0: 2 * 9 / (10 + 9); class 1: 0.
@@ -58,13 +55,13 @@ EDGES = {
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_macro_f1_is_that_of_scikit_learn_at_the_edges(name: str) -> None:
+def test_macro_f1_is_that_of_scikit_learn_at_the_edges(name):
     predictions, references = (np.array(row) for row in EDGES[name])
     expected = f1_score(references, predictions, average="macro")
     assert macro_f1(predictions, references) == pytest.approx(expected, abs=1e-15)
 
 
-def test_macro_f1_is_that_of_scikit_learn() -> None:
+def test_macro_f1_is_that_of_scikit_learn():
     generator, seen = np.random.default_rng(0), set()
     for classes in (2, 3, 6, 40):
         predictions, references = generator.integers(classes, size=(2, 50))
@@ -84,12 +81,9 @@ def test_macro_f1_is_that_of_scikit_learn() -> None:
         ([], [], r"shape \(0,\).*at least one row"),
     ],
 )
-def test_what_is_not_a_class_is_refused(predictions: Any, references: Any, message: str) -> None:
+def test_what_is_not_a_class_is_refused(predictions, references, message):
     with pytest.raises(ValueError, match=message):
         classification_scores(predictions, references, "accuracy")
-
-
-# ---------------------------------------------------------------- SQuAD v1.1
 
 
 @pytest.mark.parametrize(
@@ -109,7 +103,7 @@ def test_what_is_not_a_class_is_refused(predictions: Any, references: Any, messa
         ("", ""),
     ],
 )
-def test_squad_normalisation(text: str, expected: str) -> None:
+def test_squad_normalisation(text, expected):
     assert _squad_normalized(text) == expected
 
 
@@ -133,21 +127,18 @@ def test_squad_normalisation(text: str, expected: str) -> None:
         ("", [""], 1, 0),
     ],
 )
-def test_squad_scores_by_hand(prediction: str, golds: list[str], exact: int, f1: float) -> None:
+def test_squad_scores_by_hand(prediction, golds, exact, f1):
     assert exact_match(prediction, golds, "squad") == exact
     assert answer_f1(prediction, golds, "squad") == pytest.approx(f1)
     assert answer_f1(prediction, golds[::-1], "squad") == answer_f1(prediction, golds, "squad")
 
 
-def test_squad_means_over_rows_are_fractions() -> None:
+def test_squad_means_over_rows_are_fractions():
     predictions = ["Paris", "in early 1973", "", "東京"]
     references = [["paris", "Paris, France"], ["1973"], ["Bonn"], ["東京", "京都", "大阪"]]
     # exact: 1, 0, 0, 1; F1: 1, 1/2, 0, 1
     for said in (predictions, tuple(predictions), np.array(predictions)):
         assert answer_scores(said, references, "squad") == {"exact_match": 0.5, "f1": 0.625}  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------- DROP
 
 
 @pytest.mark.parametrize(
@@ -174,7 +165,7 @@ def test_squad_means_over_rows_are_fractions() -> None:
         ("", ""),
     ],
 )
-def test_drop_normalisation(span: str, expected: str) -> None:
+def test_drop_normalisation(span, expected):
     assert _drop_normalized(span) == expected
 
 
@@ -217,7 +208,7 @@ def test_drop_normalisation(span: str, expected: str) -> None:
         (["5", "8 yard", "z"], ["5 yard", "9 yard"], 0, 0.22),
     ],
 )
-def test_drop_scores_by_hand(prediction: Any, gold: Any, exact: int, f1: float) -> None:
+def test_drop_scores_by_hand(prediction, gold, exact, f1):
     assert exact_match(prediction, [gold], "drop") == exact
     assert answer_f1(prediction, [gold], "drop") == f1
 
@@ -239,7 +230,7 @@ def test_drop_scores_by_hand(prediction: Any, gold: Any, exact: int, f1: float) 
         ("17 August", [["17 August "], ["August"], ["17"]], 1, 1),
     ],
 )
-def test_drop_takes_the_best_annotator(prediction: Any, golds: Any, exact: int, f1: float) -> None:
+def test_drop_takes_the_best_annotator(prediction, golds, exact, f1):
     assert (exact_match(prediction, golds, "drop"), answer_f1(prediction, golds, "drop")) == (
         exact,
         f1,
@@ -266,7 +257,7 @@ def drop_pair(said: set[str], gold: set[str]) -> float:
     return 2 * len(said & gold) / (len(said) + len(gold))
 
 
-def test_drop_f1_is_the_best_alignment() -> None:
+def test_drop_f1_is_the_best_alignment():
     generator, found = np.random.default_rng(1), []
 
     def spans() -> list[str]:
@@ -285,7 +276,7 @@ def test_drop_f1_is_the_best_alignment() -> None:
     assert len(set(found)) > 20  # the cases differ
 
 
-def test_drop_means_over_ragged_rows() -> None:
+def test_drop_means_over_ragged_rows():
     predictions = ["4", ["Jets", "Bears"], [], ["1945"], "五"]
     references = [
         [["5"], ["4.0"]], [["Bears", "Jets"], ["Jets"], []], ["army", ["navy"]], [["8 May 1945"]],
@@ -296,11 +287,8 @@ def test_drop_means_over_ragged_rows() -> None:
     assert found == {"exact_match": pytest.approx(0.6), "f1": pytest.approx(0.7)}
 
 
-# ---------------------------------------------------------------- refusals, and `evaluate`
-
-
 @pytest.mark.parametrize("metric", ["squad", "drop"])
-def test_golds_that_are_not_a_list_of_answers_are_refused(metric: str) -> None:
+def test_golds_that_are_not_a_list_of_answers_are_refused(metric):
     """A string would be read as a list of its characters, and scored."""
     with pytest.raises(ValueError, match=r"golds='Paris' is not a list of right.*\['Paris'\]"):
         answer_f1("Paris", "Paris", metric)
@@ -320,15 +308,13 @@ def test_golds_that_are_not_a_list_of_answers_are_refused(metric: str) -> None:
         (["7"], [[7]], r"row 0 has 7, not a string; decode or str\(\)"),
     ],
 )
-def test_rows_that_are_not_answers_are_refused(
-    predictions: Any, references: Any, message: str
-) -> None:
+def test_rows_that_are_not_answers_are_refused(predictions, references, message):
     for metric in ("squad", "drop"):
         with pytest.raises(ValueError, match=message):
             answer_scores(predictions, references, metric)
 
 
-def test_spans_that_are_not_strings_are_refused() -> None:
+def test_spans_that_are_not_strings_are_refused():
     with pytest.raises(ValueError, match=r"row 0 has \['6', 7\], not a string"):
         answer_scores([["6", 7]], [["6"]], "drop")  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"row 0 has \['a'\], not a string"):
@@ -345,8 +331,8 @@ def test_spans_that_are_not_strings_are_refused() -> None:
     ],
 )
 def test_rows_in_any_batches_give_the_same_without_a_network(
-    name: str, predictions: Any, references: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, predictions, references, monkeypatch
+):
     def refuse(*_: Any) -> None:
         raise AssertionError("a metric opened a connection")
 

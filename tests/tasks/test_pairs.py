@@ -100,10 +100,7 @@ def batch_of(task: Task, tokenizer: Any, indices: list[int]) -> dict[str, torch.
     return task.collator(tokenizer)([rows[i] for i in indices])
 
 
-# ---------------------------------------------------------------- tokens
-
-
-def test_the_two_texts_are_tokenised_and_padded_apart(checkpoint: str, task: Task) -> None:
+def test_the_two_texts_are_tokenised_and_padded_apart(checkpoint, task):
     _, tokenizer = siamese(checkpoint, task)
     rows = task.tokenize(tokenizer, "siamese")["train"]
     assert tokenizer.decode(rows["input_ids"][1]) == "bad film"
@@ -115,7 +112,7 @@ def test_the_two_texts_are_tokenised_and_padded_apart(checkpoint: str, task: Tas
     assert batch["labels"].tolist() == [1, 1]
 
 
-def test_each_text_is_cut_by_itself(checkpoint: str, task: Task, tmp_path: Path) -> None:
+def test_each_text_is_cut_by_itself(checkpoint, task, tmp_path):
     _, tokenizer = siamese(checkpoint, task)
     short = Task(
         name="short",
@@ -129,17 +126,14 @@ def test_each_text_is_cut_by_itself(checkpoint: str, task: Task, tmp_path: Path)
     assert len(short.tokenize(tokenizer)["train"]["input_ids"][0]) == 3  # of both together
 
 
-def test_a_joint_pair_is_one_sequence(checkpoint: str, task: Task) -> None:
+def test_a_joint_pair_is_one_sequence(checkpoint, task):
     _, tokenizer = siamese(checkpoint, task)
     rows = task.tokenize(tokenizer)["train"]
     assert tokenizer.decode(rows["input_ids"][1]) == "bad film it was a very great film"
     assert not [name for name in rows.column_names if name.endswith("_pair")]
 
 
-# ---------------------------------------------------------------- features
-
-
-def test_compare_is_its_equation() -> None:
+def test_compare_is_its_equation():
     a, b = torch.tensor([[0.6, 0.8], [1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, -1.0]])
     by_hand = torch.tensor(
         [[0.6, 0.8, 1.0, 0.0, 0.4, 0.8, 0.6, 0.0], [1.0, 0.0, 0.0, -1.0, 1.0, 1.0, 0.0, 0.0]]
@@ -150,7 +144,7 @@ def test_compare_is_its_equation() -> None:
     torch.testing.assert_close(compare(a, b, normalize=True), expected)
 
 
-def test_normalised_blocks_have_the_same_scale() -> None:
+def test_normalised_blocks_have_the_same_scale():
     """What sqrt(H) is for: without it the product of unit vectors is sqrt(H) times smaller."""
     generator = torch.Generator().manual_seed(0)
     a, b = (
@@ -165,7 +159,7 @@ def test_normalised_blocks_have_the_same_scale() -> None:
 
 @pytest.mark.parametrize("normalize", [True, False])
 @torch.no_grad()
-def test_forward_is_its_equation(checkpoint: str, task: Task, normalize: bool) -> None:
+def test_forward_is_its_equation(checkpoint, task, normalize):
     model, tokenizer = siamese(checkpoint, task, normalize=normalize)
     assert model.classifier.in_features == model.config.feature_size == 4 * WIDTH
     batch = batch_of(task, tokenizer, [0, 1, 2, 3])
@@ -193,7 +187,7 @@ def test_forward_is_its_equation(checkpoint: str, task: Task, normalize: bool) -
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padding_does_not_couple(checkpoint: str, task: Task, side: str) -> None:
+def test_padding_does_not_couple(checkpoint, task, side):
     model, tokenizer = siamese(checkpoint, task)
     objective = objectives.select_objective(model)
     alone = torch.cat([objective(model, batch_of(task, tokenizer, [i])) for i in range(4)])
@@ -204,7 +198,7 @@ def test_padding_does_not_couple(checkpoint: str, task: Task, side: str) -> None
 
 
 @torch.no_grad()
-def test_the_second_text_matters_and_its_order_too(checkpoint: str, task: Task) -> None:
+def test_the_second_text_matters_and_its_order_too(checkpoint, task):
     model, tokenizer = siamese(checkpoint, task)
     batch = batch_of(task, tokenizer, [0, 1])
     swapped = {
@@ -219,7 +213,7 @@ def test_the_second_text_matters_and_its_order_too(checkpoint: str, task: Task) 
 
 
 @torch.no_grad()
-def test_round_trip_through_auto_classes(checkpoint: str, task: Task, tmp_path: Path) -> None:
+def test_round_trip_through_auto_classes(checkpoint, task, tmp_path):
     model, tokenizer = siamese(checkpoint, task)
     model.save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
@@ -234,9 +228,7 @@ def test_round_trip_through_auto_classes(checkpoint: str, task: Task, tmp_path: 
         load_model(settings(str(tmp_path / "saved"), pair_features="joint"), task)
 
 
-def test_hugging_faces_trainer_keeps_the_second_text(
-    checkpoint: str, task: Task, tmp_path: Path
-) -> None:
+def test_hugging_faces_trainer_keeps_the_second_text(checkpoint, task, tmp_path):
     """It drops the columns that the model's forward does not name."""
     model, tokenizer = siamese(checkpoint, task)
     arguments = transformers.TrainingArguments(
@@ -256,11 +248,8 @@ def test_hugging_faces_trainer_keeps_the_second_text(
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
-# ---------------------------------------------------------------- stored features
-
-
 @torch.no_grad()
-def test_stored_features_give_the_same_losses(checkpoint: str, task: Task) -> None:
+def test_stored_features_give_the_same_losses(checkpoint, task):
     model, tokenizer = siamese(checkpoint, task)
     tokenizer.padding_side = "left"
     rows, collate = task.tokenize(tokenizer, "siamese")["train"], task.collator(tokenizer)
@@ -273,7 +262,7 @@ def test_stored_features_give_the_same_losses(checkpoint: str, task: Task) -> No
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_stored_features_are_named_after_the_pairing(checkpoint: str, task: Task) -> None:
+def test_stored_features_are_named_after_the_pairing(checkpoint, task):
     def fingerprint(pairing: str) -> str:
         model, tokenizer = load_model(settings(checkpoint, pair_features=pairing), task)
         rows = datasets.Dataset.from_dict(task.tokenize(tokenizer, pairing)["train"][:])
@@ -282,9 +271,6 @@ def test_stored_features_are_named_after_the_pairing(checkpoint: str, task: Task
         return precompute_features(model, rows, collate, trainable="^classifier")._fingerprint
 
     assert fingerprint("siamese") == fingerprint("siamese") != fingerprint("joint")
-
-
-# ---------------------------------------------------------------- zeroth order through two passes
 
 
 def differences(
@@ -300,9 +286,7 @@ def differences(
 
 @pytest.mark.parametrize("strategy", ["whole_model", "layerwise"])
 @pytest.mark.parametrize("trainable", ["^classifier", r"layer\.1\.|^classifier", None])
-def test_every_strategy_gives_the_differences_of_full_passes(
-    checkpoint: str, task: Task, strategy: str, trainable: str | None
-) -> None:
+def test_every_strategy_gives_the_differences_of_full_passes(checkpoint, task, strategy, trainable):
     """The encoder runs twice in a forward pass; strategies must perturb it both times alike."""
     model, tokenizer = siamese(checkpoint, task)
     batch = batch_of(task, tokenizer, [0, 1, 2, 3])
@@ -315,13 +299,8 @@ def test_every_strategy_gives_the_differences_of_full_passes(
     assert expected.abs().max() > 0.1
 
 
-# ---------------------------------------------------------------- first order through two passes
-
-
 @pytest.mark.parametrize("trainable", ["^classifier", r"layer\.1\.|^classifier", None])
-def test_per_example_gradients_add_up_over_both_texts(
-    checkpoint: str, task: Task, trainable: str | None
-) -> None:
+def test_per_example_gradients_add_up_over_both_texts(checkpoint, task, trainable):
     """One example's gradient is that of both passes together, before it is clipped."""
     model, tokenizer = siamese(checkpoint, task)
     select_trainable(model, trainable)
@@ -339,10 +318,7 @@ def test_per_example_gradients_add_up_over_both_texts(
             torch.testing.assert_close(mine, alone, atol=2e-5, rtol=1e-4)
 
 
-# ---------------------------------------------------------------- refusals
-
-
-def test_settings_that_do_not_fit(checkpoint: str, task: Task) -> None:
+def test_settings_that_do_not_fit(checkpoint, task):
     with pytest.raises(ValueError, match=r"pair_features='cross' is not one of joint, siamese"):
         settings(checkpoint, pair_features="cross")
     with pytest.raises(ValueError, match=r"label_text' describes one text.*zero or random"):
@@ -353,7 +329,7 @@ def test_settings_that_do_not_fit(checkpoint: str, task: Task) -> None:
         SentenceClassifierConfig(pair_features="cross")
 
 
-def test_a_single_text_has_nothing_to_compare(checkpoint: str, task: Task, tmp_path: Path) -> None:
+def test_a_single_text_has_nothing_to_compare(checkpoint, task, tmp_path):
     _, tokenizer = siamese(checkpoint, task)
     files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for path, name in zip(files, "ab", strict=True):
@@ -364,7 +340,7 @@ def test_a_single_text_has_nothing_to_compare(checkpoint: str, task: Task, tmp_p
         single.tokenize(tokenizer, "siamese")
 
 
-def test_tokens_of_the_other_pairing_are_refused(checkpoint: str, task: Task) -> None:
+def test_tokens_of_the_other_pairing_are_refused(checkpoint, task):
     model, tokenizer = siamese(checkpoint, task)
     joint, _ = load_model(settings(checkpoint, pair_features="joint"), task)
     batch = batch_of(task, tokenizer, [0])

@@ -68,8 +68,6 @@ def tokenizer_for(kind: str) -> Any:
     return roberta() if kind == "masked_lm" else opt()
 
 
-# ---------------------------------------------------------------- the benchmarks' prompts
-
 ROWS: dict[str, dict[str, Any]] = {
     "sst2": {"sentence": "a gripping film . ", "label": 1},
     "sst5": {"sentence": "it is long", "label": 2},
@@ -131,14 +129,14 @@ WORDS = {
 }
 
 
-def test_every_benchmark_has_its_prompts_written_down() -> None:
+def test_every_benchmark_has_its_prompts_written_down():
     offered = {(name, kind) for name, task in BENCHMARKS.items() for kind in task.prompts}
     assert offered == set(PROMPTS)
     assert set(BENCHMARKS) == set(ROWS)
 
 
 @pytest.mark.parametrize(("name", "kind"), PROMPTS)
-def test_a_benchmark_row_as_a_prompt(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_benchmark_row_as_a_prompt(name, kind, tmp_path):
     task = task_of(tmp_path, [ROWS[name]], task=name, prompt=kind)
     assert task.head == kind
     assert task.prompt.label_words == WORDS.get(name, ())
@@ -163,7 +161,7 @@ def test_a_benchmark_row_as_a_prompt(name: str, kind: str, tmp_path: Path) -> No
     assert encoded["labels"] == row["label"]
 
 
-def test_squad_without_a_title_has_no_title_line(tmp_path: Path) -> None:
+def test_squad_without_a_title_has_no_title_line(tmp_path):
     expected = "Context: It rained in May.\nQuestion: When did it rain?\nAnswer: in May"
     row = {**ROWS["squad"]}
     for title in ({}, {"title": None}, {"title": " "}):
@@ -172,7 +170,7 @@ def test_squad_without_a_title_has_no_title_line(tmp_path: Path) -> None:
         assert task.example(task.splits["train"][0]) == expected
 
 
-def test_numbers_are_text_too(tmp_path: Path) -> None:
+def test_numbers_are_text_too(tmp_path):
     """A field may hold 0, which is not the same as nothing."""
     rows = [{"text": 0, "label": 0}, {"text": 12, "label": 1}]
     settings: dict[str, Any] = {"template": "{text} It was {mask}.", "label_words": ["bad", "good"]}
@@ -183,7 +181,7 @@ def test_numbers_are_text_too(tmp_path: Path) -> None:
     ]
 
 
-def test_lists_are_no_text(tmp_path: Path) -> None:
+def test_lists_are_no_text(tmp_path):
     """The refusal says of what kind a row's value is, and nothing of what it says."""
     rows = [{"context": ["confidential", "b"], "question": "c", "answers": "d"}]
     task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
@@ -194,10 +192,7 @@ def test_lists_are_no_text(tmp_path: Path) -> None:
     assert "confidential" not in str(refused.value)
 
 
-# ---------------------------------------------------------------- label words
-
-
-def test_label_words_are_the_tokens_after_a_space() -> None:
+def test_label_words_are_the_tokens_after_a_space():
     words = WORDS["sst5"]
     expected = [roberta().convert_tokens_to_ids(f"Ġ{word}") for word in words]
     assert mask_word_ids(roberta(), words) == tuple(expected)
@@ -211,9 +206,7 @@ def test_label_words_are_the_tokens_after_a_space() -> None:
     ("words", "alternative"),
     [(("GREAT", "bad"), "great"), (("greats", "bad"), "great"), (("maybe", "No"), "Maybe")],
 )
-def test_a_word_of_several_tokens_is_refused_with_a_word_of_one(
-    words: tuple[str, ...], alternative: str
-) -> None:
+def test_a_word_of_several_tokens_is_refused_with_a_word_of_one(words, alternative):
     with pytest.raises(ValueError, match=f"label word '{words[0]}' is . tokens") as error:
         mask_word_ids(roberta(), words)
     named = re.findall(r"'([^']+)'", str(error.value).split("for example")[1].split(";")[0])
@@ -223,7 +216,7 @@ def test_a_word_of_several_tokens_is_refused_with_a_word_of_one(
     assert "prompt: causal_lm scores words of several tokens" in str(error.value)
 
 
-def test_words_without_an_alternative() -> None:
+def test_words_without_an_alternative():
     for word in ("xyzzy", "ss"):
         with pytest.raises(ValueError, match="set label_words to words of the vocabulary") as error:
             mask_word_ids(roberta(), (word, "bad"))
@@ -232,7 +225,7 @@ def test_words_without_an_alternative() -> None:
         mask_word_ids(bert(), ("日本", "bad"))
 
 
-def test_two_words_of_one_token_are_refused(tmp_path: Path) -> None:
+def test_two_words_of_one_token_are_refused(tmp_path):
     for kind, words, tokenizer in (
         ("masked_lm", ["Great", "great"], bert()),
         ("causal_lm", ["great", "great"], opt()),
@@ -245,7 +238,7 @@ def test_two_words_of_one_token_are_refused(tmp_path: Path) -> None:
             task.objective(tokenizer)
 
 
-def test_a_model_without_a_mask_is_refused() -> None:
+def test_a_model_without_a_mask_is_refused():
     with pytest.raises(ValueError, match="needs a mask token, and .* has none.*causal_lm"):
         mask_word_ids(opt(), ("bad", "good"))
 
@@ -268,13 +261,13 @@ def sentiment(folder: Path, kind: str, **settings: Any) -> PromptedClassificatio
         (["bad", " great"], "label word ' great' of positive is blank or has white sp"),
     ],
 )
-def test_refused_label_words(words: list[str], message: str, tmp_path: Path) -> None:
+def test_refused_label_words(words, message, tmp_path):
     for kind in KINDS:
         with pytest.raises(ValueError, match=message):
             sentiment(tmp_path, kind, label_words=words)
 
 
-def test_single_words_need_one_pass_and_others_one_each(tmp_path: Path) -> None:
+def test_single_words_need_one_pass_and_others_one_each(tmp_path):
     from hf_dpzero.objectives.prompted import Candidates, LabelWords
 
     one = sentiment(tmp_path, "causal_lm")
@@ -289,7 +282,7 @@ def test_single_words_need_one_pass_and_others_one_each(tmp_path: Path) -> None:
     assert [opt().decode(list(ids)) for ids in collator.answers] == [" great", " terrible film"]
 
 
-def test_the_tokens_of_a_word_depend_on_what_is_before_it(tmp_path: Path) -> None:
+def test_the_tokens_of_a_word_depend_on_what_is_before_it(tmp_path):
     """After a new line there is no space in front of it."""
     task = sentiment(
         tmp_path, "causal_lm", label_words=["No", "Yes"], template="{sentence}\n{answer}"
@@ -301,7 +294,7 @@ def test_the_tokens_of_a_word_depend_on_what_is_before_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-def test_every_family_says_the_same_words(family: str, tmp_path: Path) -> None:
+def test_every_family_says_the_same_words(family, tmp_path):
     tokenizer = CAUSAL[family]()
     task = sentiment(tmp_path, "causal_lm", label_words=["great", "in May 1900"])
     rows = task.tokenize(tokenizer)["train"]
@@ -318,7 +311,7 @@ def test_every_family_says_the_same_words(family: str, tmp_path: Path) -> None:
             assert tuple(together[-len(words[label]) :]) == words[label]
 
 
-def test_accuracy_as_the_objective(tmp_path: Path) -> None:
+def test_accuracy_as_the_objective(tmp_path):
     from hf_dpzero.objectives.bounded import ZeroOne
     from hf_dpzero.objectives.prompted import Candidates, LabelWords
 
@@ -329,11 +322,8 @@ def test_accuracy_as_the_objective(tmp_path: Path) -> None:
         assert isinstance(found.objective, inner)
 
 
-# ---------------------------------------------------------------- collators
-
-
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_label_word_batches(side: str) -> None:
+def test_label_word_batches(side):
     rows = [
         {"input_ids": [5, 6, 7], "positions": 1, "labels": 1, "other": "x"},
         {"input_ids": list(range(10, 19)), "positions": 8, "labels": 0},
@@ -354,7 +344,7 @@ def test_label_word_batches(side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_candidate_batches(side: str) -> None:
+def test_candidate_batches(side):
     found = CandidateCollator(0, side, answers=((7,), (8, 9)))(
         [{"input_ids": [1, 2], "labels": 1}, {"input_ids": [3, 4, 5, 6, 1, 2, 3], "labels": 0}]
     )
@@ -374,7 +364,7 @@ def test_candidate_batches(side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_answer_batches(side: str) -> None:
+def test_answer_batches(side):
     found = AnswerCollator(0, side)(
         [
             {"input_ids": [1, 2, 3, 4], "prompt_length": 3, "references": 7},
@@ -397,7 +387,7 @@ def test_answer_batches(side: str) -> None:
     assert {tensor.dtype for tensor in found.values()} == {torch.int64}
 
 
-def test_padding_takes_the_tokenizers_token_and_side(tmp_path: Path) -> None:
+def test_padding_takes_the_tokenizers_token_and_side(tmp_path):
     tokenizer = opt_tokenizer()
     tokenizer.padding_side = "left"
     collator = sentiment(tmp_path, "causal_lm").collator(tokenizer)
@@ -408,7 +398,7 @@ def test_padding_takes_the_tokenizers_token_and_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_of_rows_of_a_data_set(kind: str, tmp_path: Path) -> None:
+def test_a_batch_of_rows_of_a_data_set(kind, tmp_path):
     tokenizer, task = tokenizer_for(kind), sentiment(tmp_path, kind)
     rows = task.tokenize(tokenizer)["train"]
     assert rows.column_names == ["input_ids", "positions", "labels"]
@@ -417,9 +407,6 @@ def test_a_batch_of_rows_of_a_data_set(kind: str, tmp_path: Path) -> None:
     for index, row in enumerate((rows[3], rows[0])):
         assert ids[index][mask[index]].tolist() == row["input_ids"]
     assert batch["labels"].tolist() == [1, 0]
-
-
-# ---------------------------------------------------------------- what does not fit
 
 
 def boolq(folder: Path, kind: str, rows: int = 6, **settings: Any) -> Any:
@@ -432,9 +419,7 @@ def boolq(folder: Path, kind: str, rows: int = 6, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_are_cut_are_counted(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_are_cut_are_counted(kind, tmp_path, caplog):
     tokenizer = tokenizer_for(kind)
     whole = boolq(tmp_path, kind, max_seq_length=256, rows=4).tokenize(tokenizer)["train"]
     lengths = [len(ids) for ids in whole["input_ids"]]
@@ -455,7 +440,7 @@ def test_rows_that_are_cut_are_counted(
         assert all(ids[place] == tokenizer.mask_token_id for ids, place in places)
 
 
-def test_a_decoders_candidates_fit_with_the_prompt(tmp_path: Path) -> None:
+def test_a_decoders_candidates_fit_with_the_prompt(tmp_path):
     words = ["No", "Yes, it was in May 1900"]
     task = boolq(tmp_path, "causal_lm", max_seq_length=48, label_words=words)
     batch = task.collator(opt())(list(task.tokenize(opt())["train"]))
@@ -464,17 +449,14 @@ def test_a_decoders_candidates_fit_with_the_prompt(tmp_path: Path) -> None:
     assert (lengths[:, 1] - lengths[:, 0] == len(task.words(opt())[1]) - 1).all()
 
 
-def test_more_tokens_than_the_model_takes(tmp_path: Path) -> None:
+def test_more_tokens_than_the_model_takes(tmp_path):
     with pytest.raises(ValueError, match="max_seq_length=257 is beyond the 256 tokens"):
         boolq(tmp_path, "masked_lm", max_seq_length=257).tokenize(roberta())
     boolq(tmp_path, "masked_lm", max_seq_length=256).tokenize(roberta())
 
 
-# ---------------------------------------------------------------- demonstrations
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_demonstrations_are_training_rows_drawn_by_the_seed(kind: str, tmp_path: Path) -> None:
+def test_demonstrations_are_training_rows_drawn_by_the_seed(kind, tmp_path):
     rows = [{"sentence": f"film {index}", "label": index % 2} for index in range(20)]
 
     def shown(**settings: Any) -> tuple[str, ...]:
@@ -498,7 +480,7 @@ def test_demonstrations_are_training_rows_drawn_by_the_seed(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_demonstrations_stand_in_front_of_every_prompt(kind: str, tmp_path: Path) -> None:
+def test_demonstrations_stand_in_front_of_every_prompt(kind, tmp_path):
     task, between = (
         sentiment(tmp_path, kind, num_demonstrations=2),
         " " * (kind == KINDS[0]) or "\n\n",
@@ -513,9 +495,7 @@ def test_demonstrations_stand_in_front_of_every_prompt(kind: str, tmp_path: Path
         assert ids == tokenizer(between.join((*shown, own)))["input_ids"]
 
 
-def test_demonstrations_that_are_left_out_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_demonstrations_that_are_left_out_are_counted(tmp_path, caplog):
     """Room for one of two beside the longest prompt: each of the four rows leaves out one or none."""
     task = sentiment(tmp_path, "causal_lm", num_demonstrations=2)
     made = task.encoder(opt())
@@ -531,9 +511,6 @@ def test_demonstrations_that_are_left_out_are_counted(
     task.tokenize(opt(), only="validation")
     said = f"{expected} demonstrations were left out of 4 validation prompts for lack of room."
     assert said in caplog.text
-
-
-# ---------------------------------------------------------------- generated answers
 
 
 def questions(folder: Path, count: int = 5, **settings: Any) -> PromptedGeneration:
@@ -573,11 +550,11 @@ def questions(folder: Path, count: int = 5, **settings: Any) -> PromptedGenerati
         ([None, "a"], [["a"]]),
     ],
 )
-def test_gold_answers(value: Any, expected: list[list[str]]) -> None:
+def test_gold_answers(value, expected):
     assert _gold_answers(value) == expected
 
 
-def test_prompt_and_answer_of_a_question(tmp_path: Path) -> None:
+def test_prompt_and_answer_of_a_question(tmp_path):
     task = questions(tmp_path, 2)
     rows = task.tokenize(opt())
     assert rows["train"].column_names == ["input_ids", "prompt_length", "references"]
@@ -590,14 +567,14 @@ def test_prompt_and_answer_of_a_question(tmp_path: Path) -> None:
     assert opt().decode(labelled) == " 1901\n"
 
 
-def test_new_lines_in_an_answer_do_not_end_it(tmp_path: Path) -> None:
+def test_new_lines_in_an_answer_do_not_end_it(tmp_path):
     rows = [{"context": "a", "question": "b", "answers": ["one\ntwo \n", "x"]}]
     task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
     row = task.tokenize(opt())["train"][0]
     assert opt().decode(row["input_ids"][row["prompt_length"] :]) == " one two\n"
 
 
-def test_references_where_both_splits_hold_the_same_rows(tmp_path: Path) -> None:
+def test_references_where_both_splits_hold_the_same_rows(tmp_path):
     """Rows and prompts are the same, so only their place says which of the kept results is whose."""
     questions(tmp_path)
     same = tmp_path / "same.jsonl"
@@ -616,7 +593,7 @@ def predictions(texts: list[str]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_answers_are_scored_against_their_own_row(split: str, tmp_path: Path) -> None:
+def test_answers_are_scored_against_their_own_row(split, tmp_path):
     """Also of rows that were shuffled or selected after they were tokenised."""
     task = questions(tmp_path)
     rows, years = (
@@ -631,7 +608,7 @@ def test_answers_are_scored_against_their_own_row(split: str, tmp_path: Path) ->
     assert scores == {"exact_match": pytest.approx(2 / 3), "f1": pytest.approx(2 / 3)}
 
 
-def test_a_subset_of_the_rows_keeps_its_answers(tmp_path: Path) -> None:
+def test_a_subset_of_the_rows_keeps_its_answers(tmp_path):
     task = questions(tmp_path, max_train_samples=2, max_eval_samples=3, subset_seed=5)
     rows = task.tokenize(opt())
     assert [rows[split]["references"][:] for split in rows] == [[0, 1], [2, 3, 4]]
@@ -641,14 +618,14 @@ def test_a_subset_of_the_rows_keeps_its_answers(tmp_path: Path) -> None:
     assert scores == {"exact_match": 1.0, "f1": 1.0}
 
 
-def test_partly_right_answers(tmp_path: Path) -> None:
+def test_partly_right_answers(tmp_path):
     """SQuAD: 2 of 3 words right of 2 gives 2 * (2/3 * 1) / (2/3 + 1) = 0.8."""
     task = questions(tmp_path)
     said = EvalPrediction(predictions(["late in 1900", ""]), np.asarray([0, 1]))
     assert task.metrics(opt())(said) == {"exact_match": 0.0, "f1": pytest.approx(0.4)}
 
 
-def test_spans_of_drop(tmp_path: Path) -> None:
+def test_spans_of_drop(tmp_path):
     """An answer is taken apart at its commas only where a gold answer has several spans."""
     rows = [
         {"passage": "p", "question": "q", "answers": [["red", "blue"], ["blue"]]},
@@ -662,7 +639,7 @@ def test_spans_of_drop(tmp_path: Path) -> None:
     assert task.metrics(opt())(said) == {"exact_match": 0.5, "f1": pytest.approx((1 + 0.67) / 2)}
 
 
-def test_f1_as_the_objective_scores_a_row_as_the_metric_does(tmp_path: Path) -> None:
+def test_f1_as_the_objective_scores_a_row_as_the_metric_does(tmp_path):
     from hf_dpzero.objectives.bounded import AnswerF1
 
     task = questions(tmp_path, objective="f1", max_new_tokens=7)
@@ -676,7 +653,7 @@ def test_f1_as_the_objective_scores_a_row_as_the_metric_does(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-def test_answers_are_decoded_up_to_the_new_line(family: str) -> None:
+def test_answers_are_decoded_up_to_the_new_line(family):
     tokenizer = CAUSAL[family]()
     ids = tokenizer("x in May, 1900 \nand more", add_special_tokens=False)["input_ids"]
     own = [*ids, tokenizer.eos_token_id, -100, -100]
@@ -686,7 +663,7 @@ def test_answers_are_decoded_up_to_the_new_line(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-def test_what_ends_an_answer(family: str) -> None:
+def test_what_ends_an_answer(family):
     tokenizer = CAUSAL[family]()
     stops = _stop_tokens(tokenizer)
     assert stops[0] == tokenizer.eos_token_id
@@ -699,7 +676,7 @@ def test_what_ends_an_answer(family: str) -> None:
     assert not set(answers) & set(stops)
 
 
-def test_room_is_kept_for_the_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_room_is_kept_for_the_answer(tmp_path, caplog):
     rows = [{"context": "It rained. " * 30, "question": "When?", "answers": ["in May"]}]
     task = task_of(
         tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=60, max_new_tokens=20
@@ -718,7 +695,7 @@ def test_room_is_kept_for_the_answer(tmp_path: Path, caplog: pytest.LogCaptureFi
         task_of(tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=40).tokenize(opt())
 
 
-def test_rows_without_an_answer_are_refused(tmp_path: Path) -> None:
+def test_rows_without_an_answer_are_refused(tmp_path):
     rows = [{"context": "a", "question": "b", "answers": answers} for answers in (["c"], [])]
     task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
     with pytest.raises(ValueError, match="column 'answers' has rows without an answer; drop them"):
@@ -740,15 +717,12 @@ def test_rows_without_an_answer_are_refused(tmp_path: Path) -> None:
         ({"template": "{sentence} {answer}"}, "a field {sentence}; there are {title}, {context}"),
     ],
 )
-def test_refusals_of_generation(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refusals_of_generation(settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         questions(tmp_path, **settings)
 
 
-# ---------------------------------------------------------------- scores of a classification
-
-
-def test_macro_f1_of_scores(tmp_path: Path) -> None:
+def test_macro_f1_of_scores(tmp_path):
     """Said 0 0 0 1, true 0 0 1 1: F1 of class 0 is 4/5, of class 1 2/3, their mean 11/15."""
     file = tmp_path / "task.yaml"
     file.write_text(
@@ -761,9 +735,6 @@ def test_macro_f1_of_scores(tmp_path: Path) -> None:
     scores = np.asarray([[2.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.0, 3.0]])
     found = task.metrics(roberta())(EvalPrediction(scores, np.asarray([0, 0, 1, 1])))
     assert found == {"accuracy": 0.75, "macro_f1": pytest.approx(11 / 15)}
-
-
-# ---------------------------------------------------------------- kept between runs
 
 
 @pytest.fixture
@@ -788,7 +759,7 @@ def encoded_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_encoded_once(kind: str, tmp_path: Path, encoded_rows: Callable[[], int]) -> None:
+def test_rows_are_encoded_once(kind, tmp_path, encoded_rows):
     first = sentiment(tmp_path, kind).tokenize(tokenizer_for(kind))
     assert encoded_rows() == 8
     other = roberta_tokenizer() if kind == "masked_lm" else opt_tokenizer()
@@ -809,9 +780,7 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", OTHER_SETTINGS)
-def test_other_settings_are_encoded_anew(
-    change: str, tmp_path: Path, encoded_rows: Callable[[], int]
-) -> None:
+def test_other_settings_are_encoded_anew(change, tmp_path, encoded_rows):
     first = sentiment(tmp_path, "causal_lm").tokenize(opt(), only="validation")["validation"]
     encoded_rows()
     changed = sentiment(tmp_path, "causal_lm", **OTHER_SETTINGS[change])
@@ -823,9 +792,7 @@ def test_other_settings_are_encoded_anew(
         assert opt().decode(rows["input_ids"][0]).endswith("That was")
 
 
-def test_other_tokenizers_and_versions_encode_anew(
-    tmp_path: Path, encoded_rows: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_tokenizers_and_versions_encode_anew(tmp_path, encoded_rows, monkeypatch):
     task, more = sentiment(tmp_path, "causal_lm"), opt_tokenizer()
     more.add_tokens(["good film"])
     for tokenizer in (opt(), opt_tokenizer([*LABEL_WORDS, "film"]), more):
@@ -837,9 +804,7 @@ def test_other_tokenizers_and_versions_encode_anew(
     assert encoded_rows() == 8
 
 
-def test_other_settings_of_answers_are_encoded_anew(
-    tmp_path: Path, encoded_rows: Callable[[], int]
-) -> None:
+def test_other_settings_of_answers_are_encoded_anew(tmp_path, encoded_rows):
     questions(tmp_path).tokenize(opt())
     assert encoded_rows() == 10
     questions(tmp_path).tokenize(opt())
@@ -858,7 +823,7 @@ prompts:
 """
 
 
-def test_other_columns_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None:
+def test_other_columns_of_the_same_rows_are_encoded_anew(tmp_path):
     """The same file, the same template: another column must not find the first one's tokens."""
     rows = [{"one": "1", "two": "2", "note": "", "first": "1900", "second": "2000"}] * 2
     for column, text in (("one", "1"), ("two", "2")):
@@ -873,10 +838,7 @@ def test_other_columns_of_the_same_rows_are_encoded_anew(tmp_path: Path) -> None
                 assert found == f"{text}{note}\nYear: {year}\n"
 
 
-# ---------------------------------------------------------------- from a recipe
-
-
-def test_the_quickstart_with_a_prompt() -> None:
+def test_the_quickstart_with_a_prompt():
     task: Any = build_task(DataArguments(task="quickstart", prompt="masked_lm"))
     row = task.splits["train"][0]
     word = ("No", "Yes")[row["label"]]
@@ -884,7 +846,7 @@ def test_the_quickstart_with_a_prompt() -> None:
     assert task.label_names == ("routine", "urgent")
 
 
-def test_a_users_own_rows_with_the_recipes_template(tmp_path: Path) -> None:
+def test_a_users_own_rows_with_the_recipes_template(tmp_path):
     rows = [{"body": "no light", "to": "us", "kind": k} for k in ("outage", "billing")]
     settings: dict[str, Any] = {
         "prompt": "masked_lm",
@@ -912,7 +874,7 @@ def test_a_users_own_rows_with_the_recipes_template(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
-def test_a_tasks_field_in_another_column(tmp_path: Path) -> None:
+def test_a_tasks_field_in_another_column(tmp_path):
     rows = [{"review": "fine", "stars": label} for label in range(2)]
     task = task_of(
         tmp_path, rows, task="sst2", prompt="causal_lm", text_column="review", label_column="stars"
@@ -921,7 +883,7 @@ def test_a_tasks_field_in_another_column(tmp_path: Path) -> None:
     assert task.example(task.splits["train"][1]) == "fine It was great"
 
 
-def test_a_second_text_that_no_prompt_shows_is_refused(tmp_path: Path) -> None:
+def test_a_second_text_that_no_prompt_shows_is_refused(tmp_path):
     rows = [{"sentence": "fine", "more": "x", "label": label} for label in range(2)]
     with pytest.raises(ValueError, match="text_pair_column='more'.*one text.*sentence"):
         task_of(tmp_path, rows, task="sst2", prompt="causal_lm", text_pair_column="more")
@@ -944,12 +906,12 @@ def test_a_second_text_that_no_prompt_shows_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refused_settings(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refused_settings(settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         task_of(tmp_path, [ROWS["sst2"], {**ROWS["sst2"], "label": 0}], **settings)
 
 
-def test_masked_families_find_their_masks(tmp_path: Path) -> None:
+def test_masked_families_find_their_masks(tmp_path):
     for family, make in MASKED.items():
         tokenizer = make()
         if isinstance(tokenizer, Slow):

@@ -67,10 +67,7 @@ def file(folder: Path, values: Any) -> str:
     return str(path)
 
 
-# ---------------------------------------------------------------- what a file says
-
-
-def test_every_key(tmp_path: Path) -> None:
+def test_every_key(tmp_path):
     assert read_task(file(tmp_path, TICKETS)) == TaskDescription(
         name="tickets",
         source=HubSource("me/tickets", config="english", revision="v1", validation="dev"),
@@ -92,14 +89,14 @@ def test_every_key(tmp_path: Path) -> None:
     )
 
 
-def test_every_key_is_in_the_file_above() -> None:
+def test_every_key_is_in_the_file_above():
     from hf_dpzero.tasks.description import _KEYS, _PROMPT_KEYS
 
     assert {*TICKETS, "answers"} == set(_KEYS)
     assert set(TICKETS["prompts"]["masked_lm"]) == set(_PROMPT_KEYS)
 
 
-def test_what_is_left_out_has_its_usual_value(tmp_path: Path) -> None:
+def test_what_is_left_out_has_its_usual_value(tmp_path):
     short = {"fields": ["text"], "labels": ["a", "b"]}
     assert read_task(file(tmp_path, short)) == TaskDescription(
         name="own", fields={"text": ("text",)}, label_names=("a", "b"), metric="accuracy"
@@ -113,7 +110,7 @@ def test_what_is_left_out_has_its_usual_value(tmp_path: Path) -> None:
     )
 
 
-def test_null_is_the_same_as_left_out() -> None:
+def test_null_is_the_same_as_left_out():
     short: dict[str, Any] = {"fields": {"text": None}, "labels": ["a", "b"]}
     nulls = dict.fromkeys([key for key in TICKETS if key not in short])
     assert _described_by({**short, **nulls, "answers": None}) == _described_by(short)
@@ -121,13 +118,13 @@ def test_null_is_the_same_as_left_out() -> None:
         _described_by({**short, "prompts": {"masked_lm": {"template": None}}})
 
 
-def test_the_words_of_yaml_1_1_are_text(tmp_path: Path) -> None:
+def test_the_words_of_yaml_1_1_are_text(tmp_path):
     path = tmp_path / "t.yaml"
     path.write_text("{fields: [text], labels: [no, yes]}", encoding="utf-8")
     assert read_task(str(path)).label_names == ("no", "yes")
 
 
-def test_block_text(tmp_path: Path) -> None:
+def test_block_text(tmp_path):
     path = tmp_path / "t.yaml"
     path.write_text(
         "fields: [a]\nanswers: b\nprompts:\n  causal_lm:\n    template: |\n"
@@ -141,7 +138,7 @@ def test_block_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "expected"), [("no", False), ("false", False), ("yes", True), ("True", True)]
 )
-def test_truth_in_a_file(word: str, expected: bool, tmp_path: Path) -> None:
+def test_truth_in_a_file(word, expected, tmp_path):
     path = tmp_path / "t.yaml"
     path.write_text(f"{{fields: [t], labels: [a, b], drop_unlabelled: {word}}}", encoding="utf-8")
     assert read_task(str(path)).drop_unlabelled is expected
@@ -191,7 +188,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED)
-def test_a_file_is_refused(values: Any, message: str, tmp_path: Path) -> None:
+def test_a_file_is_refused(values, message, tmp_path):
     path = file(tmp_path, values)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         read_task(path)
@@ -224,14 +221,12 @@ def masked(**settings: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_prompt_of_a_file_is_refused_before_it_is_used(
-    values: Any, message: str, tmp_path: Path
-) -> None:
+def test_a_prompt_of_a_file_is_refused_before_it_is_used(values, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
         read_task(file(tmp_path, values))
 
 
-def test_what_is_no_yaml_names_the_file(tmp_path: Path) -> None:
+def test_what_is_no_yaml_names_the_file(tmp_path):
     path = tmp_path / "broken.yaml"
     path.write_text("fields: [", encoding="utf-8")
     with pytest.raises(ValueError, match=r"broken\.yaml: not valid YAML"):
@@ -244,19 +239,16 @@ def test_what_is_no_yaml_names_the_file(tmp_path: Path) -> None:
         read_task(str(path))
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_a_file_that_is_not_there():
     for name in ("no_such_task.yaml", "no_such_task.yml"):
         with pytest.raises(FileNotFoundError, match=rf"task '{name}' not found \(paths are rel"):
             build_task(DataArguments(task=name))
 
 
-def test_a_name_that_is_no_task_says_how_to_write_one() -> None:
+def test_a_name_that_is_no_task_says_how_to_write_one():
     register_task(_described_by(TICKETS))
     with pytest.raises(ValueError, match=r"'sst3' is not one of .*trec, tickets.*a \.yaml file"):
         build_task(DataArguments(task="sst3"))
-
-
-# ---------------------------------------------------------------- used in a recipe
 
 
 def rows(folder: Path, listed: list[dict[str, Any]]) -> dict[str, str]:
@@ -274,7 +266,7 @@ MESSAGES = [
 ]
 
 
-def test_a_classification_from_a_file(tmp_path: Path) -> None:
+def test_a_classification_from_a_file(tmp_path):
     data = DataArguments(
         task=file(tmp_path, TICKETS), prompt="masked_lm", **rows(tmp_path, MESSAGES)
     )
@@ -287,14 +279,14 @@ def test_a_classification_from_a_file(tmp_path: Path) -> None:
     assert texts[:2] == ["Bill\ntwice This is about bad.", "Light\nnone This is about good."]
 
 
-def test_a_file_with_a_classification_head(tmp_path: Path) -> None:
+def test_a_file_with_a_classification_head(tmp_path):
     task: Any = build_task(DataArguments(task=file(tmp_path, TICKETS), **rows(tmp_path, MESSAGES)))
     assert task.head == "sequence_classification"
     assert task.text_columns == ("title", "text")
     assert task.label_names == ("billing", "outage")
 
 
-def test_the_recipe_overrides_the_files_prompt(tmp_path: Path) -> None:
+def test_the_recipe_overrides_the_files_prompt(tmp_path):
     data = DataArguments(
         task=file(tmp_path, TICKETS),
         prompt="causal_lm",
@@ -313,7 +305,7 @@ def test_the_recipe_overrides_the_files_prompt(tmp_path: Path) -> None:
     assert task.example(task.splits["train"][0]) == "Bill: twice\nAbout:\nmoney"
 
 
-def test_questions_from_a_file(tmp_path: Path) -> None:
+def test_questions_from_a_file(tmp_path):
     data = DataArguments(
         task=file(tmp_path, QUESTIONS),
         prompt="causal_lm",
@@ -326,16 +318,14 @@ def test_questions_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [{}, {"title": None}, {"title": " "}])
-def test_an_optional_column_may_be_missing_or_empty(
-    missing: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_optional_column_may_be_missing_or_empty(missing, tmp_path):
     listed = [{"text": "twice", "kind": kind, **missing} for kind in ("billing", "outage")]
     data = DataArguments(task=file(tmp_path, TICKETS), prompt="masked_lm", **rows(tmp_path, listed))
     task: Any = build_task(data)
     assert task.example(task.splits["train"][0]) == "twice This is about bad."
 
 
-def test_a_hub_data_set_that_cannot_be_reached(tmp_path: Path) -> None:
+def test_a_hub_data_set_that_cannot_be_reached(tmp_path):
     with pytest.raises(OSError, match="hf download me/tickets --repo-type dataset --revision v1"):
         build_task(DataArguments(task=file(tmp_path, TICKETS), prompt="masked_lm"))
     local = changed(TICKETS, dataset=..., config=..., revision=..., validation_split=...)
@@ -343,10 +333,7 @@ def test_a_hub_data_set_that_cannot_be_reached(tmp_path: Path) -> None:
         build_task(DataArguments(task=file(tmp_path, local), prompt="masked_lm"))
 
 
-# ---------------------------------------------------------------- registered
-
-
-def test_a_registered_task(tmp_path: Path) -> None:
+def test_a_registered_task(tmp_path):
     register_task(_described_by(QUESTIONS, "dates"))
     data = rows(tmp_path, [{"question": "When?", "answer": "1900"}])
     task: Any = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
@@ -357,13 +344,10 @@ def test_a_registered_task(tmp_path: Path) -> None:
     assert task.answers == "question"
 
 
-def test_the_packages_own_names_are_taken() -> None:
+def test_the_packages_own_names_are_taken():
     for name in TASKS:
         with pytest.raises(ValueError, match=f"task '{name}' comes with this package"):
             register_task(_described_by(QUESTIONS, name))
-
-
-# ---------------------------------------------------------------- the benchmarks themselves
 
 
 def prompts() -> Iterator[tuple[str, str, Prompt]]:
@@ -372,7 +356,7 @@ def prompts() -> Iterator[tuple[str, str, Prompt]]:
             yield name, kind, prompt
 
 
-def test_the_benchmarks_prompts_fit_their_tasks() -> None:
+def test_the_benchmarks_prompts_fit_their_tasks():
     seen = 0
     for name, kind, prompt in prompts():
         task = BENCHMARKS[name]

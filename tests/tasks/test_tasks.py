@@ -46,15 +46,12 @@ def files(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataArgu
 ROWS = [{"text": "very " * (i % 5) + "good film", "label": i % 3} for i in range(30)]
 
 
-# ---------------------------------------------------------------- quickstart
-
-
 @pytest.fixture(scope="module")
 def messages() -> datasets.DatasetDict:
     return quickstart.generate()
 
 
-def test_quickstart_is_deterministic_distinct_and_balanced(messages: datasets.DatasetDict) -> None:
+def test_quickstart_is_deterministic_distinct_and_balanced(messages):
     again = quickstart.generate()
     assert {name: len(rows) for name, rows in messages.items()} == {
         "train": 8192,
@@ -68,7 +65,7 @@ def test_quickstart_is_deterministic_distinct_and_balanced(messages: datasets.Da
     assert quickstart.generate(seed=1)["train"][:] != messages["train"][:]
 
 
-def test_quickstart_splits_share_no_filling() -> None:
+def test_quickstart_splits_share_no_filling():
     train, validation = quickstart._TRAIN, quickstart._VALIDATION
     for field in ("openings", "closings", "people", "past", "future"):
         first, second = set(getattr(train, field)), set(getattr(validation, field))
@@ -79,7 +76,7 @@ def test_quickstart_splits_share_no_filling() -> None:
     assert len(quickstart._URGENT) == len(quickstart._ROUTINE)
 
 
-def test_quickstart_text_reads_well(messages: datasets.DatasetDict) -> None:
+def test_quickstart_text_reads_well(messages):
     for text in messages["validation"]["text"][:] + messages["train"]["text"][:500]:
         assert "{" not in text
         assert "  " not in text
@@ -87,29 +84,26 @@ def test_quickstart_text_reads_well(messages: datasets.DatasetDict) -> None:
         assert text[-1] in ".?"
 
 
-def test_quickstart_refuses_files() -> None:
+def test_quickstart_refuses_files():
     with pytest.raises(ValueError, match=r"train_file='x.jsonl'.*text_classification"):
         build_task(DataArguments(task="quickstart", train_file="x.jsonl"))
 
 
-# ---------------------------------------------------------------- files
-
-
-def test_integer_labels(tmp_path: Path) -> None:
+def test_integer_labels(tmp_path):
     task = build_task(files(tmp_path, ROWS))
     assert (task.name, task.label_names) == ("text_classification", ("0", "1", "2"))
     assert task.splits["train"]["label"][:] == [row["label"] for row in ROWS]
     assert len(task.splits["validation"]) == 4
 
 
-def test_string_labels_are_sorted_names(tmp_path: Path) -> None:
+def test_string_labels_are_sorted_names(tmp_path):
     rows = [{"text": "x", "label": name} for name in ("spam", "ham", "spam", "ham")]
     task = build_task(files(tmp_path, rows))
     assert task.label_names == ("ham", "spam")
     assert task.splits["train"]["label"][:] == [1, 0, 1, 0]
 
 
-def test_csv_pairs_and_named_columns(tmp_path: Path) -> None:
+def test_csv_pairs_and_named_columns(tmp_path):
     for name in ("t.csv", "v.csv"):
         end = "\n" if name == "t.csv" else "\n\n"
         (tmp_path / name).write_text("a,b,gold,extra\ngood,bad,1,7\nbad,film,0,8" + end)
@@ -127,8 +121,6 @@ def test_csv_pairs_and_named_columns(tmp_path: Path) -> None:
     assert encoded["input_ids"][:] == [[2, 3], [3, 4]]
     assert encoded["labels"][:] == [1, 0]
 
-
-# ---------------------------------------------------------------- the paper's tasks
 
 PREMISES = ("premise", "hypothesis")
 SENTENCES = ("sentence1", "sentence2")
@@ -156,9 +148,7 @@ NAMES = {
         ("mnli", PREMISES, "label"),
     ],
 )
-def test_a_task_knows_its_columns_and_labels(
-    tmp_path: Path, task: str, columns: tuple[str, ...], label: str
-) -> None:
+def test_a_task_knows_its_columns_and_labels(tmp_path, task, columns, label):
     size = len(NAMES[task])
     rows = [
         {**{c: f"{c} {i}" for c in columns}, label: i % size, "fine_label": "x", "idx": i}
@@ -173,7 +163,7 @@ def test_a_task_knows_its_columns_and_labels(
     assert loaded.splits["train"][columns[-1]][1] == f"{columns[-1]} 1"
 
 
-def test_label_names_may_stand_for_labels(tmp_path: Path) -> None:
+def test_label_names_may_stand_for_labels(tmp_path):
     rows = [{"text": "x", "label": name} for name in reversed(NAMES["trec"])]
     assert build_task(files(tmp_path, rows, task="trec")).splits["train"]["label"][:] == [
         5,
@@ -185,7 +175,7 @@ def test_label_names_may_stand_for_labels(tmp_path: Path) -> None:
     ]
 
 
-def test_settings_name_other_columns(tmp_path: Path) -> None:
+def test_settings_name_other_columns(tmp_path):
     rows = [{"a": "1", "b": "2", "premise": "no", "hypothesis": "no", "gold": i} for i in (0, 1)]
     named = files(
         tmp_path, rows, task="rte", text_column="b", text_pair_column="a", label_column="gold"
@@ -203,7 +193,7 @@ def test_settings_name_other_columns(tmp_path: Path) -> None:
         ({"premise": "a", "hypothesis": "b"}, r"no column 'label'.*set label_column"),
     ],
 )
-def test_missing_columns_of_a_pair(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_missing_columns_of_a_pair(tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
         build_task(files(tmp_path, [row] * 4, task="rte"))
 
@@ -215,7 +205,7 @@ def test_a_second_text_beside_a_task_of_one_must_be_there(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("task", NAMES)
-def test_rows_in_the_columns_of_the_data_sets(task: str) -> None:
+def test_rows_in_the_columns_of_the_data_sets(task):
     paths = {f"{s}_file": str(DATA / task / f"{s}.jsonl") for s in ("train", "validation")}
     loaded = build_task(DataArguments(task=task, **paths))  # type: ignore[arg-type]
     for split, rows in loaded.splits.items():
@@ -231,7 +221,7 @@ def test_rows_in_the_columns_of_the_data_sets(task: str) -> None:
             assert rows[column][:] == [row[column] for row in raw]
 
 
-def test_snli_leaves_out_rows_without_a_label_and_others_refuse_them(tmp_path: Path) -> None:
+def test_snli_leaves_out_rows_without_a_label_and_others_refuse_them(tmp_path):
     labels = [0, -1, 1, 2, -1, 0]
     rows = [
         {"premise": f"p{i}", "hypothesis": "h", "label": label} for i, label in enumerate(labels)
@@ -262,12 +252,7 @@ def test_snli_leaves_out_rows_without_a_label_and_others_refuse_them(tmp_path: P
         ),
     ],
 )
-def test_where_rows_come_from_on_the_hub(
-    monkeypatch: pytest.MonkeyPatch,
-    task: str,
-    settings: dict[str, str],
-    expected: tuple[str | None, ...],
-) -> None:
+def test_where_rows_come_from_on_the_hub(monkeypatch, task, settings, expected):
     """Offline: the call to `datasets` is recorded, and answered with a small set of rows."""
     calls = []
     column = "sentence" if task.startswith("sst") else "text"
@@ -285,7 +270,7 @@ def test_where_rows_come_from_on_the_hub(
     assert (len(splits["train"]), len(splits["validation"])) == (3, 1)
 
 
-def test_a_hub_data_set_without_the_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_data_set_without_the_split_is_refused(monkeypatch):
     train = datasets.Dataset.from_list([{"premise": "a", "hypothesis": "b", "label": 0}])
     there = datasets.DatasetDict(train=train, validation=train)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **settings: there)
@@ -293,10 +278,7 @@ def test_a_hub_data_set_without_the_split_is_refused(monkeypatch: pytest.MonkeyP
         build_task(DataArguments(task="mnli"))
 
 
-# ---------------------------------------------------------------- subsets
-
-
-def test_subsets_are_drawn_by_seed_and_not_by_position(tmp_path: Path) -> None:
+def test_subsets_are_drawn_by_seed_and_not_by_position(tmp_path):
     def chosen(seed: int) -> list[str]:
         rows = [{"text": str(i), "label": i % 2} for i in range(100)]
         data = files(tmp_path, rows, max_train_samples=20, subset_seed=seed)
@@ -308,20 +290,20 @@ def test_subsets_are_drawn_by_seed_and_not_by_position(tmp_path: Path) -> None:
     assert len(set(chosen(1))) == 20
 
 
-def test_few_shot_takes_the_same_number_of_each_class(tmp_path: Path) -> None:
+def test_few_shot_takes_the_same_number_of_each_class(tmp_path):
     data = files(tmp_path, ROWS, num_examples_per_class=4, max_eval_samples=2)
     splits = build_task(data).splits
     assert np.bincount(splits["train"]["label"][:]).tolist() == [4, 4, 4]
     assert len(splits["validation"]) == 2
 
 
-def test_few_shot_refuses_a_class_that_is_too_small(tmp_path: Path) -> None:
+def test_few_shot_refuses_a_class_that_is_too_small(tmp_path):
     data = files(tmp_path, ROWS, num_examples_per_class=11)
     with pytest.raises(ValueError, match=r"num_examples_per_class=11, but label 0 has 10"):
         build_task(data)
 
 
-def test_few_shot_takes_what_there_is_if_told_to_and_says_so(tmp_path: Path) -> None:
+def test_few_shot_takes_what_there_is_if_told_to_and_says_so(tmp_path):
     rows = [{"text": str(i), "label": name} for i, name in enumerate("aabbbbbbcc")]
     data = files(tmp_path, rows, num_examples_per_class=3)
     with pytest.raises(
@@ -337,11 +319,8 @@ def test_few_shot_takes_what_there_is_if_told_to_and_says_so(tmp_path: Path) -> 
     assert len(set(train["text"][:])) == 7
 
 
-# ---------------------------------------------------------------- features and metric
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_tokenize_and_collate(tmp_path: Path, side: str) -> None:
+def test_tokenize_and_collate(tmp_path, side):
     task = build_task(files(tmp_path, ROWS, max_seq_length=4))
     words = tokenizer(side)
     rows = task.tokenize(words)["train"]
@@ -355,7 +334,7 @@ def test_tokenize_and_collate(tmp_path: Path, side: str) -> None:
     assert batch["attention_mask"][0, 0 if side == "right" else -1] == 1
 
 
-def test_collator_stacks_precomputed_features(tmp_path: Path) -> None:
+def test_collator_stacks_precomputed_features(tmp_path):
     task = build_task(files(tmp_path, ROWS))
     rows = [{"sentence_embedding": torch.ones(3) * i, "labels": i} for i in range(2)]
     batch = task.collator(tokenizer())(rows)
@@ -363,15 +342,12 @@ def test_collator_stacks_precomputed_features(tmp_path: Path) -> None:
     assert batch["labels"].tolist() == [0, 1]
 
 
-def test_accuracy_works_offline(tmp_path: Path) -> None:
+def test_accuracy_works_offline(tmp_path):
     task = build_task(files(tmp_path, ROWS))
     logits = np.array([[2.0, 1.0, 0.0], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
     prediction = EvalPrediction(predictions=logits, label_ids=np.array([0, 1, 1, 0]))
     assert task.compute_metrics(prediction) == {"accuracy": 0.75}
     assert task.metric == "accuracy"
-
-
-# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -387,12 +363,12 @@ def test_accuracy_works_offline(tmp_path: Path) -> None:
         ([{"text": "a", "label": 1}, {"text": "b", "label": None}] * 2, r"empty in 2 of 4 rows"),
     ],
 )
-def test_refused_rows(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+def test_refused_rows(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message):
         build_task(files(tmp_path, rows))
 
 
-def test_a_label_outside_the_task_is_refused(tmp_path: Path) -> None:
+def test_a_label_outside_the_task_is_refused(tmp_path):
     rows = [{"sentence": "a", "label": i} for i in (0, 1, 2, 1)]
     with pytest.raises(
         ValueError,
@@ -429,9 +405,7 @@ SECRET = "confidential diagnosis"
         ),
     ],
 )
-def test_refusals_do_not_quote_rows(
-    tmp_path: Path, labels: tuple[Any, ...], settings: dict[str, Any], message: str
-) -> None:
+def test_refusals_do_not_quote_rows(tmp_path, labels, settings, message):
     """What is refused is written into tables and logs that may be published."""
     columns = ("text", "sentence", "premise", "hypothesis")
     rows = [{**dict.fromkeys(columns, SECRET), "label": label} for label in labels]
@@ -441,13 +415,10 @@ def test_refusals_do_not_quote_rows(
         assert quoted not in str(refused.value)
 
 
-def test_floats_that_are_whole_are_labels(tmp_path: Path) -> None:
+def test_floats_that_are_whole_are_labels(tmp_path):
     rows = [{"sentence": "a", "label": label} for label in (0.0, 1.0, 1.0, 0.0)]
     splits = build_task(files(tmp_path, rows, task="sst2")).splits
     assert splits["train"]["label"][:] == [0, 1, 1, 0]
-
-
-# ---------------------------------------------------------------- whose names of labels
 
 
 def labelled(folder: Path, train: list[Any], validation: list[Any], **settings: Any) -> Any:
@@ -459,7 +430,7 @@ def labelled(folder: Path, train: list[Any], validation: list[Any], **settings: 
     return build_task(DataArguments(**paths, **settings))
 
 
-def test_class_names_name_strings_in_its_order(tmp_path: Path) -> None:
+def test_class_names_name_strings_in_its_order(tmp_path):
     names = ["spam", "ham", "other"]  # not sorted, and "other" is in no row
     task = labelled(tmp_path, ["ham", "spam", "ham"], ["spam", "ham"], class_names=names)
     assert task.label_names == tuple(names)
@@ -478,8 +449,8 @@ def test_class_names_name_strings_in_its_order(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_only_private_rows_have_are_warned_of(
-    tmp_path: Path, train: list[Any], validation: list[Any], warns: bool, caplog: Any
-) -> None:
+    tmp_path, train, validation, warns, caplog
+):
     """They are shipped in config.json; without the recipe's class_names, somebody must be told."""
     task = labelled(tmp_path, train, validation)
     if isinstance(train[0], str):
@@ -493,24 +464,24 @@ def test_names_that_only_private_rows_have_are_warned_of(
         assert SECRET not in message
 
 
-def test_class_names_are_for_tasks_whose_data_names_the_labels(tmp_path: Path) -> None:
+def test_class_names_are_for_tasks_whose_data_names_the_labels(tmp_path):
     rows = [{"sentence": "a", "label": i % 2} for i in range(4)]
     with pytest.raises(ValueError, match=r"task 'sst2' has labels of its own .*leave class_names"):
         build_task(files(tmp_path, rows, task="sst2", class_names=["a", "b"]))
 
 
 @pytest.mark.parametrize("names", [["a"], [], ["a", "a"], ["a", " "]])
-def test_refused_class_names(names: list[str]) -> None:
+def test_refused_class_names(names):
     with pytest.raises(ValueError, match=r"class_names=.* two or more different names"):
         DataArguments(class_names=names)
 
 
-def test_labels_of_two_types_are_refused(tmp_path: Path) -> None:
+def test_labels_of_two_types_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'label' holds integers and text"):
         labelled(tmp_path, [0, 1], [SECRET, "b"])
 
 
-def test_missing_sources_are_refused(tmp_path: Path) -> None:
+def test_missing_sources_are_refused(tmp_path):
     path = write(tmp_path / "t.jsonl", ROWS)
     with pytest.raises(ValueError, match="validation_file is not set"):
         build_task(DataArguments(train_file=path))
@@ -522,26 +493,21 @@ def test_missing_sources_are_refused(tmp_path: Path) -> None:
         build_task(DataArguments(train_file="rows.txt", validation_file=path))
 
 
-def test_an_unreachable_hub_data_set_names_the_command() -> None:
+def test_an_unreachable_hub_data_set_names_the_command():
     with pytest.raises(OSError, match=r"hf download nobody/nothing --repo-type dataset"):
         build_task(DataArguments(dataset_name="nobody/nothing"))
 
 
-# ---------------------------------------------------------------- private rows are no evaluation rows
-
-
 @pytest.mark.parametrize("settings", [{}, {"max_eval_samples": 2}, {"prompt": "causal_lm"}])
 @pytest.mark.parametrize("copied", [False, True])
-def test_the_training_file_is_not_evaluated_on(
-    tmp_path: Path, copied: bool, settings: dict[str, Any]
-) -> None:
+def test_the_training_file_is_not_evaluated_on(tmp_path, copied, settings):
     train = write(tmp_path / "t.jsonl", ROWS)
     other = write(tmp_path / "v.jsonl", ROWS) if copied else str(tmp_path / "." / "t.jsonl")
     with pytest.raises(ValueError, match="is (a copy of )?the train_file.*without noise"):
         build_task(DataArguments(train_file=train, validation_file=other, **settings))
 
 
-def test_a_train_split_is_no_validation_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_train_split_is_no_validation_split(monkeypatch):
     rows = datasets.Dataset.from_list(
         [{"sentence": "a", "label": 0}, {"sentence": "b", "label": 1}]
     )
@@ -554,7 +520,7 @@ def test_a_train_split_is_no_validation_split(monkeypatch: pytest.MonkeyPatch) -
     assert set(found) == {"train", "validation"}
 
 
-def test_a_line_that_is_not_json_is_named_and_not_quoted(tmp_path: Path) -> None:
+def test_a_line_that_is_not_json_is_named_and_not_quoted(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a", "label": 0}\nsecret words\n')
     with pytest.raises(ValueError, match="line 2 is not JSON") as found:
@@ -564,7 +530,7 @@ def test_a_line_that_is_not_json_is_named_and_not_quoted(tmp_path: Path) -> None
     assert "secret" not in str(found.value)
 
 
-def test_label_words_that_are_the_labels_in_another_order_are_refused(tmp_path: Path) -> None:
+def test_label_words_that_are_the_labels_in_another_order_are_refused(tmp_path):
     rows = [{"text": "a", "label": "money"}, {"text": "b", "label": "broken"}] * 4
     words = {"prompt": "causal_lm", "template": "{text} is about {answer}"}
     with pytest.raises(ValueError, match="labels in their order are broken, money"):

@@ -81,10 +81,7 @@ def rows_of(seed: int, count: int) -> list[dict[str, str]]:
     ]
 
 
-# ---------------------------------------------------------------- templates
-
-
-def test_fields_are_put_in_without_the_white_space_around_them() -> None:
+def test_fields_are_put_in_without_the_white_space_around_them():
     template = Template("{b}:{a} {b}", ("a", "b", "c"))
     assert Template("A: {a}\nB", ("a",)).render({"a": ""}) == "A: \nB"
     assert Template("{a:no_question_mark:no_stop}", ("a",)).render({"a": "so?."}) == "so"
@@ -108,20 +105,20 @@ def test_fields_are_put_in_without_the_white_space_around_them() -> None:
         ("lower_first", "", ""),
     ],
 )
-def test_a_filter(name: str, text: str, expected: str) -> None:
+def test_a_filter(name, text, expected):
     assert Template(f"<{{a:{name}}}>", ("a",)).render({"a": text}) == f"<{expected}>"
 
 
-def test_braces_are_doubled() -> None:
+def test_braces_are_doubled():
     assert Template("{{{a}}} {{b}}", ("a",)).render({"a": "x"}) == "{x} {b}"
 
 
-def test_text_of_a_row_is_never_read_as_a_template() -> None:
+def test_text_of_a_row_is_never_read_as_a_template():
     row = {"a": "{b} {{ }} {", "b": "secret"}
     assert Template("{a}|{b}", ("a", "b")).render(row) == "{b} {{ }} {|secret"
 
 
-def test_lines_with_an_empty_optional_field_are_left_out() -> None:
+def test_lines_with_an_empty_optional_field_are_left_out():
     template = Template("Title: {t}\n\n{a}\nNote: {n} {a}", ("t", "a", "n"), ("t", "n"))
     assert template.render({"t": "T", "a": "A", "n": "N"}) == "Title: T\n\nA\nNote: N A"
     assert template.render({"t": " \n", "a": "A", "n": "N"}) == "\nA\nNote: N A"
@@ -143,7 +140,7 @@ def test_lines_with_an_empty_optional_field_are_left_out() -> None:
         ("nothing {mask}", "shows nothing of the row; put in one of {a}, {b}"),
     ],
 )
-def test_a_template_is_refused(text: str, message: str) -> None:
+def test_a_template_is_refused(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Template(text, ("a", "b"))
 
@@ -162,13 +159,13 @@ def test_a_template_is_refused(text: str, message: str) -> None:
         ("causal_lm", "{a} {answer}\n", "put {answer} last"),
     ],
 )
-def test_the_label_has_one_place(kind: str, text: str, message: str) -> None:
+def test_the_label_has_one_place(kind, text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         checked_template(text, kind, ("a", "b"))
 
 
 @pytest.mark.parametrize("kind", ["masked_lm", "causal_lm"])
-def test_the_label_is_not_on_a_line_that_may_be_left_out(kind: str) -> None:
+def test_the_label_is_not_on_a_line_that_may_be_left_out(kind):
     """The line would vanish with an empty field, and with it the place of the label."""
     place = "{mask}" if kind == "masked_lm" else "{answer}"
     with pytest.raises(ValueError, match="left out.*another line"):
@@ -176,11 +173,8 @@ def test_the_label_is_not_on_a_line_that_may_be_left_out(kind: str) -> None:
     assert checked_template(f"{{a}}\n{{b}}\n{place}", kind, ("a", "b"), ("b",))
 
 
-# ---------------------------------------------------------------- tokens
-
-
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
-def test_a_batch_is_its_rows(kind: str, family: str) -> None:
+def test_a_batch_is_its_rows(kind, family):
     rows = rows_of(0, 12)
     limits = [28 + index for index in range(len(rows))]
     limits[0] = limits[-1] = 1000
@@ -193,7 +187,7 @@ def test_a_batch_is_its_rows(kind: str, family: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
-def test_tokens_are_those_of_the_text(kind: str, family: str) -> None:
+def test_tokens_are_those_of_the_text(kind, family):
     """Also of odd rows: special tokens, braces, characters of several tokens, empty fields."""
     plain = {"passage": " The town had 200 houses. ", "question": "how many houses\n"}
     for row in (plain, *rows_of(1, 20)):
@@ -211,7 +205,7 @@ def test_tokens_are_those_of_the_text(kind: str, family: str) -> None:
 
 @pytest.mark.parametrize("family", MASKED)
 @pytest.mark.parametrize("text", ["{mask}: {passage} {question}", MASKED_TEXT])
-def test_the_place_of_the_mask_whatever_a_row_spells(family: str, text: str) -> None:
+def test_the_place_of_the_mask_whatever_a_row_spells(family, text):
     """Found without the encoder: the one token that changes if another word stands in our place."""
     own = tokenizer("masked_lm", family)
     rows = [
@@ -232,14 +226,14 @@ def test_the_place_of_the_mask_whatever_a_row_spells(family: str, text: str) -> 
             assert len(places) > 1 + expected or text == MASKED_TEXT
 
 
-def test_the_private_use_character_is_left_out_of_texts() -> None:
+def test_the_private_use_character_is_left_out_of_texts():
     made = encoder("causal_lm", "opt")
     row = {"passage": f"in {PRIVATE_USE}May", "question": f"{PRIVATE_USE}{PRIVATE_USE}when"}
     clean = {"passage": "in May", "question": "when"}
     assert made.encode([row], [1000]) == made.encode([clean], [1000])
 
 
-def test_a_prompt_without_a_token_is_refused() -> None:
+def test_a_prompt_without_a_token_is_refused():
     """Nothing would come before the answer; a tokenizer that starts every text has a token there."""
     text, row = "{passage} {answer}", {"passage": " ", "question": ""}
     with pytest.raises(ValueError, match="an empty prompt.*words before {answer}"):
@@ -249,7 +243,7 @@ def test_a_prompt_without_a_token_is_refused() -> None:
     assert encoder("causal_lm", "opt", text).encode([row], [100])[0].input_ids == [2]
 
 
-def test_the_end_token_of_an_encoders_tokenizer_is_left_out_too() -> None:
+def test_the_end_token_of_an_encoders_tokenizer_is_left_out_too():
     """BERT ends a text with [SEP], which a decoder with its vocabulary must not go on from."""
     made = PromptEncoder(
         tokenizer("masked_lm", "bert"),
@@ -262,14 +256,12 @@ def test_the_end_token_of_an_encoders_tokenizer_is_left_out_too() -> None:
     assert prompt + made.answer_ids([row], ["great"])[0] == whole
 
 
-# ---------------------------------------------------------------- tokens of answers
-
 ANSWERS = ("great", "Yes", "in May 1900", "terrible film", "No, it was not.\n")
 CAUSAL_TEXTS = ("{passage} {question} It was {answer}", "{passage} True?\n{answer}", CAUSAL_TEXT)
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-def test_prompt_and_answer_are_one_text(family: str) -> None:
+def test_prompt_and_answer_are_one_text(family):
     row = {"passage": "The town had 200 houses.", "question": "what was it"}
     for text in CAUSAL_TEXTS:
         made = encoder("causal_lm", family, text)
@@ -284,16 +276,13 @@ def test_prompt_and_answer_are_one_text(family: str) -> None:
             assert made.answer_ids([row], [answer]) == [ids]  # a batch is its rows
 
 
-def test_an_answer_that_melts_into_the_prompt_is_tokenised_by_itself() -> None:
+def test_an_answer_that_melts_into_the_prompt_is_tokenised_by_itself():
     """ "1" and "00" after it are other tokens than "100"; the prompt's tokens stay as they are."""
     made = encoder("causal_lm", "opt", "{passage}{question}{answer}")
     row = {"passage": "gre", "question": ""}
     own = made.tokenizer
     assert own("great")["input_ids"][:-1] != own("gre")["input_ids"]  # the premise of this test
     assert made.answer_ids([row], ["at"]) == [own("at", add_special_tokens=False)["input_ids"]]
-
-
-# ---------------------------------------------------------------- too long
 
 
 def prefixes(kind: str, family: str, row: dict[str, str], field: str) -> list[list[int]]:
@@ -320,7 +309,7 @@ def check_cut(kind: str, family: str, row: Any, ways: list[list[int]], limit: in
 
 
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
-def test_the_passage_is_cut_at_its_end_then_other_fields(kind: str, family: str) -> None:
+def test_the_passage_is_cut_at_its_end_then_other_fields(kind, family):
     generator, checked = random.Random(3), {"passage": 0, "question": 0}
     for row in rows_of(4, 12):
         for field in checked:
@@ -334,7 +323,7 @@ def test_the_passage_is_cut_at_its_end_then_other_fields(kind: str, family: str)
 
 
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
-def test_the_template_is_never_cut(kind: str, family: str) -> None:
+def test_the_template_is_never_cut(kind, family):
     row = {"passage": "the river " * 9, "question": "what is it"}
     bare = len(tokens_of(kind, family, written(kind, family, {"passage": "", "question": ""})))
     assert len(one(kind, family, row, bare).input_ids) == bare
@@ -344,14 +333,14 @@ def test_the_template_is_never_cut(kind: str, family: str) -> None:
         one(kind, family, row, bare - 1)
 
 
-def test_a_prompt_that_just_fits_is_left_alone() -> None:
+def test_a_prompt_that_just_fits_is_left_alone():
     row = {"passage": "the river ends in a lake", "question": "where"}
     whole = one("causal_lm", "opt", row)
     assert one("causal_lm", "opt", row, len(whole.input_ids)) == whole
     assert one("causal_lm", "opt", row, len(whole.input_ids) - 1).cut
 
 
-def test_without_a_passage_the_longest_field_is_cut() -> None:
+def test_without_a_passage_the_longest_field_is_cut():
     made = encoder("causal_lm", "opt", passage=None)
     long, short = "the river ends in a lake " * 3, "in 1900"
     for row in ({"passage": long, "question": short}, {"passage": short, "question": long}):
@@ -362,7 +351,7 @@ def test_without_a_passage_the_longest_field_is_cut() -> None:
 
 
 @pytest.mark.parametrize("family", ["slow", "byt5"])
-def test_tokens_that_are_spread_unevenly_over_a_text(family: str) -> None:
+def test_tokens_that_are_spread_unevenly_over_a_text(family):
     """Without offsets nothing says where in a text a token ends: here most are at one end of it."""
     own = Slow() if family == "slow" else ByT5Tokenizer()
     template = checked_template(CAUSAL_TEXT, "causal_lm", FIELDS)
@@ -377,7 +366,7 @@ def test_tokens_that_are_spread_unevenly_over_a_text(family: str) -> None:
             assert limit - 4 < len(found.input_ids) <= limit
 
 
-def test_an_optional_passage_that_is_cut_away_takes_its_line_with_it() -> None:
+def test_an_optional_passage_that_is_cut_away_takes_its_line_with_it():
     text = "{question}\nTitle: {passage}\n{answer}"
     template = checked_template(text, "causal_lm", FIELDS, ("passage",))
     made = PromptEncoder(tokenizer("causal_lm", "opt"), template, "causal_lm", "passage")
@@ -386,13 +375,11 @@ def test_an_optional_passage_that_is_cut_away_takes_its_line_with_it() -> None:
     assert made.encode([row], [len(expected)])[0].input_ids == expected
 
 
-# ---------------------------------------------------------------- demonstrations
-
 SHOWN = ("one It was great", "two two It was bad", "three three three It was okay")
 
 
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
-def test_demonstrations_are_left_out_first(kind: str, family: str) -> None:
+def test_demonstrations_are_left_out_first(kind, family):
     """Those in front go first; the passage is cut only without any."""
     made, between = (
         encoder(kind, family, demonstrations=SHOWN),
@@ -412,7 +399,7 @@ def test_demonstrations_are_left_out_first(kind: str, family: str) -> None:
     assert found.input_ids == one(kind, family, row, lengths[-1] - 1).input_ids
 
 
-def test_families_differ_in_what_matters() -> None:
+def test_families_differ_in_what_matters():
     """Otherwise the tests above say less than they seem to."""
     ids = {name: make()("great")["input_ids"] for name, make in CAUSAL.items()}
     starts = {name: len(found) for name, found in ids.items()}
