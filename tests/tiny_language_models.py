@@ -77,6 +77,39 @@ def save_causal_lm(folder: Path, seed: int = 0) -> Path:
     return _save(folder, seeded(lambda: OPTForCausalLM(config), seed), tokenizer)
 
 
+WORDS = (
+    *("[PAD]", "[UNK]", "good", "bad", "film", "very"),
+    *("great", "terrible", "awful", "it", "was", "a"),
+)
+
+
+def word_tokenizer(side: str = "right") -> Any:
+    """Words between spaces to their places in `WORDS`; unknown words are 1, and nothing is added."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = {word: number for number, word in enumerate(WORDS)}
+    backend = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, padding_side=side, model_max_length=24, **special
+    )
+
+
+def save_encoder(folder: Path) -> Path:
+    """A bare BERT of width 16 whose weights tell words and positions apart, and `word_tokenizer`."""
+    from transformers import BertConfig, BertModel
+
+    sizes = {"vocab_size": len(WORDS), "intermediate_size": 24, "max_position_embeddings": 24}
+    model, generator = BertModel(BertConfig(**_SIZES, **sizes)), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    return _save(folder, model, word_tokenizer())
+
+
 def seeded(build: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
     """Builds with weights that depend only on `seed`; the global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):

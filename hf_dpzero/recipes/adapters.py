@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
@@ -57,10 +57,11 @@ def with_adapters(
     if arguments.peft_method == "bitfit":
         return _only_biases(model, head)
     generator = torch.Generator().manual_seed(arguments.init_seed + 1)
-    if arguments.peft_method == "prefix" and head != _CLASSIFICATION:
-        adapted = _with_real_prefix(model, arguments, head, generator)
+    if arguments.peft_method == "prefix":
+        adapted = _with_prefix(model, arguments, head, generator)
     else:
-        adapted = _adapted(model, _peft_config(model, arguments, head))
+        adapted = _with_lora(model, arguments, head)
+    if arguments.peft_method == "lora" or head == _CLASSIFICATION:
         _draw_adapters_(adapted, generator)
     check_adapters(adapted)
     return adapted
@@ -93,15 +94,6 @@ def trained_adapter(model: PreTrainedModel, folder: str, head: str = _CLASSIFICA
     return peft.PeftModel.from_pretrained(model, folder)
 
 
-def _adapted(model: PreTrainedModel, config: Any) -> Any:
-    import peft
-
-    try:
-        return peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise ValueError(_nothing_to_train(model, config, error)) from error
-
-
 def _only_biases(model: PreTrainedModel, head: str) -> PreTrainedModel:
     """BitFit (Ben Zaken et al. 2022): trains the biases, and a classification head."""
     names = [name for name, _ in model.named_parameters()]
@@ -117,102 +109,84 @@ def _only_biases(model: PreTrainedModel, head: str) -> PreTrainedModel:
     return model
 
 
-def _peft_config(model: PreTrainedModel, arguments: ModelArguments, head: str) -> Any:
+def _with_lora(model: PreTrainedModel, arguments: ModelArguments, head: str) -> Any:
+    """LoRA on the modules that the recipe names, or on PEFT's choice for the model or its encoder."""
     import peft
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
-    if arguments.peft_method == "prefix":
-        return peft.PrefixTuningConfig(
-            task_type=_PREFIX_TASK_TYPES[head], num_virtual_tokens=arguments.num_virtual_tokens
-        )
-    return peft.LoraConfig(
+    targets = arguments.lora_target_modules or None
+    if targets is None and isinstance(model, SentenceClassifier):
+        kind = model.config.encoder.model_type
+        if kind not in KNOWN:
+            raise ValueError(f"no LoRA targets are known for {kind!r}; set lora_target_modules.")
+        targets = list(KNOWN[kind])
+    config = peft.LoraConfig(
         task_type=_TASK_TYPES[head],
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
-        target_modules=arguments.lora_target_modules or _default_targets(model),
+        target_modules=targets,
     )
-
-
-def _default_targets(model: PreTrainedModel) -> list[str] | None:
-    """PEFT's LoRA targets for the encoder under a sentence_classifier; None lets PEFT choose."""
-    if not isinstance(model, SentenceClassifier):
-        return None
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
-    kind = model.config.encoder.model_type
-    if kind not in KNOWN:
-        raise ValueError(f"no LoRA targets are known for {kind!r}; set lora_target_modules.")
-    return list(KNOWN[kind])
-
-
-def _nothing_to_train(model: PreTrainedModel, config: Any, error: ValueError) -> str:
-    said = f"PEFT says: {str(error).splitlines()[0]}"
-    if not hasattr(config, "target_modules"):
-        return f"{_no_prefix(model)} {said}"
-    kinds = {n.rsplit(".", 1)[-1]: m for n, m in model.named_modules() if _takes_lora(m)}
-    output = model.get_output_embeddings()
-    body = sorted(n for n, m in kinds.items() if n not in HEAD_NAMES and m is not output)
-    fate = "is trained anyway" if config.task_type == "SEQ_CLS" else "is not trained"
-    targets = config.target_modules
-    return (
-        f"peft_method=lora has nothing to train with "
-        f"lora_target_modules={sorted(targets) if targets else None}: name linear layers of the "
-        f"body, of {', '.join(body)} (the head {fate}). {said}"
-    )
-
-
-def _takes_lora(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _no_prefix(model: nn.Module) -> str:
-    return (
-        f"peft_method=prefix puts keys and values in front of every attention layer's own, and "
-        f"{type(model).__name__} takes none of one shape from outside; use peft_method: lora or "
-        "bitfit."
-    )
-
-
-# ---------------------------------------------------------------- fresh weights
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        kinds = {
+            name.rsplit(".", 1)[-1]: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        }
+        output = model.get_output_embeddings()
+        body = sorted(n for n, m in kinds.items() if n not in HEAD_NAMES and m is not output)
+        fate = "is trained anyway" if head == _CLASSIFICATION else "is not trained"
+        named = sorted(config.target_modules) if config.target_modules else None
+        raise ValueError(
+            f"peft_method=lora has nothing to train with lora_target_modules={named}: name linear "
+            f"layers of the body, of {', '.join(body)} (the head {fate}). PEFT says: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 @torch.no_grad()
-def _with_real_prefix(
+def _with_prefix(
     model: PreTrainedModel, arguments: ModelArguments, head: str, generator: torch.Generator
 ) -> Any:
-    """A prefix that starts as the keys and values of random tokens of the vocabulary.
+    """A prefix that on a language model starts as the keys and values of random tokens.
 
     Real activations are a far better start than N(0, 1) (Li & Liang 2021, arXiv:2101.00190, section
     7.4), and MeZO's prefixes start so (Malladi et al. 2023, arXiv:2305.17333, appendix). A causal
     model then does at first what it does with these tokens in front of the text.
-
-    Raises:
-      ValueError: the model's attention takes no keys and values from outside.
     """
-    count = arguments.num_virtual_tokens
-    embeddings: Any = model.get_input_embeddings()
-    tokens = torch.randint(embeddings.weight.shape[0], (1, count), generator=generator)
-    layers = _keys_and_values(model.eval(), tokens)
-    if not layers or len({layer.shape for layer in layers}) > 1:
-        raise ValueError(_no_prefix(model))
-    adapted = _adapted(model, _peft_config(model, arguments, head))
-    weight = adapted.prompt_encoder[adapted.active_adapter].embedding.weight
-    start = torch.cat(layers).permute(2, 0, 1, 3).reshape(count, -1)
-    if weight.shape != start.shape:
-        raise ValueError(_no_prefix(model))
-    weight.copy_(start)
-    return adapted
-
-
-def _keys_and_values(model: Any, tokens: Tensor) -> list[Tensor]:
-    """Of each layer, `[2, heads, T, head_dim]` for tokens `[1, T]`: what a forward pass caches."""
+    import peft
     from transformers import DynamicCache
 
-    tokens = tokens.to(model.get_input_embeddings().weight.device)
-    cache: Any = DynamicCache()
-    model(input_ids=tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache)
-    filled = [layer for layer in cache.layers if layer.get_seq_length()]
-    return [torch.stack([layer.keys[0], layer.values[0]]) for layer in filled]
+    refusal = (
+        f"peft_method=prefix puts keys and values in front of every attention layer's own, and "
+        f"{type(model).__name__} takes none of one shape from outside; use peft_method: lora or "
+        "bitfit."
+    )
+    count, start = arguments.num_virtual_tokens, None
+    if head != _CLASSIFICATION:
+        table: Any = model.get_input_embeddings()
+        tokens = torch.randint(table.weight.shape[0], (1, count), generator=generator)
+        tokens, cache = tokens.to(table.weight.device), DynamicCache()
+        mask = torch.ones_like(tokens)
+        model.eval()(input_ids=tokens, attention_mask=mask, past_key_values=cache)
+        filled: list[Any] = [layer for layer in cache.layers if layer.get_seq_length()]
+        layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in filled]
+        if not layers or len({layer.shape for layer in layers}) > 1:
+            raise ValueError(refusal)
+        start = torch.cat(layers).permute(2, 0, 1, 3).reshape(count, -1)
+    config = peft.PrefixTuningConfig(task_type=_PREFIX_TASK_TYPES[head], num_virtual_tokens=count)
+    try:
+        adapted: Any = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"{refusal} PEFT says: {str(error).splitlines()[0]}") from error
+    if start is not None:
+        weight = adapted.prompt_encoder[adapted.active_adapter].embedding.weight
+        if weight.shape != start.shape:
+            raise ValueError(refusal)
+        weight.copy_(start)
+    return adapted
 
 
 @torch.no_grad()
@@ -222,8 +196,9 @@ def _draw_adapters_(model: nn.Module, generator: torch.Generator) -> None:
     LoRA's A is Kaiming uniform and B zero; of an embedding A is zero and B N(0, 1); a prefix on a
     classifier is N(0, 1).
     """
+    drawn_parts = ("lora_A", "prompt_encoder", "lora_embedding_B")
     for name, parameter in sorted(model.named_parameters()):
-        if not _is_drawn(name):
+        if not any(part in name for part in drawn_parts):
             continue
         drawn = torch.empty_like(parameter, device="cpu")
         if "lora_A" in name:
@@ -231,7 +206,3 @@ def _draw_adapters_(model: nn.Module, generator: torch.Generator) -> None:
         else:
             drawn.normal_(0.0, 1.0, generator=generator)
         parameter.copy_(drawn)
-
-
-def _is_drawn(name: str) -> bool:
-    return any(part in name for part in ("lora_A", "prompt_encoder", "lora_embedding_B"))

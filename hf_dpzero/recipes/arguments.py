@@ -105,7 +105,14 @@ class ModelArguments:
         one_of(self, "head_init", ("random", "zero", "label_text"), "random is HF's own")
         one_of(self, "peft_method", (None, "lora", "bitfit", "prefix"), "null trains the model")
         positive(self, "logit_scale", "lora_r", "lora_alpha", "num_virtual_tokens")
-        self._check_quantisation()
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ValueError("load_in_4bit and load_in_8bit are both set; set one of them.")
+        if self.quantised and self.peft_method not in ("lora", "prefix"):
+            raise ValueError(
+                f"load_in_{self.quantised}bit=True with peft_method={self.peft_method or 'null'}: a "
+                "quantised base cannot be trained itself; set peft_method: lora (or prefix), which "
+                "trains float32 weights on top of it."
+            )
         if self.head_init == "label_text" and not self.label_texts:
             raise ValueError(
                 "head_init='label_text' needs label_texts, one description for each label; "
@@ -121,14 +128,3 @@ class ModelArguments:
     def quantised(self) -> int:
         """Bits of the quantised base, 4 or 8; 0 where it is not quantised."""
         return 4 if self.load_in_4bit else 8 if self.load_in_8bit else 0
-
-    def _check_quantisation(self) -> None:
-        """Refuses a base in 4 and 8 bits at once, and one that would itself be trained."""
-        if self.load_in_4bit and self.load_in_8bit:
-            raise ValueError("load_in_4bit and load_in_8bit are both set; set one of them.")
-        if self.quantised and self.peft_method not in ("lora", "prefix"):
-            raise ValueError(
-                f"load_in_{self.quantised}bit=True with peft_method={self.peft_method or 'null'}: a "
-                "quantised base cannot be trained itself; set peft_method: lora (or prefix), which "
-                "trains float32 weights on top of it."
-            )

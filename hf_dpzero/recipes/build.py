@@ -10,8 +10,6 @@ from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
-    import datasets
-
     from hf_dpzero.tasks import AnyTask
     from hf_dpzero.training.trainer import DPZeroTrainer
 
@@ -25,7 +23,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     Raises:
       ValueError, OSError, ImportError: whatever the task, the model or the plan refuses.
     """
-    from hf_dpzero.recipes.models import load_model
+    from hf_dpzero.recipes.models import load_model, precompute_features
     from hf_dpzero.tasks import build_task
     from hf_dpzero.training.trainer import DPZeroTrainer
 
@@ -34,14 +32,24 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     recipe.training.plan(len(task.splits["train"]))
     model, tokenizer = load_model(recipe.model, task)
     check_context(model, recipe)
-    rows = _rows(recipe, task, model, tokenizer)
+    rows, collator = task.tokenize(tokenizer, recipe.model.pair_features), task.collator(tokenizer)
+    if recipe.model.precompute_features:
+        for split in rows:
+            rows[split] = precompute_features(
+                model,
+                rows[split],
+                collator,
+                trainable=recipe.training.trainable,
+                batch_size=recipe.training.per_device_eval_batch_size,
+                device=recipe.training.device,
+            )
     return DPZeroTrainer(
         model=model,
         args=recipe.training,
         train_dataset=rows["train"],
         eval_dataset=rows["validation"],
         processing_class=tokenizer,
-        data_collator=task.collator(tokenizer),
+        data_collator=collator,
         compute_metrics=task.metrics(tokenizer),
         compute_per_example_loss=task.objective(tokenizer),
     )
@@ -82,7 +90,10 @@ def check_context(model: Any, recipe: Recipe) -> None:
         return
     max_seq_length = recipe.data.max_seq_length
     config: Any = base_model(model).config
-    most = _context_length(getattr(config, "encoder", config))
+    positions = getattr(config, "encoder", config)
+    most = getattr(positions, "max_position_embeddings", None)
+    if most is not None and positions.model_type in ("roberta", "xlm-roberta", "camembert"):
+        most = int(most) - positions.pad_token_id - 1  # the first ones are spent on padding
     adapter = getattr(model, "active_peft_config", None)
     virtual = getattr(adapter, "num_virtual_tokens", None) or 0
     if most is not None and max_seq_length + virtual > most:
@@ -91,33 +102,6 @@ def check_context(model: Any, recipe: Recipe) -> None:
             f"max_seq_length={max_seq_length}{prefix}, but {config.model_type} models of this size take "
             f"{most} tokens; lower it."
         )
-
-
-def _context_length(config: Any) -> int | None:
-    """Positions of a model; RoBERTa and its kin spend the first ones on padding."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is None or config.model_type not in ("roberta", "xlm-roberta", "camembert"):
-        return positions
-    return int(positions) - config.pad_token_id - 1
-
-
-def _rows(recipe: Recipe, task: AnyTask, model: Any, tokenizer: Any) -> datasets.DatasetDict:
-    """Tokenised rows, or with `precompute_features` the frozen encoder's vectors."""
-    from hf_dpzero.recipes.models import precompute_features
-
-    rows = task.tokenize(tokenizer, recipe.model.pair_features)
-    if not recipe.model.precompute_features:
-        return rows
-    for split in rows:
-        rows[split] = precompute_features(
-            model,
-            rows[split],
-            task.collator(tokenizer),
-            trainable=recipe.training.trainable,
-            batch_size=recipe.training.per_device_eval_batch_size,
-            device=recipe.training.device,
-        )
-    return rows
 
 
 def output_dir(recipe: Recipe) -> Path:

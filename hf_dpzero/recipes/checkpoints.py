@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,35 +30,26 @@ def check_folder(path: str) -> None:
       FileNotFoundError: says what is at the path instead.
     """
     place = Path(path)
-    if place.is_dir():
-        _check_config_file(place)
-    elif place.is_file():
+    adapter = (place / ADAPTER_FILE).is_file()
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path} holds an adapter and no model: set model_name_or_path to the model that the "
+            "adapter was trained on."
+            if adapter
+            else f"{path} has no config.json, so it is no saved model: give the folder that "
+            "save_pretrained wrote to."
+        )
+    if place.is_file():
         raise FileNotFoundError(
             f"model_name_or_path={path!r} is a file; give the folder that holds config.json."
         )
-    elif path.startswith((".", "/", "~", "\\")) or path.count("/") > 1 or "\\" in path:
+    outside = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1 or "\\" in path
+    if outside and not place.is_dir():
         home = " (~ is not expanded: write the whole path)" if path.startswith("~") else ""
         raise FileNotFoundError(
             f"model_name_or_path={path!r}: no such folder{home}; relative paths are taken from "
             f"{Path.cwd()}."
         )
-
-
-def _check_config_file(folder: Path) -> None:
-    if (folder / "config.json").is_file():
-        return
-    if (folder / ADAPTER_FILE).is_file():
-        raise FileNotFoundError(
-            f"{folder} holds an adapter and no model: set model_name_or_path to the model that the "
-            "adapter was trained on."
-        )
-    raise FileNotFoundError(
-        f"{folder} has no config.json, so it is no saved model: give the folder that "
-        "save_pretrained wrote to."
-    )
-
-
-# ---------------------------------------------------------------- fetching
 
 
 def fetched(load: Callable[..., Any], path: str, arguments: ModelArguments, **settings: Any) -> Any:
@@ -86,8 +77,13 @@ def fetched(load: Callable[..., Any], path: str, arguments: ModelArguments, **se
         raise OSError(_how_to_get(path, arguments.model_revision, error)) from error
 
 
-def _how_to_get(path: str, revision: str | None, error: OSError) -> str:
-    kinds = {type(cause).__name__ for cause in _causes(error)}
+def _how_to_get(path: str, revision: str | None, error: BaseException | None) -> str:
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    kinds, kind = set(), type(error).__name__
+    while error is not None:
+        kinds.add(type(error).__name__)
+        error = error.__cause__ or error.__context__
     command = f"`hf download {path}{f' --revision {revision}' if revision else ''}`"
     if "GatedRepoError" in kinds:
         return (
@@ -101,20 +97,11 @@ def _how_to_get(path: str, revision: str | None, error: OSError) -> str:
         )
     if "RevisionNotFoundError" in kinds:
         return f"model {path!r} has no revision {revision!r}; check model_revision."
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
     offline = " with HF_HUB_OFFLINE unset" if HF_HUB_OFFLINE else ""
     return (
-        f"model {path!r} is no local folder, and neither cached nor reachable "
-        f"({type(error).__name__}); fetch it once with {command}{offline}, or set "
-        "model_name_or_path to a local folder."
+        f"model {path!r} is no local folder, and neither cached nor reachable ({kind}); fetch it once "
+        f"with {command}{offline}, or set model_name_or_path to a local folder."
     )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def load_tokenizer(path: str, arguments: ModelArguments) -> PreTrainedTokenizerBase:
@@ -149,9 +136,6 @@ def load_tokenizer(path: str, arguments: ModelArguments) -> PreTrainedTokenizerB
     return tokenizer
 
 
-# ---------------------------------------------------------------- precision of the base
-
-
 def dtype_settings(
     arguments: ModelArguments, config: PreTrainedConfig, kept: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -169,41 +153,28 @@ def dtype_settings(
       ImportError: bitsandbytes is needed and not installed; names the pip command.
     """
     auto = arguments.torch_dtype == "auto"
-    settings: dict[str, Any] = {"dtype": "auto" if auto else _torch_dtype(arguments.torch_dtype)}
+    dtype = "auto" if auto else getattr(torch, arguments.torch_dtype)
     if not arguments.quantised:
-        return settings
+        return {"dtype": dtype}
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             f"load_in_{arguments.quantised}bit needs bitsandbytes, which is not installed; run "
             "pip install 'hf-dpzero[quantization]'"
         )
-    compute = getattr(config, "dtype", None) or torch.float32 if auto else settings["dtype"]
-    return {
-        **settings,
-        "quantization_config": _quantisation(arguments, compute, list(kept) or None),
-    }
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _quantisation(arguments: ModelArguments, compute: torch.dtype, kept: list[str] | None) -> Any:
-    """4 bits are NormalFloat (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), computed in `compute`.
-
-    8 bits are LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339).
-    """
     from transformers import BitsAndBytesConfig
 
-    if arguments.load_in_8bit:
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=compute,
-        llm_int8_skip_modules=kept,
-    )
+    skipped = list(kept) or None
+    if arguments.load_in_8bit:  # LLM.int8(), Dettmers et al. 2022, arXiv:2208.07339
+        quantisation = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+    else:  # NormalFloat (QLoRA), Dettmers et al. 2023, arXiv:2305.14314
+        compute = getattr(config, "dtype", None) or torch.float32 if auto else dtype
+        quantisation = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=compute,
+            llm_int8_skip_modules=skipped,
+        )
+    return {"dtype": dtype, "quantization_config": quantisation}
 
 
 def settle_quantised_(model: nn.Module) -> None:

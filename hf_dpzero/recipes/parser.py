@@ -70,9 +70,8 @@ class RecipeParser(HfArgumentParser):
         """
         if key not in self.actions:
             near = nearest(key, self.actions)
-            hint = (
-                f"did you mean {near!r}?" if near else "recipes take fields of the config classes."
-            )
+            fields = "recipes take fields of the config classes."
+            hint = f"did you mean {near!r}?" if near else fields
             raise ValueError(f"{source}: unknown key {key!r}; {hint}")
         try:
             return self._convert(key, value)
@@ -135,7 +134,8 @@ class RecipeParser(HfArgumentParser):
         """
         for owner in self.dataclass_types:
             for field in dataclasses.fields(owner):
-                if field.init and field.name not in values and _is_required(field):
+                required = field.default is field.default_factory is dataclasses.MISSING
+                if field.init and field.name not in values and required:
                     raise ValueError(f"{source}: {field.name} is missing; add `{field.name}: ...`.")
         return tuple(self.parse_dict(dict(values)))
 
@@ -159,7 +159,3 @@ def _whole(value: Any) -> str:
         if float(value).is_integer() and not isinstance(value, bool):
             return str(int(float(value)))
     return str(value)
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

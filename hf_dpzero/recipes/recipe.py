@@ -49,7 +49,11 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """The settings as a recipe that loads to the same values; secrets are left out."""
-        public = {key: value for key, value in self.values.items() if not _is_secret(key)}
+        public = {
+            key: value
+            for key, value in self.values.items()
+            if not key.endswith("_token") and key != "sampler_key"
+        }
         return yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
 
 
@@ -125,32 +129,6 @@ def recipe_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, d
     if path.resolve() in [file.resolve() for file in above]:
         circle = " -> ".join(str(file) for file in (*above, path))
         raise ValueError(f"{above[-1]}: recipes extend each other in a circle: {circle}.")
-    values = _read_file(path)
-    if EXTENDS not in values:
-        return [(path, values)]
-    chain: list[tuple[Path, dict[str, Any]]] = []
-    for base in _bases(path, values.pop(EXTENDS)):
-        chain += recipe_chain(path.parent / base, (*above, path))
-    return [*chain, (path, values)]
-
-
-def _bases(path: Path, extends: Any) -> list[str]:
-    """The recipes that `path` extends, one or several; later ones are laid over earlier ones."""
-    bases = extends if isinstance(extends, list) else [extends]
-    if not bases or not all(isinstance(base, str) and base for base in bases):
-        raise ValueError(
-            f"{path}: {EXTENDS}: {extends!r} is not the path of one recipe, or a list of paths, "
-            "relative to this file."
-        )
-    for base in bases:
-        if not (path.parent / base).is_file():
-            raise FileNotFoundError(
-                f"{path}: {EXTENDS}: {base!r} not found; give a path relative to {path.parent}."
-            )
-    return bases
-
-
-def _read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"recipe {str(path)!r} not found; give the path of a YAML file.")
     try:
@@ -159,7 +137,24 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a recipe is lines of `key: value`, this file holds {values!r}.")
-    return {str(key): value for key, value in values.items()}
+    values = {str(key): value for key, value in values.items()}
+    if EXTENDS not in values:
+        return [(path, values)]
+    extends = values.pop(EXTENDS)
+    bases = extends if isinstance(extends, list) else [extends]
+    if not bases or not all(isinstance(base, str) and base for base in bases):
+        raise ValueError(
+            f"{path}: {EXTENDS}: {extends!r} is not the path of one recipe, or a list of paths, "
+            "relative to this file."
+        )
+    chain: list[tuple[Path, dict[str, Any]]] = []
+    for base in bases:
+        if not (path.parent / base).is_file():
+            raise FileNotFoundError(
+                f"{path}: {EXTENDS}: {base!r} not found; give a path relative to {path.parent}."
+            )
+        chain += recipe_chain(path.parent / base, (*above, path))
+    return [*chain, (path, values)]
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
@@ -183,7 +178,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
             groups[-1][1].append(word)
         else:
             raise ValueError(f"{word!r} belongs to no setting; write --key value after the recipe.")
-    return {key: _one_or_many(items) for key, items in groups}
+    return {k: items[0] if len(items) == 1 else items or "true" for k, items in groups}
 
 
 def coerce_fields(values: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -210,13 +205,3 @@ def recipe_parser() -> RecipeParser:
     from hf_dpzero.training.config import DPZeroConfig
 
     return RecipeParser((ModelArguments, DataArguments, DPZeroConfig))
-
-
-def _one_or_many(items: list[str]) -> str | list[str]:
-    if not items:
-        return "true"
-    return items[0] if len(items) == 1 else items
-
-
-def _is_secret(key: str) -> bool:
-    return key.endswith("_token") or key == "sampler_key"

@@ -57,19 +57,18 @@ class SentenceClassifierConfig(PreTrainedConfig):
         pair_features: str = "joint",
         **settings: Any,
     ) -> None:
-        if pooling not in POOLINGS:
-            raise ValueError(f"pooling={pooling!r} is not one of {', '.join(POOLINGS)}.")
-        if pair_features not in PAIR_FEATURES:
-            raise ValueError(
-                f"pair_features={pair_features!r} is not one of {', '.join(PAIR_FEATURES)}."
-            )
+        for name, value, known in (
+            ("pooling", pooling, POOLINGS),
+            ("pair_features", pair_features, PAIR_FEATURES),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}.")
         if not logit_scale > 0:
             raise ValueError(f"logit_scale={logit_scale} must be above 0.")
         if not isinstance(encoder, PreTrainedConfig):
             encoder = AutoConfig.for_model(**{"model_type": "bert", **(encoder or {})})
-        self.encoder = encoder
+        self.encoder, self.pair_features = encoder, pair_features
         self.pooling, self.normalize, self.logit_scale = pooling, normalize, logit_scale
-        self.pair_features = pair_features
         super().__init__(**settings)
 
     @property
@@ -97,7 +96,8 @@ class SentenceClassifier(PreTrainedModel):
     def __init__(self, config: SentenceClassifierConfig) -> None:
         super().__init__(config)
         self.num_labels = int(config.num_labels or 2)
-        self.encoder = _without_pooler(AutoModel.from_config(config.encoder))
+        self.encoder = AutoModel.from_config(config.encoder)
+        _drop_pooler_(self.encoder)
         self.classifier = nn.Linear(config.feature_size, self.num_labels)
         self.post_init()
 
@@ -114,7 +114,8 @@ class SentenceClassifier(PreTrainedModel):
         """
         with torch.device("meta"):
             model = cls(SentenceClassifierConfig(encoder=encoder.config, **settings))
-        model.encoder = _without_pooler(encoder)
+        model.encoder = encoder
+        _drop_pooler_(encoder)
         model.classifier = nn.Linear(model.config.feature_size, model.num_labels)
         nn.init.zeros_(model.classifier.weight)
         nn.init.zeros_(model.classifier.bias)
@@ -136,12 +137,11 @@ class SentenceClassifier(PreTrainedModel):
         """Computes logits `[B, L]` and, with labels, the mean loss.
 
         Args:
-          input_ids, ..., token_type_ids_pair: as for `embed`.
+          input_ids, ..., token_type_ids_pair, settings: as for `embed`.
           labels: as for `objectives.classification_losses`.
           sentence_embedding: `[B, feature_size]`, what `embed` returned for these rows; skips the
             encoder.
           return_dict: False gives a tuple, (loss if there are labels, logits).
-          settings: passed on to the encoder.
 
         Returns:
           Logits `[B, L]`, float32 or the head's dtype, and the mean loss or None.
@@ -152,10 +152,9 @@ class SentenceClassifier(PreTrainedModel):
         if sentence_embedding is None:
             if input_ids is None:
                 raise ValueError("give input_ids, or sentence_embedding from an earlier embed().")
+            first = (input_ids, attention_mask, token_type_ids)
             pair = (input_ids_pair, attention_mask_pair, token_type_ids_pair)
-            sentence_embedding = self.embed(
-                input_ids, attention_mask, token_type_ids, *pair, **settings
-            )
+            sentence_embedding = self.embed(*first, *pair, **settings)
         weight = self.classifier.weight
         logits = self.classifier(sentence_embedding.to(weight.dtype)) * self.config.logit_scale
         loss = None
@@ -198,8 +197,13 @@ class SentenceClassifier(PreTrainedModel):
         first = self._embed_text(input_ids, attention_mask, token_type_ids, **settings)
         if input_ids_pair is None:
             return first
-        pair = _from_first_token(input_ids_pair, attention_mask_pair, token_type_ids_pair)
-        return compare(first, self._embed_text(**pair, **settings), self.config.normalize)
+        pair = {
+            "input_ids": input_ids_pair,
+            "attention_mask": attention_mask_pair,
+            "token_type_ids": token_type_ids_pair,
+        }
+        tokens = right_padded({name: t for name, t in pair.items() if t is not None})
+        return compare(first, self._embed_text(**tokens, **settings), self.config.normalize)
 
     def _embed_text(
         self,
@@ -209,8 +213,7 @@ class SentenceClassifier(PreTrainedModel):
         **settings: Any,
     ) -> Tensor:
         """Embeddings `[B, H]` float32 of one text a row, `[B, T]`."""
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
+        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if token_type_ids is not None:
             settings["token_type_ids"] = token_type_ids
         output = self.encoder(input_ids, attention_mask=attention_mask, **settings)
@@ -219,7 +222,10 @@ class SentenceClassifier(PreTrainedModel):
 
 
 def compare(first: Tensor, second: Tensor, normalize: bool) -> Tensor:
-    """[a; b; |a - b|; sqrt(H) a * b] of embeddings a, b `[B, H]`: `[B, 4 H]` (Conneau et al. 2017).
+    """[a; b; |a - b|; sqrt(H) a * b] of embeddings a, b (Conneau et al. 2017).
+
+    The factor sqrt(H) gives the entries of the product the size of the others' where a and b have
+    length 1 (entries of size 1/sqrt(H)); without normalize, the product is InferSent's own.
 
     Args:
       first, second: a and b, `[B, H]`.
@@ -228,29 +234,12 @@ def compare(first: Tensor, second: Tensor, normalize: bool) -> Tensor:
     Returns:
       `[B, 4 H]`.
 
-    The factor sqrt(H) gives the entries of the
-    product the size of the others' where a and b have length 1 (entries of size 1/sqrt(H)); without
-    normalize, the product is InferSent's own.
-
     >>> compare(torch.tensor([[1., 2.]]), torch.tensor([[3., 1.]]), normalize=False)
     tensor([[1., 2., 3., 1., 2., 1., 3., 2.]])
     """
     scale = first.shape[-1] ** 0.5 if normalize else 1.0
-    parts = (first, second, (first - second).abs(), first * second * scale)
-    features = torch.cat(parts, dim=-1)
+    features = torch.cat((first, second, (first - second).abs(), first * second * scale), dim=-1)
     return F.normalize(features, dim=-1) if normalize else features
-
-
-def _from_first_token(
-    input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
-) -> dict[str, Tensor]:
-    """The tokens that there are, `[B, T]`, rolled so that no row is padded on the left."""
-    tokens = {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "token_type_ids": token_type_ids,
-    }
-    return dict(right_padded({name: t for name, t in tokens.items() if t is not None}))
 
 
 def pool(states: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
@@ -319,11 +308,10 @@ def label_text_weights(
     return weights - weights.mean(dim=0)
 
 
-def _without_pooler(encoder: Any) -> Any:
+def _drop_pooler_(encoder: Any) -> None:
     """Drops BERT's pooler, whose output is not used, so that it is neither saved nor perturbed."""
     if isinstance(getattr(encoder, "pooler", None), nn.Module):
         encoder.pooler = None
-    return encoder
 
 
 AutoConfig.register(SentenceClassifierConfig.model_type, SentenceClassifierConfig, exist_ok=True)

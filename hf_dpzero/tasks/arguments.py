@@ -91,18 +91,12 @@ class DataArguments:
             )
         if self.num_demonstrations < 0:
             raise ValueError(f"num_demonstrations={self.num_demonstrations} must be 0 or more.")
-        if self.prompt is None:
-            self._refuse_settings_of_prompts()
-
-    def _refuse_settings_of_prompts(self) -> None:
-        for name in ("template", "label_words", "num_demonstrations"):
-            if getattr(self, name):
+        if self.prompt is not None:
+            return
+        for name in ("template", "label_words", "num_demonstrations", "objective"):
+            value = getattr(self, name)
+            if value and value != "loss":
+                loss = ", or objective to loss" if name == "objective" else ""
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} needs a prompt: set prompt to masked_lm or "
-                    "causal_lm."
+                    f"{name}={value!r} needs a prompt: set prompt to masked_lm or causal_lm{loss}."
                 )
-        if self.objective != "loss":
-            raise ValueError(
-                f"objective={self.objective!r} needs a prompt: set prompt to masked_lm or causal_lm, "
-                "or objective to loss."
-            )

@@ -23,62 +23,69 @@ LM_BFF = "Gao et al. 2021 (LM-BFF), arXiv:2012.15723"
 MEZO = "Malladi et al. 2023 (MeZO), arXiv:2305.17333, Appendix E"
 OURS = "this project"
 
-_SENTENCE = {"sentence": ("sentence", "text")}
-_PAIR = {"premise": ("premise", "sentence1"), "hypothesis": ("hypothesis", "sentence2")}
-
-_INFERENCE = ("entailment", "neutral", "contradiction")
 _FIVE_FOLD = ("very negative", "negative", "neutral", "positive", "very positive")
+_GLUE = HubSource("nyu-mll/glue", config="rte")
 
 
 def _prompts(
-    masked: str,
-    causal: str,
-    words: tuple[str, ...],
-    sources: tuple[str, str],
-    passage: str | None = None,
+    masked: str, causal: str, words: tuple[str, ...], sources: tuple[str, str], **cut: str
 ) -> dict[str, Prompt]:
-    """A masked language model's prompt and a decoder's, with the same words."""
+    """A masked language model's prompt and a decoder's, with the same words and `passage`."""
+    own = {"masked_lm": (masked, sources[0]), "causal_lm": (causal, sources[1])}
     return {
-        kind: Prompt(template=template, label_words=words, passage=passage, source=source)
-        for kind, template, source in zip(
-            ("masked_lm", "causal_lm"), (masked, causal), sources, strict=True
-        )
+        kind: Prompt(template=template, label_words=words, source=source, **cut)
+        for kind, (template, source) in own.items()
     }
 
 
-def _inference_prompts(words: tuple[str, ...], answers: str, source: str) -> dict[str, Prompt]:
-    """Does the premise entail the hypothesis? `answers` offers a decoder the words."""
-    return _prompts(
+def _inference(
+    name: str,
+    source: HubSource,
+    labels: tuple[str, ...] = ("entailment", "neutral", "contradiction"),
+    words: tuple[str, ...] = ("Yes", "Maybe", "No"),
+    written_by: str = OURS,
+    **settings: bool,
+) -> TaskDescription:
+    """Does the premise entail the hypothesis?"""
+    question = 'Does this mean that "{hypothesis}" is true?'
+    answers = f"{', '.join(words[:-1])} or {words[-1]}?"
+    prompts = _prompts(
         "{premise:no_stop}? {mask}, {hypothesis:lower_first}",
-        f'{{premise}}\nDoes this mean that "{{hypothesis}}" is true? {answers}\n{{answer}}',
+        f"{{premise}}\n{question} {answers}\n{{answer}}",
         words,
-        (LM_BFF, source),
-        "premise",
+        (LM_BFF, written_by),
+        passage="premise",
+    )
+    pair = {"premise": ("premise", "sentence1"), "hypothesis": ("hypothesis", "sentence2")}
+    return TaskDescription(
+        name=name, source=source, fields=pair, label_names=labels, prompts=prompts, **settings
     )
 
 
-def _sentiment_prompts(words: tuple[str, ...], source: str) -> dict[str, Prompt]:
-    return _prompts(
-        "{sentence} It was {mask}.", "{sentence} It was {answer}", words, (LM_BFF, source)
+def _sentiment(
+    name: str, source: HubSource, written_by: str, labels: tuple[str, ...], words: tuple[str, ...]
+) -> TaskDescription:
+    sources, fields = (LM_BFF, written_by), {"sentence": ("sentence", "text")}
+    prompts = _prompts("{sentence} It was {mask}.", "{sentence} It was {answer}", words, sources)
+    return TaskDescription(
+        name=name, source=source, fields=fields, label_names=labels, prompts=prompts
     )
+
+
+def _question_prompt(template: str, passage: str) -> dict[str, Prompt]:
+    return {"causal_lm": Prompt(template=template, passage=passage, source=MEZO)}
 
 
 BENCHMARKS = {
     task.name: task
     for task in (
-        TaskDescription(
-            name="sst2",
-            source=HubSource("stanfordnlp/sst2"),
-            fields=_SENTENCE,
-            label_names=("negative", "positive"),
-            prompts=_sentiment_prompts(("terrible", "great"), MEZO),
+        _sentiment(
+            *("sst2", HubSource("stanfordnlp/sst2"), MEZO, ("negative", "positive")),
+            ("terrible", "great"),
         ),
-        TaskDescription(
-            name="sst5",
-            source=HubSource("SetFit/sst5"),
-            fields=_SENTENCE,
-            label_names=_FIVE_FOLD,
-            prompts=_sentiment_prompts(("terrible", "bad", "okay", "good", "great"), OURS),
+        _sentiment(
+            *("sst5", HubSource("SetFit/sst5"), OURS, _FIVE_FOLD),
+            ("terrible", "bad", "okay", "good", "great"),
         ),
         TaskDescription(
             name="trec",
@@ -93,28 +100,9 @@ BENCHMARKS = {
                 (LM_BFF, OURS),
             ),
         ),
-        TaskDescription(
-            name="rte",
-            source=HubSource("nyu-mll/glue", config="rte"),
-            fields=_PAIR,
-            label_names=("entailment", "not_entailment"),
-            prompts=_inference_prompts(("Yes", "No"), "Yes or No?", MEZO),
-        ),
-        TaskDescription(
-            name="snli",
-            source=HubSource("stanfordnlp/snli"),
-            fields=_PAIR,
-            label_names=_INFERENCE,
-            drop_unlabelled=True,
-            prompts=_inference_prompts(("Yes", "Maybe", "No"), "Yes, Maybe or No?", OURS),
-        ),
-        TaskDescription(
-            name="mnli",
-            source=HubSource("nyu-mll/glue", config="mnli", validation="validation_matched"),
-            fields=_PAIR,
-            label_names=_INFERENCE,
-            prompts=_inference_prompts(("Yes", "Maybe", "No"), "Yes, Maybe or No?", OURS),
-        ),
+        _inference("rte", _GLUE, ("entailment", "not_entailment"), ("Yes", "No"), MEZO),
+        _inference("snli", HubSource("stanfordnlp/snli"), drop_unlabelled=True),
+        _inference("mnli", HubSource(_GLUE.name, "mnli", validation="validation_matched")),
         TaskDescription(
             name="boolq",
             source=HubSource("google/boolq"),
@@ -126,7 +114,7 @@ BENCHMARKS = {
                 "{passage} {question:no_question_mark:upper_first}?\n{answer}",
                 ("No", "Yes"),
                 (OURS, MEZO),
-                "passage",
+                passage="passage",
             ),
         ),
         TaskDescription(
@@ -136,14 +124,10 @@ BENCHMARKS = {
             optional_fields=("title",),
             answer_columns=("answers",),
             metric="squad",
-            prompts={
-                "causal_lm": Prompt(
-                    template="Title: {title}\nContext: {context}\n"
-                    "Question: {question}\nAnswer: {answer}",
-                    passage="context",
-                    source=MEZO,
-                ),
-            },
+            prompts=_question_prompt(
+                "Title: {title}\nContext: {context}\nQuestion: {question}\nAnswer: {answer}",
+                "context",
+            ),
         ),
         TaskDescription(
             name="drop",
@@ -151,13 +135,9 @@ BENCHMARKS = {
             fields={"passage": ("passage",), "question": ("question",)},
             answer_columns=("answers_spans", "answers"),
             metric="drop",
-            prompts={
-                "causal_lm": Prompt(
-                    template="Passage: {passage}\nQuestion: {question}\nAnswer: {answer}",
-                    passage="passage",
-                    source=MEZO,
-                ),
-            },
+            prompts=_question_prompt(
+                "Passage: {passage}\nQuestion: {question}\nAnswer: {answer}", "passage"
+            ),
         ),
     )
 }

@@ -104,44 +104,35 @@ class TaskDescription:
                 f"a field {name!r}, which in a template stands for the place of the label: call the "
                 "field (or the column) something else."
             )
-        known = ", ".join(self.fields)
+        none = f"which is none of its fields {', '.join(self.fields)}."
         for name in self.optional_fields:
             if name not in self.fields:
-                self._refuse(f"optional_fields with {name!r}, which is none of its fields {known}.")
+                self._refuse(f"optional_fields with {name!r}, {none}")
         kind = "generation" if self.generates else "classification"
         if self.metric not in METRICS[kind]:
             self._refuse(
                 f"metric={self.metric!r}; a {kind} task has one of {', '.join(METRICS[kind])}."
             )
-        for prompt_kind, prompt in self.prompts.items():
-            self._check_prompt(prompt_kind, prompt)
+        kinds = ("causal_lm",) if self.generates else ("masked_lm", "causal_lm")
+        for kind, prompt in self.prompts.items():
+            if kind not in kinds:
+                self._refuse(f"a prompt {kind!r}; there are {', '.join(kinds)}.")
+            checked_template(prompt.template, kind, tuple(self.fields), self.optional_fields)
+            if prompt.passage is not None and prompt.passage not in self.fields:
+                self._refuse(f"passage={prompt.passage!r} in its prompt {kind}, {none}")
+            if prompt.label_words and len(prompt.label_words) != len(self.label_names):
+                self._refuse(
+                    f"{len(prompt.label_words)} label_words in its prompt {kind} and "
+                    f"{len(self.label_names)} labels: give one each."
+                )
 
     def _refuse(self, why: str) -> None:
         raise ValueError(f"task {self.name!r} has {why}")
-
-    def _check_prompt(self, kind: str, prompt: Prompt) -> None:
-        kinds = ("causal_lm",) if self.generates else ("masked_lm", "causal_lm")
-        if kind not in kinds:
-            self._refuse(f"a prompt {kind!r}; there are {', '.join(kinds)}.")
-        checked_template(prompt.template, kind, tuple(self.fields), self.optional_fields)
-        if prompt.passage is not None and prompt.passage not in self.fields:
-            self._refuse(
-                f"passage={prompt.passage!r} in its prompt {kind}, which is none of its fields "
-                f"{', '.join(self.fields)}."
-            )
-        if prompt.label_words and len(prompt.label_words) != len(self.label_names):
-            self._refuse(
-                f"{len(prompt.label_words)} label_words in its prompt {kind} and "
-                f"{len(self.label_names)} labels: give one each."
-            )
 
     @property
     def generates(self) -> bool:
         """Whether the answer is a generated text."""
         return bool(self.answer_columns)
-
-
-# ---------------------------------------------------------------- YAML files
 
 
 def read_task(path: str) -> TaskDescription:
@@ -164,6 +155,13 @@ def _described_by(values: Any, name: str = "task") -> TaskDescription:
     values = _checked_keys(values, _KEYS, "a task")
     if "fields" not in values:
         raise ValueError("fields is missing: name the text columns, such as {text: text}.")
+    given = values["fields"]
+    if not isinstance(given, Mapping):  # a field without a column is called as its column
+        given = dict.fromkeys(_words(given, "fields"))
+    for field_name, columns in given.items():
+        if columns == []:
+            raise ValueError(f"field {field_name}: [] names no column.")
+    fields = {str(name): _words(columns, name) or (str(name),) for name, columns in given.items()}
     answers, source = _words(values.get("answers"), "answers"), None
     if "dataset" in values:
         source = HubSource(
@@ -178,7 +176,7 @@ def _described_by(values: Any, name: str = "task") -> TaskDescription:
     return TaskDescription(
         name=_text(values, "name", name),
         source=source,
-        fields=_fields(values["fields"]),
+        fields=fields,
         optional_fields=_words(values.get("optional_fields"), "optional_fields"),
         label_columns=_words(values.get("label_column", "label"), "label_column"),
         label_names=_words(values.get("labels"), "labels"),
@@ -187,16 +185,6 @@ def _described_by(values: Any, name: str = "task") -> TaskDescription:
         prompts=_prompts(values.get("prompts", {})),
         metric=_text(values, "metric", METRICS["generation" if answers else "classification"][0]),
     )
-
-
-def _fields(values: Any) -> dict[str, tuple[str, ...]]:
-    """Each field -> what its column may be called: the field's own name where nothing is said."""
-    if not isinstance(values, Mapping):
-        return {name: (name,) for name in _words(values, "fields")}
-    for name, columns in values.items():
-        if columns == []:
-            raise ValueError(f"field {name}: [] names no column.")
-    return {str(name): _words(columns, name) or (str(name),) for name, columns in values.items()}
 
 
 def _prompts(values: Any) -> dict[str, Prompt]:

@@ -23,8 +23,6 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)  # of ASCII; others, su
 Answer = str | Sequence[str]
 """One answer to a question of DROP: its spans, or a string if it is one span."""
 
-# ---------------------------------------------------------------- a data set
-
 
 def classification_scores(predictions: Any, references: Any, metric: str) -> dict[str, float]:
     """What evaluation of a classification reports.
@@ -35,14 +33,33 @@ def classification_scores(predictions: Any, references: Any, metric: str) -> dic
       metric: "accuracy" or "macro_f1".
 
     Returns:
-      {"accuracy": the share of equal entries}, and {"macro_f1": ...} if that is the metric.
+      {"accuracy": the share of equal entries}; if it is the metric also {"macro_f1": the mean over the
+      classes that occur in either of 2 TP / (2 TP + FP + FN)}, as scikit-learn's `average="macro"`.
 
     Raises:
       ValueError: no integers, different lengths, or no rows.
     """
-    predicted, true = _classes(predictions, references)
+    predicted, true = np.asarray(predictions), np.asarray(references)
+    for name, classes in (("predictions", predicted), ("references", true)):
+        if classes.size and classes.dtype.kind not in "iub":
+            raise ValueError(
+                f"{name} of dtype {classes.dtype} are not classes; give integers, for logits their "
+                "argmax over the classes."
+            )
+    if predicted.ndim != 1 or predicted.shape != true.shape or not len(predicted):
+        raise ValueError(
+            f"predictions have shape {predicted.shape}, references {true.shape}; give one class a row, "
+            "for at least one row."
+        )
+    predicted, true = predicted.astype(np.int64), true.astype(np.int64)
     scores = {"accuracy": float(np.mean(predicted == true))}
-    return {"macro_f1": _macro_f1(predicted, true), **scores} if metric == "macro_f1" else scores
+    if metric == "macro_f1":
+        by_class = []
+        for label in np.union1d(predicted, true):
+            hits = np.sum((predicted == label) & (true == label))
+            by_class.append(2 * hits / (np.sum(predicted == label) + np.sum(true == label)))
+        scores["macro_f1"] = float(np.mean(by_class))
+    return scores
 
 
 def answer_scores(
@@ -142,40 +159,7 @@ def evaluate_metric(name: str) -> evaluate.Metric:
     return Scores(keep_in_memory=True)
 
 
-# ---------------------------------------------------------------- classes
-
-
-def _classes(predictions: Any, references: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Both as `[N]` int64 arrays."""
-    predicted, true = np.asarray(predictions), np.asarray(references)
-    for name, classes in (("predictions", predicted), ("references", true)):
-        if classes.size and classes.dtype.kind not in "iub":
-            raise ValueError(
-                f"{name} of dtype {classes.dtype} are not classes; give integers, for logits their "
-                "argmax over the classes."
-            )
-    if predicted.ndim != 1 or predicted.shape != true.shape or not len(predicted):
-        raise ValueError(
-            f"predictions have shape {predicted.shape}, references {true.shape}; give one class a row, "
-            "for at least one row."
-        )
-    return predicted.astype(np.int64), true.astype(np.int64)
-
-
-def _macro_f1(predicted: np.ndarray, true: np.ndarray) -> float:
-    """The mean over classes of 2 TP / (2 TP + FP + FN), as scikit-learn's `average="macro"`.
-
-    The classes are those that occur in either: one that is only ever predicted counts with 0.
-    """
-    scores = []
-    for label in np.union1d(predicted, true):
-        hits = np.sum((predicted == label) & (true == label))
-        scores.append(2 * hits / (np.sum(predicted == label) + np.sum(true == label)))
-    return float(np.mean(scores))
-
-
-# ---------------------------------------------------------------- SQuAD v1.1
-# Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the data set's evaluation script.
+# SQuAD v1.1: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the data set's evaluation script.
 
 
 def _squad_normalized(text: str) -> str:
@@ -208,8 +192,7 @@ def _squad_f1(prediction: str, golds: Sequence[str]) -> float:
     return max(scores)
 
 
-# ---------------------------------------------------------------- DROP
-# Dua et al. 2019, arXiv:1903.00161, section 5.1, and its authors' script (`drop_eval` of AllenNLP).
+# DROP: Dua et al. 2019, arXiv:1903.00161, section 5.1, and the script `drop_eval` of AllenNLP.
 
 
 def _drop_normalized(span: str) -> str:
@@ -248,12 +231,18 @@ def _drop_f1(prediction: Answer, golds: Sequence[Answer]) -> float:
     >>> _drop_f1(["Bears"], [["Jets", "Bears"]])
     0.5
     """
-    words = [set(_drop_normalized(span).split()) for span in _spans(prediction)]
-    scores = (
-        _aligned_f1(words, [set(_drop_normalized(span).split()) for span in gold])
-        for gold in _filled_golds(golds)
-    )
-    return max(scores, default=0.0)
+    from scipy.optimize import linear_sum_assignment
+
+    predicted, best = [set(_drop_normalized(span).split()) for span in _spans(prediction)], 0.0
+    for spans in _filled_golds(golds):
+        gold = [set(_drop_normalized(span).split()) for span in spans]
+        pairs = np.array([[_set_f1(one, other) for other in predicted] for one in gold])
+        pairs = pairs.reshape(len(gold), len(predicted))
+        scores = np.zeros(max(pairs.shape))  # a set that is left over counts with 0
+        rows, columns = linear_sum_assignment(pairs, maximize=True)
+        scores[rows] = pairs[rows, columns]
+        best = max(best, float(np.round(np.mean(scores), 2)))
+    return best
 
 
 def _is_number(word: str) -> bool:
@@ -275,18 +264,6 @@ def _filled_golds(golds: Sequence[Answer]) -> list[Sequence[str]]:
     return [gold for gold in spans if len(gold) and gold[0].strip()]
 
 
-def _aligned_f1(predicted: Sequence[set[str]], gold: Sequence[set[str]]) -> float:
-    """The mean F1 of the best one-to-one alignment; a set that is left over counts with 0."""
-    from scipy.optimize import linear_sum_assignment
-
-    pairs = np.array([[_set_f1(one, other) for other in predicted] for one in gold])
-    pairs = pairs.reshape(len(gold), len(predicted))
-    scores = np.zeros(max(pairs.shape))
-    rows, columns = linear_sum_assignment(pairs, maximize=True)
-    scores[rows] = pairs[rows, columns]
-    return float(np.round(np.mean(scores), 2))
-
-
 def _set_f1(gold: set[str], predicted: set[str]) -> float:
     """The harmonic mean of precision and recall; 0 if gold has numbers and none is predicted."""
     numbers = {word for word in gold if _is_number(word)}
@@ -295,9 +272,6 @@ def _set_f1(gold: set[str], predicted: set[str]) -> float:
     precision = len(gold & predicted) / len(predicted) if predicted else 1.0
     recall = len(gold & predicted) / len(gold) if gold else 1.0
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-
-
-# ---------------------------------------------------------------- both
 
 
 def _without_articles(text: str) -> str:

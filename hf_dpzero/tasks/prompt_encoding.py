@@ -116,8 +116,6 @@ class PromptEncoder:
                 )
         return answer_tokens
 
-    # ---------------------------------------------------------------- text
-
     def _halves(self, row: Row, demonstrations: Sequence[str] = ()) -> _Halves:
         clean = {name: text.replace(PLACE, "") for name, text in row.items()}
         own = self.template.render({**clean, MASK: PLACE, ANSWER: PLACE})
@@ -129,8 +127,6 @@ class PromptEncoder:
         if self.kind == "causal_lm":
             return half.before.rstrip(" ")
         return half.before + str(self.tokenizer.mask_token) + half.after
-
-    # ---------------------------------------------------------------- tokens
 
     def _encoded(
         self, half: _Halves, ids: list[int], cut: bool = False, left_out: int = 0
@@ -203,9 +199,6 @@ class PromptEncoder:
         return ends[kept]
 
 
-# ---------------------------------------------------------------- label words
-
-
 def mask_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[int, ...]:
     """The token of each label word where it stands at a mask, that is after a space.
 
@@ -224,27 +217,29 @@ def mask_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> t
             f"prompt=masked_lm needs a mask token, and {type(tokenizer).__name__} has none: use "
             "prompt: causal_lm with this model."
         )
-    return tuple(_one_token(tokenizer, word) for word in words)
 
-
-def _one_token(tokenizer: PreTrainedTokenizerBase, word: str) -> int:
     def ids_of(text: str) -> list[int]:
         return list(tokenizer(f" {text.strip()}", add_special_tokens=False)["input_ids"])
 
     def fits(text: str) -> bool:
         return bool(text.strip()) and len(ids_of(text)) == 1 and unknown not in ids_of(text)
 
-    unknown, ids = tokenizer.unk_token_id, ids_of(word)
-    if fits(word):
-        return ids[0]
-    pieces = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ids)))
-    what = f"is {len(ids)} tokens ({pieces}) and a mask is filled by one"
-    if unknown in ids:
-        what = "is not in the vocabulary"
-    spellings = (word.lower(), word.capitalize(), word.upper(), *word.split(), word.rstrip("s"))
-    fitting = [repr(other) for other in dict.fromkeys(spellings) if other != word and fits(other)]
-    named = f", for example, {' or '.join(fitting)}" if fitting else " words of the vocabulary"
-    raise ValueError(
-        f"label word {word!r} {what}: set label_words to{named}; "
-        "prompt: causal_lm scores words of several tokens."
-    )
+    unknown = tokenizer.unk_token_id
+    for word in words:
+        if fits(word):
+            continue
+        ids = ids_of(word)
+        pieces = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ids)))
+        what = f"is {len(ids)} tokens ({pieces}) and a mask is filled by one"
+        if unknown in ids:
+            what = "is not in the vocabulary"
+        spellings = (word.lower(), word.capitalize(), word.upper(), *word.split(), word.rstrip("s"))
+        fitting = [
+            repr(other) for other in dict.fromkeys(spellings) if other != word and fits(other)
+        ]
+        named = f", for example, {' or '.join(fitting)}" if fitting else " words of the vocabulary"
+        raise ValueError(
+            f"label word {word!r} {what}: set label_words to{named}; "
+            "prompt: causal_lm scores words of several tokens."
+        )
+    return tuple(ids_of(word)[0] for word in words)

@@ -84,8 +84,6 @@ class PromptTask(ABC):
         `places` are the rows' numbers, counted through all splits.
         """
 
-    # ---------------------------------------------------------------- rows -> tokens
-
     def tokenize(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -138,7 +136,18 @@ class PromptTask(ABC):
                     fn_kwargs={**settings, "start": start},
                     desc=f"prompts ({split})",
                 )
-                self._log_cuts(made, split)
+                cut, left_out = (int(np.sum(made[name][:])) for name in ("cut", "left_out"))
+                of_rows = f"of {len(made)} {split} prompts"
+                if cut:
+                    private = " (a count of private rows: do not publish it)" * (split == "train")
+                    logger.warning(
+                        f"{cut} {of_rows} have more than max_seq_length={self.data.max_seq_length} "
+                        f"tokens: they are cut at the end of their "
+                        f"{self.prompt.passage or 'longest field'}{private}."
+                    )
+                if left_out:
+                    missing = f"{left_out} demonstrations were left out {of_rows}"
+                    logger.warning(f"{missing} for lack of room.")
                 encoded[split] = made.remove_columns(["cut", "left_out"])
             start += len(rows)
         return encoded
@@ -181,18 +190,6 @@ class PromptTask(ABC):
                 )
             texts[name] = "" if value is None else str(value)
         return texts
-
-    def _log_cuts(self, encoded: datasets.Dataset, split: str) -> None:
-        cut, left_out = (int(np.sum(encoded[name][:])) for name in ("cut", "left_out"))
-        rows = f"of {len(encoded)} {split} prompts"
-        if cut:
-            private = " (a count of private rows: do not publish it)" if split == "train" else ""
-            logger.warning(
-                f"{cut} {rows} have more than max_seq_length={self.data.max_seq_length} tokens: they "
-                f"are cut at the end of their {self.prompt.passage or 'longest field'}{private}."
-            )
-        if left_out:
-            logger.warning(f"{left_out} demonstrations were left out {rows} for lack of room.")
 
 
 def _encode_batch(

@@ -8,7 +8,7 @@ label is one token, one over each candidate where not (Malladi et al. 2023, MeZO
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,27 +54,7 @@ def prompted_classification(
             "text_classification with a template and label_words."
         )
     prompt, template = prompt_of(data, description)
-    _check_words(prompt.label_words, task.label_names)
-    if data.objective == "f1":
-        raise ValueError(
-            f"objective='f1' scores generated answers, and {task.name!r} is a classification: use "
-            "accuracy or loss."
-        )
-    return PromptedClassification(
-        name=task.name,
-        head=str(data.prompt),
-        prompt=prompt,
-        template=template,
-        columns=dict(zip(description.fields, task.text_columns, strict=True)),
-        splits=task.splits,
-        data=data,
-        label_names=task.label_names,
-        metric=task.metric,
-    )
-
-
-def _check_words(words: Sequence[str], names: Sequence[str]) -> None:
-    """One word a label, and not the labels in another order; logs which word stands for which."""
+    words, names = prompt.label_words, task.label_names
     if len(words) != len(names):
         raise ValueError(
             f"label_words has {len(words)} words ({', '.join(words)}) for the {len(names)} "
@@ -95,6 +75,22 @@ def _check_words(words: Sequence[str], names: Sequence[str]) -> None:
         )
     pairs = ", ".join(f"{name}: {word!r}" for name, word in zip(names, words, strict=True))
     logger.info("label words: %s", pairs)
+    if data.objective == "f1":
+        raise ValueError(
+            f"objective='f1' scores generated answers, and {task.name!r} is a classification: use "
+            "accuracy or loss."
+        )
+    return PromptedClassification(
+        name=task.name,
+        head=str(data.prompt),
+        prompt=prompt,
+        template=template,
+        columns=dict(zip(description.fields, task.text_columns, strict=True)),
+        splits=task.splits,
+        data=data,
+        label_names=task.label_names,
+        metric=task.metric,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,15 +93,13 @@ def _gold_answers(value: Any) -> Golds:
     """
     if isinstance(value, Mapping):
         value = value.get("text", value.get("spans"))
-    golds = [[str(span) for span in _listed(spans)] for spans in _listed(value)]
+
+    def listed(value: Any) -> list[Any]:
+        return [v for v in (value if isinstance(value, list) else [value]) if v is not None]
+
+    golds = [[str(span) for span in listed(spans)] for spans in listed(value)]
     distinct = {tuple(spans): spans for spans in golds if any(span.strip() for span in spans)}
     return list(distinct.values())
-
-
-def _listed(value: Any) -> list[Any]:
-    """A list without its Nones, or a list of the one value; [] of None."""
-    values = value if isinstance(value, list) else [value]
-    return [one for one in values if one is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +141,8 @@ class PromptedGeneration(PromptTask):
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
         """Prompt and answer in a row, labels on the answer alone."""
-        return AnswerCollator(
-            padding_id(tokenizer), tokenizer.padding_side, self.data.max_seq_length
-        )
+        most = self.data.max_seq_length
+        return AnswerCollator(padding_id(tokenizer), tokenizer.padding_side, most)
 
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
         """Mean cross entropy of the answer's tokens, or with objective: f1 1 - F1 of the decoded one."""
@@ -159,18 +156,15 @@ class PromptedGeneration(PromptTask):
         )
         if self.data.objective != "f1":
             return answers
-        return AnswerF1(answers, functools.partial(self._f1, tokenizer))
 
-    def _f1(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], reference: int) -> float:
-        """The F1 of a row's generated tokens."""
-        answer, golds = self._scored(_decoded(tokenizer, ids), self._golds[reference])
-        return answer_f1(answer, golds, self.scored_as)
+        def f1(ids: Sequence[int], reference: int) -> float:
+            answer, golds = self._scored(_decoded(tokenizer, ids), self._golds[reference])
+            return answer_f1(answer, golds, self.scored_as)
+
+        return AnswerF1(answers, f1)
 
     def _scored(self, text: str, golds: Golds) -> tuple[Any, Any]:
-        """A generated text and a row's gold answers as the metric takes them.
-
-        DROP's are lists of spans: a text is taken apart at its commas where a gold answer has several.
-        """
+        """A text and its gold answers as the metric takes them: DROP's are lists of spans."""
         if self.scored_as == "squad":
             return text, [", ".join(spans) for spans in golds]
         return text.split(", ") if any(len(spans) > 1 for spans in golds) else [text], golds

@@ -51,7 +51,7 @@ def load_splits(data: DataArguments, source: HubSource | None) -> datasets.Datas
       OSError: the Hub data set is neither cached nor reachable; names the command that fetches it.
     """
     if data.train_file or data.validation_file:
-        return _load_files(data)
+        return _load_files(data.train_file, data.validation_file)
     if data.dataset_name is not None:
         source = HubSource(data.dataset_name, data.dataset_config_name)
     elif source is not None and data.dataset_config_name is not None:
@@ -64,23 +64,22 @@ def load_splits(data: DataArguments, source: HubSource | None) -> datasets.Datas
     return _load_hub(source)
 
 
-def _load_files(data: DataArguments) -> datasets.DatasetDict:
-    if data.train_file is None or data.validation_file is None:
-        absent = "train_file" if data.train_file is None else "validation_file"
+def _load_files(train: str | None, validation: str | None) -> datasets.DatasetDict:
+    if train is None or validation is None:
+        absent = "train_file" if train is None else "validation_file"
         raise ValueError(
-            f"{absent} is not set: give both train_file (private rows) and validation_file "
-            "(rows that are public, or whose privacy is paid for elsewhere)."
+            f"{absent} is not set: give both train_file (private rows) and validation_file (rows that "
+            "are public, or whose privacy is paid for elsewhere)."
         )
-    train, validation = Path(data.train_file), Path(data.validation_file)
-    both = train.is_file() and validation.is_file()
-    if both and filecmp.cmp(train, validation, shallow=False):
-        copy = "" if train.samefile(validation) else "a copy of "
+    private, public = Path(train), Path(validation)
+    both = private.is_file() and public.is_file()
+    if both and filecmp.cmp(private, public, shallow=False):
         raise ValueError(
-            f"validation_file={data.validation_file!r} is {copy}the train_file: metrics on the private "
-            "rows would be published without noise. Evaluate on rows that are public, or whose privacy "
-            "is paid for elsewhere."
+            f"validation_file={validation!r} is {'' if private.samefile(public) else 'a copy of '}the "
+            "train_file: metrics on the private rows would be published without noise. Evaluate on "
+            "rows that are public, or whose privacy is paid for elsewhere."
         )
-    return datasets.DatasetDict(train=_read_file(train), validation=_read_file(validation))
+    return datasets.DatasetDict(train=_read_file(private), validation=_read_file(public))
 
 
 def _read_file(path: Path) -> datasets.Dataset:
@@ -92,22 +91,19 @@ def _read_file(path: Path) -> datasets.Dataset:
     try:
         return datasets.load_dataset(kind, data_files={"rows": str(path)}, split="rows")
     except datasets.exceptions.DatasetGenerationError as error:
-        line = _first_bad_line(path) if kind == "json" else None
-        where = f"line {line} is not JSON" if line else "its rows do not have the same columns"
+        where = "its rows do not have the same columns"
+        lines = (
+            path.read_text(encoding="utf-8", errors="replace").split("\n") if kind == "json" else []
+        )
+        for number, text in enumerate(lines, start=1):  # not its text, which may be private
+            try:
+                json.loads(text.strip() or "null")
+            except ValueError:
+                where = f"line {number} is not JSON"
+                break
         raise ValueError(
             f"{path} cannot be read as {kind} rows: {where}; mend or remove the row."
         ) from error
-
-
-def _first_bad_line(path: Path) -> int | None:
-    """The number of the first line that is not JSON; its text may be private."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                json.loads(line.strip() or "null")
-            except ValueError:
-                return number
-    return None
 
 
 def _load_hub(source: HubSource) -> datasets.DatasetDict:
@@ -135,9 +131,6 @@ def _load_hub(source: HubSource) -> datasets.DatasetDict:
             "and validation_file."
         )
     return datasets.DatasetDict(train=loaded["train"], validation=loaded[held_out])
-
-
-# ---------------------------------------------------------------- columns and subsets
 
 
 def column_of(splits: datasets.DatasetDict, namings: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import datasets
@@ -60,7 +60,10 @@ def classification_task(
             "out, or use task: text_classification."
         )
     splits = load_splits(data, known.source if known else None)
-    columns = _text_columns(data, splits, known)
+    namings = list(known.fields.values()) if known else [("text",)]
+    usual = [column_of(splits, several) for several in namings]
+    second = [data.text_pair_column] if data.text_pair_column else usual[1:2]
+    columns = (data.text_column or usual[0], *second, *usual[2:])
     label = data.label_column or column_of(splits, known.label_columns if known else ("label",))
     settings = dict(zip(columns, ("text_column", "text_pair_column"), strict=False))
     optional: list[str] = []
@@ -81,12 +84,18 @@ def classification_task(
                 f"label_words has {len(words)} words, and column {label!r} holds {len(names)} labels; "
                 "give one each, and set class_names to the labels in this order."
             )
+    kept = "labelled " if known and known.drop_unlabelled else ""
+    labelled, feature = datasets.DatasetDict(), datasets.ClassLabel(names=list(names))
+    for split, rows in splits.items():
+        indices = _class_indices(rows, label, names, f"{kept}{split} rows")
+        texts = rows.select_columns([c for c in columns if c in rows.column_names])
+        labelled[split] = texts.add_column("label", indices).cast_column("label", feature)
     task = Task(
         name=name,
         label_names=names,
         text_columns=columns,
         max_seq_length=data.max_seq_length,
-        splits=subset(_with_class_labels(splits, columns, label, names, known), data),
+        splits=subset(labelled, data),
         metric=known.metric if known else "accuracy",
     )
     if data.prompt is not None:
@@ -98,17 +107,6 @@ def classification_task(
             "reads one or two: set prompt to masked_lm or causal_lm."
         )
     return task
-
-
-def _text_columns(
-    data: DataArguments, splits: datasets.DatasetDict, known: TaskDescription | None
-) -> tuple[str, ...]:
-    """The settings' columns; where they are silent, the first known naming that is there."""
-    namings = list(known.fields.values()) if known else [("text",)]
-    usual = [column_of(splits, names) for names in namings]
-    first = data.text_column or usual[0]
-    second = [data.text_pair_column] if data.text_pair_column else usual[1:2]
-    return (first, *second, *usual[2:])
 
 
 def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
@@ -133,7 +131,16 @@ def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
     if kinds == {"text"}:
         names = sorted(set().union(*values.values()))
     else:
-        names = [str(label) for label in range(_count_integers(splits, values, column))]
+        for split, labels in values.items():
+            if min(labels) < 0:
+                row = next(i for i, value in enumerate(splits[split][column][:], 1) if value < 0)
+                raise ValueError(
+                    f"row {row} of the {split} rows (counted from 1) has a negative integer in column "
+                    f"{column!r}, which usually marks rows without a label; drop them or choose a "
+                    "labelled split."
+                )
+        largest = min(_MAX_CLASSES, max(map(max, values.values())))  # one more than is supported
+        names = [str(label) for label in range(largest + 1)]
         public = range(max(values["validation"]) + 1)
     if not 2 <= len(names) <= _MAX_CLASSES:
         many = len(names) if len(names) < 2 else f"more than {_MAX_CLASSES}"
@@ -167,41 +174,6 @@ def _kind(feature: Any, split: str, column: str) -> str:
     )
 
 
-def _count_integers(
-    splits: datasets.DatasetDict, values: Mapping[str, set[int]], column: str
-) -> int:
-    """1 + the largest label, at most one more than can be supported."""
-    for split, labels in values.items():
-        if min(labels) < 0:
-            row = next(i for i, value in enumerate(splits[split][column][:], 1) if value < 0)
-            raise ValueError(
-                f"row {row} of the {split} rows (counted from 1) has a negative integer in column "
-                f"{column!r}, which usually marks rows without a label; drop them or choose a "
-                "labelled split."
-            )
-    return min(_MAX_CLASSES, max(map(max, values.values()))) + 1
-
-
-def _with_class_labels(
-    splits: datasets.DatasetDict,
-    columns: Sequence[str],
-    label: str,
-    names: Sequence[str],
-    known: TaskDescription | None,
-) -> datasets.DatasetDict:
-    """Text columns and an integer column "label"; other columns are dropped."""
-    feature = datasets.ClassLabel(names=list(names))
-    kept = "labelled " if known and known.drop_unlabelled else ""
-    return datasets.DatasetDict(
-        {
-            split: rows.select_columns([c for c in columns if c in rows.column_names])
-            .add_column("label", _class_indices(rows, label, names, f"{kept}{split} rows"))
-            .cast_column("label", feature)
-            for split, rows in splits.items()
-        }
-    )
-
-
 def _class_indices(
     rows: datasets.Dataset, column: str, names: Sequence[str], place: str
 ) -> np.ndarray:
@@ -215,20 +187,16 @@ def _class_indices(
             or label != label // 1
             or not 0 <= label < len(names)
         ):
+            what = f"a {type(value).__name__}"
+            if isinstance(value, str):
+                what = f"a text of {len(value)} characters"
+            elif isinstance(value, int):
+                what = "a negative integer" if value < 0 else "an integer"
             raise ValueError(
-                f"row {row} of the {place} (counted from 1) has {_kind_of_value(value)} in column "
+                f"row {row} of the {place} (counted from 1) has {what} in column "
                 f"{column!r}, which is none of the {len(names)} classes ({', '.join(names[:5])}"
                 f"{', ...' if len(names) > 5 else ''}); correct or drop such rows, or for "
                 "task: text_classification set class_names to all labels."
             )
         indices.append(int(label))
     return np.asarray(indices, dtype=np.int64)
-
-
-def _kind_of_value(value: Any) -> str:
-    """A label's kind, without what it says."""
-    if isinstance(value, str):
-        return f"a text of {len(value)} characters"
-    if isinstance(value, int):
-        return "a negative integer" if value < 0 else "an integer"
-    return f"a {type(value).__name__}"

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel, RobertaConfig, RobertaModel
+from transformers import PreTrainedModel
 
 from hf_dpzero.objectives import losses as objectives
 from hf_dpzero.perturbation.directions import Direction
@@ -137,21 +137,11 @@ def test_the_last_layer_and_the_head_by_a_pattern(model_of):
     assert set(trained(model)) == {"classifier.weight", "classifier.bias"}
 
 
-def test_fresh_adapters_of_an_embedding_depend_on_the_seed_alone():
+def test_fresh_adapters_depend_on_the_seed_alone(model_of):
     def fresh(seed: int) -> dict[str, torch.Tensor]:
-        config = RobertaConfig(
-            vocab_size=20,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
-            max_position_embeddings=20,
-        )
-        encoder = RobertaModel(config)
-        model = SentenceClassifier.from_encoder(encoder, num_labels=2)
         arguments = lora(lora_target_modules=["word_embeddings", "query"], init_seed=seed)
-        found = with_adapters(model, arguments).named_parameters()
-        return {n: p.detach().clone() for n, p in found if "lora_" in n}
+        model = with_adapters(model_of("sentence_classifier"), arguments)
+        return {n: p.detach().clone() for n, p in model.named_parameters() if "lora_" in n}
 
     first = fresh(1)
     torch.rand(5)  # the global generator moves on; nothing may change
@@ -162,47 +152,46 @@ def test_fresh_adapters_of_an_embedding_depend_on_the_seed_alone():
     assert any("lora_A" in name for name in moved)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("targets", [["nothing"], ["classifier"], ["LayerNorm"]])
-def test_targets_that_cannot_be_adapted_are_refused(model_of, architecture, targets):
-    with pytest.raises(ValueError, match=r"peft_method=lora has nothing to train with") as error:
-        with_adapters(model_of(architecture), lora(lora_target_modules=targets))
-    assert f"lora_target_modules={targets}: name linear layers" in str(error.value)
-    assert "query, value" in str(error.value)
-    assert "classifier" not in str(error.value).split("of the body, of ")[1].split(" (the head")[0]
+def test_targets_that_cannot_be_adapted_are_refused(model_of, targets):
+    for architecture in ARCHITECTURES:
+        with pytest.raises(ValueError, match=r"peft_method=lora has nothing to train") as error:
+            with_adapters(model_of(architecture), lora(lora_target_modules=targets))
+        said = str(error.value)
+        assert f"lora_target_modules={targets}: name linear layers" in said
+        assert "query, value" in said
+        assert "classifier" not in said.split("of the body, of ")[1].split(" (the head")[0]
 
 
-def test_a_pattern_that_trains_the_idle_head_is_refused(model_of):
+def test_patterns_and_the_adapter(model_of):
+    """What `trainable` selects: not the head's idle copy, and some of the adapter."""
     model = with_adapters(model_of("sentence_classifier"), lora())
-    select_trainable(model, "classifier")
-    with pytest.raises(
-        ValueError, match=r"original_module\.weight would be trained.*'lora_\|modules_to_save'"
+    for pattern in (None, "lora_|modules_to_save", "lora_B"):
+        select_trainable(model, pattern)
+        check_adapters(model)
+    check_adapters(model_of("auto"))  # no adapter, nothing to check
+    for pattern, message in (
+        ("classifier", r"original_module\.weight would be trained.*'lora_\|modules_to_save'"),
+        ("modules_to_save", r"no parameter of the adapter would be.*drop peft_method"),
     ):
-        check_adapters(model)
-
-
-def test_a_pattern_without_the_adapter_is_refused(model_of):
-    model = with_adapters(model_of("sentence_classifier"), lora())
-    select_trainable(model, "modules_to_save")
-    with pytest.raises(ValueError, match=r"no parameter of the adapter would be.*drop peft_method"):
-        check_adapters(model)
+        select_trainable(model, None)
+        select_trainable(model, pattern)
+        with pytest.raises(ValueError, match=message):
+            check_adapters(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     with pytest.raises(ValueError, match=r"would be trained \(but none\)"):
         check_adapters(model)
 
 
-@pytest.mark.parametrize("pattern", [None, "lora_|modules_to_save", "lora_B"])
-def test_patterns_that_fit_pass(model_of, pattern):
-    model = with_adapters(model_of("sentence_classifier"), lora())
-    select_trainable(model, pattern)
-    check_adapters(model)
-    check_adapters(model_of("auto"))  # no adapter, nothing to check
-
-
 def test_a_prefix_is_an_adapter(model_of):
-    arguments = ModelArguments(model_name_or_path="unused", peft_method="prefix")
+    arguments = ModelArguments(
+        model_name_or_path="unused", peft_method="prefix", num_virtual_tokens=3
+    )
     model = with_adapters(model_of("auto"), arguments)
+    shapes = {tuple(p.shape) for n, p in model.named_parameters() if "prompt_encoder" in n}
+    assert shapes == {(3, 2 * 2 * 16)}
+    assert objectives.select_objective(model)(model, batch()).shape == (2,)
     check_adapters(model)
     select_trainable(model, "modules_to_save")
     with pytest.raises(ValueError, match=r"set it to 'prompt_encoder\|modules_to_save'"):

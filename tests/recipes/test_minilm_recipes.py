@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny_language_models import save_encoder
 
 from hf_dpzero.cli import main
 from hf_dpzero.recipes.build import build_trainer
@@ -20,7 +19,6 @@ TASKS = ("sst2", "sst5", "trec", "rte", "snli")
 METHODS = sorted(FOLDER.glob("methods/_minilm-*.yaml"))
 RECIPES = [FOLDER / "quickstart.yaml", *sorted(FOLDER.glob("*/minilm-*.yaml"))]
 NOT_PRIVATE = ("mezo", "sgd", "adamw")
-WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "great", "bad", "awful", "film", "it", "was")
 
 
 def test_a_recipe_says_how_to_run_it_and_what_to_expect():
@@ -47,17 +45,8 @@ def test_a_base_is_a_model_and_data_without_a_method():
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any) -> Path:
-    """A saved tiny BERT encoder with a word tokenizer."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
-    )
-    tokenizer.save_pretrained(folder)
-    tiny_bert().bert.save_pretrained(folder)  # the head is drawn by the recipe
-    return folder
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 def rows_of(task: str, folder: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_language_models import LABEL_WORDS, opt_tokenizer, roberta_tokenizer
-from tokenizer_families import CAUSAL, MASKED, Slow, bert, llama
+from tokenizer_families import CAUSAL, Slow, bert, llama
 from transformers import EvalPrediction
 
 from hf_dpzero.tasks import build_task, prompted
@@ -221,6 +221,8 @@ def test_words_without_an_alternative():
         with pytest.raises(ValueError, match="set label_words to words of the vocabulary") as error:
             mask_word_ids(roberta(), (word, "bad"))
         assert "''" not in str(error.value)
+    with pytest.raises(ValueError, match="needs a mask token, and .* has none.*causal_lm"):
+        mask_word_ids(opt(), ("bad", "good"))
     with pytest.raises(ValueError, match=r"'日本' is not in the vocabulary"):
         mask_word_ids(bert(), ("日本", "bad"))
 
@@ -236,11 +238,6 @@ def test_two_words_of_one_token_are_refused(tmp_path):
             task.words(tokenizer)
         with pytest.raises(ValueError, match=message):
             task.objective(tokenizer)
-
-
-def test_a_model_without_a_mask_is_refused():
-    with pytest.raises(ValueError, match="needs a mask token, and .* has none.*causal_lm"):
-        mask_word_ids(opt(), ("bad", "good"))
 
 
 def sentiment(folder: Path, kind: str, **settings: Any) -> PromptedClassification:
@@ -395,18 +392,6 @@ def test_padding_takes_the_tokenizers_token_and_side(tmp_path):
     bare = llama()
     assert bare.pad_token_id is None
     assert sentiment(tmp_path, "causal_lm").collator(bare).pad_token_id == 2  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_of_rows_of_a_data_set(kind, tmp_path):
-    tokenizer, task = tokenizer_for(kind), sentiment(tmp_path, kind)
-    rows = task.tokenize(tokenizer)["train"]
-    assert rows.column_names == ["input_ids", "positions", "labels"]
-    batch = task.collator(tokenizer)(rows.__getitems__([3, 0]))
-    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-    for index, row in enumerate((rows[3], rows[0])):
-        assert ids[index][mask[index]].tolist() == row["input_ids"]
-    assert batch["labels"].tolist() == [1, 0]
 
 
 def boolq(folder: Path, kind: str, rows: int = 6, **settings: Any) -> Any:
@@ -799,18 +784,14 @@ def test_other_tokenizers_and_versions_encode_anew(tmp_path, encoded_rows, monke
         rows = task.tokenize(tokenizer)["train"]
         assert encoded_rows() == 8
         assert rows["input_ids"][0] == tokenizer("a good film It was")["input_ids"]
+    questions(tmp_path).tokenize(opt())
+    assert encoded_rows() == 10
+    questions(tmp_path, max_new_tokens=49).tokenize(opt())
+    assert encoded_rows() == 10
+    task = sentiment(tmp_path, "causal_lm")
     monkeypatch.setattr(prompted, "__version__", "another")
     task.tokenize(opt())
     assert encoded_rows() == 8
-
-
-def test_other_settings_of_answers_are_encoded_anew(tmp_path, encoded_rows):
-    questions(tmp_path).tokenize(opt())
-    assert encoded_rows() == 10
-    questions(tmp_path).tokenize(opt())
-    assert encoded_rows() == 0
-    questions(tmp_path, max_new_tokens=49).tokenize(opt())
-    assert encoded_rows() == 10
 
 
 ANSWERS_TASK = """
@@ -874,15 +855,6 @@ def test_a_users_own_rows_with_the_recipes_template(tmp_path):
         )  # fmt: skip
 
 
-def test_a_tasks_field_in_another_column(tmp_path):
-    rows = [{"review": "fine", "stars": label} for label in range(2)]
-    task = task_of(
-        tmp_path, rows, task="sst2", prompt="causal_lm", text_column="review", label_column="stars"
-    )
-    assert task.columns == {"sentence": "review"}
-    assert task.example(task.splits["train"][1]) == "fine It was great"
-
-
 def test_a_second_text_that_no_prompt_shows_is_refused(tmp_path):
     rows = [{"sentence": "fine", "more": "x", "label": label} for label in range(2)]
     with pytest.raises(ValueError, match="text_pair_column='more'.*one text.*sentence"):
@@ -909,14 +881,3 @@ def test_a_second_text_that_no_prompt_shows_is_refused(tmp_path):
 def test_refused_settings(settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         task_of(tmp_path, [ROWS["sst2"], {**ROWS["sst2"], "label": 0}], **settings)
-
-
-def test_masked_families_find_their_masks(tmp_path):
-    for family, make in MASKED.items():
-        tokenizer = make()
-        if isinstance(tokenizer, Slow):
-            continue  # its words are several tokens each
-        task = sentiment(tmp_path, "masked_lm")
-        batch = task.collator(tokenizer)(list(task.tokenize(tokenizer)["train"]))
-        chosen = batch["input_ids"][torch.arange(4), batch["positions"]]
-        assert chosen.tolist() == [tokenizer.mask_token_id] * 4, family

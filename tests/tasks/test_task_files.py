@@ -118,30 +118,16 @@ def test_null_is_the_same_as_left_out():
         _described_by({**short, "prompts": {"masked_lm": {"template": None}}})
 
 
-def test_the_words_of_yaml_1_1_are_text(tmp_path):
+def test_words_and_blocks_of_yaml(tmp_path):
     path = tmp_path / "t.yaml"
-    path.write_text("{fields: [text], labels: [no, yes]}", encoding="utf-8")
-    assert read_task(str(path)).label_names == ("no", "yes")
-
-
-def test_block_text(tmp_path):
-    path = tmp_path / "t.yaml"
-    path.write_text(
-        "fields: [a]\nanswers: b\nprompts:\n  causal_lm:\n    template: |\n"
-        "      Question: {a}\n      Answer: {answer}\n",
-        encoding="utf-8",
-    )
+    for word, expected in (("no", False), ("false", False), ("yes", True), ("True", True)):
+        path.write_text(f"{{fields: [t], labels: [no, yes], drop_unlabelled: {word}}}", "utf-8")
+        task = read_task(str(path))
+        assert (task.drop_unlabelled, task.label_names) == (expected, ("no", "yes"))
+    block = "template: |\n      Question: {a}\n      Answer: {answer}\n"
+    path.write_text(f"fields: [a]\nanswers: b\nprompts:\n  causal_lm:\n    {block}", "utf-8")
     prompt = read_task(str(path)).prompts["causal_lm"]
     assert prompt.template == "Question: {a}\nAnswer: {answer}"
-
-
-@pytest.mark.parametrize(
-    ("word", "expected"), [("no", False), ("false", False), ("yes", True), ("True", True)]
-)
-def test_truth_in_a_file(word, expected, tmp_path):
-    path = tmp_path / "t.yaml"
-    path.write_text(f"{{fields: [t], labels: [a, b], drop_unlabelled: {word}}}", encoding="utf-8")
-    assert read_task(str(path)).drop_unlabelled is expected
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -239,14 +225,10 @@ def test_what_is_no_yaml_names_the_file(tmp_path):
         read_task(str(path))
 
 
-def test_a_file_that_is_not_there():
-    for name in ("no_such_task.yaml", "no_such_task.yml"):
-        with pytest.raises(FileNotFoundError, match=rf"task '{name}' not found \(paths are rel"):
-            build_task(DataArguments(task=name))
-
-
 def test_a_name_that_is_no_task_says_how_to_write_one():
     register_task(_described_by(TICKETS))
+    with pytest.raises(FileNotFoundError, match=r"task 'none.yml' not found \(paths are rel"):
+        build_task(DataArguments(task="none.yml"))
     with pytest.raises(ValueError, match=r"'sst3' is not one of .*trec, tickets.*a \.yaml file"):
         build_task(DataArguments(task="sst3"))
 

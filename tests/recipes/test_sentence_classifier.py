@@ -1,7 +1,8 @@
-"""Pairs of texts encoded apart: their features, their losses, alone and in a padded batch."""
+"""The sentence classifier: its equation, pairs of texts encoded apart, padding, stored features."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import datasets
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_language_models import save_encoder
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
@@ -26,13 +27,16 @@ from hf_dpzero.recipes.sentence_classifier import (
     SentenceClassifier,
     SentenceClassifierConfig,
     compare,
+    embed_texts,
+    label_text_weights,
+    pool,
 )
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.task import Task
 
 WIDTH = 16
-WORDS = ("[PAD]", "[UNK]", "good", "bad", "great", "film", "it", "was", "a", "very")
+BOTH = pytest.mark.parametrize("pairing", ["joint", "siamese"])
 ROWS = [
     {"premise": "it was a very very good film", "hypothesis": "it was good", "label": 0},
     {"premise": "bad film", "hypothesis": "it was a very great film", "label": 1},
@@ -42,30 +46,8 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny bare BERT with weights that tell words and positions apart, and its tokenizer."""
-    folder = tmp_path_factory.mktemp("bert")
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=24,
-    )
-    model, generator = transformers.BertModel(config), torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.3, generator=generator)
-    model.save_pretrained(folder)
-    words = models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
-    backend = Tokenizer(words)
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", model_max_length=16
-    ).save_pretrained(folder)
-    return str(folder)
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture
@@ -77,31 +59,29 @@ def task(tmp_path: Path) -> Task:
     return build_task(DataArguments(task="rte", **{key: str(f) for key, f in files.items()}))
 
 
-def settings(checkpoint: str, **changes: Any) -> ModelArguments:
-    usual: dict[str, Any] = {
-        "architecture": "sentence_classifier",
-        "pair_features": "siamese",
-        "logit_scale": 10.0,
-        "init_seed": 3,
-    }
-    return ModelArguments(model_name_or_path=checkpoint, **{**usual, **changes})
+def settings(checkpoint: Path, pairing: str = "siamese", **changes: Any) -> ModelArguments:
+    usual = {"architecture": "sentence_classifier", "logit_scale": 10.0, "init_seed": 3}
+    given = {**usual, "pair_features": pairing, **changes}
+    return ModelArguments(model_name_or_path=str(checkpoint), **given)
 
 
-def siamese(checkpoint: str, task: Task, **changes: Any) -> tuple[nn.Module, Any]:
+def built(checkpoint: Path, task: Task, pairing: str = "siamese", **changes: Any) -> Any:
     """The model with a head that has something to say, and its tokenizer."""
-    model, tokenizer = load_model(settings(checkpoint, **changes), task)
+    model, tokenizer = load_model(settings(checkpoint, pairing, **changes), task)
     with torch.no_grad():
         model.classifier.weight.mul_(20)
     return model, tokenizer
 
 
-def batch_of(task: Task, tokenizer: Any, indices: list[int]) -> dict[str, torch.Tensor]:
-    rows = task.tokenize(tokenizer, "siamese")["train"]
+def batch_of(
+    task: Task, tokenizer: Any, indices: Any, pairing: str = "siamese"
+) -> dict[str, torch.Tensor]:
+    rows = task.tokenize(tokenizer, pairing)["train"]
     return task.collator(tokenizer)([rows[i] for i in indices])
 
 
-def test_the_two_texts_are_tokenised_and_padded_apart(checkpoint, task):
-    _, tokenizer = siamese(checkpoint, task)
+def test_the_two_texts_are_tokenised_padded_and_cut_apart(checkpoint, task):
+    _, tokenizer = built(checkpoint, task)
     rows = task.tokenize(tokenizer, "siamese")["train"]
     assert tokenizer.decode(rows["input_ids"][1]) == "bad film"
     assert tokenizer.decode(rows["input_ids_pair"][1]) == "it was a very great film"
@@ -110,27 +90,13 @@ def test_the_two_texts_are_tokenised_and_padded_apart(checkpoint, task):
     assert batch["attention_mask_pair"].sum(dim=1).tolist() == [6, 1]
     assert batch["input_ids"].shape == batch["input_ids_pair"].shape == (2, 8)
     assert batch["labels"].tolist() == [1, 1]
-
-
-def test_each_text_is_cut_by_itself(checkpoint, task, tmp_path):
-    _, tokenizer = siamese(checkpoint, task)
-    short = Task(
-        name="short",
-        label_names=("a", "b"),
-        text_columns=("premise", "hypothesis"),
-        max_seq_length=3,
-        splits=task.splits,
-    )
+    joint = task.tokenize(tokenizer)["train"]
+    assert tokenizer.decode(joint["input_ids"][1]) == "bad film it was a very great film"
+    assert not [name for name in joint.column_names if name.endswith("_pair")]
+    short = dataclasses.replace(task, max_seq_length=3)
     apart = short.tokenize(tokenizer, "siamese")["train"]
     assert (len(apart["input_ids"][0]), len(apart["input_ids_pair"][0])) == (3, 3)
     assert len(short.tokenize(tokenizer)["train"]["input_ids"][0]) == 3  # of both together
-
-
-def test_a_joint_pair_is_one_sequence(checkpoint, task):
-    _, tokenizer = siamese(checkpoint, task)
-    rows = task.tokenize(tokenizer)["train"]
-    assert tokenizer.decode(rows["input_ids"][1]) == "bad film it was a very great film"
-    assert not [name for name in rows.column_names if name.endswith("_pair")]
 
 
 def test_compare_is_its_equation():
@@ -144,133 +110,163 @@ def test_compare_is_its_equation():
     torch.testing.assert_close(compare(a, b, normalize=True), expected)
 
 
-def test_normalised_blocks_have_the_same_scale():
-    """What sqrt(H) is for: without it the product of unit vectors is sqrt(H) times smaller."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (
-        nn.functional.normalize(torch.randn(100, 384, generator=generator), dim=-1)
-        for _ in range(2)
-    )
-    first, second, difference, product = compare(a, b, normalize=True).chunk(4, dim=1)
-    norms = torch.stack([block.norm(dim=1).mean() for block in (first, second, product)])
-    assert norms.max() / norms.min() < 1.1
-    assert 1.2 < difference.norm(dim=1).mean() / norms[0] < 1.6  # sqrt(2): random a, b
-
-
-@pytest.mark.parametrize("normalize", [True, False])
+@BOTH
+@pytest.mark.parametrize(("pooling", "normalize"), [("mean", True), ("mean", False), ("cls", True)])
 @torch.no_grad()
-def test_forward_is_its_equation(checkpoint, task, normalize):
-    model, tokenizer = siamese(checkpoint, task, normalize=normalize)
-    assert model.classifier.in_features == model.config.feature_size == 4 * WIDTH
-    batch = batch_of(task, tokenizer, [0, 1, 2, 3])
+def test_forward_is_its_equation(checkpoint, task, pairing, pooling, normalize):
+    model, tokenizer = built(checkpoint, task, pairing, pooling=pooling, normalize=normalize)
+    width = WIDTH * (4 if pairing == "siamese" else 1)
+    assert model.classifier.in_features == model.config.feature_size == width
+    batch = batch_of(task, tokenizer, range(4), pairing)
 
-    def embedded(column: str) -> torch.Tensor:
+    def embedded(*columns: str) -> torch.Tensor:
         vectors = []
         for row in ROWS[:4]:
-            ids = tokenizer(row[column], return_tensors="pt")["input_ids"]
-            vectors.append(model.encoder(ids).last_hidden_state[0].mean(dim=0))
-        found = torch.stack(vectors)
-        return found / found.norm(dim=1, keepdim=True) if normalize else found
+            ids = tokenizer(*[row[column] for column in columns], return_tensors="pt")["input_ids"]
+            states = model.encoder(ids).last_hidden_state[0]
+            vectors.append(states[0] if pooling == "cls" else states.mean(dim=0))
+        features = torch.stack(vectors)
+        return features / features.norm(dim=1, keepdim=True) if normalize else features
 
-    a, b = embedded("premise"), embedded("hypothesis")
-    scale = WIDTH**0.5 if normalize else 1.0
-    features = torch.cat([a, b, (a - b).abs(), scale * a * b], dim=1)
-    if normalize:
-        features = features / features.norm(dim=1, keepdim=True)
+    if pairing == "joint":
+        features = embedded("premise", "hypothesis")
+    else:
+        a, b = embedded("premise"), embedded("hypothesis")
+        scale = WIDTH**0.5 if normalize else 1.0
+        features = torch.cat([a, b, (a - b).abs(), scale * a * b], dim=1)
+        if normalize:
+            features = features / features.norm(dim=1, keepdim=True)
     expected = 10.0 * (features @ model.classifier.weight.T + model.classifier.bias)
-    labels = batch.pop("labels")
-    torch.testing.assert_close(model(**batch).logits, expected, atol=1e-5, rtol=1e-5)
-    loss = model(**batch, labels=labels).loss
+    labels, close = batch.pop("labels"), {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(model.embed(**batch), features, **close)
+    loss, logits = model(**batch, labels=labels, return_dict=False)
+    torch.testing.assert_close(logits, expected, **close)
     torch.testing.assert_close(loss, nn.functional.cross_entropy(expected, labels))
+    losses = objectives.select_objective(model)(model, {**batch, "labels": labels})
+    torch.testing.assert_close(losses.mean(), loss)
     assert expected.std() > 0.1
+    model.encoder.forward = None  # an embedding that is given skips the encoder
+    assert torch.equal(model(sentence_embedding=features).logits, expected)
+    with pytest.raises(ValueError, match="give input_ids, or sentence_embedding"):
+        model()
 
 
+@BOTH
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padding_does_not_couple(checkpoint, task, side):
-    model, tokenizer = siamese(checkpoint, task)
+def test_padding_does_not_couple(checkpoint, task, pairing, side):
+    model, tokenizer = built(checkpoint, task, pairing)
     objective = objectives.select_objective(model)
-    alone = torch.cat([objective(model, batch_of(task, tokenizer, [i])) for i in range(4)])
+    single = [objective(model, batch_of(task, tokenizer, [i], pairing)) for i in range(4)]
+    alone = torch.cat(single)
     tokenizer.padding_side = side
-    together = objective(model, batch_of(task, tokenizer, [0, 1, 2, 3]))
+    together = objective(model, batch_of(task, tokenizer, range(4), pairing))
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     assert alone.max() - alone.min() > 0.1
 
 
-@torch.no_grad()
-def test_the_second_text_matters_and_its_order_too(checkpoint, task):
-    model, tokenizer = siamese(checkpoint, task)
-    batch = batch_of(task, tokenizer, [0, 1])
-    swapped = {
-        key: batch[key.removesuffix("_pair") if key.endswith("_pair") else f"{key}_pair"]
-        for key in batch
-        if key != "labels"
-    }
-    first, second = model.embed(**swapped), model.embed(**{k: batch[k] for k in swapped})
-    a, b, both, product = second.chunk(4, dim=1)
-    torch.testing.assert_close(first, torch.cat([b, a, both, product], dim=1))
-    assert (a - b).abs().max() > 0.05
+def test_pooling_finds_the_first_attended_token():
+    states, mask = torch.arange(12.0).reshape(1, 4, 3), torch.tensor([[0, 1, 1, 0]])
+    assert pool(states, mask, "cls").tolist() == [[3.0, 4.0, 5.0]]
+    assert pool(states, mask, "mean").tolist() == [[4.5, 5.5, 6.5]]
+    assert pool(states, torch.zeros_like(mask), "mean").tolist() == [[0.0, 0.0, 0.0]]
 
 
+@BOTH
 @torch.no_grad()
-def test_round_trip_through_auto_classes(checkpoint, task, tmp_path):
-    model, tokenizer = siamese(checkpoint, task)
+def test_round_trip(checkpoint, task, pairing, tmp_path):
+    """Through the auto classes, and through `load_model`: head_init applies to new heads only."""
+    model, tokenizer = built(checkpoint, task, pairing)
     model.save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert isinstance(loaded, SentenceClassifier)
-    assert loaded.config.pair_features == "siamese"
-    batch = batch_of(task, tokenizer, [0, 1, 2])
+    assert loaded.config.id2label == dict(enumerate(task.label_names))
+    assert (loaded.config.logit_scale, loaded.config.pair_features) == (10.0, pairing)
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in loaded.named_parameters()] == names
+    assert not [name for name in names if "pooler" in name]
+    batch = batch_of(task, tokenizer, range(3), pairing)
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
-    again, _ = load_model(settings(str(tmp_path / "saved")), task)
+    again, _ = load_model(settings(tmp_path / "saved", pairing, head_init="zero"), task)
     assert torch.equal(again.classifier.weight, model.classifier.weight)
-    with pytest.raises(ValueError, match=r"pair_features='siamese', the recipe says 'joint'; set"):
-        load_model(settings(str(tmp_path / "saved"), pair_features="joint"), task)
+    other = "siamese" if pairing == "joint" else "joint"
+    with pytest.raises(ValueError, match=f"='{pairing}', the recipe says '{other}'; set"):
+        load_model(settings(tmp_path / "saved", other), task)
 
 
 def test_hugging_faces_trainer_keeps_the_second_text(checkpoint, task, tmp_path):
     """It drops the columns that the model's forward does not name."""
-    model, tokenizer = siamese(checkpoint, task)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", disable_tqdm=True
-    )
+    model, tokenizer = built(checkpoint, task)
+    out = {"output_dir": str(tmp_path / "out"), "report_to": "none", "disable_tqdm": True}
     trainer = transformers.Trainer(
         model=model,
-        args=arguments,
+        args=transformers.TrainingArguments(**out, use_cpu=True),
         eval_dataset=task.tokenize(tokenizer, "siamese")["validation"],
         processing_class=tokenizer,
         data_collator=task.collator(tokenizer),
         compute_metrics=task.compute_metrics,
     )
     with torch.no_grad():
-        batch = batch_of(task, tokenizer, list(range(len(ROWS))))
+        batch = batch_of(task, tokenizer, range(len(ROWS)))
         expected = objectives.select_objective(model)(model, batch).mean()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
 @torch.no_grad()
-def test_stored_features_give_the_same_losses(checkpoint, task):
-    model, tokenizer = siamese(checkpoint, task)
+def test_label_text_head(checkpoint, task):
+    """The weights' own equation, with one phrasing and with two."""
+    texts = ["bad|terrible film", "good"]
+    arguments = settings(checkpoint, "joint", head_init="label_text", label_texts=texts)
+    model, tokenizer = load_model(arguments, task)
+    embeddings = embed_texts(model, tokenizer, ["bad", "terrible film", "good"])
+    assert torch.allclose(embeddings.norm(dim=1), torch.ones(3))
+    first = (embeddings[0] + embeddings[1]) / (embeddings[0] + embeddings[1]).norm()
+    rows = torch.stack([first, embeddings[2]])
+    weight = model.classifier.weight.data
+    torch.testing.assert_close(weight, rows - rows.mean(0))
+    torch.testing.assert_close(label_text_weights(model, tokenizer, texts), weight)
+    assert model.classifier.bias.abs().max() == 0
+
+
+@BOTH
+@torch.no_grad()
+def test_stored_features_give_the_same_losses(checkpoint, task, pairing):
+    model, tokenizer = built(checkpoint, task, pairing)
     tokenizer.padding_side = "left"
-    rows, collate = task.tokenize(tokenizer, "siamese")["train"], task.collator(tokenizer)
+    rows, collate = task.tokenize(tokenizer, pairing)["train"], task.collator(tokenizer)
     stored = precompute_features(model, rows, collate, trainable="^classifier", batch_size=3)
     assert sorted(stored.column_names) == ["labels", "sentence_embedding"]
-    assert stored["sentence_embedding"][:].shape == (len(ROWS), 4 * WIDTH)
+    assert stored["sentence_embedding"][:].shape == (len(ROWS), model.config.feature_size)
     objective, everything = objectives.select_objective(model), list(range(len(rows)))
     expected = objective(model, collate([rows[i] for i in everything]))
     actual = objective(model, collate(stored.__getitems__(everything)))
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_stored_features_are_named_after_the_pairing(checkpoint, task):
-    def fingerprint(pairing: str) -> str:
-        model, tokenizer = load_model(settings(checkpoint, pair_features=pairing), task)
+def test_stored_features_are_named_after_model_and_rows(checkpoint, task):
+    def fingerprint(pairing: str = "siamese", scale: float = 1.0, **changes: Any) -> str:
+        model, tokenizer = built(checkpoint, task, pairing, **changes)
+        with torch.no_grad():
+            model.encoder.embeddings.word_embeddings.weight.mul_(scale)
         rows = datasets.Dataset.from_dict(task.tokenize(tokenizer, pairing)["train"][:])
         rows._fingerprint = "same"
         collate = task.collator(tokenizer)
         return precompute_features(model, rows, collate, trainable="^classifier")._fingerprint
 
-    assert fingerprint("siamese") == fingerprint("siamese") != fingerprint("joint")
+    assert fingerprint() == fingerprint()
+    others = [fingerprint("joint"), fingerprint(scale=2.0), fingerprint(normalize=False)]
+    assert len({fingerprint(), fingerprint(pooling="cls"), *others}) == 5
+
+
+def test_features_refuse_a_trained_encoder_or_another_model(checkpoint, task):
+    model, tokenizer = built(checkpoint, task)
+    rows, collate = task.tokenize(tokenizer)["train"], task.collator(tokenizer)
+    with pytest.raises(ValueError, match=r"needs a frozen encoder.*trainable: classifier"):
+        precompute_features(model, rows, collate)
+    whole, _ = load_model(ModelArguments(model_name_or_path=str(checkpoint)), task)
+    with pytest.raises(ValueError, match=r"this is a BertForSequenceClassification"):
+        precompute_features(whole, rows, collate)
 
 
 def differences(
@@ -288,30 +284,30 @@ def differences(
 @pytest.mark.parametrize("trainable", ["^classifier", r"layer\.1\.|^classifier", None])
 def test_every_strategy_gives_the_differences_of_full_passes(checkpoint, task, strategy, trainable):
     """The encoder runs twice in a forward pass; strategies must perturb it both times alike."""
-    model, tokenizer = siamese(checkpoint, task)
+    model, tokenizer = built(checkpoint, task)
     batch = batch_of(task, tokenizer, [0, 1, 2, 3])
     full = {"strategy": "whole_model", "reuse_frozen_prefix": False}
     expected = differences(model, batch, trainable, **full)
-    again, _ = siamese(checkpoint, task)
-    found = differences(again, batch, trainable, strategy=strategy)
-    assert found.shape == (4, 2)
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    again, _ = built(checkpoint, task)
+    actual = differences(again, batch, trainable, strategy=strategy)
+    assert actual.shape == (4, 2)
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
     assert expected.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("trainable", ["^classifier", r"layer\.1\.|^classifier", None])
 def test_per_example_gradients_add_up_over_both_texts(checkpoint, task, trainable):
     """One example's gradient is that of both passes together, before it is clipped."""
-    model, tokenizer = siamese(checkpoint, task)
+    model, tokenizer = built(checkpoint, task)
     select_trainable(model, trainable)
     batch, objective = batch_of(task, tokenizer, [0, 1, 2, 3]), objectives.select_objective(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    found = PerExampleGradients(model, objective).per_example(batch)
-    assert len(found) == len(parameters)
+    actual = PerExampleGradients(model, objective).per_example(batch)
+    assert len(actual) == len(parameters)
     for row in range(4):
         one = {key: value[row : row + 1] for key, value in batch.items()}
         expected = torch.autograd.grad(objective(model, one).sum(), parameters, allow_unused=True)
-        pairs = zip(found, expected, parameters, strict=True)
+        pairs = zip(actual, expected, parameters, strict=True)
         for gradient, alone, parameter in pairs:
             alone = torch.zeros_like(parameter) if alone is None else alone
             mine = torch.zeros_like(alone) if gradient is None else gradient[row]
@@ -320,17 +316,21 @@ def test_per_example_gradients_add_up_over_both_texts(checkpoint, task, trainabl
 
 def test_settings_that_do_not_fit(checkpoint, task):
     with pytest.raises(ValueError, match=r"pair_features='cross' is not one of joint, siamese"):
-        settings(checkpoint, pair_features="cross")
+        settings(checkpoint, "cross")
     with pytest.raises(ValueError, match=r"label_text' describes one text.*zero or random"):
         settings(checkpoint, head_init="label_text", label_texts=["a", "b"])
-    with pytest.raises(ValueError, match=r"pair_features=siamese needs architecture: sentence"):
+    with pytest.raises(ValueError, match=r"pair_features=.siamese. needs architecture: sentence"):
         load_model(settings(checkpoint, architecture="auto", logit_scale=1.0), task)
     with pytest.raises(ValueError, match="pair_features='cross' is not one of"):
         SentenceClassifierConfig(pair_features="cross")
+    with pytest.raises(ValueError, match="pooling='max'"):
+        SentenceClassifierConfig(pooling="max")
+    with pytest.raises(ValueError, match="logit_scale=0"):
+        SentenceClassifierConfig(logit_scale=0)
 
 
 def test_a_single_text_has_nothing_to_compare(checkpoint, task, tmp_path):
-    _, tokenizer = siamese(checkpoint, task)
+    _, tokenizer = built(checkpoint, task)
     files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for path, name in zip(files, "ab", strict=True):
         path.write_text(f'{{"text": "{name}", "label": 0}}\n{{"text": "c", "label": 1}}\n')
@@ -341,8 +341,8 @@ def test_a_single_text_has_nothing_to_compare(checkpoint, task, tmp_path):
 
 
 def test_tokens_of_the_other_pairing_are_refused(checkpoint, task):
-    model, tokenizer = siamese(checkpoint, task)
-    joint, _ = load_model(settings(checkpoint, pair_features="joint"), task)
+    model, tokenizer = built(checkpoint, task)
+    joint, _ = load_model(settings(checkpoint, "joint"), task)
     batch = batch_of(task, tokenizer, [0])
     with pytest.raises(ValueError, match=r"pair_features='joint', but input_ids_pair is given"):
         joint(**batch)
