@@ -66,9 +66,8 @@ def build(tmp_path, model=None, *, data=None, trainer_settings=None, **settings)
         model=model or tiny_model(),
         args=config(tmp_path, **settings),
         train_dataset=data if data is not None else tiny_data(),
-        eval_dataset=tiny_data(40, seed=2),
         data_collator=default_data_collator,
-        **(trainer_settings or {}),
+        **{"eval_dataset": tiny_data(40, seed=2), **(trainer_settings or {})},
     )
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from estimator_bench import Batch, token_batch, us
 from torch import Tensor, nn
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.losses import batch_size, evaluation_mode, select_objective
 from hf_dpzero.perturbation.directions import Direction, direction_vector
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-
-KEY, VOCABULARY = 5, 64
-Batch = Mapping[str, Tensor]
 
 
 class Quadratic(nn.Module):
@@ -50,17 +48,10 @@ def estimator(
     return FiniteDifferences(model, space, objective, smoothing)
 
 
-def directions(count: int, step: int = 0) -> list[Direction]:
-    return [Direction(KEY, step, k) for k in range(count)]
-
-
-def settled(estimate: FiniteDifferences, batches: list[Batch], us: list[Direction]) -> Tensor:
-    found = estimate(batches, us)
+def settled(estimate: FiniteDifferences, batches: list[Batch], chosen: list[Direction]) -> Tensor:
+    found = estimate(batches, chosen)
     estimate.space.settle_()
     return found
-
-
-# ---------------------------------------------------------------- the equation
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "sphere"])
@@ -68,12 +59,12 @@ def test_a_quadratic_is_differentiated_exactly(distribution: str):
     """x[i, k] = (theta - x_i) . u_k; losses are float32, so to 2^-24 |f| / smoothing = 2e-3."""
     model, batch = Quadratic(40), rows(6, 40)
     estimate = estimator(model, quadratic_loss, smoothing=2e-2, distribution=distribution)
-    found = settled(estimate, [batch], directions(3))
+    found = settled(estimate, [batch], us(3))
     assert found.dtype == torch.float64
     assert found.shape == (6, 3)
     theta = model.theta.detach().double()
-    us = [direction_vector(u, distribution, [(0, 40)]).double() for u in directions(3)]
-    expected = (theta - batch["x"].double()) @ torch.stack(us, dim=1)
+    vectors = [direction_vector(u, distribution, [(0, 40)]).double() for u in us(3)]
+    expected = (theta - batch["x"].double()) @ torch.stack(vectors, dim=1)
     assert float((found - expected).abs().max()) < 100 * 2.0**-24 / 2e-2
     assert float(expected.abs().mean()) > 1
 
@@ -81,50 +72,40 @@ def test_a_quadratic_is_differentiated_exactly(distribution: str):
 def test_microbatches_are_concatenated_in_order():
     estimate = estimator(Quadratic(40), quadratic_loss)
     batch = rows(7, 40)
-    whole = settled(estimate, [batch], directions(2))
+    whole = settled(estimate, [batch], us(2))
     parts = [{"x": batch["x"][a:b]} for a, b in [(0, 3), (3, 4), (4, 7)]]
-    assert torch.equal(settled(estimate, parts, directions(2)), whole)
+    assert torch.equal(settled(estimate, parts, us(2)), whole)
 
 
 def test_microbatches_of_one_and_eight_agree_on_a_transformer(tiny_bert: Any):
     """Matrix products of other shapes round differently: losses of about 1 agree to 2^-24 times the
     square root of the some thousand terms on the way, 4e-6, so x to 4e-6 / smoothing = 4e-3."""
     estimate = estimator(tiny_bert(), select_objective(tiny_bert()))
-    batch = text_batch(8)
-    eight = settled(estimate, [batch], directions(2))
-    ones = settled(estimate, [pick(batch, [i]) for i in range(8)], directions(2))
+    batch = token_batch(8)
+    eight = settled(estimate, [batch], us(2))
+    ones = settled(estimate, [pick(batch, [i]) for i in range(8)], us(2))
     assert float((eight - ones).abs().max()) < 4e-3
     assert float(eight.abs().mean()) > 0.02
 
 
 def test_order_within_equal_shapes_does_not_matter_bit_for_bit(tiny_bert: Any):
     estimate = estimator(tiny_bert(), select_objective(tiny_bert()))
-    batch = text_batch(4)
-    ones = [settled(estimate, [pick(batch, [i])], directions(2)) for i in range(4)]
-    backwards = settled(estimate, [pick(batch, [i]) for i in (3, 2, 1, 0)], directions(2))
+    batch = token_batch(4)
+    ones = [settled(estimate, [pick(batch, [i])], us(2)) for i in range(4)]
+    backwards = settled(estimate, [pick(batch, [i]) for i in (3, 2, 1, 0)], us(2))
     assert torch.equal(backwards, torch.cat(ones[::-1]))
-
-
-def text_batch(size: int) -> Batch:
-    generator = torch.Generator().manual_seed(size)
-    ids = torch.randint(4, VOCABULARY, (size, 9), generator=generator)
-    labels = torch.randint(0, 2, (size,), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
 def pick(batch: Batch, indices: list[int]) -> Batch:
     return {name: value[indices] for name, value in batch.items()}
 
 
-# ---------------------------------------------------------------- where it leaves the parameters
-
-
 def test_parameters_stand_at_minus_lambda_u_k_and_settle_to_theta():
     estimate = estimator(Quadratic(40), quadratic_loss)
     before = estimate.space.tensors[0].detach().clone()
-    us = directions(3)
-    estimate([rows(2, 40)], us)
-    assert estimate.space.position == ((us[-1], -1e-3),)
+    three = us(3)
+    estimate([rows(2, 40)], three)
+    assert estimate.space.position == ((three[-1], -1e-3),)
     assert not torch.equal(estimate.space.tensors[0], before)
     estimate.space.settle_()
     assert torch.equal(estimate.space.tensors[0], before)
@@ -139,7 +120,7 @@ def test_an_empty_batch_touches_nothing():
 
     estimate = estimator(Quadratic(40), counted)
     before = estimate.space.tensors[0].detach().clone()
-    found = estimate([], directions(3))
+    found = estimate([], us(3))
     assert found.shape == (0, 3)
     assert found.dtype == torch.float64
     assert not calls
@@ -163,14 +144,11 @@ def test_an_exception_in_any_forward_leaves_theta(at: int, error: type[BaseExcep
     estimate = estimator(model, failing)
     before = model.theta.detach().clone()
     with pytest.raises(error, match="boom"):
-        estimate([rows(2, 40), rows(1, 40)], directions(2))
+        estimate([rows(2, 40), rows(1, 40)], us(2))
     assert len(calls) == at
     assert torch.equal(model.theta, before)
     assert estimate.space.position == ()
     assert model.training
-
-
-# ---------------------------------------------------------------- what the objective may return
 
 
 @pytest.mark.parametrize(
@@ -187,7 +165,7 @@ def test_a_loss_that_is_not_per_example_is_refused(wrong: Callable[[Tensor], Ten
     estimate = estimator(model, lambda m, inputs: wrong(quadratic_loss(m, inputs)))
     before = model.theta.detach().clone()
     with pytest.raises(ValueError, match=r"\[3\]|\[B\]|per.example"):
-        estimate([rows(3, 40)], directions(1))
+        estimate([rows(3, 40)], us(1))
     assert torch.equal(model.theta, before)
 
 
@@ -200,8 +178,8 @@ def test_nan_and_infinity_reach_the_mechanism_as_they_are(value: float):
         losses[1] = value
         return losses
 
-    good = settled(estimator(Quadratic(40), quadratic_loss), [rows(3, 40)], directions(2))
-    found = settled(estimator(Quadratic(40), bad), [rows(3, 40)], directions(2))
+    good = settled(estimator(Quadratic(40), quadratic_loss), [rows(3, 40)], us(2))
+    found = settled(estimator(Quadratic(40), bad), [rows(3, 40)], us(2))
     assert not found[1].isfinite().any()
     assert torch.equal(found[[0, 2]], good[[0, 2]])
 
@@ -214,11 +192,8 @@ def test_gradients_are_never_recorded():
         seen.append(losses.requires_grad)
         return losses
 
-    estimator(Quadratic(40), spying)([rows(2, 40)], directions(1))
+    estimator(Quadratic(40), spying)([rows(2, 40)], us(1))
     assert seen == [False, False]
-
-
-# ---------------------------------------------------------------- evaluation mode, batch size
 
 
 def test_dropout_is_off_inside_and_modes_come_back():
@@ -245,10 +220,7 @@ def test_a_model_whose_parameters_were_replaced_is_refused():
     estimate = estimator(model, quadratic_loss)
     model.theta = nn.Parameter(model.theta.detach().clone())
     with pytest.raises(RuntimeError, match="replaced"):
-        estimate([rows(2, 4)], directions(1))
-
-
-# ---------------------------------------------------------------- which strategy
+        estimate([rows(2, 4)], us(1))
 
 
 def two_layers(*dtypes: torch.dtype) -> nn.Module:
@@ -270,20 +242,6 @@ def test_auto_depends_on_the_trainable_dtypes(dtypes: tuple[torch.dtype, ...], e
     estimate = estimator(two_layers(*dtypes), quadratic_loss)
     assert estimate.strategy == expected
     assert (estimate.visits is None) == (expected == "whole_model")
-
-
-def test_frozen_half_precision_does_not_count():
-    model = two_layers(FLOAT, BFLOAT)
-    model[1].requires_grad_(False)
-    assert estimator(model, quadratic_loss).strategy == "whole_model"
-
-
-@pytest.mark.parametrize("strategy", ["whole_model", "layerwise"])
-def test_a_strategy_that_is_asked_for_is_taken(strategy: str):
-    model = two_layers(FLOAT, BFLOAT)
-    space = ParameterSpace.from_model(model, smoothing=1e-3)
-    estimate = FiniteDifferences(model, space, quadratic_loss, 1e-3, strategy=strategy)
-    assert estimate.strategy == strategy
 
 
 def test_an_unknown_strategy_is_refused():
@@ -319,5 +277,5 @@ def test_whole_model_moves_once_per_sign_whatever_the_number_of_microbatches():
     estimate = estimator(Quadratic(40), quadratic_loss)
     moves, move = [], estimate.space.move_to_
     estimate.space.move_to_ = lambda position: (moves.append(position), move(position))  # type: ignore[method-assign]
-    estimate([rows(2, 40), rows(1, 40), rows(3, 40)], directions(2))
-    assert moves == [((u, s * 1e-3),) for u in directions(2) for s in (1.0, -1.0)]
+    estimate([rows(2, 40), rows(1, 40), rows(3, 40)], us(2))
+    assert moves == [((u, s * 1e-3),) for u in us(2) for s in (1.0, -1.0)]

@@ -46,9 +46,6 @@ class LayerwiseBench(Bench):
         return expected
 
 
-# ---------------------------------------------------------------- transformers, bit for bit
-
-
 def microbatches(task: str) -> list[Batch]:
     """Several rows, one row, and padding on the left."""
     return [
@@ -78,23 +75,21 @@ def transformer(name: str) -> tuple[nn.Module, str]:
     gpt = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40, "vocab_size": VOCABULARY}
     configs: dict[str, tuple[str, str, Any]] = {
         "bert": ("BertForSequenceClassification", "cls", hf.BertConfig(**ENCODER)),
-        "roberta": ("RobertaForSequenceClassification", "cls", hf.RobertaConfig(**ENCODER)),
         "roberta-mlm": ("RobertaForMaskedLM", "lm", hf.RobertaConfig(**ENCODER)),
         "opt": ("OPTForCausalLM", "lm", hf.OPTConfig(**ENCODER, **opt)),
-        "opt-cls": ("OPTForSequenceClassification", "cls", hf.OPTConfig(**ENCODER, **opt)),
         "gpt2": ("GPT2LMHeadModel", "lm", hf.GPT2Config(**gpt, pad_token_id=0, **ends)),
-        "llama": ("LlamaForCausalLM", "lm", hf.LlamaConfig(**ENCODER, **ends)),
     }
     kind, task, config = configs[name]
     return seeded(lambda: getattr(hf, kind)(config)), task
 
 
-NAMES = ["bert", "roberta", "roberta-mlm", "opt", "opt-cls", "gpt2", "llama"]
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in NAMES), ("bert", torch.bfloat16), ("opt", torch.float16)],
+    [
+        *((name, torch.float32) for name in ("bert", "roberta-mlm", "opt", "gpt2")),
+        ("bert", torch.bfloat16),
+        ("opt", torch.float16),
+    ],
 )
 def test_layerwise_gives_the_bits_of_whole_model(name: str, dtype: torch.dtype):
     model, task = transformer(name)
@@ -163,9 +158,6 @@ def test_autocast_keeps_no_stale_casts():
     assert not torch.equal(found, plain.x("whole_model", microbatches(task)))
 
 
-# ---------------------------------------------------------------- where theta is
-
-
 class Layers(nn.Module):
     """Three linear layers of which the second is the largest, 48 x 128 + 128."""
 
@@ -199,12 +191,6 @@ def test_theta_stays_in_its_own_storage_and_settled():
     assert all("forward" not in m.__dict__ for m in bench.model.modules())
 
 
-def test_whole_model_is_left_at_minus_lambda():
-    bench = LayerwiseBench(seeded(Layers), squares)
-    bench.estimator("whole_model")([vectors()], us(2))
-    assert bench.space.position == ((us(2)[1], -SMOOTHING),)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_extra_memory_is_the_largest_module(dtype: torch.dtype):
     bench = LayerwiseBench(seeded(Layers, dtype), squares)
@@ -213,19 +199,6 @@ def test_extra_memory_is_the_largest_module(dtype: torch.dtype):
     assert estimate.visits is not None
     largest = (48 * 128 + 128) * dtype.itemsize  # both multiples of 256 bytes
     assert estimate.visits.scratch.bytes == largest
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("strategy", ["whole_model", "layerwise"])
-def test_evaluations_without_updates_leave_every_bit(strategy: str, dtype: torch.dtype):
-    bench = LayerwiseBench(seeded(lambda: nn.Linear(8, 4), dtype), squares)
-    theta, estimate = bits(bench.space.tensors), bench.estimator(strategy)
-    batch = vectors(2, 8, dtype)
-    for step in range(100):
-        found = estimate([batch], us(1, step))
-    bench.space.settle_()
-    assert float(found.abs().max()) > 0
-    assert same(bits(bench.space.tensors), theta)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -277,9 +250,6 @@ def test_a_module_that_writes_its_own_weight_is_refused(strategy: str):
         bench.x(strategy, [vectors()])
 
 
-# ---------------------------------------------------------------- who owns what
-
-
 class Wrapped(nn.Module):
     """Parameters of its own, around a child, in containers, and one tied to the child's."""
 
@@ -318,7 +288,7 @@ class Parametrized(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("build", [Layers, Wrapped, Shared])
+@pytest.mark.parametrize("build", [Layers, Wrapped, Shared, Parametrized])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nested_tied_and_shared_owners(build: Build, dtype: torch.dtype):
     bench = LayerwiseBench(seeded(build, dtype), squares)
@@ -340,15 +310,6 @@ def test_a_tied_weight_is_copied_once_while_its_outer_owner_runs(monkeypatch: py
     bench.x("layerwise", [vectors()], count=1)
     once = sorted(["tied", "scales.0", "scales.1", "named.shift", "child.bias", "child.bias"])
     assert sorted(written[:6]) == sorted(written[6:]) == once
-
-
-def test_parametrized_weights():
-    bench = LayerwiseBench(seeded(Parametrized), squares)
-    bench.assert_alike([vectors()])
-    assert strategy_is_exact(bench.estimator("layerwise"), vectors(), us(1)[0])
-
-
-# ---------------------------------------------------------------- embeddings
 
 
 class Lookup(nn.Module):
@@ -419,20 +380,10 @@ def test_only_the_rows_in_use_are_perturbed(monkeypatch: pytest.MonkeyPatch):
     assert asked == [[0, 3, 7, 499]] * 2
 
 
-def test_ids_out_of_range_raise_as_ever():
-    bench = LayerwiseBench(seeded(lambda: nn.Embedding(500, 32)), word_loss)
-    for strategy in ("whole_model", "layerwise"):
-        with pytest.raises(IndexError):
-            bench.x(strategy, [{"ids": torch.tensor([[1, 500]])}])
-
-
 def test_an_embedding_that_renormalises_itself_is_refused():
     bench = LayerwiseBench(seeded(lambda: nn.Embedding(9, 4, max_norm=1.0)), word_loss)
     with pytest.raises(ValueError, match="set max_norm=None"):
         bench.estimator("layerwise")
-
-
-# ---------------------------------------------------------------- what cannot work is found out
 
 
 class Attention(nn.Module):

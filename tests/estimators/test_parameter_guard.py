@@ -61,9 +61,6 @@ def test_what_the_counters_miss_the_checksums_see():
     assert after["first"] == before["first"] and after["second"] != before["second"]
 
 
-# ---------------------------------------------------------------- checksums
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.bool]
 )

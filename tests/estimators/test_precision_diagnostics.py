@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_runs
 import torch
-from transformers import BertConfig, BertForSequenceClassification, default_data_collator
+from transformers import BertConfig, BertForSequenceClassification
 
-from hf_dpzero import DPZeroConfig, DPZeroTrainer
+from hf_dpzero import DPZeroTrainer
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.parameter_guard import ParameterChanged
@@ -28,8 +29,6 @@ from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 ROWS = 8
-
-# ---------------------------------------------------------------- against float64
 
 
 def lively_model(seed: int = 0) -> BertForSequenceClassification:
@@ -113,14 +112,6 @@ def test_both_numbers_are_those_of_float64(dtype: torch.dtype, autocast: bool, s
     assert (found.ratio < 1.0) <= (true_signal < 2.0 * true_rounding)
 
 
-def test_where_rounding_dwarfs_the_signal_the_ratio_says_so():
-    differences = differences_of(lively_model(), 1e-6, autocast=True)
-    found = measure(differences, public(), "bfloat16 autocast")
-    assert found.ratio < 1.0
-    larger = measure(differences_of(lively_model(), 4e-3, autocast=True), public(), "same")
-    assert larger.ratio > 3.0
-
-
 def test_the_suggestion_reaches_the_ratio_it_promises():
     """Linear in smoothing: measured at a ratio near 1, checked where it points to."""
     weak = measure(differences_of(lively_model(), 1e-4, True), public(), "", draws=16)
@@ -128,9 +119,6 @@ def test_the_suggestion_reaches_the_ratio_it_promises():
     assert weak.suggestion is not None
     there = measure(differences_of(lively_model(), weak.suggestion, True), public(), "")
     assert there.ratio > 2.0  # 3, but for the sampling error of both
-
-
-# ---------------------------------------------------------------- the arithmetic of the estimate
 
 
 def test_a_smooth_function_has_no_rounding_but_for_its_cubic_term():
@@ -176,13 +164,10 @@ def test_the_median_is_over_examples_and_infinite_losses_are_left_out():
     [
         (0.75, 1.0, 0.75, 4),
         (0.74, 1.0, 0.74, 8),
-        (1.5, 1.0, 1.5, 2),
         (2.9, 1.0, 2.9, 2),
         (3.0, 1.0, 3.0, 1),
-        (50.0, 1.0, 50.0, 1),
         (1.0, 0.0, math.inf, 1),
         (0.0, 1.0, 0.0, None),
-        (0.0, 0.0, 0.0, None),
     ],
 )
 def test_ratio_and_suggestion(signal: float, rounding: float, ratio: float, factor: int | None):
@@ -198,9 +183,6 @@ def test_the_text_has_both_numbers_and_what_to_do():
     assert "Set smoothing=0.008" in text
     assert "No signal is visible" in str(PrecisionDiagnostic(0.0, 1.0, "", 1e-3))
     assert "Set" not in str(PrecisionDiagnostic(4.0, 1.0, "", 1e-3))
-
-
-# ---------------------------------------------------------------- it leaves no trace
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,18 +215,13 @@ def test_also_after_an_exception():
     assert differences.smoothing == 4e-3
 
 
-# ---------------------------------------------------------------- which arithmetic
-
-
 @pytest.mark.parametrize(
     ("dtype", "settings", "expected"),
     [
         (torch.float32, {}, None),
         (torch.bfloat16, {}, "bfloat16 weights"),
-        (torch.float16, {}, "float16 weights"),
         (torch.float32, {"mixed_precision": "bf16"}, "bf16 autocast"),
         (torch.float32, {"tf32": True}, "TF32"),
-        (torch.float32, {"tf32": False}, None),
         (torch.bfloat16, {"mixed_precision": "bf16"}, "bfloat16 weights and bf16 autocast"),
     ],
 )
@@ -253,29 +230,18 @@ def test_low_precision_names_what_is_below_float32(dtype, settings: dict, expect
     assert low_precision(torch.nn.Linear(2, 2).to(dtype), args) == expected
 
 
-# ---------------------------------------------------------------- random tokens
-
-
-FACTORIES = {
-    "tiny_bert": 1,
-    "tiny_roberta": 1,
-    "tiny_masked_lm": 2,
-    "tiny_opt": 2,
-    "tiny_gpt2": 2,
-    "tiny_t5": 2,
-}
-
-
 def schema(label_dimensions: int, width: int = 5) -> dict[str, torch.Tensor]:
     ids = torch.full((2, width), 7)
     labels = torch.zeros(2, dtype=torch.int64) if label_dimensions == 1 else ids
     return {"input_ids": ids, "attention_mask": ids, "labels": labels}
 
 
-@pytest.mark.parametrize("factory", list(FACTORIES))
-def test_random_tokens_suit_every_architecture(factory: str, request: Any):
+@pytest.mark.parametrize(
+    ("factory", "label_dimensions"), [("tiny_bert", 1), ("tiny_gpt2", 2), ("tiny_t5", 2)]
+)
+def test_random_tokens_suit_every_architecture(factory: str, label_dimensions: int, request: Any):
     model = request.getfixturevalue(factory)()
-    batch = random_tokens(schema(FACTORIES[factory]), model)
+    batch = random_tokens(schema(label_dimensions), model)
     assert batch is not None
     width = 32 if factory == "tiny_t5" else 20  # half of 40 positions; T5 has no bound
     assert batch["input_ids"].shape == (precision_diagnostics.ROWS, width)
@@ -332,9 +298,6 @@ def test_inputs_without_an_obvious_random_value_give_none(tiny_bert):
     assert random_tokens(schema(1), torch.nn.Linear(2, 2)) is None
 
 
-# ---------------------------------------------------------------- in the trainer
-
-
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, 64, (count, 8), generator=generator)
@@ -344,31 +307,14 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def build(folder: Any, evaluation: Any = None, model: Any = None, **settings: Any) -> DPZeroTrainer:
-    defaults = {
-        "output_dir": str(folder),
-        "noise_multiplier": 1.0,
-        "target_delta": 1e-3,
-        "clip": 5.0,
-        "expected_batch_size": 4,
-        "microbatch_size": 1,
-        "max_steps": 1,
-        "learning_rate": 1e-2,
-        "direction_key": 7,
-        "sampler_key": "ab" * 32,
-        "insecure_noise_seed": 3,
-        "bf16": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return DPZeroTrainer(
-        model=model or lively_model(),
-        args=DPZeroConfig(**{**defaults, **settings}),
-        train_dataset=rows(40, seed=1),
-        eval_dataset=evaluation,
-        data_collator=default_data_collator,
+def build(folder: Any, evaluation: Any = None, **settings: Any) -> DPZeroTrainer:
+    settings = {"max_steps": 1, "expected_batch_size": 4, "microbatch_size": 1, **settings}
+    return tiny_runs.build(
+        folder,
+        lively_model(),
+        data=rows(40, seed=1),
+        trainer_settings={"eval_dataset": evaluation},
+        **{"bf16": True, **settings},
     )
 
 

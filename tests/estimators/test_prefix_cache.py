@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from estimator_bench import KEY, SMOOTHING, Batch, bits, same, seeded, token_batch, us
 from torch import Tensor, nn
 
 from hf_dpzero.estimators.exactness_checks import make_exact, prefix_is_exact
@@ -17,21 +18,6 @@ from hf_dpzero.objectives.losses import select_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable
-
-KEY, SMOOTHING, VOCABULARY = 77, 1e-2, 64
-Batch = Mapping[str, Tensor]
-
-
-def text_batch(size: int, seed: int = 0, length: int = 7) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(4, VOCABULARY, (size, length), generator=generator)
-    labels = torch.randint(0, 2, (size,), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-def language_batch(size: int, seed: int = 0) -> Batch:
-    batch = dict(text_batch(size, seed))
-    return {**batch, "labels": batch["input_ids"].clone()}
 
 
 def estimator(
@@ -44,7 +30,7 @@ def estimator(
 
 
 def differences(estimate: FiniteDifferences, batches: list[Batch], count: int = 3) -> Tensor:
-    found = estimate(batches, [Direction(KEY, 4, k) for k in range(count)])
+    found = estimate(batches, us(count, 4))
     estimate.space.settle_()
     return found
 
@@ -93,12 +79,9 @@ def lora_on_the_last_layer(tiny_bert: Any) -> nn.Module:
 MODELS = {"head": head_only, "last layer": last_layer, "lora": lora_on_the_last_layer}
 
 
-# ---------------------------------------------------------------- equal to full passes
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_reuse_is_bit_identical_to_full_passes(name: str, tiny_bert: Any):
-    batches = [text_batch(size, seed=size) for size in (3, 2, 4)]
+    batches = [token_batch(size, seed=size) for size in (3, 2, 4)]
     with_reuse = estimator(MODELS[name](tiny_bert), reuse=True)
     without = estimator(MODELS[name](tiny_bert), reuse=False)
     assert with_reuse.prefix is not None
@@ -110,18 +93,6 @@ def test_reuse_is_bit_identical_to_full_passes(name: str, tiny_bert: Any):
     assert prefix_is_exact(with_reuse, batches[0], Direction(KEY, 0))
 
 
-def test_tied_embeddings_that_train_leave_no_prefix_behind_them(tiny_masked_lm: Any):
-    """The tied matrix is used first and last; only what runs before it may be remembered."""
-    model = tiny_masked_lm()
-    select_trainable(model, "word_embeddings")
-    reuse = estimator(model, reuse=True)
-    full_model = tiny_masked_lm()
-    select_trainable(full_model, "word_embeddings")
-    full = estimator(full_model, reuse=False)
-    batches = [language_batch(3)]
-    assert torch.equal(differences(reuse, batches), differences(full, batches))
-
-
 def test_tied_embeddings_frozen_under_a_training_head_transform(tiny_masked_lm: Any):
     model = tiny_masked_lm()
     select_trainable(model, "predictions.transform")
@@ -129,7 +100,7 @@ def test_tied_embeddings_frozen_under_a_training_head_transform(tiny_masked_lm: 
     reuse = estimator(model, reuse=True)
     full_model = tiny_masked_lm()
     select_trainable(full_model, "predictions.transform")
-    batches = [language_batch(3)]
+    batches = [token_batch(3, language=True)]
     found = differences(reuse, batches, count=2)
     assert counts["bert"] == 1
     assert counts["cls.predictions.decoder"] == 4
@@ -142,24 +113,23 @@ def test_decoders_with_caches_and_masks(pattern: str, tiny_opt: Any):
     for reuse in (True, False):
         model = tiny_opt()
         select_trainable(model, pattern)
-        results.append(differences(estimator(model, reuse=reuse), [language_batch(2)]))
+        results.append(differences(estimator(model, reuse=reuse), [token_batch(2, language=True)]))
     assert torch.equal(*results)
 
 
 def test_full_parameters_have_no_prefix(tiny_bert: Any):
     assert not FrozenPrefix(tiny_bert()).worthwhile
     assert estimator(tiny_bert(), reuse=True).prefix is None
-    assert prefix_is_exact(estimator(tiny_bert(), reuse=True), text_batch(2), Direction(KEY, 0))
-
-
-# ---------------------------------------------------------------- what runs, and how often
+    assert prefix_is_exact(estimator(tiny_bert(), reuse=True), token_batch(2), Direction(KEY, 0))
 
 
 def test_frozen_modules_run_once_per_microbatch(tiny_bert: Any):
     """3 microbatches, K = 4: the encoder runs 3 times, the head 3 * 2K = 24 times."""
     model = head_only(tiny_bert)
     counts = calls_of(model)
-    differences(estimator(model, reuse=True), [text_batch(2, seed) for seed in range(3)], count=4)
+    differences(
+        estimator(model, reuse=True), [token_batch(2, seed=seed) for seed in range(3)], count=4
+    )
     assert counts["classifier"] == 24
     assert counts["bert"] == 3
     assert counts["bert.encoder.layer.0"] == 3
@@ -169,37 +139,33 @@ def test_frozen_modules_run_once_per_microbatch(tiny_bert: Any):
 def test_a_mixed_model_runs_its_first_layer_once_and_its_last_always(tiny_bert: Any):
     model = last_layer(tiny_bert)
     counts = calls_of(model)
-    differences(estimator(model, reuse=True), [text_batch(2)], count=4)
+    differences(estimator(model, reuse=True), [token_batch(2)], count=4)
     assert counts["bert.embeddings"] == 1
     assert counts["bert.encoder.layer.0"] == 1
     assert counts["bert.encoder.layer.1.attention.self"] == 8
     assert counts["bert.pooler"] == 8  # frozen, but behind what trains
 
 
-def test_without_reuse_everything_always_runs(tiny_bert: Any):
-    model = head_only(tiny_bert)
-    counts = calls_of(model)
-    differences(estimator(model, reuse=False), [text_batch(2)], count=4)
-    assert counts["bert"] == 8
-
-
 def test_each_microbatch_has_its_own_prefix(tiny_bert: Any):
     """The second microbatch must not be judged by the first one's features."""
     model = head_only(tiny_bert)
     reuse = estimator(model, reuse=True)
-    apart = torch.cat([differences(reuse, [text_batch(2, seed)]) for seed in (0, 1)])
-    together = differences(reuse, [text_batch(2, seed) for seed in (0, 1)])
+    apart = torch.cat([differences(reuse, [token_batch(2, seed=seed)]) for seed in (0, 1)])
+    together = differences(reuse, [token_batch(2, seed=seed) for seed in (0, 1)])
     assert torch.equal(apart, together)
     assert not torch.equal(together[:2], together[2:])
 
 
 def test_nothing_is_left_on_the_model(tiny_bert: Any):
     model = last_layer(tiny_bert)
-    before = {
-        n: (m.__dict__.get("forward"), len(m._forward_pre_hooks)) for n, m in model.named_modules()
-    }
+
+    def state() -> dict[str, Any]:
+        modules = model.named_modules()
+        return {n: (m.__dict__.get("forward"), len(m._forward_pre_hooks)) for n, m in modules}
+
+    before = state()
     reuse = estimator(model, reuse=True)
-    differences(reuse, [text_batch(2)])
+    differences(reuse, [token_batch(2)])
 
     def failing(module: nn.Module, inputs: Batch) -> Tensor:
         module(**{k: v for k, v in inputs.items() if k != "labels"})
@@ -207,24 +173,9 @@ def test_nothing_is_left_on_the_model(tiny_bert: Any):
 
     reuse.objective = failing
     with pytest.raises(RuntimeError, match="the forward raises"):
-        differences(reuse, [text_batch(2)])
-    after = {
-        n: (m.__dict__.get("forward"), len(m._forward_pre_hooks)) for n, m in model.named_modules()
-    }
-    assert after == before
+        differences(reuse, [token_batch(2)])
+    assert state() == before
     assert not reuse.prefix._outputs
-
-
-def test_a_forward_that_someone_else_replaced_comes_back(tiny_bert: Any):
-    model = head_only(tiny_bert)
-    original = model.bert.forward
-    replaced = lambda *args, **kwargs: original(*args, **kwargs)  # noqa: E731
-    model.bert.forward = replaced
-    differences(estimator(model, reuse=True), [text_batch(2)])
-    assert model.bert.forward is replaced
-
-
-# ---------------------------------------------------------------- models for which it is wrong
 
 
 class InPlace(nn.Module):
@@ -273,25 +224,6 @@ def squares(model: nn.Module, inputs: Batch) -> Tensor:
     return model(inputs["x"]).square().sum(dim=1)
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    model, generator = build(), torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.normal_(generator=generator)
-    return model
-
-
-@pytest.mark.parametrize("build", [InPlace, BehindTheBack, Impatient])
-def test_models_that_cannot_reuse_are_found_out(build: Callable[[], nn.Module]):
-    model, batch = seeded(build), {"x": torch.linspace(-1, 1, 12).view(4, 3)}
-    reuse = estimator(model, reuse=True, objective=squares)
-    before = [p.detach().clone() for p in reuse.space.tensors]
-    assert reuse.prefix is not None
-    assert not prefix_is_exact(reuse, batch, Direction(KEY, 0))
-    assert reuse.prefix is not None  # the caller decides
-    assert reuse.space.position == ()
-    assert all(torch.equal(a, b) for a, b in zip(before, reuse.space.tensors, strict=True))
-
-
 @pytest.mark.parametrize("build", [InPlace, Impatient])
 def test_stale_outputs_raise_and_never_pass_silently(build: Callable[[], nn.Module]):
     reuse = estimator(seeded(build), reuse=True, objective=squares)
@@ -310,7 +242,7 @@ def test_an_objective_that_calls_the_model_twice_is_found_out(tiny_bert: Any):
         return (one * two).sum(dim=1)
 
     reuse = estimator(head_only(tiny_bert), reuse=True, objective=contrast)
-    assert not prefix_is_exact(reuse, text_batch(3), Direction(KEY, 0))
+    assert not prefix_is_exact(reuse, token_batch(3), Direction(KEY, 0))
 
 
 class SharedFrozen(nn.Module):
@@ -340,10 +272,13 @@ def test_make_exact_turns_a_prefix_off_that_cannot_be(build: Callable[[], nn.Mod
     estimate = estimator(seeded(build), reuse=True, objective=squares)
     full = estimator(seeded(build), reuse=False, objective=squares)
     batch = {"x": torch.linspace(-1, 1, 12).view(4, 3)}
+    before = bits(estimate.space.tensors)
     assert make_exact(estimate, batch, Direction(KEY, 0)) == [
         "reuse_frozen_prefix is off: it would not be exact for this model."
     ]
     assert estimate.prefix is None
+    assert estimate.space.position == ()
+    assert same(before, estimate.space.tensors)
     assert differences(estimate, [batch]).shape == (4, 3)
     if build is not Impatient:  # which gives other losses every other time
         assert torch.equal(differences(estimate, [batch]), differences(full, [batch]))

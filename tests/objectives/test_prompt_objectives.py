@@ -41,9 +41,6 @@ WORDS, PAD, NEW = (11, 23, 5), 0, 5
 SMOOTHING = 1e-2
 
 
-# ---------------------------------------------------------------- examples and batches
-
-
 def tokens(*lengths: int, seed: int = 3) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(4, 64, (length,), generator=generator) for length in lengths]
@@ -130,9 +127,6 @@ CASES = [
     *(("words", family) for family in MASKED),
     *((kind, family) for kind in SMOOTH for family in CAUSAL),
 ]
-
-
-# ---------------------------------------------------------------- what the losses are
 
 
 def reference_scores(model: nn.Module, example: Example) -> Tensor:
@@ -249,9 +243,6 @@ def test_columns_are_what_no_model_takes(language_model: Any) -> None:
         assert set(batch) - {"input_ids", "attention_mask", "labels"} == set(objective.columns)
         seen.append(kind)
     assert seen == list(KINDS)
-
-
-# ---------------------------------------------------------------- logits where they are needed
 
 
 def head_of(model: Any) -> nn.Module:
@@ -417,9 +408,6 @@ def test_float32_copies_are_of_one_row(
     assert rows == expected  # the last of the candidates' calls is over the classes of 3 examples
 
 
-# ---------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize("words", [(), (5,), (5, 6, 5)])
 def test_label_words_must_differ(words: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"token_ids=\(.*no two alike"):
@@ -469,9 +457,6 @@ def test_candidates_need_three_dimensions(language_model: Any) -> None:
     batch = {**collated(label_word_examples()), "answer_lengths": torch.ones(4, 3).long()}
     with pytest.raises(ValueError, match=r"\[B, L, T\].*not \[4, 9\] and \[4, 3\]"):
         Candidates()(language_model("opt"), batch)
-
-
-# ---------------------------------------------------------------- finite differences
 
 
 def trained(model: Any, what: str) -> Any:
@@ -546,9 +531,6 @@ def test_half_precision_weights(kind: str, language_model: Any) -> None:
     assert make_exact(estimate, batches[0], Direction(1, 1, 1)) == []
     assert estimate.strategy == "layerwise"
     assert torch.equal(sweep(estimate, batches), expected)
-
-
-# ---------------------------------------------------------------- losses that are steps
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -707,9 +689,6 @@ def test_a_wrong_strategy_shows_behind_equal_steps(language_model: Any) -> None:
         make_exact(layerwise, batch, Direction(1, 1, 1))
 
 
-# ---------------------------------------------------------------- what an objective says of itself
-
-
 def test_traits() -> None:
     for kind, (objective, _) in KINDS.items():
         assert objective.differentiable is (kind in SMOOTH), kind
@@ -734,9 +713,6 @@ def test_traits_survive_being_wrapped(language_model: Any) -> None:
         assert torch.equal(trial(outer)(model, batch), 2 * trial(inner)(model, batch))
         seen.append(kind)
     assert len(seen) == 2
-
-
-# ---------------------------------------------------------------- per-example gradients
 
 
 @pytest.mark.parametrize("kind_of_gradients", [PerExampleGradients, GhostGradients])

@@ -11,28 +11,26 @@ from typing import Any
 import peft
 import pytest
 import safetensors.torch
+import tiny_runs
 import torch
+import torch.nn.functional as F
 import transformers
 from datasets import Dataset
-from tiny_language_models import opt_tokenizer, roberta_tokenizer, save_causal_lm, seeded
+from tiny_language_models import opt_tokenizer, roberta_tokenizer, seeded
 from torch import Tensor, nn
-from transformers import PreTrainedModel, default_data_collator
+from transformers import PreTrainedModel
 
-from hf_dpzero import DPZeroConfig, DPZeroTrainer
+from hf_dpzero import DPZeroTrainer
 from hf_dpzero.ledger.digests import checksums, digest_model
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import select_objective
-from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.recipes.adapters import trained_adapter, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.build import load_trained
 from hf_dpzero.recipes.models import load_model
 
-CAUSAL = ("opt", "gpt2", "llama", "qwen2")
-MASKED = ("roberta", "bert")
-FAMILIES = (*CAUSAL, *MASKED)
+CAUSAL = ("opt", "gpt2", "llama")
 PREFIX = 3
 
 Loader = Callable[..., Any]
@@ -51,7 +49,7 @@ def body(**settings: Any) -> dict[str, Any]:
 
 
 def configuration(family: str) -> Any:
-    """Two layers of width 16; Llama and Qwen2 share one key-value head, Llama unties its head."""
+    """Two layers of width 16; Llama has one key-value head and unties its head."""
     opt, size = transformers.OPTConfig, body()
     ends = {"bos_token_id": 2, "eos_token_id": 2}
     return {
@@ -60,9 +58,6 @@ def configuration(family: str) -> Any:
             vocab_size=size["vocab_size"], n_embd=16, n_layer=2, n_head=2, n_positions=40, **ends
         ),
         "llama": lambda: transformers.LlamaConfig(**body(num_key_value_heads=1, **ends)),
-        "qwen2": lambda: transformers.Qwen2Config(
-            **body(num_key_value_heads=1, tie_word_embeddings=True, **ends)
-        ),
         "roberta": lambda: transformers.RobertaConfig(**body()),
         "bert": lambda: transformers.BertConfig(**body()),
         "distilbert": lambda: transformers.DistilBertConfig(
@@ -139,22 +134,18 @@ def recipe(folder: str, **settings: Any) -> ModelArguments:
 
 def texts(family: str, side: str = "right") -> dict[str, Tensor]:
     """Three rows of 9, 5 and 2 tokens; labels at every token (causal) or the second (masked)."""
-    rows, labels = ([], []), []
+    ids, masks, labels = [], [], []
     generator = torch.Generator().manual_seed(3)
     for length in (9, 5, 2):
-        ids = torch.randint(5, 200, (length,), generator=generator)
-        label = ids.clone() if family in CAUSAL else torch.full_like(ids, -100)
-        label[1] = ids[1]
-        filler = 9 - length
-        for found, row, value in (
-            (rows[0], ids, 1),
-            (rows[1], torch.ones_like(ids), 0),
-            (labels, label, -100),
-        ):
-            padding = torch.full((filler,), value)
-            found.append(torch.cat([row, padding] if side == "right" else [padding, row]))
-    ids, mask = map(torch.stack, rows)
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.stack(labels)}
+        row = torch.randint(5, 200, (length,), generator=generator)
+        label = row.clone() if family in CAUSAL else torch.full_like(row, -100)
+        label[1] = row[1]
+        pad = (0, 9 - length) if side == "right" else (9 - length, 0)
+        ids.append(F.pad(row, pad, value=1))
+        masks.append(F.pad(torch.ones_like(row), pad))
+        labels.append(F.pad(label, pad, value=-100))
+    parts = {"input_ids": ids, "attention_mask": masks, "labels": labels}
+    return {name: torch.stack(rows) for name, rows in parts.items()}
 
 
 @torch.no_grad()
@@ -166,10 +157,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-# ---------------------------------------------------------------- loading
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["opt", "roberta"])
 @torch.no_grad()
 def test_the_pretrained_head_answers(
     saved: Callable[[str], str], load: Loader, family: str
@@ -185,22 +173,19 @@ def test_the_pretrained_head_answers(
     assert len(trained(model)) == len(list(model.parameters())) > 20
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt2", "qwen2"])
 def test_a_head_tied_to_the_embeddings_is_not_missing(
-    saved: Callable[[str], str], tmp_path: Path, family: str
+    saved: Callable[[str], str], tmp_path: Path
 ) -> None:
     """A bare decoder's checkpoint has no output matrix, and its language model needs none."""
-    bare = transformers.AutoModel.from_pretrained(saved(family))
-    folder = written(tmp_path, family, bare)
-    model, _ = load_model(recipe(folder), prompted(family))
+    bare = transformers.AutoModel.from_pretrained(saved("opt"))
+    model, _ = load_model(recipe(written(tmp_path, "opt", bare)), prompted("opt"))
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert digest_model(model) == digest_model(automatic(family).from_pretrained(saved(family)))
+    assert digest_model(model) == digest_model(automatic("opt").from_pretrained(saved("opt")))
 
 
 @pytest.mark.parametrize(
     ("family", "kind", "absent"),
     [
-        ("bert", "AutoModel", "cls.predictions.bias and 5 more"),
         ("roberta", "AutoModelForSequenceClassification", "lm_head.bias and 5 more"),
         ("llama", "AutoModel", "lm_head.weight and 0 more"),
     ],
@@ -213,25 +198,22 @@ def test_a_missing_head_is_refused(
     with pytest.raises(ValueError, match=rf"has no language-model head \({absent}") as error:
         load_model(recipe(folder), prompted(family))
     wanted = automatic(family).from_pretrained(saved(family))
-    assert f"it was saved as {type(other).__name__}" in str(error.value)
-    assert f"load a checkpoint of {type(wanted).__name__}, or set prompt to null" in str(
-        error.value
-    )
+    message = str(error.value)
+    assert f"it was saved as {type(other).__name__}" in message
+    assert f"load a checkpoint of {type(wanted).__name__}, or set prompt to null" in message
 
 
 def test_other_missing_weights_depend_on_init_seed_alone(
     saved: Callable[[str], str], tmp_path: Path
 ) -> None:
     name = "roberta.encoder.layer.1.output.dense.weight"
-    folder = Path(
-        written(tmp_path, "roberta", automatic("roberta").from_pretrained(saved("roberta")))
-    )
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    written(tmp_path, "roberta", automatic("roberta").from_pretrained(saved("roberta")))
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
     del tensors[name]
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
 
     def drawn(seed: int) -> dict[str, Tensor]:
-        model, _ = load_model(recipe(str(folder), init_seed=seed), prompted("roberta"))
+        model, _ = load_model(recipe(str(tmp_path), init_seed=seed), prompted("roberta"))
         return dict(model.named_parameters())
 
     first = drawn(1)
@@ -248,28 +230,19 @@ def test_other_missing_weights_depend_on_init_seed_alone(
         (
             "opt",
             "masked_lm",
-            r"has the type opt, which does not serve as a masked_lm: set prompt: causal_lm",
+            "type opt, which does not serve as a masked_lm: set prompt: causal_lm",
         ),
-        ("bert", "causal_lm", r"has the type bert, which.*a causal_lm: set prompt: masked_lm"),
         ("roberta", "causal_lm", r"set prompt: masked_lm, or load a GPT-2, OPT, Llama or Qwen"),
     ],
 )
-def test_the_other_kind_of_model_is_refused(
-    saved: Callable[[str], str], family: str, head: str, message: str
+def test_the_other_kind_of_model_and_an_encoder_decoder_are_refused(
+    saved: Callable[[str], str], tiny_t5: Any, tmp_path: Path, family: str, head: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         load_model(recipe(saved(family)), SimpleNamespace(head=head))
-
-
-@pytest.mark.parametrize("head", ["causal_lm", "masked_lm"])
-def test_an_encoder_decoder_is_refused(
-    tiny_t5: Callable[..., PreTrainedModel], tmp_path: Path, head: str
-) -> None:
     tiny_t5().save_pretrained(tmp_path)
     roberta_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=rf"has the type t5, which does not serve as a {head}: load a"
-    ):
+    with pytest.raises(ValueError, match=f"type t5, which does not serve as a {head}: load a"):
         load_model(recipe(str(tmp_path)), SimpleNamespace(head=head))
 
 
@@ -279,31 +252,24 @@ def test_an_encoder_decoder_is_refused(
         {"architecture": "sentence_classifier"},
         {"head_init": "zero"},
         {"label_texts": ["bad", "good"]},
-        {"pair_features": "siamese"},
-        {"logit_scale": 2.0},
         {"precompute_features": True},
-        {"pooling": "cls"},
         {"normalize": False},
     ],
 )
 def test_settings_of_a_classification_head_are_refused(
     saved: Callable[[str], str], settings: dict[str, Any]
 ) -> None:
-    name, value = next(iter(settings.items()))
-    with pytest.raises(
-        ValueError, match=rf"{name}={value!r}.*leave {name} out".replace("[", r"\[")
-    ):
+    ((name, value),) = settings.items()
+    message = rf"{name}={value!r}.*leave {name} out".replace("[", r"\[")
+    with pytest.raises(ValueError, match=message):
         load_model(recipe(saved("opt"), **settings), prompted("opt"))
 
 
-# ---------------------------------------------------------------- tokenizers
-
-
 def test_a_masked_lm_needs_a_mask_token(saved: Callable[[str], str], tmp_path: Path) -> None:
-    automatic("bert").from_pretrained(saved("bert")).save_pretrained(tmp_path)
+    automatic("roberta").from_pretrained(saved("roberta")).save_pretrained(tmp_path)
     opt_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no mask token, which a masked_lm prompt asks at"):
-        load_model(recipe(str(tmp_path)), prompted("bert"))
+        load_model(recipe(str(tmp_path)), prompted("roberta"))
 
 
 def test_a_causal_lm_pads_with_its_end_token(saved: Callable[[str], str], tmp_path: Path) -> None:
@@ -320,10 +286,7 @@ def test_a_causal_lm_pads_with_its_end_token(saved: Callable[[str], str], tmp_pa
         load_model(recipe(str(tmp_path)), prompted("gpt2"))
 
 
-# ---------------------------------------------------------------- precision
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_auto_takes_the_checkpoints_dtype(
     saved: Callable[[str], str], tmp_path: Path, dtype: str
 ) -> None:
@@ -334,30 +297,24 @@ def test_auto_takes_the_checkpoints_dtype(
         assert {p.dtype for p in model.parameters()} == {getattr(torch, expected)}
 
 
-@pytest.mark.parametrize("dtype", ["float16"])
-def test_a_half_precision_language_model_is_trained_whole(
-    load: Loader, tmp_path: Path, dtype: str
-) -> None:
+def test_a_half_precision_language_model_is_trained_whole(load: Loader, tmp_path: Path) -> None:
     """What the field's documentation says; a private run needs microbatch_size=1."""
-    model = load("opt", torch_dtype=dtype)
+    model = load("opt", torch_dtype="float16")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     settings = {"max_steps": 2, "smoothing": 0.02}
     with pytest.raises(ValueError, match="microbatch_size=1"):
         step(model, tmp_path / "many", microbatch_size=4, **settings)
     trainer = step(model, tmp_path / "one", **settings)
     assert trainer.trajectory.next_step == 2
-    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
     moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
     assert len(moved) == len(before)
-    again = load("opt", torch_dtype=dtype)
+    again = load("opt", torch_dtype="float16")
     replay(again, trainer.trajectory)
     assert digest_model(again) == digest_model(model)
 
 
-# ---------------------------------------------------------------- LoRA
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_lora_trains_adapters_alone(load: Loader, family: str) -> None:
     model = load(family, peft_method="lora", lora_r=2)
     assert isinstance(model, peft.PeftModel)
@@ -369,21 +326,7 @@ def test_lora_trains_adapters_alone(load: Loader, family: str) -> None:
     assert torch.equal(losses(model, family), losses(load(family), family))  # B starts at zero
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lora_of_a_language_model_reacts_and_comes_back(load: Loader, family: str) -> None:
-    model = load(family, peft_method="lora", lora_r=2)
-    space = ParameterSpace(list(trained(model).items()), smoothing=1e-2)
-    with space.perturbed(Direction(5, 0), 1e-2):
-        pass  # the first time, the weights go onto their grid
-    before = losses(model, family)
-    with space.perturbed(Direction(5, 0), 1e-2):
-        moved = losses(model, family)
-    assert torch.equal(losses(model, family), before)
-    assert (moved - before).abs().min() > 1e-6
-
-
-@pytest.mark.parametrize("family", ["opt", "bert"])
-@pytest.mark.parametrize("peft_method", ["lora", "prefix"])
+@pytest.mark.parametrize(("family", "peft_method"), [("opt", "prefix"), ("bert", "lora")])
 def test_adapters_are_float32_on_any_base(load: Loader, family: str, peft_method: str) -> None:
     for torch_dtype in ("bfloat16", "float16"):
         model = load(family, peft_method=peft_method, torch_dtype=torch_dtype)
@@ -398,27 +341,16 @@ def test_targets_of_a_language_model_are_named(load: Loader) -> None:
         load("gpt2", peft_method="lora", lora_target_modules=["nothing"])
 
 
-# ---------------------------------------------------------------- BitFit
-
-
-@pytest.mark.parametrize("family", ["opt", "gpt2", "qwen2", "roberta", "bert"])
-def test_bitfit_trains_biases_alone(load: Loader, family: str) -> None:
-    model = load(family, peft_method="bitfit")
-    names = set(trained(model))
-    assert names == {name for name, _ in model.named_parameters() if name.endswith("bias")}
-    assert len(names) >= 6
-
-
-def test_bitfit_of_a_model_without_biases_is_refused(
+def test_bitfit_trains_biases_alone_and_a_model_without_is_refused(
     load: Loader, saved: Callable[[str], str]
 ) -> None:
+    model = load("opt", peft_method="bitfit")
+    biases = {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert set(trained(model)) == biases and len(biases) >= 6
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has none.*peft_method: lora"):
         load("llama", peft_method="bitfit")
     with pytest.raises(ValueError, match=r"LlamaForSequenceClassification has none below its head"):
         load_model(recipe(saved("llama"), peft_method="bitfit"), classified())
-
-
-# ---------------------------------------------------------------- prefixes
 
 
 def real_tokens(model: Any, seed: int = 0) -> Tensor:
@@ -428,7 +360,7 @@ def real_tokens(model: Any, seed: int = 0) -> Tensor:
     return torch.randint(rows, (1, PREFIX), generator=generator)
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("family", ["opt", "llama"])
 @torch.no_grad()
 def test_a_causal_prefix_starts_as_tokens_in_front(load: Loader, family: str) -> None:
     model, plain = load(family, peft_method="prefix", num_virtual_tokens=PREFIX), load(family)
@@ -443,10 +375,10 @@ def test_a_causal_prefix_starts_as_tokens_in_front(load: Loader, family: str) ->
     assert (found - plain(input_ids=ids, attention_mask=mask).logits)[attended].abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", MASKED)
 @torch.no_grad()
-def test_a_masked_prefix_starts_as_tokens_that_see_no_text(load: Loader, family: str) -> None:
+def test_a_masked_prefix_starts_as_tokens_that_see_no_text(load: Loader) -> None:
     """Text attends to the tokens in front, and these attend to themselves alone."""
+    family = "roberta"
     model, plain = load(family, peft_method="prefix", num_virtual_tokens=PREFIX), load(family)
     ids = texts(family)["input_ids"][:1]
     front = real_tokens(plain)
@@ -460,27 +392,7 @@ def test_a_masked_prefix_starts_as_tokens_that_see_no_text(load: Loader, family:
     assert (found - plain(input_ids=ids).logits).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_prefix_is_all_that_is_trained(load: Loader, family: str) -> None:
-    model = load(family, peft_method="prefix", num_virtual_tokens=PREFIX)
-    (parameter,) = trained(model).values()
-    heads = 1 if family in ("llama", "qwen2") else 2
-    assert tuple(parameter.shape) == (PREFIX, 2 * 2 * heads * 8)
-
-
 @pytest.mark.parametrize("family", ["opt", "roberta"])
-def test_a_fresh_prefix_depends_on_the_seed_alone(load: Loader, family: str) -> None:
-    def prefix(seed: int) -> Tensor:
-        model = load(family, peft_method="prefix", num_virtual_tokens=PREFIX, init_seed=seed)
-        return next(iter(trained(model).values())).detach()
-
-    first = prefix(1)
-    torch.rand(7)  # the global generator moves on; nothing may change
-    assert torch.equal(prefix(1), first)
-    assert not torch.equal(prefix(2), first)
-
-
-@pytest.mark.parametrize("family", ["opt", "llama", "roberta"])
 @pytest.mark.parametrize("peft_method", [None, "prefix"])
 def test_losses_do_not_depend_on_padding(
     load: Loader, family: str, peft_method: str | None
@@ -506,9 +418,6 @@ def test_a_model_that_takes_no_prefix_is_refused(load: Loader) -> None:
         with_adapters(made, recipe("unused", peft_method="prefix"), "masked_lm")
 
 
-# ---------------------------------------------------------------- saved and loaded again
-
-
 def shifted(model: nn.Module) -> nn.Module:
     """The model after some training: every trained tensor has moved."""
     generator = torch.Generator().manual_seed(8)
@@ -518,8 +427,10 @@ def shifted(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("family", ["gpt2", "roberta"])
-@pytest.mark.parametrize("peft_method", ["lora", "prefix", "bitfit", None])
+@pytest.mark.parametrize(
+    ("family", "peft_method"),
+    [("gpt2", "lora"), ("roberta", "prefix"), ("gpt2", "bitfit"), ("roberta", None)],
+)
 def test_what_was_trained_is_loaded_again(
     load: Loader, saved: Callable[[str], str], tmp_path: Path, family: str, peft_method: Any
 ) -> None:
@@ -548,9 +459,6 @@ def test_an_adapter_of_another_head_is_refused(
         load("opt", adapter=str(tmp_path / "classifier"))
 
 
-# ---------------------------------------------------------------- private steps
-
-
 def rows(count: int = 40) -> Dataset:
     ids = torch.randint(5, 200, (count, 9), generator=torch.Generator().manual_seed(1))
     whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -559,35 +467,15 @@ def rows(count: int = 40) -> Dataset:
 
 def step(model: nn.Module, folder: Path, **settings: Any) -> DPZeroTrainer:
     """The trainer after a private run of one step on all of the trainable parameters."""
-    defaults = {
-        "noise_multiplier": 1.0,
-        "target_delta": 1e-3,
-        "clip": 5.0,
-        "expected_batch_size": 6,
-        "microbatch_size": 1,
-        "max_steps": 1,
-        "learning_rate": 1e-2,
-        "direction_key": 7,
-        "sampler_key": "ab" * 32,
-        "insecure_noise_seed": 3,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    trainer = DPZeroTrainer(
-        model=model,
-        args=DPZeroConfig(output_dir=str(folder), **{**defaults, **settings}),
-        train_dataset=rows(),
-        data_collator=default_data_collator,
-    )
+    settings = {"max_steps": 1, "expected_batch_size": 6, "microbatch_size": 1, **settings}
+    trainer = tiny_runs.build(folder, model, data=rows(), **settings)
     trainer.train()
     return trainer
 
 
 @pytest.mark.parametrize(
     ("family", "peft_method"),
-    [("opt", "prefix"), ("opt", None), ("roberta", "lora"), ("roberta", "bitfit")],
+    [("opt", "prefix"), ("opt", None), ("roberta", "lora")],
 )
 def test_a_private_step_on_a_language_model(
     load: Loader, tmp_path: Path, family: str, peft_method: Any
@@ -605,14 +493,6 @@ def test_a_private_step_on_a_language_model(
     assert digest_model(again) == digest_model(model)
 
 
-# ---------------------------------------------------------------- quantised bases
-
-QUANTISED = [
-    {"load_in_4bit": True, "peft_method": "lora"},
-    {"load_in_8bit": True, "peft_method": "prefix"},
-]
-
-
 @pytest.fixture
 def bitsandbytes() -> None:
     """Skips a test where it is not installed."""
@@ -624,18 +504,23 @@ def quantised_names(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if type(p).__name__ in kinds]
 
 
-@pytest.mark.parametrize("settings", QUANTISED, ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.parametrize(("bits", "peft_method"), [(4, "lora"), (8, "prefix")])
 @pytest.mark.usefixtures("bitsandbytes")
 def test_a_private_step_on_a_quantised_base(
-    load: Loader, tmp_path: Path, settings: dict[str, Any]
+    load: Loader, tmp_path: Path, bits: int, peft_method: str
 ) -> None:
     """Steps, leaves the base alone, replays, saves, and loads what it saved."""
+    settings = {f"load_in_{bits}bit": True, "peft_method": peft_method}
     model = load("opt", **settings)
+    assert model.get_output_embeddings().weight.dtype == torch.float32
     assert len(quantised_names(model)) == 2 * 6  # four of attention and two more in each layer
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
     frozen = checksums((n, p) for n, p in model.named_parameters() if not p.requires_grad)
     base, before = digest_model(model), losses(model, "opt")
     assert digest_model(load("opt", **settings)) == base
+    assert (before - losses(load("opt"), "opt")).abs().max() > 1e-4  # computes with rounded weights
+    with pytest.raises(ValueError, match=r"not float32.*microbatch_size=1"):
+        step(model, tmp_path / "four", microbatch_size=4)
     trainer = step(model, tmp_path)
     trainer.save_model()
     assert checksums((n, p) for n, p in model.named_parameters() if n in frozen) == frozen
@@ -650,73 +535,23 @@ def test_a_private_step_on_a_quantised_base(
 
 
 @pytest.mark.usefixtures("bitsandbytes")
-def test_a_quantised_base_needs_one_example_a_pass(load: Loader, tmp_path: Path) -> None:
-    model = load("opt", load_in_4bit=True, peft_method="lora")
-    with pytest.raises(ValueError, match=r"not float32.*microbatch_size=1"):
-        step(model, tmp_path, microbatch_size=4)
-
-
-@torch.no_grad()
-def dequantised_(plain: nn.Module, quantised: nn.Module) -> nn.Module:
-    """The float model with the weights that the quantised one stands for."""
-    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
-
-    targets = {
-        n.replace(".base_layer", ""): m for n, m in quantised.get_base_model().named_modules()
-    }
-    for name, module in plain.named_modules():
-        kind = type(targets.get(name)).__name__
-        if kind not in ("Linear4bit", "Linear8bitLt"):
-            continue
-        weight: Any = targets[name].weight
-        found = (
-            dequantize_4bit(weight.data, weight.quant_state)
-            if kind == "Linear4bit"
-            else int8_vectorwise_dequant(weight.data, targets[name].state.SCB)
-        )
-        module.weight.copy_(found.T if type(module).__name__ == "Conv1D" else found)
-    return plain
-
-
-@pytest.mark.parametrize("family", ["opt", "gpt2", "bert"])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.usefixtures("bitsandbytes")
-def test_a_quantised_base_computes_with_its_own_weights(
-    load: Loader, family: str, bits: int
-) -> None:
-    """Nothing else is rounded in 4 bits, nearly nothing in 8; forward passes write to no weight."""
-    model = load(family, **{f"load_in_{bits}bit": True}, peft_method="lora")
-    assert len(quantised_names(model)) >= 2 * 4
-    assert model.get_output_embeddings().weight.dtype == torch.float32
-    before = checksums(model.named_parameters())
-    found, exact = losses(model, family), losses(load(family), family)
-    assert checksums(model.named_parameters()) == before
-    same = losses(dequantised_(load(family), model), family)
-    torch.testing.assert_close(found, same, atol=1e-4 if bits == 4 else 0.1, rtol=1e-4)
-    assert (found - exact).abs().max() > (0.05 if bits == 4 else 1e-4)
-
-
-@pytest.mark.usefixtures("bitsandbytes")
 def test_eight_bits_do_not_fill_the_log(load: Loader, caplog: pytest.LogCaptureFixture) -> None:
     model = load("opt", load_in_8bit=True, peft_method="lora")
     logger = logging.getLogger("bitsandbytes.autograd._functions")
     with caplog.at_level(logging.WARNING, logger=logger.name):
         losses(model, "opt")
         logger.warning("something else")
-    assert [record.message for record in caplog.records if record.name == logger.name] == [
-        "something else"
-    ]
+    assert [r.message for r in caplog.records if r.name == logger.name] == ["something else"]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.usefixtures("bitsandbytes")
 def test_a_fresh_classification_head_on_a_quantised_base(
-    saved: Callable[[str], str], bits: int
+    saved: Callable[[str], str],
 ) -> None:
     """RoBERTa's head is two layers; neither is quantised, both depend on init_seed alone."""
 
     def head(seed: int) -> dict[str, Tensor]:
-        settings = {f"load_in_{bits}bit": True, "peft_method": "lora", "init_seed": seed}
+        settings = {"load_in_4bit": True, "peft_method": "lora", "init_seed": seed}
         model, _ = load_model(recipe(saved("roberta"), **settings), classified())
         assert quantised_names(model)
         return {n: p for n, p in trained(model).items() if "modules_to_save" in n}
@@ -738,11 +573,6 @@ def test_quantised_weights_are_not_drawn(saved: Callable[[str], str]) -> None:
         load_model(
             recipe(saved("bert"), architecture="sentence_classifier", **settings), classified()
         )
-
-
-def test_the_shared_tiny_checkpoint_loads(tmp_path: Path) -> None:
-    model, tokenizer = load_model(recipe(str(save_causal_lm(tmp_path))), prompted("opt"))
-    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
