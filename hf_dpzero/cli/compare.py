@@ -15,11 +15,7 @@ _T = TypeVar("_T")
 
 
 def run(arguments: Compare) -> None:
-    """Runs the grid, or merges comparisons; writes comparison.{json,md,png} and prints the table.
-
-    Raises:
-      ValueError, OSError: nothing to run, methods that cannot be compared, a folder in use.
-    """
+    """Runs the grid, or merges comparisons; writes comparison.{json,md,png} and prints the table."""
     if arguments.merge:
         given = [f"--{name}" for name in ("methods", "epsilons", "seeds") if vars(arguments)[name]]
         if given or arguments.overrides:

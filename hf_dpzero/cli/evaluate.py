@@ -40,15 +40,10 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where weights come from; two are equal where they are the same weights.
+    """Where weights come from; two are equal where they are the same weights."""
 
-    Attributes:
-      path: a folder, with links and `package:` resolved, or a Hub id.
-      revision: its branch, tag or commit; of no effect on a folder.
-    """
-
-    path: str
-    revision: str
+    path: str  # a folder, with links and `package:` resolved, or a Hub id
+    revision: str  # its branch, tag or commit; of no effect on a folder
 
     @classmethod
     def of(cls, name: str, revision: str | None) -> Origin:
@@ -66,9 +61,6 @@ def run(arguments: Evaluate) -> None:
 
     Without --model_name_or_path this is the zero-shot figure of the recipe's base model, which
     --zero_shot insists on. `privacy` in the results says what the figure has seen of the training rows.
-
-    Raises:
-      ValueError: --zero_shot with demonstrations, or with a model that was trained or is another one.
     """
     overrides = parse_overrides(arguments.overrides)
     with tempfile.TemporaryDirectory() as scratch:
@@ -88,9 +80,6 @@ def run(arguments: Evaluate) -> None:
         path = output_dir(recipe) / "eval_results.json"
         path.write_text(json.dumps(results, indent=4, sort_keys=True), encoding="utf-8")
     print(json.dumps(results, indent=2, sort_keys=True) if arguments.json else statement)
-
-
-# ---------------------------------------------------------------- what a figure has seen
 
 
 def _check_zero_shot(recipe: Recipe, own: Origin) -> None:
@@ -162,9 +151,6 @@ def trained_as(origin: Origin) -> str | None:
 
     Looks beside the weights; for a `checkpoint-N` also in its run's folder; for a Hub id in the cache
     and, where it can be reached, on the Hub.
-
-    Returns:
-      None where nothing tells of a training.
     """
     from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
     from hf_dpzero.reporting.privacy_report import REPORT_FILE

@@ -95,12 +95,7 @@ def recipe_facts(recipe: Recipe, known: Overview) -> dict[str, Any]:
 
 
 def calibrated(arguments: Any) -> tuple[PrivacyPlan, float]:
-    """The plan that the options describe, its noise calibrated if a target is given, and delta.
-
-    Raises:
-      ValueError: not exactly one of target_epsilon and noise_multiplier, a value out of range, or
-        a combination that has no sound accounting.
-    """
+    """The plan that the options describe, its noise calibrated if a target is given, and delta."""
     if (arguments.target_epsilon is None) == (arguments.noise_multiplier is None):
         raise ValueError(
             f"target_epsilon={arguments.target_epsilon} and noise_multiplier="

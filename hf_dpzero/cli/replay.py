@@ -27,10 +27,6 @@ def run(arguments: Replay) -> None:
 
     The rebuilt weights are compared bit for bit with those of `--expect`, or, where the whole
     trajectory is replayed, with those that lie beside it.
-
-    Raises:
-      ValueError: another base model, a damaged trajectory, or weights that differ.
-      FileNotFoundError: no base, trajectory or weights to compare with.
     """
     output, beside = Path(arguments.output_dir), Path(arguments.trajectory).resolve().parent
     if output.resolve() == beside:

@@ -17,10 +17,6 @@ def run(arguments: Sweep) -> None:
     """Plans the sweep, runs or continues its trials, writes its results.
 
     Interrupted, the same command continues where it stopped.
-
-    Raises:
-      ValueError: whatever may not be swept or cannot be accounted, before anything is written.
-      OSError: the recipe, the grid file or the data are missing.
     """
     settings = read_settings(arguments)
     prepared = prepare(settings)
@@ -49,11 +45,7 @@ def run(arguments: Sweep) -> None:
 
 
 def read_settings(arguments: Sweep) -> SweepSettings:
-    """The sweep that the command line describes.
-
-    Raises:
-      ValueError: an unknown field, a malformed grid, a distribution out of range.
-    """
+    """The sweep that the command line describes."""
     grid = parse_grid(arguments.grid or [], arguments.grid_file)
     size = math.prod(len(values) for values in grid.values())
     mean = float(size if arguments.mean_trials is None else arguments.mean_trials)

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Train) -> None:
-    """Trains as the recipe and the overrides say and leaves everything in its output_dir.
-
-    Raises:
-      ValueError, OSError: bad settings or data, before anything is written.
-    """
+    """Trains as the recipe and the overrides say and leaves everything in its output_dir."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     resume = checkpoint(recipe.training.resume_from_checkpoint)
     _refuse_used_folder(output_dir(recipe), resume)

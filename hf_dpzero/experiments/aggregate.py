@@ -153,12 +153,7 @@ class Record:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Record:
-        """Reads what `save` wrote.
-
-        Raises:
-          FileNotFoundError: there is no comparison.json in the folder.
-          ValueError: it is something else.
-        """
+        """Reads what `save` wrote."""
         path = Path(folder) / JSON_FILE
         if not path.is_file():
             raise FileNotFoundError(

@@ -280,11 +280,7 @@ def _method_file(recipe: Path, sibling: Path, method: str) -> Path | None:
 
 
 def check_comparable(methods: Sequence[Method]) -> None:
-    """Refuses methods that differ in their data or, among private ones, in what epsilon means.
-
-    Raises:
-      ValueError: names the setting and both values.
-    """
+    """Refuses methods that differ in their data or, among private ones, in what epsilon means."""
     for field in dataclasses.fields(DataArguments):
         if field.name != "subset_seed":  # the grid sets it
             values = [getattr(method.recipe.data, field.name) for method in methods]

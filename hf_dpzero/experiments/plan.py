@@ -23,17 +23,11 @@ from hf_dpzero.recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class Overview:
-    """What is known of a recipe's run before it starts.
+    """What is known of a recipe's run before it starts."""
 
-    Attributes:
-      rows: n and where it comes from.
-      plan: the privacy plan, calibrated; None if n is not known.
-      sections: "model" and "memory".
-    """
-
-    rows: RowCounts
-    plan: Any
-    sections: Mapping[str, Any]
+    rows: RowCounts  # n and where it comes from
+    plan: Any  # the privacy plan, calibrated; None if n is not known
+    sections: Mapping[str, Any]  # "model" and "memory"
 
 
 def overview(recipe: Recipe, num_examples: int | None) -> Overview:
@@ -115,9 +109,6 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
         "by_precision": by_precision,
         "notes": notes,
     }
-
-
-# ---------------------------------------------------------------- for people
 
 
 def print_sections(sections: Mapping[str, Any]) -> None:

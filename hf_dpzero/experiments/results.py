@@ -91,11 +91,7 @@ class Row:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
-        """The inverse of `to_dict`.
-
-        Raises:
-          ValueError: keys that are missing or unknown.
-        """
+        """The inverse of `to_dict`."""
         try:
             return cls(**decode(dict(values)))
         except TypeError as error:
@@ -138,9 +134,6 @@ def read_rows(path: Path) -> list[Row]:
 
     A last line without its end was torn by a crash while it was written: it is cut off, and its run
     counts as unfinished.
-
-    Raises:
-      ValueError: any other line is not a row.
     """
     if not path.exists():
         return []
@@ -163,9 +156,6 @@ def read_rows(path: Path) -> list[Row]:
 def latest(rows: Iterable[Row]) -> dict[str, Row]:
     """digest -> the last row of that run."""
     return {row.digest: row for row in rows}
-
-
-# ---------------------------------------------------------------- a process that ended -> a row
 
 
 class Exit(NamedTuple):
@@ -323,9 +313,6 @@ def _metric_of(results: Mapping[str, Any]) -> str:
 
     Of several, the one that the task is about: macro-F1 stands beside accuracy only where a task asks
     for it, F1 beside exact match.
-
-    Raises:
-      ValueError: there is none that was taken before training as well.
     """
     names = [name.removeprefix("eval_") for name in results if name.startswith("eval_")]
     metrics = [n for n in names if n not in _NOT_A_METRIC and f"zero_shot_{n}" in results]

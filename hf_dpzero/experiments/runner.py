@@ -261,11 +261,7 @@ def cores() -> int:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Holds the lock of a folder; yields its descriptor for the processes it starts.
-
-    Raises:
-      OSError: another command, or a run that outlived one, is at work in the folder.
-    """
+    """Holds the lock of a folder; yields its descriptor for the processes it starts."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     path.touch()

@@ -120,9 +120,6 @@ class Prepared:
     noise_multiplier: float | None = None  # of every trial, where the sweep sets it
 
 
-# ------------------------------------------------------------------ the grid
-
-
 def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[Any]]:
     """`field=value,value` words over the lists of a YAML file, coerced to the fields' types.
 
@@ -186,15 +183,8 @@ def trial_count_from(word: str, mean: float) -> TrialCount:
     return TrialCount(mean=mean, shape=shape)
 
 
-# ------------------------------------------------------------------ what may be swept
-
-
 def check(settings: SweepSettings) -> None:
-    """Refuses, before any data is read, what may not be swept or fixed under this tuning.
-
-    Raises:
-      ValueError: names the field, why, and what to do.
-    """
+    """Refuses, before any data is read, what may not be swept or fixed under this tuning."""
     if settings.tuning not in TUNINGS:
         raise ValueError(f"tuning={settings.tuning!r} is not one of {', '.join(TUNINGS)}.")
     if settings.selection not in SELECTIONS:
@@ -235,16 +225,8 @@ def _why_not_swept(name: str, settings: SweepSettings) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------ the noise that pays
-
-
 def prepare(settings: SweepSettings) -> Prepared:
-    """Loads the task once, checks every point, and calibrates the noise of the trials.
-
-    Raises:
-      ValueError: what `check` refuses, a point that makes no valid run, or settings whose trials
-        have no common accounting.
-    """
+    """Loads the task once, checks every point, and calibrates the noise of the trials."""
     from hf_dpzero.tasks import build_task
 
     check(settings)

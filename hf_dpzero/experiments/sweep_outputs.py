@@ -74,9 +74,6 @@ def _report_tuning(settings: SweepSettings, prepared: Prepared, folder: Path) ->
     report.save(folder)
 
 
-# ------------------------------------------------------------------ sweep.json
-
-
 def _summary(
     settings: SweepSettings, prepared: Prepared, rows: Sequence[Row], best: Row | None
 ) -> dict[str, Any]:
@@ -147,9 +144,6 @@ def statement(settings: SweepSettings, prepared: Prepared) -> str:
     )
 
 
-# ------------------------------------------------------------------ sweep.md
-
-
 def _table(settings: SweepSettings, prepared: Prepared, content: Mapping[str, Any]) -> str:
     """The sweep for people: what it cost, then settings and scores (the winner's alone if secret)."""
     names, best = list(settings.grid), content["best"]
@@ -178,14 +172,8 @@ def _table(settings: SweepSettings, prepared: Prepared, content: Mapping[str, An
     return "\n\n".join([*filter(None, parts), "Swept:", "\n".join(swept)]) + "\n"
 
 
-# ------------------------------------------------------------------ best.yaml
-
-
 def _best_recipe(settings: SweepSettings, prepared: Prepared, best: Row) -> str:
-    """A recipe with the winning settings, to train the private data with.
-
-    For public tuning the data of the recipe itself is kept: overrides of data fields named the
-    public stand-in, and stay out."""
+    """A recipe with the winning settings, to train the private data with."""
     overrides = dict(settings.overrides)
     if settings.tuning == "public":
         data = {field.name for field in dataclasses.fields(DataArguments)}

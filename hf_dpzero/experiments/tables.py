@@ -29,8 +29,6 @@ _NOT_REPEATABLE = (
     "system's entropy, whatever the seed."
 )
 
-# ---------------------------------------------------------------- figures
-
 
 def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """A Markdown table; the first column is text, the others are figures.
@@ -119,9 +117,6 @@ def _at(epsilon: float) -> str:
     return f"ε = {INFINITY if math.isinf(epsilon) else f'{epsilon:.12g}'}"
 
 
-# ---------------------------------------------------------------- one comparison
-
-
 def markdown(record: Record) -> str:
     """Heading, table, what the figures are, the methods, and the runs that failed or are missing."""
     title = f"# {record.settings['task']}: {', '.join(record.methods)}"
@@ -201,8 +196,6 @@ def _failure(row: Row) -> str:
     run = f"{row.method}, {_at(row.target_epsilon)}, seed {row.seed}"
     return f"{run}: **{row.status}** ({STATUSES.get(row.status, row.status)}): {row.error}"
 
-
-# ---------------------------------------------------------------- several tasks in one table
 
 Records = Sequence[tuple[str, Record]]
 

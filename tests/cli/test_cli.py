@@ -40,9 +40,6 @@ def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     return error
 
 
-# ---------------------------------------------------------------- the command itself
-
-
 def test_every_command_has_help(capsys):
     commands = ("train", "evaluate", "plan", "compare", "sweep", "replay", "push")
     for words in ([], *([command] for command in commands)):
@@ -76,9 +73,6 @@ def test_the_declared_entry_point_is_the_command():
     assert name == "hf-dpzero"
     module, _, function = target.partition(":")
     assert getattr(importlib.import_module(module), function) is main.main
-
-
-# ---------------------------------------------------------------- plan
 
 
 def test_plan_finds_the_noise_of_a_budget(capsys):
@@ -170,9 +164,6 @@ def test_plan_needs_a_batch_size(capsys):
 def test_traceback_shows_where(capsys):
     with pytest.raises(ValueError, match="give exactly one"):
         main.main([*PLAN, "--traceback"])
-
-
-# ---------------------------------------------------------------- train, evaluate, replay, push
 
 
 @pytest.fixture(scope="session")
@@ -278,9 +269,6 @@ def test_evaluate_a_trained_model_and_write_the_result(trained, tmp_path, capsys
     found, results = read(tmp_path / "eval_results.json"), read(trained / "all_results.json")
     assert found["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
     assert found["eval_loss"] != results["zero_shot_loss"]
-
-
-# ---------------------------------------------------------------- what an evaluation has seen
 
 
 @pytest.fixture(scope="module")

@@ -75,9 +75,6 @@ def grid(path: Path, methods: str = "dpzero", **settings: Any) -> list[Run]:
     return build_grid(path, methods=methods.split(","), **asked)
 
 
-# ---------------------------------------------------------------- the grid
-
-
 def test_private_methods_run_once_an_epsilon_and_others_once_a_seed(tmp_path):
     runs = grid(write_recipe(tmp_path), "dpzero,mezo", epsilons=[2.0, 6.0], seeds=[42, 13])
     names = [run.name for run in runs]
@@ -264,9 +261,6 @@ def test_one_recipe_under_two_names_is_refused(tmp_path):
         grid(path, f"dpzero,{copy}")
 
 
-# ---------------------------------------------------------------- rows
-
-
 def row(**settings: Any) -> Row:
     values: Settings = {
         "method": "dpzero",
@@ -333,9 +327,6 @@ def test_the_error_is_found_among_progress_bars_and_warnings():
     said = "10%|#  |\r20%|## |\nValueError: no rows\n/usr/lib/x.py:3: UserWarning: leaked\n"
     assert _error_line(said) == "ValueError: no rows"
     assert len(_error_line("x" * 5000)) == 400
-
-
-# ---------------------------------------------------------------- what a run left -> a row
 
 
 REPORT: Settings = {
@@ -434,9 +425,6 @@ def test_zero_shot_models_are_told_apart_by_what_matters_before_training():
     groups = [zero_shot_group(arguments) for arguments in (plain, lora, prefix, zero)]
     assert groups[0] == groups[1]
     assert len(set(groups)) == 3
-
-
-# ---------------------------------------------------------------- means and tables
 
 
 def three_seeds() -> list[Row]:
@@ -590,9 +578,6 @@ def test_the_plot_is_a_png_and_needs_a_finished_run(tmp_path):
     assert plot_comparison(dataclasses.replace(record(), cells=empty), tmp_path) is None
 
 
-# ---------------------------------------------------------------- several tasks in one table
-
-
 def test_merge_puts_methods_down_and_tasks_across(tmp_path):
     for name in ("trec", "sst2"):
         (tmp_path / name).mkdir()
@@ -635,9 +620,6 @@ def test_merge_refuses(tmp_path):
     record(task="b").save(tmp_path / "b")
     with pytest.raises(ValueError, match="is one of the folders"):
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "b")
-
-
-# ---------------------------------------------------------------- running and continuing
 
 
 @dataclasses.dataclass
@@ -832,9 +814,6 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path):
         pass
 
 
-# ---------------------------------------------------------------- real processes
-
-
 def wait_for(child: Process) -> Exit:
     deadline = time.monotonic() + 30
     while (found := child.poll()) is None:
@@ -892,9 +871,6 @@ def test_the_lock_lasts_as_long_as_a_process_that_outlives_its_comparison(tmp_pa
     orphan.stop()
     with locked(tmp_path):
         pass
-
-
-# ---------------------------------------------------------------- the command
 
 
 def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:

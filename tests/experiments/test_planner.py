@@ -88,9 +88,6 @@ def count(parameters: list[nn.Parameter]) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(trained)
 
 
-# ---------------------------------------------------------------- parameters
-
-
 def test_opt_has_the_parameters_of_its_architecture():
     """Tied output, positions from 2 on; a layer: 4 h^2 + 4 h, 8 h^2 + 5 h, two norms of 2 h."""
     h, layers, vocabulary, positions = 2048, 24, 50272, 2048 + 2
@@ -152,9 +149,6 @@ def test_rows_are_no_longer_than_the_model_has_positions(recipe_of: Any):
     assert (opt.longest_row(128), opt.longest_row(32)) == (64, 32)
 
 
-# ---------------------------------------------------------------- the objective
-
-
 def own(objective: ObjectivePass, model: nn.Module) -> Any:
     """The objective that training evaluates."""
     if isinstance(objective, objective_passes.Classification):
@@ -211,9 +205,6 @@ def test_words_of_several_tokens_run_a_row_for_each_label(recipe_of: Any):
     assert (one.rows_per_example, several.rows_per_example) == (1, 2)
     less, more = (peaks.peaks(o, recipe, "float32") for o in (one, several))
     assert more.inference - more.weights > 1.5 * (less.inference - less.weights)
-
-
-# ---------------------------------------------------------------- memory
 
 
 def test_weights_take_their_number_times_their_size(recipe_of: Any):
@@ -357,9 +348,6 @@ def test_evaluation_by_generation_keeps_keys_and_values(recipe_of: Any):
     assert peaks.cache_width(llama) == 2 * 2 * 8
 
 
-# ---------------------------------------------------------------- rows
-
-
 def test_rows_that_are_here_are_counted():
     rows = row_counts.count_rows(DataArguments(task="quickstart", max_train_samples=100))
     assert (rows.train, rows.labels) == (100, 2)
@@ -403,9 +391,6 @@ def test_offline_is_only_inside(monkeypatch: Any):
     assert not hub.is_offline_mode()
 
 
-# ---------------------------------------------------------------- configurations
-
-
 def test_a_published_checkpoint_needs_no_file():
     arguments = ModelArguments(model_name_or_path="facebook/opt-13b")
     config, source = model_on_meta.find_config(arguments)
@@ -413,9 +398,6 @@ def test_a_published_checkpoint_needs_no_file():
     assert "built in" in source
     with pytest.raises(OSError, match=r"`hf download someone/model config\.json`"):
         model_on_meta.find_config(ModelArguments(model_name_or_path="someone/model"))
-
-
-# ---------------------------------------------------------------- the command
 
 
 def planned(capsys: Any, recipe: Path, *words: str) -> Any:

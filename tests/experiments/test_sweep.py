@@ -57,18 +57,11 @@ def make_plan(steps: int = 200, num_directions: int = 1, **settings: Any) -> Pri
     return PrivacyPlan(sampler=sampler, mechanism=mechanism, steps=steps, **settings)
 
 
-# ------------------------------------------------------------------ the grid
-
-
 def test_grids_are_coerced_by_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "grid.yaml"
     file.write_text("clip: [1, 4]\nlearning_rate: [0.1]\n")
     found = parse_grid(["learning-rate=1e-3, 1e-2", "num_directions=1,16"], str(file))
-    assert found == {
-        "clip": [1.0, 4.0],
-        "learning_rate": [1e-3, 1e-2],
-        "num_directions": [1, 16],
-    }
+    assert found == {"clip": [1.0, 4.0], "learning_rate": [1e-3, 1e-2], "num_directions": [1, 16]}
     assert [type(value) for value in found["num_directions"]] == [int, int]
 
 
@@ -117,9 +110,6 @@ def test_grid_files_load_and_say_how_to_run_them(path: Path) -> None:
     assert f"configs/sweep/{path.name}" in path.read_text(encoding="utf-8")
 
 
-# ------------------------------------------------------------------ scores
-
-
 def row(trial: int, score: float | None, status: str = "done") -> Row:
     return Row(
         method="dpzero",
@@ -142,9 +132,6 @@ def test_the_best_row() -> None:
     assert best_row(rows, "eval_loss") is rows[0]
     assert best_row([rows[3], rows[4]], "eval_loss") is rows[3]
     assert best_row([rows[4]], "eval_loss") is None
-
-
-# ------------------------------------------------------------------ the report
 
 
 def make_report(plan: PrivacyPlan, steps: int | None = None) -> PrivacyReport:
@@ -292,9 +279,6 @@ def test_the_hub_refuses_a_larger_epsilon_without_a_tuning_entry(tmp_path: Path)
     odd = dataclasses.replace(report, epsilon=2 * report.epsilon)
     with pytest.raises(ValueError, match="are not of the same run"):
         build_hub_folder(write_run(tmp_path / "run", plan, odd), tmp_path / "hub")
-
-
-# ------------------------------------------------------------------ refusals of the command
 
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "great", "bad", "awful", "film", "it", "was")
@@ -457,9 +441,6 @@ def test_dry_run_prints_the_cost_and_writes_nothing(
     assert "mean 4" in out
     assert "epsilon in total" in out
     assert not (tmp_path / "D").exists()
-
-
-# ------------------------------------------------------------------ secrecy
 
 
 def settings_of(recipe: Path, folder: Path, **changes: Any) -> SweepSettings:

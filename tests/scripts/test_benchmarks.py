@@ -49,9 +49,6 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-# ---------------------------------------------------------------- step
-
-
 @pytest.mark.parametrize(
     ("words", "strategy"),
     [
@@ -118,9 +115,6 @@ def test_every_option_reaches_the_process_that_measures_memory():
     for name in ("what", "json", "phase", "no_memory", "traceback"):
         del parsed[name]
     assert StepBench(**parsed) == bench
-
-
-# ---------------------------------------------------------------- what is timed
 
 
 @pytest.mark.parametrize(
@@ -253,9 +247,6 @@ def _differences(bench: StepBench) -> torch.Tensor:
     return x
 
 
-# ---------------------------------------------------------------- shapes and refusals
-
-
 def test_shapes_have_the_published_sizes():
     """Parameters of the checkpoints' bodies, to 1 % (heads differ), counted without memory."""
     published = {
@@ -298,9 +289,6 @@ def test_an_unknown_shape_names_the_known_ones(capsys: Any):
     assert "device_memory=0.0" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------- clocks
-
-
 def test_the_marginal_cost_is_per_round_and_per_direction():
     rounds = {
         "step": [10.0, 13.0, 11.0],
@@ -341,9 +329,6 @@ def test_steps_take_turns_and_are_prepared_off_the_clock(monkeypatch: Any):
     assert seconds == [[1], [1]]
 
 
-# ---------------------------------------------------------------- memory, measured
-
-
 def test_memory_over_inference_has_no_ratio_where_none_can_be_measured(monkeypatch: Any):
     monkeypatch.setattr(memory, "in_fresh_process", lambda bench, phase: len(phase) - 6)
     result = memory.measure_memory(tiny())
@@ -378,9 +363,6 @@ def test_estimates_agree_with_what_fresh_processes_take():
     for phase in ("inference", "step"):
         measured = memory.in_fresh_process(asked.bench("minilm", phase), phase)
         assert 0.6 < estimate[phase] / measured < 1.1, phase
-
-
-# ---------------------------------------------------------------- memory, estimated
 
 
 def test_live_bytes_of_a_hand_computed_module():

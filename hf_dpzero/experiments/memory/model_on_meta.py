@@ -38,12 +38,6 @@ def find_config(arguments: ModelArguments) -> tuple[Any, str]:
 
     Local folders, Hugging Face's cache and `package:` paths are read. For well-known checkpoints that
     are not here the published shape is built in (`CHECKPOINT_SHAPES`).
-
-    Returns:
-      The configuration, and where it comes from in words.
-
-    Raises:
-      OSError: neither; names the command that fetches the configuration alone.
     """
     from transformers import AutoConfig
 
@@ -69,21 +63,13 @@ def find_config(arguments: ModelArguments) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class MetaModel:
-    """Everything that a recipe's model is made from but its weights.
+    """Everything that a recipe's model is made from but its weights."""
 
-    Attributes:
-      arguments: the recipe's.
-      config: of the checkpoint (of the encoder for architecture: sentence_classifier).
-      head: key of `HEADS`.
-      num_labels: classes of a classification head.
-      trainable: as in `DPZeroConfig`.
-    """
-
-    arguments: ModelArguments
-    config: Any
-    head: str
-    num_labels: int
-    trainable: str | None
+    arguments: ModelArguments  # the recipe's
+    config: Any  # of the checkpoint (of the encoder for architecture: sentence_classifier)
+    head: str  # key of `HEADS`
+    num_labels: int  # classes of a classification head
+    trainable: str | None  # as in `DPZeroConfig`
 
     def build(self, dtype: str, device: str = "meta") -> nn.Module:
         """The model in eval mode with the recipe's adapters; only what the recipe trains requires_grad.
@@ -145,11 +131,7 @@ class MetaModel:
         return min(max_seq_length, limit - offset)
 
     def trains_head_alone(self, model: nn.Module) -> bool:
-        """True if every trained parameter of the built model comes after the body's layers.
-
-        Raises:
-          ValueError: the model has no list of its layers.
-        """
+        """True if every trained parameter of the built model comes after the body's layers."""
         sizes = {
             name: sum(p.numel() for p in module.parameters())
             for name, module in model.named_modules()

@@ -31,15 +31,10 @@ WORD_TOKENS = 4
 
 @dataclass(frozen=True)
 class ObjectivePass(ABC):
-    """One evaluation of a recipe's objective.
+    """One evaluation of a recipe's objective."""
 
-    Attributes:
-      meta: whose model runs.
-      length: T, tokens of a row.
-    """
-
-    meta: MetaModel
-    length: int
+    meta: MetaModel  # whose model runs
+    length: int  # T, tokens of a row
 
     def batch(self, size: int, device: str = "meta") -> Batch:
         """Makes examples of zeros, without padding.
@@ -83,13 +78,9 @@ class ObjectivePass(ABC):
 
 @dataclass(frozen=True)
 class Classification(ObjectivePass):
-    """A classification head, on tokens or on stored features of them.
+    """A classification head, on tokens or on stored features of them."""
 
-    Attributes:
-      from_features: the batch holds a frozen encoder's outputs (precompute_features).
-    """
-
-    from_features: bool = False
+    from_features: bool = False  # the batch holds a frozen encoder's outputs (precompute_features)
 
     def _batch(self, size: int) -> Batch:
         siamese = self.meta.arguments.pair_features == "siamese"
@@ -106,13 +97,9 @@ class Classification(ObjectivePass):
 
 @dataclass(frozen=True)
 class SingleWords(ObjectivePass):
-    """Label words of one token, at one position in the middle of the row: `LabelWords`.
+    """Label words of one token, at one position in the middle of the row: `LabelWords`."""
 
-    Attributes:
-      guessed: no tokenizer has said that they are one token each.
-    """
-
-    guessed: bool = False
+    guessed: bool = False  # no tokenizer has said that they are one token each
 
     def _batch(self, size: int) -> Batch:
         positions = self._zeros(size) + self.length // 2
@@ -148,15 +135,11 @@ class SeveralWords(ObjectivePass):
 
 @dataclass(frozen=True)
 class FreeText(ObjectivePass):
-    """A generated answer, the last tokens of a row, which training scores: `Answers`.
+    """A generated answer, the last tokens of a row, which training scores: `Answers`."""
 
-    Attributes:
-      max_new_tokens: of an answer.
-      by_generation: the objective itself generates (objective: f1), one token a forward pass; what
-        generation keeps is counted in `peaks`.
-    """
-
-    max_new_tokens: int
+    max_new_tokens: int  # of an answer
+    # the objective itself generates (objective: f1), one token a forward pass; what generation
+    # keeps is counted in `peaks`
     by_generation: bool = False
 
     def _batch(self, size: int) -> Batch:

@@ -40,35 +40,22 @@ BITS_PER_WEIGHT = {4: 4 + 32 / 64, 8: 8}
 """bitsandbytes: 4-bit weights with a float32 scale for each block of 64; 8-bit ones with one a row."""
 
 
-# ---------------------------------------------------------------- what methods keep
-
-
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of a model on one microbatch, from which those of each method follow.
+    """Bytes of a model on one microbatch, from which those of each method follow."""
 
-    Attributes:
-      weights: parameters and buffers, tied ones once.
-      examples: B.
-      forward: peak of a forward pass without gradients, over the weights.
-      backward: peak of a forward and backward pass that leaves dense per-example gradients, over
-        the weights; 0 if it was not asked for.
-      dimension: number of trained parameters.
-      trained: bytes of them.
-      half: bytes of those that are not float32.
-      largest: elements of the largest of them.
-      module: bytes of the largest single layer's own trained parameters; of an embedding twice the
-        rows that the batch can use, gathered and perturbed.
-    """
-
-    weights: int
-    examples: int
-    forward: int = 0
+    weights: int  # parameters and buffers, tied ones once
+    examples: int  # B
+    forward: int = 0  # peak of a forward pass without gradients, over the weights
+    # peak of a forward and backward pass that leaves dense per-example gradients, over the
+    # weights; 0 if it was not asked for
     backward: int = 0
-    dimension: int
-    trained: int
-    half: int
-    largest: int
+    dimension: int  # number of trained parameters
+    trained: int  # bytes of them
+    half: int  # bytes of those that are not float32
+    largest: int  # elements of the largest of them
+    # bytes of the largest single layer's own trained parameters; of an embedding twice the rows
+    # that the batch can use, gathered and perturbed
     module: int
 
     @classmethod
@@ -151,28 +138,17 @@ def dp_adamw_bytes(footprint: Footprint, moments: int = 2) -> int:
     return footprint.weights + moments * size + 4 * footprint.dimension + phases
 
 
-# ---------------------------------------------------------------- a recipe
-
-
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """Bytes at the peaks of a run whose weights are in one precision.
+    """Bytes at the peaks of a run whose weights are in one precision."""
 
-    Attributes:
-      precision: "float32", "bfloat16", or "4-bit" or "8-bit" for a quantised base.
-      weights: parameters and buffers, tied ones once.
-      inference: a forward pass of one microbatch.
-      evaluation: of the recipe's evaluation batch; with generation, the cache of keys and values.
-      training: a step; None where the method does not work in this precision.
-      how: how training perturbs or differentiates.
-    """
-
-    precision: str
-    weights: int
-    inference: int
+    precision: str  # "float32", "bfloat16", or "4-bit" or "8-bit" for a quantised base
+    weights: int  # parameters and buffers, tied ones once
+    inference: int  # a forward pass of one microbatch
+    # of the recipe's evaluation batch; with generation, the cache of keys and values
     evaluation: int
-    training: int | None
-    how: str
+    training: int | None  # a step; None where the method does not work in this precision
+    how: str  # how training perturbs or differentiates
 
     @property
     def peak(self) -> int | None:
@@ -244,10 +220,7 @@ def peaks(objective: ObjectivePass, recipe: Any, dtype: str) -> Peaks:
 def _evaluation_bytes(
     objective: ObjectivePass, model: nn.Module, size: int, prefix: FrozenPrefix | None = None
 ) -> int:
-    """Peak over the weights of evaluating the objective on `size` examples without gradients.
-
-    A prefix remembers what runs before anything trained; a second evaluation reuses it.
-    """
+    """Peak over the weights of evaluating the objective on `size` examples without gradients."""
     batch = objective.batch(size)
 
     def evaluate() -> None:
@@ -265,10 +238,7 @@ def _width(model: nn.Module) -> int:
 
 
 def _mask_bytes(objective: ObjectivePass, model: nn.Module, size: int) -> int:
-    """The mask `[rows, 1, T, T]` of padded rows, as truth values and as numbers.
-
-    The meta device runs without: rows that are not padded have none.
-    """
+    """The mask `[rows, 1, T, T]` of padded rows, as truth values and as numbers."""
     if isinstance(objective, Classification) and objective.from_features:
         return 0
     rows = size * objective.rows_per_example
@@ -286,10 +256,7 @@ def _prediction_bytes(objective: ObjectivePass, model: nn.Module, size: int) -> 
 
 
 def _generation_bytes(objective: FreeText, model: nn.Module, size: int) -> int:
-    """The cache that generation keeps: keys and values of every layer for T tokens.
-
-    The new tokens have their room in T. One layer's cache exists twice while it grows.
-    """
+    """The cache that generation keeps: keys and values of every layer for T tokens."""
     layer = size * objective.length * _width(model) * cache_width(objective.meta.body)
     return (objective.meta.num_layers + 1) * layer
 
@@ -299,9 +266,6 @@ def cache_width(body: Any) -> int:
     heads = int(body.num_attention_heads)
     size = getattr(body, "head_dim", None) or body.hidden_size // heads
     return 2 * int(getattr(body, "num_key_value_heads", None) or heads) * int(size)
-
-
-# ---------------------------------------------------------------- a training step
 
 
 def _footprint(objective: ObjectivePass, model: nn.Module, args: Any, **counts: int) -> Footprint:
@@ -384,14 +348,8 @@ def _ghost_bytes(
         return live.live + max((t.numel() * t.element_size() for t in kept), default=0)
 
 
-# ---------------------------------------------------------------- a quantised base
-
-
 def _quantised(base: Peaks, objective: ObjectivePass, bits: int) -> Peaks:
-    """The same with the frozen linear layers of the body in 4 or 8 bits.
-
-    A layer is written out in the other weights' precision while it runs.
-    """
+    """The same with the frozen linear layers of the body in 4 or 8 bits."""
     # Heads, output embeddings and what trains stay as they are.
     kept = ("lm_head", "classifier", "score", "lora_", "modules_to_save", "original_module")
     weights = [
@@ -418,9 +376,6 @@ def _quantised(base: Peaks, objective: ObjectivePass, bits: int) -> Peaks:
 def _packed_bytes(weight: Tensor, bits: int) -> int:
     scales = 0 if bits == 4 else 4 * len(weight)
     return math.ceil(weight.numel() * BITS_PER_WEIGHT[bits] / 8) + scales
-
-
-# ---------------------------------------------------------------- devices
 
 
 def devices() -> dict[str, int]:

@@ -20,19 +20,12 @@ _FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RowCounts:
-    """What a plan needs to know of the data.
+    """What a plan needs to know of the data."""
 
-    Attributes:
-      train: n, rows of training data; None if nobody knows.
-      labels: number of classes; 0 where answers are generated; None if it is not known.
-      source: where `train` comes from, in words; or what to give if it is None.
-      task: with its rows, if they are here.
-    """
-
-    train: int | None
-    labels: int | None
-    source: str
-    task: Any = None
+    train: int | None  # n, rows of training data; None if nobody knows
+    labels: int | None  # number of classes; 0 where answers are generated; None if it is not known
+    source: str  # where `train` comes from, in words; or what to give if it is None
+    task: Any = None  # with its rows, if they are here
 
 
 def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
