@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hf_dpzero.cli.options import Compare
-from hf_dpzero.experiments.compare import compare, settings_of
+from hf_dpzero.experiments.compare import compare
 from hf_dpzero.experiments.grid import build_grid
 from hf_dpzero.experiments.tables import TABLE_FILE, merge, table
 
@@ -35,16 +35,17 @@ def run(arguments: Compare) -> None:
     recipe, words = arguments.recipes[0], arguments.overrides
     runs = build_grid(
         recipe,
-        methods=listed("methods", arguments.methods, str),
-        epsilons=listed("epsilons", arguments.epsilons, float),
-        seeds=listed("seeds", arguments.seeds, int),
+        methods=_listed("methods", arguments.methods, str),
+        epsilons=_listed("epsilons", arguments.epsilons, float),
+        seeds=_listed("seeds", arguments.seeds, int),
         overrides=words,
     )
     folder = Path(arguments.output_dir or f"out/compare-{Path(recipe).stem}")
     record = compare(
         folder,
         runs,
-        settings_of(runs, recipe=recipe, overrides=words, jobs=arguments.jobs),
+        recipe=recipe,
+        overrides=words,
         jobs=arguments.jobs,
         retry_failed=arguments.retry_failed,
         keep_weights=not arguments.discard_weights,
@@ -56,21 +57,10 @@ def run(arguments: Compare) -> None:
     print(f"written: {folder}/comparison.json, .md and .png")
 
 
-def listed(name: str, text: str | None, kind: Callable[[str], _T]) -> list[_T]:
-    """The words between commas.
+def _listed(name: str, text: str | None, kind: Callable[[str], _T]) -> list[_T]:
+    """The words between commas, converted.
 
-    Args:
-      name: of the option, for errors.
-      text: what was given.
-      kind: converts a word.
-
-    Returns:
-      The converted words; none if nothing was given.
-
-    Raises:
-      ValueError: a word that is no number where one is needed.
-
-    >>> listed("epsilons", "2, 6", float)
+    >>> _listed("epsilons", "2, 6", float)
     [2.0, 6.0]
     """
     words = [word.strip() for word in (text or "").split(",") if word.strip()]

@@ -19,24 +19,6 @@ from hf_dpzero.recipes.recipe import (
     read_recipe,
 )
 
-NO_TRAINING_DATA = "zero-shot: no training row was used"
-DEMONSTRATIONS = (
-    "NOT PRIVATE: {count} training rows stand in every prompt; what the model then says depends on them "
-    "without any noise"
-)
-_UNREPORTED = (
-    "NOT KNOWN: {path} was trained ({evidence}), and no report that can be read says what was spent"
-)
-_ANOTHER_MODEL = (
-    "NOT KNOWN: {path} is not the recipe's base model and has no {report}, so nothing says what it was "
-    "trained on"
-)
-_ANOTHER_REVISION = (
-    "NOT KNOWN: the recipe names the revision {expected!r} of {path}, and nothing says what {used!r} "
-    "was trained on"
-)
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
-
 
 @dataclass(frozen=True)
 class Origin:
@@ -73,7 +55,7 @@ def run(arguments: Evaluate) -> None:
         if arguments.zero_shot:
             _check_zero_shot(recipe, own)
         statement = privacy_statement(recipe, own)
-        metrics = evaluate(recipe, base, quiet=arguments.json)
+        metrics = _evaluate(recipe, base, quiet=arguments.json)
     results = {**metrics, "privacy": statement}
     if "output_dir" in overrides:
         output_dir(recipe).mkdir(parents=True, exist_ok=True)
@@ -84,24 +66,24 @@ def run(arguments: Evaluate) -> None:
 
 def _check_zero_shot(recipe: Recipe, own: Origin) -> None:
     """Refuses what would not be zero-shot."""
-    used = Origin.of(recipe.model.model_name_or_path, recipe.model.model_revision)
     shown, model = recipe.data.num_demonstrations, recipe.model.model_name_or_path
-    if not shown and (training := trained_as(used)) is not None:
+    used = Origin.of(model, recipe.model.model_revision)
+    if not shown and (training := _trained_as(used)) is not None:
         raise ValueError(
             "--zero_shot evaluates a model that has seen no training row, and "
             f"model_name_or_path={model} was trained: {training}"
         )
+    if not shown and used == own:
+        return
+    other = f"model_revision={recipe.model.model_revision}"
     if shown:
         other = f"num_demonstrations={shown}"
     elif used.path != own.path:
         other = f"model_name_or_path={model}"
-    else:
-        other = f"model_revision={recipe.model.model_revision}"
-    if shown or used != own:
-        raise ValueError(
-            f"--zero_shot evaluates the recipe's base model without training rows, and {other} says "
-            "otherwise; leave one out."
-        )
+    raise ValueError(
+        f"--zero_shot evaluates the recipe's base model without training rows, and {other} says "
+        "otherwise; leave one out."
+    )
 
 
 def privacy_statement(recipe: Recipe, own: Origin) -> str:
@@ -121,15 +103,18 @@ def privacy_statement(recipe: Recipe, own: Origin) -> str:
     from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
 
     if recipe.data.num_demonstrations:
-        return DEMONSTRATIONS.format(count=recipe.data.num_demonstrations)
+        return (
+            f"NOT PRIVATE: {recipe.data.num_demonstrations} training rows stand in every prompt; what "
+            "the model then says depends on them without any noise"
+        )
     used = Origin.of(recipe.model.model_name_or_path, recipe.model.model_revision)
-    training = trained_as(used)
+    training = _trained_as(used)
     if training is None:
         return _untrained(used, own)
     base = own
     if (Path(used.path) / ADAPTER_FILE).is_file():  # its base is loaded at the revision asked for
         base = Origin(own.path, used.revision)
-    of_base = trained_as(base) if base != used else None
+    of_base = _trained_as(base) if base != used else None
     if of_base is None and base != own:
         of_base = _untrained(base, own)
     return training if of_base is None else f"{training} And of its base model: {of_base}"
@@ -140,14 +125,20 @@ def _untrained(used: Origin, own: Origin) -> str:
     from hf_dpzero.reporting.privacy_report import REPORT_FILE
 
     if used.path != own.path:
-        return _ANOTHER_MODEL.format(path=used.path, report=REPORT_FILE)
+        return (
+            f"NOT KNOWN: {used.path} is not the recipe's base model and has no {REPORT_FILE}, so "
+            "nothing says what it was trained on"
+        )
     if used.revision != own.revision:
-        return _ANOTHER_REVISION.format(path=used.path, expected=own.revision, used=used.revision)
-    return NO_TRAINING_DATA
+        return (
+            f"NOT KNOWN: the recipe names the revision {own.revision!r} of {used.path}, and nothing "
+            f"says what {used.revision!r} was trained on"
+        )
+    return "zero-shot: no training row was used"
 
 
-def trained_as(origin: Origin) -> str | None:
-    """What is on record of a model's training: its report's own statement, or that a report lacks.
+def _trained_as(origin: Origin) -> str | None:
+    """What is on record of a model's training: its report's statement; None without a trace of one.
 
     Looks beside the weights; for a `checkpoint-N` also in its run's folder; for a Hub id in the cache
     and, where it can be reached, on the Hub.
@@ -160,14 +151,17 @@ def trained_as(origin: Origin) -> str | None:
         if not origin.path:
             paths = []
         elif folder.is_dir():
-            of_run = [folder.parent / name] if _CHECKPOINT.fullmatch(folder.name) else []
-            paths = [folder / name, *of_run]
+            of_run = [folder.parent] if re.fullmatch(r"checkpoint-\d+", folder.name) else []
+            paths = [place / name for place in (folder, *of_run)]
         else:
             paths = _on_the_hub(origin, name)
         for path in paths:
             if path.is_file():
                 statement = _stated(path) if name == REPORT_FILE else None
-                return statement or _UNREPORTED.format(path=origin.path, evidence=path)
+                return statement or (
+                    f"NOT KNOWN: {origin.path} was trained ({path}), and no report that can be read "
+                    "says what was spent"
+                )
     return None
 
 
@@ -193,17 +187,8 @@ def _stated(path: Path) -> str | None:
     return f"{'NOT PRIVATE: ' if silent else ''}{report.statement} So says {path}."
 
 
-def evaluate(recipe: Recipe, base: str, quiet: bool = False) -> dict[str, float]:
-    """Metrics (`eval_loss`, `eval_accuracy`, ...) of the recipe's model on its validation rows.
-
-    Args:
-      recipe: names the model; its training data is looked at only for `num_demonstrations`.
-      base: the model under an adapter; see `assemble.load_trained`.
-      quiet: print nothing to standard output.
-
-    Returns:
-      Name -> value, with `eval_samples`.
-    """
+def _evaluate(recipe: Recipe, base: str, quiet: bool) -> dict[str, float]:
+    """Metrics of the recipe's model (`base` with an adapter on it) on its validation rows."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     from hf_dpzero.tasks import build_task

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings("ignore", message=".*'pin_memory' argument is set as true")
     try:
-        dispatch(words)
+        _dispatch(words)
         return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -47,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def dispatch(words: list[str]) -> None:
-    """Parses `words` and runs the command; errors propagate."""
-    parser = build_parser()
+def _dispatch(words: list[str]) -> None:
+    parser = _build_parser()
     if words[:1] == ["bench"]:
         parser.error(
             "unknown command 'bench': benchmarks run from a source checkout, as "
@@ -59,13 +58,13 @@ def dispatch(words: list[str]) -> None:
     values = vars(parsed)
     command = values.pop("command")
     arguments = COMMANDS[command](**values, overrides=overrides)
-    if overrides and not arguments.takes_overrides:
+    recipeless = command == "push" or (command == "plan" and values["recipe"] is None)
+    if overrides and recipeless:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     importlib.import_module(f"hf_dpzero.cli.{command}").run(arguments)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The argument parser of all commands; imports nothing heavy."""
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-dpzero",
         description="Differentially private zeroth-order fine-tuning with Hugging Face.",
@@ -84,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
         types_of_fields = typing.get_type_hints(options)
         for field in dataclasses.fields(options):
-            if not field.metadata.get("hidden"):
+            if field.name != "overrides":
                 _add_option(command, field, types_of_fields[field.name])
     return parser
 

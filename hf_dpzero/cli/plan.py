@@ -21,80 +21,72 @@ if TYPE_CHECKING:
     from hf_dpzero.recipes.recipe import Recipe
 
 RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
-DEFAULTS: dict[str, Any] = {
-    "clip": 1.0,
-    "num_directions": 1,
-    "sampling": "poisson",
-    "neighboring_relation": "add_or_remove_one",
-    "accountant": "pld",
-    "noise_distribution": "gaussian",
-}
-"""Options that may be left out; with --recipe they are the recipe's."""
-_NO_FIELDS = ("recipe", "num_examples", "json", "traceback", "overrides")
+DEFAULTS: dict[str, Any] = {  # with --recipe they are the recipe's
+    "clip": 1.0, "num_directions": 1, "sampling": "poisson", "accountant": "pld",
+    "neighboring_relation": "add_or_remove_one", "noise_distribution": "gaussian",
+}  # fmt: skip
 
 
 def run(arguments: Plan) -> None:
-    """Computes and prints the plan; see `facts` and `recipe_facts` for the keys of --json."""
+    """Computes and prints the plan; see `_facts` and `_recipe_facts` for the keys of --json."""
     sections: Mapping[str, Any] = {}
     if arguments.recipe is not None:
-        privacy, sections = plan_recipe(arguments)
+        privacy, sections = _plan_recipe(arguments)
     else:
         for name in ("num_examples", "max_steps"):
             if getattr(arguments, name) is None:
                 raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
-        unsaid: dict[str, Any] = {
-            n: v for n, v in DEFAULTS.items() if getattr(arguments, n) is None
-        }
-        plan, delta = calibrated(dataclasses.replace(arguments, **unsaid))
-        privacy = facts(plan, delta, arguments.target_epsilon)
+        unsaid = {n: v for n, v in DEFAULTS.items() if getattr(arguments, n) is None}
+        plan, delta = _calibrated(dataclasses.replace(arguments, **unsaid))
+        privacy = _facts(plan, delta, arguments.target_epsilon)
     if arguments.json:
         print(json.dumps(_finite({**privacy, **sections}), indent=2))
         return
-    print_table(privacy)
+    _print_table(privacy)
     if sections:
         from hf_dpzero.experiments.plan import print_sections
 
         print_sections(sections)
 
 
-def plan_recipe(arguments: Plan) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """`recipe_facts` of --recipe with its overrides, and the sections on model and memory."""
+def _plan_recipe(arguments: Plan) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """`_recipe_facts` of --recipe with its overrides, and the sections on model and memory."""
     from hf_dpzero.experiments.plan import overview
     from hf_dpzero.recipes.recipe import load_recipe, parse_overrides
 
-    said = {n: v for n, v in vars(arguments).items() if n not in _NO_FIELDS and v is not None}
+    no_fields = ("recipe", "num_examples", "json", "traceback", "overrides")
+    said = {n: v for n, v in vars(arguments).items() if n not in no_fields and v is not None}
     with tempfile.TemporaryDirectory() as scratch:
         overrides = {"output_dir": scratch, **said, **parse_overrides(arguments.overrides)}
         recipe = load_recipe(arguments.recipe or "", overrides)
         known = overview(recipe, arguments.num_examples)
-    return recipe_facts(recipe, known), known.sections
+    return _recipe_facts(recipe, known), known.sections
 
 
-def recipe_facts(recipe: Recipe, known: Overview) -> dict[str, Any]:
-    """`facts` of a recipe's plan, with the method and where n comes from.
+def _recipe_facts(recipe: Recipe, known: Overview) -> dict[str, Any]:
+    """`_facts` of a recipe's plan, with the method and where n comes from.
 
-    Args:
-      recipe: with its overrides.
-      known: its overview.
-
-    Returns:
-      What is printed. Without n there is no plan: `missing` says what to give. A method without
-      privacy has an infinite epsilon.
+    Without n there is no plan, and `missing` says what to give. Without privacy epsilon is infinite.
     """
     args = recipe.training
     head = {"method": args.method, "num_examples_from": known.rows.source}
     if known.plan is None:
-        settings = {name: getattr(args, name) for name in ("expected_batch_size", "sampling")}
-        missing = known.rows.source
-        return {**head, "num_examples": None, **settings, "epsilon": None, "missing": missing}
+        batch = {name: getattr(args, name) for name in ("expected_batch_size", "sampling")}
+        return {
+            **head,
+            "num_examples": None,
+            **batch,
+            "epsilon": None,
+            "missing": known.rows.source,
+        }
     n = known.plan.sampler.num_examples
     if args.not_private:
         epsilon = {"epsilon": math.inf, "delta": None, "private": False}
         return {**head, **_setting(known.plan), **epsilon}
-    return {**head, **facts(known.plan, args.delta(n), args.target_epsilon)}
+    return {**head, **_facts(known.plan, args.delta(n), args.target_epsilon)}
 
 
-def calibrated(arguments: Any) -> tuple[PrivacyPlan, float]:
+def _calibrated(arguments: Any) -> tuple[PrivacyPlan, float]:
     """The plan that the options describe, its noise calibrated if a target is given, and delta."""
     if (arguments.target_epsilon is None) == (arguments.noise_multiplier is None):
         raise ValueError(
@@ -124,16 +116,11 @@ def calibrated(arguments: Any) -> tuple[PrivacyPlan, float]:
 
 
 def _sampler(arguments: Any) -> Sampler:
-    size = arguments.expected_batch_size
-    if arguments.sampling == "full_batch":
-        size = arguments.num_examples if size is None else size
-    elif size is None:
+    n, size = arguments.num_examples, arguments.expected_batch_size
+    if size is None and arguments.sampling != "full_batch":
         raise ValueError("expected_batch_size is missing; give --expected_batch_size B.")
-    values = {
-        "name": arguments.sampling,
-        "num_examples": arguments.num_examples,
-        "expected_batch_size": size,
-    }
+    size = n if size is None else size
+    values = {"name": arguments.sampling, "num_examples": n, "expected_batch_size": size}
     if arguments.max_batch_size is not None:
         values["max_batch_size"] = arguments.max_batch_size
     elif arguments.sampling == "truncated_poisson":
@@ -141,7 +128,7 @@ def _sampler(arguments: Any) -> Sampler:
     return sampler_from_dict(values)
 
 
-def facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict[str, Any]:
+def _facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict[str, Any]:
     """The plan in numbers: what is printed.
 
     `noise_std` is the standard deviation of the noise on each of the K released means, in loss
@@ -149,14 +136,6 @@ def facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict
     for Gaussian noise is the noise multiplier and for Laplace noise sqrt(2) times it (that
     multiplier is the scale b / C). `epsilon_by_relation` is what the *same* noise spends under each
     neighbouring relation; a text there says why it is not accounted.
-
-    Args:
-      plan: with its noise.
-      delta: of the epsilons.
-      target_epsilon: what was asked for, or None.
-
-    Returns:
-      What is printed.
     """
     mechanism: Any = plan.mechanism
     batch = mechanism.expected_batch_size
@@ -191,16 +170,15 @@ def _setting(plan: PrivacyPlan) -> dict[str, Any]:
     }
 
 
-def _epsilon_under(plan: PrivacyPlan, relation: str, delta: float) -> float | str:
+def _epsilon_under(plan: PrivacyPlan, relation: Any, delta: float) -> float | str:
     try:
-        other = dataclasses.replace(plan, relation=relation)  # type: ignore[arg-type]
-        return other.epsilon(delta)
+        return dataclasses.replace(plan, relation=relation).epsilon(delta)
     except ValueError as error:
         return f"not accounted: {error}"
 
 
-def print_table(privacy: Mapping[str, Any]) -> None:
-    """Prints `facts` or `recipe_facts` for people."""
+def _print_table(privacy: Mapping[str, Any]) -> None:
+    """Prints `_facts` or `_recipe_facts` for people."""
     from rich.console import Console
     from rich.table import Table
 

@@ -18,9 +18,6 @@ from hf_dpzero.recipes.recipe import Recipe, load_recipe
 if TYPE_CHECKING:
     from hf_dpzero.tasks.task import Task
 
-RECIPE_SUFFIXES = (".yaml", ".yml")
-WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
-
 
 def run(arguments: Replay) -> None:
     """Loads base and trajectory, checks the base's digest, replays, saves, compares.
@@ -32,73 +29,54 @@ def run(arguments: Replay) -> None:
     if output.resolve() == beside:
         raise ValueError(f"output_dir={output} is the trajectory's own folder; give another one.")
     trajectory = Trajectory.load(arguments.trajectory)
-    model, tokenizer = load_base(arguments.base, arguments.overrides, beside)
+    model, tokenizer = _load_base(arguments.base, arguments.overrides, beside)
     replay(model, trajectory, arguments.upto)
     model.save_pretrained(output)
     if tokenizer is not None:
         tokenizer.save_pretrained(output)
     steps = sum(arguments.upto is None or r.step < arguments.upto for r in trajectory.releases)
     print(f"replayed {steps} of {len(trajectory.releases)} steps into {output}")
-    expected = None
-    if arguments.expect is not None:
-        expected = Path(arguments.expect)
-    elif arguments.upto is None and weight_files(beside):
+    expected = None if arguments.expect is None else Path(arguments.expect)
+    if expected is None and arguments.upto is None and _weight_files(beside):
         expected = beside
     if expected is not None:
-        count = compare(output, expected)
+        count = _compare(output, expected)
         print(f"all {count} tensors equal those in {expected}, bit for bit")
 
 
-def load_base(base: str, overrides: Sequence[str], beside: Path) -> tuple[Any, Any]:
-    """The untrained model and its tokenizer (or None), from a recipe or a saved model.
-
-    Args:
-      base: a recipe (.yaml), or a model's folder or Hub id.
-      overrides: settings laid over the recipe; refused for a model.
-      beside: the run's folder; its config.json names the labels, so that the data is not needed.
-
-    Returns:
-      The model, and its tokenizer or None.
-    """
-    if base.endswith(RECIPE_SUFFIXES):
+def _load_base(base: str, overrides: Sequence[str], beside: Path) -> tuple[Any, Any]:
+    """The untrained model and its tokenizer (or None), from a recipe, a model's folder or a Hub id."""
+    if base.endswith((".yaml", ".yml")):
         from hf_dpzero.recipes.models import load_model
 
         recipe = load_recipe(base, overrides)
-        return load_model(recipe.model, labels_of(recipe, beside))
+        return load_model(recipe.model, _task_of(recipe, beside))
     if overrides:
         raise ValueError(f"{overrides[0]}: settings go with a recipe as --base, not with a model.")
     return _load_checkpoint(base)
 
 
-def labels_of(recipe: Recipe, beside: Path) -> Task:
+def _task_of(recipe: Recipe, beside: Path) -> Task:
     """The recipe's task, with its rows only where nothing else says what the labels are.
 
     Whoever verifies a release has the published model but not the private data: the names come from
     config.json beside the trajectory, else from the task, else one is made for each label text.
-
-    Args:
-      recipe: of the run.
-      beside: the run's folder.
-
-    Returns:
-      The task.
     """
     from hf_dpzero.tasks import build_task
 
     if recipe.data.prompt is not None:  # a language model's head has no labels
         return _without_rows(recipe, ())
     config = beside / "config.json"
-    if config.is_file():
-        names = json.loads(config.read_text(encoding="utf-8")).get("id2label") or {}
-        if names:
-            return _without_rows(recipe, [names[key] for key in sorted(names, key=int)])
+    names = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if names := names.get("id2label"):
+        return _without_rows(recipe, [names[key] for key in sorted(names, key=int)])
     try:
         return build_task(recipe.data)  # type: ignore[return-value]
     except (OSError, ValueError):
         if not recipe.model.label_texts:
             raise
-        count = len(recipe.model.label_texts)
-        return _without_rows(recipe, [f"LABEL_{index}" for index in range(count)])
+        indices = range(len(recipe.model.label_texts))
+        return _without_rows(recipe, [f"LABEL_{index}" for index in indices])
 
 
 def _without_rows(recipe: Recipe, label_names: Sequence[str]) -> Task:
@@ -138,33 +116,21 @@ def _load_checkpoint(name_or_path: str) -> tuple[Any, Any]:
         return model, None
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a saved model or adapter."""
-    return sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
+def _weight_files(folder: Path) -> list[Path]:
+    patterns = ("model*.safetensors", "adapter_model*.safetensors")
+    return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
-def compare(rebuilt: Path, expected: Path) -> int:
-    """Checks that two folders hold the same tensors, bit for bit.
-
-    Args:
-      rebuilt: folder of a saved model or adapter.
-      expected: another one.
-
-    Returns:
-      The number of tensors.
-
-    Raises:
-      FileNotFoundError: a folder without weights.
-      ValueError: other tensors, or a tensor that differs; names the first.
-    """
-    ours, theirs = read_weights(rebuilt), read_weights(expected)
+def _compare(rebuilt: Path, expected: Path) -> int:
+    """Checks that two folders hold the same tensors, bit for bit; returns how many."""
+    ours, theirs = _read_weights(rebuilt), _read_weights(expected)
     if ours.keys() != theirs.keys():
         odd = sorted(ours.keys() ^ theirs.keys())
         raise ValueError(f"{rebuilt} and {expected} hold other tensors: {', '.join(odd[:3])}.")
     for name, tensor in ours.items():
-        other = theirs[name]
-        same_kind = tensor.dtype == other.dtype and tensor.shape == other.shape
-        if not same_kind or not torch.equal(_bytes(tensor), _bytes(other)):
+        a, b = tensor.contiguous(), theirs[name].contiguous()
+        alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+        if not alike or not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
             raise ValueError(
                 f"tensor {name} of {expected} is not what the trajectory gives (see {rebuilt}): "
                 "these weights were not made by these releases alone."
@@ -172,17 +138,13 @@ def compare(rebuilt: Path, expected: Path) -> int:
     return len(ours)
 
 
-def read_weights(folder: Path) -> Mapping[str, Tensor]:
+def _read_weights(folder: Path) -> Mapping[str, Tensor]:
     """All tensors of a saved model or adapter, by name."""
     from safetensors.torch import load_file
 
-    files = weight_files(folder)
+    files = _weight_files(folder)
     if not files:
         raise FileNotFoundError(
             f"{folder} has no model*.safetensors or adapter_model*.safetensors."
         )
     return {name: tensor for path in files for name, tensor in load_file(path).items()}
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -18,7 +18,7 @@ def run(arguments: Sweep) -> None:
 
     Interrupted, the same command continues where it stopped.
     """
-    settings = read_settings(arguments)
+    settings = _read_settings(arguments)
     prepared = prepare(settings)
     print(outputs.statement(settings, prepared))
     print(f"grid: {len(settings.points)} settings of {', '.join(settings.grid)}")
@@ -44,7 +44,7 @@ def run(arguments: Sweep) -> None:
     print(f"best: {chosen}: {prepared.metric} {best['score']}; in {where}")
 
 
-def read_settings(arguments: Sweep) -> SweepSettings:
+def _read_settings(arguments: Sweep) -> SweepSettings:
     """The sweep that the command line describes."""
     grid = parse_grid(arguments.grid or [], arguments.grid_file)
     size = math.prod(len(values) for values in grid.values())

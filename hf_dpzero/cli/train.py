@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_dpzero.cli.options import Train
@@ -19,16 +18,23 @@ if TYPE_CHECKING:
 def run(arguments: Train) -> None:
     """Trains as the recipe and the overrides say and leaves everything in its output_dir."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    resume = checkpoint(recipe.training.resume_from_checkpoint)
-    _refuse_used_folder(output_dir(recipe), resume)
+    resume = _checkpoint(recipe.training.resume_from_checkpoint)
+    folder = output_dir(recipe)
+    if resume is None and (folder / LEDGER_NAME).exists():
+        # The trainer refuses this too; here it is said before the model and the data are loaded.
+        raise LedgerError(
+            f"{folder} holds the ledger of an earlier run: continue it with "
+            "--resume_from_checkpoint, or train into another --output_dir. Its privacy budget "
+            "stays spent either way."
+        )
     trainer = build_trainer(recipe)
-    train(trainer, recipe, resume)
+    _train(trainer, recipe, resume)
     if trainer.is_world_process_zero():
         print(trainer.privacy_report())
     trainer.accelerator.end_training()
 
 
-def train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None = None) -> None:
+def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) -> None:
     """Writes {train,eval,zero_shot,all}_results.json, the model, its report and the recipe.
 
     `zero_shot_accuracy` is the untrained model's, on the rows that `eval_accuracy` is taken on;
@@ -56,22 +62,12 @@ def train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None = No
         trainer.push_to_hub()
 
 
-def checkpoint(setting: str | None) -> str | bool | None:
+def _checkpoint(setting: str | None) -> str | bool | None:
     """What `--resume_from_checkpoint` means: a folder, or (alone, or "true") the last checkpoint.
 
-    >>> checkpoint("true"), checkpoint("out/checkpoint-50"), checkpoint(None), checkpoint("false")
-    (True, 'out/checkpoint-50', None, None)
+    >>> [_checkpoint(word) for word in ("true", "out/checkpoint-50", None, "false")]
+    [True, 'out/checkpoint-50', None, None]
     """
     if setting is None or setting.lower() == "false":
         return None
     return True if setting.lower() == "true" else setting
-
-
-def _refuse_used_folder(folder: Path, resume: str | bool | None) -> None:
-    """The trainer refuses this too; here it is said before the model and the data are loaded."""
-    if resume is None and (folder / LEDGER_NAME).exists():
-        raise LedgerError(
-            f"{folder} holds the ledger of an earlier run: continue it with "
-            "--resume_from_checkpoint, or train into another --output_dir. Its privacy budget "
-            "stays spent either way."
-        )

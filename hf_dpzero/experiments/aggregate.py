@@ -6,7 +6,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,11 @@ class Cell:
     backwards: float | None = None
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Mean and standard error of the mean: sample standard deviation / sqrt(n).
 
-    >>> mean_and_error([0.25, 0.75])
-    (0.5, 0.25)
-    >>> mean_and_error([0.5]), mean_and_error([])
-    ((0.5, None), (None, None))
+    >>> _mean_and_error([0.25, 0.75]), _mean_and_error([0.5]), _mean_and_error([])
+    ((0.5, 0.25), (0.5, None), (None, None))
     """
     if not values:
         return None, None
@@ -75,10 +73,10 @@ def aggregate(
 def _cell(method: str, epsilon: float, planned: int, done: Sequence[Row]) -> Cell:
     rows = [row for row in done if (row.method, row.target_epsilon) == (method, epsilon)]
 
-    def known(figure: Callable[[Row], Any]) -> list[Any]:
-        return [value for row in rows if (value := figure(row)) is not None]
+    def known(figure: str) -> list[Any]:
+        return [value for row in rows if (value := getattr(row, figure)) is not None]
 
-    mean, error = mean_and_error(known(lambda row: row.score))
+    mean, error = _mean_and_error(known("score"))
     return Cell(
         method=method,
         epsilon=epsilon,
@@ -86,11 +84,11 @@ def _cell(method: str, epsilon: float, planned: int, done: Sequence[Row]) -> Cel
         finished=len(rows),
         mean=mean,
         standard_error=error,
-        seconds_per_step=mean_and_error(known(lambda row: row.seconds_per_step))[0],
-        peak_memory_bytes=max(known(lambda row: row.peak_memory_bytes), default=None),
-        epsilon_spent=max(known(lambda row: row.epsilon), default=None),
-        forwards=max(known(lambda row: row.forwards), default=None),
-        backwards=max(known(lambda row: row.backwards), default=None),
+        seconds_per_step=_mean_and_error(known("seconds_per_step"))[0],
+        peak_memory_bytes=max(known("peak_memory_bytes"), default=None),
+        epsilon_spent=max(known("epsilon"), default=None),
+        forwards=max(known("forwards"), default=None),
+        backwards=max(known("backwards"), default=None),
     )
 
 
@@ -98,7 +96,7 @@ def _zero_shot(rows: Sequence[Row], alone: bool) -> Cell:
     by_seed: dict[int, list[float]] = {}
     for row in rows:
         by_seed.setdefault(row.seed, []).append(row.zero_shot or 0.0)
-    mean, error = mean_and_error([statistics.fmean(scores) for scores in by_seed.values()])
+    mean, error = _mean_and_error([statistics.fmean(scores) for scores in by_seed.values()])
     methods = ", ".join(dict.fromkeys(row.method for row in rows))
     return Cell(
         method=ZERO_SHOT if alone else f"{ZERO_SHOT} ({methods})",

@@ -29,8 +29,9 @@ from hf_dpzero.reporting.privacy_report import versions
 def compare(
     folder: Path,
     runs: Sequence[Run],
-    settings: dict[str, Any],
     *,
+    recipe: str,
+    overrides: Sequence[str] = (),
     jobs: int = 1,
     retry_failed: bool = False,
     keep_weights: bool = True,
@@ -41,7 +42,8 @@ def compare(
     Args:
       folder: made, or continued; one comparison at a time.
       runs: the grid.
-      settings: `settings_of` the grid; kept in comparison.json.
+      recipe: path of the recipe compared with.
+      overrides: command-line words that hold for every run.
       jobs: runs at once, >= 1.
       retry_failed: also run again those whose row is no success.
       keep_weights: otherwise the models and checkpoints of finished runs are removed.
@@ -57,33 +59,26 @@ def compare(
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1.")
     with locked(folder) as lock, terminated_as_interrupted():
-        workspace = Workspace(folder, runs)
+        workspace, settings = Workspace(folder, runs), _settings_of(runs, recipe, overrides, jobs)
         waiting = workspace.pending(retry_failed)
-        with Lines(len(runs), len(runs) - len(waiting)) as lines:
+        lines = _Lines(len(runs), len(runs) - len(waiting))
 
-            def ended(attempt: Attempt, row: Row) -> None:
-                if row.done and not keep_weights:
-                    discard_weights(attempt.folder)
-                lines.ended(attempt, row)
-                write(workspace, settings)
+        def ended(attempt: Attempt, row: Row) -> None:
+            if row.done and not keep_weights:
+                discard_weights(attempt.folder)
+            lines.ended(attempt, row)
+            _write(workspace, settings)
 
-            begin = start or train_in_process(jobs, lock)
+        begin = start or train_in_process(jobs, lock)
+        with lines.progress:
             execute(workspace, waiting, begin, jobs=jobs, started=lines.started, ended=ended)
-        record = write(workspace, settings)
+        record = _write(workspace, settings)
         plot_comparison(record, folder)
     return record
 
 
-def write(workspace: Workspace, settings: dict[str, Any]) -> Record:
-    """Writes comparison.json and comparison.md as the rows are now.
-
-    Args:
-      workspace: of the comparison.
-      settings: `settings_of` its grid.
-
-    Returns:
-      The content of comparison.json.
-    """
+def _write(workspace: Workspace, settings: dict[str, Any]) -> Record:
+    """Writes comparison.json and comparison.md as the rows are now."""
     keys = [(run.method, run.epsilon) for run in workspace.runs]
     methods = [method for method, _ in keys]
     ordered = sorted(dict.fromkeys(keys), key=lambda key: (methods.index(key[0]), key[1]))
@@ -96,20 +91,10 @@ def write(workspace: Workspace, settings: dict[str, Any]) -> Record:
     return record
 
 
-def settings_of(
-    runs: Sequence[Run], *, recipe: str, overrides: Sequence[str] = (), jobs: int = 1
+def _settings_of(
+    runs: Sequence[Run], recipe: str, overrides: Sequence[str] = (), jobs: int = 1
 ) -> dict[str, Any]:
-    """What comparison.json says about the grid: task, methods, epsilons, seeds, guarantee, machine.
-
-    Args:
-      runs: the grid.
-      recipe: path of the recipe.
-      overrides: command-line words that hold for every run.
-      jobs: runs at once.
-
-    Returns:
-      JSON-safe values.
-    """
+    """What comparison.json says about the grid: task, methods, epsilons, seeds, guarantee, machine."""
     methods = {run.method: run for run in runs}
     private = [run.recipe for run in methods.values() if run.private]
     return {
@@ -117,12 +102,12 @@ def settings_of(
         "recipe": recipe,
         "methods": [
             {
-                "name": name,
-                "source": run.source,
-                "method": run.recipe.training.method,
-                "private": run.private,
+                "name": n,
+                "source": r.source,
+                "method": r.recipe.training.method,
+                "private": r.private,
             }
-            for name, run in methods.items()
+            for n, r in methods.items()
         ],
         "epsilons": sorted({run.epsilon for run in runs if run.private}),
         "seeds": list(dict.fromkeys(run.seed for run in runs)),
@@ -135,54 +120,34 @@ def settings_of(
     }
 
 
-class Lines:
-    """A line on stderr for each run that has ended, and one with a clock for each that runs.
-
-    Args:
-      total: runs of the grid.
-      before: those that need not be run.
-    """
+class _Lines:
+    """A line on stderr for each run that has ended, and one with a clock for each that runs."""
 
     def __init__(self, total: int, before: int) -> None:
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._total, self._ended = total, before
+        self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._total, self._ended = total, before  # runs of the grid; those without a need to run
         self._tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> Lines:
-        if self._ended:
-            self._print(f"{self._ended} of {self._total} runs are in the table already")
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        if before:
+            self._print(f"{before} of {total} runs are in the table already")
 
     def started(self, attempt: Attempt) -> None:
-        """Adds the line of a run with its clock."""
         name = attempt.folder.name
         continued = f" from {attempt.checkpoint.name}" if attempt.checkpoint else ""
-        self._tasks[name] = self._progress.add_task(f"{name}{continued}", total=None)
+        self._tasks[name] = self.progress.add_task(f"{name}{continued}", total=None)
 
     def ended(self, attempt: Attempt, row: Row) -> None:
-        """Replaces that line by the run's score, or its status and error.
-
-        Args:
-          attempt: that has ended.
-          row: its row.
-        """
         name = attempt.folder.name
-        self._progress.remove_task(self._tasks.pop(name))
+        self.progress.remove_task(self._tasks.pop(name))
         self._ended += 1
         result = f"{row.status}: {row.error}"
         if row.done and row.score is not None:
             result = f"{row.metric} {percent(row.score)} %"
-        self._print(
-            f"[{self._ended}/{self._total}] {name}: {result} in {row.wall_seconds or 0:.0f} s"
-        )
+        seconds = f"{row.wall_seconds or 0:.0f} s"
+        self._print(f"[{self._ended}/{self._total}] {name}: {result} in {seconds}")
 
     def _print(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -111,7 +111,7 @@ def build_grid(
 
     Args:
       recipe: the recipe that every method's recipe must agree with on the data.
-      methods: entries of --methods; see `find_method`.
+      methods: entries of --methods; `_find_method` says what they may be.
       epsilons: targets of the private methods; none takes the recipe's own target_epsilon.
       seeds: each sets seed, subset_seed (the few-shot draw), init_seed and direction_key.
       overrides: command-line words that hold for every run.
@@ -142,11 +142,11 @@ def build_grid(
             raise ValueError(f"seed={seed} must lie in 0..{_LARGEST_SEED}.")
     names = _each_once("methods", methods, "--methods dpzero,mezo")
     some_epsilon = epsilons[0] if epsilons else 1.0
-    compared = [find_method(name, Path(recipe), base, settings, some_epsilon) for name in names]
+    compared = [_find_method(name, Path(recipe), base, settings, some_epsilon) for name in names]
     if not epsilons and any(method.private for method in compared):
         raise ValueError("there are no epsilons; give e.g. --epsilons 2,6.")
     _each_once("methods (by name)", [method.name for method in compared], "each once")
-    check_comparable(compared)
+    _check_comparable(compared)
     runs = [
         _run(method, epsilon, seed)
         for seed in seeds
@@ -185,7 +185,7 @@ def _run(method: Method, epsilon: float, seed: int) -> Run:
     )
 
 
-def find_method(
+def _find_method(
     method: str, recipe: Path, base: Recipe, settings: Mapping[str, Any], epsilon: float
 ) -> Method:
     """Finds the settings that `method` trains with; the first of these that exists.
@@ -198,19 +198,6 @@ def find_method(
        ("minilm-fewshot" -> "minilm"). A file of the same kind that `recipe` extends for its own method
        is left out, and so is this step where `recipe` is a recipe for METHOD whose name names none.
     4. `recipe` with `method: METHOD`.
-
-    Args:
-      method: an entry of --methods.
-      recipe: path of the recipe compared with.
-      base: that recipe as loaded.
-      settings: overrides of every method.
-      epsilon: to load private recipes with, which need one.
-
-    Returns:
-      The method with its recipe.
-
-    Raises:
-      ValueError: no such recipe, file or method, or settings that `DPZeroConfig` refuses.
     """
     from hf_dpzero.training.config import METHODS
 
@@ -279,7 +266,7 @@ def _method_file(recipe: Path, sibling: Path, method: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def check_comparable(methods: Sequence[Method]) -> None:
+def _check_comparable(methods: Sequence[Method]) -> None:
     """Refuses methods that differ in their data or, among private ones, in what epsilon means."""
     for field in dataclasses.fields(DataArguments):
         if field.name != "subset_seed":  # the grid sets it

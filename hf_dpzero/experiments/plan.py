@@ -15,7 +15,6 @@ from hf_dpzero.experiments.memory.peaks import (
     devices,
     own_dtype,
     quantised_bits,
-    rooms,
 )
 from hf_dpzero.experiments.memory.row_counts import RowCounts, count_rows
 from hf_dpzero.recipes.recipe import Recipe
@@ -51,11 +50,8 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     labels = 2 if rows.labels is None else rows.labels
     meta = MetaModel(recipe.model, config, head, labels, recipe.training.trainable)
     objective = objective_pass(meta, recipe.data, rows.task)
-    sections = {
-        "model": _model_section(meta, source, recipe),
-        "memory": _memory_section(objective, recipe),
-    }
-    return Overview(rows, plan, sections)
+    sections = _model_section(meta, source, recipe), _memory_section(objective, recipe)
+    return Overview(rows, plan, dict(zip(("model", "memory"), sections, strict=True)))
 
 
 def _model_section(meta: MetaModel, source: str, recipe: Recipe) -> dict[str, Any]:
@@ -80,10 +76,11 @@ def _model_section(meta: MetaModel, source: str, recipe: Recipe) -> dict[str, An
 def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
     """Expected peaks by precision, and which devices a run fits on."""
     machine, by_precision = devices(), {}
+    rooms = {**machine, **{f"{size} GiB": size * GIB for size in CARDS}}
     for peaks in all_peaks(objective, recipe):
         row = asdict(peaks) | {"peak": peaks.peak}
         precision = row.pop("precision")
-        row["fits"] = {name: peaks.fits(size) for name, size in rooms(machine).items()}
+        row["fits"] = {name: peaks.fits(size) for name, size in rooms.items()}
         by_precision[precision] = row
     bits = quantised_bits(recipe.model)
     notes = [
@@ -114,31 +111,22 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
 def print_sections(sections: Mapping[str, Any]) -> None:
     """Prints the tables of the model and its memory."""
     from rich.console import Console
-
-    console = Console()
-    for table in (_model_table(sections["model"]), _memory_table(sections["memory"])):
-        console.print(table)
-    for note in sections["memory"]["notes"]:
-        console.print(f"  {note}", markup=False, highlight=False)
-
-
-def _model_table(model: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
+    console, model = Console(), sections["model"]
     share = 100 * model["trained_parameters"] / model["parameters"]
-    rows = {
-        "model": f"{model['name']} ({model['head']}, {model['num_layers']} layers)",
-        "shape from": str(model["config"]),
-        "parameters": f"{model['parameters']:,} ({gib(model['parameter_bytes'])} GiB in "
-        f"{model['torch_dtype']})",
-        "trained": f"{model['trained_parameters']:,} ({share:.3g} %; {model['trained_by']})",
-    }
-    table = Table(title="model", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    size = f"{gib(model['parameter_bytes'])} GiB in {model['torch_dtype']}"
+    table = Table("", "", title="model", show_header=False)
+    table.columns[0].style = "bold"
+    table.add_row("model", f"{model['name']} ({model['head']}, {model['num_layers']} layers)")
+    table.add_row("shape from", str(model["config"]))
+    table.add_row("parameters", f"{model['parameters']:,} ({size})")
+    trained = f"{model['trained_parameters']:,} ({share:.3g} %; {model['trained_by']})"
+    table.add_row("trained", trained)
+    console.print(table)
+    console.print(_memory_table(sections["memory"]))
+    for note in sections["memory"]["notes"]:
+        console.print(f"  {note}", markup=False, highlight=False)
 
 
 def _memory_table(memory: Mapping[str, Any]) -> Any:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOT_FILE = "comparison.png"
-MIB = 2**20
 
 
 def plot_comparison(record: Record, folder: str | os.PathLike[str]) -> Path | None:
@@ -31,42 +30,37 @@ def plot_comparison(record: Record, folder: str | os.PathLike[str]) -> Path | No
     Returns:
       Its path, or None if no run has finished.
     """
-    if not any(cell.mean is not None for cell in record.cells):
+    if all(cell.mean is None for cell in record.cells):
         return None
     figure = _figure(2)
     left, right = figure.subplots(1, 2)
     _draw_against_epsilon(left, record)
     _draw_against_memory(right, record)
-    return _saved(figure, folder)
+    figure.savefig(Path(folder) / PLOT_FILE, dpi=120)
+    return Path(folder) / PLOT_FILE
 
 
-def plot_tasks(
-    records: Sequence[tuple[str, Record]], folder: str | os.PathLike[str]
-) -> Path | None:
-    """Draws comparison.png with score against epsilon, one panel a task.
+def plot_tasks(records: Sequence[tuple[str, Record]], folder: str | os.PathLike[str]) -> None:
+    """Draws comparison.png with score against epsilon, one panel a task that has a finished run.
 
     Args:
       records: task -> its comparison.
       folder: for comparison.png.
-
-    Returns:
-      Its path, or None if no run has finished.
     """
     drawn = [(name, r) for name, r in records if any(c.mean is not None for c in r.cells)]
-    if not drawn:
-        return None
-    figure = _figure(len(drawn))
-    panels = figure.subplots(1, len(drawn), squeeze=False)[0]
-    for axes, (name, record) in zip(panels, drawn, strict=True):
-        _draw_against_epsilon(axes, record)
-        axes.set_title(name)
-    return _saved(figure, folder)
+    if drawn:
+        figure = _figure(len(drawn))
+        panels = figure.subplots(1, len(drawn), squeeze=False)[0]
+        for axes, (name, record) in zip(panels, drawn, strict=True):
+            _draw_against_epsilon(axes, record)
+            axes.set_title(name)
+        figure.savefig(Path(folder) / PLOT_FILE, dpi=120)
 
 
 def _draw_against_epsilon(axes: Any, record: Record) -> None:
     """Points where a method is private, horizontal lines where there is no epsilon."""
-    colours = _colours(record)
-    for method in record.methods:
+    for index, method in enumerate(record.methods):
+        colour = f"C{index % 10}"
         cells = [c for c in record.cells if c.method == method and c.mean is not None]
         private = sorted((c for c in cells if math.isfinite(c.epsilon)), key=lambda c: c.epsilon)
         if private:
@@ -77,12 +71,12 @@ def _draw_against_epsilon(axes: Any, record: Record) -> None:
                 marker="o",
                 capsize=3,
                 label=method,
-                color=colours[method],
+                color=colour,
             )
         for cell in cells:
             if math.isinf(cell.epsilon):
-                style = {"linestyle": "--", "color": colours[method]}
-                axes.axhline(100 * cell.mean, label=f"{method} (ε = ∞)", **style)  # type: ignore[operator]
+                label = f"{method} (ε = ∞)"
+                axes.axhline(100 * cell.mean, label=label, linestyle="--", color=colour)  # type: ignore[operator]
     for cell in record.zero_shot:
         axes.axhline(100 * (cell.mean or 0.0), linestyle=":", color="grey", label=cell.method)
     finite = [e for e in record.epsilons if math.isfinite(e)]
@@ -99,21 +93,16 @@ def _draw_against_epsilon(axes: Any, record: Record) -> None:
 
 def _draw_against_memory(axes: Any, record: Record) -> None:
     """One point a method and epsilon."""
-    colours = _colours(record)
     for cell in record.cells:
         if cell.mean is None or cell.peak_memory_bytes is None:
             continue
         epsilon = "∞" if math.isinf(cell.epsilon) else f"{cell.epsilon:g}"
-        x, y = cell.peak_memory_bytes / MIB, 100 * cell.mean
+        x, y = cell.peak_memory_bytes / 2**20, 100 * cell.mean
         error = 100 * (cell.standard_error or 0.0)
-        axes.errorbar(x, y, yerr=error, marker="o", capsize=3, color=colours[cell.method])
-        axes.annotate(
-            f"{cell.method}, ε = {epsilon}",
-            (x, y),
-            textcoords="offset points",
-            xytext=(5, 4),
-            fontsize=7,
-        )
+        colour = f"C{record.methods.index(cell.method) % 10}"
+        axes.errorbar(x, y, yerr=error, marker="o", capsize=3, color=colour)
+        where: Any = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 7}
+        axes.annotate(f"{cell.method}, ε = {epsilon}", (x, y), **where)
     axes.set(xlabel="peak memory of training steps (MiB)", ylabel="score (%)")
     axes.margins(x=0.25)
     axes.grid(alpha=0.3)
@@ -154,10 +143,6 @@ def plot_sweep(
     return True
 
 
-def _colours(record: Record) -> dict[str, str]:
-    return {method: f"C{index % 10}" for index, method in enumerate(record.methods)}
-
-
 def _figure(panels: int, width: float = 5.0, height: float = 4.0) -> Figure:
     """A figure on the Agg canvas: no display, no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -166,9 +151,3 @@ def _figure(panels: int, width: float = 5.0, height: float = 4.0) -> Figure:
     figure = Figure(figsize=(width * panels, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
-
-
-def _saved(figure: Figure, folder: str | os.PathLike[str]) -> Path:
-    target = Path(folder) / PLOT_FILE
-    figure.savefig(target, dpi=120)
-    return target

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,20 +29,10 @@ STATUSES = {
     "refused": "exit status 2: the settings or the data were refused",
 }
 
-_NO_MEMORY = (
-    "MemoryError",
-    "OutOfMemoryError",
-    "out of memory",
-    "not enough memory",
-    "can't allocate memory",
-    "Cannot allocate memory",
-)
-_NOT_A_METRIC = ("loss", "runtime", "samples", "samples_per_second", "steps_per_second")
-_NO_MATTER_BEFORE_TRAINING = frozenset(
-    {"init_seed", "lora_r", "lora_alpha", "lora_target_modules", "precompute_features"}
+_NO_MEMORY = re.compile(
+    "MemoryError|out of memory|not enough memory|can't allocate memory|Cannot allocate memory"
 )
 _AN_ERROR = re.compile(r"error: |[\w.]*(Error|Exception|Interrupt|Exit)\b")
-_LONGEST_ERROR = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +143,6 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def latest(rows: Iterable[Row]) -> dict[str, Row]:
-    """digest -> the last row of that run."""
-    return {row.digest: row for row in rows}
-
-
 class Exit(NamedTuple):
     """How a process ended: its exit status (-n for signal n) and its seconds."""
 
@@ -212,7 +197,7 @@ def row_of(
         key = run.metric or f"eval_{_metric_of(results)}"
     except (OSError, ValueError, KeyError) as error:
         text = f"left no readable results: {type(error).__name__}: {error}"
-        return dataclasses.replace(row, status="failed", error=text[:_LONGEST_ERROR])
+        return dataclasses.replace(row, status="failed", error=text[:400])
     if key not in results:
         known = ", ".join(sorted(name for name in results if name.startswith("eval_")))
         raise ValueError(f"metric={key!r} is not among the results: {known}. Give --metric.")
@@ -224,9 +209,7 @@ def _with_results(
 ) -> Row:
     training, metric = run.recipe.training, key.removeprefix("eval_")
     examples = float(report.steps * report.expected_batch_size)
-    forwards, backwards = 2.0 * training.num_directions * examples, 0.0
-    if training.first_order:
-        forwards = backwards = examples
+    per_example = (1, 1) if training.first_order else (2 * training.num_directions, 0)
     row = dataclasses.replace(
         row,
         metric=metric,
@@ -240,23 +223,21 @@ def _with_results(
         neighboring_relation=report.neighboring_relation if row.private else None,
         steps=report.steps,
         expected_batch_size=report.expected_batch_size,
-        forwards=forwards,
-        backwards=backwards,
+        forwards=per_example[0] * examples,
+        backwards=per_example[1] * examples,
     )
     if run.trial is not None:
         public = {k: v for k, v in results.items() if k.startswith(("eval_", "zero_shot_"))}
         return dataclasses.replace(row, metrics=public)
-    wrong = None
+    status, error = DONE, None
     if row.score is None:
-        wrong = "failed", f"its {metric} is {results[key]} after training"
+        status, error = "failed", f"its {metric} is {results[key]} after training"
     elif row.private and not report.private:
-        wrong = "not_private", report.statement
+        status, error = "not_private", report.statement
     elif row.private and report.epsilon > run.epsilon:
-        more = (
-            f"spent epsilon = {round_up(report.epsilon)}, more than the {run.epsilon:g} asked for"
-        )
-        wrong = "not_private", more
-    return dataclasses.replace(row, status=wrong[0], error=wrong[1]) if wrong else row
+        spent = f"spent epsilon = {round_up(report.epsilon)}"
+        status, error = "not_private", f"{spent}, more than the {run.epsilon:g} asked for"
+    return dataclasses.replace(row, status=status, error=error)
 
 
 def _finite(value: float | None) -> float | None:
@@ -268,7 +249,7 @@ def _failure(status: int, errors: str) -> tuple[str, str]:
     line = _error_line(errors)
     if status == -signal.SIGKILL:
         return "out_of_memory", f"killed by SIGKILL, as a system without memory does; {line}"
-    if any(words in line for words in _NO_MEMORY):
+    if _NO_MEMORY.search(line):
         return "out_of_memory", line
     if status < 0:
         return "failed", f"ended by {signal.Signals(-status).name}; {line}"
@@ -283,7 +264,7 @@ def _error_line(text: str) -> str:
     """
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     telling = [line for line in lines if _AN_ERROR.match(line)] or lines or ["it said nothing"]
-    return telling[-1][:_LONGEST_ERROR]
+    return telling[-1][:400]
 
 
 def _error_kind(line: str) -> str:
@@ -300,11 +281,10 @@ def _error_kind(line: str) -> str:
 
 def zero_shot_group(model: ModelArguments) -> str:
     """Equal for settings whose untrained models classify alike (LoRA starts at zero, say)."""
-    values = dataclasses.asdict(model)
-    ignored = _NO_MATTER_BEFORE_TRAINING
+    ignored = {"init_seed", "lora_r", "lora_alpha", "lora_target_modules", "precompute_features"}
     if model.peft_method != "prefix":
-        ignored = ignored | {"peft_method", "num_virtual_tokens"}
-    kept = {name: value for name, value in values.items() if name not in ignored}
+        ignored |= {"peft_method", "num_virtual_tokens"}
+    kept = {name: v for name, v in dataclasses.asdict(model).items() if name not in ignored}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -314,8 +294,9 @@ def _metric_of(results: Mapping[str, Any]) -> str:
     Of several, the one that the task is about: macro-F1 stands beside accuracy only where a task asks
     for it, F1 beside exact match.
     """
+    others = ("loss", "runtime", "samples", "samples_per_second", "steps_per_second")
     names = [name.removeprefix("eval_") for name in results if name.startswith("eval_")]
-    metrics = [n for n in names if n not in _NOT_A_METRIC and f"zero_shot_{n}" in results]
+    metrics = [n for n in names if n not in others and f"zero_shot_{n}" in results]
     if not metrics:
         raise ValueError(f"there is no metric among the results {', '.join(results)}.")
     return next((name for name in ("macro_f1", "f1", "accuracy") if name in metrics), metrics[0])

@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_dpzero.experiments.grid import Run
-from hf_dpzero.experiments.results import Exit, Row, append_row, latest, read_rows, row_of
+from hf_dpzero.experiments.results import Exit, Row, append_row, read_rows, row_of
 from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 from hf_dpzero.training.run_files import STATE_NAME
 
 LOCK_FILE = ".lock"
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-_POLL_SECONDS = 0.05
-_GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +42,13 @@ class Attempt:
         resume = ["--resume_from_checkpoint", str(self.checkpoint)] if self.checkpoint else []
         return ["train", str(self.recipe), *resume]
 
-    def errors(self) -> str:
-        """What it has said on stderr."""
-        path = Path(f"{self.log}.err")
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
 
 class Child(Protocol):
-    """A process that has been started."""
+    """A process that has been started; `Process` says what its methods do."""
 
-    def poll(self) -> Exit | None:
-        """How it ended, or None while it runs."""
+    def poll(self) -> Exit | None: ...
 
-    def stop(self) -> None:
-        """Ends it, and waits until it has ended."""
+    def stop(self) -> None: ...
 
 
 Start = Callable[[Attempt], Child]
@@ -93,7 +83,7 @@ class Workspace:
 
     def rows(self) -> list[Row]:
         """The last row of each run that has one, in the order of the runs."""
-        rows = latest(read_rows(self.path))
+        rows = {row.digest: row for row in read_rows(self.path)}
         return [rows[run.digest] for run in self.runs if run.digest in rows]
 
     def pending(self, retry_failed: bool = False) -> list[Run]:
@@ -130,11 +120,11 @@ class Workspace:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the most steps that was written to its end, or None."""
-    steps = {
-        int(path.parent.name.split("-")[1]): path.parent
-        for path in folder.glob(f"checkpoint-*/{STATE_NAME}")  # the last file of a checkpoint
-        if path.parent.name.split("-")[1].isdecimal() and path.stat().st_size
-    }
+    steps: dict[int, Path] = {}
+    for path in folder.glob(f"checkpoint-*/{STATE_NAME}"):  # the last file of a checkpoint
+        number = path.parent.name.split("-")[1]
+        if number.isdecimal() and path.stat().st_size:
+            steps[int(number)] = path.parent
     return steps[max(steps)] if steps else None
 
 
@@ -168,10 +158,12 @@ def execute(
     waiting, running = list(runs), dict[str, tuple[Attempt, Child]]()
 
     def collect(attempt: Attempt, exit_: Exit) -> None:
-        resumed = attempt.finished or attempt.checkpoint is not None
-        row = row_of(
-            attempt.run, attempt.folder, attempt.errors(), exit_, resumed=resumed, jobs=jobs
+        resumed, log = (
+            attempt.finished or attempt.checkpoint is not None,
+            Path(f"{attempt.log}.err"),
         )
+        errors = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        row = row_of(attempt.run, attempt.folder, errors, exit_, resumed=resumed, jobs=jobs)
         check(row)
         append_row(workspace.path, row)
         ended(attempt, row)
@@ -190,7 +182,7 @@ def execute(
                 if exit_ is not None:
                     collect(running.pop(name)[0], exit_)
             if running and not any(exits.values()):
-                time.sleep(_POLL_SECONDS)
+                time.sleep(0.05)
     finally:
         for _, child in running.values():
             child.stop()
@@ -232,7 +224,7 @@ class Process:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 if self._process.poll() is None:
                     os.killpg(self._process.pid, number)
-                    self._process.wait(_GRACE_SECONDS)
+                    self._process.wait(10.0)
 
 
 def train_in_process(jobs: int, lock: int | None = None) -> Start:
@@ -297,7 +289,7 @@ def discard_weights(folder: Path) -> None:
     """
     for path in folder.glob("checkpoint-*"):
         shutil.rmtree(path)
-    for pattern in WEIGHTS:
-        for path in folder.glob(pattern):
-            if not path.name.startswith("trajectory"):
-                path.unlink()
+    for path in folder.iterdir():
+        weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth")
+        if weights and not path.name.startswith("trajectory"):
+            path.unlink()

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,28 +37,14 @@ _CHANGES_EVENT = (
     "else leaves the privacy event of one run alone."
 )
 _NEVER = (
-    "output_dir",
-    "resume_from_checkpoint",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_token",
-    "sampler_key",
-    "insecure_noise_seed",
-    "log_private_diagnostics",
-)
+    "output_dir", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_token", "sampler_key",
+    "insecure_noise_seed", "log_private_diagnostics",
+)  # fmt: skip
 _BUDGET = ("target_epsilon", "target_delta", "noise_multiplier", "accountant")
 _EVENT = (
-    "method",
-    "max_steps",
-    "num_train_epochs",
-    "expected_batch_size",
-    "sampling",
-    "max_batch_size",
-    "neighboring_relation",
-    "noise_distribution",
-)
-_DATA = {field.name for field in dataclasses.fields(DataArguments)} - {"max_seq_length"}
-_INSECURE = ("sampler_key", "insecure_noise_seed", "log_private_diagnostics")
+    "method", "max_steps", "num_train_epochs", "expected_batch_size", "sampling", "max_batch_size",
+    "neighboring_relation", "noise_distribution",
+)  # fmt: skip
 
 Point = Mapping[str, Any]
 
@@ -85,10 +70,8 @@ class SweepSettings:
     @property
     def points(self) -> list[dict[str, Any]]:
         """Every combination of the grid, the last field varying fastest."""
-        return [
-            dict(zip(self.grid, values, strict=True))
-            for values in itertools.product(*self.grid.values())
-        ]
+        combinations = itertools.product(*self.grid.values())
+        return [dict(zip(self.grid, values, strict=True)) for values in combinations]
 
     def load(self, point: Point, extra: Point | None = None) -> Recipe:
         """The recipe of one point of the grid."""
@@ -183,7 +166,7 @@ def trial_count_from(word: str, mean: float) -> TrialCount:
     return TrialCount(mean=mean, shape=shape)
 
 
-def check(settings: SweepSettings) -> None:
+def _check(settings: SweepSettings) -> None:
     """Refuses, before any data is read, what may not be swept or fixed under this tuning."""
     if settings.tuning not in TUNINGS:
         raise ValueError(f"tuning={settings.tuning!r} is not one of {', '.join(TUNINGS)}.")
@@ -191,45 +174,43 @@ def check(settings: SweepSettings) -> None:
         raise ValueError(f"selection={settings.selection!r} is not one of {', '.join(SELECTIONS)}.")
     if both := sorted(set(settings.grid) & set(settings.overrides)):
         raise ValueError(f"{both[0]} is both swept and overridden; keep one.")
+    composed = settings.tuning == "composed"
+    data = {field.name for field in dataclasses.fields(DataArguments)} - {"max_seq_length"}
     for name in settings.grid:
-        if reason := _why_not_swept(name, settings):
-            raise ValueError(f"{name} may not be in a {settings.tuning} grid: {reason}")
-    if settings.tuning != "composed":
-        return
-    training = settings.load(settings.points[0]).training
-    for name in _INSECURE:
-        if getattr(training, name) not in (None, False):
-            raise ValueError(
-                f"{name}={getattr(training, name)} makes every trial NOT PRIVATE, so a composed "
-                "sweep would pay for nothing; leave it out, or use --tuning not_accounted."
+        if name in _NEVER:
+            reason = (
+                "it belongs to a run's folder, secrets or publication, and is no hyper-parameter."
             )
-
-
-def _why_not_swept(name: str, settings: SweepSettings) -> str | None:
-    if name in _NEVER:
-        return "it belongs to a run's folder, secrets or publication, and is no hyper-parameter."
-    if settings.tuning != "composed":
-        return None
-    if name in _BUDGET:
-        return (
-            "the sweep sets the noise of every trial from the total that the recipe's "
-            "target_epsilon and target_delta allow; sweep it with --tuning public."
-        )
-    if name in _DATA:
-        return (
-            "the guarantee is for one fixed set of training rows, and scores compare on one "
-            "validation set; fix it."
-        )
-    if settings.secret and name in _EVENT:
-        return f"it {_CHANGES_EVENT}"
-    return None
+        elif composed and name in _BUDGET:
+            reason = (
+                "the sweep sets the noise of every trial from the total that the recipe's "
+                "target_epsilon and target_delta allow; sweep it with --tuning public."
+            )
+        elif composed and name in data:
+            reason = (
+                "the guarantee is for one fixed set of training rows, and scores compare on one "
+                "validation set; fix it."
+            )
+        elif settings.secret and name in _EVENT:
+            reason = f"it {_CHANGES_EVENT}"
+        else:
+            continue
+        raise ValueError(f"{name} may not be in a {settings.tuning} grid: {reason}")
+    if composed:
+        training = settings.load(settings.points[0]).training
+        for name in ("sampler_key", "insecure_noise_seed", "log_private_diagnostics"):
+            if getattr(training, name) not in (None, False):
+                raise ValueError(
+                    f"{name}={getattr(training, name)} makes every trial NOT PRIVATE, so a composed "
+                    "sweep would pay for nothing; leave it out, or use --tuning not_accounted."
+                )
 
 
 def prepare(settings: SweepSettings) -> Prepared:
     """Loads the task once, checks every point, and calibrates the noise of the trials."""
     from hf_dpzero.tasks import build_task
 
-    check(settings)
+    _check(settings)
     recipes = [settings.load(point) for point in settings.points]
     task = build_task(recipes[0].data)
     n = len(task.splits["train"])
@@ -239,8 +220,7 @@ def prepare(settings: SweepSettings) -> Prepared:
         common["report_to"] = ["none"]  # no loser's metrics leave for a tracking service
     if settings.tuning == "composed":
         return _accounted(settings, common, n, metric)
-    tuning = settings.tuning
-    return Prepared(extra=common, num_examples=n, metric=metric, tuning=tuning)
+    return Prepared(extra=common, num_examples=n, metric=metric, tuning=settings.tuning)
 
 
 def _accounted(
@@ -249,12 +229,9 @@ def _accounted(
     """Composed tuning: one noise multiplier for all trials, and what they cost together."""
     training = settings.load(settings.points[0]).training
     delta, target = training.delta(num_examples), training.target_epsilon
-    plans = [  # with any noise multiplier, so that nothing is calibrated yet
-        settings.load(point, {"target_epsilon": None, "noise_multiplier": 1.0}).training.plan(
-            num_examples
-        )
-        for point in settings.points
-    ]
+    noise: dict[str, Any] = {"target_epsilon": None, "noise_multiplier": 1.0}  # any, to start with
+    recipes = [settings.load(point, noise) for point in settings.points]
+    plans = [recipe.training.plan(num_examples) for recipe in recipes]
     if training.noise_multiplier is not None:
         plans = [with_noise(plan, training.noise_multiplier) for plan in plans]
     if not all(plan.private for plan in plans):
@@ -264,13 +241,12 @@ def _accounted(
         )
     tuning: dict[str, Any]
     if settings.secret:
-        refuse_different_events(settings.points, plans)
+        _refuse_different_events(settings.points, plans)
         most = max(range(len(plans)), key=lambda i: plans[i].spec.num_directions)
         plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
         if target is not None:
-            calibrated = calibrate_selection(
-                plans[most], settings.trials, epsilon=target, delta=delta
-            )
+            goal = {"epsilon": target, "delta": delta}
+            calibrated = calibrate_selection(plans[most], settings.trials, **goal)
             plans = [with_noise(plan, _noise_of(calibrated)) for plan in plans]
         tuning = selection_entry(plans[most], settings.trials, list(settings.grid), delta)
         epsilon = selection_epsilon(plans[most], settings.trials, delta)
@@ -293,22 +269,12 @@ def _accounted(
     )
 
 
-def _noise_of(plan: PrivacyPlan) -> float:
-    """The setting `noise_multiplier` of a private plan."""
-    mechanism: Any = plan.mechanism
-    return float(mechanism.noise_multiplier)
+def _noise_of(plan: Any) -> float:
+    return float(plan.mechanism.noise_multiplier)
 
 
-def refuse_different_events(points: Sequence[Point], plans: Sequence[PrivacyPlan]) -> None:
-    """Private selection accounts for trials of one event: refuses a grid whose runs differ in it.
-
-    Args:
-      points: of the grid.
-      plans: of the points.
-
-    Raises:
-      ValueError: names the fields that change the event, and those that may be swept.
-    """
+def _refuse_different_events(points: Sequence[Point], plans: Sequence[PrivacyPlan]) -> None:
+    """Private selection accounts for trials of one event: refuses a grid whose runs differ in it."""
     events = [run_event(plan) for plan in plans]
     if all(event == events[0] for event in events):
         return
@@ -318,22 +284,3 @@ def refuse_different_events(points: Sequence[Point], plans: Sequence[PrivacyPlan
         if events[i] != events[j] and len(changed) == 1:
             names.add(changed[0])
     raise ValueError(f"{', '.join(sorted(names)) or 'the grid'} {_CHANGES_EVENT}")
-
-
-def composed_anyway(settings: SweepSettings, num_examples: int) -> float | None:
-    """What plain composition of a not_accounted grid would claim; each run keeps its own noise.
-
-    Args:
-      settings: the sweep.
-      num_examples: n of the training data.
-
-    Returns:
-      Epsilon, or None where the grid has no accounting.
-    """
-    try:
-        recipes = [settings.load(point).training for point in settings.points]
-        plans = [training.plan(num_examples) for training in recipes]
-        total = composed_epsilon(plans, max(t.delta(num_examples) for t in recipes))
-    except ValueError:
-        return None
-    return total if math.isfinite(total) else None

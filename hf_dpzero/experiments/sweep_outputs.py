@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,18 @@ import yaml
 from hf_dpzero.experiments.plots import plot_sweep
 from hf_dpzero.experiments.results import Row, encode
 from hf_dpzero.experiments.runner import Workspace
-from hf_dpzero.experiments.sweep import Prepared, SweepSettings, composed_anyway
-from hf_dpzero.experiments.sweep_trials import best_row
+from hf_dpzero.experiments.sweep import Prepared, SweepSettings
 from hf_dpzero.experiments.tables import grid
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import WORDS
+from hf_dpzero.privacy.private_selection import WORDS, composed_epsilon
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import number, round_up
 from hf_dpzero.tasks.arguments import DataArguments
 
-JSON_FILE, TABLE_FILE, PLOT_FILE = "sweep.json", "sweep.md", "sweep.png"
-BEST_RECIPE, BEST_FOLDER = "best.yaml", "best"
+TABLE_FILE = "sweep.md"
 
 
 def write(settings: SweepSettings, prepared: Prepared, workspace: Workspace) -> dict[str, Any]:
@@ -46,21 +45,27 @@ def write(settings: SweepSettings, prepared: Prepared, workspace: Workspace) -> 
       The content of sweep.json.
     """
     rows, root = workspace.rows(), settings.output_dir
-    best = best_row(rows, prepared.metric)
+    best = _best_row(rows, prepared.metric)
     for row in rows:
         if row.done and (not settings.secret or row is best):
             _report_tuning(settings, prepared, workspace.run_folder / row.folder)
     content = _summary(settings, prepared, rows, best)
-    if settings.secret:
-        if best is not None:  # copied by the allow list of the Hub push
-            build_hub_folder(workspace.run_folder / best.folder, root / BEST_FOLDER)
-    else:
-        if best is not None:
-            write_atomically(root / BEST_RECIPE, _best_recipe(settings, prepared, best))
-        plot_sweep(root / PLOT_FILE, settings.grid, rows, prepared.metric)
-    write_atomically(root / JSON_FILE, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    if settings.secret and best is not None:  # copied by the allow list of the Hub push
+        build_hub_folder(workspace.run_folder / best.folder, root / "best")
+    elif best is not None:
+        write_atomically(root / "best.yaml", _best_recipe(settings, prepared, best))
+    if not settings.secret:
+        plot_sweep(root / "sweep.png", settings.grid, rows, prepared.metric)
+    write_atomically(root / "sweep.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
     write_atomically(root / TABLE_FILE, _table(settings, prepared, content))
     return content
+
+
+def _best_row(rows: Sequence[Row], metric: str) -> Row | None:
+    """The finished row with the best score (least loss or perplexity), the earliest of equals."""
+    sign = -1.0 if metric.endswith(("loss", "perplexity")) else 1.0
+    key = lambda row: -math.inf if row.score is None else sign * row.score  # noqa: E731
+    return max((row for row in rows if row.done), key=key, default=None)
 
 
 def _report_tuning(settings: SweepSettings, prepared: Prepared, folder: Path) -> None:
@@ -92,7 +97,7 @@ def _summary(
         "best": None,
     }
     if best is not None:
-        folder = BEST_FOLDER if settings.secret else f"trials/{best.folder}"
+        folder = "best" if settings.secret else f"trials/{best.folder}"
         content["best"] = {"settings": best.settings, "score": best.score, "folder": folder}
     if settings.tuning == "composed":
         content["selection"] = settings.selection
@@ -105,8 +110,19 @@ def _summary(
             for row in rows
         ]
     if settings.tuning == "not_accounted":
-        content["epsilon_if_composed"] = composed_anyway(settings, prepared.num_examples)
+        content["epsilon_if_composed"] = _composed_anyway(settings, prepared.num_examples)
     return dict(encode(content))
+
+
+def _composed_anyway(settings: SweepSettings, num_examples: int) -> float | None:
+    """What plain composition of a not_accounted grid would claim; None where it has no accounting."""
+    try:
+        recipes = [settings.load(point).training for point in settings.points]
+        plans = [training.plan(num_examples) for training in recipes]
+        total = composed_epsilon(plans, max(t.delta(num_examples) for t in recipes))
+    except ValueError:
+        return None
+    return total if math.isfinite(total) else None
 
 
 def statement(settings: SweepSettings, prepared: Prepared) -> str:
@@ -176,25 +192,25 @@ def _best_recipe(settings: SweepSettings, prepared: Prepared, best: Row) -> str:
     """A recipe with the winning settings, to train the private data with."""
     overrides = dict(settings.overrides)
     if settings.tuning == "public":
-        data = {field.name for field in dataclasses.fields(DataArguments)}
+        data = {field.name for field in dataclasses.fields(DataArguments)}  # of the public stand-in
         overrides = {name: value for name, value in overrides.items() if name not in data}
     plain = dataclasses.replace(settings, overrides=overrides)
     values = yaml.safe_load(plain.load(best.settings or {}).to_yaml())
     values.pop("output_dir", None)
     values["tuning"] = settings.tuning if settings.tuning in WORDS else "not_accounted"
+    values["output_dir"] = str(settings.output_dir / "trained")
     score = "-" if best.score is None else f"{best.score:.4g}"
-    header = (
+    comment = [
         f"The best of {len(settings.points)} settings of a sweep over {', '.join(settings.grid)}: "
-        f"{prepared.metric} {score}.\n{statement(settings, prepared)}\n{_WARNINGS[settings.tuning]}"
-    )
-    comment = "".join(f"# {line}\n" for line in header.split("\n"))
-    folder = settings.output_dir / "trained"
-    values["output_dir"] = str(folder)
-    return comment + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-_WARNINGS = {
-    "public": "Training with this recipe on private data costs what its own report says, and no more.",
-    "not_accounted": "A report of training with it holds for that one run and ignores the sweep.",
-    "composed": "Training with it on the same data again costs again, beside the sweep.",
-}
+        f"{prepared.metric} {score}.",
+        statement(settings, prepared),
+        {
+            "public": "Training with this recipe on private data costs what its own report says, "
+            "and no more.",
+            "not_accounted": "A report of training with it holds for that one run and ignores the "
+            "sweep.",
+            "composed": "Training with it on the same data again costs again, beside the sweep.",
+        }[settings.tuning],
+    ]
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return "".join(f"# {line}\n" for line in comment) + "\n" + text

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from hf_dpzero.experiments.grid import Run
@@ -27,29 +27,17 @@ from hf_dpzero.experiments.sweep import Prepared, SweepSettings
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.training.run_files import SECRET_FOLDER
 
-STATE_FILE, ROWS_FILE = "trials.json", "trials.jsonl"
 
-
-def open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
+def _open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
     """The files of a sweep, made or continued; secret trials are drawn once, before the first of them.
 
     A run that cannot be continued is moved to D/_private/abandoned and begun again: it is never
     released, so the total epsilon does not speak of it.
-
-    Args:
-      settings: the sweep.
-      prepared: its noise and metric.
-
-    Returns:
-      The workspace of all trials.
-
-    Raises:
-      ValueError: the folder holds another sweep, or other files.
     """
     root = settings.output_dir
     private = root / SECRET_FOLDER
     base = private if settings.secret else root
-    state, fingerprint = base / STATE_FILE, settings.fingerprint(prepared)
+    state, fingerprint = base / "trials.json", settings.fingerprint(prepared)
     if not state.exists():
         inside = list(root.iterdir()) if root.exists() else []
         if any(path != private or any(private.iterdir()) for path in inside):
@@ -62,32 +50,30 @@ def open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
     private.mkdir(parents=True, exist_ok=True)
     private.chmod(0o700)
     if not state.exists():
-        drawn = draw_points(settings) if settings.secret else settings.points
+        drawn = _draw_points(settings) if settings.secret else settings.points
         text = json.dumps({"fingerprint": fingerprint, "trials": drawn}, indent=2)
         write_atomically(state, text + "\n")
     trials = json.loads(state.read_text(encoding="utf-8"))["trials"]
-    runs = [_run(settings, prepared, trial, point) for trial, point in enumerate(trials)]
-    folders = ("trials", "trials", "trials")
-    abandoned = private / "abandoned"
-    return Workspace(base, runs, rows=ROWS_FILE, folders=folders, abandoned=abandoned)
+    extra = {**prepared.extra, "tuning": "not_accounted"}  # until the whole sweep is accounted
+    runs = []
+    for trial, point in enumerate(trials):
+        recipe = settings.load(point, extra)
+        run = Run(
+            name=f"{trial:03d}",
+            method=recipe.training.method,
+            source=settings.recipe,
+            epsilon=math.inf,
+            recipe=recipe,
+            trial=trial,
+            point=point,
+            metric=prepared.metric,
+        )
+        runs.append(run)
+    folders, abandoned = ("trials", "trials", "trials"), private / "abandoned"
+    return Workspace(base, runs, rows="trials.jsonl", folders=folders, abandoned=abandoned)
 
 
-def _run(settings: SweepSettings, prepared: Prepared, trial: int, point: dict[str, Any]) -> Run:
-    unless_told = {"tuning": "not_accounted"}  # until the whole sweep is accounted, if it ever is
-    recipe = settings.load(point, {**prepared.extra, **unless_told})
-    return Run(
-        name=f"{trial:03d}",
-        method=recipe.training.method,
-        source=settings.recipe,
-        epsilon=math.inf,
-        recipe=recipe,
-        trial=trial,
-        point=point,
-        metric=prepared.metric,
-    )
-
-
-def draw_points(settings: SweepSettings) -> list[dict[str, Any]]:
+def _draw_points(settings: SweepSettings) -> list[dict[str, Any]]:
     """A secret random number of points, each uniform on the grid, from the system's entropy."""
     points = settings.points
     return [secrets.choice(points) for _ in range(settings.trials.draw())]
@@ -111,10 +97,10 @@ def run_trials(
 
     Raises:
       ChildProcessError: a secret trial failed.
-      ValueError: see `open_workspace`.
+      ValueError: the folder holds another sweep, or other files.
       OSError: the folder is in use.
     """
-    workspace = open_workspace(settings, prepared)
+    workspace = _open_workspace(settings, prepared)
     private = settings.output_dir / SECRET_FOLDER
 
     def check(row: Row) -> None:
@@ -137,20 +123,3 @@ def run_trials(
         start = train_in_process(1, lock)
         execute(workspace, workspace.pending(), start, check=check, ended=ended)
     return workspace
-
-
-def best_row(rows: Sequence[Row], metric: str) -> Row | None:
-    """The row with the best score, the earliest of equals; a loss or perplexity is minimised.
-
-    Args:
-      rows: of the trials; a score that is not finite is worse than every other.
-      metric: what scores them.
-
-    Returns:
-      None if there are no finished rows.
-    """
-    sign = -1.0 if metric.endswith(("loss", "perplexity")) else 1.0
-    done = [row for row in rows if row.done]
-    return max(
-        done, key=lambda row: -math.inf if row.score is None else sign * row.score, default=None
-    )

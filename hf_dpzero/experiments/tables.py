@@ -21,7 +21,7 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.wording import relation_words, round_up
 
 TABLE_FILE = "comparison.md"
-MIB = 2**20
+Records = Sequence[tuple[str, Record]]
 NONE = "–"
 INFINITY = "∞"
 _NOT_REPEATABLE = (
@@ -84,18 +84,15 @@ def seconds(value: float) -> str:
     return _cut(value, f"1e-{max(0, digits)}")
 
 
-def mebibytes(value: float) -> str:
-    """Whole MiB, cut off."""
-    return str(int(value // MIB))
+def _mebibytes(value: float) -> str:
+    return str(int(value // 2**20))
 
 
-def count(value: float) -> str:
-    """With separators: 1,280,000."""
+def _count(value: float) -> str:
     return f"{math.floor(value):,}"
 
 
-def spent(epsilon: float) -> str:
-    """Rounded up to four significant digits; inf is the sign."""
+def _spent(epsilon: float) -> str:
     return INFINITY if math.isinf(epsilon) else round_up(epsilon)
 
 
@@ -153,11 +150,11 @@ def _method_row(record: Record, method: str) -> list[str]:
     return [
         method,
         *(score(record.cell(method, epsilon)) for epsilon in record.epsilons),
-        " / ".join(spent(e) for e in _known(cell.epsilon_spent for cell in cells)) or NONE,
+        " / ".join(_spent(e) for e in _known(cell.epsilon_spent for cell in cells)) or NONE,
         _one(sum(times) / len(times) if times else None, seconds),
-        _one(max(_known(c.peak_memory_bytes for c in cells), default=None), mebibytes),
-        _one(max(_known(c.forwards for c in cells), default=None), count),
-        _one(max(_known(c.backwards for c in cells), default=None), count),
+        _one(max(_known(c.peak_memory_bytes for c in cells), default=None), _mebibytes),
+        _one(max(_known(c.forwards for c in cells), default=None), _count),
+        _one(max(_known(c.backwards for c in cells), default=None), _count),
     ]
 
 
@@ -195,9 +192,6 @@ def _caption(record: Record) -> list[str]:
 def _failure(row: Row) -> str:
     run = f"{row.method}, {_at(row.target_epsilon)}, seed {row.seed}"
     return f"{run}: **{row.status}** ({STATUSES.get(row.status, row.status)}): {row.error}"
-
-
-Records = Sequence[tuple[str, Record]]
 
 
 def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLike[str]) -> str:
@@ -247,9 +241,8 @@ def _check_mergeable(records: Records) -> None:
     if len(records) < 2:
         raise ValueError(f"{len(records)} comparison to merge; give the folders of two or more.")
     names = [name for name, _ in records]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{name!r} stands for two comparisons; rename one of their folders.")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]!r} stands for two comparisons; rename one of their folders.")
     private = [(name, record.relation) for name, record in records if record.relation]
     for name, relation in private:
         if relation != private[0][1]:
@@ -261,34 +254,30 @@ def _check_mergeable(records: Records) -> None:
 
 def _merged_markdown(records: Records) -> str:
     """Tables of score, seconds, memory, spent epsilon and passes; captions; failures."""
-    parts = [f"# {', '.join(name for name, _ in records)}"]
-    zero_shots = dict.fromkeys(cell.method for _, record in records for cell in record.zero_shot)
-    zero_shot = [
-        [
-            name,
-            *(score(next((c for c in r.zero_shot if c.method == name), None)) for _, r in records),
-        ]
-        for name in zero_shots
+    zero_shot = []
+    for name in dict.fromkeys(cell.method for _, record in records for cell in record.zero_shot):
+        cells = (next((c for c in r.zero_shot if c.method == name), None) for _, r in records)
+        zero_shot.append([name, *map(score, cells)])
+    parts = [
+        f"# {', '.join(name for name, _ in records)}",
+        _across(records, "method, score (%)", score, zero_shot),
+        *_merged_caption(records),
     ]
-    parts += [_across(records, "method, score (%)", score, zero_shot), *_merged_caption(records)]
     for title, field, show in (
         ("Seconds per step", "seconds_per_step", seconds),
-        ("Peak memory of training steps (MiB)", "peak_memory_bytes", mebibytes),
-        ("Epsilon spent", "epsilon_spent", spent),
-        ("Example-forwards", "forwards", count),
-        ("Example-backwards", "backwards", count),
+        ("Peak memory of training steps (MiB)", "peak_memory_bytes", _mebibytes),
+        ("Epsilon spent", "epsilon_spent", _spent),
+        ("Example-forwards", "forwards", _count),
+        ("Example-backwards", "backwards", _count),
     ):
 
         def text(cell: Cell | None, field: str = field, show: Callable[[float], str] = show) -> str:
-            return _one(None if cell is None else getattr(cell, field), show)
+            return _one(getattr(cell, field, None), show)
 
         parts += [f"## {title}", _across(records, "method", text)]
-    settings = [
-        f"- {name}, {method['name']}: `{method['source']}`"
-        for name, record in records
-        for method in record.settings["methods"]
-    ]
-    parts += ["## Settings", "\n".join(settings)]
+    parts.append("## Settings")
+    sources = [(name, method) for name, r in records for method in r.settings["methods"]]
+    parts.append("\n".join(f"- {name}, {m['name']}: `{m['source']}`" for name, m in sources))
     lines = [f"- {n}: {_failure(row)}" for n, r in records for row in r.rows if not row.done]
     lines += [f"- {name}: {run} is still to be made" for name, r in records for run in r.pending]
     if lines:

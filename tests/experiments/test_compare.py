@@ -20,8 +20,8 @@ import yaml
 from hf_dpzero.cli import main
 from hf_dpzero.experiments import tables
 from hf_dpzero.experiments.aggregate import Record, aggregate
-from hf_dpzero.experiments.compare import compare, settings_of, write
-from hf_dpzero.experiments.grid import Run, _sibling_name, build_grid
+from hf_dpzero.experiments.compare import _settings_of, _write, compare
+from hf_dpzero.experiments.grid import Run, build_grid
 from hf_dpzero.experiments.plots import plot_comparison
 from hf_dpzero.experiments.results import (
     Exit,
@@ -49,16 +49,10 @@ from hf_dpzero.recipes.recipe import load_recipe
 PNG = b"\x89PNG\r\n\x1a\n"
 Settings = dict[str, Any]
 BASE: Settings = {
-    "model_name_or_path": "some/model",
-    "task": "quickstart",
-    "max_train_samples": 64,
-    "method": "dpzero",
-    "target_epsilon": 4.0,
-    "target_delta": 1e-3,
-    "expected_batch_size": 8,
-    "max_steps": 4,
-    "use_cpu": True,
-}
+    "model_name_or_path": "some/model", "task": "quickstart", "max_train_samples": 64,
+    "method": "dpzero", "target_epsilon": 4.0, "target_delta": 1e-3, "expected_batch_size": 8,
+    "max_steps": 4, "use_cpu": True,
+}  # fmt: skip
 
 
 def write_recipe(folder: Path, name: str = "tiny-dpzero", **settings: Any) -> Path:
@@ -77,15 +71,8 @@ def grid(path: Path, methods: str = "dpzero", **settings: Any) -> list[Run]:
 
 def test_private_methods_run_once_an_epsilon_and_others_once_a_seed(tmp_path):
     runs = grid(write_recipe(tmp_path), "dpzero,mezo", epsilons=[2.0, 6.0], seeds=[42, 13])
-    names = [run.name for run in runs]
-    assert names == [
-        "dpzero-eps2-seed42",
-        "dpzero-eps6-seed42",
-        "mezo-epsinf-seed42",
-        "dpzero-eps2-seed13",
-        "dpzero-eps6-seed13",
-        "mezo-epsinf-seed13",
-    ]
+    names = ("dpzero-eps2", "dpzero-eps6", "mezo-epsinf")
+    assert [run.name for run in runs] == [f"{n}-seed{seed}" for seed in (42, 13) for n in names]
     assert [run.recipe.training.target_epsilon for run in runs[:3]] == [2.0, 6.0, None]
     assert [run.private for run in runs[:3]] == [True, True, False]
     assert len({run.digest for run in runs}) == 6
@@ -93,12 +80,10 @@ def test_private_methods_run_once_an_epsilon_and_others_once_a_seed(tmp_path):
 
 def test_a_seed_sets_everything_public_and_nothing_secret(tmp_path):
     (run,) = grid(write_recipe(tmp_path, noise_multiplier=3.0, target_epsilon=None), seeds=[13])
-    recipe = run.recipe
-    assert recipe.data.subset_seed == recipe.model.init_seed == recipe.training.seed == 13
-    assert recipe.training.direction_key == 13
-    assert recipe.training.noise_multiplier is None
-    assert recipe.training.sampler_key is None
-    assert recipe.training.insecure_noise_seed is None
+    recipe, training = run.recipe, run.recipe.training
+    assert recipe.data.subset_seed == recipe.model.init_seed == training.seed == 13
+    assert training.direction_key == 13 and training.noise_multiplier is None
+    assert training.sampler_key is None and training.insecure_noise_seed is None
 
 
 def test_the_recipe_beside_is_taken_where_there_is_one(tmp_path):
@@ -112,13 +97,15 @@ def test_the_recipe_beside_is_taken_where_there_is_one(tmp_path):
     assert not fallback.private
 
 
-def test_a_recipe_file_is_a_method_too(tmp_path):
+def test_a_recipe_file_is_a_method_too_but_not_under_two_names(tmp_path):
     path = write_recipe(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     other = write_recipe(tmp_path / "elsewhere", "more-directions", num_directions=4)
     runs = grid(path, f"dpzero,{other}")
     assert [run.method for run in runs] == ["dpzero", "more-directions"]
     assert [run.recipe.training.num_directions for run in runs] == [1, 4]
+    with pytest.raises(ValueError, match="'dpzero' and 'copy' have the same settings"):
+        grid(path, f"dpzero,{write_recipe(tmp_path, 'copy')}")
 
 
 def test_a_method_without_a_recipe_takes_its_own_file_and_leaves_the_recipes_own_out(tmp_path):
@@ -152,42 +139,19 @@ def test_the_repositorys_method_files_serve_every_task():
     recipes = sorted(folder.glob("*/minilm-dpzero.yaml"))
     assert len(recipes) >= 3
     for path in recipes:
-        runs = grid(path, "dpzero,dp-adamw,dp-lora,adamw", epsilons=[])
-        assert [run.recipe.training.method for run in runs] == [
-            "dpzero",
-            "dp-adamw",
-            "dp-adamw",
-            "adamw",
-        ]
-        assert [run.recipe.model.peft_method for run in runs] == [None, None, "lora", None]
-        assert len({run.recipe.training.learning_rate for run in runs}) > 2
+        found = [run.recipe for run in grid(path, "dpzero,dp-adamw,dp-lora,adamw", epsilons=[])]
+        methods = [recipe.training.method for recipe in found]
+        assert methods == ["dpzero", "dp-adamw", "dp-adamw", "adamw"]
+        assert [recipe.model.peft_method for recipe in found] == [None, None, "lora", None]
+        assert len({recipe.training.learning_rate for recipe in found}) > 2
 
 
-@pytest.mark.parametrize(
-    ("name", "own_method", "wanted", "expected"),
-    [
-        ("minilm-dpzero", "dpzero", "dp-adamw", "minilm-dp-adamw.yaml"),
-        ("minilm-dp-lora", "dp-adamw", "dpzero", "minilm-dpzero.yaml"),
-        ("minilm-dpzero-k1", "dpzero", "dpzero-k64", "minilm-dpzero-k64.yaml"),
-        ("roberta-large", "dpzero", "mezo", "roberta-large-mezo.yaml"),
-    ],
-)
-def test_the_stem_ends_before_the_method(name, own_method, wanted, expected):
-    assert _sibling_name(Path(f"{name}.yaml"), wanted, own_method) == expected
-
-
-def test_a_run_as_a_file_loads_to_the_same_settings(tmp_path):
-    (run,) = grid(write_recipe(tmp_path))
-    (tmp_path / "run.yaml").write_text(run.to_yaml("out/x"), encoding="utf-8")
-    loaded = load_recipe(tmp_path / "run.yaml")
-    assert loaded.values == {**run.recipe.values, "output_dir": "out/x"}
-
-
-def test_the_digest_changes_with_a_setting_and_not_with_the_folder(tmp_path):
+def test_a_run_as_a_file_loads_to_the_same_settings_and_its_digest_changes_with_them(tmp_path):
     path = write_recipe(tmp_path)
-    first, again = grid(path)[0], grid(path)[0]
-    other = grid(path, overrides=["--learning_rate", "0.5"])[0]
-    assert first.digest == again.digest != other.digest
+    (run,), (again,), (other,) = grid(path), grid(path), grid(path, overrides=["--clip", "0.5"])
+    assert run.digest == again.digest != other.digest
+    (tmp_path / "run.yaml").write_text(run.to_yaml("out/x"), encoding="utf-8")
+    assert load_recipe(tmp_path / "run.yaml").values == {**run.recipe.values, "output_dir": "out/x"}
 
 
 @pytest.mark.parametrize(
@@ -212,17 +176,11 @@ def test_methods_that_cannot_be_compared_are_refused(other, message, tmp_path):
         grid(path, "dpzero,dpgd-0th")
 
 
-def test_an_override_makes_methods_comparable(tmp_path):
+def test_an_override_makes_methods_comparable_and_only_private_ones_share_delta(tmp_path):
     path = write_recipe(tmp_path)
-    write_recipe(tmp_path, "tiny-mezo", method="mezo", max_train_samples=32)
+    write_recipe(tmp_path, "tiny-mezo", method="mezo", max_train_samples=32, target_delta=1e-7)
     runs = grid(path, "dpzero,mezo", overrides=["--max_train_samples", "48"])
     assert [run.recipe.data.max_train_samples for run in runs] == [48, 48]
-
-
-def test_a_method_without_privacy_may_have_another_delta(tmp_path):
-    path = write_recipe(tmp_path)
-    write_recipe(tmp_path, "tiny-mezo", method="mezo", target_delta=1e-7)
-    assert len(grid(path, "dpzero,mezo")) == 2
 
 
 @pytest.mark.parametrize(
@@ -254,52 +212,25 @@ def test_private_methods_need_an_epsilon_from_somewhere(tmp_path):
     assert grid(write_recipe(tmp_path), epsilons=[])[0].epsilon == 4.0
 
 
-def test_one_recipe_under_two_names_is_refused(tmp_path):
-    path = write_recipe(tmp_path)
-    copy = write_recipe(tmp_path, "copy")
-    with pytest.raises(ValueError, match="'dpzero' and 'copy' have the same settings"):
-        grid(path, f"dpzero,{copy}")
-
-
 def row(**settings: Any) -> Row:
     values: Settings = {
-        "method": "dpzero",
-        "algorithm": "dpzero",
-        "private": True,
-        "target_epsilon": 2.0,
-        "seed": 42,
-        "digest": "d0",
-        "folder": "dpzero-eps2-seed42",
-        "status": "done",
-        "metric": "accuracy",
-        "score": 0.5,
-        "zero_shot": 0.25,
-        "epsilon": 1.99,
-        "delta": 1e-5,
-    }
+        "method": "dpzero", "algorithm": "dpzero", "private": True, "target_epsilon": 2.0, "seed": 42,
+        "digest": "d0", "folder": "dpzero-eps2-seed42", "status": "done", "metric": "accuracy",
+        "score": 0.5, "zero_shot": 0.25, "epsilon": 1.99, "delta": 1e-5,
+    }  # fmt: skip
     return Row(**{**values, **settings})
 
 
 def test_rows_come_back_as_they_were_written(tmp_path):
+    """A torn last line is cut off, any other damaged line is named."""
+    path = tmp_path / "rows.jsonl"
+    assert read_rows(path) == []
     rows = [row(), row(digest="d1", target_epsilon=math.inf, epsilon=math.inf, private=False)]
-    for each in rows:
-        append_row(tmp_path / "rows.jsonl", each)
-    assert read_rows(tmp_path / "rows.jsonl") == rows
-    assert read_rows(tmp_path / "none.jsonl") == []
-
-
-def test_a_torn_last_line_is_cut_off(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    append_row(path, row())
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"method": "mez')
-    assert read_rows(path) == [row()]
-    append_row(path, row(digest="d1"))
-    assert [found.digest for found in read_rows(path)] == ["d0", "d1"]
-
-
-def test_a_damaged_line_is_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
+    append_row(path, rows[0])
+    path.write_bytes(path.read_bytes() + b'{"method": "mez')
+    assert read_rows(path) == rows[:1]
+    append_row(path, rows[1])
+    assert read_rows(path) == rows
     path.write_text('{"method": 3}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: not a row"):
         read_rows(path)
@@ -330,23 +261,13 @@ def test_the_error_is_found_among_progress_bars_and_warnings():
 
 
 REPORT: Settings = {
-    "epsilon": 1.99,
-    "delta": 1e-3,
-    "neighboring_relation": "add_or_remove_one",
-    "expected_batch_size": 8.0,
-    "steps": 4,
-    "private": True,
-    "statement": "private",
-}
+    "epsilon": 1.99, "delta": 1e-3, "neighboring_relation": "add_or_remove_one", "steps": 4,
+    "expected_batch_size": 8.0, "private": True, "statement": "private",
+}  # fmt: skip
 RESULTS: Settings = {
-    "eval_accuracy": 0.75,
-    "eval_loss": 0.5,
-    "eval_runtime": 1.0,
-    "zero_shot_accuracy": 0.5,
-    "zero_shot_loss": 0.7,
-    "seconds_per_step": 0.125,
-    "peak_memory_bytes": 3 * 2**20,
-}
+    "eval_accuracy": 0.75, "eval_loss": 0.5, "eval_runtime": 1.0, "zero_shot_accuracy": 0.5,
+    "zero_shot_loss": 0.7, "seconds_per_step": 0.125, "peak_memory_bytes": 3 * 2**20,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -390,9 +311,7 @@ def test_a_private_run_must_keep_its_promise(change, message, tmp_path, report):
     report.update(change)
     (run,) = grid(write_recipe(tmp_path))
     found = row_of(run, leave_results(tmp_path / "a"), "", Exit(0, 1.0))
-    assert found.status == "not_private"
-    assert message in str(found.error)
-    assert not found.done
+    assert (found.status, found.done) == ("not_private", False) and message in str(found.error)
 
 
 def test_mezo_promises_nothing_but_a_score(tmp_path, report):
@@ -407,13 +326,11 @@ def test_mezo_promises_nothing_but_a_score(tmp_path, report):
     assert "left no readable results" in str(found.error)
 
 
-def test_a_task_with_another_metric_is_read(tmp_path, report):
-    (run,) = grid(write_recipe(tmp_path))
-    folder = tmp_path / "a"
-    folder.mkdir()
+def test_a_task_with_another_metric_is_read(tmp_path, report, monkeypatch):
     results = {"eval_loss": 1.0, "eval_f1": 0.5, "zero_shot_f1": 0.25, "zero_shot_loss": 2.0}
-    (folder / "all_results.json").write_text(json.dumps(results), encoding="utf-8")
-    found = row_of(run, folder, "", Exit(0, 1.0))
+    monkeypatch.setattr(sys.modules[__name__], "RESULTS", results)
+    (run,) = grid(write_recipe(tmp_path))
+    found = row_of(run, leave_results(tmp_path / "a"), "", Exit(0, 1.0))
     assert (found.metric, found.score, found.zero_shot) == ("f1", 0.5, 0.25)
 
 
@@ -429,40 +346,17 @@ def test_zero_shot_models_are_told_apart_by_what_matters_before_training():
 
 def three_seeds() -> list[Row]:
     """dpzero at 2: 0.8, 0.9, one failure; mezo: 0.96 three times; zero-shot 0.5, 0.6 and 0.7."""
-    shared = {"zero_shot_group": "g"}
-    rows = [
-        row(
-            seed=seed,
-            score=score,
-            zero_shot=zero,
-            seconds_per_step=second,
-            peak_memory_bytes=memory,
-            epsilon=epsilon,
-            forwards=128.0,
-            backwards=0.0,
-            **shared,
-        )
-        for seed, score, zero, second, memory, epsilon in (
-            (42, 0.8, 0.5, 0.1, 2**21, 1.99),
-            (13, 0.9, 0.6, 0.2, 3 * 2**20 + 5, 1.998),
-        )
+    plain: Settings = {"method": "mezo", "algorithm": "mezo", "private": False, "score": 0.96}
+    plain |= {"target_epsilon": math.inf, "epsilon": math.inf, "zero_shot_group": "g"}
+    figures: Settings = {"forwards": 128.0, "backwards": 0.0, "zero_shot_group": "g"}
+    first = {"seconds_per_step": 0.1, "peak_memory_bytes": 2**21, "epsilon": 1.99, **figures}
+    second = {"seconds_per_step": 0.2, "peak_memory_bytes": 3 * 2**20 + 5, "epsilon": 1.998}
+    return [
+        row(seed=42, score=0.8, zero_shot=0.5, **first),
+        row(seed=13, score=0.9, zero_shot=0.6, **figures, **second),
+        row(seed=21, status="out_of_memory", error="killed by SIGKILL", score=None),
+        *(row(seed=seed, zero_shot=z, **plain) for seed, z in ((42, 0.5), (13, 0.6), (21, 0.7))),
     ]
-    rows.append(row(seed=21, status="out_of_memory", error="killed by SIGKILL", score=None))
-    rows += [
-        row(
-            method="mezo",
-            algorithm="mezo",
-            private=False,
-            target_epsilon=math.inf,
-            epsilon=math.inf,
-            seed=seed,
-            score=0.96,
-            zero_shot=zero,
-            **shared,
-        )
-        for seed, zero in ((42, 0.5), (13, 0.6), (21, 0.7))
-    ]
-    return rows
 
 
 PLANNED = {("dpzero", 2.0): 3, ("dpzero", 6.0): 3, ("mezo", math.inf): 3}
@@ -471,21 +365,15 @@ PLANNED = {("dpzero", 2.0): 3, ("dpzero", 6.0): 3, ("mezo", math.inf): 3}
 def record(**settings: Any) -> Record:
     cells, zero_shot = aggregate(three_seeds(), PLANNED)
     values: Settings = {
-        "task": "trec",
-        "seeds": [42, 13, 21],
-        "jobs": 1,
-        "delta": "1e-05",
-        "neighboring_relation": "add_or_remove_one",
-        "overrides": ["--max_steps", "9"],
+        "task": "trec", "seeds": [42, 13, 21], "jobs": 1, "delta": "1e-05",
+        "neighboring_relation": "add_or_remove_one", "overrides": ["--max_steps", "9"],
         "methods": [{"name": "dpzero", "source": "a.yaml", "method": "dpzero", "private": True}],
-    }
+    }  # fmt: skip
+    pending = [f"dpzero-eps6-seed{seed}" for seed in (42, 13, 21)]
     return Record(
-        settings={**values, **settings},
-        rows=three_seeds(),
-        cells=cells,
-        zero_shot=zero_shot,
-        pending=["dpzero-eps6-seed42", "dpzero-eps6-seed13", "dpzero-eps6-seed21"],
-    )
+        settings={**values, **settings}, rows=three_seeds(), cells=cells, zero_shot=zero_shot,
+        pending=pending,
+    )  # fmt: skip
 
 
 def test_a_cell_counts_only_runs_that_count():
@@ -505,21 +393,15 @@ def test_an_unprivate_row_stays_out_of_the_mean():
     assert (cells[0].mean, cells[0].finished, cells[0].standard_error) == (0.5, 1, None)
 
 
-def test_zero_shot_counts_each_seed_once():
+def test_zero_shot_counts_each_seed_once_and_tells_models_apart():
     """0.5 and 0.6 stand twice (dpzero and mezo), 0.7 once: the mean over seeds is 0.6."""
     (cell,) = record().zero_shot
     assert cell.mean == pytest.approx(0.6)
     assert cell.standard_error == pytest.approx(0.1 / math.sqrt(3))
     assert (cell.method, cell.finished) == ("zero-shot", 3)
-
-
-def test_zero_shot_models_that_differ_have_rows_of_their_own():
     rows = [row(zero_shot_group="a"), row(method="mezo", zero_shot_group="b", zero_shot=0.75)]
-    _, cells = aggregate(rows, PLANNED)
-    assert [(c.method, c.mean) for c in cells] == [
-        ("zero-shot (dpzero)", 0.25),
-        ("zero-shot (mezo)", 0.75),
-    ]
+    found = [(c.method, c.mean) for c in aggregate(rows, PLANNED)[1]]
+    assert found == [("zero-shot (dpzero)", 0.25), ("zero-shot (mezo)", 0.75)]
 
 
 def test_the_table_by_hand():
@@ -537,74 +419,59 @@ def test_the_table_by_hand():
 
 
 def test_nothing_is_rounded_up_but_epsilon():
-    assert tables.percent(0.99999) == "99.99"
-    assert tables.percent(0.29) == "29.00"  # 100 * 0.29 is 28.999999999999996
-    assert tables.seconds(0.9999) == "0.999"
-    assert tables.seconds(59.99) == "59.9"
-    assert tables.mebibytes(2**21 - 1) == "1"
-    assert tables.spent(1.99901) == "2"
-    assert tables.spent(5.998001) == "5.999"
+    assert (tables.percent(0.99999), tables.seconds(0.9999)) == ("99.99", "0.999")
+    assert (tables.seconds(59.99), tables._mebibytes(2**21 - 1)) == ("59.9", "1")
+    assert (tables._spent(1.99901), tables._spent(5.998001)) == ("2", "5.999")
 
 
 def test_what_stands_under_the_table():
     text = tables.markdown(record())
-    assert text.startswith("# trec: dpzero, mezo\n")
-    assert "seeds 42, 13, 21" in text
-    assert "δ = 1e-05 under adding or removing one training example" in text
-    assert "cannot be repeated bit for bit, by design" in text
-    assert "- dpzero: `a.yaml`" in text
-    assert "- all of them: `--max_steps 9`" in text
-    assert "Runs that do not count (1):" in text
-    assert "- dpzero, ε = 2, seed 21: **out_of_memory**" in text
-    assert "killed by SIGKILL" in text
-    assert "Runs that are still to be made (3):" in text
-    assert "noisy" not in text
+    assert text.startswith("# trec: dpzero, mezo\n") and "noisy" not in text
+    for words in (
+        "seeds 42, 13, 21",
+        "δ = 1e-05 under adding or removing one training example",
+        "cannot be repeated bit for bit, by design",
+        "- dpzero: `a.yaml`\n- all of them: `--max_steps 9`",
+        "Runs that do not count (1):\n\n- dpzero, ε = 2, seed 21: **out_of_memory**",
+        "killed by SIGKILL",
+        "Runs that are still to be made (3):",
+    ):
+        assert words in text
     shared = record()
     shared.rows[0] = dataclasses.replace(shared.rows[0], jobs=2)
     assert "Up to 2 runs shared the machine: seconds per step are noisy" in tables.markdown(shared)
 
 
-def test_a_record_comes_back_as_it_was_saved(tmp_path):
+def test_a_record_comes_back_as_it_was_saved_and_is_drawn(tmp_path):
     record().save(tmp_path)
     assert Record.load(tmp_path) == record()
     json.loads((tmp_path / "comparison.json").read_text(), parse_constant=pytest.fail)
-
-
-def test_the_plot_is_a_png_and_needs_a_finished_run(tmp_path):
     path = plot_comparison(record(), tmp_path)
-    assert path is not None
-    assert path.read_bytes().startswith(PNG)
+    assert path is not None and path.read_bytes().startswith(PNG)
     empty = [dataclasses.replace(cell, mean=None) for cell in record().cells]
     assert plot_comparison(dataclasses.replace(record(), cells=empty), tmp_path) is None
 
 
 def test_merge_puts_methods_down_and_tasks_across(tmp_path):
-    for name in ("trec", "sst2"):
+    for name, task in (("trec", "trec"), ("sst2", "sst2"), ("few", "trec")):
         (tmp_path / name).mkdir()
-        record(task=name).save(tmp_path / name)
-    text = merge([tmp_path / "trec", tmp_path / "sst2"], tmp_path / "all")
-    lines = text.splitlines()
-    assert "| method, score (%) | trec | sst2 |" in lines
-    assert "| dpzero, ε = 6 | none (0 of 3) | none (0 of 3) |" in lines
-    assert "| dpzero, ε = 2 | 85.00 ± 5.00 (2 of 3) | 85.00 ± 5.00 (2 of 3) |" in lines
-    assert "| mezo, ε = ∞ | 96.00 ± 0.00 | 96.00 ± 0.00 |" in lines
-    assert "| zero-shot | 60.00 ± 5.77 | 60.00 ± 5.77 |" in lines
-    assert "| dpzero, ε = 2 | 0.150 | 0.150 |" in lines
+        record(task=task).save(tmp_path / name)
+    text, target = merge([tmp_path / "trec", tmp_path / "sst2"], tmp_path / "all"), tmp_path / "all"
+    for line in (
+        "| method, score (%) | trec | sst2 |",
+        "| dpzero, ε = 6 | none (0 of 3) | none (0 of 3) |",
+        "| dpzero, ε = 2 | 85.00 ± 5.00 (2 of 3) | 85.00 ± 5.00 (2 of 3) |",
+        "| mezo, ε = ∞ | 96.00 ± 0.00 | 96.00 ± 0.00 |",
+        "| zero-shot | 60.00 ± 5.77 | 60.00 ± 5.77 |",
+        "| dpzero, ε = 2 | 0.150 | 0.150 |",
+    ):
+        assert line in text.splitlines()
     assert "- sst2: dpzero, ε = 2, seed 21: **out_of_memory**" in text
-    assert (tmp_path / "all" / "comparison.md").read_text(encoding="utf-8") == text
-    assert (tmp_path / "all" / "comparison.png").read_bytes().startswith(PNG)
-    assert set(json.loads((tmp_path / "all" / "comparison.json").read_text())["tasks"]) == {
-        "trec",
-        "sst2",
-    }
-
-
-def test_merge_names_two_comparisons_of_one_task_by_their_folders(tmp_path):
-    for name in ("few", "full"):
-        (tmp_path / name).mkdir()
-        record().save(tmp_path / name)
-    text = merge([tmp_path / "few", tmp_path / "full"], tmp_path / "all")
-    assert "| method, score (%) | few | full |" in text
+    assert (target / "comparison.md").read_text(encoding="utf-8") == text
+    assert (target / "comparison.png").read_bytes().startswith(PNG)
+    assert set(json.loads((target / "comparison.json").read_text())["tasks"]) == {"trec", "sst2"}
+    text = merge([tmp_path / "few", tmp_path / "trec"], tmp_path / "all")  # two of one task
+    assert "| method, score (%) | few | trec |" in text
 
 
 def test_merge_refuses(tmp_path):
@@ -663,8 +530,7 @@ class FakeChild:
 
 
 def run_all(folder: Path, runs: list[Run], fake: Fake, **settings: Any) -> Record:
-    about = settings_of(runs, recipe="tiny.yaml")
-    return compare(folder, runs, about, start=fake, **settings)
+    return compare(folder, runs, recipe="tiny.yaml", start=fake, **settings)
 
 
 def test_a_comparison_leaves_rows_record_table_and_plot(tmp_path, report):
@@ -678,22 +544,16 @@ def test_a_comparison_leaves_rows_record_table_and_plot(tmp_path, report):
     assert load_recipe(out / "recipes" / f"{runs[0].name}.yaml").training.target_epsilon == 2.0
 
 
-def test_a_rerun_skips_what_has_a_row(tmp_path, report):
+def test_a_rerun_skips_what_has_a_row_and_changed_settings_take_another_folder(tmp_path, report):
     path, out = write_recipe(tmp_path), tmp_path / "out"
     run_all(out, grid(path, seeds=[1, 2]), Fake())
     before = (out / "rows.jsonl").read_bytes()
-    again = Fake()
+    again, changed = Fake(), Fake()
     run_all(out, grid(path, seeds=[1, 2, 3]), again)
     assert again.names == ["dpzero-eps2-seed3"]
     assert (out / "rows.jsonl").read_bytes().startswith(before)
-
-
-def test_a_changed_setting_runs_again_in_a_folder_of_its_own(tmp_path, report):
-    path, out = write_recipe(tmp_path), tmp_path / "out"
-    run_all(out, grid(path), Fake())
-    changed = Fake()
-    run_all(out, grid(path, overrides=["--clip", "3"]), changed)
-    assert changed.names == ["dpzero-eps2-seed42-attempt2"]
+    run_all(out, grid(path, seeds=[1], overrides=["--clip", "3"]), changed)
+    assert changed.names == ["dpzero-eps2-seed1-attempt2"]
 
 
 def test_failures_are_rows_and_are_retried_only_on_request(tmp_path, report):
@@ -729,7 +589,7 @@ def interrupted(folder: Path, runs: list[Run]) -> Fake:
     return fake
 
 
-def leave_checkpoint(folder: Path, step: int, whole: bool = True) -> None:
+def leave_checkpoint(folder: Path, step: Any, whole: bool = True) -> None:
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir()
     if whole:
@@ -788,30 +648,16 @@ def test_jobs_run_together_and_their_rows_say_so(tmp_path, report):
 
 
 def test_discarded_weights_leave_results_and_ledger(tmp_path):
+    """A checkpoint is a folder named by its step."""
     for name in ("model.safetensors", "trajectory.safetensors", "trajectory.ledger", "a.json"):
         (tmp_path / name).touch()
-    leave_checkpoint(tmp_path, 3)
+    assert last_checkpoint(tmp_path) is None
+    for name in ("best", 3):
+        leave_checkpoint(tmp_path, name)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
     discard_weights(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["a.json", "trajectory.ledger", "trajectory.safetensors"]
-
-
-def test_last_checkpoint_ignores_strangers(tmp_path):
-    assert last_checkpoint(tmp_path / "none") is None
-    for name in ("checkpoint-best", "checkpoint-3"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "dpzero_state.json").write_text("{}")
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
-
-
-def test_two_comparisons_do_not_share_a_folder(tmp_path):
-    refused = pytest.raises(
-        OSError, match="another comparison or sweep, or a run that outlived one"
-    )
-    with locked(tmp_path), refused, locked(tmp_path):
-        pass
-    with locked(tmp_path):
-        pass
 
 
 def wait_for(child: Process) -> Exit:
@@ -851,7 +697,7 @@ def test_a_failing_process_is_a_row(tmp_path):
         "out_of_memory",
     ]
     assert found[3].exit_status == -9
-    assert write(comparison, settings_of(runs, recipe="x")).cells[0].planned == 4
+    assert _write(comparison, _settings_of(runs, "x")).cells[0].planned == 4
 
 
 def test_a_process_gets_its_environment_and_can_be_stopped(tmp_path):
@@ -864,9 +710,12 @@ def test_a_process_gets_its_environment_and_can_be_stopped(tmp_path):
 
 
 def test_the_lock_lasts_as_long_as_a_process_that_outlives_its_comparison(tmp_path):
+    refused = "another comparison or sweep, or a run that outlived one"
     with locked(tmp_path) as lock:
         orphan = python(tmp_path, "import time; time.sleep(60)", lock)
-    with pytest.raises(OSError, match="outlived"), locked(tmp_path):
+        with pytest.raises(OSError, match=refused), locked(tmp_path):
+            pass
+    with pytest.raises(OSError, match=refused), locked(tmp_path):
         pass
     orphan.stop()
     with locked(tmp_path):

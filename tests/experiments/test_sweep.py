@@ -20,11 +20,12 @@ from hf_dpzero.experiments.runner import Attempt
 from hf_dpzero.experiments.sweep import (
     Prepared,
     SweepSettings,
+    _refuse_different_events,
     parse_grid,
-    refuse_different_events,
     trial_count_from,
 )
-from hf_dpzero.experiments.sweep_trials import best_row, draw_points, open_workspace
+from hf_dpzero.experiments.sweep_outputs import _best_row
+from hf_dpzero.experiments.sweep_trials import _draw_points, _open_workspace
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -128,10 +129,10 @@ def row(trial: int, score: float | None, status: str = "done") -> Row:
 
 def test_the_best_row() -> None:
     rows = [row(0, 0.5), row(1, 0.7), row(2, 0.7), row(3, None), row(4, None, "failed")]
-    assert best_row(rows, "eval_accuracy") is rows[1]  # the earlier of equals
-    assert best_row(rows, "eval_loss") is rows[0]
-    assert best_row([rows[3], rows[4]], "eval_loss") is rows[3]
-    assert best_row([rows[4]], "eval_loss") is None
+    assert _best_row(rows, "eval_accuracy") is rows[1]  # the earlier of equals
+    assert _best_row(rows, "eval_loss") is rows[0]
+    assert _best_row([rows[3], rows[4]], "eval_loss") is rows[3]
+    assert _best_row([rows[4]], "eval_loss") is None
 
 
 def make_report(plan: PrivacyPlan, steps: int | None = None) -> PrivacyReport:
@@ -427,8 +428,8 @@ def test_events_are_compared_whatever_the_field_is_called() -> None:
     points = [{"clip": 1.0, "odd": 1}, {"clip": 2.0, "odd": 1}, {"clip": 1.0, "odd": 2}]
     plans = [make_plan(), make_plan(num_directions=4), make_plan(steps=7)]
     with pytest.raises(ValueError, match="^odd changes the privacy event"):
-        refuse_different_events(points, plans)
-    refuse_different_events(points[:2], plans[:2])
+        _refuse_different_events(points, plans)
+    _refuse_different_events(points[:2], plans[:2])
 
 
 def test_dry_run_prints_the_cost_and_writes_nothing(
@@ -462,7 +463,7 @@ PREPARED = Prepared(extra={}, num_examples=96, metric="eval_accuracy", tuning="n
 
 
 def test_points_are_drawn_uniformly_and_their_number_varies(recipe: Path, tmp_path: Path) -> None:
-    drawn = [draw_points(settings_of(recipe, tmp_path)) for _ in range(300)]
+    drawn = [_draw_points(settings_of(recipe, tmp_path)) for _ in range(300)]
     assert len({len(points) for points in drawn}) > 5
     counts = Counter(tuple(point.values()) for points in drawn for point in points)
     total = sum(counts.values())
@@ -472,19 +473,19 @@ def test_points_are_drawn_uniformly_and_their_number_varies(recipe: Path, tmp_pa
 
 def test_a_continued_sweep_keeps_its_draw(recipe: Path, tmp_path: Path) -> None:
     settings = settings_of(recipe, tmp_path / "D", trials=TrialCount(mean=50.0))
-    first = [run.digest for run in open_workspace(settings, PREPARED).runs]
+    first = [run.digest for run in _open_workspace(settings, PREPARED).runs]
     assert len(set(first)) == len(first)  # equal points are trials of their own
-    assert [run.digest for run in open_workspace(settings, PREPARED).runs] == first
+    assert [run.digest for run in _open_workspace(settings, PREPARED).runs] == first
     assert (tmp_path / "D" / "_private").stat().st_mode & 0o777 == 0o700
     other = dataclasses.replace(settings, grid={"clip": [1.0, 5.0]})
     with pytest.raises(ValueError, match="holds a sweep with other settings"):
-        open_workspace(other, PREPARED)
+        _open_workspace(other, PREPARED)
 
 
 def test_a_folder_in_use_is_refused(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match="holds other files"):
-        open_workspace(settings_of(recipe, tmp_path), PREPARED)
+        _open_workspace(settings_of(recipe, tmp_path), PREPARED)
 
 
 def test_a_folder_with_secret_trials_takes_no_other_sweep(recipe: Path, tmp_path: Path) -> None:
@@ -498,7 +499,7 @@ def test_a_folder_with_secret_trials_takes_no_other_sweep(recipe: Path, tmp_path
 def test_an_unfinished_run_is_set_aside_in_private(recipe: Path, tmp_path: Path) -> None:
     """With a checkpoint it continues; once it has left its last file, only its row is missing."""
     settings = settings_of(recipe, tmp_path / "D", tuning="not_accounted")
-    workspace = open_workspace(settings, PREPARED)
+    workspace = _open_workspace(settings, PREPARED)
     run = workspace.runs[0]
     folder = workspace.attempt(run).folder
     assert folder == tmp_path / "D/trials/000"

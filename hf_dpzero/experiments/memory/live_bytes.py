@@ -28,14 +28,12 @@ GIB = 1 << 30
 class LiveBytes(TorchDispatchMode):
     """Bytes of the live storages, and their peak, from the operations inside the block.
 
-    Attributes:
-      live: bytes now; storages that existed before count once `hold` has named them.
-      peak: the largest `live` so far.
+    Storages that existed before count once `hold` has named them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self.peak = 0  # bytes now, and the most so far
         self._known: set[int] = set()
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -108,7 +106,7 @@ def counted(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[LiveBytes
       batch: its tensors on the meta device; not counted either.
 
     Returns:
-      The counter; read `live` and `peak` from it.
+      The counter.
     """
     live = LiveBytes()
     live.hold([*model.parameters(), *model.buffers(), *batch.values()])

@@ -49,10 +49,8 @@ def find_config(arguments: ModelArguments) -> tuple[Any, str]:
     except (OSError, ImportError) as error:
         if name.lower() in CHECKPOINT_SHAPES:
             config = AutoConfig.for_model(**SHAPES[CHECKPOINT_SHAPES[name.lower()]])
-            source = (
-                f"the published shape of {name}, which is built in (the checkpoint is not here)"
-            )
-            return config, source
+            here = "which is built in (the checkpoint is not here)"
+            return config, f"the published shape of {name}, {here}"
         if name.startswith("package:"):
             raise OSError(str(error)) from error
         raise OSError(

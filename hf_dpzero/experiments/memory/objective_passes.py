@@ -49,6 +49,7 @@ class ObjectivePass(ABC):
         with torch.device(device):
             return self._batch(size)
 
+    @abstractmethod
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Evaluates the objective on rows without padding.
 
@@ -59,7 +60,6 @@ class ObjectivePass(ABC):
         Returns:
           The losses [B].
         """
-        return self._losses(model, batch)
 
     @property
     def rows_per_example(self) -> int:
@@ -68,12 +68,6 @@ class ObjectivePass(ABC):
 
     @abstractmethod
     def _batch(self, size: int) -> Batch: ...
-
-    @abstractmethod
-    def _losses(self, model: nn.Module, batch: Batch) -> Tensor: ...
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -86,12 +80,15 @@ class Classification(ObjectivePass):
         siamese = self.meta.arguments.pair_features == "siamese"
         if self.from_features:
             width = self.meta.body.hidden_size * (4 if siamese else 1)
-            return {"sentence_embedding": torch.ones(size, width), "labels": self._zeros(size)}
+            return {
+                "sentence_embedding": torch.ones(size, width),
+                "labels": torch.zeros(size, dtype=torch.int64),
+            }
         names = ("input_ids", "input_ids_pair") if siamese else ("input_ids",)
-        rows = {name: self._zeros(size, self.length) for name in names}
-        return {**rows, "labels": self._zeros(size)}
+        rows = {name: torch.zeros(size, self.length, dtype=torch.int64) for name in names}
+        return {**rows, "labels": torch.zeros(size, dtype=torch.int64)}
 
-    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         return select_objective(model)(model, batch)
 
 
@@ -102,11 +99,15 @@ class SingleWords(ObjectivePass):
     guessed: bool = False  # no tokenizer has said that they are one token each
 
     def _batch(self, size: int) -> Batch:
-        positions = self._zeros(size) + self.length // 2
-        ids = self._zeros(size, self.length)
-        return {"input_ids": ids, "positions": positions, "labels": self._zeros(size)}
+        positions = torch.zeros(size, dtype=torch.int64) + self.length // 2
+        ids = torch.zeros(size, self.length, dtype=torch.int64)
+        return {
+            "input_ids": ids,
+            "positions": positions,
+            "labels": torch.zeros(size, dtype=torch.int64),
+        }
 
-    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs = {"input_ids": batch["input_ids"]}
         logits = selected_logits(model, inputs, batch["positions"].unsqueeze(1))
         words = logits[:, 0, : self.meta.num_labels]
@@ -118,10 +119,10 @@ class SeveralWords(ObjectivePass):
     """Labels of several tokens, each example a row for each label: `Candidates`."""
 
     def _batch(self, size: int) -> Batch:
-        ids = self._zeros(size, self.meta.num_labels, self.length)
-        return {"input_ids": ids, "labels": self._zeros(size)}
+        ids = torch.zeros(size, self.meta.num_labels, self.length, dtype=torch.int64)
+        return {"input_ids": ids, "labels": torch.zeros(size, dtype=torch.int64)}
 
-    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         ids = batch["input_ids"]
         scored = min(WORD_TOKENS, self.length - 2)
         scores = -_answer_losses(model, ids.flatten(0, 1), scored).view(ids.shape[:2])
@@ -143,9 +144,9 @@ class FreeText(ObjectivePass):
     by_generation: bool = False
 
     def _batch(self, size: int) -> Batch:
-        return {"input_ids": self._zeros(size, self.length)}
+        return {"input_ids": torch.zeros(size, self.length, dtype=torch.int64)}
 
-    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         scored = max(1, min(self.max_new_tokens, self.length - 2))
         return _answer_losses(model, batch["input_ids"], 1 if self.by_generation else scored)
 
@@ -174,19 +175,15 @@ def objective_pass(meta: MetaModel, data: Any, task: Any = None) -> ObjectivePas
         return Classification(meta, length, meta.arguments.precompute_features)
     if meta.num_labels == 0:
         return FreeText(meta, length, data.max_new_tokens, data.objective == "f1")
+    words: Any = data.label_words
+    if words is None:  # the task's own
+        prompts = getattr(description_of(data.task), "prompts", {})
+        words = prompts[data.prompt].label_words if data.prompt in prompts else ()
     counted = _several_tokens(task, meta.arguments)
-    spaced = meta.head == "causal_lm" and any(" " in w.strip() for w in _label_words(data))
+    spaced = meta.head == "causal_lm" and any(" " in word.strip() for word in words)
     if spaced if counted is None else counted:
         return SeveralWords(meta, length)
     return SingleWords(meta, length, guessed=counted is None)
-
-
-def _label_words(data: Any) -> tuple[str, ...]:
-    """The words that stand for the labels: the recipe's, or the task's."""
-    if data.label_words is not None:
-        return tuple(data.label_words)
-    prompts = getattr(description_of(data.task), "prompts", {})
-    return tuple(prompts[data.prompt].label_words) if data.prompt in prompts else ()
 
 
 def _several_tokens(task: Any, arguments: Any) -> bool | None:

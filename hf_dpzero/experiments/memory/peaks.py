@@ -21,7 +21,6 @@ from hf_dpzero.estimators.ghost_clipping import DENSE_BYTES, GhostGradients
 from hf_dpzero.estimators.prefix_cache import FrozenPrefix
 from hf_dpzero.estimators.stacked import AUTO_DIRECTIONS, STACK_BYTES
 from hf_dpzero.experiments.memory.live_bytes import (
-    GIB,
     LiveBytes,
     counted,
     dense_gradient_bytes,
@@ -33,11 +32,6 @@ from hf_dpzero.experiments.memory.objective_passes import Classification, FreeTe
 
 CARDS = (24, 40, 80, 141)
 """GiB of common graphics cards."""
-SPARE = 0.1
-"""Share of a device that is left to what is not counted."""
-DTYPES = ("float32", "bfloat16")
-BITS_PER_WEIGHT = {4: 4 + 32 / 64, 8: 8}
-"""bitsandbytes: 4-bit weights with a float32 scale for each block of 64; 8-bit ones with one a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +85,6 @@ class Footprint:
 
 
 def _own_bytes(module: nn.Module, tokens: int) -> int:
-    """What a copy of a layer's own trained parameters takes; of an embedding, `tokens` rows, twice."""
     if isinstance(module, nn.Embedding) and module.weight.requires_grad:
         rows, width = module.weight.shape
         return 2 * min(rows, tokens) * width * module.weight.element_size()
@@ -157,7 +150,7 @@ class Peaks:
 
     def fits(self, room: int) -> bool:
         """True if the whole run fits in `room` bytes with a tenth to spare."""
-        return self.peak is not None and self.peak <= (1 - SPARE) * room
+        return self.peak is not None and self.peak <= 0.9 * room
 
 
 def all_peaks(objective: ObjectivePass, recipe: Any) -> list[Peaks]:
@@ -170,7 +163,7 @@ def all_peaks(objective: ObjectivePass, recipe: Any) -> list[Peaks]:
     Returns:
       One for each precision.
     """
-    counts = [peaks(objective, recipe, dtype) for dtype in DTYPES]
+    counts = [peaks(objective, recipe, dtype) for dtype in ("float32", "bfloat16")]
     bits = quantised_bits(recipe.model)
     if bits is not None:
         base = peaks(objective, recipe, own_dtype(objective.meta))
@@ -205,12 +198,14 @@ def peaks(objective: ObjectivePass, recipe: Any, dtype: str) -> Peaks:
     args = recipe.training
     model = objective.meta.build(dtype)
     weights = resident_bytes([*model.parameters(), *model.buffers()])
+    size = args.physical_batch_size
+    tokens = size * objective.rows_per_example * objective.length
     step = _first_order_step if args.first_order else _zeroth_order_step
-    how, training = step(objective, model, args)
+    how, training = step(objective, model, args, Footprint.of(model, size, tokens))
     return Peaks(
         precision=dtype,
         weights=weights,
-        inference=weights + _evaluation_bytes(objective, model, args.physical_batch_size),
+        inference=weights + _evaluation_bytes(objective, model, size),
         evaluation=weights + _prediction_bytes(objective, model, args.per_device_eval_batch_size),
         training=training,
         how=how,
@@ -241,8 +236,7 @@ def _mask_bytes(objective: ObjectivePass, model: nn.Module, size: int) -> int:
     """The mask `[rows, 1, T, T]` of padded rows, as truth values and as numbers."""
     if isinstance(objective, Classification) and objective.from_features:
         return 0
-    rows = size * objective.rows_per_example
-    return rows * objective.length**2 * (1 + _width(model))
+    return size * objective.rows_per_example * objective.length**2 * (1 + _width(model))
 
 
 def _prediction_bytes(objective: ObjectivePass, model: nn.Module, size: int) -> int:
@@ -268,17 +262,14 @@ def cache_width(body: Any) -> int:
     return 2 * int(getattr(body, "num_key_value_heads", None) or heads) * int(size)
 
 
-def _footprint(objective: ObjectivePass, model: nn.Module, args: Any, **counts: int) -> Footprint:
-    size = args.physical_batch_size
-    return Footprint.of(model, size, size * objective.rows_per_example * objective.length, **counts)
-
-
-def _zeroth_order_step(objective: ObjectivePass, model: nn.Module, args: Any) -> tuple[str, int]:
+def _zeroth_order_step(
+    objective: ObjectivePass, model: nn.Module, args: Any, footprint: Footprint
+) -> tuple[str, int]:
     """The strategy, and bytes: forward passes, and copies where strategy or subspace keep some."""
     size, prefix = args.physical_batch_size, FrozenPrefix(model)
     reused = prefix if args.reuse_frozen_prefix and prefix.worthwhile else None
     forward = _evaluation_bytes(objective, model, size, reused)
-    footprint = _footprint(objective, model, args, forward=forward)
+    footprint = dataclasses.replace(footprint, forward=forward)
     extra = 0
     if isinstance(objective, FreeText) and objective.by_generation:
         extra += _generation_bytes(objective, model, size)
@@ -302,10 +293,9 @@ def _zeroth_order_step(objective: ObjectivePass, model: nn.Module, args: Any) ->
 
 
 def _first_order_step(
-    objective: ObjectivePass, model: nn.Module, args: Any
+    objective: ObjectivePass, model: nn.Module, args: Any, footprint: Footprint
 ) -> tuple[str, int | None]:
     """How gradients are taken, and bytes: activations, what each example keeps, sums, moments."""
-    footprint = _footprint(objective, model, args)
     floating = [p for p in model.parameters() if p.is_floating_point()]
     any_half = any(p.dtype != torch.float32 for p in floating)
     how = args.per_example_gradients
@@ -329,8 +319,7 @@ def _first_order_step(
             gradient = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
             del losses, gradient
         else:
-            kept = _ghost_bytes(objective, model, batch, live)
-            live.peak = max(live.peak, kept)
+            live.peak = max(live.peak, _ghost_bytes(objective, model, batch, live))
     phase = max(live.peak + mask, 2 * footprint.trained)
     sums = 4 * footprint.dimension
     return how, footprint.weights + moments * footprint.trained + sums + phase
@@ -360,7 +349,10 @@ def _quantised(base: Peaks, objective: ObjectivePass, bits: int) -> Peaks:
         and not any(word in name for word in kept)
     ]
     full = [w.numel() * w.element_size() for w in weights]
-    packed = sum(_packed_bytes(w, bits) for w in weights)
+    # bitsandbytes: 4-bit weights with a float32 scale for each block of 64, 8-bit ones with one a row
+    packed = sum(
+        math.ceil(w.numel() * 4.5 / 8) if bits == 4 else w.numel() + 4 * len(w) for w in weights
+    )
     less = sum(full) - packed
     written_out = max(full, default=0) - less
     return dataclasses.replace(
@@ -373,11 +365,6 @@ def _quantised(base: Peaks, objective: ObjectivePass, bits: int) -> Peaks:
     )
 
 
-def _packed_bytes(weight: Tensor, bits: int) -> int:
-    scales = 0 if bits == 4 else 4 * len(weight)
-    return math.ceil(weight.numel() * BITS_PER_WEIGHT[bits] / 8) + scales
-
-
 def devices() -> dict[str, int]:
     """Bytes of memory of this machine's devices: the processor's in all, and each GPU's."""
     sizes = {"CPU": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
@@ -385,8 +372,3 @@ def devices() -> dict[str, int]:
         properties = torch.cuda.get_device_properties(index)
         sizes[f"cuda:{index} {properties.name}"] = int(properties.total_memory)
     return sizes
-
-
-def rooms(machine: Mapping[str, int]) -> dict[str, int]:
-    """Name -> bytes, of this machine's devices and of common cards."""
-    return {**machine, **{f"{size} GiB": size * GIB for size in CARDS}}

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hf_dpzero.tasks import build_task, description_of
 from hf_dpzero.tasks.arguments import DataArguments
-
-_FLAGS = (
-    ("huggingface_hub.constants", "HF_HUB_OFFLINE"),
-    ("datasets.config", "HF_HUB_OFFLINE"),
-    ("datasets.config", "HF_DATASETS_OFFLINE"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +80,16 @@ def _derived(data: DataArguments, labels: int | None) -> tuple[int | None, str]:
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
     """Inside, Hugging Face's libraries read their caches and call nobody."""
-    import datasets  # noqa: F401 (its flag is set below)
+    import datasets.config
+    import huggingface_hub.constants
 
-    saved = [(sys.modules[m], name, getattr(sys.modules[m], name, None)) for m, name in _FLAGS]
+    hub, data = huggingface_hub.constants, datasets.config
+    flags = ((hub, "HF_HUB_OFFLINE"), (data, "HF_HUB_OFFLINE"), (data, "HF_DATASETS_OFFLINE"))
+    saved = [getattr(module, name, None) for module, name in flags]
     try:
-        for module, name, _ in saved:
+        for module, name in flags:
             setattr(module, name, True)
         yield
     finally:
-        for module, name, value in saved:
+        for (module, name), value in zip(flags, saved, strict=True):
             setattr(module, name, value)
