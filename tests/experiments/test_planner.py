@@ -145,8 +145,8 @@ def test_a_head_alone_is_what_comes_after_the_layers(
 
 def test_rows_are_no_longer_than_the_model_has_positions(recipe_of: Any):
     roberta, opt = (objective_of(recipe_of(config)).meta for config in (TINY, TINY_OPT))
-    assert roberta.longest_row(128) == 40  # RoBERTa counts from 2
-    assert (opt.longest_row(128), opt.longest_row(32)) == (64, 32)
+    longest = roberta.longest_row(128), opt.longest_row(128), opt.longest_row(32)
+    assert longest == (40, 64, 32)  # RoBERTa counts from 2
 
 
 def own(objective: ObjectivePass, model: nn.Module) -> Any:
@@ -350,12 +350,13 @@ def test_evaluation_by_generation_keeps_keys_and_values(recipe_of: Any):
 
 def test_rows_that_are_here_are_counted():
     rows = row_counts.count_rows(DataArguments(task="quickstart", max_train_samples=100))
-    assert (rows.train, rows.labels) == (100, 2)
-    assert "which are here" in rows.source
-    with pytest.raises(
-        ValueError, match="num_examples=99, but the recipe's data is here and has 8192"
-    ):
+    assert (rows.train, rows.labels) == (100, 2) and "which are here" in rows.source
+    other = "num_examples=99, but the recipe's data is here and has 8192"
+    with pytest.raises(ValueError, match=other):
         row_counts.count_rows(DataArguments(task="quickstart"), given=99)
+    data = DataArguments(task="sst2", train_file="none.jsonl", validation_file="none.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl not found"):
+        row_counts.count_rows(data)
 
 
 @pytest.mark.parametrize(
@@ -374,12 +375,6 @@ def test_rows_that_are_not_here_are_derived_or_asked_for(
     monkeypatch.setattr(row_counts, "_task_that_is_here", lambda data: None)
     rows = row_counts.count_rows(DataArguments(task="sst2", **data), given)
     assert rows.train == expected and source in rows.source and rows.labels == 2
-
-
-def test_local_files_that_are_not_there_are_an_error():
-    data = DataArguments(task="sst2", train_file="none.jsonl", validation_file="none.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"none\.jsonl not found"):
-        row_counts.count_rows(data)
 
 
 def test_offline_is_only_inside(monkeypatch: Any):
@@ -431,6 +426,9 @@ def test_options_and_fields_override_the_recipe(written: Path, capsys: Any):
     assert (facts["target_epsilon"], facts["steps"]) == (1.0, 20)
     assert facts["memory"]["microbatch_size"] == 2
     assert facts["model"]["trained_parameters"] == 16 * 16 + 16 + 2 * 16 + 2
+    facts = planned(capsys, written, "--method", "mezo")
+    assert (facts["epsilon"], facts["private"]) == ("inf", False)
+    assert "noise_multiplier" not in facts
 
 
 def test_without_n_there_is_no_budget_and_the_rest_is_told(written: Path, capsys: Any):
@@ -441,12 +439,6 @@ def test_without_n_there_is_no_budget_and_the_rest_is_told(written: Path, capsys
     assert planned(capsys, written, *words, "--num_examples", "32")["num_examples"] == 32
 
 
-def test_a_method_without_privacy_says_so(written: Path, capsys: Any):
-    facts = planned(capsys, written, "--method", "mezo")
-    assert facts["epsilon"] == "inf" and facts["private"] is False
-    assert "noise_multiplier" not in facts
-
-
 def test_tables_for_people(written: Path, capsys: Any):
     assert main.main(["plan", "--recipe", str(written)]) == 0
     out = capsys.readouterr().out
@@ -455,21 +447,16 @@ def test_tables_for_people(written: Path, capsys: Any):
     assert gib(None) == "-"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_unknown_and_missing_options_are_refused_with_and_without_a_recipe(
+    written: Path, capsys: Any
+):
+    for words, message in (
+        (["--recipe", str(written), "--colour", "red"], "unknown key 'colour'"),
         (["--max_steps", "5"], "num_examples is missing"),
         (["--num_examples", "5"], "max_steps is missing"),
         (["--recipe", "none.yaml"], "recipe 'none.yaml' not found"),
-    ],
-)
-def test_the_command_refuses(words: list[str], message: str, capsys: Any):
-    assert main.main(["plan", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_unknown_fields_are_refused_with_and_without_a_recipe(written: Path, capsys: Any):
-    assert main.main(["plan", "--recipe", str(written), "--colour", "red"]) == 2
-    assert "unknown key 'colour'" in capsys.readouterr().err
+    ):
+        assert main.main(["plan", *words]) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main.main(["plan", "--num_examples", "5", "--max_steps", "1", "--no_calibration"])

@@ -64,6 +64,11 @@ def test_grids_are_coerced_by_the_recipe(tmp_path: Path) -> None:
     found = parse_grid(["learning-rate=1e-3, 1e-2", "num_directions=1,16"], str(file))
     assert found == {"clip": [1.0, 4.0], "learning_rate": [1e-3, 1e-2], "num_directions": [1, 16]}
     assert [type(value) for value in found["num_directions"]] == [int, int]
+    with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
+        parse_grid([], "none.yaml")
+    file.write_text("clip: 3\n")
+    with pytest.raises(ValueError, match="a grid file is lines of"):
+        parse_grid([], str(file))
 
 
 @pytest.mark.parametrize(
@@ -82,14 +87,6 @@ def test_bad_grids_are_refused(words: list[str], message: str) -> None:
         parse_grid(words)
 
 
-def test_bad_grid_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
-        parse_grid([], "none.yaml")
-    (tmp_path / "flat.yaml").write_text("clip: 3\n")
-    with pytest.raises(ValueError, match="a grid file is lines of"):
-        parse_grid([], str(tmp_path / "flat.yaml"))
-
-
 def test_trial_count_froms_have_names() -> None:
     assert trial_count_from("poisson", 3).shape == math.inf
     assert trial_count_from("0.5", 3).name == "truncated negative binomial (shape 0.5)"
@@ -97,34 +94,19 @@ def test_trial_count_froms_have_names() -> None:
         trial_count_from("binomial", 3)
 
 
-GRIDS = sorted((ROOT / "configs" / "sweep").glob("*.yaml"))
-
-
-def test_there_are_grid_files() -> None:
-    assert {path.stem for path in GRIDS} >= {"roberta-dpzero", "first-order", "opt-dpzero"}
-
-
-@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
-def test_grid_files_load_and_say_how_to_run_them(path: Path) -> None:
-    found = parse_grid([], str(path))
-    assert math.prod(len(values) for values in found.values()) > 1
-    assert f"configs/sweep/{path.name}" in path.read_text(encoding="utf-8")
+def test_grid_files_load_and_say_how_to_run_them() -> None:
+    paths = sorted((ROOT / "configs" / "sweep").glob("*.yaml"))
+    assert {path.stem for path in paths} >= {"roberta-dpzero", "first-order", "opt-dpzero"}
+    for path in paths:
+        assert math.prod(len(values) for values in parse_grid([], str(path)).values()) > 1
+        assert f"configs/sweep/{path.name}" in path.read_text(encoding="utf-8")
 
 
 def row(trial: int, score: float | None, status: str = "done") -> Row:
-    return Row(
-        method="dpzero",
-        algorithm="dpzero",
-        private=True,
-        target_epsilon=math.inf,
-        seed=42,
-        digest=str(trial),
-        folder=f"{trial:03d}",
-        trial=trial,
-        settings={"clip": float(trial)},
-        status=status,
-        score=score,
-    )
+    about: Any = {"method": "dpzero", "algorithm": "dpzero", "private": True, "seed": 42}
+    about |= {"target_epsilon": math.inf, "digest": str(trial), "folder": f"{trial:03d}"}
+    settings = {"clip": float(trial)}
+    return Row(**about, trial=trial, settings=settings, status=status, score=score)
 
 
 def test_the_best_row() -> None:
@@ -146,39 +128,37 @@ def make_report(plan: PrivacyPlan, steps: int | None = None) -> PrivacyReport:
     )
 
 
-def test_a_selected_run_reports_the_total(tmp_path: Path) -> None:
-    plan, trials = make_plan(accountant="rdp"), TrialCount(mean=5.0)
+@pytest.mark.parametrize("shape", [1.0, math.inf])
+def test_a_selected_run_reports_the_total(shape: float, tmp_path: Path) -> None:
+    """Also from a file, which has no infinity: the shape of a Poisson number of trials."""
+    plan, trials = make_plan(accountant="rdp"), TrialCount(mean=5.0, shape=shape)
     entry = selection_entry(plan, trials, ["clip"], DELTA)
-    report = make_report(plan).with_tuning(entry, plan)
+    again = json.loads(json.dumps(entry, allow_nan=False))
+    report = make_report(plan).with_tuning(again, plan)
     total = selection_epsilon(plan, trials, DELTA)
     assert report.epsilon == total > plan.epsilon(DELTA)
     assert report.statement.startswith("The choice of settings, the weights and the trajectory")
     assert f"({round_up(total)}, 1e-05)-differentially private" in report.statement
-    assert "the best of a secret random number of trials (geometric, mean 5)" in report.statement
+    assert f"secret random number of trials ({trials.name}, mean 5)" in report.statement
     assert "Hyper-parameter tuning is included" in report.statement
     assert not any("is not accounted: epsilon covers" in caveat for caveat in report.caveats)
     report.save(tmp_path)
     assert PrivacyReport.load(tmp_path) == report
 
 
-def test_poisson_entries_survive_json() -> None:
-    plan, trials = make_plan(accountant="rdp"), TrialCount(mean=5.0, shape=math.inf)
-    entry = selection_entry(plan, trials, ["clip"], DELTA)
-    again = json.loads(json.dumps(entry, allow_nan=False))
-    assert total_epsilon(plan, again, DELTA) == selection_epsilon(plan, trials, DELTA)
-
-
 def test_other_tunings_change_words_alone() -> None:
     plan = make_plan()
     plain = make_report(plan)
-    loud = plain.with_tuning("not_accounted", plan)
+    loud, public = (plain.with_tuning(tuning, plan) for tuning in ("not_accounted", "public"))
     assert loud.epsilon == plain.epsilon
     assert "NOT ACCOUNTED: this epsilon holds for one run" in loud.statement
     assert ("tuning", "NOT ACCOUNTED; epsilon is for one run alone") in loud.rows()
-    public = plain.with_tuning("public", plan)
     assert public.statement == plain.statement
     assert any("The declaration is the user's" in caveat for caveat in public.caveats)
     assert public.with_tuning("none", plan) == plain
+    mezo = dataclasses.replace(plan, mechanism=NonPrivateMean(expected_batch_size=64.0))
+    report = make_report(mezo).with_tuning("not_accounted", mezo)
+    assert not report.private and report.statement.startswith("NOT PRIVATE")
 
 
 def test_tuning_is_for_whole_runs_and_known_entries() -> None:
@@ -189,13 +169,6 @@ def test_tuning_is_for_whole_runs_and_known_entries() -> None:
     for wrong in ("free", {"composition": {}}, {}, {"repeat_and_select": {"mean_trials": 2}}):
         with pytest.raises(ValueError, match="in a privacy report; it is one of"):
             make_report(plan).with_tuning(wrong, plan)
-
-
-def test_a_run_without_privacy_stays_so() -> None:
-    mezo = dataclasses.replace(make_plan(), mechanism=NonPrivateMean(expected_batch_size=64.0))
-    report = make_report(mezo).with_tuning("not_accounted", mezo)
-    assert not report.private
-    assert report.statement.startswith("NOT PRIVATE")
 
 
 def test_a_composition_lists_the_run_itself() -> None:
@@ -222,21 +195,12 @@ def write_run(folder: Path, plan: PrivacyPlan, report: PrivacyReport) -> Path:
     save_file({"w": torch.zeros(3)}, folder / "model.safetensors")
     (folder / "config.json").write_text('{"model_type": "bert"}')
     header = {
-        "base_model_digest": "ab" * 32,
-        "direction_key": "0" * 32,
-        "direction": "rademacher",
-        "num_directions": 1,
-        "num_values": 1,
-        "noise_source": SecureNoise().name,
-        "log_private_diagnostics": False,
-        "sampler_key_is_secret": True,
-        "smoothing": 1e-3,
-        "weight_decay": 0.0,
-        "trainable": ["w"],
-        "decayed": [],
-        "replayable": True,
+        "base_model_digest": "ab" * 32, "direction_key": "0" * 32, "direction": "rademacher",
+        "num_directions": 1, "num_values": 1, "noise_source": SecureNoise().name,
+        "log_private_diagnostics": False, "sampler_key_is_secret": True, "smoothing": 1e-3,
+        "weight_decay": 0.0, "trainable": ["w"], "decayed": [], "replayable": True,
         "plan": plan.to_dict(),
-    }
+    }  # fmt: skip
     releases = [Release(step, (0.5,), 1e-6) for step in range(report.steps)]
     Trajectory(header, releases).to_safetensors(folder / "trajectory.safetensors")
     report.save(folder)
@@ -250,7 +214,7 @@ def selected() -> tuple[PrivacyPlan, PrivacyReport]:
     return plan, make_report(plan).with_tuning(entry, plan)
 
 
-def test_the_hub_ships_a_selected_run_with_its_total(
+def test_the_hub_ships_a_selected_run_with_its_total_or_more_and_not_with_less(
     selected: tuple[PrivacyPlan, PrivacyReport], tmp_path: Path
 ) -> None:
     plan, report = selected
@@ -259,27 +223,15 @@ def test_the_hub_ships_a_selected_run_with_its_total(
     assert report.statement in card
     assert f"| epsilon (spent) | {round_up(report.epsilon)} |" in card
     assert "private selection of the best of a random number of trials" in card
-
-
-def test_the_hub_accepts_a_larger_epsilon_and_refuses_a_smaller_one(
-    selected: tuple[PrivacyPlan, PrivacyReport], tmp_path: Path
-) -> None:
-    plan, report = selected
     strict = dataclasses.replace(report, epsilon=1.01 * report.epsilon)
-    build_hub_folder(write_run(tmp_path / "strict", plan, strict), tmp_path / "hub")
-    for number, epsilon in enumerate([0.999 * report.epsilon, plan.epsilon(DELTA)]):
-        lax = dataclasses.replace(report, epsilon=epsilon)
+    build_hub_folder(write_run(tmp_path / "strict", plan, strict), tmp_path / "strict-hub")
+    plain = make_report(plan)  # without an entry, a larger epsilon is another run's
+    wrong = [(report, 0.999 * report.epsilon), (report, plan.epsilon(DELTA)), (plain, 9.0)]
+    for number, (source, epsilon) in enumerate(wrong):
+        lax = dataclasses.replace(source, epsilon=epsilon)
         folder = write_run(tmp_path / f"lax{number}", plan, lax)
         with pytest.raises(ValueError, match="are not of the same run .*epsilon"):
             build_hub_folder(folder, tmp_path / f"hub{number}")
-
-
-def test_the_hub_refuses_a_larger_epsilon_without_a_tuning_entry(tmp_path: Path) -> None:
-    plan = make_plan(steps=3)
-    report = make_report(plan)
-    odd = dataclasses.replace(report, epsilon=2 * report.epsilon)
-    with pytest.raises(ValueError, match="are not of the same run"):
-        build_hub_folder(write_run(tmp_path / "run", plan, odd), tmp_path / "hub")
 
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "great", "bad", "awful", "film", "it", "was")
@@ -300,21 +252,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any) -> Path:
     tokenizer.save_pretrained(folder / "model")
     tiny_bert().bert.save_pretrained(folder / "model")
     values = {
-        "model_name_or_path": str(folder / "model"),
-        "task": "quickstart",
-        "max_train_samples": 96,
-        "max_eval_samples": 24,
-        "max_seq_length": 16,
-        "target_epsilon": 4.0,
-        "target_delta": 1e-3,
-        "expected_batch_size": 8,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "trainable": "^classifier",
-        "use_cpu": True,
-        "save_strategy": "no",
-        "output_dir": str(folder / "out"),
-    }
+        "model_name_or_path": str(folder / "model"), "task": "quickstart", "max_train_samples": 96,
+        "max_eval_samples": 24, "max_seq_length": 16, "target_epsilon": 4.0, "target_delta": 1e-3,
+        "expected_batch_size": 8, "max_steps": 3, "learning_rate": 1e-3, "trainable": "^classifier",
+        "use_cpu": True, "save_strategy": "no", "output_dir": str(folder / "out"),
+    }  # fmt: skip
     (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
     return folder / "tiny.yaml"
 
@@ -438,25 +380,18 @@ def test_dry_run_prints_the_cost_and_writes_nothing(
     words = [*COMPOSED, "--grid", "clip=1,4", "--grid", "num_directions=1,2", "--dry_run"]
     assert sweep(recipe, tmp_path / "D", *words) == 0
     out = capsys.readouterr().out
-    assert "grid: 4 settings of clip, num_directions" in out
-    assert "mean 4" in out
-    assert "epsilon in total" in out
+    for said in ("grid: 4 settings of clip, num_directions", "mean 4", "epsilon in total"):
+        assert said in out
     assert not (tmp_path / "D").exists()
 
 
 def settings_of(recipe: Path, folder: Path, **changes: Any) -> SweepSettings:
     values: dict[str, Any] = {
-        "recipe": str(recipe),
-        "overrides": {},
-        "grid": {"clip": [1.0, 4.0], "learning_rate": [1e-3, 1e-2]},
-        "tuning": "composed",
-        "selection": "random",
-        "trials": TrialCount(mean=4.0),
-        "metric": None,
-        "output_dir": folder,
-        **changes,
-    }
-    return SweepSettings(**values)
+        "recipe": str(recipe), "overrides": {}, "tuning": "composed", "selection": "random",
+        "grid": {"clip": [1.0, 4.0], "learning_rate": [1e-3, 1e-2]}, "metric": None,
+        "trials": TrialCount(mean=4.0), "output_dir": folder,
+    }  # fmt: skip
+    return SweepSettings(**{**values, **changes})
 
 
 PREPARED = Prepared(extra={}, num_examples=96, metric="eval_accuracy", tuning="none")
@@ -472,6 +407,7 @@ def test_points_are_drawn_uniformly_and_their_number_varies(recipe: Path, tmp_pa
 
 
 def test_a_continued_sweep_keeps_its_draw(recipe: Path, tmp_path: Path) -> None:
+    """A folder of another sweep, or of other files, is refused."""
     settings = settings_of(recipe, tmp_path / "D", trials=TrialCount(mean=50.0))
     first = [run.digest for run in _open_workspace(settings, PREPARED).runs]
     assert len(set(first)) == len(first)  # equal points are trials of their own
@@ -480,10 +416,6 @@ def test_a_continued_sweep_keeps_its_draw(recipe: Path, tmp_path: Path) -> None:
     other = dataclasses.replace(settings, grid={"clip": [1.0, 5.0]})
     with pytest.raises(ValueError, match="holds a sweep with other settings"):
         _open_workspace(other, PREPARED)
-
-
-def test_a_folder_in_use_is_refused(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match="holds other files"):
         _open_workspace(settings_of(recipe, tmp_path), PREPARED)
 

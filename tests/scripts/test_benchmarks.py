@@ -160,14 +160,12 @@ def test_a_restore_that_is_not_exact_is_found(monkeypatch: Any):
     assert many == pytest.approx(5 * one, rel=0.5)
 
 
-def test_differences_count_signs_of_zero_as_equal_and_nan_as_infinite():
-    zero, one = torch.zeros(3), torch.ones(3)
-    assert largest_difference([zero, one], [-zero, one.clone()]) == 0.0
-    assert largest_difference([zero, one], [zero, one * 3]) == 2.0
-    assert largest_difference([zero], [zero * torch.nan]) == math.inf
-
-
 def test_the_reference_loop_adds_a_standard_normal_vector():
+    """A difference counts signs of zero as equal, and NaN as infinite."""
+    zero = torch.zeros(3)
+    assert largest_difference([zero, zero], [-zero, zero + 2]) == 2.0
+    assert largest_difference([-zero], [zero]) == 0.0
+    assert largest_difference([zero], [zero * torch.nan]) == math.inf
     reference = ReferenceStep(tiny(), *build(tiny()))
     theta = [p.detach().clone() for p in reference.parameters]
     reference.add(7, 0.5)
