@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -124,3 +125,22 @@ def causal_batch() -> Callable[..., dict[str, torch.Tensor]]:
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def bert_checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_bert: ModelFactory) -> Path:
+    """The folder of a saved tiny BERT encoder with a word tokenizer; a recipe draws the head."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    words = (
+        "[PAD] [UNK] [CLS] [SEP] good great bad awful film it was urgent blood please today my the"
+    )
+    vocabulary = {word: i for i, word in enumerate(words.split())}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_max_length": 32}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)
+    tiny_bert().bert.save_pretrained(folder)
+    return folder

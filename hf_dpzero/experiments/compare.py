@@ -6,21 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_dpzero.experiments import runner
 from hf_dpzero.experiments.aggregate import Record, aggregate
 from hf_dpzero.experiments.grid import Run, delta_of
 from hf_dpzero.experiments.plots import plot_comparison
 from hf_dpzero.experiments.results import Row
-from hf_dpzero.experiments.runner import (
-    Attempt,
-    Start,
-    Workspace,
-    cores,
-    discard_weights,
-    execute,
-    locked,
-    terminated_as_interrupted,
-    train_in_process,
-)
+from hf_dpzero.experiments.runner import Attempt, Start, Workspace
 from hf_dpzero.experiments.tables import TABLE_FILE, markdown, percent
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.privacy_report import versions
@@ -58,20 +49,20 @@ def compare(
     """
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1.")
-    with locked(folder) as lock, terminated_as_interrupted():
+    with runner.locked(folder) as lock, runner.terminated_as_interrupted():
         workspace, settings = Workspace(folder, runs), _settings_of(runs, recipe, overrides, jobs)
         waiting = workspace.pending(retry_failed)
         lines = _Lines(len(runs), len(runs) - len(waiting))
 
         def ended(attempt: Attempt, row: Row) -> None:
             if row.done and not keep_weights:
-                discard_weights(attempt.folder)
+                runner.discard_weights(attempt.folder)
             lines.ended(attempt, row)
             _write(workspace, settings)
 
-        begin = start or train_in_process(jobs, lock)
+        begin = start or runner.train_in_process(jobs, lock)
         with lines.progress:
-            execute(workspace, waiting, begin, jobs=jobs, started=lines.started, ended=ended)
+            runner.execute(workspace, waiting, begin, jobs=jobs, started=lines.started, ended=ended)
         record = _write(workspace, settings)
         plot_comparison(record, folder)
     return record
@@ -115,7 +106,7 @@ def _settings_of(
         "delta": delta_of(private[0]) if private else None,
         "neighboring_relation": private[0].training.neighboring_relation if private else None,
         "jobs": jobs,
-        "cores": cores(),
+        "cores": runner.cores(),
         "versions": versions(),
     }
 

@@ -31,16 +31,10 @@ METHODS_FOLDER = "methods"
 """Beside a recipe or above its folder; it holds one file a method, such as `_minilm-dp-adamw.yaml`."""
 
 SET_BY_THE_GRID = {
-    "method": "--methods",
-    "target_epsilon": "--epsilons",
-    "noise_multiplier": "--epsilons",
-    "seed": "--seeds",
-    "subset_seed": "--seeds",
-    "init_seed": "--seeds",
-    "direction_key": "--seeds",
-    "output_dir": "--output_dir of the comparison",
-    "resume_from_checkpoint": "the comparison itself",
-}
+    "method": "--methods", "target_epsilon": "--epsilons", "noise_multiplier": "--epsilons",
+    "seed": "--seeds", "subset_seed": "--seeds", "init_seed": "--seeds", "direction_key": "--seeds",
+    "output_dir": "--output_dir of the comparison", "resume_from_checkpoint": "the comparison itself",
+}  # fmt: skip
 _ADAPTER_METHODS = ("dp-lora", "lora", "dp-bitfit", "bitfit", "dp-prefix", "prefix")
 _LARGEST_SEED = 2**32 - 1  # numpy's, which Hugging Face seeds
 

@@ -6,16 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hf_dpzero.experiments.memory import peaks
 from hf_dpzero.experiments.memory.live_bytes import GIB
 from hf_dpzero.experiments.memory.model_on_meta import MetaModel, find_config
 from hf_dpzero.experiments.memory.objective_passes import ObjectivePass, SingleWords, objective_pass
-from hf_dpzero.experiments.memory.peaks import (
-    CARDS,
-    all_peaks,
-    devices,
-    own_dtype,
-    quantised_bits,
-)
 from hf_dpzero.experiments.memory.row_counts import RowCounts, count_rows
 from hf_dpzero.recipes.recipe import Recipe
 
@@ -56,7 +50,7 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
 
 def _model_section(meta: MetaModel, source: str, recipe: Recipe) -> dict[str, Any]:
     """The model's size and what of it trains; tied parameters count once."""
-    dtype = own_dtype(meta)
+    dtype = peaks.own_dtype(meta)
     parameters = list(meta.build(dtype).parameters())
     trained = [p for p in parameters if p.requires_grad]
     return {
@@ -75,14 +69,14 @@ def _model_section(meta: MetaModel, source: str, recipe: Recipe) -> dict[str, An
 
 def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
     """Expected peaks by precision, and which devices a run fits on."""
-    machine, by_precision = devices(), {}
-    rooms = {**machine, **{f"{size} GiB": size * GIB for size in CARDS}}
-    for peaks in all_peaks(objective, recipe):
-        row = asdict(peaks) | {"peak": peaks.peak}
+    machine, by_precision = peaks.devices(), {}
+    rooms = {**machine, **{f"{size} GiB": size * GIB for size in peaks.CARDS}}
+    for run in peaks.all_peaks(objective, recipe):
+        row = asdict(run) | {"peak": run.peak}
         precision = row.pop("precision")
-        row["fits"] = {name: peaks.fits(size) for name, size in rooms.items()}
+        row["fits"] = {name: run.fits(size) for name, size in rooms.items()}
         by_precision[precision] = row
-    bits = quantised_bits(recipe.model)
+    bits = peaks.quantised_bits(recipe.model)
     notes = [
         f"rows of {objective.length} tokens, as long as max_seq_length allows: shorter texts take less",
         "libraries and a GPU's context, about 0.5 GB each, come on top; a device fits if a tenth of "
@@ -101,7 +95,7 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
         "microbatch_size": recipe.training.physical_batch_size,
         "eval_batch_size": recipe.training.per_device_eval_batch_size,
         "sequence_length": objective.length,
-        "own_precision": f"{bits}-bit" if bits else own_dtype(objective.meta),
+        "own_precision": f"{bits}-bit" if bits else peaks.own_dtype(objective.meta),
         "devices": machine,
         "by_precision": by_precision,
         "notes": notes,
@@ -148,8 +142,8 @@ def _memory_table(memory: Mapping[str, Any]) -> Any:
     }.items():
         table.add_row(title, *(gib(column[phase]) for column in columns))
     table.add_row("the step is", *(column["how"] for column in columns))
-    cards = [[f"{s} GiB" for s in CARDS if c["fits"][f"{s} GiB"]] for c in columns]
-    table.add_row("smallest card", *((c or [f"above {CARDS[-1]} GiB"])[0] for c in cards))
+    cards = [[f"{s} GiB" for s in peaks.CARDS if c["fits"][f"{s} GiB"]] for c in columns]
+    table.add_row("smallest card", *((c or [f"above {peaks.CARDS[-1]} GiB"])[0] for c in cards))
     for name, size in memory["devices"].items():
         fits = ("fits" if column["fits"][name] else "no" for column in columns)
         table.add_row(f"{name}, {gib(size)} here", *fits)

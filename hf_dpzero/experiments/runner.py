@@ -191,11 +191,8 @@ def execute(
 class Process:
     """A training process, in a session of its own: Ctrl-C reaches the parent, which stops it.
 
-    Args:
-      words: the command line.
-      log: stem of its .out and .err files.
-      environment: variables on top of ours.
-      lock: a file descriptor that it holds open, so that the lock lasts as long as it does.
+    `log` is the stem of its .out and .err files, `environment` comes on top of ours, and the process
+    holds `lock`, a file descriptor, open, so that the lock lasts as long as it does.
     """
 
     def __init__(

@@ -11,17 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_dpzero.privacy import private_selection as selection
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import (
-    calibrate_composed,
-    calibrate_selection,
-    composed_epsilon,
-    composition_entry,
-    run_event,
-    selection_entry,
-    selection_epsilon,
-    with_noise,
-)
 from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
 from hf_dpzero.tasks.arguments import DataArguments
@@ -233,7 +224,7 @@ def _accounted(
     recipes = [settings.load(point, noise) for point in settings.points]
     plans = [recipe.training.plan(num_examples) for recipe in recipes]
     if training.noise_multiplier is not None:
-        plans = [with_noise(plan, training.noise_multiplier) for plan in plans]
+        plans = [selection.with_noise(plan, training.noise_multiplier) for plan in plans]
     if not all(plan.private for plan in plans):
         raise ValueError(
             f"method={training.method!r} is not private, so there is nothing to account: use "
@@ -246,15 +237,15 @@ def _accounted(
         plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
         if target is not None:
             goal = {"epsilon": target, "delta": delta}
-            calibrated = calibrate_selection(plans[most], settings.trials, **goal)
-            plans = [with_noise(plan, _noise_of(calibrated)) for plan in plans]
-        tuning = selection_entry(plans[most], settings.trials, list(settings.grid), delta)
-        epsilon = selection_epsilon(plans[most], settings.trials, delta)
+            calibrated = selection.calibrate_selection(plans[most], settings.trials, **goal)
+            plans = [selection.with_noise(plan, _noise_of(calibrated)) for plan in plans]
+        tuning = selection.selection_entry(plans[most], settings.trials, list(settings.grid), delta)
+        epsilon = selection.selection_epsilon(plans[most], settings.trials, delta)
     else:
         if target is not None:
-            plans = calibrate_composed(plans, epsilon=target, delta=delta)
-        tuning = composition_entry(plans, list(settings.grid))
-        epsilon = composed_epsilon(plans, delta)
+            plans = selection.calibrate_composed(plans, epsilon=target, delta=delta)
+        tuning = selection.composition_entry(plans, list(settings.grid))
+        epsilon = selection.composed_epsilon(plans, delta)
     sigma = _noise_of(plans[0])
     noise = {"target_epsilon": None, "noise_multiplier": sigma, "target_delta": delta}
     return Prepared(
@@ -275,7 +266,7 @@ def _noise_of(plan: Any) -> float:
 
 def _refuse_different_events(points: Sequence[Point], plans: Sequence[PrivacyPlan]) -> None:
     """Private selection accounts for trials of one event: refuses a grid whose runs differ in it."""
-    events = [run_event(plan) for plan in plans]
+    events = [selection.run_event(plan) for plan in plans]
     if all(event == events[0] for event in events):
         return
     names = set()

@@ -18,7 +18,6 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "great", "bad", "awful", "film", "it", "was")
 
 PLAN = ["plan", "--num_examples", "1024", "--expected_batch_size", "64", "--max_steps", "10000"]
 
@@ -152,23 +151,6 @@ def test_plan_refuses(words, message, capsys):
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any) -> Path:
-    """A saved tiny BERT encoder with a word tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("checkpoint")
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
-    )
-    tokenizer.save_pretrained(folder)
-    tiny_bert().bert.save_pretrained(folder)  # the head is drawn by the recipe
-    return folder
-
-
-@pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """train_file and validation_file with a sentence and its label."""
     folder = tmp_path_factory.mktemp("rows")
@@ -194,15 +176,15 @@ def tiny_recipe(folder: Path, checkpoint: Path, rows: dict[str, Path], **setting
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, checkpoint: Path, rows: dict[str, Path]) -> Path:
-    return tiny_recipe(tmp_path, checkpoint, rows)
+def recipe(tmp_path: Path, bert_checkpoint: Path, rows: dict[str, Path]) -> Path:
+    return tiny_recipe(tmp_path, bert_checkpoint, rows)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, rows: Any) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path, rows: Any) -> Path:
     """The output_dir of a finished run; its recipe lies beside it. Read only."""
     folder = tmp_path_factory.mktemp("trained")
-    assert main.main(["train", str(tiny_recipe(folder, checkpoint, rows))]) == 0
+    assert main.main(["train", str(tiny_recipe(folder, bert_checkpoint, rows))]) == 0
     return folder / "out"
 
 
@@ -245,10 +227,10 @@ def test_evaluate_a_trained_model_and_write_the_result(trained, tmp_path, capsys
 
 
 @pytest.fixture(scope="module")
-def not_private(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, rows: Any) -> Path:
+def not_private(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path, rows: Any) -> Path:
     """The output_dir of a run of MeZO: its report says NOT PRIVATE. Read only."""
     folder = tmp_path_factory.mktemp("not_private")
-    recipe = tiny_recipe(folder, checkpoint, rows, method="mezo", target_epsilon=None)
+    recipe = tiny_recipe(folder, bert_checkpoint, rows, method="mezo", target_epsilon=None)
     assert main.main(["train", str(recipe)]) == 0
     return folder / "out"
 
@@ -273,9 +255,7 @@ def test_an_evaluation_quotes_the_report_of_what_it_evaluates(recipe, trained, n
         assert said.startswith("NOT PRIVATE") is not private
 
 
-def test_a_trained_base_model_is_not_zero_shot(
-    checkpoint, rows, trained, not_private, tmp_path, capsys
-):
+def test_a_trained_base_model_is_not_zero_shot(rows, trained, not_private, tmp_path, capsys):
     """The recipe's own base may be a folder that was trained, on these very rows."""
     for folder in (trained, not_private):
         recipe = tiny_recipe(tmp_path, folder, rows)
@@ -333,7 +313,7 @@ def test_a_folder_without_a_report_says_nothing(recipe, trained, tmp_path, capsy
     assert f"model_name_or_path={folder} says otherwise" in error
 
 
-def test_another_revision_is_another_model(recipe, checkpoint, tmp_path, capsys):
+def test_another_revision_is_another_model(recipe, bert_checkpoint, tmp_path, capsys):
     """The default branch by its name is the recipe's, and so is its folder by another name."""
     assert privacy(capsys, recipe, "--model_revision", "main") == NO_ROW
     said = privacy(capsys, recipe, "--model_revision", "after-training")
@@ -341,16 +321,16 @@ def test_another_revision_is_another_model(recipe, checkpoint, tmp_path, capsys)
     error = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_revision", "after-training")
     assert "model_revision=after-training says otherwise" in error
     link = tmp_path / "link"
-    link.symlink_to(checkpoint)
-    for name in (link, checkpoint / ".." / checkpoint.name):
+    link.symlink_to(bert_checkpoint)
+    for name in (link, bert_checkpoint / ".." / bert_checkpoint.name):
         assert privacy(capsys, recipe, "--model_name_or_path", name, "--zero_shot") == NO_ROW
 
 
 def test_an_adapter_speaks_for_itself_and_for_what_is_under_it(
-    checkpoint, rows, not_private, tmp_path, capsys
+    bert_checkpoint, rows, not_private, tmp_path, capsys
 ):
     lora = {"peft_method": "lora", "lora_r": 2, "lora_target_modules": ["query", "value"]}
-    for name, base in (("clean", checkpoint), ("spoilt", not_private)):
+    for name, base in (("clean", bert_checkpoint), ("spoilt", not_private)):
         folder = tmp_path / name
         folder.mkdir()
         recipe = tiny_recipe(folder, base, rows, **lora)

@@ -749,27 +749,12 @@ def test_the_command_refuses_in_one_line(words, message, tmp_path, capsys, monke
     assert not (tmp_path / "out" / "compare-tiny-dpzero" / "rows.jsonl").exists()
 
 
-def tiny_checkpoint(folder: Path, tiny_bert: Any) -> Path:
-    """A saved tiny BERT encoder with a word tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "urgent", "blood", "please", "today", "my", "the")
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
-    ).save_pretrained(folder)
-    tiny_bert().bert.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.slow
-def test_compare_from_the_command_line(tmp_path, tiny_bert, capsys):
+def test_compare_from_the_command_line(tmp_path, bert_checkpoint, capsys):
     """dpzero and mezo in real processes; a second call has nothing left to do."""
     path = write_recipe(
         tmp_path,
-        model_name_or_path=str(tiny_checkpoint(tmp_path / "checkpoint", tiny_bert)),
+        model_name_or_path=str(bert_checkpoint),
         max_eval_samples=16,
         max_seq_length=16,
         num_directions=2,

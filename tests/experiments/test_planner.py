@@ -203,7 +203,7 @@ def test_words_of_several_tokens_run_a_row_for_each_label(recipe_of: Any):
     one = objective_of(recipe)
     several = objective_passes.SeveralWords(one.meta, one.length)
     assert (one.rows_per_example, several.rows_per_example) == (1, 2)
-    less, more = (peaks.peaks(o, recipe, "float32") for o in (one, several))
+    less, more = (peaks._peaks(o, recipe, "float32") for o in (one, several))
     assert more.inference - more.weights > 1.5 * (less.inference - less.weights)
 
 
@@ -239,7 +239,7 @@ def test_estimates_are_what_real_steps_keep_alive(
         pytest.importorskip("opacus")
     recipe = recipe_of(config, max_seq_length=32, **settings)
     objective, dtype = objective_of(recipe), recipe.model.torch_dtype
-    expected = peaks.peaks(objective, recipe, dtype)
+    expected = peaks._peaks(objective, recipe, dtype)
     model, batch = real(objective, dtype, 4)
     batch["attention_mask"][-1, -1] = 0
     live = LiveBytes()
@@ -302,7 +302,7 @@ def first_order_step(
 def test_ghost_clipping_is_not_for_half_precision(recipe_of: Any):
     pytest.importorskip("opacus")
     recipe = recipe_of(method="dp-adamw", per_example_gradients="ghost")
-    half = peaks.peaks(objective_of(recipe), recipe, "bfloat16")
+    half = peaks._peaks(objective_of(recipe), recipe, "bfloat16")
     assert (half.training, half.peak, half.how) == (None, None, "ghost")
     assert not half.fits(1 << 60)
 
@@ -340,7 +340,7 @@ def test_evaluation_by_generation_keeps_keys_and_values(recipe_of: Any):
     """
     recipe = recipe_of(TINY_OPT, **CAUSAL, per_device_eval_batch_size=3, microbatch_size=3)
     one_token = dataclasses.replace(objective_of(recipe, labels=0), by_generation=True)
-    run = peaks.peaks(one_token, recipe, "float32")
+    run = peaks._peaks(one_token, recipe, "float32")
     assert run.evaluation - run.inference == 5 * 3 * 16 * 2 * 16 * 4
     llama = AutoConfig.for_model(
         "llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=8

@@ -234,25 +234,12 @@ def test_the_hub_ships_a_selected_run_with_its_total_or_more_and_not_with_less(
             build_hub_folder(folder, tmp_path / f"hub{number}")
 
 
-WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "great", "bad", "awful", "film", "it", "was")
-
-
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any) -> Path:
+def recipe(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path) -> Path:
     """A recipe that trains a tiny BERT for three steps on the quickstart's messages."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("sweep")
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
-    )
-    tokenizer.save_pretrained(folder / "model")
-    tiny_bert().bert.save_pretrained(folder / "model")
     values = {
-        "model_name_or_path": str(folder / "model"), "task": "quickstart", "max_train_samples": 96,
+        "model_name_or_path": str(bert_checkpoint), "task": "quickstart", "max_train_samples": 96,
         "max_eval_samples": 24, "max_seq_length": 16, "target_epsilon": 4.0, "target_delta": 1e-3,
         "expected_batch_size": 8, "max_steps": 3, "learning_rate": 1e-3, "trainable": "^classifier",
         "use_cpu": True, "save_strategy": "no", "output_dir": str(folder / "out"),

@@ -163,10 +163,10 @@ def all_peaks(objective: ObjectivePass, recipe: Any) -> list[Peaks]:
     Returns:
       One for each precision.
     """
-    counts = [peaks(objective, recipe, dtype) for dtype in ("float32", "bfloat16")]
+    counts = [_peaks(objective, recipe, dtype) for dtype in ("float32", "bfloat16")]
     bits = quantised_bits(recipe.model)
     if bits is not None:
-        base = peaks(objective, recipe, own_dtype(objective.meta))
+        base = _peaks(objective, recipe, own_dtype(objective.meta))
         counts.append(_quantised(base, objective, bits))
     return counts
 
@@ -184,17 +184,8 @@ def quantised_bits(arguments: Any) -> int | None:
     return 4 if arguments.load_in_4bit else 8 if arguments.load_in_8bit else None
 
 
-def peaks(objective: ObjectivePass, recipe: Any, dtype: str) -> Peaks:
-    """Counts the recipe's memory with weights in one precision.
-
-    Args:
-      objective: the recipe's.
-      recipe: its training arguments say the method, the batch sizes, the strategy.
-      dtype: of the base model's weights.
-
-    Returns:
-      The peaks.
-    """
+def _peaks(objective: ObjectivePass, recipe: Any, dtype: str) -> Peaks:
+    """Counts the recipe's memory with the base model's weights in one precision."""
     args = recipe.training
     model = objective.meta.build(dtype)
     weights = resident_bytes([*model.parameters(), *model.buffers()])
