@@ -149,8 +149,7 @@ def build_grid(
     ]
     first: dict[str, Run] = {}
     for run in runs:  # two runs with the same settings would share a row
-        twin = first.setdefault(run.digest, run)
-        if twin is not run:
+        if (twin := first.setdefault(run.digest, run)) is not run:
             raise ValueError(
                 f"methods {twin.method!r} and {run.method!r} have the same settings ({twin.source}; "
                 f"{run.source}); name one of them."
@@ -252,11 +251,8 @@ def _method_file(recipe: Path, sibling: Path, method: str) -> Path | None:
     words = sibling.stem.removesuffix(f"-{method}").split("-")
     names = ["-".join(words[:count]) for count in range(len(words), 0, -1)]
     near = (recipe.parent, Path(os.path.normpath(recipe.parent / "..")))
-    paths = [
-        folder / METHODS_FOLDER / f"_{name}-{method}{sibling.suffix}"
-        for name in names
-        for folder in near
-    ]
+    files = [(place, f"_{name}-{method}{sibling.suffix}") for name in names for place in near]
+    paths = [place / METHODS_FOLDER / file for place, file in files]
     return next((path for path in paths if path.is_file()), None)
 
 
@@ -268,11 +264,9 @@ def _check_comparable(methods: Sequence[Method]) -> None:
             _check_equal(methods, field.name, [repr(v) for v in values], "are of different data")
     private = [method for method in methods if method.private]
     relations = [method.recipe.training.neighboring_relation for method in private]
-    different = "mean different things by epsilon"
+    deltas, different = [delta_of(m.recipe) for m in private], "mean different things by epsilon"
     _check_equal(private, "neighboring_relation", relations, different)
-    _check_equal(
-        private, "target_delta", [delta_of(method.recipe) for method in private], different
-    )
+    _check_equal(private, "target_delta", deltas, different)
     for method in methods:
         if method.recipe.training.push_to_hub:
             raise ValueError(

@@ -230,7 +230,6 @@ def _accounted(
             f"method={training.method!r} is not private, so there is nothing to account: use "
             "--tuning public or --tuning not_accounted."
         )
-    tuning: dict[str, Any]
     if settings.secret:
         _refuse_different_events(settings.points, plans)
         most = max(range(len(plans)), key=lambda i: plans[i].spec.num_directions)

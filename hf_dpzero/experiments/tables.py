@@ -169,10 +169,9 @@ def _caption(record: Record) -> list[str]:
             f"{relation_words(record.relation, 'example')}; it does not add up the runs of the table, "
             f"which on private data would all be paid for. Private runs {_NOT_REPEATABLE}"
         )
-    gpu = any(row.device == "cuda" for row in record.rows)
-    memory = (
-        "allocated by torch on the GPU" if gpu else "resident in the process, libraries included"
-    )
+    memory = "resident in the process, libraries included"
+    if any(row.device == "cuda" for row in record.rows):
+        memory = "allocated by torch on the GPU"
     texts = [
         f"Mean ± standard error (sample standard deviation / √n) over seeds {seeds}; a seed sets "
         "the draw of the training rows, fresh weights and the public directions. Figures are cut "
@@ -210,12 +209,21 @@ def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLi
     """
     loaded = [Record.load(folder) for folder in folders]
     tasks = [str(record.settings["task"]) for record in loaded]
-    names = [
-        Path(folder).name if tasks.count(task) > 1 else task
-        for task, folder in zip(tasks, folders, strict=True)
-    ]
+    folder_names = [Path(folder).name for folder in folders]
+    pairs = zip(tasks, folder_names, strict=True)
+    names = [folder if tasks.count(task) > 1 else task for task, folder in pairs]
     records = list(zip(names, loaded, strict=True))
-    _check_mergeable(records)
+    if len(records) < 2:
+        raise ValueError(f"{len(records)} comparison to merge; give the folders of two or more.")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]!r} stands for two comparisons; rename one of their folders.")
+    private = [(name, record.relation) for name, record in records if record.relation]
+    for name, relation in private:
+        if relation != private[0][1]:
+            raise ValueError(
+                f"{private[0][0]} and {name} mean different things by epsilon: neighboring_relation "
+                f"is {private[0][1]} in the first and {relation} in the second."
+            )
     target = Path(output_dir)
     if target.resolve() in {Path(folder).resolve() for folder in folders}:
         raise ValueError(f"--output_dir {output_dir} is one of the folders; name another one.")
@@ -235,21 +243,6 @@ def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLi
     write_atomically(target / JSON_FILE, json.dumps(encode({"tasks": summary}), indent=1) + "\n")
     plot_tasks(records, target)
     return text
-
-
-def _check_mergeable(records: Records) -> None:
-    if len(records) < 2:
-        raise ValueError(f"{len(records)} comparison to merge; give the folders of two or more.")
-    names = [name for name, _ in records]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]!r} stands for two comparisons; rename one of their folders.")
-    private = [(name, record.relation) for name, record in records if record.relation]
-    for name, relation in private:
-        if relation != private[0][1]:
-            raise ValueError(
-                f"{private[0][0]} and {name} mean different things by epsilon: neighboring_relation "
-                f"is {private[0][1]} in the first and {relation} in the second."
-            )
 
 
 def _merged_markdown(records: Records) -> str:

@@ -34,8 +34,7 @@ def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     """Runs a command that must be refused and returns its one line."""
     status = main.main([str(word) for word in words])
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert status == 2
-    assert error.startswith("error: ")
+    assert status == 2 and error.startswith("error: ")
     return error
 
 
@@ -81,8 +80,7 @@ def test_plan_finds_the_noise_of_a_budget(capsys):
     assert found["noise_multiplier"] == pytest.approx(4.84, rel=0.005)
     assert found["noise_std"] == pytest.approx(found["noise_multiplier"] * 3 / 64)
     assert found["noise_std_in_clip_over_batch"] == found["noise_multiplier"]
-    assert found["sampling_probability"] == 64 / 1024
-    assert 5.9 < found["epsilon"] <= 6
+    assert found["sampling_probability"] == 64 / 1024 and 5.9 < found["epsilon"] <= 6
     by_relation = found["epsilon_by_relation"]
     assert by_relation["add_or_remove_one"] == found["epsilon"]
     assert by_relation["replace_one"] > 1.5 * found["epsilon"]
@@ -196,13 +194,10 @@ def test_train_leaves_results_model_report_and_recipe(trained):
     results = read(trained / "all_results.json")
     assert 0 <= results["zero_shot_accuracy"] <= 1
     assert results["eval_accuracy"] == read(trained / "eval_results.json")["eval_accuracy"]
-    assert results["train_samples"] == 96
-    assert "train_loss" not in results
+    assert results["train_samples"] == 96 and "train_loss" not in results
     report = read(trained / "privacy_report.json")
-    assert report["private"] is True
-    assert report["steps"] == 3
-    assert 0 < report["epsilon"] <= 4
-    assert (trained / "model.safetensors").is_file()
+    assert report["private"] is True and report["steps"] == 3
+    assert 0 < report["epsilon"] <= 4 and (trained / "model.safetensors").is_file()
     assert load_recipe(trained / "recipe.yaml").training.max_steps == 3
     assert len(Trajectory.load(trained / "trajectory.safetensors").releases) == 3
 
@@ -251,8 +246,7 @@ def test_an_evaluation_quotes_the_report_of_what_it_evaluates(recipe, trained, n
     for folder, private in ((trained, True), (not_private, False)):
         report = read(folder / "privacy_report.json")
         said = privacy(capsys, recipe, "--model_name_or_path", folder)
-        assert report["statement"] in said
-        assert said.startswith("NOT PRIVATE") is not private
+        assert report["statement"] in said and said.startswith("NOT PRIVATE") is not private
 
 
 def test_a_trained_base_model_is_not_zero_shot(rows, trained, not_private, tmp_path, capsys):
@@ -271,8 +265,7 @@ def test_a_ledger_without_a_report_is_not_zero_shot(rows, trained, ledger, tmp_p
     folder = copy_of(trained, tmp_path / "base", "privacy_report.json", *other)
     recipe = tiny_recipe(tmp_path, folder, rows)
     said = privacy(capsys, recipe)
-    assert said.startswith(f"NOT KNOWN: {folder} was trained")
-    assert ledger in said
+    assert said.startswith(f"NOT KNOWN: {folder} was trained") and ledger in said
     assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot")
 
 
@@ -307,8 +300,7 @@ def test_a_folder_without_a_report_says_nothing(recipe, trained, tmp_path, capsy
     """Weights that somebody copied, without what the run wrote beside them."""
     folder = copy_of(trained, tmp_path / "w", "privacy_report.json", "trajectory.*")
     said = privacy(capsys, recipe, "--model_name_or_path", folder)
-    assert said.startswith("NOT KNOWN: ")
-    assert "not the recipe's base model" in said
+    assert said.startswith("NOT KNOWN: ") and "not the recipe's base model" in said
     error = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_name_or_path", folder)
     assert f"model_name_or_path={folder} says otherwise" in error
 
@@ -326,7 +318,7 @@ def test_another_revision_is_another_model(recipe, bert_checkpoint, tmp_path, ca
         assert privacy(capsys, recipe, "--model_name_or_path", name, "--zero_shot") == NO_ROW
 
 
-def test_an_adapter_speaks_for_itself_and_for_what_is_under_it(
+def test_an_adapter_speaks_for_itself_and_its_base(
     bert_checkpoint, rows, not_private, tmp_path, capsys
 ):
     lora = {"peft_method": "lora", "lora_r": 2, "lora_target_modules": ["query", "value"]}
@@ -335,16 +327,21 @@ def test_an_adapter_speaks_for_itself_and_for_what_is_under_it(
         folder.mkdir()
         recipe = tiny_recipe(folder, base, rows, **lora)
         run(capsys, "train", recipe)
-        own = read(folder / "out" / "privacy_report.json")["statement"]
-        said = privacy(capsys, recipe, "--model_name_or_path", folder / "out")
-        assert own in said
+        out = folder / "out"
+        assert (out / "adapter_model.safetensors").is_file()
+        own = read(out / "privacy_report.json")["statement"]
+        found = json.loads(run(capsys, "evaluate", recipe, "--model_name_or_path", out, "--json"))
+        said, loss = found["privacy"], read(out / "all_results.json")["eval_loss"]
+        assert own in said and found["eval_loss"] == pytest.approx(loss, rel=1e-4)
         assert ("NOT PRIVATE" in said) is (base == not_private)
         words = ("evaluate", recipe, "--zero_shot", "--model_name_or_path", folder / "out")
         assert "was trained" in fail(capsys, *words)
-    words = ("--model_name_or_path", tmp_path / "clean" / "out", "--model_revision", "later")
+    clean = tmp_path / "clean" / "out"
+    replay = ["replay", "--base", clean / "recipe.yaml", "--output_dir", tmp_path / "rebuilt"]
+    assert "bit for bit" in run(capsys, *replay, "--trajectory", clean / "trajectory.safetensors")
+    words = ("--model_name_or_path", clean, "--model_revision", "later")
     said = privacy(capsys, tmp_path / "clean" / "tiny.yaml", *words)
-    assert "NOT KNOWN" in said
-    assert "'later'" in said
+    assert "NOT KNOWN" in said and "'later'" in said
 
 
 def test_a_hub_model_that_came_with_a_report_is_not_zero_shot(tmp_path, trained, monkeypatch):
@@ -404,8 +401,7 @@ def test_replay_part_of_a_run_differs_from_the_whole(trained, tmp_path, capsys):
 def test_replay_refuses_another_base(trained, recipe, tmp_path, capsys):
     words = ["--trajectory", trained / "trajectory.safetensors", "--output_dir", tmp_path / "r"]
     error = fail(capsys, "replay", "--base", recipe, *words, "--init_seed", 7)
-    assert "digest" in error
-    assert not (tmp_path / "r").exists()
+    assert "digest" in error and not (tmp_path / "r").exists()
     assert "digest" in fail(capsys, "replay", "--base", trained, *words)  # already trained
 
 
@@ -445,18 +441,6 @@ def test_train_resumes(recipe, capsys):
     assert Trajectory.load(out / "trajectory.ledger").releases == whole
     assert (out / "model.safetensors").read_bytes() == weights
     assert [release.step for release in whole] == [0, 1, 2, 3]
-
-
-def test_lora_trains_evaluates_and_replays(recipe, tmp_path, capsys):
-    words = ["--peft_method", "lora", "--lora_r", 2, "--lora_target_modules", "query", "value"]
-    run(capsys, "train", recipe, *words)
-    out = recipe.parent / "out"
-    assert (out / "adapter_model.safetensors").is_file()
-    printed = run(capsys, "evaluate", recipe, *words, "--model_name_or_path", out, "--json")
-    results = read(out / "all_results.json")
-    assert json.loads(printed)["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
-    replay = ["replay", "--base", out / "recipe.yaml", "--output_dir", tmp_path / "rebuilt"]
-    assert "bit for bit" in run(capsys, *replay, "--trajectory", out / "trajectory.safetensors")
 
 
 def test_mezo_says_that_it_is_not_private(not_private, capsys):

@@ -26,7 +26,6 @@ from hf_dpzero.experiments.plots import plot_comparison
 from hf_dpzero.experiments.results import (
     Exit,
     Row,
-    _error_line,
     _failure,
     append_row,
     read_rows,
@@ -127,8 +126,7 @@ def test_a_method_without_a_recipe_takes_its_own_file_and_leaves_the_recipes_own
     lora, sgd = grid(recipe, "lora,dp-sgd")
     assert (lora.source, lora.recipe.model.lora_r) == (str(recipe), 2)
     assert sgd.source == f"{recipe} with {tmp_path / 'methods' / '_tiny-dp-sgd.yaml'}"
-    assert sgd.recipe.model.peft_method is None
-    assert sgd.recipe.training.trainable == "^head"
+    assert sgd.recipe.model.peft_method is None and sgd.recipe.training.trainable == "^head"
     assert sgd.recipe.training.learning_rate == 0.125
     assert sgd.recipe.data.num_examples_per_class == 8
 
@@ -246,18 +244,17 @@ def test_rows_come_back_as_they_were_written(tmp_path):
         (1, "numpy.core.MemoryError: Unable", "out_of_memory", "Unable"),
         (2, "error: [Errno 12] Cannot allocate memory", "out_of_memory", "Errno 12"),
         (-11, "", "failed", "ended by SIGSEGV; it said nothing"),
+        (
+            1,
+            "1%|#\r2%|#\nValueError: no\n/x.py:3: UserWarning: leaked\n",
+            "failed",
+            "ValueError: no",
+        ),
     ],
 )
 def test_how_a_process_ended_is_a_status(status, errors, expected, line):
     status, error = _failure(status, errors)
-    assert status == expected
-    assert line in error
-
-
-def test_the_error_is_found_among_progress_bars_and_warnings():
-    said = "10%|#  |\r20%|## |\nValueError: no rows\n/usr/lib/x.py:3: UserWarning: leaked\n"
-    assert _error_line(said) == "ValueError: no rows"
-    assert len(_error_line("x" * 5000)) == 400
+    assert status == expected and line in error and len(_failure(1, "x" * 5000)[1]) == 400
 
 
 REPORT: Settings = {
@@ -322,8 +319,7 @@ def test_mezo_promises_nothing_but_a_score(tmp_path, report):
     folder = leave_results(tmp_path / "b", eval_accuracy=math.nan)
     assert row_of(run, folder, "", Exit(0, 1.0)).error == "its accuracy is nan after training"
     found = row_of(run, tmp_path / "none", "", Exit(0, 1.0))
-    assert found.status == "failed"
-    assert "left no readable results" in str(found.error)
+    assert found.status == "failed" and "left no readable results" in str(found.error)
 
 
 def test_a_task_with_another_metric_is_read(tmp_path, report, monkeypatch):
@@ -340,8 +336,7 @@ def test_zero_shot_models_are_told_apart_by_what_matters_before_training():
     prefix = dataclasses.replace(plain, peft_method="prefix")
     zero = dataclasses.replace(plain, head_init="zero")
     groups = [zero_shot_group(arguments) for arguments in (plain, lora, prefix, zero)]
-    assert groups[0] == groups[1]
-    assert len(set(groups)) == 3
+    assert groups[0] == groups[1] and len(set(groups)) == 3
 
 
 def three_seeds() -> list[Row]:
@@ -378,13 +373,11 @@ def record(**settings: Any) -> Record:
 
 def test_a_cell_counts_only_runs_that_count():
     cell = record().cell("dpzero", 2.0)
-    assert cell is not None
-    assert (cell.planned, cell.finished) == (3, 2)
+    assert cell is not None and (cell.planned, cell.finished) == (3, 2)
     assert cell.mean == pytest.approx(0.85)
     assert cell.standard_error == pytest.approx(0.05)  # sd 0.0707 / sqrt(2)
     assert cell.seconds_per_step == pytest.approx(0.15)
-    assert cell.peak_memory_bytes == 3 * 2**20 + 5
-    assert cell.epsilon_spent == 1.998
+    assert cell.peak_memory_bytes == 3 * 2**20 + 5 and cell.epsilon_spent == 1.998
 
 
 def test_an_unprivate_row_stays_out_of_the_mean():
@@ -617,8 +610,7 @@ def test_a_ledger_without_a_checkpoint_is_left_and_a_new_folder_taken(tmp_path, 
     interrupted(out, runs)
     fake = Fake()
     run_all(out, runs, fake)
-    assert fake.names == ["dpzero-eps2-seed42-attempt2"]
-    assert fake.seen[0].checkpoint is None
+    assert fake.names == ["dpzero-eps2-seed42-attempt2"] and fake.seen[0].checkpoint is None
     (out / "rows.jsonl").unlink()
     ledger = out / "runs" / "dpzero-eps2-seed42" / "trajectory.ledger"
     ledger.unlink()  # where nothing was spent the folder is used again
@@ -633,16 +625,14 @@ def test_a_checkpoint_of_other_settings_is_not_continued(tmp_path, report):
     leave_checkpoint(out / "runs" / "dpzero-eps2-seed42", 2)
     fake = Fake()
     run_all(out, grid(path, overrides=["--clip", "3"]), fake)
-    assert fake.names == ["dpzero-eps2-seed42-attempt2"]
-    assert fake.seen[0].checkpoint is None
+    assert fake.names == ["dpzero-eps2-seed42-attempt2"] and fake.seen[0].checkpoint is None
 
 
 def test_jobs_run_together_and_their_rows_say_so(tmp_path, report):
     runs = grid(write_recipe(tmp_path), seeds=[1, 2, 3, 4, 5])
     fake = Fake()
     found = run_all(tmp_path / "out", runs, fake, jobs=2)
-    assert fake.most_at_once == 2
-    assert {row.jobs for row in found.rows} == {2}
+    assert fake.most_at_once == 2 and {row.jobs for row in found.rows} == {2}
     with pytest.raises(ValueError, match="jobs=0"):
         run_all(tmp_path / "out", runs, fake, jobs=0)
 
@@ -769,8 +759,7 @@ def test_compare_from_the_command_line(tmp_path, bert_checkpoint, capsys):
     assert [row.status for row in found.rows] == ["done"] * 2, [r.error for r in found.rows]
     assert [row.method for row in found.rows] == ["dpzero", "mezo"]
     for each in found.rows:
-        assert each.steps == 3
-        assert each.forwards == 3 * 8 * 4
+        assert each.steps == 3 and each.forwards == 3 * 8 * 4
         assert 0 < (each.seconds_per_step or 0) < (each.wall_seconds or 0)
         assert (each.peak_memory_bytes or 0) > 2**20
         assert each.epsilon == math.inf if not each.private else 0 < (each.epsilon or 0) <= 4

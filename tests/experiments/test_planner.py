@@ -98,7 +98,7 @@ def test_opt_has_the_parameters_of_its_architecture():
 
 
 @pytest.mark.parametrize("head", ["masked_lm", "sequence_classification"])
-def test_lora_trains_two_thin_matrices_for_query_and_value(head: str):
+def test_lora_trains_two_thin_matrices_for_query_and_value(head):
     """r (h + h) for each of two matrices in 24 layers; a classifier's head is trained as a copy.
 
     The body of RoBERTa-large: words, 514 positions, one segment and a norm; per layer 4 h^2, 8 h^2,
@@ -112,14 +112,13 @@ def test_lora_trains_two_thin_matrices_for_query_and_value(head: str):
     parameters = published("roberta-large", head, peft_method="lora", lora_r=r)
     if head == "masked_lm":
         own = body + h * h + h + 2 * h + 50265
-        assert own == 355_412_057
-        assert count(parameters) == (own + adapters, adapters)
+        assert own == 355_412_057 and count(parameters) == (own + adapters, adapters)
     else:
         classifier = h * h + h + 2 * h + 2
         assert count(parameters) == (body + 2 * classifier + adapters, adapters + classifier)
 
 
-def test_bitfit_trains_biases_and_the_head(recipe_of: Any):
+def test_bitfit_trains_biases_and_the_head(recipe_of):
     model = objective_of(recipe_of(peft_method="bitfit")).meta.build("float32")
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert any(n.endswith("bias") for n in trained)
@@ -136,14 +135,12 @@ def test_bitfit_trains_biases_and_the_head(recipe_of: Any):
         ({"peft_method": "prefix"}, False),
     ],
 )
-def test_a_head_alone_is_what_comes_after_the_layers(
-    settings: dict[str, Any], alone: bool, recipe_of: Any
-):
+def test_a_head_alone_is_what_comes_after_the_layers(settings, alone, recipe_of):
     meta = objective_of(recipe_of(**settings)).meta
     assert meta.trains_head_alone(meta.build("float32")) is alone
 
 
-def test_rows_are_no_longer_than_the_model_has_positions(recipe_of: Any):
+def test_rows_are_no_longer_than_the_model_has_positions(recipe_of):
     roberta, opt = (objective_of(recipe_of(config)).meta for config in (TINY, TINY_OPT))
     longest = roberta.longest_row(128), opt.longest_row(128), opt.longest_row(32)
     assert longest == (40, 64, 32)  # RoBERTa counts from 2
@@ -186,9 +183,7 @@ def real(objective: ObjectivePass, dtype: str, size: int) -> tuple[nn.Module, di
         (TINY_OPT, {**CAUSAL, "max_new_tokens": 5}, "FreeText", 0),
     ],
 )
-def test_the_losses_are_the_objectives_own(
-    config: dict[str, Any], settings: dict[str, Any], kind: str, labels: int, recipe_of: Any
-):
+def test_the_losses_are_the_objectives_own(config, settings, kind, labels, recipe_of):
     """Of rows without padding, which is what the meta device is given."""
     objective = objective_of(recipe_of(config, **settings), labels)
     assert type(objective).__name__ == kind
@@ -198,7 +193,7 @@ def test_the_losses_are_the_objectives_own(
     torch.testing.assert_close(objective.losses(model, batch), expected)
 
 
-def test_words_of_several_tokens_run_a_row_for_each_label(recipe_of: Any):
+def test_words_of_several_tokens_run_a_row_for_each_label(recipe_of):
     recipe = recipe_of(TINY_OPT, **CAUSAL)
     one = objective_of(recipe)
     several = objective_passes.SeveralWords(one.meta, one.length)
@@ -207,7 +202,7 @@ def test_words_of_several_tokens_run_a_row_for_each_label(recipe_of: Any):
     assert more.inference - more.weights > 1.5 * (less.inference - less.weights)
 
 
-def test_weights_take_their_number_times_their_size(recipe_of: Any):
+def test_weights_take_their_number_times_their_size(recipe_of):
     recipe = recipe_of(TINY_OPT, **CAUSAL)
     h, layer = 16, 4 * (16 * 16 + 16) + 2 * 16 * 32 + 32 + 16 + 4 * 16
     weights = [p.weights for p in peaks.all_peaks(objective_of(recipe), recipe)]
@@ -227,9 +222,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("config", "settings"), CASES)
-def test_estimates_are_what_real_steps_keep_alive(
-    config: dict[str, Any], settings: dict[str, Any], recipe_of: Any
-):
+def test_estimates_are_what_real_steps_keep_alive(config, settings, recipe_of):
     """Counts the tensors of real steps on the CPU, where the same dispatch mode sees them.
 
     All examples at 32 tokens, so that activations are as large as the tiny model's weights; one of
@@ -299,7 +292,7 @@ def first_order_step(
     return take
 
 
-def test_ghost_clipping_is_not_for_half_precision(recipe_of: Any):
+def test_ghost_clipping_is_not_for_half_precision(recipe_of):
     pytest.importorskip("opacus")
     recipe = recipe_of(method="dp-adamw", per_example_gradients="ghost")
     half = peaks._peaks(objective_of(recipe), recipe, "bfloat16")
@@ -315,7 +308,7 @@ def test_a_device_fits_with_a_tenth_to_spare():
     assert longer.peak == 91 and not longer.fits(100)
 
 
-def test_a_quantised_base_packs_the_frozen_linear_layers(recipe_of: Any):
+def test_a_quantised_base_packs_the_frozen_linear_layers(recipe_of):
     """A layer of the tiny OPT has 4 (16 x 16) + 2 (16 x 32) = 2048 such weights; there are four.
 
     4 bits each and 32 bits for a block of 64; 8 bits each and 32 bits for a row of the
@@ -333,7 +326,7 @@ def test_a_quantised_base_packs_the_frozen_linear_layers(recipe_of: Any):
         assert full.training - packed.training == less - largest
 
 
-def test_evaluation_by_generation_keeps_keys_and_values(recipe_of: Any):
+def test_evaluation_by_generation_keeps_keys_and_values(recipe_of):
     """4 layers and a copy of one, 3 examples of 16 tokens, 2 h numbers of 4 bytes.
 
     Grouped heads keep fewer: two of size 8 for a key and two for a value.
@@ -370,14 +363,14 @@ def test_rows_that_are_here_are_counted():
     ],
 )
 def test_rows_that_are_not_here_are_derived_or_asked_for(
-    data: dict[str, Any], given: int | None, expected: int | None, source: str, monkeypatch: Any
+    data, given, expected, source, monkeypatch
 ):
     monkeypatch.setattr(row_counts, "_task_that_is_here", lambda data: None)
     rows = row_counts.count_rows(DataArguments(task="sst2", **data), given)
     assert rows.train == expected and source in rows.source and rows.labels == 2
 
 
-def test_offline_is_only_inside(monkeypatch: Any):
+def test_offline_is_only_inside(monkeypatch):
     import huggingface_hub.constants as hub
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
@@ -408,19 +401,18 @@ def written(recipe_of: Any, tmp_path: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-def test_a_recipe_is_planned(written: Path, capsys: Any):
+def test_a_recipe_is_planned(written, capsys):
     facts = planned(capsys, written)
     assert (facts["num_examples"], facts["steps"], facts["method"]) == (16, 10, "dpzero")
     assert 3.5 < facts["epsilon"] <= 4 and facts["noise_multiplier"] > 0
     assert facts["epsilon_by_relation"]["add_or_remove_one"] == facts["epsilon"]
     assert facts["model"]["parameters"] == facts["model"]["trained_parameters"] > 0
     fits = facts["memory"]["by_precision"]["float32"]["fits"]
-    assert fits["24 GiB"] and fits["CPU"]
-    assert "time" not in facts
+    assert fits["24 GiB"] and fits["CPU"] and "time" not in facts
     assert not (written.parent / "trainer_output").exists()
 
 
-def test_options_and_fields_override_the_recipe(written: Path, capsys: Any):
+def test_options_and_fields_override_the_recipe(written, capsys):
     words = ["--target_epsilon", "1", "--max_steps", "2e1", "--microbatch_size=2"]
     facts = planned(capsys, written, *words, "--trainable", "^classifier")
     assert (facts["target_epsilon"], facts["steps"]) == (1.0, 20)
@@ -431,7 +423,7 @@ def test_options_and_fields_override_the_recipe(written: Path, capsys: Any):
     assert "noise_multiplier" not in facts
 
 
-def test_without_n_there_is_no_budget_and_the_rest_is_told(written: Path, capsys: Any):
+def test_without_n_there_is_no_budget_and_the_rest_is_told(written, capsys):
     words = ["--num_examples_per_class", "null"]
     facts = planned(capsys, written, *words)
     assert facts["epsilon"] is None and "--num_examples" in facts["missing"]
@@ -439,7 +431,7 @@ def test_without_n_there_is_no_budget_and_the_rest_is_told(written: Path, capsys
     assert planned(capsys, written, *words, "--num_examples", "32")["num_examples"] == 32
 
 
-def test_tables_for_people(written: Path, capsys: Any):
+def test_tables_for_people(written, capsys):
     assert main.main(["plan", "--recipe", str(written)]) == 0
     out = capsys.readouterr().out
     for word in ("noise_multiplier", "parameters", "smallest card", "24 GiB", "a training step"):
@@ -447,16 +439,13 @@ def test_tables_for_people(written: Path, capsys: Any):
     assert gib(None) == "-"
 
 
-def test_unknown_and_missing_options_are_refused_with_and_without_a_recipe(
-    written: Path, capsys: Any
-):
+def test_unknown_and_missing_options_are_refused_with_and_without_a_recipe(written, capsys):
     for words, message in (
         (["--recipe", str(written), "--colour", "red"], "unknown key 'colour'"),
         (["--max_steps", "5"], "num_examples is missing"),
         (["--num_examples", "5"], "max_steps is missing"),
         (["--recipe", "none.yaml"], "recipe 'none.yaml' not found"),
     ):
-        assert main.main(["plan", *words]) == 2
-        assert message in capsys.readouterr().err
+        assert main.main(["plan", *words]) == 2 and message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main.main(["plan", "--num_examples", "5", "--max_steps", "1", "--no_calibration"])

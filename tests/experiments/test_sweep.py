@@ -58,7 +58,7 @@ def make_plan(steps: int = 200, num_directions: int = 1, **settings: Any) -> Pri
     return PrivacyPlan(sampler=sampler, mechanism=mechanism, steps=steps, **settings)
 
 
-def test_grids_are_coerced_by_the_recipe(tmp_path: Path) -> None:
+def test_grids_are_coerced_by_the_recipe(tmp_path):
     file = tmp_path / "grid.yaml"
     file.write_text("clip: [1, 4]\nlearning_rate: [0.1]\n")
     found = parse_grid(["learning-rate=1e-3, 1e-2", "num_directions=1,16"], str(file))
@@ -82,19 +82,19 @@ def test_grids_are_coerced_by_the_recipe(tmp_path: Path) -> None:
         (["clip=1,1.0"], "clip=1.0 appears more than once"),
     ],
 )
-def test_bad_grids_are_refused(words: list[str], message: str) -> None:
+def test_bad_grids_are_refused(words, message):
     with pytest.raises(ValueError, match=message):
         parse_grid(words)
 
 
-def test_trial_count_froms_have_names() -> None:
+def test_trial_count_froms_have_names():
     assert trial_count_from("poisson", 3).shape == math.inf
     assert trial_count_from("0.5", 3).name == "truncated negative binomial (shape 0.5)"
     with pytest.raises(ValueError, match="'binomial' is not one of geometric, poisson"):
         trial_count_from("binomial", 3)
 
 
-def test_grid_files_load_and_say_how_to_run_them() -> None:
+def test_grid_files_load_and_say_how_to_run_them():
     paths = sorted((ROOT / "configs" / "sweep").glob("*.yaml"))
     assert {path.stem for path in paths} >= {"roberta-dpzero", "first-order", "opt-dpzero"}
     for path in paths:
@@ -109,7 +109,7 @@ def row(trial: int, score: float | None, status: str = "done") -> Row:
     return Row(**about, trial=trial, settings=settings, status=status, score=score)
 
 
-def test_the_best_row() -> None:
+def test_the_best_row():
     rows = [row(0, 0.5), row(1, 0.7), row(2, 0.7), row(3, None), row(4, None, "failed")]
     assert _best_row(rows, "eval_accuracy") is rows[1]  # the earlier of equals
     assert _best_row(rows, "eval_loss") is rows[0]
@@ -129,7 +129,7 @@ def make_report(plan: PrivacyPlan, steps: int | None = None) -> PrivacyReport:
 
 
 @pytest.mark.parametrize("shape", [1.0, math.inf])
-def test_a_selected_run_reports_the_total(shape: float, tmp_path: Path) -> None:
+def test_a_selected_run_reports_the_total(shape, tmp_path):
     """Also from a file, which has no infinity: the shape of a Poisson number of trials."""
     plan, trials = make_plan(accountant="rdp"), TrialCount(mean=5.0, shape=shape)
     entry = selection_entry(plan, trials, ["clip"], DELTA)
@@ -146,7 +146,7 @@ def test_a_selected_run_reports_the_total(shape: float, tmp_path: Path) -> None:
     assert PrivacyReport.load(tmp_path) == report
 
 
-def test_other_tunings_change_words_alone() -> None:
+def test_other_tunings_change_words_alone():
     plan = make_plan()
     plain = make_report(plan)
     loud, public = (plain.with_tuning(tuning, plan) for tuning in ("not_accounted", "public"))
@@ -161,7 +161,7 @@ def test_other_tunings_change_words_alone() -> None:
     assert not report.private and report.statement.startswith("NOT PRIVATE")
 
 
-def test_tuning_is_for_whole_runs_and_known_entries() -> None:
+def test_tuning_is_for_whole_runs_and_known_entries():
     plan = make_plan(accountant="rdp")
     entry = selection_entry(plan, TrialCount(mean=5.0), ["clip"], DELTA)
     with pytest.raises(ValueError, match="tuning is accounted for whole runs"):
@@ -171,7 +171,7 @@ def test_tuning_is_for_whole_runs_and_known_entries() -> None:
             make_report(plan).with_tuning(wrong, plan)
 
 
-def test_a_composition_lists_the_run_itself() -> None:
+def test_a_composition_lists_the_run_itself():
     plans = [make_plan(), make_plan(), make_plan(num_directions=4)]
     entry = composition_entry(plans, ["num_directions"])
     assert [item["count"] for item in entry["composition"]["plans"]] == [2, 1]
@@ -214,9 +214,7 @@ def selected() -> tuple[PrivacyPlan, PrivacyReport]:
     return plan, make_report(plan).with_tuning(entry, plan)
 
 
-def test_the_hub_ships_a_selected_run_with_its_total_or_more_and_not_with_less(
-    selected: tuple[PrivacyPlan, PrivacyReport], tmp_path: Path
-) -> None:
+def test_the_hub_ships_a_selected_run_with_its_total_or_more_and_not_with_less(selected, tmp_path):
     plan, report = selected
     folder = build_hub_folder(write_run(tmp_path / "run", plan, report), tmp_path / "hub")
     card = (folder / "README.md").read_text()
@@ -248,6 +246,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path) -> P
     return folder / "tiny.yaml"
 
 
+def start_by(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    """Trials are started by `start`."""
+    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+
+
 @dataclasses.dataclass
 class InProcess:
     """A trial that trains in this process when it is asked how it ended."""
@@ -270,7 +273,7 @@ def quick_trials(monkeypatch: pytest.MonkeyPatch) -> list[Attempt]:
         trained.append(attempt)
         return InProcess(attempt)
 
-    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+    start_by(monkeypatch, start)
     return trained
 
 
@@ -306,8 +309,7 @@ def sweep(recipe: Path, folder: Path, *words: Any) -> int:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], recipe: Path, folder: Path, *words: Any) -> str:
-    assert sweep(recipe, folder, *words) == 2
-    assert not folder.exists()
+    assert sweep(recipe, folder, *words) == 2 and not folder.exists()
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
@@ -342,17 +344,11 @@ COMPOSED = ("--tuning", "composed")
         ),
     ],
 )
-def test_what_may_not_be_swept(
-    words: tuple[str, ...],
-    message: str,
-    recipe: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_may_not_be_swept(words, message, recipe, tmp_path, capsys):
     assert message in refusal(capsys, recipe, tmp_path / "D", *words)
 
 
-def test_events_are_compared_whatever_the_field_is_called() -> None:
+def test_events_are_compared_whatever_the_field_is_called():
     """The list of names is for early messages; what protects is the comparison of events."""
     points = [{"clip": 1.0, "odd": 1}, {"clip": 2.0, "odd": 1}, {"clip": 1.0, "odd": 2}]
     plans = [make_plan(), make_plan(num_directions=4), make_plan(steps=7)]
@@ -361,9 +357,7 @@ def test_events_are_compared_whatever_the_field_is_called() -> None:
     _refuse_different_events(points[:2], plans[:2])
 
 
-def test_dry_run_prints_the_cost_and_writes_nothing(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_prints_the_cost_and_writes_nothing(recipe, tmp_path, capsys):
     words = [*COMPOSED, "--grid", "clip=1,4", "--grid", "num_directions=1,2", "--dry_run"]
     assert sweep(recipe, tmp_path / "D", *words) == 0
     out = capsys.readouterr().out
@@ -384,7 +378,7 @@ def settings_of(recipe: Path, folder: Path, **changes: Any) -> SweepSettings:
 PREPARED = Prepared(extra={}, num_examples=96, metric="eval_accuracy", tuning="none")
 
 
-def test_points_are_drawn_uniformly_and_their_number_varies(recipe: Path, tmp_path: Path) -> None:
+def test_points_are_drawn_uniformly_and_their_number_varies(recipe, tmp_path):
     drawn = [_draw_points(settings_of(recipe, tmp_path)) for _ in range(300)]
     assert len({len(points) for points in drawn}) > 5
     counts = Counter(tuple(point.values()) for points in drawn for point in points)
@@ -393,7 +387,7 @@ def test_points_are_drawn_uniformly_and_their_number_varies(recipe: Path, tmp_pa
     assert all(abs(count / total - 0.25) < 0.08 for count in counts.values())
 
 
-def test_a_continued_sweep_keeps_its_draw(recipe: Path, tmp_path: Path) -> None:
+def test_a_continued_sweep_keeps_its_draw(recipe, tmp_path):
     """A folder of another sweep, or of other files, is refused."""
     settings = settings_of(recipe, tmp_path / "D", trials=TrialCount(mean=50.0))
     first = [run.digest for run in _open_workspace(settings, PREPARED).runs]
@@ -403,19 +397,14 @@ def test_a_continued_sweep_keeps_its_draw(recipe: Path, tmp_path: Path) -> None:
     other = dataclasses.replace(settings, grid={"clip": [1.0, 5.0]})
     with pytest.raises(ValueError, match="holds a sweep with other settings"):
         _open_workspace(other, PREPARED)
-    with pytest.raises(ValueError, match="holds other files"):
-        _open_workspace(settings_of(recipe, tmp_path), PREPARED)
-
-
-def test_a_folder_with_secret_trials_takes_no_other_sweep(recipe: Path, tmp_path: Path) -> None:
-    """An interrupted private selection has left D/_private alone."""
-    open_workspace(settings_of(recipe, tmp_path / "D"), PREPARED)
     assert [path.name for path in (tmp_path / "D").iterdir()] == ["_private"]
-    with pytest.raises(ValueError, match="holds other files"):
-        open_workspace(settings_of(recipe, tmp_path / "D", selection="all"), PREPARED)
+    every = dataclasses.replace(settings, selection="all")  # an interrupted one left D/_private
+    for wrong in (every, settings_of(recipe, tmp_path)):
+        with pytest.raises(ValueError, match="holds other files"):
+            _open_workspace(wrong, PREPARED)
 
 
-def test_an_unfinished_run_is_set_aside_in_private(recipe: Path, tmp_path: Path) -> None:
+def test_an_unfinished_run_is_set_aside_in_private(recipe, tmp_path):
     """With a checkpoint it continues; once it has left its last file, only its row is missing."""
     settings = settings_of(recipe, tmp_path / "D", tuning="not_accounted")
     workspace = _open_workspace(settings, PREPARED)
@@ -428,8 +417,7 @@ def test_an_unfinished_run_is_set_aside_in_private(recipe: Path, tmp_path: Path)
         (folder / name).write_text(text)
 
     leave("trajectory.ledger", "x")
-    assert workspace.attempt(run).folder == folder
-    assert not folder.exists()
+    assert workspace.attempt(run).folder == folder and not folder.exists()
     assert (tmp_path / "D/_private/abandoned/000-0/trajectory.ledger").is_file()
     leave("trajectory.ledger", "x")
     leave("checkpoint-2/dpzero_state.json", "{}")
@@ -448,13 +436,7 @@ def public_files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_a_private_selection_end_to_end(
-    recipe: Path,
-    tmp_path: Path,
-    quick_trials: list[Attempt],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_private_selection_end_to_end(recipe, tmp_path, quick_trials, monkeypatch, capsys):
     """Also: the same winner among more losers leaves the same public files, byte for byte."""
     monkeypatch.setattr(TrialCount, "draw", lambda self: 2)
     folder = tmp_path / "D"
@@ -469,13 +451,11 @@ def test_a_private_selection_end_to_end(
     best = max(rows, key=lambda one: one["score"])
     assert content["best"]["settings"] == best["settings"]
     assert content["trial_count"] == {"law": "geometric", "mean": 4.0}
-    assert 3.98 < content["epsilon"] <= 4.0
-    assert "trials" not in content
+    assert 3.98 < content["epsilon"] <= 4.0 and "trials" not in content
 
     report = PrivacyReport.load(folder / "best")
     assert report.epsilon == pytest.approx(content["epsilon"])
-    assert report.target_epsilon == 4.0
-    assert report.private
+    assert report.target_epsilon == 4.0 and report.private
     assert "repeat_and_select" in report.tuning
     assert report.noise_multiplier == content["noise_multiplier"]
     for trial in range(2):
@@ -506,43 +486,33 @@ def test_a_private_selection_end_to_end(
         (loser / "all_results.json").write_text(json.dumps({**results, "eval_accuracy": -1.0}))
         return Copied(attempt, loser)
 
-    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: lose)
+    start_by(monkeypatch, lose)
     for _ in range(2):  # the second time nothing runs again
-        assert sweep(recipe, folder, *words) == 0
-        assert len(quick_trials) == 4
+        assert sweep(recipe, folder, *words) == 0 and len(quick_trials) == 4
         assert public_files(folder) == files
 
 
-def test_no_trial_releases_nothing(
-    recipe: Path, tmp_path: Path, quick_trials: list[Attempt], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_trial_releases_nothing(recipe, tmp_path, quick_trials, monkeypatch):
     monkeypatch.setattr(TrialCount, "draw", lambda self: 0)
     words = [*COMPOSED, "--grid", "clip=1,4", "--trial_count", "poisson"]
-    assert sweep(recipe, tmp_path / "D", *words) == 0
-    assert quick_trials == []
+    assert sweep(recipe, tmp_path / "D", *words) == 0 and quick_trials == []
     assert set(public_files(tmp_path / "D")) == {"sweep.json", "sweep.md"}
     assert "No trial ran" in (tmp_path / "D/sweep.md").read_text()
 
 
-def test_a_failed_secret_trial_stops_the_sweep(
-    recipe: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_secret_trial_stops_the_sweep(recipe, tmp_path, trained, monkeypatch):
     monkeypatch.setattr(TrialCount, "draw", lambda self: 2)
-    start = lambda attempt: Copied(attempt, trained, status=1)  # noqa: E731
-    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+    start_by(monkeypatch, lambda attempt: Copied(attempt, trained, status=1))
     assert sweep(recipe, tmp_path / "D", *COMPOSED, "--grid", "clip=1,4") == 2
     assert public_files(tmp_path / "D") == {}
     assert not (tmp_path / "D/_private/trials.jsonl").exists()
 
 
 @pytest.mark.slow
-def test_all_runs_may_be_released(
-    recipe: Path, tmp_path: Path, quick_trials: list[Attempt], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_runs_may_be_released(recipe, tmp_path, quick_trials, capsys):
     folder = tmp_path / "D"
     words = [*COMPOSED, "--selection", "all", "--grid", "max_steps=2,3"]
-    assert sweep(recipe, folder, *words) == 0
-    assert "trial 2 of 2" in capsys.readouterr().out
+    assert sweep(recipe, folder, *words) == 0 and "trial 2 of 2" in capsys.readouterr().out
     content = json.loads((folder / "sweep.json").read_text())
     assert [one["settings"]["max_steps"] for one in content["trials"]] == [2, 3]
     assert 3.98 < content["epsilon"] <= 4.0
@@ -555,44 +525,34 @@ def test_all_runs_may_be_released(
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep_that_is_not_accounted_says_so_everywhere(
-    recipe: Path,
-    tmp_path: Path,
-    trained: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_sweep_not_accounted_says_so_everywhere(recipe, tmp_path, trained, monkeypatch, capsys):
     """A failed trial is a row of the table; its error is quoted, for it is a refusal of settings."""
     folder = tmp_path / "D"
 
     def start(attempt: Attempt) -> Copied:
         return Copied(attempt, trained, status=2 if attempt.run.name == "001" else 0)
 
-    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+    start_by(monkeypatch, start)
     words = ["--tuning", "not_accounted", "--grid", "clip=1,4,8", "--metric", "eval_loss"]
-    assert sweep(recipe, folder, *words) == 0
-    assert "NOT ACCOUNTED" in capsys.readouterr().out
+    assert sweep(recipe, folder, *words) == 0 and "NOT ACCOUNTED" in capsys.readouterr().out
     content = json.loads((folder / "sweep.json").read_text())
-    assert content["epsilon"] is None
-    assert content["epsilon_if_composed"] > 4.0
+    assert content["epsilon"] is None and content["epsilon_if_composed"] > 4.0
     assert content["best"]["settings"] == {"clip": 1.0}  # the earlier of equals
     assert content["best"]["score"] == content["trials"][2]["score"]
     assert content["trials"][1]["message"] == "error: it broke"
     assert "| 4.0 | failed |" in (folder / "sweep.md").read_text()
     for trial in (0, 2):
         report = PrivacyReport.load(folder / f"trials/{trial:03d}")
-        assert report.tuning == "not_accounted"
-        assert "NOT ACCOUNTED" in report.statement
+        assert report.tuning == "not_accounted" and "NOT ACCOUNTED" in report.statement
     for name in ("sweep.md", "best.yaml"):
         assert "NOT ACCOUNTED" in (folder / name).read_text()
     assert load_recipe(folder / "best.yaml").training.clip == 1.0
 
 
-def test_a_metric_that_the_results_lack_is_refused_and_leaves_no_row(
-    recipe: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    start = lambda attempt: Copied(attempt, trained)  # noqa: E731
-    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+def test_a_metric_that_the_results_lack_leaves_no_row(
+    recipe, tmp_path, trained, monkeypatch, capsys
+):
+    start_by(monkeypatch, lambda attempt: Copied(attempt, trained))
     words = ["--tuning", "public", "--grid", "clip=1,4"]
     assert sweep(recipe, tmp_path / "D", *words, "--metric", "eval_f1") == 2
     assert "metric='eval_f1' is not among the results" in capsys.readouterr().err
@@ -600,18 +560,16 @@ def test_a_metric_that_the_results_lack_is_refused_and_leaves_no_row(
 
 
 def test_a_public_sweep_writes_a_recipe_for_the_private_data(
-    recipe: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    recipe, tmp_path, trained, monkeypatch
+):
     """Data overrides name the public stand-in and stay out of best.yaml; other overrides stay in."""
     folder = tmp_path / "D"
-    start = lambda attempt: Copied(attempt, trained)  # noqa: E731
-    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+    start_by(monkeypatch, lambda attempt: Copied(attempt, trained))
     words = ["--tuning", "public", "--grid", "clip=1,4", "--subset_seed", 5, "--smoothing", 0.01]
     assert sweep(recipe, folder, *words) == 0
     assert read_recipe(folder / "trials/000.yaml")["subset_seed"] == 5
     best = read_recipe(folder / "best.yaml")
-    assert "subset_seed" not in best
-    assert best["smoothing"] == 0.01
+    assert "subset_seed" not in best and best["smoothing"] == 0.01
     assert best["target_epsilon"] == 4.0
     header = (folder / "best.yaml").read_text().split("\n\n")[0]
     assert "declaration is the user's" in header
@@ -619,9 +577,7 @@ def test_a_public_sweep_writes_a_recipe_for_the_private_data(
     assert PrivacyReport.load(folder / "trials/001").tuning == "public"
 
 
-def test_an_interrupted_sweep_continues(
-    recipe: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_sweep_continues(recipe, tmp_path, trained, monkeypatch):
     """Ctrl-C in the second trial; repeated, the first is not run again."""
     started: list[str] = []
 
@@ -632,10 +588,9 @@ def test_an_interrupted_sweep_continues(
         return Copied(attempt, trained)
 
     words = ["--tuning", "not_accounted", "--grid", "clip=1,4"]
-    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+    start_by(monkeypatch, start)
     assert sweep(recipe, tmp_path / "D", *words) == 130
     assert not (tmp_path / "D/sweep.json").exists()
-    assert sweep(recipe, tmp_path / "D", *words) == 0
-    assert started == ["000", "001", "001"]
+    assert sweep(recipe, tmp_path / "D", *words) == 0 and started == ["000", "001", "001"]
     content = json.loads((tmp_path / "D/sweep.json").read_text())
     assert [one["status"] for one in content["trials"]] == ["done", "done"]

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hf_dpzero.experiments.memory.live_bytes import FusedAttention, LiveBytes
-from hf_dpzero.experiments.memory.peaks import Footprint, dpzero_bytes
 from hf_dpzero.experiments.memory.shapes import PUBLISHED, empty_model
 from hf_dpzero.ledger.digests import digest_tensors
 from scripts.benchmarks import capacity, clock, memory, timing
@@ -60,7 +59,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
          "layerwise"),
     ],
 )  # fmt: skip
-def test_the_command_prints_the_documented_keys(words: list[str], strategy: str, capsys: Any):
+def test_the_command_prints_the_documented_keys(words, strategy, capsys):
     result = run(capsys, *words)
     assert (result["notes"], result["strategy"]) == ([], strategy)
     assert set(result) == COMMON | REFERENCE | STEP | (MARGINAL if "gaussian" in words else set())
@@ -75,28 +74,26 @@ def test_the_command_prints_the_documented_keys(words: list[str], strategy: str,
         assert result["dimension"] == 2 * 16 + 2
 
 
-def test_the_method_or_the_reference_alone(capsys: Any):
+def test_the_method_or_the_reference_alone(capsys):
     """The reference loop says that it does not restore."""
     ours = run(capsys, "--skip_reference", "--cycles", "7")
     cycles = {"restore_error_after_7_cycles"}
     assert set(ours) == COMMON | (STEP - {"restore_error_after_3_cycles"}) | cycles
     assert "reference" not in ours["seconds"]
     loop = run(capsys, "--method", "reference")
-    assert set(loop) == COMMON | REFERENCE
-    assert "step" not in loop["seconds"]
+    assert set(loop) == COMMON | REFERENCE and "step" not in loop["seconds"]
     assert loop["ratio_to_two_forwards"] == loop["reference_ratio_to_two_forwards"]
     assert loop["restore_error"] > 0
 
 
-def test_dp_adamw_is_measured_and_restores_nothing(capsys: Any):
+def test_dp_adamw_is_measured_and_restores_nothing(capsys):
     pytest.importorskip("opacus")
     result = run(capsys, "--method", "dp-adamw", "--shape", "tiny-opt", "--microbatch_size", "1")
-    assert set(result) == COMMON | REFERENCE
-    assert result["restore_error"] is None
+    assert set(result) == COMMON | REFERENCE and result["restore_error"] is None
     assert result["seconds"]["step"] > 0
 
 
-def test_the_table_is_for_people(capsys: Any):
+def test_the_table_is_for_people(capsys):
     assert main([*TINY, "--repeats", "1", "--no_memory", "--num_directions", "2"]) == 0
     printed = capsys.readouterr().out
     for part in (
@@ -126,9 +123,7 @@ def test_every_option_reaches_the_process_that_measures_memory():
         ({"num_directions": 3, "update_at_once": True}, 56),  # and once for the update
     ],
 )
-def test_the_step_really_updates_and_defers_as_the_trainer_does(
-    settings: dict[str, Any], traffic: int
-):
+def test_the_step_really_updates_and_defers_as_the_trainer_does(settings, traffic):
     """Of the tiny shape's 14 034 weights a few more are padding, hence the tolerance."""
     bench = tiny(**settings)
     model, batch = build(bench)
@@ -143,7 +138,7 @@ def test_the_step_really_updates_and_defers_as_the_trainer_does(
     assert moved == pytest.approx(traffic, rel=0.04) and moved >= traffic
 
 
-def test_a_restore_that_is_not_exact_is_found(monkeypatch: Any):
+def test_a_restore_that_is_not_exact_is_found(monkeypatch):
     """The check can fail: an engine that leaves a weight one unit in the last place off."""
     step = Step(tiny(), *build(tiny()))
     assert step.restore_errors(3) == (0.0, 0.0)
@@ -177,7 +172,7 @@ def test_the_reference_loop_adds_a_standard_normal_vector():
     assert largest_difference(theta, reference.parameters) < 1e-5
 
 
-def test_the_yardstick_runs_the_objectives_forward(monkeypatch: Any):
+def test_the_yardstick_runs_the_objectives_forward(monkeypatch):
     """Same keywords as the objective's model call, no labels, no gradients, twice for each K."""
     bench = tiny(shape="tiny-opt", num_directions=3)
     model, batch = build(bench)
@@ -218,7 +213,7 @@ def test_dp_adamw_takes_adams_first_step_on_the_noised_mean():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_weights_are_created_in_their_dtype_and_differ(dtype: str):
+def test_weights_are_created_in_their_dtype_and_differ(dtype):
     before = torch.get_default_dtype(), torch.random.get_rng_state()
     model: Any = build(tiny(dtype=dtype))[0]
     assert torch.get_default_dtype() is before[0]
@@ -272,12 +267,11 @@ def test_shapes_have_the_published_sizes():
         (["--compile", "--strategy", "layerwise"], "strategy=layerwise with compile"),
     ],
 )
-def test_bad_settings_are_refused(words: list[str], message: str, capsys: Any):
-    assert main([*TINY, "--no_memory", *words]) == 2
-    assert message in capsys.readouterr().err
+def test_bad_settings_are_refused(words, message, capsys):
+    assert main([*TINY, "--no_memory", *words]) == 2 and message in capsys.readouterr().err
 
 
-def test_an_unknown_shape_names_the_known_ones(capsys: Any):
+def test_an_unknown_shape_names_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         main(["memory", "--shapes", "minilm", "gpt5"])
     assert "roberta-base" in capsys.readouterr().err
@@ -298,7 +292,7 @@ def test_the_marginal_cost_is_per_round_and_per_direction():
     assert cost["marginal_ratio_per_direction"] == 1.5  # median of 2/2, 3/1, 3/2
 
 
-def test_the_stopwatch_counts_nested_time_once(monkeypatch: Any):
+def test_the_stopwatch_counts_nested_time_once(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
     watch = clock.Stopwatch("cpu")
@@ -309,7 +303,7 @@ def test_the_stopwatch_counts_nested_time_once(monkeypatch: Any):
     assert watch.seconds == {"outer": 3.0, "inner": 2.0}  # 0-1, 2-3, 4-5; 1-2, 3-4
 
 
-def test_steps_take_turns_and_are_prepared_off_the_clock(monkeypatch: Any):
+def test_steps_take_turns_and_are_prepared_off_the_clock(monkeypatch):
     log: list[str] = []
 
     class Prepared:
@@ -323,11 +317,10 @@ def test_steps_take_turns_and_are_prepared_off_the_clock(monkeypatch: Any):
     monkeypatch.setattr(clock.time, "perf_counter", lambda: log.append("tick") or next(ticks))
     seconds = clock.interleaved([lambda step: log.append(f"a{step}"), Prepared()], 1, "cpu")
     one = ["tick", "a0", "tick", "ready", "tick", "b0", "tick"]
-    assert log == one + [entry.replace("0", "1") for entry in one]
-    assert seconds == [[1], [1]]
+    assert log == one + [entry.replace("0", "1") for entry in one] and seconds == [[1], [1]]
 
 
-def test_memory_over_inference_has_no_ratio_where_none_can_be_measured(monkeypatch: Any):
+def test_memory_over_inference_has_no_ratio_where_none_can_be_measured(monkeypatch):
     monkeypatch.setattr(memory, "in_fresh_process", lambda bench, phase: len(phase) - 6)
     result = memory.measure_memory(tiny())
     assert result.keys() == {
@@ -340,7 +333,7 @@ def test_memory_over_inference_has_no_ratio_where_none_can_be_measured(monkeypat
     assert memory.measure_memory(tiny())["peak_memory_over_inference"] is None
 
 
-def test_what_fits_is_measured(monkeypatch: Any, capsys: Any):
+def test_what_fits_is_measured(monkeypatch, capsys):
     """A process that takes twice the estimate; 13 GiB of weights are not tried in 12."""
     monkeypatch.setattr(capacity, "_available_bytes", lambda device: 12 << 30)
     words = ["memory", "--shapes", "tiny", "opt-6.7b", "--dtype", "float16", "--measure"]
@@ -418,9 +411,7 @@ def test_attention_is_estimated_without_the_matrix_of_scores():
         ("tiny-opt", "dp-adamw", "bfloat16", "auto"),
     ],
 )
-def test_estimates_are_what_real_steps_keep_alive(
-    shape: str, phase: str, dtype: str, strategy: str
-):
+def test_estimates_are_what_real_steps_keep_alive(shape, phase, dtype, strategy):
     """Counts the tensors of a real step on the CPU, where the same dispatch mode sees them."""
     if phase == "dp-adamw":
         pytest.importorskip("opacus")
@@ -438,24 +429,12 @@ def test_estimates_are_what_real_steps_keep_alive(
     assert capacity.estimates(asked, shape)[phase] == pytest.approx(live.peak, rel=0.15)
 
 
-def test_half_precision_adds_one_layers_copy_or_all_weights():
-    """A bfloat16 linear layer 32 x 16 with bias is the largest; embeddings count rows in use."""
-    half, single = (empty_model("tiny", dtype, "meta") for dtype in ("bfloat16", "float32"))
-    few, many = (Footprint.of(half, 4, tokens, forward=100) for tokens in (4, 64))
-    assert (few.module, many.module) == ((32 * 16 + 32) * 2, 2 * 64 * 16 * 2)
-    assert dpzero_bytes(few, "auto") == few.weights + 100 + few.module
-    assert dpzero_bytes(few, "whole_model") == few.weights + 100 + 2 * few.dimension
-    whole = Footprint.of(single, 4, 4, forward=100)
-    assert dpzero_bytes(whole, "auto") == whole.weights + 100
-
-
-def test_the_table_marks_what_does_not_fit(capsys: Any):
+def test_the_table_marks_what_does_not_fit(capsys):
     words = ["--shapes", "tiny", "opt-6.7b", "--dtype", "float16", "--device_memory"]
     assert main(["memory", *words, "30"]) == 0
     title, head, small, large = capsys.readouterr().out.splitlines()
     assert "float16" in title and "! needs more than 30 GiB" in title
-    assert "mezo reference loop" in head
-    assert small.split()[0] == "tiny" and "!" not in small
+    assert "mezo reference loop" in head and small.split()[0] == "tiny" and "!" not in small
     assert "!" not in large and large.split()[-1] == "-"  # 12.4 GiB of weights; no dp-adamw
     assert main(["memory", *words, "12", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)[1]

@@ -10,18 +10,16 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_dpzero.estimators.ghost_clipping import DENSE_BYTES, GhostGradients
 from hf_dpzero.estimators.prefix_cache import FrozenPrefix
 from hf_dpzero.estimators.stacked import AUTO_DIRECTIONS, STACK_BYTES
 from hf_dpzero.experiments.memory.live_bytes import (
-    LiveBytes,
     counted,
     dense_gradient_bytes,
     forward_bytes,
@@ -225,6 +223,7 @@ def _width(model: nn.Module) -> int:
 
 def _mask_bytes(objective: ObjectivePass, model: nn.Module, size: int) -> int:
     """The mask `[rows, 1, T, T]` of padded rows, as truth values and as numbers."""
+    # the meta device runs without it: rows that are not padded have none
     if isinstance(objective, Classification) and objective.from_features:
         return 0
     return size * objective.rows_per_example * objective.length**2 * (1 + _width(model))
@@ -242,6 +241,7 @@ def _prediction_bytes(objective: ObjectivePass, model: nn.Module, size: int) -> 
 
 def _generation_bytes(objective: FreeText, model: nn.Module, size: int) -> int:
     """The cache that generation keeps: keys and values of every layer for T tokens."""
+    # the new tokens have their room in T; one layer's cache exists twice while it grows
     layer = size * objective.length * _width(model) * cache_width(objective.meta.body)
     return (objective.meta.num_layers + 1) * layer
 
@@ -310,26 +310,21 @@ def _first_order_step(
             gradient = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
             del losses, gradient
         else:
-            live.peak = max(live.peak, _ghost_bytes(objective, model, batch, live))
+            gradients = GhostGradients(model, objective.losses)
+            with gradients._hooked() as hooks:
+                gradients._losses(hooks, batch).sum().backward()
+                model.zero_grad()
+                # all that the hooks keep while they sum, and one layer's weighted again
+                kept = [use.left for uses in hooks.uses.values() for use in uses]
+                weighted = max((t.numel() * t.element_size() for t in kept), default=0)
+                live.peak = max(live.peak, live.live + weighted)
     phase = max(live.peak + mask, 2 * footprint.trained)
     sums = 4 * footprint.dimension
     return how, footprint.weights + moments * footprint.trained + sums + phase
 
 
-def _ghost_bytes(
-    objective: ObjectivePass, model: nn.Module, batch: Mapping[str, Tensor], live: LiveBytes
-) -> int:
-    """What ghost clipping holds while it sums: all that its hooks keep, one layer's weighted again."""
-    gradients = GhostGradients(model, objective.losses)
-    with gradients._hooked() as hooks:
-        gradients._losses(hooks, batch).sum().backward()
-        model.zero_grad()
-        kept = [use.left for uses in hooks.uses.values() for use in uses]
-        return live.live + max((t.numel() * t.element_size() for t in kept), default=0)
-
-
 def _quantised(base: Peaks, objective: ObjectivePass, bits: int) -> Peaks:
-    """The same with the frozen linear layers of the body in 4 or 8 bits."""
+    """The same with the frozen linear layers of the body in 4 or 8 bits, written out one by one."""
     # Heads, output embeddings and what trains stay as they are.
     kept = ("lm_head", "classifier", "score", "lora_", "modules_to_save", "original_module")
     weights = [
