@@ -56,11 +56,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
 
 
 def check_objective(recipe: Recipe) -> None:
-    """Refuses objectives that the method cannot train on.
-
-    Raises:
-      ValueError: an objective without gradients for a first-order method, or demonstrations.
-    """
+    """Refuses objectives that the method cannot train on."""
     data, method = recipe.data, recipe.training.method
     if data.objective != "loss" and recipe.training.first_order:
         raise ValueError(

@@ -40,11 +40,7 @@ class RecipeParser(HfArgumentParser):
         self.actions = {a.dest: a for a in self._actions if a.option_strings[0] == f"--{a.dest}"}
 
     def error(self, message: str) -> NoReturn:
-        """Raises argparse's message as a ValueError, with the nearest known choice.
-
-        Raises:
-          ValueError: always.
-        """
+        """Raises argparse's message as a ValueError, with the nearest known choice."""
         message = re.sub(r"^argument \S+: ", "", message)
         if refused := re.match(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             near = nearest(refused[1], re.findall(r"[\w-]+", refused[2]))

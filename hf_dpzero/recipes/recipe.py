@@ -165,9 +165,6 @@ def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
 
     >>> parse_overrides(["--clip=2.0", "--normalize", "--label_texts", "a", "b"])
     {'clip': '2.0', 'normalize': 'true', 'label_texts': ['a', 'b']}
-
-    Raises:
-      ValueError: a word that belongs to no key.
     """
     groups: list[tuple[str, list[str]]] = []
     for word in words:

@@ -22,18 +22,11 @@ if TYPE_CHECKING:
 
     AnyTask = Task | PromptTask
 
+_BENCHMARKS = ("boolq", "drop", "mnli", "rte", "snli", "squad", "sst2", "sst5", "trec")
 TASKS = {
-    "boolq": "hf_dpzero.tasks.benchmarks",
-    "drop": "hf_dpzero.tasks.benchmarks",
-    "mnli": "hf_dpzero.tasks.benchmarks",
     "quickstart": "hf_dpzero.tasks.quickstart",
-    "rte": "hf_dpzero.tasks.benchmarks",
-    "snli": "hf_dpzero.tasks.benchmarks",
-    "squad": "hf_dpzero.tasks.benchmarks",
-    "sst2": "hf_dpzero.tasks.benchmarks",
-    "sst5": "hf_dpzero.tasks.benchmarks",
     "text_classification": "hf_dpzero.tasks.text_classification",
-    "trec": "hf_dpzero.tasks.benchmarks",
+    **dict.fromkeys(_BENCHMARKS, "hf_dpzero.tasks.benchmarks"),
 }
 """Task name -> the module that describes it, or that has `build(DataArguments) -> Task`."""
 
@@ -41,11 +34,7 @@ _REGISTERED: dict[str, TaskDescription] = {}
 
 
 def register_task(description: TaskDescription) -> None:
-    """Makes a task known by its name, for this process.
-
-    Raises:
-      ValueError: a task of this name comes with the package.
-    """
+    """Makes a task known by its name, for this process."""
     if description.name in TASKS:
         raise ValueError(
             f"task {description.name!r} comes with this package; give yours another name."

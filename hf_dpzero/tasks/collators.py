@@ -36,8 +36,8 @@ def _padded(rows: Sequence[Tensor], value: int, side: str, most: int | None = No
     return padded_rows
 
 
-def _ids(row: Mapping[str, Any]) -> Tensor:
-    return torch.as_tensor(row["input_ids"], dtype=torch.int64)
+def _ids(rows: Rows) -> list[Tensor]:
+    return [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]
 
 
 def _column(rows: Rows, name: str) -> Tensor:
@@ -73,7 +73,7 @@ class LabelWordCollator(_Collator):
 
     def __call__(self, rows: Rows) -> dict[str, Tensor]:
         one_each = {name: _column(rows, name) for name in ("positions", "labels")}
-        return {**self._tokens([_ids(row) for row in rows]), **one_each}
+        return {**self._tokens(_ids(rows)), **one_each}
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,7 @@ class CandidateCollator(_Collator):
 
     def __call__(self, rows: Rows) -> dict[str, Tensor]:
         endings = [torch.tensor(answer, dtype=torch.int64) for answer in self.answers]
-        prompts = [_ids(row) for row in rows]
-        flat = self._tokens([torch.cat([ids, end]) for ids in prompts for end in endings])
+        flat = self._tokens([torch.cat([ids, end]) for ids in _ids(rows) for end in endings])
         shape = (len(rows), len(endings), -1)
         lengths = torch.tensor([len(answer) for answer in self.answers])
         return {
@@ -106,7 +105,7 @@ class AnswerCollator(_Collator):
     columns = ("input_ids", "prompt_length", "references")
 
     def __call__(self, rows: Rows) -> dict[str, Tensor]:
-        ids = [_ids(row) for row in rows]
+        ids = _ids(rows)
         labels = [tokens.clone() for tokens in ids]
         for row, tokens in zip(rows, labels, strict=True):
             tokens[: int(row["prompt_length"])] = IGNORE_INDEX

@@ -162,6 +162,19 @@ def _described_by(values: Any, name: str = "task") -> TaskDescription:
         if columns == []:
             raise ValueError(f"field {field_name}: [] names no column.")
     fields = {str(name): _words(columns, name) or (str(name),) for name, columns in given.items()}
+    prompts, given = {}, values.get("prompts", {})
+    if not isinstance(given, Mapping):
+        raise ValueError(f"prompts: {given!r} is not a mapping of masked_lm or causal_lm.")
+    for kind, prompt in given.items():
+        prompt = _checked_keys(prompt, _PROMPT_KEYS, f"the prompt {kind}")
+        if "template" not in prompt:
+            raise ValueError(f"the prompt {kind} has no template.")
+        prompts[str(kind)] = Prompt(
+            template=_text(prompt, "template").rstrip("\n"),
+            label_words=_words(prompt.get("label_words"), "label_words"),
+            passage=_text(prompt, "passage") or None,
+            source=_text(prompt, "source"),
+        )
     answers, source = _words(values.get("answers"), "answers"), None
     if "dataset" in values:
         source = HubSource(
@@ -182,26 +195,9 @@ def _described_by(values: Any, name: str = "task") -> TaskDescription:
         label_names=_words(values.get("labels"), "labels"),
         answer_columns=answers,
         drop_unlabelled=unlabelled in ("true", "yes"),
-        prompts=_prompts(values.get("prompts", {})),
+        prompts=prompts,
         metric=_text(values, "metric", METRICS["generation" if answers else "classification"][0]),
     )
-
-
-def _prompts(values: Any) -> dict[str, Prompt]:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"prompts: {values!r} is not a mapping of masked_lm or causal_lm.")
-    prompts = {}
-    for kind, prompt in values.items():
-        prompt = _checked_keys(prompt, _PROMPT_KEYS, f"the prompt {kind}")
-        if "template" not in prompt:
-            raise ValueError(f"the prompt {kind} has no template.")
-        prompts[str(kind)] = Prompt(
-            template=_text(prompt, "template").rstrip("\n"),
-            label_words=_words(prompt.get("label_words"), "label_words"),
-            passage=_text(prompt, "passage") or None,
-            source=_text(prompt, "source"),
-        )
-    return prompts
 
 
 def _text(values: Mapping[str, Any], key: str, otherwise: str = "") -> str:

@@ -176,9 +176,8 @@ class PromptEncoder:
         if self.tokenizer.is_fast:
             end = self._last_token(text, size, limit)
         else:  # a tokenizer in Python does not say where its tokens lie
-            fitting = bisect.bisect_right(range(len(text) + 1), limit, key=size)
-            end = fitting - 1 if fitting else None
-        if end is None:
+            end = bisect.bisect_right(range(len(text) + 1), limit, key=size) - 1
+        if end is None or end < 0:
             return None
         return self._encoded(*cut(end), cut=True, left_out=len(self.demonstrations))
 

@@ -153,11 +153,7 @@ class PromptTask(ABC):
         return encoded
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
-        """How prompts become tokens, with the training rows that the recipe shows in front of each.
-
-        Raises:
-          ValueError: more demonstrations than training rows.
-        """
+        """How prompts become tokens, with the training rows that the recipe shows in front of each."""
         encoder = PromptEncoder(tokenizer, self.template, self.head, self.prompt.passage)
         train, wanted = self.splits.get("train", ()), self.data.num_demonstrations
         if wanted > len(train):
@@ -175,11 +171,7 @@ class PromptTask(ABC):
         return self.template.render({**self.texts(row), MASK: answer, ANSWER: answer})
 
     def texts(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """A row's fields, "" for those that it does not have.
-
-        Raises:
-          ValueError: a column of lists or mappings.
-        """
+        """A row's fields, "" for those that it does not have."""
         texts = {}
         for name, column in self.columns.items():
             value = row.get(column)

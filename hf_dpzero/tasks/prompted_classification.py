@@ -115,11 +115,7 @@ class PromptedClassification(PromptTask):
         return self.prompt.label_words[row["label"]]
 
     def words(self, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each label's words.
-
-        Raises:
-          ValueError: words that cannot be told apart; for a masked model also words of several tokens.
-        """
+        """The tokens of each label's words."""
         words = self.prompt.label_words
         if self.head == "masked_lm":
             ids: list[Any] = [(token,) for token in mask_word_ids(tokenizer, words)]
@@ -138,15 +134,11 @@ class PromptedClassification(PromptTask):
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
         """One row of tokens an example, or L where label words have several tokens."""
-        padding: dict[str, Any] = {
-            "pad_token_id": padding_id(tokenizer),
-            "side": tokenizer.padding_side,
-            "most": self.data.max_seq_length,
-        }
+        padding = (padding_id(tokenizer), tokenizer.padding_side, self.data.max_seq_length)
         words = self.words(tokenizer)
         if all(len(word) == 1 for word in words):
-            return LabelWordCollator(**padding)
-        return CandidateCollator(answers=words, **padding)
+            return LabelWordCollator(*padding)
+        return CandidateCollator(*padding, answers=words)
 
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
         """Cross entropy over the labels, or with objective: accuracy 1 - [right]."""

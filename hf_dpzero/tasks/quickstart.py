@@ -130,11 +130,7 @@ _VALIDATION = Fillings(
 
 
 def build(data: DataArguments) -> Task | PromptedClassification:
-    """The quickstart task; `max_train_samples` and `max_eval_samples` draw subsets by subset_seed.
-
-    Raises:
-      ValueError: files or Hub names are set, which this task does not read.
-    """
+    """The quickstart task; `max_train_samples` and `max_eval_samples` draw subsets by subset_seed."""
     for name in ("dataset_name", "train_file", "validation_file", "class_names"):
         if getattr(data, name) is not None:
             raise ValueError(

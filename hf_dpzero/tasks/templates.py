@@ -67,7 +67,19 @@ class Template:
     def lines(self) -> list[list[Piece]]:
         """The pieces of each line, checked."""
         known = (*self.fields, MASK, ANSWER)
-        lines = [_parse(line) for line in self.text.split("\n")]
+        lines = []
+        for line in self.text.split("\n"):
+            try:
+                parsed = list(string.Formatter().parse(line))
+            except ValueError as error:
+                raise ValueError(
+                    f"template line {line!r}: {error}; write {{{{ for a brace."
+                ) from error
+            if any(field == "" or conversion for _, field, _, conversion in parsed):
+                raise ValueError(f"template line {line!r}: write {{field}} or {{field:filter}}.")
+            lines.append(
+                [Piece(t, field, tuple(f.split(":") if f else ())) for t, field, f, _ in parsed]
+            )
         for piece in (piece for line in lines for piece in line):
             if piece.field is not None and piece.field not in known:
                 self._refuse(f"has a field {{{piece.field}}}; there are {_braced(known)}.")
@@ -94,40 +106,25 @@ class Template:
         >>> Template("{a} It was {mask}.", ("a",)).render({"a": " Nice! ", "mask": "<mask>"})
         'Nice! It was <mask>.'
         """
+
+        def value(piece: Piece) -> str:
+            if piece.field in (None, MASK, ANSWER):  # an answer keeps the white space around it
+                return row[piece.field] if piece.field else ""
+            text = row[piece.field].strip()
+            for name in piece.filters:
+                text = FILTERS[name](text)
+            return text
+
         lines = []
         for line in self.lines:
             fields = {piece.field for piece in line}
             if all(row[name].strip() for name in self.optional if name in fields):
-                lines.append("".join(piece.text + _value(piece, row) for piece in line))
+                lines.append("".join(piece.text + value(piece) for piece in line))
         return "\n".join(lines)
 
 
 def _braced(names: Sequence[str]) -> str:
     return ", ".join(f"{{{name}}}" for name in names)
-
-
-def _parse(line: str) -> list[Piece]:
-    try:
-        parsed = list(string.Formatter().parse(line))
-    except ValueError as error:
-        raise ValueError(f"template line {line!r}: {error}; write {{{{ for a brace.") from error
-    pieces = []
-    for text, field, filters, conversion in parsed:
-        if field == "" or conversion:
-            raise ValueError(f"template line {line!r}: write {{field}} or {{field:filter}}.")
-        pieces.append(Piece(text, field, tuple((filters or "").split(":") if filters else ())))
-    return pieces
-
-
-def _value(piece: Piece, row: Mapping[str, str]) -> str:
-    """The field's text without white space around it (but for the answer's), filtered."""
-    if piece.field is None:
-        return ""
-    value = row[piece.field]
-    value = value if piece.field in (MASK, ANSWER) else value.strip()
-    for name in piece.filters:
-        value = FILTERS[name](value)
-    return value
 
 
 def checked_template(
