@@ -146,6 +146,22 @@ def _with_lora(model: PreTrainedModel, arguments: ModelArguments, head: str) -> 
         ) from error
 
 
+def prefix_config(num_virtual_tokens: int, head: str) -> Any:
+    """PEFT's configuration of a prefix.
+
+    Args:
+      num_virtual_tokens: its length, >= 1.
+      head: "sequence_classification", "masked_lm" or "causal_lm".
+
+    Returns:
+      A `peft.PrefixTuningConfig`.
+    """
+    import peft
+
+    kind = _PREFIX_TASK_TYPES[head]
+    return peft.PrefixTuningConfig(task_type=kind, num_virtual_tokens=num_virtual_tokens)
+
+
 @torch.no_grad()
 def _with_prefix(
     model: PreTrainedModel, arguments: ModelArguments, head: str, generator: torch.Generator
@@ -171,12 +187,13 @@ def _with_prefix(
         tokens, cache = tokens.to(table.weight.device), DynamicCache()
         mask = torch.ones_like(tokens)
         model.eval()(input_ids=tokens, attention_mask=mask, past_key_values=cache)
-        filled: list[Any] = [layer for layer in cache.layers if layer.get_seq_length()]
+        cached: list[Any] = cache.layers
+        filled = [layer for layer in cached if layer.get_seq_length()]
         layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in filled]
         if not layers or len({layer.shape for layer in layers}) > 1:
             raise ValueError(refusal)
         start = torch.cat(layers).permute(2, 0, 1, 3).reshape(count, -1)
-    config = peft.PrefixTuningConfig(task_type=_PREFIX_TASK_TYPES[head], num_virtual_tokens=count)
+    config = prefix_config(count, head)
     try:
         adapted: Any = peft.get_peft_model(model, config)
     except ValueError as error:

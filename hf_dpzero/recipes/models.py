@@ -245,7 +245,8 @@ def _init_fresh_(
 
 def output_layer(model: nn.Module) -> nn.Linear:
     """The last linear layer with one output for each label."""
-    labels: Any = base_model(model).config.num_labels
+    config: Any = base_model(model).config
+    labels = config.num_labels
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == labels]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer with {labels} outputs.")

@@ -44,7 +44,7 @@ def _inference(
     labels: tuple[str, ...] = ("entailment", "neutral", "contradiction"),
     words: tuple[str, ...] = ("Yes", "Maybe", "No"),
     written_by: str = OURS,
-    **settings: bool,
+    drop_unlabelled: bool = False,
 ) -> TaskDescription:
     """Does the premise entail the hypothesis?"""
     question = 'Does this mean that "{hypothesis}" is true?'
@@ -58,7 +58,12 @@ def _inference(
     )
     pair = {"premise": ("premise", "sentence1"), "hypothesis": ("hypothesis", "sentence2")}
     return TaskDescription(
-        name=name, source=source, fields=pair, label_names=labels, prompts=prompts, **settings
+        name=name,
+        source=source,
+        fields=pair,
+        label_names=labels,
+        drop_unlabelled=drop_unlabelled,
+        prompts=prompts,
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from hf_dpzero.experiments.memory.live_bytes import NothingPadded
 from hf_dpzero.experiments.memory.shapes import SHAPES
 from hf_dpzero.perturbation.trainable import select_trainable
-from hf_dpzero.recipes.adapters import _peft_config, with_adapters
+from hf_dpzero.recipes.adapters import prefix_config, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.reporting.provenance import resolve_path
 
@@ -88,7 +88,7 @@ class MetaModel:
             if device == "meta" and self.arguments.peft_method == "prefix":
                 import peft  # a prefix starts from a forward pass, which its sizes do not need
 
-                adapters = _peft_config(model, self.arguments, self.head)
+                adapters = prefix_config(self.arguments.num_virtual_tokens, self.head)
                 adapted: nn.Module = peft.get_peft_model(model, adapters)
             else:
                 adapted = with_adapters(model, self.arguments, self.head)
