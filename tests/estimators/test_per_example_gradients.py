@@ -192,12 +192,10 @@ def of_positions(layer: nn.Module, x: Batch) -> Tensor:
 
 
 def lora_linear() -> nn.Module:
-    from peft import LoraConfig
-    from peft.tuners.lora import Linear
+    from peft import LoraConfig, inject_adapter_in_model
 
-    base = nn.Linear(WIDTH, OUT).requires_grad_(False)
-    config = LoraConfig(r=3, lora_alpha=6, init_lora_weights=False)
-    return Linear(base, "default", config, r=3, lora_alpha=6, init_lora_weights=False)
+    config = LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, target_modules=["0"])
+    return inject_adapter_in_model(config, nn.Sequential(nn.Linear(WIDTH, OUT)))[0]
 
 
 class Repeated(nn.Module):
