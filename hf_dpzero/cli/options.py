@@ -86,7 +86,9 @@ class Compare(Options):
         "file M, else RECIPE with the settings of methods/_NAME-M.yaml, else RECIPE with method: M"
     )
     epsilons: str | None = _option("with commas; default the recipe's target_epsilon")
-    seeds: str | None = _option("with commas: of the few-shot draw, initial weights and directions")
+    seeds: str | None = _option(
+        "with commas: of the few-shot draw, weights, directions; default the recipe's"
+    )
     output_dir: str | None = _option("continued if it exists; default out/compare-RECIPE")
     jobs: int = _option("runs at once, each with its share of the cores", 1)
     retry_failed: bool = _option("run again what has a row without success", False)

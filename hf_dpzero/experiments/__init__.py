@@ -1,4 +1,4 @@
-"""Many runs, or what is known before one.
+"""Comparisons and sweeps of many runs, and plans of one run before it starts.
 
 - `plan`: privacy and memory of a recipe's run, without a download; `memory/` computes the bytes.
 - `compare`: methods x epsilons x seeds on the same data (`grid`), one table and one plot.

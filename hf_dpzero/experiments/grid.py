@@ -107,7 +107,8 @@ def build_grid(
       recipe: the recipe that every method's recipe must agree with on the data.
       methods: entries of --methods; `_find_method` says what they may be.
       epsilons: targets of the private methods; none takes the recipe's own target_epsilon.
-      seeds: each sets seed, subset_seed (the few-shot draw), init_seed and direction_key.
+      seeds: each sets seed, subset_seed (the few-shot draw), init_seed and direction_key; none takes
+        the recipe's own seed.
       overrides: command-line words that hold for every run.
 
     Returns:
@@ -131,6 +132,7 @@ def build_grid(
                 f"epsilon={epsilon:g} must be a finite number above 0; methods without privacy "
                 "(mezo, sgd, adamw) need none."
             )
+    seeds = list(seeds) or [base.training.seed]
     for seed in _each_once("seeds", seeds, "--seeds 42,13,21"):
         if not 0 <= seed <= _LARGEST_SEED:
             raise ValueError(f"seed={seed} must lie in 0..{_LARGEST_SEED}.")
@@ -297,5 +299,5 @@ def _each_once(what: str, values: Sequence[Any], example: str) -> list[Any]:
         raise ValueError(f"there are no {what}; give e.g. {example}.")
     for value in values:
         if values.count(value) > 1:
-            raise ValueError(f"{what}: {value!r} stands there more than once; give it once.")
+            raise ValueError(f"{what}: {value!r} is given more than once; give it once.")
     return list(values)

@@ -86,8 +86,9 @@ def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) ->
     header = trajectory.header
     if not header["replayable"]:
         raise LedgerError(
-            "this run released d-dimensional noised vectors (method dpgd-0th), which a log of "
-            "scalars cannot rebuild: use the saved weights."
+            "this run released whole vectors, not numbers along public directions "
+            "(dpgd-0th and first-order methods do), so its log cannot rebuild the weights: use the "
+            "saved ones."
         )
     if digest_model(model) != header["base_model_digest"]:
         raise LedgerError(

@@ -52,7 +52,7 @@ class DPZeroConfig(TrainingArguments):
     """Arguments of `DPZeroTrainer`: everything `TrainingArguments` has, and the fields below.
 
     Either `target_epsilon` (the noise is calibrated) or `noise_multiplier` (the epsilon is
-    reported) must be given, unless `method="mezo"`.
+    reported) must be given, unless the method is not private (mezo, sgd, adamw).
 
     Raises:
       ValueError: a value out of range, or a combination that cannot be accounted.
