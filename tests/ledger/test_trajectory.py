@@ -471,7 +471,7 @@ def test_missing_trained_tensors_are_named():
 
 def test_a_run_of_dense_releases_cannot_be_replayed():
     model = Explicit()
-    with pytest.raises(LedgerError, match="dpgd-0th.*use the saved weights"):
+    with pytest.raises(LedgerError, match="dpgd-0th.*use the saved"):
         replay(model, Trajectory(header_for(model, replayable=False, num_values=0)))
 
 
