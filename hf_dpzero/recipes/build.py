@@ -26,8 +26,10 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     from hf_dpzero.recipes.models import load_model, precompute_features
     from hf_dpzero.tasks import build_task
     from hf_dpzero.training.trainer import DPZeroTrainer
+    from hf_dpzero.training.validation import check_installed
 
     check_objective(recipe)
+    check_installed(recipe.training)
     task = build_task(recipe.data)
     recipe.training.plan(len(task.splits["train"]))
     model, tokenizer = load_model(recipe.model, task)

@@ -317,7 +317,7 @@ class DPZeroTrainer(PredictingTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs released values and spent budget in place of the private loss."""
-        for key in ("loss", "grad_norm", "train_loss"):
+        for key in ("loss", "grad_norm", "train_loss", "total_flos", "train_samples_per_second"):
             logs.pop(key, None)
         if self.trajectory is not None and "learning_rate" in logs:
             logs["epsilon"] = self.epsilon_spent

@@ -13,9 +13,20 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from hf_dpzero.estimators.opacus_hooks import hooks_class
 from hf_dpzero.estimators.parameter_guard import ParameterChanged, ParameterGuard
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.perturbation.trainable import check_dtype, check_storage, has_plain_storage
+
+
+def check_installed(args: Any) -> None:
+    """Raises ImportError where the method needs Opacus and it is not installed.
+
+    Args:
+      args: a `DPZeroConfig`.
+    """
+    if args.first_order and not args.not_private and args.clipping != "averaged":
+        hooks_class()
 
 
 def check_model(model: nn.Module) -> None:

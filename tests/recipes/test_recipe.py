@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from hf_dpzero.estimators.opacus_hooks import hooks_class
 from hf_dpzero.recipes.arguments import ModelArguments
+from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import (
     coerce_fields,
     load_recipe,
@@ -345,3 +348,12 @@ def test_yaml_scalars(text, expected):
     found = parse_yaml(text)
     assert found == expected
     assert type(found) is type(expected)
+
+
+def test_a_missing_opacus_is_said_before_any_data_is_read(monkeypatch, write):
+    recipe = load_recipe(write(MINIMAL + "method: dp-sgd\n"))
+    monkeypatch.setitem(sys.modules, "opacus.grad_sample.grad_sample_module", None)
+    monkeypatch.setattr("hf_dpzero.tasks.build_task", lambda data: pytest.fail("data was read"))
+    hooks_class.cache_clear()
+    with pytest.raises(ImportError, match="first-order"):
+        build_trainer(recipe)
