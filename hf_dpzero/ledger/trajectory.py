@@ -69,7 +69,7 @@ class Trajectory:
     def __init__(
         self, header: Mapping[str, Any], releases: Sequence[Release] = (), path: Path | None = None
     ) -> None:
-        self.header = {"format": FORMAT, "version": VERSION, **header}
+        self.header = _Header({"format": FORMAT, "version": VERSION, **header})
         if self.header["format"] != FORMAT or self.header["version"] != VERSION:
             raise LedgerError(
                 f"format {self.header['format']!r} version {self.header['version']} is not "
@@ -331,6 +331,14 @@ class Trajectory:
             Release(step, tuple(values), rate) for step, values, rate in zip(*rows, strict=True)
         ]
         return cls(json.loads(metadata["header"]), releases)
+
+
+class _Header(dict[str, Any]):
+    def __missing__(self, key: str) -> Any:
+        raise LedgerError(
+            f"the trajectory's header has no {key!r}: an older release of hf_dpzero, or another "
+            "program, wrote it; use the release that did."
+        )
 
 
 def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> int:

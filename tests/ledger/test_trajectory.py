@@ -469,6 +469,13 @@ def test_missing_trained_tensors_are_named():
         replay(model, Trajectory(header))
 
 
+def test_a_header_without_a_key_names_it():
+    header = header_for(Explicit())
+    del header["subspace"]
+    with pytest.raises(LedgerError, match="header has no 'subspace'"):
+        replay(Explicit(), Trajectory(header))
+
+
 def test_a_run_of_dense_releases_cannot_be_replayed():
     model = Explicit()
     with pytest.raises(LedgerError, match="dpgd-0th.*use the saved"):
