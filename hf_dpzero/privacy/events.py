@@ -123,7 +123,9 @@ def check_sound(spec: StepSpec) -> None:
       ValueError: unknown names, or a combination outside the table in the module docstring.
     """
     if spec.relation not in RELATIONS:
-        raise ValueError(f"relation={spec.relation!r} is unknown; use one of {RELATIONS}.")
+        raise ValueError(
+            f"neighboring_relation={spec.relation!r} is unknown; use one of {RELATIONS}."
+        )
     if spec.accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant={spec.accountant!r} is unknown; use one of {ACCOUNTANTS}.")
     for applies, message in _refusals(spec):
@@ -149,28 +151,29 @@ def _refusals(spec: StepSpec) -> list[tuple[bool, str]]:
         (
             lemma and laplace,
             "accountant='advanced_composition' is stated for Gaussian noise; "
-            "use accountant='pld' with distribution='laplace'.",
+            "use accountant='pld' with noise_distribution='laplace'.",
         ),
         (
             lemma and not replace_one,
             f"accountant='advanced_composition' is stated for replace_one neighbours, not "
-            f"{spec.relation!r}; use relation='replace_one', or accountant='pld'.",
+            f"{spec.relation!r}; use neighboring_relation='replace_one', or accountant='pld'.",
         ),
         (
             fixed and not replace_one,
             f"fixed_size_without_replacement sampling has no sound event under "
-            f"relation={spec.relation!r} (its batch size reveals that an example is missing); use "
-            "relation='replace_one', or the poisson sampler.",
+            f"neighboring_relation={spec.relation!r} (its batch size reveals that an example is "
+            "missing); use neighboring_relation='replace_one', or the poisson sampler.",
         ),
         (
             fixed and laplace,
             "fixed_size_without_replacement sampling has no event for Laplace noise; use "
-            "distribution='gaussian', or the poisson sampler with relation='add_or_remove_one'.",
+            "noise_distribution='gaussian', or the poisson sampler with "
+            "neighboring_relation='add_or_remove_one'.",
         ),
         (
             truncated and laplace,
             "truncated_poisson sampling has no event for Laplace noise; use "
-            "distribution='gaussian', or the poisson sampler.",
+            "noise_distribution='gaussian', or the poisson sampler.",
         ),
         (
             truncated and rdp,
@@ -179,8 +182,9 @@ def _refusals(spec: StepSpec) -> list[tuple[bool, str]]:
         ),
         (
             poisson and laplace and replace_one,
-            "poisson sampling of a Laplace mechanism has no event under relation='replace_one'; "
-            "use relation='add_or_remove_one', or distribution='gaussian'.",
+            "poisson sampling of a Laplace mechanism has no event under "
+            "neighboring_relation='replace_one'; use neighboring_relation='add_or_remove_one', or "
+            "noise_distribution='gaussian'.",
         ),
         (
             poisson and laplace and rdp,
@@ -189,8 +193,9 @@ def _refusals(spec: StepSpec) -> list[tuple[bool, str]]:
         ),
         (
             poisson and replace_one and rdp,
-            "accountant='rdp' does not support poisson sampling under relation='replace_one'; "
-            "use accountant='pld', or relation='add_or_remove_one'.",
+            "accountant='rdp' does not support poisson sampling under "
+            "neighboring_relation='replace_one'; use accountant='pld', or "
+            "neighboring_relation='add_or_remove_one'.",
         ),
     ]
 

@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.accounting import smallest_argument
+from hf_dpzero.privacy.accounting import rdp_accountant, smallest_argument
 from hf_dpzero.privacy.events import Accountant, StepSpec, library_relation, step_event
 from hf_dpzero.privacy.mechanisms import discretisation_slack
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -111,13 +111,11 @@ def selection_epsilon(plan: PrivacyPlan, trials: TrialCount, delta: float) -> fl
 
 @functools.lru_cache(maxsize=1024)
 def _selection_epsilon(spec: StepSpec, steps: int, trials: TrialCount, delta: float) -> float:
-    from dp_accounting import rdp
-
     if not 0 < delta < 1:
         raise ValueError(
             f"delta={delta} must lie in (0, 1): private selection has no pure epsilon."
         )
-    accountant = rdp.RdpAccountant(neighboring_relation=library_relation(spec))
+    accountant = rdp_accountant(library_relation(spec))
     accountant.compose(_selection_event(spec, steps, trials))
     return float(accountant.get_epsilon(delta))
 
@@ -221,12 +219,12 @@ def _as_one_run(plans: Sequence[PrivacyPlan]) -> PrivacyPlan:
 def _accounted(plans: Sequence[PrivacyPlan], delta: float) -> float:
     """Epsilon of different events under one accountant that knows them all."""
     import dp_accounting as dp
-    from dp_accounting import pld, rdp
+    from dp_accounting import pld
 
     relation = library_relation(plans[0].spec)
     name = _common_accountant(plans)
     accountant: Any = (
-        rdp.RdpAccountant(neighboring_relation=relation)
+        rdp_accountant(relation)
         if name == "rdp"
         else pld.PLDAccountant(relation, value_discretization_interval=1e-4)
     )

@@ -237,7 +237,7 @@ class DPZeroConfig(TrainingArguments):
             value = getattr(self, name)
             if self.first_order and value != default:
                 words = "%s=%s is ignored: method=%r uses gradients, not directions."
-                logger.warning(words, name, value, self.method)
+                logger.warning_once(words, name, value, self.method)
 
     def _check_training_settings(self) -> None:
         if self.gradient_accumulation_steps != 1:
@@ -272,7 +272,7 @@ class DPZeroConfig(TrainingArguments):
         if self.auto_find_batch_size:
             raise ValueError("auto_find_batch_size=True: set microbatch_size instead.")
         if self.max_grad_norm and not self.first_order:
-            logger.warning("max_grad_norm=%s is ignored: no gradients.", self.max_grad_norm)
+            logger.warning_once("max_grad_norm=%s is ignored: no gradients.", self.max_grad_norm)
             self.max_grad_norm = 0.0
         self._check_optimizer()
         if self.trainable is not None:

@@ -375,7 +375,7 @@ def test_more_refusals():
         scalar(2.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="distribution='cauchy' is unknown"):
         scalar(1, distribution="cauchy")
-    with pytest.raises(ValueError, match="relation='swap' is unknown"):
+    with pytest.raises(ValueError, match="neighboring_relation='swap' is unknown"):
         scalar().sensitivity("swap")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mechanism name 'magic' is unknown"):
         mechanism_from_dict({"name": "magic"})

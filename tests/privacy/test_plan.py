@@ -225,11 +225,13 @@ def test_steps_must_be_a_count(steps):
 
 
 def test_unsound_combinations_are_refused_when_the_plan_is_made():
-    with pytest.raises(ValueError, match="use relation='replace_one', or the poisson sampler"):
+    with pytest.raises(
+        ValueError, match="use neighboring_relation='replace_one', or the poisson sampler"
+    ):
         plan(sampler=FixedSizeSampler(**SIZES))
     with pytest.raises(ValueError, match="or the full_batch sampler"):
         plan(accountant="advanced_composition", relation="replace_one")
-    with pytest.raises(ValueError, match="relation='swap' is unknown"):
+    with pytest.raises(ValueError, match="neighboring_relation='swap' is unknown"):
         plan(relation="swap")
 
 

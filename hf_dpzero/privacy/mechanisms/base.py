@@ -239,5 +239,5 @@ def sensitivity_factor(relation: Relation, add_remove: int = 1, replace: int = 2
     (1, 2)
     """
     if relation not in RELATIONS:
-        raise ValueError(f"relation={relation!r} is unknown; use one of {RELATIONS}.")
+        raise ValueError(f"neighboring_relation={relation!r} is unknown; use one of {RELATIONS}.")
     return replace if relation == "replace_one" else add_remove
