@@ -13,11 +13,12 @@ import argparse
 import dataclasses
 import importlib
 import os
+import re
 import sys
 import types
 import typing
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hf_dpzero
@@ -60,8 +61,22 @@ def _dispatch(words: list[str]) -> None:
     arguments = COMMANDS[command](**values, overrides=overrides)
     recipeless = command == "push" or (command == "plan" and values["recipe"] is None)
     if overrides and recipeless:
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    importlib.import_module(f"hf_dpzero.cli.{command}").run(arguments)
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}{_meant(overrides[0], values)}")
+    try:
+        importlib.import_module(f"hf_dpzero.cli.{command}").run(arguments)
+    except ValueError as error:
+        unknown = re.search(r"^command line: unknown key '(\w+)'", str(error))
+        if unknown and (hint := _meant(unknown[1], values)):
+            raise ValueError(f"unknown option --{unknown[1]}{hint}") from error
+        raise
+
+
+def _meant(word: str, options: Iterable[str]) -> str:
+    """The option of the command that is nearest to a word, as a question; empty if none is near."""
+    from hf_dpzero.values import nearest
+
+    near = nearest(word.lstrip("-").split("=")[0].replace("-", "_"), options)
+    return f"; did you mean --{near}?" if near else ""
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -109,3 +124,7 @@ def _whole(word: str) -> int:
     if not number.is_integer():
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number")
     return int(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from hf_dpzero.cli.options import Train
@@ -9,6 +10,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.recipes.build import build_trainer, output_dir
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
+from hf_dpzero.reporting.plots import plot_run
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def run(arguments: Train) -> None:
 
 
 def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) -> None:
-    """Writes {train,eval,zero_shot,all}_results.json, the model, its report and the recipe.
+    """Writes {train,eval,zero_shot,all}_results.json, model, report, recipe and training curve.
 
     `zero_shot_accuracy` is the untrained model's, on the rows that `eval_accuracy` is taken on;
     `seconds_per_step` and `peak_memory_bytes` are those of training steps alone (`StepMeter`). All
@@ -57,6 +59,10 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
         trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():
         (output_dir(recipe) / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+        try:
+            plot_run(trainer.state.log_history, output_dir(recipe))
+        except Exception as error:  # the weights and their report are there: a plot is an extra
+            print(f"no training curve was drawn: {error}", file=sys.stderr)
     trainer.create_model_card()  # in place of PEFT's empty template
     if recipe.training.push_to_hub:
         trainer.push_to_hub()

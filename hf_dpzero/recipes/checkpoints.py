@@ -84,6 +84,12 @@ def _how_to_get(path: str, revision: str | None, error: BaseException | None) ->
     while error is not None:
         kinds.add(type(error).__name__)
         error = error.__cause__ or error.__context__
+    parent = Path(path).parent
+    if "/" in path and parent.is_dir():
+        return (
+            f"{path} does not exist: {parent} is a folder here and has no {Path(path).name}, and the "
+            f"Hub gave no model of that name either ({kind})."
+        )
     command = f"`hf download {path}{f' --revision {revision}' if revision else ''}`"
     if "GatedRepoError" in kinds:
         return (

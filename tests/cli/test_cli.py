@@ -200,6 +200,16 @@ def test_train_leaves_results_model_report_and_recipe(trained):
     assert 0 < report["epsilon"] <= 4 and (trained / "model.safetensors").is_file()
     assert load_recipe(trained / "recipe.yaml").training.max_steps == 3
     assert len(Trajectory.load(trained / "trajectory.safetensors").releases) == 3
+    assert (trained / "training_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_that_cannot_be_drawn_does_not_fail_the_run(recipe, capsys, monkeypatch):
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("hf_dpzero.cli.train.plot_run", broken)
+    assert main.main(["train", str(recipe)]) == 0
+    assert "no training curve was drawn: no fonts" in capsys.readouterr().err
 
 
 def test_zero_shot_is_the_untrained_model(trained, capsys):
@@ -452,6 +462,7 @@ def test_mezo_says_that_it_is_not_private(not_private, capsys):
     ("words", "message"),
     [
         ("--max_step 3", "did you mean 'max_steps'"),
+        ("--trace_back", "unknown option --trace_back; did you mean --traceback?"),
         ("--target_epsilon 0", "target_epsilon=0"),
         ("--target_delta 1", "target_delta=1"),
         ("--clip 0", "clip=0"),

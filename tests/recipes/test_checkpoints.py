@@ -34,6 +34,13 @@ def config_of(path: str, **settings: Any) -> Any:
     return fetched(AutoConfig.from_pretrained, path, recipe(path, **settings))
 
 
+def test_a_path_below_a_folder_that_is_here_is_no_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match="out/run does not exist: out is a folder here"):
+        config_of("out/run")
+
+
 @pytest.mark.parametrize(
     "path", ["./no_such_folder", "/no/such/folder", "../no_such_folder", "a/b/c", "a\\b"]
 )
