@@ -3,8 +3,8 @@
 Times both by turns in one process (medians, and their ratio) and counts the bytes that live at the peak
 of each (`hf_dpzero.experiments.memory.live_bytes`, on the meta device). Random weights, random tokens.
 
-  python scripts/prompted_forward.py --shape roberta-base --head masked_lm
-  python scripts/prompted_forward.py --shape opt-125m --head causal_lm --batch_size 8 --seq_length 256
+  python -m scripts.prompted_forward --shape roberta-base --head masked_lm
+  python -m scripts.prompted_forward --shape opt-125m --head causal_lm --batch_size 8 --seq_length 256
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.initialization import no_init_weights
 
 from hf_dpzero.experiments.memory.live_bytes import forward_bytes
-from hf_dpzero.experiments.memory.shapes import SHAPES, build_config, fill_
+from hf_dpzero.experiments.memory.model_on_meta import SHAPES
 from hf_dpzero.objectives.losses import model_logits
 from hf_dpzero.objectives.prompted import LabelWords, selected_logits
+from scripts.benchmarks.shapes import build_config, fill_
 
 CLASSES = {"masked_lm": AutoModelForMaskedLM, "causal_lm": AutoModelForCausalLM}
 WORDS = LabelWords((10, 20))

@@ -7,8 +7,13 @@ from pathlib import Path
 
 from hf_dpzero.cli.options import Sweep
 from hf_dpzero.experiments import sweep_outputs as outputs
-from hf_dpzero.experiments.sweep import SweepSettings, parse_grid, prepare, trial_count_from
-from hf_dpzero.experiments.sweep_trials import run_trials
+from hf_dpzero.experiments.sweep import (
+    SweepSettings,
+    parse_grid,
+    prepare,
+    run_trials,
+    trial_count_from,
+)
 from hf_dpzero.recipes.recipe import COMMAND_LINE, coerce_fields, parse_overrides, read_recipe
 from hf_dpzero.reporting.wording import round_up
 

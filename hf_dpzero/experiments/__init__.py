@@ -2,8 +2,8 @@
 
 - `plan`: privacy and memory of a recipe's run, without a download; `memory/` computes the bytes.
 - `compare`: methods x epsilons x seeds on the same data (`grid`), one table and one plot.
-- `sweep`: settings of one recipe, and what choosing among them costs (`sweep_trials` runs them,
-  `sweep_outputs` writes what may be released).
+- `sweep`: settings of one recipe, and what choosing among them costs (`sweep_outputs` writes
+  what may be released).
 
 Both `compare` and `sweep` train through `runner`: a process a run, a `results.Row` a finished run, in a
 file that only grows, so that an interrupted command continues. Start reading at `grid` and `runner`.

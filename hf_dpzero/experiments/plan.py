@@ -8,10 +8,21 @@ from typing import Any
 
 from hf_dpzero.experiments.memory import peaks
 from hf_dpzero.experiments.memory.live_bytes import GIB
-from hf_dpzero.experiments.memory.model_on_meta import MetaModel, find_config
+from hf_dpzero.experiments.memory.model_on_meta import MetaModel, find_config, offline
 from hf_dpzero.experiments.memory.objective_passes import ObjectivePass, SingleWords, objective_pass
-from hf_dpzero.experiments.memory.row_counts import RowCounts, count_rows
 from hf_dpzero.recipes.recipe import Recipe
+from hf_dpzero.tasks import build_task, description_of
+from hf_dpzero.tasks.arguments import DataArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCounts:
+    """What a plan needs to know of the data."""
+
+    train: int | None  # n, rows of training data; None if nobody knows
+    labels: int | None  # number of classes; 0 where answers are generated; None if it is not known
+    source: str  # where `train` comes from, in words; or what to give if it is None
+    task: Any = None  # with its rows, if they are here
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,62 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     objective = objective_pass(meta, recipe.data, rows.task)
     sections = _model_section(meta, source, recipe), _memory_section(objective, recipe)
     return Overview(rows, plan, dict(zip(("model", "memory"), sections, strict=True)))
+
+
+def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
+    """Counts the rows if they are here, else takes `given`, else derives n from the recipe.
+
+    Rows that are here are those of local files, of the data sets cache and of the quickstart, after
+    the recipe's own choice of rows.
+
+    Args:
+      data: the recipe's.
+      given: n as the user says, for data that is not here.
+
+    Returns:
+      The counts.
+
+    Raises:
+      ValueError, OSError: what the task refuses; `given` is not what is here.
+    """
+    task = _task_that_is_here(data)
+    if task is None:
+        description = description_of(data.task)
+        labels = None if description is None else len(description.label_names)
+        train, source = (given, "--num_examples") if given is not None else _derived(data, labels)
+        return RowCounts(train=train, labels=labels, source=source)
+    here = len(task.splits["train"])
+    if given is not None and given != here:
+        raise ValueError(
+            f"num_examples={given}, but the recipe's data is here and has {here} training rows: "
+            "leave --num_examples out, or change the data settings."
+        )
+    source = f"the training rows of task {task.name}, which are here"
+    return RowCounts(train=here, labels=len(task.label_names), source=source, task=task)
+
+
+def _task_that_is_here(data: DataArguments) -> Any:
+    """The task with its rows, or None if they would have to be downloaded."""
+    try:
+        with offline():
+            return build_task(data)
+    except OSError:
+        if data.train_file or data.validation_file:
+            raise
+        return None
+
+
+def _derived(data: DataArguments, labels: int | None) -> tuple[int | None, str]:
+    """n from the recipe's choice of rows, and where it comes from."""
+    per_class, most = data.num_examples_per_class, data.max_train_samples
+    if per_class is not None and labels:
+        count = per_class * labels
+        if most is not None and most < count:
+            return most, f"max_train_samples={most}"
+        return count, f"num_examples_per_class={per_class} x {labels} classes, if each has so many"
+    if per_class is None and most is not None:
+        return most, f"max_train_samples={most}, if the data has so many"
+    return None, "the data is not here: give --num_examples N, its number of training rows"
 
 
 def _model_section(meta: MetaModel, source: str, recipe: Recipe) -> dict[str, Any]:

@@ -225,7 +225,7 @@ class Process:
 
 
 def train_in_process(jobs: int, lock: int | None = None) -> Start:
-    """Starts attempts as `python -m hf_dpzero.cli train ...`, with their share of the cores.
+    """Starts attempts as `python -m hf_dpzero.cli.main train ...`, with their share of the cores.
 
     Args:
       jobs: processes that share the machine.
@@ -237,7 +237,7 @@ def train_in_process(jobs: int, lock: int | None = None) -> Start:
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))} if jobs > 1 else {}
 
     def start(attempt: Attempt) -> Child:
-        words = [sys.executable, "-m", "hf_dpzero.cli", *attempt.words]
+        words = [sys.executable, "-m", "hf_dpzero.cli.main", *attempt.words]
         return Process(words, attempt.log, environment, lock)
 
     return start

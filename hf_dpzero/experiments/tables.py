@@ -7,11 +7,12 @@ was measured; a spent epsilon is rounded up, so that none says less.
 
 from __future__ import annotations
 
-import decimal
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from hf_dpzero.experiments.aggregate import JSON_FILE, Cell, Record
@@ -24,10 +25,6 @@ TABLE_FILE = "comparison.md"
 Records = Sequence[tuple[str, Record]]
 NONE = "–"
 INFINITY = "∞"
-_NOT_REPEATABLE = (
-    "cannot be repeated bit for bit, by design: their noise and their batches come from the operating "
-    "system's entropy, whatever the seed."
-)
 
 
 def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -71,7 +68,7 @@ def percent(share: float) -> str:
     >>> percent(0.29), percent(0.87698)
     ('29.00', '87.69')
     """
-    return _cut(100 * share, "0.01")
+    return _cut(100 * share, 2)
 
 
 def seconds(value: float) -> str:
@@ -81,7 +78,7 @@ def seconds(value: float) -> str:
     ('0.345', '12.3', '1234')
     """
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
-    return _cut(value, f"1e-{max(0, digits)}")
+    return _cut(value, max(0, digits))
 
 
 def _mebibytes(value: float) -> str:
@@ -96,18 +93,9 @@ def _spent(epsilon: float) -> str:
     return INFINITY if math.isinf(epsilon) else round_up(epsilon)
 
 
-def _cut(value: float, unit: str) -> str:
-    """`value` down to a multiple of `unit`, after taking off what binary fractions add."""
-    exact = decimal.Decimal(f"{value:.9f}")
-    return f"{exact.quantize(decimal.Decimal(unit), rounding=decimal.ROUND_FLOOR):f}"
-
-
-def _one(value: float | None, show: Callable[[float], str]) -> str:
-    return NONE if value is None else show(value)
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+def _cut(value: float, digits: int) -> str:
+    """`value` down to so many decimals, after taking off what binary fractions add."""
+    return f"{math.floor(value * 10**digits + 1e-7) / 10**digits:.{digits}f}"
 
 
 def _at(epsilon: float) -> str:
@@ -145,16 +133,20 @@ def table(record: Record) -> str:
 
 def _method_row(record: Record, method: str) -> list[str]:
     cells = [cell for cell in record.cells if cell.method == method]
-    cells.sort(key=lambda cell: cell.epsilon)
-    times = _known(cell.seconds_per_step for cell in cells)
+
+    def shown(figure: str, show: Callable[[float], str], of: Callable[..., float] = max) -> str:
+        known = [value for c in cells if (value := getattr(c, figure)) is not None]
+        return show(of(known)) if known else NONE
+
+    spent = sorted(cell.epsilon_spent for cell in cells if cell.epsilon_spent is not None)
     return [
         method,
         *(score(record.cell(method, epsilon)) for epsilon in record.epsilons),
-        " / ".join(_spent(e) for e in _known(cell.epsilon_spent for cell in cells)) or NONE,
-        _one(sum(times) / len(times) if times else None, seconds),
-        _one(max(_known(c.peak_memory_bytes for c in cells), default=None), _mebibytes),
-        _one(max(_known(c.forwards for c in cells), default=None), _count),
-        _one(max(_known(c.backwards for c in cells), default=None), _count),
+        " / ".join(map(_spent, spent)) or NONE,
+        shown("seconds_per_step", seconds, statistics.fmean),
+        shown("peak_memory_bytes", _mebibytes),
+        shown("forwards", _count),
+        shown("backwards", _count),
     ]
 
 
@@ -167,7 +159,9 @@ def _caption(record: Record) -> list[str]:
             f"Each epsilon is that of one run, at δ = "
             f"{', '.join(sorted(deltas)) or record.settings['delta']} under "
             f"{relation_words(record.relation, 'example')}; it does not add up the runs of the table, "
-            f"which on private data would all be paid for. Private runs {_NOT_REPEATABLE}"
+            "which on private data would all be paid for. Private runs cannot be repeated bit for bit, "
+            "by design: their noise and their batches come from the operating system's entropy, "
+            "whatever the seed."
         )
     memory = "resident in the process, libraries included"
     if any(row.device == "cuda" for row in record.rows):
@@ -230,85 +224,23 @@ def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLi
     target.mkdir(parents=True, exist_ok=True)
     text = _merged_markdown(records)
     write_atomically(target / TABLE_FILE, text)
-    summary = {
-        name: {
-            "settings": record.settings,
-            "cells": [vars(cell) for cell in record.cells],
-            "zero_shot": [vars(cell) for cell in record.zero_shot],
-            "failures": [row.to_dict() for row in record.rows if not row.done],
-            "pending": record.pending,
-        }
-        for name, record in records
-    }
-    write_atomically(target / JSON_FILE, json.dumps(encode({"tasks": summary}), indent=1) + "\n")
+    summary = encode({"tasks": {name: asdict(record) for name, record in records}})
+    write_atomically(target / JSON_FILE, json.dumps(summary, indent=1) + "\n")
     plot_tasks(records, target)
     return text
 
 
 def _merged_markdown(records: Records) -> str:
-    """Tables of score, seconds, memory, spent epsilon and passes; captions; failures."""
-    zero_shot = []
-    for name in dict.fromkeys(cell.method for _, record in records for cell in record.zero_shot):
-        cells = (next((c for c in r.zero_shot if c.method == name), None) for _, r in records)
-        zero_shot.append([name, *map(score, cells)])
-    parts = [
-        f"# {', '.join(name for name, _ in records)}",
-        _across(records, "method, score (%)", score, zero_shot),
-        *_merged_caption(records),
-    ]
-    for title, field, show in (
-        ("Seconds per step", "seconds_per_step", seconds),
-        ("Peak memory of training steps (MiB)", "peak_memory_bytes", _mebibytes),
-        ("Epsilon spent", "epsilon_spent", _spent),
-        ("Example-forwards", "forwards", _count),
-        ("Example-backwards", "backwards", _count),
-    ):
-
-        def text(cell: Cell | None, field: str = field, show: Callable[[float], str] = show) -> str:
-            return _one(getattr(cell, field, None), show)
-
-        parts += [f"## {title}", _across(records, "method", text)]
-    parts.append("## Settings")
-    sources = [(name, method) for name, r in records for method in r.settings["methods"]]
-    parts.append("\n".join(f"- {name}, {m['name']}: `{m['source']}`" for name, m in sources))
-    lines = [f"- {n}: {_failure(row)}" for n, r in records for row in r.rows if not row.done]
-    lines += [f"- {name}: {run} is still to be made" for name, r in records for run in r.pending]
-    if lines:
-        parts += ["## Runs that do not count", "\n".join(lines)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _across(
-    records: Records,
-    corner: str,
-    show: Callable[[Cell | None], str],
-    more: Sequence[list[str]] = (),
-) -> str:
-    """Tasks across; down the methods as they first appear, the largest epsilon of each first."""
+    """Scores, tasks across; down the methods as they first appear; then each task's own table."""
     keys = dict.fromkeys((c.method, c.epsilon) for _, record in records for c in record.cells)
     methods = list(dict.fromkeys(method for method, _ in keys))
     body = [
-        [f"{method}, {_at(epsilon)}", *(show(r.cell(method, epsilon)) for _, r in records)]
+        [f"{method}, {_at(epsilon)}", *(score(r.cell(method, epsilon)) for _, r in records)]
         for method, epsilon in sorted(keys, key=lambda key: (methods.index(key[0]), -key[1]))
     ]
-    return grid([corner, *(name for name, _ in records)], [*body, *more])
-
-
-def _merged_caption(records: Records) -> list[str]:
-    relation = next((record.relation for _, record in records if record.relation), None)
-    under = f" under {relation_words(relation, 'example')}" if relation else ""
-    per_task = "; ".join(
-        f"{name}: seeds {', '.join(map(str, record.settings['seeds']))}, δ = "
-        f"{record.settings['delta']}"
-        for name, record in records
-    )
-    texts = [
-        "Mean ± standard error over seeds, in per cent; figures are cut off, not rounded, and spent "
-        f"epsilons are rounded up. {per_task}.",
-        f"Each epsilon is that of one run{under}; it does not add up the runs of the table. Private "
-        f"runs {_NOT_REPEATABLE} Their seconds and memory depend on the secret batches; no epsilon "
-        "covers them.",
-    ]
-    if max(record.jobs for _, record in records) > 1:
-        texts.append("Some runs shared their machine: seconds per step are noisy.")
-    return texts
+    for name in dict.fromkeys(cell.method for _, record in records for cell in record.zero_shot):
+        cells = (next((c for c in r.zero_shot if c.method == name), None) for _, r in records)
+        body.append([name, *map(score, cells)])
+    names = [name for name, _ in records]
+    scores = grid(["method, score (%)", *names], body)
+    return "\n\n".join([f"# {', '.join(names)}", scores, *(f"#{markdown(r)}" for _, r in records)])

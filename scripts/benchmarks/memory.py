@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hf_dpzero.experiments.memory.shapes import empty_model
 from hf_dpzero.training import callbacks
 from scripts.benchmarks.settings import StepBench
+from scripts.benchmarks.shapes import empty_model
 from scripts.benchmarks.timed_steps import FirstOrderStep, Forwards, ReferenceStep, Step, build
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_dpzero.experiments.memory.shapes import PUBLISHED, SHAPES, build_config
+from hf_dpzero.experiments.memory.model_on_meta import SHAPES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
+from scripts.benchmarks.shapes import PUBLISHED, build_config
 
 SMOOTHING, LEARNING_RATE, CLIP = 1e-3, 1e-6, 50.0
 """DPZero's settings for RoBERTa-large (Zhang et al. 2024); they do not change what a step costs."""

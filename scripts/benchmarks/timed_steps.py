@@ -17,7 +17,6 @@ from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.estimators.per_example_gradients import split
-from hf_dpzero.experiments.memory.shapes import build_config, empty_model, fill_, model_inputs
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, evaluation_mode, select_objective
 from hf_dpzero.perturbation.directions import Direction
@@ -28,6 +27,7 @@ from hf_dpzero.privacy.mechanisms.gradient import clip_factors
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 from scripts.benchmarks.settings import CLIP, GRADIENT_CLIP, LEARNING_RATE, SMOOTHING, StepBench
+from scripts.benchmarks.shapes import build_config, empty_model, fill_, model_inputs
 
 Batch = Mapping[str, Tensor]
 _KEY = 0x5EED_0F_BE7C4

@@ -14,18 +14,18 @@ import pytest
 import yaml
 
 from hf_dpzero.cli import main
-from hf_dpzero.experiments import sweep_trials
 from hf_dpzero.experiments.results import Exit, Row
 from hf_dpzero.experiments.runner import Attempt
 from hf_dpzero.experiments.sweep import (
     Prepared,
     SweepSettings,
+    _draw_points,
+    _open_workspace,
     _refuse_different_events,
     parse_grid,
     trial_count_from,
 )
 from hf_dpzero.experiments.sweep_outputs import _best_row
-from hf_dpzero.experiments.sweep_trials import _draw_points, _open_workspace
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -248,7 +248,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path) -> P
 
 def start_by(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     """Trials are started by `start`."""
-    monkeypatch.setattr(sweep_trials, "train_in_process", lambda jobs, lock: start)
+    monkeypatch.setattr("hf_dpzero.experiments.sweep.train_in_process", lambda jobs, lock: start)
 
 
 @dataclasses.dataclass
@@ -336,7 +336,7 @@ COMPOSED = ("--tuning", "composed")
         ((*COMPOSED, "--grid", "clip=1,-2"), "clip=-2.0"),
         (
             (*COMPOSED, "--grid", "clip=1,2", "--neighboring_relation", "replace_one"),
-            "does not support poisson sampling under relation='replace_one'",
+            "does not support poisson sampling under neighboring_relation='replace_one'",
         ),
         (
             (*COMPOSED, "--grid", "clip=1,2", "--method", "mezo", "--target_epsilon", "null"),

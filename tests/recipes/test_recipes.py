@@ -19,13 +19,13 @@ import tiny_language_models
 import yaml
 
 from hf_dpzero.cli import main
-from hf_dpzero.experiments.memory.shapes import build_config
 from hf_dpzero.privacy.mechanisms import mechanism_from_dict
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 from scripts import recipe_table
+from scripts.benchmarks.shapes import build_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "recipes"

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from hf_dpzero.experiments.memory.live_bytes import FusedAttention, LiveBytes
-from hf_dpzero.experiments.memory.shapes import PUBLISHED, empty_model
 from hf_dpzero.ledger.digests import digest_tensors
 from scripts.benchmarks import capacity, clock, memory, timing
 from scripts.benchmarks.command import build_parser, main
 from scripts.benchmarks.settings import StepBench
+from scripts.benchmarks.shapes import PUBLISHED, empty_model
 from scripts.benchmarks.timed_steps import (
     FirstOrderStep,
     Forwards,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +12,46 @@ import torch
 from torch import nn
 
 from hf_dpzero.experiments.memory.live_bytes import NothingPadded
-from hf_dpzero.experiments.memory.shapes import SHAPES
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import prefix_config, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.reporting.provenance import resolve_path
+
+_ROBERTA = {
+    "model_type": "roberta", "vocab_size": 50265, "max_position_embeddings": 514,
+    "type_vocab_size": 1, "pad_token_id": 1,
+}  # fmt: skip
+
+
+def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    """Zhang et al. 2022 (arXiv:2205.01068), Table 1; the feed-forward layer is 4 times as wide."""
+    return {
+        "model_type": "opt", "hidden_size": hidden, "word_embed_proj_dim": hidden,
+        "ffn_dim": 4 * hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+    }  # fmt: skip
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "minilm": {
+        "model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536,
+    },
+    "roberta-base": _ROBERTA,
+    "roberta-large": {
+        **_ROBERTA, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+    "opt-125m": _opt(768, 12, 12),
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-2.7b": _opt(2560, 32, 32),
+    "opt-6.7b": _opt(4096, 32, 32),
+    "opt-13b": _opt(5120, 40, 40),
+    "tiny": {
+        "model_type": "bert", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "intermediate_size": 32,
+    },
+    "tiny-opt": {**_opt(16, 2, 2), "vocab_size": 64, "max_position_embeddings": 512},
+}  # fmt: skip
+"""Configurations of the published checkpoints, where they differ from transformers' defaults."""
 
 HEADS = {
     "sequence_classification": "AutoModelForSequenceClassification",
@@ -142,3 +179,21 @@ class MetaModel:
         last = max(i for i, name in enumerate(names) if name.startswith(f"{layers}."))
         before = {name for i, name in enumerate(names) if i <= last or "prompt_encoder" in name}
         return not any(p.requires_grad for name, p in model.named_parameters() if name in before)
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Inside, Hugging Face's libraries read their caches and call nobody."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    hub, data = huggingface_hub.constants, datasets.config
+    flags = ((hub, "HF_HUB_OFFLINE"), (data, "HF_HUB_OFFLINE"), (data, "HF_DATASETS_OFFLINE"))
+    saved = [getattr(module, name, None) for module, name in flags]
+    try:
+        for module, name in flags:
+            setattr(module, name, True)
+        yield
+    finally:
+        for (module, name), value in zip(flags, saved, strict=True):
+            setattr(module, name, value)

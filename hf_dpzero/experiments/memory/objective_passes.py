@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dpzero.experiments.memory.model_on_meta import MetaModel
-from hf_dpzero.experiments.memory.row_counts import offline
+from hf_dpzero.experiments.memory.model_on_meta import MetaModel, offline
 from hf_dpzero.objectives.losses import classification_losses, select_objective
 from hf_dpzero.objectives.prompted import selected_logits
 from hf_dpzero.recipes.checkpoints import load_tokenizer

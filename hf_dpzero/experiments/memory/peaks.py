@@ -28,7 +28,7 @@ from hf_dpzero.experiments.memory.live_bytes import (
 from hf_dpzero.experiments.memory.model_on_meta import MetaModel
 from hf_dpzero.experiments.memory.objective_passes import Classification, FreeText, ObjectivePass
 
-CARDS = (24, 40, 80, 141)
+CARDS = (8, 12, 16, 24, 40, 80, 141)
 """GiB of common graphics cards."""
 
 
