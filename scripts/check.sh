@@ -25,4 +25,4 @@ if command -v mkdocs >/dev/null; then
   export NO_MKDOCS_2_WARNING=1 # an announcement by the theme, on every build
   step mkdocs build --strict --quiet --site-dir "$(mktemp -d)"
 fi
-step python -m pytest -n 2 ${select[@]+"${select[@]}"} "$@"
+step python -m pytest -n 2 --dist worksteal ${select[@]+"${select[@]}"} "$@"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from torch.nn import functional as F
 
 from hf_dpzero.estimators.exactness_checks import make_exact, strategy_is_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.estimators.layerwise import ModuleVisits
 from hf_dpzero.estimators.parameter_guard import ParameterChanged
 from hf_dpzero.objectives.losses import select_objective
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
@@ -232,11 +230,6 @@ def test_a_space_that_was_not_snapped_yet():
     assert same(bits(space.tensors), bits(bench.space.tensors))
 
 
-def test_an_empty_batch_touches_nothing():
-    bench = LayerwiseBench(seeded(Layers), squares)
-    assert bench.estimator("layerwise")([], us(2)).shape == (0, 2)
-
-
 class WritesItsWeight(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.weight.mul_(1.5)
@@ -310,17 +303,6 @@ def test_a_tied_weight_is_copied_once_while_its_outer_owner_runs(monkeypatch: py
     bench.x("layerwise", [vectors()], count=1)
     once = sorted(["tied", "scales.0", "scales.1", "named.shift", "child.bias", "child.bias"])
     assert sorted(written[:6]) == sorted(written[6:]) == once
-
-
-class Lookup(nn.Module):
-    """An embedding of 500 rows of 32; `read` says how the model uses it."""
-
-    def __init__(self, read: Callable[[nn.Embedding, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.table, self.read = nn.Embedding(500, 32, padding_idx=0), read
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.read(self.table, ids)
 
 
 class ByKeyword(nn.Embedding):
@@ -444,15 +426,3 @@ def test_an_objective_that_refuses_is_not_taken_for_an_inexact_strategy():
     bench = LayerwiseBench(seeded(Layers, torch.bfloat16), wrong)
     with pytest.raises(ValueError, match="one loss per example"):
         make_exact(bench.estimator("auto"), vectors(dtype=torch.bfloat16), us(1)[0])
-
-
-def test_visits_are_only_where_they_are_installed():
-    """At the position () the model runs at theta."""
-    bench = LayerwiseBench(seeded(Layers), squares)
-    visits = ModuleVisits(bench.model, bench.space)
-    plain = bench.model(vectors()["x"])
-    with visits.installed():
-        assert torch.equal(bench.model(vectors()["x"]), plain)
-        visits.position = ((us(1)[0], SMOOTHING),)
-        assert not torch.equal(bench.model(vectors()["x"]), plain)
-    assert torch.equal(bench.model(vectors()["x"]), plain)

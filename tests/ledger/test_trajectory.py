@@ -23,7 +23,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.release import Release
 from hf_dpzero.ledger.replay import apply_release, directions_of, replay, space_from_header
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.perturbation.directions import DISTRIBUTIONS, Direction, direction_vector
+from hf_dpzero.perturbation.directions import DISTRIBUTIONS, direction_vector
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "trajectory.json"
@@ -418,35 +418,6 @@ def test_replay_up_to_a_step():
     base = Explicit()
     replay(base, trajectory, upto=7)
     assert digest_model(base) == digest_model(half)
-
-
-def test_replay_is_the_equation():
-    """theta_{t+1} = (1 - lr wd) theta_t - lr sum_k value_k u_k, in float64 beside it."""
-    model, theta = Explicit(), {}
-    model.narrow.requires_grad_(False)
-    header = header_for(model)
-    trajectory = Trajectory(header, [release_at(step) for step in range(20)])
-    replay(model, trajectory)
-    base = dict(Explicit().named_parameters())
-    layout, offset = [], 0
-    for name in header["trainable"]:
-        layout.append((offset, base[name].numel()))
-        offset += 32 * math.ceil(base[name].numel() / 32)
-        theta[name] = base[name].detach().double().view(-1)
-    for step, values, rate in trajectory.releases:
-        us = [
-            direction_vector(Direction(KEY, step, k), "rademacher", layout)
-            .double()
-            .split([size for _, size in layout])
-            for k in range(2)
-        ]
-        for i, name in enumerate(theta):
-            shrink = rate * 0.01 if name in header["decayed"] else 0.0
-            theta[name] = (1 - shrink) * theta[name]
-            theta[name] -= rate * sum(v * u[i] for v, u in zip(values, us, strict=True))
-    for name, value in theta.items():
-        found = dict(model.named_parameters())[name].detach().double().view(-1)
-        assert float((found - value).abs().max()) < 20 * 3 * 2.0**-20  # 3 roundings a step
 
 
 def test_another_base_model_is_refused():

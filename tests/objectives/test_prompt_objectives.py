@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import peft
 import pytest
@@ -194,16 +194,6 @@ def test_scores_and_labels(kind: str, family: str, language_model: Any) -> None:
     assert torch.equal(losses.argmin(dim=0), scores.argmax(dim=1))
     permuted = objective(model, {**batch, "labels": batch["labels"].roll(1)})
     assert not torch.allclose(permuted, objective(model, batch), atol=1e-2)
-
-
-@pytest.mark.parametrize("family", CAUSAL)
-@torch.no_grad()
-def test_answers_have_the_loss_of_next_token_prediction(family: str, language_model: Any) -> None:
-    model, batch = language_model(family), collated(answer_examples(), "left")
-    plain = {key: value for key, value in batch.items() if key != "references"}
-    torch.testing.assert_close(
-        ANSWERS(model, batch), causal_lm_objective(model, plain), atol=1e-6, rtol=1e-6
-    )
 
 
 @torch.no_grad()
@@ -606,28 +596,6 @@ def test_bounded_losses_know_nothing_of_the_batch(
     assert len(single.unique()) == len(examples), "the trial must tell them apart"
 
 
-def test_a_batch_would_round_otherwise(language_model: Any) -> None:
-    """Why the examples are evaluated alone: this is what `ZeroOne` keeps out."""
-    model, examples = language_model("llama"), label_word_examples()
-    objective = LabelWords(WORDS)
-    single = torch.cat([objective(model, collated([example])) for example in examples])
-    widths = [objective(model, collated(examples, "left", extra)) for extra in range(8)]
-    assert any(not torch.equal(losses, single) for losses in widths)
-
-
-def test_alone_cuts_every_kind_of_batch() -> None:
-    for make in (label_word_examples, candidate_examples, answer_examples):
-        examples = make()
-        for side in ("left", "right"):
-            rows = list(alone(collated(examples, side, extra=3)))
-            assert len(rows) == len(examples)
-            for row, example in zip(rows, examples, strict=True):
-                expected = collated([example])  # one padding token is number 0 there too
-                assert row.keys() == expected.keys()
-                assert all(torch.equal(row[name], expected[name]) for name in expected)
-    assert list(alone({"input_ids": torch.zeros(0, 3)})) == []
-
-
 def test_alone_refuses_empty_rows_and_keeps_rows_without_a_mask() -> None:
     rows = torch.tensor([[5, 6]])
     with pytest.raises(ValueError, match="no attended token"):
@@ -742,41 +710,8 @@ def test_per_example_gradients_are_those_of_examples_alone(
     torch.testing.assert_close(total, weights @ expected, atol=1e-5 * scale, rtol=1e-4)
 
 
-def test_tied_weights_get_both_of_their_uses(language_model: Any) -> None:
-    """The case above has power: output and lookup both reach the tied matrix of RoBERTa."""
-    model, batch = language_model("roberta"), collated(label_word_examples())
-    tied = model.roberta.embeddings.word_embeddings.weight
-    assert head_of(model).weight is tied
-    LabelWords(WORDS)(model, batch).sum().backward()
-    looked_up = batch["input_ids"][batch["attention_mask"] == 1].unique()
-    never = [word for word in WORDS if word not in looked_up]
-    assert never
-    assert tied.grad[never].abs().sum() > 0  # by the output alone
-    others = [int(token) for token in looked_up if token not in WORDS]
-    assert tied.grad[others].abs().sum() > 0  # by the lookup alone: label words take the softmax
-
-
 @pytest.mark.parametrize("gradients", [PerExampleGradients, GhostGradients, PlainGradients])
 @pytest.mark.parametrize("kind", BOUNDED)
 def test_steps_have_no_gradients(kind: str, gradients: Any, language_model: Any) -> None:
     with pytest.raises(ValueError, match="counts right answers, which has no gradient"):
         gradients(language_model("opt"), KINDS[kind][0])
-
-
-class _Custom(PromptObjective):
-    """A user's own objective needs two methods."""
-
-    columns: ClassVar[tuple[str, ...]] = ()
-
-    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
-        return self.predict(model, inputs).sum(dim=1)
-
-    def predict(self, model: nn.Module, inputs: Any) -> Tensor:
-        return inputs["input_ids"].float()
-
-
-def test_a_users_own_objective_has_the_usual_traits() -> None:
-    objective = _Custom()
-    assert single_pass(objective)
-    assert differentiable(objective)
-    assert objective(nn.Identity(), {"input_ids": torch.ones(2, 3)}).tolist() == [3.0, 3.0]

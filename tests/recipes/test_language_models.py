@@ -392,26 +392,6 @@ def test_a_masked_prefix_starts_as_tokens_that_see_no_text(load: Loader) -> None
     assert (found - plain(input_ids=ids).logits).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["opt", "roberta"])
-@pytest.mark.parametrize("peft_method", [None, "prefix"])
-def test_losses_do_not_depend_on_padding(
-    load: Loader, family: str, peft_method: str | None
-) -> None:
-    """Left, right or none: positions are counted from an example's own first token."""
-    model = load(family, peft_method=peft_method)
-    right, left = (losses(model, family, side) for side in ("right", "left"))
-    objective = select_objective(model)
-    batch = texts(family)
-    alone = []
-    for row in range(3):
-        length = int(batch["attention_mask"][row].sum())
-        with torch.no_grad():
-            alone.append(objective(model, {k: v[row : row + 1, :length] for k, v in batch.items()}))
-    torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(torch.cat(alone), right, atol=1e-4, rtol=1e-4)
-    assert right.max() - right.min() > 0.1
-
-
 def test_a_model_that_takes_no_prefix_is_refused(load: Loader) -> None:
     with pytest.raises(ValueError, match=r"DistilBertForMaskedLM takes none.*lora or bitfit"):
         made = seeded(lambda: transformers.DistilBertForMaskedLM(configuration("distilbert")), 0)
@@ -471,26 +451,6 @@ def step(model: nn.Module, folder: Path, **settings: Any) -> DPZeroTrainer:
     trainer = tiny_runs.build(folder, model, data=rows(), **settings)
     trainer.train()
     return trainer
-
-
-@pytest.mark.parametrize(
-    ("family", "peft_method"),
-    [("opt", "prefix"), ("opt", None), ("roberta", "lora")],
-)
-def test_a_private_step_on_a_language_model(
-    load: Loader, tmp_path: Path, family: str, peft_method: Any
-) -> None:
-    model = load(family, peft_method=peft_method)
-    frozen = checksums((n, p) for n, p in model.named_parameters() if not p.requires_grad)
-    before = losses(model, family)
-    trainer = step(model, tmp_path, microbatch_size=4)
-    trainer.save_model()
-    assert checksums((n, p) for n, p in model.named_parameters() if n in frozen) == frozen
-    assert bool(frozen) == (peft_method is not None)
-    assert not torch.equal(losses(model, family), before)
-    again = load(family, peft_method=peft_method)
-    replay(again, Trajectory.load(tmp_path / "trajectory.safetensors"))
-    assert digest_model(again) == digest_model(model)
 
 
 @pytest.fixture

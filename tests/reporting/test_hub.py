@@ -483,14 +483,6 @@ def test_card_without_replay_offers_none() -> None:
     assert "How to verify" not in full_card(trajectory=None).text
 
 
-def test_card_of_a_run_reads_its_files(run: Path, tmp_path: Path) -> None:
-    folder = build_hub_folder(run, tmp_path / "shipped", repo_id="me/x")
-    card = huggingface_hub.ModelCard.load(folder / "README.md")
-    assert card.data.base_model == "someone/tiny-bert"
-    assert card.data.pipeline_tag == "text-classification"
-    assert 'from_pretrained("me/x")' in card.text
-
-
 def test_write_model_card_leaves_a_readme_in_the_run(run: Path) -> None:
     (run / "trajectory.safetensors").unlink()  # before training has ended there is none
     card = write_model_card(run)

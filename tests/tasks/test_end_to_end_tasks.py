@@ -275,30 +275,6 @@ def test_answers_are_scored_against_their_own_question(
     assert (found["eval_exact_match"], found["eval_f1"]) == (0.5, 0.5)
 
 
-@torch.no_grad()
-def test_answers_are_decoded_greedily(models, tmp_path, evaluate, monkeypatch):
-    """Decoded tokens are those of whole passes over single rows."""
-    decoded: list[torch.Tensor] = []
-    predict = prompted.Answers.predict
-    monkeypatch.setattr(
-        prompted.Answers, "predict", lambda *a: decoded.append(predict(*a)) or decoded[-1]
-    )
-    recipe = recipe_of(tmp_path, models, "squad", "causal_lm", max_seq_length=POSITIONS)
-    evaluate(recipe, "--zero_shot")
-    data: dict[str, Any] = {"task": "squad", "prompt": "causal_lm", **rows_of("squad")}
-    task, (model, tokenizer) = build_task(DataArguments(**data)), loaded(models, "causal_lm")
-    ends = {tokenizer.eos_token_id, *tokenizer("\n", add_special_tokens=False)["input_ids"]}
-    for row, tokens in zip(task.splits["validation"], decoded[0].tolist(), strict=True):
-        ids = tokenizer(prompt_text(task, row))["input_ids"]
-        expected: list[int] = []
-        while len(expected) < 5:
-            token = int(model(torch.tensor([ids + expected])).logits[0, -1].argmax())
-            if token in ends:
-                break
-            expected.append(token)
-        assert [token for token in tokens if token >= 0] == expected
-
-
 @pytest.mark.parametrize("kind", ["masked_lm", "causal_lm"])
 def test_demonstrations_are_said_to_be_not_private(kind, models, tmp_path, evaluate):
     recipe = recipe_of(tmp_path, models, "sst2", kind)

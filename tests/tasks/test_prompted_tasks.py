@@ -161,15 +161,6 @@ def test_a_benchmark_row_as_a_prompt(name, kind, tmp_path):
     assert encoded["labels"] == row["label"]
 
 
-def test_squad_without_a_title_has_no_title_line(tmp_path):
-    expected = "Context: It rained in May.\nQuestion: When did it rain?\nAnswer: in May"
-    row = {**ROWS["squad"]}
-    for title in ({}, {"title": None}, {"title": " "}):
-        row = {**{k: v for k, v in ROWS["squad"].items() if k != "title"}, **title}
-        task = task_of(tmp_path, [row], task="squad", prompt="causal_lm")
-        assert task.example(task.splits["train"][0]) == expected
-
-
 def test_numbers_are_text_too(tmp_path):
     """A field may hold 0, which is not the same as nothing."""
     rows = [{"text": 0, "label": 0}, {"text": 12, "label": 1}]
@@ -306,17 +297,6 @@ def test_every_family_says_the_same_words(family, tmp_path):
             attended = mask[example] if ids.dim() == 2 else mask[example, label]
             assert found[attended].tolist() == together
             assert tuple(together[-len(words[label]) :]) == words[label]
-
-
-def test_accuracy_as_the_objective(tmp_path):
-    from hf_dpzero.objectives.bounded import ZeroOne
-    from hf_dpzero.objectives.prompted import Candidates, LabelWords
-
-    for words, inner in ((["bad", "good"], LabelWords), (["bad", "very good"], Candidates)):
-        task = sentiment(tmp_path, "causal_lm", label_words=words, objective="accuracy")
-        found = task.objective(opt())
-        assert isinstance(found, ZeroOne)
-        assert isinstance(found.objective, inner)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -591,16 +571,6 @@ def test_answers_are_scored_against_their_own_row(split, tmp_path):
     said = predictions([f"in {years[order[0]]}", f"{years[order[1]]}", "1850"])
     scores = task.metrics(opt())(EvalPrediction(said, chosen))
     assert scores == {"exact_match": pytest.approx(2 / 3), "f1": pytest.approx(2 / 3)}
-
-
-def test_a_subset_of_the_rows_keeps_its_answers(tmp_path):
-    task = questions(tmp_path, max_train_samples=2, max_eval_samples=3, subset_seed=5)
-    rows = task.tokenize(opt())
-    assert [rows[split]["references"][:] for split in rows] == [[0, 1], [2, 3, 4]]
-    years = [context[13:17] for context in task.splits["validation"]["context"]]
-    references = np.asarray(rows["validation"]["references"][:])
-    scores = task.metrics(opt())(EvalPrediction(predictions(years), references))
-    assert scores == {"exact_match": 1.0, "f1": 1.0}
 
 
 def test_partly_right_answers(tmp_path):

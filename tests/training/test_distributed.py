@@ -3,55 +3,65 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import tiny_model
+from tiny_runs import build, tiny_model
 
-SCRIPT = """
-import os, sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-import torch
-from tiny_runs import build
+RUNS = {
+    "dpzero": {"microbatch_size": 1, "num_directions": 2},
+    "secret": {"microbatch_size": 1, "insecure_noise_seed": None},
+    "dp-sgd": {"microbatch_size": 4, "method": "dp-sgd", "clip": 0.5, "learning_rate": 0.1},
+}
 
-folder, both = Path(sys.argv[1]), "RANK" in os.environ
-shared = {{"max_steps": 3, "eval_strategy": "no", "ddp_backend": "gloo" if both else None}}
-runs = {{
-    "dpzero": {{"microbatch_size": 1, "num_directions": 2}},
-    "secret": {{"microbatch_size": 1, "insecure_noise_seed": None}},
-    "dp-sgd": {{"microbatch_size": 4, "method": "dp-sgd", "clip": 0.5, "learning_rate": 0.1}},
-}}
-for name, settings in runs.items():
-    trainer = build(folder / name, **shared, **settings)
-    trainer.train()
-    assert trainer.args.world_size == (2 if both else 1)
-    flat = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])
-    torch.save(flat, folder / f"{{name}}.rank{{trainer.args.process_index}}")
-if both:
-    trainer.accelerator.wait_for_everyone()
-    os._exit(0)  # some builds' gloo threads abort an ordinary interpreter exit
-"""
+
+def train(folder: Path, processes: int) -> None:
+    """Leaves the flat weights of every run, one file a process."""
+    shared = {"max_steps": 3, "eval_strategy": "no"}
+    shared["ddp_backend"] = "gloo" if processes > 1 else None
+    for name, settings in RUNS.items():
+        trainer = build(folder / name, **shared, **settings)
+        trainer.train()
+        assert trainer.args.world_size == processes
+        flat = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])
+        torch.save(flat, folder / f"{name}.rank{trainer.args.process_index}")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[int, Path]:
-    """Number of processes -> the folder of what they trained."""
-    folders = {}
-    for processes in (1, 2):
-        folder = folders[processes] = tmp_path_factory.mktemp(f"of{processes}")
-        script = folder / "run.py"
-        script.write_text(SCRIPT.format(tests=str(Path(__file__).resolve().parents[1])))
-        command = [sys.executable, str(script), str(folder)]
-        if processes > 1:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command = [*launcher, f"--nproc_per_node={processes}", *command[1:]]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+    """Number of processes -> the folder of what they trained. The two run while this one trains."""
+    folders = {processes: tmp_path_factory.mktemp(f"of{processes}") for processes in (1, 2)}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folders[2])],
+            env={
+                **os.environ, **place, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=(folders[2] / f"errors{rank}").open("w"),
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    try:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in the two
+        train(folders[1], processes=1)
+        torch.set_num_threads(threads)
+        for rank, process in enumerate(started):
+            status = process.wait(timeout=300)
+            assert status == 0, (folders[2] / f"errors{rank}").read_text()[-3000:]
+    finally:
+        for process in started:
+            process.kill()
     return folders
 
 
@@ -82,3 +92,9 @@ def test_gradients_and_noise_of_two_processes_add_up_to_those_of_one(runs):
     torch.testing.assert_close(one, both[0], atol=1e-6, rtol=1e-5)
     base = torch.cat([p.detach().view(-1) for p in tiny_model().parameters()])
     assert float((one - base).abs().max()) > 1e-3
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), processes=2)
+    torch.distributed.barrier()
+    os._exit(0)  # some builds' gloo threads abort an ordinary interpreter exit
