@@ -1,10 +1,11 @@
-"""The YAML 1.2 loader and the checks of field values that every room uses."""
+"""The YAML 1.2 loader, numbers that JSON lacks, and the checks of field values."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -112,3 +113,21 @@ def positive(arguments: Any, *names: str) -> None:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             raise ValueError(f"{name}={value!r} must be positive.")
+
+
+def encode(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they are written as strings, as in privacy_report.json."""
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`."""
+    if isinstance(value, dict):
+        return {key: decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    return float(value) if value in ("inf", "-inf", "nan") else value

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from hf_dpzero.cli.options import Evaluate
 from hf_dpzero.recipes.build import check_context, load_trained, output_dir
+from hf_dpzero.recipes.checkpoints import ADAPTER_FILE, Origin, trained_as
 from hf_dpzero.recipes.recipe import (
     Recipe,
     coerce_fields,
@@ -18,24 +16,7 @@ from hf_dpzero.recipes.recipe import (
     parse_overrides,
     read_recipe,
 )
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where weights come from; two are equal where they are the same weights."""
-
-    path: str  # a folder, with links and `package:` resolved, or a Hub id
-    revision: str  # its branch, tag or commit; of no effect on a folder
-
-    @classmethod
-    def of(cls, name: str, revision: str | None) -> Origin:
-        """What a recipe names; a package that is not installed stays a name."""
-        from hf_dpzero.reporting.provenance import resolve_path
-
-        with contextlib.suppress(ImportError, FileNotFoundError):
-            name = resolve_path(name)
-        folder = Path(name)
-        return cls(str(folder.resolve()) if name and folder.is_dir() else name, revision or "main")
+from hf_dpzero.reporting.privacy_report import REPORT_FILE
 
 
 def run(arguments: Evaluate) -> None:
@@ -68,21 +49,19 @@ def _check_zero_shot(recipe: Recipe, own: Origin) -> None:
     """Refuses what would not be zero-shot."""
     shown, model = recipe.data.num_demonstrations, recipe.model.model_name_or_path
     used = Origin.of(model, recipe.model.model_revision)
-    if not shown and (training := _trained_as(used)) is not None:
-        raise ValueError(
-            "--zero_shot evaluates a model that has seen no training row, and "
-            f"model_name_or_path={model} was trained: {training}"
-        )
-    if not shown and used == own:
-        return
-    other = f"model_revision={recipe.model.model_revision}"
     if shown:
-        other = f"num_demonstrations={shown}"
+        problem = f"num_demonstrations={shown} says otherwise; leave one out."
+    elif (training := trained_as(used)) is not None:
+        problem = f"model_name_or_path={model} was trained: {training}"
     elif used.path != own.path:
-        other = f"model_name_or_path={model}"
+        problem = f"model_name_or_path={model} says otherwise; leave one out."
+    elif used != own:
+        revision = recipe.model.model_revision
+        problem = f"model_revision={revision} says otherwise; leave one out."
+    else:
+        return
     raise ValueError(
-        f"--zero_shot evaluates the recipe's base model without training rows, and {other} says "
-        "otherwise; leave one out."
+        f"--zero_shot evaluates the recipe's base model without training rows, and {problem}"
     )
 
 
@@ -100,21 +79,19 @@ def privacy_statement(recipe: Recipe, own: Origin) -> str:
     Returns:
       One or two sentences.
     """
-    from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
-
     if recipe.data.num_demonstrations:
         return (
             f"NOT PRIVATE: {recipe.data.num_demonstrations} training rows stand in every prompt; what "
             "the model then says depends on them without any noise"
         )
     used = Origin.of(recipe.model.model_name_or_path, recipe.model.model_revision)
-    training = _trained_as(used)
+    training = trained_as(used)
     if training is None:
         return _untrained(used, own)
     base = own
     if (Path(used.path) / ADAPTER_FILE).is_file():  # its base is loaded at the revision asked for
         base = Origin(own.path, used.revision)
-    of_base = _trained_as(base) if base != used else None
+    of_base = trained_as(base) if base != used else None
     if of_base is None and base != own:
         of_base = _untrained(base, own)
     return training if of_base is None else f"{training} And of its base model: {of_base}"
@@ -122,8 +99,6 @@ def privacy_statement(recipe: Recipe, own: Origin) -> str:
 
 def _untrained(used: Origin, own: Origin) -> str:
     """What is said of a model that comes without any trace of a training."""
-    from hf_dpzero.reporting.privacy_report import REPORT_FILE
-
     if used.path != own.path:
         return (
             f"NOT KNOWN: {used.path} is not the recipe's base model and has no {REPORT_FILE}, so "
@@ -135,56 +110,6 @@ def _untrained(used: Origin, own: Origin) -> str:
             f"says what {used.revision!r} was trained on"
         )
     return "zero-shot: no training row was used"
-
-
-def _trained_as(origin: Origin) -> str | None:
-    """What is on record of a model's training: its report's statement; None without a trace of one.
-
-    Looks beside the weights; for a `checkpoint-N` also in its run's folder; for a Hub id in the cache
-    and, where it can be reached, on the Hub.
-    """
-    from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
-    from hf_dpzero.reporting.privacy_report import REPORT_FILE
-
-    folder = Path(origin.path)
-    for name in (REPORT_FILE, LEDGER_NAME, SHIPPING_NAME):
-        if not origin.path:
-            paths = []
-        elif folder.is_dir():
-            of_run = [folder.parent] if re.fullmatch(r"checkpoint-\d+", folder.name) else []
-            paths = [place / name for place in (folder, *of_run)]
-        else:
-            paths = _on_the_hub(origin, name)
-        for path in paths:
-            if path.is_file():
-                statement = _stated(path) if name == REPORT_FILE else None
-                return statement or (
-                    f"NOT KNOWN: {origin.path} was trained ({path}), and no report that can be read "
-                    "says what was spent"
-                )
-    return None
-
-
-def _on_the_hub(origin: Origin, name: str) -> list[Path]:
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
-
-    try:
-        return [Path(huggingface_hub.hf_hub_download(origin.path, name, revision=origin.revision))]
-    except (OSError, ValueError, HfHubHTTPError, HTTPError):  # no such file, id or network
-        return []
-
-
-def _stated(path: Path) -> str | None:
-    """A report's own statement; None where it cannot be read, or contradicts itself."""
-    from hf_dpzero.reporting.privacy_report import PrivacyReport
-
-    try:
-        report = PrivacyReport.load(path)
-    except (ValueError, OSError):
-        return None
-    silent = not report.private and not report.statement.startswith("NOT PRIVATE")
-    return f"{'NOT PRIVATE: ' if silent else ''}{report.statement} So says {path}."
 
 
 def _evaluate(recipe: Recipe, base: str, quiet: bool) -> dict[str, float]:

@@ -12,19 +12,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.cli.options import Plan
-from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
+from hf_dpzero.values import encode
 
 if TYPE_CHECKING:
     from hf_dpzero.experiments.plan import Overview
     from hf_dpzero.recipes.recipe import Recipe
 
 RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
-DEFAULTS: dict[str, Any] = {  # with --recipe they are the recipe's
-    "clip": 1.0, "num_directions": 1, "sampling": "poisson", "accountant": "pld",
-    "neighboring_relation": "add_or_remove_one", "noise_distribution": "gaussian",
-}  # fmt: skip
 
 
 def run(arguments: Plan) -> None:
@@ -33,14 +28,9 @@ def run(arguments: Plan) -> None:
     if arguments.recipe is not None:
         privacy, sections = _plan_recipe(arguments)
     else:
-        for name in ("num_examples", "max_steps"):
-            if getattr(arguments, name) is None:
-                raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
-        unsaid = {n: v for n, v in DEFAULTS.items() if getattr(arguments, n) is None}
-        plan, delta = _calibrated(dataclasses.replace(arguments, **unsaid))
-        privacy = _facts(plan, delta, arguments.target_epsilon)
+        privacy = _plan_options(arguments)
     if arguments.json:
-        print(json.dumps(_finite({**privacy, **sections}), indent=2))
+        print(json.dumps(encode({**privacy, **sections}), indent=2))
         return
     _print_table(privacy)
     if sections:
@@ -49,15 +39,40 @@ def run(arguments: Plan) -> None:
         print_sections(sections)
 
 
+def _plan_options(arguments: Plan) -> dict[str, Any]:
+    """`_facts` of a run of method dpzero that the options alone describe."""
+    from hf_dpzero.training.config import DPZeroConfig
+
+    needed = ["num_examples", "max_steps", "expected_batch_size"]
+    if arguments.sampling == "full_batch":
+        needed.remove("expected_batch_size")
+    for name in needed:
+        if getattr(arguments, name) is None:
+            raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
+    n = arguments.num_examples or 0
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = {"clip": 1.0, "output_dir": scratch, "use_cpu": True, **_said(arguments)}
+        config = DPZeroConfig(**settings)
+    return _facts(config.plan(n), config.delta(n), config.target_epsilon)
+
+
+def _said(arguments: Plan) -> dict[str, Any]:
+    """The options that are fields of a recipe, where they were given."""
+    no_fields = ("recipe", "num_examples", "json", "traceback", "overrides")
+    return {n: v for n, v in vars(arguments).items() if n not in no_fields and v is not None}
+
+
 def _plan_recipe(arguments: Plan) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """`_recipe_facts` of --recipe with its overrides, and the sections on model and memory."""
     from hf_dpzero.experiments.plan import overview
     from hf_dpzero.recipes.recipe import load_recipe, parse_overrides
 
-    no_fields = ("recipe", "num_examples", "json", "traceback", "overrides")
-    said = {n: v for n, v in vars(arguments).items() if n not in no_fields and v is not None}
     with tempfile.TemporaryDirectory() as scratch:
-        overrides = {"output_dir": scratch, **said, **parse_overrides(arguments.overrides)}
+        overrides = {
+            "output_dir": scratch,
+            **_said(arguments),
+            **parse_overrides(arguments.overrides),
+        }
         recipe = load_recipe(arguments.recipe or "", overrides)
         known = overview(recipe, arguments.num_examples)
     return _recipe_facts(recipe, known), known.sections
@@ -84,48 +99,6 @@ def _recipe_facts(recipe: Recipe, known: Overview) -> dict[str, Any]:
         epsilon = {"epsilon": math.inf, "delta": None, "private": False}
         return {**head, **_setting(known.plan), **epsilon}
     return {**head, **_facts(known.plan, args.delta(n), args.target_epsilon)}
-
-
-def _calibrated(arguments: Any) -> tuple[PrivacyPlan, float]:
-    """The plan that the options describe, its noise calibrated if a target is given, and delta."""
-    if (arguments.target_epsilon is None) == (arguments.noise_multiplier is None):
-        raise ValueError(
-            f"target_epsilon={arguments.target_epsilon} and noise_multiplier="
-            f"{arguments.noise_multiplier}: give exactly one; the other is computed."
-        )
-    noise = arguments.noise_multiplier
-    plan = PrivacyPlan(
-        sampler=_sampler(arguments),
-        mechanism=ScalarMechanism(
-            clip=arguments.clip,
-            noise_multiplier=1.0 if noise is None else noise,
-            expected_batch_size=float(arguments.expected_batch_size or arguments.num_examples),
-            num_directions=arguments.num_directions,
-            distribution=arguments.noise_distribution,
-        ),
-        steps=arguments.max_steps,
-        relation=arguments.neighboring_relation,
-        accountant=arguments.accountant,
-    )
-    delta = arguments.target_delta
-    if delta is None:  # the default of `DPZeroConfig`
-        delta = 0.0 if arguments.noise_distribution == "laplace" else 0.1 / arguments.num_examples
-    if arguments.target_epsilon is None:
-        return plan, delta
-    return plan.calibrate(epsilon=arguments.target_epsilon, delta=delta), delta
-
-
-def _sampler(arguments: Any) -> Sampler:
-    n, size = arguments.num_examples, arguments.expected_batch_size
-    if size is None and arguments.sampling != "full_batch":
-        raise ValueError("expected_batch_size is missing; give --expected_batch_size B.")
-    size = n if size is None else size
-    values = {"name": arguments.sampling, "num_examples": n, "expected_batch_size": size}
-    if arguments.max_batch_size is not None:
-        values["max_batch_size"] = arguments.max_batch_size
-    elif arguments.sampling == "truncated_poisson":
-        raise ValueError("sampling='truncated_poisson' needs --max_batch_size, e.g. 2 B.")
-    return sampler_from_dict(values)
 
 
 def _facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict[str, Any]:
@@ -200,10 +173,3 @@ def _print_table(privacy: Mapping[str, Any]) -> None:
 
 def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: it is written as the string "inf", as in privacy_report.json."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return "inf" if isinstance(value, float) and math.isinf(value) else value

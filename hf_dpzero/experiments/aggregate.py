@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.experiments.results import Row, decode, encode
+from hf_dpzero.experiments.results import Row
 from hf_dpzero.ledger.log_file import write_atomically
+from hf_dpzero.values import decode, encode
 
 JSON_FILE = "comparison.json"
 ZERO_SHOT = "zero-shot"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,17 +53,24 @@ def compare(
     with runner.locked(folder) as lock, runner.terminated_as_interrupted():
         workspace, settings = Workspace(folder, runs), _settings_of(runs, recipe, overrides, jobs)
         waiting = workspace.pending(retry_failed)
-        lines = _Lines(len(runs), len(runs) - len(waiting))
+        if len(waiting) < len(runs):
+            _say(f"{len(runs) - len(waiting)} of {len(runs)} runs are in the table already")
+
+        def started(attempt: Attempt) -> None:
+            continued = f" from {attempt.checkpoint.name}" if attempt.checkpoint else ""
+            _say(f"{attempt.folder.name} starts{continued}")
 
         def ended(attempt: Attempt, row: Row) -> None:
             if row.done and not keep_weights:
                 runner.discard_weights(attempt.folder)
-            lines.ended(attempt, row)
-            _write(workspace, settings)
+            left = len(_write(workspace, settings).pending)
+            result = f"{row.status}: {row.error}"
+            if row.done and row.score is not None:
+                result = f"{row.metric} {percent(row.score)} %"
+            _say(f"{attempt.folder.name}: {result} in {row.wall_seconds or 0:.0f} s; {left} to go")
 
         begin = start or runner.train_in_process(jobs, lock)
-        with lines.progress:
-            runner.execute(workspace, waiting, begin, jobs=jobs, started=lines.started, ended=ended)
+        runner.execute(workspace, waiting, begin, jobs=jobs, started=started, ended=ended)
         record = _write(workspace, settings)
         plot_comparison(record, folder)
     return record
@@ -111,34 +119,5 @@ def _settings_of(
     }
 
 
-class _Lines:
-    """A line on stderr for each run that has ended, and one with a clock for each that runs."""
-
-    def __init__(self, total: int, before: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._total, self._ended = total, before  # runs of the grid; those without a need to run
-        self._tasks: dict[str, Any] = {}
-        if before:
-            self._print(f"{before} of {total} runs are in the table already")
-
-    def started(self, attempt: Attempt) -> None:
-        name = attempt.folder.name
-        continued = f" from {attempt.checkpoint.name}" if attempt.checkpoint else ""
-        self._tasks[name] = self.progress.add_task(f"{name}{continued}", total=None)
-
-    def ended(self, attempt: Attempt, row: Row) -> None:
-        name = attempt.folder.name
-        self.progress.remove_task(self._tasks.pop(name))
-        self._ended += 1
-        result = f"{row.status}: {row.error}"
-        if row.done and row.score is not None:
-            result = f"{row.metric} {percent(row.score)} %"
-        seconds = f"{row.wall_seconds or 0:.0f} s"
-        self._print(f"[{self._ended}/{self._total}] {name}: {result} in {seconds}")
-
-    def _print(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -22,7 +22,6 @@ class RowCounts:
     train: int | None  # n, rows of training data; None if nobody knows
     labels: int | None  # number of classes; 0 where answers are generated; None if it is not known
     source: str  # where `train` comes from, in words; or what to give if it is None
-    task: Any = None  # with its rows, if they are here
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     head = recipe.data.prompt or "sequence_classification"
     labels = 2 if rows.labels is None else rows.labels
     meta = MetaModel(recipe.model, config, head, labels, recipe.training.trainable)
-    objective = objective_pass(meta, recipe.data, rows.task)
+    objective = objective_pass(meta, recipe.data)
     sections = _model_section(meta, source, recipe), _memory_section(objective, recipe)
     return Overview(rows, plan, dict(zip(("model", "memory"), sections, strict=True)))
 
@@ -88,7 +87,7 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
             "leave --num_examples out, or change the data settings."
         )
     source = f"the training rows of task {task.name}, which are here"
-    return RowCounts(train=here, labels=len(task.label_names), source=source, task=task)
+    return RowCounts(train=here, labels=len(task.label_names), source=source)
 
 
 def _task_that_is_here(data: DataArguments) -> Any:
@@ -143,17 +142,13 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
         precision = row.pop("precision")
         row["fits"] = {name: run.fits(size) for name, size in rooms.items()}
         by_precision[precision] = row
-    bits = peaks.quantised_bits(recipe.model)
+    bits = recipe.model.quantised
     notes = [
         f"rows of {objective.length} tokens, as long as max_seq_length allows: shorter texts take less",
         "libraries and a GPU's context, about 0.5 GB each, come on top; a device fits if a tenth of "
         "it is left",
     ]
-    if (
-        isinstance(objective, SingleWords)
-        and objective.guessed
-        and recipe.data.prompt == "causal_lm"
-    ):
+    if isinstance(objective, SingleWords) and recipe.data.prompt == "causal_lm":
         notes.append("label words are taken to be one token each; several make as many rows")
     if recipe.training.bf16:
         notes.append("bf16: autocast holds one layer's weights in bfloat16 as well")

@@ -6,13 +6,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_dpzero.experiments.aggregate import Record
 from hf_dpzero.experiments.results import Row
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from hf_dpzero.reporting.plots import new_figure
 
 PLOT_FILE = "comparison.png"
 
@@ -32,7 +30,7 @@ def plot_comparison(record: Record, folder: str | os.PathLike[str]) -> Path | No
     """
     if all(cell.mean is None for cell in record.cells):
         return None
-    figure = _figure(2)
+    figure = new_figure(2)
     left, right = figure.subplots(1, 2)
     _draw_against_epsilon(left, record)
     _draw_against_memory(right, record)
@@ -49,7 +47,7 @@ def plot_tasks(records: Sequence[tuple[str, Record]], folder: str | os.PathLike[
     """
     drawn = [(name, r) for name, r in records if any(c.mean is not None for c in r.cells)]
     if drawn:
-        figure = _figure(len(drawn))
+        figure = new_figure(len(drawn))
         panels = figure.subplots(1, len(drawn), squeeze=False)[0]
         for axes, (name, record) in zip(panels, drawn, strict=True):
             _draw_against_epsilon(axes, record)
@@ -126,7 +124,7 @@ def plot_sweep(
     names = [name for name, values in swept.items() if len(values) > 1]
     if not scores or not names:
         return False
-    figure = _figure(len(names), 4.0, 3.0)
+    figure = new_figure(len(names), 4.0, 3.0)
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for axes, name in zip(panels, names, strict=True):
         values = list(swept[name])
@@ -141,13 +139,3 @@ def plot_sweep(
     panels[0].set_ylabel(metric)
     figure.savefig(path, dpi=120)
     return True
-
-
-def _figure(panels: int, width: float = 5.0, height: float = 4.0) -> Figure:
-    """A figure on the Agg canvas: no display, no global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * panels, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure

@@ -18,6 +18,7 @@ from hf_dpzero.experiments.grid import Run
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.wording import round_up
+from hf_dpzero.values import decode, encode
 
 RESULTS_FILE = "all_results.json"
 DONE = "done"
@@ -86,24 +87,6 @@ class Row:
             return cls(**decode(dict(values)))
         except TypeError as error:
             raise ValueError(f"not a row: {error}.") from error
-
-
-def encode(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they are written as strings, as in privacy_report.json."""
-    if isinstance(value, Mapping):
-        return {key: encode(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [encode(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def decode(value: Any) -> Any:
-    """The inverse of `encode`."""
-    if isinstance(value, dict):
-        return {key: decode(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    return float(value) if value in ("inf", "-inf", "nan") else value
 
 
 def append_row(path: Path, row: Row) -> None:

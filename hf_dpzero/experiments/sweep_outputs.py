@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from hf_dpzero.experiments.plots import plot_sweep
-from hf_dpzero.experiments.results import Row, encode
+from hf_dpzero.experiments.results import Row
 from hf_dpzero.experiments.runner import Workspace
 from hf_dpzero.experiments.sweep import Prepared, SweepSettings
 from hf_dpzero.experiments.tables import grid
@@ -29,6 +29,7 @@ from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import number, round_up
 from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.values import encode
 
 TABLE_FILE = "sweep.md"
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from hf_dpzero.experiments.aggregate import JSON_FILE, Cell, Record
 from hf_dpzero.experiments.plots import plot_tasks
-from hf_dpzero.experiments.results import STATUSES, Row, encode
+from hf_dpzero.experiments.results import STATUSES, Row
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.wording import relation_words, round_up
+from hf_dpzero.values import encode
 
 TABLE_FILE = "comparison.md"
 Records = Sequence[tuple[str, Record]]

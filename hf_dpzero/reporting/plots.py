@@ -24,8 +24,6 @@ def plot_run(
 ) -> Path | None:
     """Draws evaluation metrics and the spent epsilon against steps.
 
-    Uses matplotlib's object interface with the Agg canvas: no display, no global figure.
-
     Args:
       log_history: the trainer's; entries without `step`, absent metrics and values that are not
         finite are left out.
@@ -42,11 +40,7 @@ def plot_run(
             curves.append((label, sorted(points.items())))
     if not curves:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.0 * len(curves), 3.0), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(len(curves), 4.0, 3.0)
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
     for axes, (label, curve) in zip(panels, curves, strict=True):
         axes.plot(*zip(*curve, strict=True), marker=".")
@@ -55,3 +49,22 @@ def plot_run(
     target = Path(output_dir) / PLOT_FILE
     figure.savefig(target, dpi=120)
     return target
+
+
+def new_figure(panels: int, width: float = 5.0, height: float = 4.0) -> Any:
+    """A matplotlib figure on the Agg canvas: no display, no global state.
+
+    Args:
+      panels: side by side.
+      width: of each, in inches.
+      height: in inches.
+
+    Returns:
+      The figure, without axes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * panels, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

@@ -113,14 +113,14 @@ def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
     first_order = asked.dtype != "float16" and importlib.util.find_spec("opacus") is not None
     objective = select_objective(model)
     backward = dense_gradient_bytes(model, objective, batch) if first_order else 0
-    footprint = Footprint.of(model, asked.batch_size, ids.numel(), forward, backward)
+    footprint = Footprint.of(model, asked.batch_size, ids.numel())
     temporary = 3 * footprint.largest * int(getattr(torch, asked.dtype).itemsize)
     estimate = {
         "inference": footprint.weights + forward,
-        "step": dpzero_bytes(footprint, asked.strategy),
+        "step": dpzero_bytes(footprint, forward, asked.strategy),
         "reference": footprint.weights + max(forward, temporary),
     }
-    return estimate | ({"dp-adamw": dp_adamw_bytes(footprint)} if first_order else {})
+    return estimate | ({"dp-adamw": dp_adamw_bytes(footprint, backward)} if first_order else {})
 
 
 # ---------------------------------------------------------------- for people

@@ -136,7 +136,7 @@ def test_plan_prints_a_table(capsys):
         ("--target_epsilon 1 --clip 0", "clip=0"),
         ("--target_epsilon 1 --expected_batch_size 2000", "larger than num_examples"),
         ("--target_epsilon 1 --sampling shuffle", "'shuffle'"),
-        ("--target_epsilon 1 --sampling truncated_poisson", "--max_batch_size"),
+        ("--target_epsilon 1 --sampling truncated_poisson", "needs max_batch_size"),
         ("--target_epsilon 1 --sampling fixed_size_without_replacement", "replace_one"),
         ("--target_epsilon 1 --neighboring_relation cousins", "'cousins'"),
         ("--target_epsilon 1 --accountant magic", "'magic'"),
@@ -358,7 +358,8 @@ def test_a_hub_model_that_came_with_a_report_is_not_zero_shot(tmp_path, trained,
     """Its repository holds what `push` put there."""
     import huggingface_hub
 
-    from hf_dpzero.cli.evaluate import Origin, privacy_statement
+    from hf_dpzero.cli.evaluate import privacy_statement
+    from hf_dpzero.recipes.checkpoints import Origin
 
     asked = []
 

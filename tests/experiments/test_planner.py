@@ -435,7 +435,7 @@ def test_without_n_there_is_no_budget_and_the_rest_is_told(written, capsys):
 def test_tables_for_people(written, capsys):
     assert main.main(["plan", "--recipe", str(written)]) == 0
     out = capsys.readouterr().out
-    for word in ("noise_multiplier", "parameters", "smallest card", "24 GiB", "a training step"):
+    for word in ("noise_multiplier", "parameters", "smallest card", "8 GiB", "a training step"):
         assert word in out, word
     assert gib(None) == "-"
 

@@ -15,6 +15,7 @@ from hf_dpzero.experiments.memory.live_bytes import NothingPadded
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import prefix_config, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
+from hf_dpzero.recipes.models import LANGUAGE_MODELS
 from hf_dpzero.reporting.provenance import resolve_path
 
 _ROBERTA = {
@@ -52,13 +53,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny-opt": {**_opt(16, 2, 2), "vocab_size": 64, "max_position_embeddings": 512},
 }  # fmt: skip
 """Configurations of the published checkpoints, where they differ from transformers' defaults."""
-
-HEADS = {
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "masked_lm": "AutoModelForMaskedLM",
-    "causal_lm": "AutoModelForCausalLM",
-}
-"""What a recipe's model ends in -> the class of transformers that builds it."""
 
 CHECKPOINT_SHAPES = {
     **{f"facebookai/{name}": name for name in ("roberta-base", "roberta-large")},
@@ -102,7 +96,7 @@ class MetaModel:
 
     arguments: ModelArguments  # the recipe's
     config: Any  # of the checkpoint (of the encoder for architecture: sentence_classifier)
-    head: str  # key of `HEADS`
+    head: str  # "sequence_classification", "masked_lm" or "causal_lm"
     num_labels: int  # classes of a classification head
     trainable: str | None  # as in `DPZeroConfig`
 
@@ -145,7 +139,8 @@ class MetaModel:
             return SentenceClassifier.from_encoder(encoder, num_labels=self.num_labels, **settings)
         if self.head == "sequence_classification" and not saved:
             config.num_labels = self.num_labels
-        return getattr(transformers, HEADS[self.head]).from_config(config, dtype=dtype)
+        auto = LANGUAGE_MODELS.get(self.head, transformers.AutoModelForSequenceClassification)
+        return auto.from_config(config, dtype=dtype)
 
     @property
     def body(self) -> Any:

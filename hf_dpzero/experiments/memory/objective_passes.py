@@ -16,16 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dpzero.experiments.memory.model_on_meta import MetaModel, offline
+from hf_dpzero.experiments.memory.model_on_meta import MetaModel
 from hf_dpzero.objectives.losses import classification_losses, select_objective
 from hf_dpzero.objectives.prompted import selected_logits
-from hf_dpzero.recipes.checkpoints import load_tokenizer
-from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.tasks import description_of
 
 Batch = Mapping[str, Tensor]
 WORD_TOKENS = 4
-"""Tokens taken for a label of several words, before a tokenizer has counted them."""
+"""Tokens taken for a label of several words."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,6 @@ class Classification(ObjectivePass):
 class SingleWords(ObjectivePass):
     """Label words of one token, at one position in the middle of the row: `LabelWords`."""
 
-    guessed: bool = False  # no tokenizer has said that they are one token each
-
     def _batch(self, size: int) -> Batch:
         positions = torch.zeros(size, dtype=torch.int64) + self.length // 2
         ids = torch.zeros(size, self.length, dtype=torch.int64)
@@ -158,13 +154,12 @@ def _answer_losses(model: nn.Module, ids: Tensor, scored: int) -> Tensor:
     return torch.stack([F.cross_entropy(row.float(), targets) for row, targets in pairs])
 
 
-def objective_pass(meta: MetaModel, data: Any, task: Any = None) -> ObjectivePass:
+def objective_pass(meta: MetaModel, data: Any) -> ObjectivePass:
     """The objective that a recipe asks for, on rows as long as `max_seq_length` and the model allow.
 
     Args:
       meta: the recipe's model.
       data: the recipe's DataArguments.
-      task: with its rows; None if they are not here.
 
     Returns:
       Its forward pass.
@@ -178,20 +173,5 @@ def objective_pass(meta: MetaModel, data: Any, task: Any = None) -> ObjectivePas
     if words is None:  # the task's own
         prompts = getattr(description_of(data.task), "prompts", {})
         words = prompts[data.prompt].label_words if data.prompt in prompts else ()
-    counted = _several_tokens(task, meta.arguments)
-    spaced = meta.head == "causal_lm" and any(" " in word.strip() for word in words)
-    if spaced if counted is None else counted:
-        return SeveralWords(meta, length)
-    return SingleWords(meta, length, guessed=counted is None)
-
-
-def _several_tokens(task: Any, arguments: Any) -> bool | None:
-    """True if some label's words are several tokens; None if rows or tokenizer are not here."""
-    if not hasattr(task, "words"):
-        return None
-    try:
-        with offline():
-            tokenizer = load_tokenizer(resolve_path(arguments.model_name_or_path), arguments)
-    except (OSError, ImportError):
-        return None
-    return any(len(ids) > 1 for ids in task.words(tokenizer))
+    several = meta.head == "causal_lm" and any(" " in word.strip() for word in words)
+    return SeveralWords(meta, length) if several else SingleWords(meta, length)

@@ -38,10 +38,6 @@ class Footprint:
 
     weights: int  # parameters and buffers, tied ones once
     examples: int  # B
-    forward: int = 0  # peak of a forward pass without gradients, over the weights
-    # peak of a forward and backward pass that leaves dense per-example gradients, over the
-    # weights; 0 if it was not asked for
-    backward: int = 0
     dimension: int  # number of trained parameters
     trained: int  # bytes of them
     half: int  # bytes of those that are not float32
@@ -51,17 +47,13 @@ class Footprint:
     module: int
 
     @classmethod
-    def of(
-        cls, model: nn.Module, examples: int, tokens: int, forward: int = 0, backward: int = 0
-    ) -> Footprint:
+    def of(cls, model: nn.Module, examples: int, tokens: int) -> Footprint:
         """Adds the sizes of a model's parameters.
 
         Args:
           model: on the meta device.
           examples: B.
           tokens: in all rows that the model runs for them.
-          forward: as counted.
-          backward: as counted.
 
         Returns:
           The footprint.
@@ -72,8 +64,6 @@ class Footprint:
         return cls(
             weights=resident_bytes([*model.parameters(), *model.buffers()]),
             examples=examples,
-            forward=forward,
-            backward=backward,
             dimension=sum(p.numel() for p in trained),
             trained=sum(sizes),
             half=sum(half),
@@ -90,13 +80,14 @@ def _own_bytes(module: nn.Module, tokens: int) -> int:
     return sum(p.numel() * p.element_size() for p in trained)
 
 
-def dpzero_bytes(footprint: Footprint, strategy: str) -> int:
+def dpzero_bytes(footprint: Footprint, forward: int, strategy: str) -> int:
     """Peak of a zeroth-order step: weights, a forward pass and what the strategy keeps.
 
     Working buffers of a few MB, where passes are made of torch operations, are not counted.
 
     Args:
-      footprint: with `forward`.
+      footprint: of the model and its microbatch.
+      forward: peak of a forward pass without gradients, over the weights.
       strategy: "whole_model" keeps a second copy of half-precision weights, "layerwise" a copy of one
         layer's; "auto" is layerwise where half-precision weights train.
 
@@ -104,11 +95,11 @@ def dpzero_bytes(footprint: Footprint, strategy: str) -> int:
       Bytes.
     """
     if strategy == "layerwise" or (strategy == "auto" and footprint.half):
-        return footprint.weights + footprint.forward + footprint.module
-    return footprint.weights + footprint.forward + footprint.half
+        return footprint.weights + forward + footprint.module
+    return footprint.weights + forward + footprint.half
 
 
-def dp_adamw_bytes(footprint: Footprint, moments: int = 2) -> int:
+def dp_adamw_bytes(footprint: Footprint, backward: int, moments: int = 2) -> int:
     """Peak of a first-order private step: weights, moments, float32 sums, and the largest phase.
 
     Differentiating: activations and dense per-example gradients, as counted. Clipping: all of the
@@ -116,7 +107,8 @@ def dp_adamw_bytes(footprint: Footprint, moments: int = 2) -> int:
     Updating: the gradients and one more copy of them in torch's fused loops.
 
     Args:
-      footprint: with `backward`.
+      footprint: of the model and its microbatch.
+      backward: peak of a pass that leaves dense per-example gradients, over the weights.
       moments: copies of the trained parameters that the optimizer keeps: 2 for AdamW, 0 for SGD.
 
     Returns:
@@ -125,7 +117,7 @@ def dp_adamw_bytes(footprint: Footprint, moments: int = 2) -> int:
     size = footprint.trained
     two_sums = 8 * footprint.largest  # 2 x 4 bytes in float32; 2 x 2 and a float32 copy in half
     clipping = (footprint.examples + 1) * size + two_sums
-    phases = max(footprint.backward, clipping, 2 * size)
+    phases = max(backward, clipping, 2 * size)
     return footprint.weights + moments * size + 4 * footprint.dimension + phases
 
 
@@ -162,10 +154,9 @@ def all_peaks(objective: ObjectivePass, recipe: Any) -> list[Peaks]:
       One for each precision.
     """
     counts = [_peaks(objective, recipe, dtype) for dtype in ("float32", "bfloat16")]
-    bits = quantised_bits(recipe.model)
-    if bits is not None:
+    if recipe.model.quantised:
         base = _peaks(objective, recipe, own_dtype(objective.meta))
-        counts.append(_quantised(base, objective, bits))
+        counts.append(_quantised(base, objective, recipe.model.quantised))
     return counts
 
 
@@ -175,11 +166,6 @@ def own_dtype(meta: MetaModel) -> str:
     if asked != "auto":
         return asked
     return str(getattr(meta.config, "dtype", None) or torch.float32).removeprefix("torch.")
-
-
-def quantised_bits(arguments: Any) -> int | None:
-    """4, 8, or None."""
-    return 4 if arguments.load_in_4bit else 8 if arguments.load_in_8bit else None
 
 
 def _peaks(objective: ObjectivePass, recipe: Any, dtype: str) -> Peaks:
@@ -260,7 +246,6 @@ def _zeroth_order_step(
     size, prefix = args.physical_batch_size, FrozenPrefix(model)
     reused = prefix if args.reuse_frozen_prefix and prefix.worthwhile else None
     forward = _evaluation_bytes(objective, model, size, reused)
-    footprint = dataclasses.replace(footprint, forward=forward)
     extra = 0
     if isinstance(objective, FreeText) and objective.by_generation:
         extra += _generation_bytes(objective, model, size)
@@ -280,7 +265,7 @@ def _zeroth_order_step(
             strategy = "whole_model"
     if strategy == "stacked":
         return strategy, footprint.weights + forward + min(STACK_BYTES, copies) + extra
-    return strategy, dpzero_bytes(footprint, strategy) + extra
+    return strategy, dpzero_bytes(footprint, forward, strategy) + extra
 
 
 def _first_order_step(
@@ -300,7 +285,7 @@ def _first_order_step(
     mask = _mask_bytes(objective, model, footprint.examples)
     if how == "dense":
         backward = dense_gradient_bytes(model, objective.losses, batch) + mask
-        return how, dp_adamw_bytes(dataclasses.replace(footprint, backward=backward), moments)
+        return how, dp_adamw_bytes(footprint, backward, moments)
     if how == "ghost" and any_half:
         return how, None
     with torch.enable_grad(), counted(model, batch) as live:
