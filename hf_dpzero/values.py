@@ -65,7 +65,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Finds the known word most like `word`.
+    """Finds the known word most like `word`, or else one that has it as a part.
 
     Args:
       word: as written.
@@ -76,8 +76,13 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
     >>> nearest("lerning_rate", ["learning_rate", "max_steps"])
     'learning_rate'
+    >>> nearest("delta", ["max_steps", "target_delta"])
+    'target_delta'
     """
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    names = list(known)
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if not matches and len(word) > 3:
+        matches = [name for name in names if word in name.split("_")]
     return matches[0] if matches else None
 
 

@@ -258,7 +258,7 @@ class RecipeParser(HfArgumentParser):
         """
         if key not in self.actions:
             near = nearest(key, self.actions)
-            fields = "recipes take fields of the config classes."
+            fields = "ModelArguments, DataArguments and DPZeroConfig have no field like it."
             hint = f"did you mean {near!r}?" if near else fields
             raise ValueError(f"{source}: unknown key {key!r}; {hint}")
         try:

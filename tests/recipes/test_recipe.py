@@ -214,7 +214,7 @@ def test_an_unknown_key_names_the_nearest_and_the_file(write, line, key, near):
         ("max_seq_length: 1", "leaves no room for text"),
         ("max_train_samples: 0", "max_train_samples=0 must be positive"),
         ("model: {name: x}", "unknown key 'model'"),
-        ("zzzz: 1", "unknown key 'zzzz'; recipes take fields"),
+        ("zzzz: 1", "unknown key 'zzzz'; ModelArguments, DataArguments"),
         ("max_steps: 8", "'max_steps' appears more than once"),
     ],
 )
