@@ -12,19 +12,17 @@ KEY = "ab" * 32
 
 
 def tiny_model(seed: int = 0, **config) -> BertForSequenceClassification:
+    defaults = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 16,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return BertForSequenceClassification(
-            BertConfig(
-                vocab_size=50,
-                hidden_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=32,
-                max_position_embeddings=16,
-                **config,
-            )
-        )
+        return BertForSequenceClassification(BertConfig(**{**defaults, **config}))
 
 
 def tiny_data(rows: int = 120, seed: int = 1) -> Dataset:

@@ -134,21 +134,6 @@ def test_a_shared_input_is_multiplied_once(
     assert kernels.widest == expected[0].numel()
 
 
-@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "sphere"])
-def test_copies_hold_the_bits_of_whole_model(tiny_bert: Any, distribution: str):
-    bench = StackedBench(tiny_bert(), distribution=distribution)
-    stack = bench.estimator().stack
-    assert stack is not None
-    stack._write(us(3), SMOOTHING)
-    names = [f"model.{name}" for name in bench.space.names]
-    for k, u in enumerate(us(3)):
-        for row, scale in ((k, SMOOTHING), (3 + k, -SMOOTHING)):
-            bench.space.move_to_(((u, scale),))
-            moved = bits(bench.space.tensors)
-            bench.space.settle_()
-            assert same([stack._stack[name][row] for name in names], moved)
-
-
 @pytest.mark.parametrize("directions_held", [1, 3])
 def test_held_directions_do_not_matter(
     sentence_head: nn.Module, monkeypatch: pytest.MonkeyPatch, directions_held: int
@@ -221,12 +206,6 @@ def test_copies_are_written_once_for_all_microbatches(
     assert written == [3]
     estimate.losses(batches, us(3))  # theta may have moved in between
     assert written == [3, 3]
-
-
-def test_no_microbatch_gives_no_rows(sentence_head: nn.Module):
-    found = StackedBench(sentence_head).estimator()([], us(3))
-    assert found.shape == (0, 3)
-    assert found.dtype == torch.float64
 
 
 def test_nan_rows_come_through_and_stay_alone(sentence_head: nn.Module):
@@ -479,12 +458,6 @@ def test_auto_without_a_trial_or_by_name_does_not_stack(sentence_head: nn.Module
     by_name = bench.estimator("whole_model")
     assert make_exact(by_name, features(2), us(1)[0], 64) == []
     assert by_name.strategy == "whole_model"
-
-
-def test_auto_keeps_half_precision_layerwise():
-    model = nn.Linear(6, 2).to(torch.bfloat16)
-    bench = StackedBench(model, lambda m, i: m(i["x"].bfloat16()).float().square().sum(dim=1))
-    assert chosen(bench, vectors(2), 64) == "layerwise"
 
 
 def test_the_trial_accepts_rounding_and_nothing_more(sentence_head: nn.Module):

@@ -156,15 +156,6 @@ def test_normal_table_is_symmetric_and_its_cells_are_contiguous():
     assert np.abs(center).max() + 127 * half.max() < 1 << 24  # exact in float32
 
 
-def test_normal_table_has_the_normals_moments():
-    z, p = table_points()
-    assert float(p.sum()) == 1.0
-    assert abs(float(p @ z)) < 1e-15
-    assert float(p @ z**2) == pytest.approx(1, abs=1e-6)
-    assert float(p @ z**4) == pytest.approx(3, abs=1e-3)
-    assert float(np.abs(z).max()) < 6
-
-
 def test_normal_table_has_the_normals_distribution_function():
     """At every atom, from the left and from the right, to 1e-4; a 0.1 % scale error would fail."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import json
 import math
 import os
@@ -466,23 +465,6 @@ def test_deferred_updates_equal_eager_ones_bit_for_bit(distribution: str):
         assert eager.state_dict() == deferred.state_dict()
     assert len({name for name, _ in seen}) == 9
     assert waited > 20
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_a_position_is_a_set(distribution: str, dtype: torch.dtype):
-    """Neither the order of its terms nor where the space came from changes a bit."""
-    space = space_of(some_tensors(dtype), distribution=distribution)
-    u, v, w = directions_of(0, 3)
-    terms = [(u, 0.2 * SMOOTHING), (v, 0.3 * SMOOTHING), (w, -0.1 * SMOOTHING)]
-    results = []
-    for origin in [(), ((w, SMOOTHING),), ((v, SMOOTHING),)]:
-        for order in itertools.permutations(terms):
-            space.move_to_(origin)
-            space.move_to_(order)
-            results.append(copies(space.tensors))
-    for other in results[1:]:
-        assert same(results[0], other)
 
 
 def test_a_refused_move_leaves_the_waiting_update_waiting():

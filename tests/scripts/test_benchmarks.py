@@ -18,7 +18,6 @@ from scripts.benchmarks.command import build_parser, main
 from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.shapes import PUBLISHED, empty_model
 from scripts.benchmarks.timed_steps import (
-    FirstOrderStep,
     Forwards,
     ReferenceStep,
     Step,
@@ -197,21 +196,6 @@ def test_the_yardstick_runs_the_objectives_forward(monkeypatch):
         assert all(bare[name] is own[name] for name in ("input_ids", "attention_mask"))
 
 
-def test_dp_adamw_takes_adams_first_step_on_the_noised_mean():
-    """After one step AdamW has moved every coordinate by lr (1 +- its small weight decay)."""
-    pytest.importorskip("opacus")
-    bench = tiny(method="dp-adamw")
-    model, batch = build(bench)
-    theta = [p.detach().clone() for p in model.parameters()]
-    step = FirstOrderStep(bench, model, batch)
-    step(0)
-    moved = torch.cat([(p.detach() - t).reshape(-1) for p, t in zip(model.parameters(), theta)])
-    assert float(moved.abs().median()) == pytest.approx(1e-6, rel=0.1)
-    moments = [step.optimizer.state[p]["exp_avg"].reshape(-1) for p in model.parameters()]
-    noise = torch.cat(moments) / 0.1  # (sum + N(0, 1)) / 2: the clipped sum adds little
-    assert float(noise.std()) == pytest.approx(0.5, rel=0.05)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_are_created_in_their_dtype_and_differ(dtype):
     before = torch.get_default_dtype(), torch.random.get_rng_state()
@@ -224,20 +208,6 @@ def test_weights_are_created_in_their_dtype_and_differ(dtype):
     norm = model.bert.embeddings.LayerNorm.weight
     assert 0.9 < float(norm.detach().float().mean()) < 1.1
     assert model.bert.embeddings.position_ids[0, :3].tolist() == [0, 1, 2]
-
-
-@pytest.mark.slow
-def test_a_compiled_model_sees_the_perturbation():
-    compiled, plain = (_differences(tiny(compile=c)) for c in (True, False))
-    assert float(plain.abs().max()) > 1e-3
-    torch.testing.assert_close(compiled, plain, rtol=0.05, atol=0.05)
-
-
-def _differences(bench: StepBench) -> torch.Tensor:
-    model, batch = build(bench)
-    x = Step(bench, model, batch).step(0, [batch], 1e-6)
-    assert x is not None
-    return x
 
 
 def test_shapes_have_the_published_sizes():
@@ -395,36 +365,6 @@ def test_attention_is_estimated_without_the_matrix_of_scores():
     assert q.grad is not None and q.grad.shape == sizes
     scores = 2 * 2 * 128 * 128 * 4
     assert live.peak < output + scores
-
-
-@pytest.mark.parametrize(
-    ("shape", "phase", "dtype", "strategy"),
-    [
-        ("tiny-opt", "inference", "float32", "auto"),
-        ("tiny", "step", "float32", "auto"),
-        ("tiny-opt", "step", "bfloat16", "auto"),
-        ("tiny", "step", "bfloat16", "whole_model"),
-        ("tiny", "reference", "bfloat16", "auto"),
-        ("tiny", "dp-adamw", "float32", "auto"),
-        ("tiny-opt", "dp-adamw", "bfloat16", "auto"),
-    ],
-)
-def test_estimates_are_what_real_steps_keep_alive(shape, phase, dtype, strategy):
-    """Counts the tensors of a real step on the CPU, where the same dispatch mode sees them."""
-    if phase == "dp-adamw":
-        pytest.importorskip("opacus")
-    asked = capacity.CapacityTable(
-        shapes=(shape,), batch_size=4, seq_length=32, dtype=dtype, strategy=strategy
-    )
-    bench = asked.bench(shape, phase)
-    model, batch = build(bench)
-    live = LiveBytes()
-    live.hold([*model.parameters(), *model.buffers()])
-    step = memory.STEPS[phase](bench, model, batch)
-    with live:
-        for number in range(2):
-            step(number)
-    assert capacity.estimates(asked, shape)[phase] == pytest.approx(live.peak, rel=0.15)
 
 
 def test_the_table_marks_what_does_not_fit(capsys):
