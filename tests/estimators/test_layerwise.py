@@ -112,18 +112,6 @@ def test_lora(dtype: torch.dtype):
     LayerwiseBench(model.to(dtype)).assert_alike(microbatches("cls"))
 
 
-def test_layerwise_with_a_frozen_prefix():
-    model, task = transformer("bert")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layer.1" in name or "classifier" in name)
-    bench = LayerwiseBench(model.to(torch.bfloat16))
-    expected = bench.assert_alike(microbatches(task))
-    with_prefix = bench.estimator("layerwise", reuse=True)
-    assert with_prefix.prefix is not None
-    assert make_exact(with_prefix, microbatches(task)[0], us(1)[0]) == []
-    assert torch.equal(with_prefix(microbatches(task), us(3)), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_goes_the_same_way(dtype: torch.dtype):
     """Three updates, each from where the strategy leaves the parameters; also deferred ones."""

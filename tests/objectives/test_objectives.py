@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -20,91 +19,28 @@ LENGTHS = (3, 9, 6, 1)
 SMALL = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 2}
 
 
-def _bert_like(config: type, **extra: Any) -> Any:
-    return config(
-        **SMALL,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        **extra,
-    )
-
-
-def _gpt2() -> Any:
-    return transformers.GPT2Config(**SMALL, n_embd=16, n_layer=2, n_head=2, n_positions=32)
-
-
-def _opt() -> Any:
-    return transformers.OPTConfig(
-        **SMALL,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        ffn_dim=24,
-        max_position_embeddings=32,
-        word_embed_proj_dim=16,
-    )
-
-
-def _llama() -> Any:
-    return _bert_like(transformers.LlamaConfig, num_key_value_heads=2)
-
-
-def _t5() -> Any:
-    return transformers.T5Config(
-        vocab_size=VOCABULARY,
-        pad_token_id=PAD,
-        eos_token_id=2,
-        decoder_start_token_id=PAD,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-    )
-
-
-def _bart() -> Any:
-    return transformers.BartConfig(
-        **SMALL,
-        decoder_start_token_id=2,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=32,
-    )
-
-
-def _encoder_decoder() -> Any:
-    parts = [_bert_like(transformers.BertConfig) for _ in range(2)]
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
-    config.decoder_start_token_id, config.pad_token_id = 0, PAD
-    return config
-
-
-BERT, ROBERTA = transformers.BertConfig, transformers.RobertaConfig
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "bert-classification": lambda: transformers.BertForSequenceClassification(
-        _bert_like(BERT, num_labels=3)
-    ),
-    "roberta-classification": lambda: transformers.RobertaForSequenceClassification(
-        _bert_like(ROBERTA, num_labels=3)
-    ),
-    "gpt2-classification": lambda: transformers.GPT2ForSequenceClassification(_gpt2()),
-    "bert-masked": lambda: transformers.BertForMaskedLM(_bert_like(BERT)),
-    "roberta-masked": lambda: transformers.RobertaForMaskedLM(_bert_like(ROBERTA)),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(_gpt2()),
-    "opt": lambda: transformers.OPTForCausalLM(_opt()),
-    "llama": lambda: transformers.LlamaForCausalLM(_llama()),
-    "t5": lambda: transformers.T5ForConditionalGeneration(_t5()),
-    "bart": lambda: transformers.BartForConditionalGeneration(_bart()),
-    "bert2bert": lambda: transformers.EncoderDecoderModel(config=_encoder_decoder()),
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+ENCODER = {**HEADS, "hidden_size": 16, "intermediate_size": 24}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+OPT = {**HEADS, "hidden_size": 16, "ffn_dim": 24, "word_embed_proj_dim": 16}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+BART = {
+    f"{part}_{what}": number
+    for part in ("encoder", "decoder")
+    for what, number in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 24))
+} | {"d_model": 16, "max_position_embeddings": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert-classification": ("BertForSequenceClassification", {**ENCODER, "num_labels": 3}),
+    "roberta-classification": ("RobertaForSequenceClassification", {**ENCODER, "num_labels": 3}),
+    "gpt2-classification": ("GPT2ForSequenceClassification", GPT2),
+    "bert-masked": ("BertForMaskedLM", ENCODER),
+    "roberta-masked": ("RobertaForMaskedLM", ENCODER),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "opt": ("OPTForCausalLM", OPT),
+    "llama": ("LlamaForCausalLM", {**ENCODER, "num_key_value_heads": 2}),
+    "t5": ("T5ForConditionalGeneration", {**T5, "decoder_start_token_id": PAD}),
+    "bart": ("BartForConditionalGeneration", {**BART, "decoder_start_token_id": 2}),
+    "bert2bert": ("EncoderDecoderModel", {}),
 }
 OBJECTIVES = {
     "classification": objectives.sequence_classification_objective,
@@ -117,7 +53,14 @@ OBJECTIVES = {
 
 def build(name: str) -> nn.Module:
     """A tiny model with weights from an explicit generator, large enough for losses to differ."""
-    model = MODELS[name]().eval()
+    kind, settings = getattr(transformers, MODELS[name][0]), {**SMALL, **MODELS[name][1]}
+    if name == "bert2bert":
+        parts = [transformers.BertConfig(**SMALL, **ENCODER) for _ in range(2)]
+        config = kind.config_class.from_encoder_decoder_configs(*parts)
+        config.decoder_start_token_id, config.pad_token_id = 0, PAD
+        model = kind(config=config).eval()
+    else:
+        model = kind(kind.config_class(**settings)).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -187,14 +130,14 @@ def test_an_examples_loss_is_transformers_own_alone_and_in_a_batch(name: str) ->
 def test_select_objective(name: str) -> None:
     expected = next((f for key, f in OBJECTIVES.items() if key in name and "-" in name), None)
     expected = expected or OBJECTIVES.get(name, objectives.seq2seq_objective)
-    assert objectives.select_objective(MODELS[name]()) is expected
+    assert objectives.select_objective(build(name)) is expected
 
 
 def test_select_objective_looks_through_wrappers_and_subclasses() -> None:
     class Mine(transformers.BertForSequenceClassification):
         pass
 
-    model = Mine(_bert_like(BERT))
+    model = Mine(transformers.BertConfig(**SMALL, **ENCODER))
     lora = peft.get_peft_model(
         build("bert-classification"), peft.LoraConfig(task_type="SEQ_CLS", r=2)
     )
@@ -205,7 +148,8 @@ def test_select_objective_looks_through_wrappers_and_subclasses() -> None:
 
 def test_select_objective_refuses_an_unknown_head() -> None:
     with pytest.raises(ValueError, match=r"BertModel.*compute_per_example_loss"):
-        objectives.select_objective(transformers.BertModel(_bert_like(BERT)))
+        config = transformers.BertConfig(**SMALL, **ENCODER)
+        objectives.select_objective(transformers.BertModel(config))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,41 +284,7 @@ def test_demonstrations_are_said_to_be_not_private(kind, models, tmp_path, evalu
     assert shown["eval_loss"] != plain["eval_loss"]
 
 
-def with_padding(model: Path, folder: Path, side: str) -> Path:
-    """A copy of a checkpoint whose tokenizer asks for one side."""
-    shutil.copytree(model, folder)
-    settings = folder / "tokenizer_config.json"
-    settings.write_text(json.dumps({**read(settings), "padding_side": side}), encoding="utf-8")
-    return folder
-
-
 SEVERAL = ["a short form", "a thing", "an account", "a person", "a place", "Number"]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "settings"),
-    [
-        ("rte", "masked_lm", {}),
-        ("trec", "causal_lm", {}),
-        ("trec", "causal_lm", {"label_words": SEVERAL}),
-        ("squad", "causal_lm", {}),
-    ],
-    ids=["mask", "one word", "several words", "answers"],
-)
-def test_the_padded_side_does_not_matter(name, kind, settings, models, tmp_path, evaluate):
-    losses = {}
-    for side in ("left", "right"):
-        sided = {kind: with_padding(models[kind], tmp_path / side, side)}
-        assert loaded(sided, kind)[1].padding_side == side
-        losses[side] = evaluate(
-            recipe_of(tmp_path / f"{side}-run", sided, name, kind, **settings), "--zero_shot"
-        )
-    figures = [
-        n for n in losses["left"] if n.startswith("eval_") and not n.endswith(("time", "second"))
-    ]
-    assert "eval_loss" in figures
-    for figure in figures:
-        assert losses["left"][figure] == pytest.approx(losses["right"][figure], abs=2e-5), figure
 
 
 WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {

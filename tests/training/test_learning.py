@@ -329,9 +329,9 @@ BY_F1 = {
     "max_new_tokens": 2,
     "num_directions": 8,
     "expected_batch_size": 8,
-    "max_steps": 20,
+    "max_steps": 45,
     "smoothing": 0.1,
-    "learning_rate": 0.04,
+    "learning_rate": 0.02,
 }
 
 
