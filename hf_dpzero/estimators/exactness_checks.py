@@ -52,7 +52,7 @@ def make_exact(
       ValueError: the strategy that was asked for by name is not exact for this model.
     """
     messages = []
-    reason = _inexactness(differences, microbatch, direction)
+    reason = inexactness(differences, microbatch, direction)
     if reason is not None:
         if not differences.chosen_automatically:
             raise ValueError(f"strategy={differences.strategy!r} {reason}; use 'whole_model'.")
@@ -77,15 +77,15 @@ def _stack_if_it_pays(
         return
     differences.use("stacked")
     assert differences.stack is not None
-    failed = _inexactness(differences, microbatch, direction) is not None
+    failed = inexactness(differences, microbatch, direction) is not None
     if failed or (differences.stack.floats_per_example or 0.0) > AUTO_FLOATS:
         differences.use("whole_model")
 
 
-def strategy_is_exact(
+def inexactness(
     differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
-) -> bool:
-    """Whether the strategy in use gives `whole_model`'s losses.
+) -> str | None:
+    """What is wrong with the strategy in use on this microbatch.
 
     Meanwhile every trainable parameter is NaN outside its module's forward, so that no read there
     goes unnoticed, however little it would matter.
@@ -96,15 +96,8 @@ def strategy_is_exact(
       direction: any; both its signs are tried.
 
     Returns:
-      True if the losses are the same (see the module).
+      None if the losses are those of `whole_model` (see the module).
     """
-    return _inexactness(differences, microbatch, direction) is None
-
-
-def _inexactness(
-    differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
-) -> str | None:
-    """What is wrong with the strategy in use on this microbatch; None if nothing."""
     visits, stack = differences.visits, differences.stack
     if visits is None and stack is None:
         return None
@@ -129,12 +122,12 @@ def _inexactness(
         return None if _close(losses, expected) else _STACKED_DIFFERENCE
     if _equal(losses, expected):
         return None
-    named = () if differences.chosen_automatically else visits.never_visited
-    if not named:
+    never_visited = [n for i, n in enumerate(space.names) if i not in visits.visited]
+    if differences.chosen_automatically or not never_visited:
         return f"{_DIFFERENCE}: a parameter is read outside its module's forward"
     return (
         f"{_DIFFERENCE}: these were read outside their module's forward, or not at all: "
-        + ", ".join(named)
+        + ", ".join(never_visited)
     )
 
 

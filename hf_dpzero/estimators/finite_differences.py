@@ -25,8 +25,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.estimators.forward_passes import ParameterGuard
 from hf_dpzero.estimators.layerwise import ModuleVisits
-from hf_dpzero.estimators.parameter_guard import ParameterGuard
 from hf_dpzero.estimators.prefix_cache import FrozenPrefix
 from hf_dpzero.estimators.stacked import StackedCopies
 from hf_dpzero.objectives.losses import (

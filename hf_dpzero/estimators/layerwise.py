@@ -12,6 +12,7 @@ is not perturbed there; `poisoned_tensors` makes such a read show up as NaN, for
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_dpzero.estimators.module_patching import Forward, replaced_forward
+from hf_dpzero.estimators.forward_passes import replaced_forward
 from hf_dpzero.perturbation.parameter_space import ParameterSpace, Position
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -82,36 +83,26 @@ class ModuleVisits:
                     "weight in forward: set max_norm=None, or freeze it."
                 )
 
-    @property
-    def never_visited(self) -> list[str]:
-        """Names of the parameters that no forward pass so far has seen perturbed."""
-        return [name for n, name in enumerate(self.space.names) if n not in self.visited]
-
     @contextlib.contextmanager
     def installed(self) -> Iterator[ModuleVisits]:
         """Wraps the owners' forwards inside the block; afterwards they are as they were."""
         with contextlib.ExitStack() as stack:
             for owner in self.owners:
-                stack.enter_context(replaced_forward(owner.module, self._wrapper(owner)))
+                visit = functools.partial(self._visit, owner)
+                stack.enter_context(replaced_forward(owner.module, visit))
             try:
                 yield self
             finally:
                 self.position = ()
 
-    def _wrapper(self, owner: Owner) -> Callable[[Forward], Forward]:
-        def wrap(forward: Forward) -> Forward:
-            def visiting(*args: Any, **kwargs: Any) -> Any:
-                """One call of the owner's forward at the present position."""
-                with contextlib.ExitStack() as stack:
-                    if self.position and owner.others:
-                        stack.enter_context(self.copied(owner.others))
-                    if self.position and owner.table and owner.lookup not in self._standing:
-                        stack.enter_context(_RowLookup(self, owner, stack))
-                    return forward(*args, **kwargs)
-
-            return visiting
-
-        return wrap
+    def _visit(self, owner: Owner, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One call of the owner's forward at the present position."""
+        with contextlib.ExitStack() as stack:
+            if self.position and owner.others:
+                stack.enter_context(self.copied(owner.others))
+            if self.position and owner.table and owner.lookup not in self._standing:
+                stack.enter_context(_RowLookup(self, owner, stack))
+            return forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def copied(self, parameters: dict[int, Tensor]) -> Iterator[None]:
@@ -216,11 +207,6 @@ class Scratch:
             yield levels[depth].views_for(tensors)
         finally:
             self._depth[device] = depth
-
-    @property
-    def bytes(self) -> int:
-        """What is held now."""
-        return sum(level.buffer.numel() for levels in self._levels.values() for level in levels)
 
 
 class _Level:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_dpzero.estimators.module_patching import Forward, replaced_forward
+from hf_dpzero.estimators.forward_passes import replaced_forward
 
 WAY_OUT = "Freeze it, or use dpzero, which needs no gradients."
 
@@ -176,19 +176,21 @@ def ids_noted(module: nn.Embedding, hooks: Any) -> Iterator[None]:
       ValueError: inside, at a forward pass that does more than look up rows.
     """
 
-    def wrap(forward: Forward) -> Forward:
-        def noting(*args: Any, **kwargs: Any) -> Tensor:
-            with _Lookups(module.weight) as lookups:
-                output = forward(*args, **kwargs)
-            ids = _only_lookup(module, lookups.seen, output)
-            if ids.dim() > 1 and ids.shape[0] == 1 < hooks.size:
-                ids, output = (t.expand(hooks.size, *t.shape[1:]) for t in (ids, output))
-            hooks.ids.setdefault(module, []).append(ids)
-            return output
+    def noting(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        with _Lookups(module.weight) as lookups:
+            output = forward(*args, **kwargs)
+        if len(lookups.seen) != 1 or lookups.seen[0][1] is not output:
+            raise ValueError(
+                f"{type(module).__name__} does more than look up rows, so Opacus' rule for embeddings "
+                "does not give its per-example gradient: freeze it."
+            )
+        ids = lookups.seen[0][0]
+        if ids.dim() > 1 and ids.shape[0] == 1 < hooks.size:
+            ids, output = (t.expand(hooks.size, *t.shape[1:]) for t in (ids, output))
+        hooks.ids.setdefault(module, []).append(ids)
+        return output
 
-        return noting
-
-    with replaced_forward(module, wrap):
+    with replaced_forward(module, noting):
         yield
 
 
@@ -206,15 +208,3 @@ class _Lookups(TorchFunctionMode):
             if call["weight"] is self.weight:
                 self.seen.append((call["input"], output))
         return output
-
-
-def _only_lookup(
-    module: nn.Module, seen: Sequence[tuple[Tensor, Tensor]], output: Tensor
-) -> Tensor:
-    """The ids of the one lookup whose rows are the layer's output, untouched."""
-    if len(seen) != 1 or seen[0][1] is not output:
-        raise ValueError(
-            f"{type(module).__name__} does more than look up rows, so Opacus' rule for embeddings "
-            "does not give its per-example gradient: freeze it."
-        )
-    return seen[0][0]

@@ -2,17 +2,14 @@
 
 g_i = grad f(theta; xi_i),   sum_i min(1, C / ||g_i||) g_i      (Abadi et al. 2016, DP-SGD)
 
-The gradients of each layer come from Opacus' hooks. Three things that Hugging Face models do are put
-right around them: positions looked up once for the whole batch, embeddings called with more than
-their ids, and layers that see `[B * T, h]` rows instead of `[B, T, h]`. What cannot be attributed
-to single examples is refused by name, never skipped: shapes alone do not tell `[T, B, h]` from
+The gradients of each layer come from Opacus' hooks (`opacus_hooks`). What cannot be attributed to
+single examples is refused by name, never skipped: shapes alone do not tell `[T, B, h]` from
 `[B, T, h]`, so `check_attribution` tries the layers on a few rows before the first step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +33,7 @@ from hf_dpzero.objectives.losses import (
     check_per_example,
     evaluation_mode,
 )
-from hf_dpzero.privacy.mechanisms.gradient import clip_factors, row_norms
+from hf_dpzero.privacy.mechanisms.gradient import row_norms
 
 Batch = Mapping[str, Tensor]
 Seen = Mapping[str, Sequence[int]]
@@ -62,35 +59,15 @@ class HookedGradients(ABC):
     def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
         self.model, self.objective = model, objective
         check_differentiable(objective)
-        self.names, self.parameters = _trainable(model)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError("no parameter is trainable: set requires_grad or loosen `trainable`.")
+        self.names = [name for name, _ in trained]
+        self.parameters = [p for _, p in trained]
         _refuse_unsupported(model)
         self._embeddings = [
             m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad
         ]
-
-    def clipped_sum(
-        self, batch: Batch, clip: float, microbatch_size: int | None = None
-    ) -> list[Tensor]:
-        """sum_i min(1, clip / ||g_i||_2) g_i over the examples, the norm over all parameters.
-
-        Its L2 sensitivity to adding or removing an example is `clip`. An example whose gradient is
-        not finite counts as zero. No `grad` is left on the parameters.
-
-        Args:
-          batch: tensors with leading dimension B; B = 0 gives zeros.
-          clip: C > 0.
-          microbatch_size: examples differentiated at a time; None for all of them.
-
-        Returns:
-          float32 tensors, one for each of `parameters`, of its shape.
-
-        Raises:
-          ValueError: a clip that is not positive.
-        """
-        if not 0.0 < clip < float("inf"):
-            raise ValueError(f"clip={clip}: the bound on a gradient's norm must be positive.")
-        weigh = functools.partial(clip_factors, clip=clip)
-        return self.weighted_sum(split(batch, microbatch_size), weigh)[0]
 
     def weighted_sum(
         self, microbatches: Sequence[Batch], weigh: Callable[[Tensor], Tensor]
@@ -164,7 +141,7 @@ class HookedGradients(ABC):
         part: Batch,
         weigh: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Adds the weighted gradients of a microbatch; its norms [b], on the CPU."""
+        """Adds the weighted gradients of a microbatch, none that is not finite; its norms [b]."""
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[Any]:
@@ -233,36 +210,17 @@ class PerExampleGradients(HookedGradients):
         device = self.parameters[0].device
         none = torch.zeros(hooks.size, dtype=torch.float64, device=device)
         norms = torch.stack([none, *map(row_norms, samples)]).norm(dim=0)
-        weights = _finite_weights(norms, samples, weigh)
+        finite = norms.isfinite()
+        if not bool(finite.all()):
+            for g in samples:
+                g[~finite] = 0
+        weights = torch.where(finite, weigh(norms).float(), 0.0)
         for n, g in zip(used, samples, strict=True):
             clipped, plain = _sums(weights, g)
             totals[n].add_(clipped.view(totals[n].shape))
             check_total(self.names[n], self.parameters[n], plain, norms, hooks.coarse)
         forget_gradients(self.parameters)
         return norms.float().cpu()
-
-
-def split(batch: Batch, size: int | None) -> list[dict[str, Tensor]]:
-    """Divides a batch into microbatches.
-
-    Args:
-      batch: tensors with leading dimension B.
-      size: examples of a microbatch, at most; None for all.
-
-    Returns:
-      The microbatches in order; an empty batch gives none.
-
-    Raises:
-      ValueError: a size below 1.
-
-    >>> [p["x"].tolist() for p in split({"x": torch.arange(5)}, 2)]
-    [[0, 1], [2, 3], [4]]
-    """
-    count = batch_size(batch)
-    if size is not None and size < 1:
-        raise ValueError(f"microbatch_size={size}: it must be at least 1.")
-    step = size or max(count, 1)
-    return [_part(batch, start, start + step) for start in range(0, count, step)]
 
 
 def _part(batch: Batch, start: int, stop: int) -> dict[str, Tensor]:
@@ -296,17 +254,6 @@ def _sums(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     for weight, row in zip(weights.tolist(), gradients, strict=True):
         weighted.add_(row, alpha=weight)
     return weighted, gradients.sum(dim=0, dtype=torch.float32)
-
-
-def _finite_weights(
-    norms: Tensor, gradients: Sequence[Tensor], weigh: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """weigh(norms) float32 [B]; gradients that are not finite become 0, and their weights too."""
-    finite = norms.isfinite()
-    if not bool(finite.all()):
-        for g in gradients:
-            g[~finite] = 0
-    return torch.where(finite, weigh(norms).float(), 0.0)
 
 
 def check_total(
@@ -360,14 +307,6 @@ def _check_own(names: Sequence[str], batched: Tensor, alone: Tensor, coarse: boo
         raise ValueError(
             f"{names[n]}: an example's gradient in a batch is not its gradient alone. {WAY_OUT}"
         )
-
-
-def _trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError("no parameter is trainable: set requires_grad or loosen `trainable`.")
-    names, parameters = zip(*trained, strict=True)
-    return list(names), list(parameters)
 
 
 def _refuse_unsupported(model: nn.Module) -> None:

@@ -139,27 +139,6 @@ def _diagnose(whole: Tensor, third: Tensor, dtype: str, smoothing: float) -> Pre
     )
 
 
-def low_precision(model: nn.Module, args: Any) -> str | None:
-    """The arithmetic of a run below float32.
-
-    Args:
-      model: whose weights are looked at.
-      args: of the run, with `mixed_precision` and `tf32`.
-
-    Returns:
-      Weights, autocast or TF32 in words; None where all is float32.
-    """
-    half = {p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)}
-    words = [f"{str(dtype).removeprefix('torch.')} weights" for dtype in sorted(half, key=str)]
-    if any(p.dtype in (torch.int8, torch.uint8) for p in model.parameters()):
-        words.append("quantised weights")
-    if args.mixed_precision != "no":
-        words.append(f"{args.mixed_precision} autocast")
-    if args.tf32:
-        words.append("TF32")
-    return " and ".join(words) or None
-
-
 # ---------------------------------------------------------------- public data where none is given
 
 

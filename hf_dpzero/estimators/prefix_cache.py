@@ -10,12 +10,13 @@ layer simply leave a short prefix.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.module_patching import Forward, replaced_forward
+from hf_dpzero.estimators.forward_passes import replaced_forward
 
 
 class StalePrefix(RuntimeError):
@@ -69,7 +70,8 @@ class FrozenPrefix:
             stack.callback(begin.remove)
             stack.callback(self.model.register_forward_hook(self._end).remove)
             for module in self._frozen:
-                stack.enter_context(replaced_forward(module, self._wrapper(module)))
+                remember = functools.partial(self._remember, module)
+                stack.enter_context(replaced_forward(module, remember))
             yield self
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -88,24 +90,20 @@ class FrozenPrefix:
     def _taint(self, module: nn.Module, args: Any) -> None:
         self._tainted = True
 
-    def _wrapper(self, module: nn.Module) -> Callable[[Forward], Forward]:
-        def wrap(forward: Forward) -> Forward:
-            def remembered(*args: Any, **kwargs: Any) -> Any:
-                if self._tainted or self._inside:
-                    return forward(*args, **kwargs)
-                if not self._recording:
-                    return self._recall(module)
-                self._inside = True  # what runs inside belongs to this module's output
-                try:
-                    output = forward(*args, **kwargs)
-                finally:
-                    self._inside = False
-                self._outputs.append((module, output, _versions(output)))
-                return output
-
-            return remembered
-
-        return wrap
+    def _remember(
+        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._tainted or self._inside:
+            return forward(*args, **kwargs)
+        if not self._recording:
+            return self._recall(module)
+        self._inside = True  # what runs inside belongs to this module's output
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._inside = False
+        self._outputs.append((module, output, _versions(output)))
+        return output
 
     def _recall(self, module: nn.Module) -> Any:
         known = self._cursor < len(self._outputs)

@@ -22,7 +22,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_dpzero.estimators.parameter_guard import ParameterChanged, ParameterGuard
+from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
 from hf_dpzero.objectives.losses import PerExampleLoss
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace, Stack

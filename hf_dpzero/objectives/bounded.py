@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,46 @@ from hf_dpzero.objectives.losses import IGNORE_INDEX, Inputs, PerExampleLoss, la
 from hf_dpzero.objectives.prompted import Answers, Candidates, LabelWords, PromptObjective, required
 
 
+@dataclass(frozen=True)
 class BoundedObjective(PromptObjective):
-    """Losses in [0, 1] of examples that are evaluated one at a time."""
+    """Losses in [0, 1] of examples that are evaluated one at a time.
 
+    Args:
+      objective: whose predictions are scored.
+
+    Raises:
+      TypeError: an objective of another kind.
+    """
+
+    objective: Any
+
+    kinds: ClassVar[tuple[type, ...]]
     differentiable: ClassVar[bool] = False
     single_pass: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.objective, self.kinds):
+            raise TypeError(
+                f"{type(self).__name__} counts the answers of "
+                f"{' or '.join(kind.__name__ for kind in self.kinds)}, not of "
+                f"{type(self.objective).__name__}."
+            )
+
+    @property
+    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the objective inside."""
+        return self.objective.columns
+
+    def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Scores or tokens of the objective inside, of the batch as a whole.
+
+        Args:
+          model, inputs: as for the losses.
+
+        Returns:
+          As there.
+        """
+        return self.objective.predict(model, inputs)
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Losses `[B]` float32 in [0, 1]."""
@@ -62,35 +97,11 @@ class BoundedObjective(PromptObjective):
 class ZeroOne(BoundedObjective):
     """loss = 1 - [argmax_y s(x, y) = y*]: its mean is 1 - accuracy.
 
-    The first class wins a tie; scores that are not finite are wrong.
-
-    Args:
-      objective: whose scores s are compared, `LabelWords` or `Candidates`.
-
-    Raises:
-      TypeError: another objective.
+    The scores s are those of `LabelWords` or `Candidates`. The first class wins a tie; scores that are
+    not finite are wrong.
     """
 
-    objective: LabelWords | Candidates
-
-    def __post_init__(self) -> None:
-        _check_kind(self, self.objective, (LabelWords, Candidates))
-
-    @property
-    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the objective inside."""
-        return self.objective.columns
-
-    def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Scores of the objective inside, of the batch as a whole.
-
-        Args:
-          model, inputs: see the class.
-
-        Returns:
-          `[B, L]` float32.
-        """
-        return self.objective.predict(model, inputs)
+    kinds: ClassVar[tuple[type, ...]] = (LabelWords, Candidates)
 
     def _loss_alone(self, model: nn.Module, example: Inputs) -> Tensor:
         scores = self.objective.predict(model, example)
@@ -106,35 +117,15 @@ class AnswerF1(BoundedObjective):
     """loss = 1 - score(greedy answer, reference), such as token F1 (MeZO trains SQuAD so).
 
     Args:
-      objective: decodes the answers.
       score: (generated tokens without the stop token, number of the reference) -> [0, 1].
 
     Raises:
-      TypeError: another objective.
       ValueError: a score outside of [0, 1].
     """
 
-    objective: Answers
     score: Callable[[list[int], int], float]
 
-    def __post_init__(self) -> None:
-        _check_kind(self, self.objective, (Answers,))
-
-    @property
-    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the objective inside."""
-        return self.objective.columns
-
-    def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Tokens of the objective inside, of the batch as a whole.
-
-        Args:
-          model, inputs: see the class.
-
-        Returns:
-          `[B, N]` int64.
-        """
-        return self.objective.predict(model, inputs)
+    kinds: ClassVar[tuple[type, ...]] = (Answers,)
 
     def _loss_alone(self, model: nn.Module, example: Inputs) -> Tensor:
         (reference,) = required(example, "references", self).tolist()
@@ -145,7 +136,7 @@ class AnswerF1(BoundedObjective):
         return torch.tensor([1.0 - score], device=example["input_ids"].device)
 
     def _trial_alone(self, model: nn.Module, example: Inputs) -> Tensor:
-        return self.objective(model, example) + self.objective.confidence(model, example)
+        return self.objective(model, example) + self.objective.decode(model, example)[1]
 
 
 # ---------------------------------------------------------------- one example at a time
@@ -199,11 +190,3 @@ def _one_by_one(evaluate: PerExampleLoss, model: nn.Module, inputs: Inputs) -> T
     """Results `[B]` of batches of one."""
     results = [evaluate(model, example) for example in alone(inputs)]
     return torch.cat(results) if results else torch.zeros(0, device=inputs["input_ids"].device)
-
-
-def _check_kind(owner: object, objective: object, kinds: tuple[type, ...]) -> None:
-    if not isinstance(objective, kinds):
-        raise TypeError(
-            f"{type(owner).__name__} counts the answers of "
-            f"{' or '.join(kind.__name__ for kind in kinds)}, not of {type(objective).__name__}."
-        )

@@ -18,7 +18,7 @@ from hf_dpzero.objectives.losses import IGNORE_INDEX, base_model, take_columns
 from hf_dpzero.objectives.selected_logits import selected_logits
 
 Decoded = tuple[Tensor, Tensor]
-"""New tokens `[B, n]`, 1 <= n <= max_new_tokens, and the logit of each, float32 `[B, n]`."""
+"""New tokens `[B, n]`, and float32 logits: `[B, n]` of each, or `[B]`."""
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def greedy(
     max_new_tokens: int,
     stop_token_ids: Sequence[int],
     pad_token_id: int,
-) -> Tensor:
+) -> Decoded:
     """The tokens that a decoder goes on with, the most probable one each time.
 
     The checkpoint's own `generation_config` (sampling, lengths, forced or suppressed tokens) has no
@@ -45,44 +45,25 @@ def greedy(
       pad_token_id: any token that the model knows; it is never attended to.
 
     Returns:
-      `[B, N]` int64: a row's tokens before its first stop token, then -100.
+      `[B, N]` int64: a row's tokens before its first stop token, then -100; and `[B]` float32, the mean
+      logit of what was decoded, for comparisons of batches of one: tokens alone hide small changes, and
+      a row that has ended counts while another one goes on.
 
     Raises:
       ValueError: a row without a token; prompts that leave no room for N tokens in the model's
         context; a model that does not generate.
     """
     if not len(input_ids):
-        return input_ids.new_full((0, max_new_tokens), IGNORE_INDEX)
-    prompts, stops = left_padded(input_ids, attention_mask), tuple(stop_token_ids)
-    tokens, _ = _decoded(model, *prompts, max_new_tokens, stops, pad_token_id)
-    return _cut(tokens, stops, max_new_tokens)
-
-
-@torch.no_grad()
-def greedy_logits(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    *,
-    max_new_tokens: int,
-    stop_token_ids: Sequence[int],
-    pad_token_id: int,
-) -> Tensor:
-    """Mean logit of the tokens that `greedy` finds: tokens alone hide small changes.
-
-    A row that has ended counts while another one goes on, so this is for batches of one, and for
-    comparisons.
-
-    Args:
-      model, input_ids, attention_mask, max_new_tokens, stop_token_ids, pad_token_id: as for `greedy`.
-
-    Returns:
-      `[B]` float32.
-    """
-    if not len(input_ids):
-        return torch.zeros(0, device=input_ids.device)
-    prompts, stops = left_padded(input_ids, attention_mask), tuple(stop_token_ids)
-    return _decoded(model, *prompts, max_new_tokens, stops, pad_token_id)[1].mean(dim=1)
+        empty = input_ids.new_full((0, max_new_tokens), IGNORE_INDEX)
+        return empty, torch.zeros(0, device=input_ids.device)
+    (ids, mask), stops = left_padded(input_ids, attention_mask), tuple(stop_token_ids)
+    _check_room(model, ids.shape[1], max_new_tokens)
+    decode = _without_cache if _virtual_tokens(model) else _with_cache
+    ids = ids.masked_fill(mask == 0, pad_token_id)
+    tokens, logits = decode(model, ids, mask, max_new_tokens, stops, pad_token_id)
+    tokens = tokens.masked_fill(_stopped(tokens, stops), IGNORE_INDEX)
+    missing = tokens.new_full((len(tokens), max_new_tokens - tokens.shape[1]), IGNORE_INDEX)
+    return torch.cat([tokens, missing], dim=1), logits.mean(dim=1)
 
 
 def left_padded(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,14 +95,6 @@ def left_padded(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tens
     ids, mask = take_columns(input_ids, index), take_columns(attention_mask, index)
     unused = int(mask.ne(0).any(dim=0).int().argmax()) if width else 0
     return ids[:, unused:], mask[:, unused:]
-
-
-def _decoded(
-    model: nn.Module, ids: Tensor, mask: Tensor, count: int, stops: tuple[int, ...], pad: int
-) -> Decoded:
-    _check_room(model, ids.shape[1], count)
-    how = _without_cache if _virtual_tokens(model) else _with_cache
-    return how(model, ids.masked_fill(mask == 0, pad), mask, count, stops, pad)
 
 
 def _with_cache(
@@ -216,13 +189,6 @@ def _virtual_tokens(model: nn.Module) -> int:
     """How many positions PEFT's prompt tuning and prefix tuning take."""
     config: Any = getattr(_generator(model), "active_peft_config", None)
     return getattr(config, "num_virtual_tokens", None) or 0
-
-
-def _cut(tokens: Tensor, stops: Sequence[int], width: int) -> Tensor:
-    """`[B, n]` -> `[B, width]`, -100 from each row's first stop token on."""
-    tokens = tokens.masked_fill(_stopped(tokens, stops), IGNORE_INDEX)
-    missing = tokens.new_full((len(tokens), width - tokens.shape[1]), IGNORE_INDEX)
-    return torch.cat([tokens, missing], dim=1)
 
 
 def _stopped(tokens: Tensor, stops: Sequence[int]) -> Tensor:

@@ -90,20 +90,6 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(losses) if losses else logits.new_zeros(0, dtype=torch.float32)
 
 
-def causal_lm_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """`token_losses` of next-token prediction: position t's logits answer for label t + 1.
-
-    Args:
-      logits: `[B, K, V]`: all K = T positions, or the last K of them where the model was asked for
-        no more because earlier ones have nothing to predict.
-      labels: `[B, T]` as for `token_losses`; label 0 of a row has no predictor and is ignored.
-    Returns:
-      `[B]` float32.
-    """
-    kept = logits.shape[1]
-    return token_losses(logits[:, :-1], labels[:, labels.shape[1] - kept + 1 :])
-
-
 def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     """Losses of any `...ForSequenceClassification` (see `classification_losses`).
 
@@ -120,9 +106,10 @@ def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tenso
 
 
 def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Next-token losses of a decoder (see `causal_lm_losses`).
+    """Next-token losses of a decoder: the logits at position t answer for label t + 1.
 
-    Where the model takes `logits_to_keep`, logits before the batch's first label are not computed.
+    Label 0 of a row has no predictor and is ignored. Where the model takes `logits_to_keep`, logits
+    before the batch's first label are not computed.
 
     Args:
       model, inputs: the decoder, also under PEFT; what its forward takes, with `labels` `[B, T]`.
@@ -140,7 +127,8 @@ def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
         kept = {"logits_to_keep": labels.shape[1] - first}
     logits = model_logits(model, {**without_labels(batch), **kept})
     # Prompt tuning puts virtual tokens in front: only the last T positions answer for the labels.
-    return causal_lm_losses(logits[:, -labels.shape[1] :], labels)
+    logits = logits[:, -labels.shape[1] :]
+    return token_losses(logits[:, :-1], labels[:, labels.shape[1] - logits.shape[1] + 1 :])
 
 
 def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -435,12 +423,10 @@ def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _accepts(model: nn.Module, argument: str) -> bool:
-    return argument in _forward_arguments(type(base_model(model)).forward)
+    return argument in _signature(type(base_model(model)).forward).parameters
 
 
-@functools.lru_cache(maxsize=64)
-def _forward_arguments(forward: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
+_signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ that are scored and nowhere else: `[B, P, V]` instead of `[B, T, V]`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dpzero.objectives.generation import greedy, greedy_logits
+from hf_dpzero.objectives.generation import greedy
 from hf_dpzero.objectives.losses import (
     IGNORE_INDEX,
     TOKEN_KEYS,
@@ -69,8 +69,19 @@ class PromptObjective(ABC):
         return {k: v for k, v in without_labels(inputs).items() if k not in self.columns}
 
 
+class ClassScores(PromptObjective):
+    """Cross entropy over the scores of the classes."""
+
+    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Losses `[B]` float32."""
+        labels = labels_of(inputs)
+        return classification_losses(
+            self.predict(model, inputs), labels, "single_label_classification"
+        )
+
+
 @dataclass(frozen=True)
-class LabelWords(PromptObjective):
+class LabelWords(ClassScores):
     """Classes as single words at one position of the prompt (LM-BFF, Gao et al. 2021, Eq. 1).
 
     p(y | x) = exp(z_{w(y)}) / sum_{y'} exp(z_{w(y')}),   loss = -log p(y | x)
@@ -99,13 +110,6 @@ class LabelWords(PromptObjective):
                 "two alike; choose words whose first tokens differ."
             )
 
-    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Cross entropy over the label words, `[B]` float32."""
-        labels = labels_of(inputs)
-        return classification_losses(
-            self.predict(model, inputs), labels, "single_label_classification"
-        )
-
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Logits of the label words.
 
@@ -123,7 +127,7 @@ class LabelWords(PromptObjective):
 
 
 @dataclass(frozen=True)
-class Candidates(PromptObjective):
+class Candidates(ClassScores):
     """Classes as continuations of several words (MeZO, Malladi et al. 2023, appendix D).
 
     s(x, y) = 1/|a_y| sum_t log p(a_{y,t} | x, a_{y,<t}),   loss = -log softmax_y s(x, y)
@@ -140,13 +144,6 @@ class Candidates(PromptObjective):
     """
 
     columns: ClassVar[tuple[str, ...]] = ("answer_lengths",)
-
-    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Cross entropy over the candidates' scores, `[B]` float32."""
-        labels = labels_of(inputs)
-        return classification_losses(
-            self.predict(model, inputs), labels, "single_label_classification"
-        )
 
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Mean log-probability of each candidate's tokens.
@@ -213,35 +210,29 @@ class Answers(PromptObjective):
         Returns:
           `[B, max_new_tokens]` int64.
         """
-        return self._decoded(greedy, model, inputs)
+        return self.decode(model, inputs)[0]
 
-    def confidence(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Mean over the predicted tokens of their logits (see `greedy_logits`).
+    def decode(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """`greedy` after each row's prompt.
 
         Args:
           model, inputs: see the class.
 
         Returns:
-          `[B]` float32.
+          `[B, max_new_tokens]` int64; the mean logits `[B]` float32.
         """
-        return self._decoded(greedy_logits, model, inputs)
-
-    def _decoded(self, how: Callable[..., Tensor], model: nn.Module, inputs: Inputs) -> Tensor:
-        return how(
+        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+        mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+        if labels is not None:  # the attended tokens before a row's first labelled one
+            mask = mask * (labels.ne(IGNORE_INDEX).cumsum(dim=1) == 0)
+        return greedy(
             model,
             inputs["input_ids"],
-            _prompt_mask(inputs),
+            mask,
             max_new_tokens=self.max_new_tokens,
             stop_token_ids=self.stop_token_ids,
             pad_token_id=self.pad_token_id,
         )
-
-
-def _prompt_mask(inputs: Inputs) -> Tensor:
-    """`[B, T]`: the attended tokens before a row's first labelled one."""
-    mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-    mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
-    return mask if labels is None else mask * (labels.ne(IGNORE_INDEX).cumsum(dim=1) == 0)
 
 
 # ---------------------------------------------------------------- which positions, which targets

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.parameter_guard import ParameterGuard
+from hf_dpzero.estimators.forward_passes import ParameterGuard
 from hf_dpzero.ledger.release import Release
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import (

@@ -19,13 +19,13 @@ from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
-from hf_dpzero.estimators.parameter_guard import ParameterChanged
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import PerExampleLoss, is_compiled
 from hf_dpzero.training.batches import LogicalBatch
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
-from hf_dpzero.training.precision import refuse_compiled
+from hf_dpzero.training.precision import low_precision, refuse_compiled
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
@@ -214,8 +214,8 @@ class _LearningRate(torch.optim.Optimizer):
 
 def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:
     """In low precision, logs how large rounding is beside the finite differences of public rows."""
-    dtype = precision_diagnostics.low_precision(trainer.model, trainer.args)
-    if dtype is None:
+    dtype = low_precision(trainer.model, trainer.args)
+    if not dtype:
         return
     try:
         with isolated_randomness():

@@ -120,27 +120,36 @@ def check_precision(model: nn.Module, args: Any) -> None:
       args: `DPZeroConfig`.
 
     Raises:
-      ValueError: bf16 (from the arguments or from accelerate's configuration), tf32, half-precision
-        or quantised weights (see `_low_precision`), with a larger microbatch.
+      ValueError: low precision (see `low_precision`) with a larger microbatch.
     """
-    if args.physical_batch_size == 1:
-        return
-    causes = [f"{name}=True" for name in ("bf16", "tf32") if getattr(args, name, False)]
-    if not causes and getattr(args, "mixed_precision", "no") != "no":
-        causes.append(f"mixed_precision={args.mixed_precision!r} (accelerate's configuration)")
-    of_model = _low_precision(model)
-    if of_model is not None:
-        causes.append(of_model)
-    if causes:
+    causes = low_precision(model, args)
+    if causes and args.physical_batch_size > 1:
         raise ValueError(
-            f"{' and '.join(causes)} with microbatch_size={args.physical_batch_size}: low-precision "
+            f"{causes} with microbatch_size={args.physical_batch_size}: low-precision "
             "rounding depends on what else is in the microbatch, which the sensitivity does not "
             "cover. Set microbatch_size=1, or compute in float32."
         )
 
 
-def _low_precision(model: nn.Module) -> str | None:
-    """Why the model does not compute in float32, in words; None if it does.
+def low_precision(model: nn.Module, args: Any) -> str:
+    """Why a run does not compute in float32.
+
+    Args:
+      model: to be trained.
+      args: `DPZeroConfig`.
+
+    Returns:
+      bf16 (from the arguments or from accelerate's configuration), tf32, half-precision or quantised
+      weights in words; "" where all is float32.
+    """
+    causes = [f"{name}=True" for name in ("bf16", "tf32") if getattr(args, name, False)]
+    if not causes and getattr(args, "mixed_precision", "no") != "no":
+        causes.append(f"mixed_precision={args.mixed_precision!r} (accelerate's configuration)")
+    return " and ".join([*causes, *filter(None, [_low_precision_of(model)])])
+
+
+def _low_precision_of(model: nn.Module) -> str | None:
+    """Why the model does not compute in float32; None if it does.
 
     Looked at: parameters, frozen ones too; buffers, where GPTQ, AWQ and BitNet keep their weights;
     tensor subclasses, whose dtype says nothing; and configurations that quantise only while running.

@@ -17,7 +17,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from transformers.utils import logging
 
-from hf_dpzero.estimators.parameter_guard import ParameterChanged
+from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.ledger.digests import digest_model, digest_tensors
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.objectives.losses import (

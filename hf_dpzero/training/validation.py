@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
 from hf_dpzero.estimators.opacus_hooks import hooks_class
-from hf_dpzero.estimators.parameter_guard import ParameterChanged, ParameterGuard
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.perturbation.trainable import check_dtype, check_storage, has_plain_storage
 

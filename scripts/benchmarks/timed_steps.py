@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
-from hf_dpzero.estimators.per_example_gradients import split
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, evaluation_mode, select_objective
 from hf_dpzero.perturbation.directions import Direction
@@ -245,7 +244,9 @@ class FirstOrderStep:
         self.generator = torch.Generator(device=bench.device).manual_seed(secrets.randbits(63))
 
     def __call__(self, step: int) -> None:
-        parts = split(self.batch, self.bench.microbatch_size)
+        size = self.bench.microbatch_size or self.bench.batch_size
+        pieces = zip(*(value.split(size) for value in self.batch.values()), strict=True)
+        parts = [dict(zip(self.batch, piece, strict=True)) for piece in pieces]
         sums, _ = self.gradients.weighted_sum(
             parts, lambda norms: clip_factors(norms, GRADIENT_CLIP)
         )

@@ -13,7 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("opacus")
 
 from opacus.grad_sample import GradSampleHooksFastGradientClipping
-from test_per_example_gradients import batch_of, check_against_naive_loop, in_double, norm
+from test_per_example_gradients import (
+    batch_of,
+    check_against_naive_loop,
+    clipped_sum,
+    in_double,
+    norm,
+)
 from tiny_runs import build
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
@@ -114,7 +120,7 @@ def test_no_per_example_gradient_of_a_large_weight_is_ever_held():
     for kind in (PerExampleGradients, GhostGradients):
         model = nn.Sequential(nn.Embedding(40, 64), nn.Linear(64, 50))
         with Largest() as seen:
-            kind(model, token_loss).clipped_sum(batch, 1.0)
+            clipped_sum(kind(model, token_loss), batch, 1.0)
         largest[kind] = seen.numel
     assert largest[GhostGradients] == 50 * 64
     assert largest[PerExampleGradients] == 6 * 50 * 64
@@ -306,7 +312,7 @@ def test_settings_and_precisions_that_ghost_cannot_serve_are_refused():
     with pytest.raises(
         ValueError, match="a Linear computes in half precision.*: dense, or float32"
     ):
-        gradients.clipped_sum({"x": floats(3, 2)}, 1.0)
+        clipped_sum(gradients, {"x": floats(3, 2)}, 1.0)
 
 
 def test_a_frozen_base_in_half_precision_is_refused_and_avoided(monkeypatch: pytest.MonkeyPatch):
@@ -329,7 +335,7 @@ def test_autocast_and_tf32_are_refused_and_avoided(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"TF32.*per_example_gradients: dense"):
         per_example_gradients(model, token_loss, "ghost", 8)
     with pytest.raises(ValueError, match=r"TF32.*per_example_gradients: dense"):
-        gradients.clipped_sum({"x": floats(3, 2)}, 1.0)  # allowed after the start
+        clipped_sum(gradients, {"x": floats(3, 2)}, 1.0)  # allowed after the start
     assert type(per_example_gradients(model, token_loss, "auto", 8)) is PerExampleGradients
 
 

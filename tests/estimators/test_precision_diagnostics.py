@@ -17,16 +17,17 @@ from transformers import BertForSequenceClassification
 from hf_dpzero import DPZeroTrainer
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.estimators.parameter_guard import ParameterChanged
+from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.precision_diagnostics import (
     PrecisionDiagnostic,
-    low_precision,
     measure,
     random_tokens,
 )
 from hf_dpzero.objectives.losses import select_objective, sequence_classification_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.training import methods
+from hf_dpzero.training.precision import low_precision
 
 ROWS = 8
 
@@ -183,17 +184,20 @@ def test_parameters_and_smoothing_are_as_before(dtype: torch.dtype, fails: bool)
     assert not differences.space.position
 
 
+HALF = "parameters that are not float32 (weight, ...)"
+
+
 @pytest.mark.parametrize(
     ("dtype", "settings", "expected"),
     [
-        (torch.float32, {}, None),
-        (torch.bfloat16, {}, "bfloat16 weights"),
-        (torch.float32, {"mixed_precision": "bf16"}, "bf16 autocast"),
-        (torch.float32, {"tf32": True}, "TF32"),
-        (torch.bfloat16, {"mixed_precision": "bf16"}, "bfloat16 weights and bf16 autocast"),
+        (torch.float32, {}, ""),
+        (torch.bfloat16, {}, HALF),
+        (torch.float32, {"mixed_precision": "bf16", "bf16": True}, "bf16=True"),
+        (torch.float32, {"tf32": True}, "tf32=True"),
+        (torch.bfloat16, {"tf32": True}, f"tf32=True and {HALF}"),
     ],
 )
-def test_low_precision_names_what_is_below_float32(dtype, settings: dict, expected: str | None):
+def test_low_precision_names_what_is_below_float32(dtype, settings: dict, expected: str):
     args = SimpleNamespace(**{"mixed_precision": "no", "tf32": None, **settings})
     assert low_precision(torch.nn.Linear(2, 2).to(dtype), args) == expected
 
@@ -304,7 +308,7 @@ def caplog_of_package(caplog):
 def test_a_lost_signal_warns_with_both_numbers(tmp_path, caplog_of_package):
     build(tmp_path, smoothing=1e-6).train()  # on random tokens
     (message,) = warnings_of(caplog_of_package)
-    assert message.startswith("bf16 autocast: on public data smoothing=1e-06 changes the loss by")
+    assert message.startswith("bf16=True: on public data smoothing=1e-06 changes the loss by")
     assert "rounding by" in message and "ratio 0" in message
 
 
@@ -354,7 +358,7 @@ def test_the_run_is_the_same_with_and_without_it(tmp_path, monkeypatch):
     state = torch.get_rng_state()
     with_it.train()
     middle = torch.get_rng_state()
-    monkeypatch.setattr(precision_diagnostics, "low_precision", lambda *_: None)
+    monkeypatch.setattr(methods, "low_precision", lambda *_: "")
     without = build(tmp_path / "without", rows(10, seed=2), smoothing=4e-3)
     torch.set_rng_state(state)
     without.train()

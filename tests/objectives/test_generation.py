@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GenerationConfig
 
-from hf_dpzero.objectives.generation import greedy, greedy_logits, left_padded
+from hf_dpzero.objectives.generation import greedy, left_padded
 
 FAMILIES = ("opt", "gpt2", "llama", "qwen2")
 STOPS, PAD, NEW = (5, 6, 7, 8, 9, 10), 0, 8
@@ -55,7 +55,7 @@ def by_full_passes(model: nn.Module, prompt: Tensor, stops: Sequence[int] = STOP
 
 def decode(model: nn.Module, ids: Tensor, mask: Tensor, **changed: Any) -> Tensor:
     settings = {"max_new_tokens": NEW, "stop_token_ids": STOPS, "pad_token_id": PAD}
-    return greedy(model, ids, mask, **{**settings, **changed})
+    return greedy(model, ids, mask, **{**settings, **changed})[0]
 
 
 def with_adapter(model: Any, name: str) -> nn.Module:
@@ -206,7 +206,7 @@ def test_greedy_logits_are_those_of_the_tokens(adapter: str | None, language_mod
     model, row = language_model("llama"), prompts()[1]
     model = with_adapter(model, adapter) if adapter else model
     settings = {"max_new_tokens": NEW, "stop_token_ids": (), "pad_token_id": PAD}
-    found = greedy_logits(model, *padded([row], "right"), **settings)
+    _, found = greedy(model, *padded([row], "right"), **settings)
     tokens = torch.tensor(by_full_passes(model, row, stops=()))
     whole = torch.cat([row, tokens]).unsqueeze(0)
     with torch.no_grad():

@@ -267,7 +267,7 @@ def test_answers_are_scored_against_their_own_question(
             text = tokenizer.decode(row[kept.bool()], skip_special_tokens=True)
             answer = known.get(text.split("\nQuestion: ")[1].split("\n")[0], [])
             target[: len(answer)] = torch.tensor(answer, dtype=torch.int64)
-        return found
+        return found, torch.zeros(len(ids))
 
     monkeypatch.setattr(prompted, "greedy", greedy)
     found = evaluate(recipe, "--zero_shot")

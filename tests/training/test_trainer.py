@@ -15,7 +15,7 @@ from tiny_runs import build, config, same, tiny_data, tiny_model, weights
 from transformers import BertForSequenceClassification, TrainerCallback, default_data_collator
 
 from hf_dpzero import DPZeroTrainer
-from hf_dpzero.estimators.parameter_guard import ParameterChanged
+from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay

@@ -1,4 +1,4 @@
-"""Checks that only this package writes to the parameters.
+"""Forward passes: a module's `forward` replaced for a while, and a check that it writes nothing.
 
 A forward pass that writes into the parameters would carry un-noised private data into the weights,
 and would leave the finite differences of something else than the model that is trained.
@@ -7,15 +7,42 @@ and would leave the finite differences of something else than the model that is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Called through `map`: the cheapest way over ten thousand tensors.
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 _address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
+
+
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `module.forward(...)` is `replacement(the module's own forward, ...)`.
+
+    An instance attribute that someone else had put there comes back after the block, whatever happens
+    there; where there was none there is none.
+
+    Args:
+      module: any.
+      replacement: called with the forward that it stands for, then with the call's arguments.
+
+    Yields:
+      Nothing.
+    """
+    original = module.__dict__.get("forward")
+    module.forward = functools.partial(replacement, module.forward)
+    try:
+        yield
+    finally:
+        if original is None:
+            del module.forward
+        else:
+            module.forward = original
 
 
 class ParameterChanged(RuntimeError):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpzero.estimators.parameter_guard import ParameterChanged, ParameterGuard
+from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
 from hf_dpzero.ledger import digests
 from hf_dpzero.ledger.digests import checksums
 
