@@ -27,7 +27,7 @@ _HOME = {
     "PoissonSampler": "privacy.sampling",
     "PrivacyPlan": "privacy.plan",
     "PrivacyReport": "reporting.privacy_report",
-    "Release": "ledger.release",
+    "Release": "ledger.update_rules",
     "ScalarMechanism": "privacy.mechanisms",
     "SecureNoise": "privacy.noise",
     "Trajectory": "ledger.trajectory",
@@ -40,9 +40,9 @@ _HOME = {
 __all__ = [*sorted(_HOME), "__version__"]
 
 if TYPE_CHECKING:
-    from hf_dpzero.ledger.release import Release as Release
     from hf_dpzero.ledger.replay import replay as replay
     from hf_dpzero.ledger.trajectory import Trajectory as Trajectory
+    from hf_dpzero.ledger.update_rules import Release as Release
     from hf_dpzero.perturbation.directions import Direction as Direction
     from hf_dpzero.perturbation.parameter_space import ParameterSpace as ParameterSpace
     from hf_dpzero.privacy.mechanisms import NonPrivateMean as NonPrivateMean

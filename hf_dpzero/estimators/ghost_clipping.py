@@ -1,7 +1,7 @@
 """Ghost clipping: norms of per-example gradients without the gradients, then one weighted sum.
 
-(Li et al. 2022, arXiv:2110.05679.) The gradient of a weight that meets the tokens of an
-example is a sum of outer products, sum_t left_t right_t^T, and its norm needs none of them:
+(Li et al. 2022, arXiv:2110.05679.) The gradient of a weight that meets an example's tokens is a sum of
+outer products, sum_t left_t right_t^T, and its norm needs none of them:
 
 ||sum_t left_t right_t^T||_F^2 = sum_{s,t} (left_s . left_t) (right_s . right_t)
 
@@ -16,15 +16,13 @@ does, but its left_t and right_t are kept and multiplied once more, sum_i w_i su
 cancel on the way back it gives a gradient that nobody measured, and one example then moves the sum by
 up to 14 clipping norms (`test_huge_tokens_that_cancel_move_the_sum_by_no_more_than_the_clip`).
 
-Rounding
---------
-Norm and sum round in proportion to S = sum_t |left_t| |right_t|, not to the norm. With float32's
-2^-24, a squared norm is off by no more than about 2^-23 S^2, and a sum over n tokens (of all examples)
-by sqrt(n) 2^-25 S. While S <= 16 ||g|| that is 2^-16 of the norm at the very worst, for each. Where S
-is larger, the example's gradient is multiplied out by itself, and what is added is w times that very
-array. Factors are divided by powers of two first, which is exact, so that neither their squares nor
-their weighted values leave float32's range. Gradients that were taken for their norms are added as they
-are.
+*Rounding.* Norm and sum round in proportion to S = sum_t |left_t| |right_t|, not to the norm. With
+float32's 2^-24, a squared norm is off by no more than about 2^-23 S^2, and a sum over n tokens (of all
+examples) by sqrt(n) 2^-25 S. While S <= 16 ||g|| that is 2^-16 of the norm at the very worst, for each.
+Where S is larger, the example's gradient is multiplied out by itself, and what is added is w times that
+very array. Factors are divided by powers of two first, which is exact, so that neither their squares
+nor their weighted values leave float32's range. Gradients that were taken for their norms are added as
+they are.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hf_dpzero.perturbation.trainable import has_plain_storage
 
-_PART = 1 << 19  # elements on their way to the CPU
 _CHUNK = 1 << 24  # bytes on their way to the CPU, for each thread
 _THREADS = 4
 
@@ -23,11 +22,14 @@ def digest_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in named_tensors:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        flat = tensor.detach().contiguous().view(-1)
-        for start in range(0, flat.numel(), _PART):
-            part = flat[start : start + _PART].cpu().view(torch.uint8)
-            digest.update(part.numpy().tobytes())
+        _add_bytes(digest, tensor)
     return digest.hexdigest()
+
+
+def _add_bytes(digest: Any, tensor: Tensor) -> None:
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for start in range(0, content.numel(), _CHUNK):
+        digest.update(content[start : start + _CHUNK].cpu().numpy().data)
 
 
 def digest_model(model: nn.Module) -> str:
@@ -90,13 +92,11 @@ def checksums(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """
     named = [(name, tensor) for name, tensor in named_tensors if has_plain_storage(tensor)]
     with ThreadPoolExecutor(_THREADS) as pool:  # hashlib works outside the interpreter's lock
-        sums = pool.map(_checksum, (tensor.detach() for _, tensor in named))
+        sums = pool.map(_checksum, (tensor for _, tensor in named))
         return {name: value for (name, _), value in zip(named, sums, strict=True)}
 
 
 def _checksum(tensor: Tensor) -> str:
     digest = hashlib.sha256()
-    content = tensor.contiguous().view(-1).view(torch.uint8)
-    for start in range(0, content.numel(), _CHUNK):
-        digest.update(content[start : start + _CHUNK].cpu().numpy().data)
+    _add_bytes(digest, tensor)
     return digest.hexdigest()

@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.release import Release
 from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.subspaces import subspace_from_dict

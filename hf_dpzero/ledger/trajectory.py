@@ -36,8 +36,7 @@ from hf_dpzero.ledger.log_file import (
     locked,
     split_header,
 )
-from hf_dpzero.ledger.release import Release
-from hf_dpzero.ledger.update_rules import Term, UpdateTerms, update_rule_from_dict
+from hf_dpzero.ledger.update_rules import Release, Term, UpdateTerms, update_rule_from_dict
 
 FORMAT, VERSION = "hf_dpzero.trajectory", 2  # 2: Philox4x32 directions
 LEDGER_NAME, SHIPPING_NAME = "trajectory.ledger", "trajectory.safetensors"

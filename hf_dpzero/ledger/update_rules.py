@@ -27,13 +27,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from hf_dpzero.ledger.release import Release
-
 State = tuple[float, ...]
 """What a rule keeps of the releases up to a step: a few floats."""
 
 NEGLIGIBLE = 1e-2
 """The default window ends where a release's weight falls to this share of its first weight."""
+
+
+class Release(NamedTuple):
+    """What one step made public.
+
+    Attributes:
+      step: from 0.
+      values: the K noised means, each a float32 number, and what else the step released (the share of
+        unclipped examples that an adaptive clip follows); no means for a mechanism that cannot be
+        replayed (DPGD-0th releases a d-vector, which only the weights hold).
+      learning_rate: of this step.
+    """
+
+    step: int
+    values: tuple[float, ...]
+    learning_rate: float
 
 
 class Term(NamedTuple):
@@ -263,26 +277,6 @@ class UpdateTerms:
                 if coefficient or s == step:
                     terms.append(Term(s, query, coefficient))
         return terms
-
-
-def update_terms(rule: UpdateRule, releases: Sequence[Release], num_directions: int) -> list[Term]:
-    """The terms of the last release's update: a pure function of the releases, in O(t).
-
-    Args:
-      rule: the run's.
-      releases: those of a run from step 0 on.
-      num_directions: K.
-
-    Returns:
-      As `UpdateTerms`.
-
-    >>> releases = [Release(0, (2.0,), 0.5), Release(1, (4.0,), 0.5)]
-    >>> for term in update_terms(Momentum(momentum=0.5), releases, 1):
-    ...     print(tuple(term))
-    (1, 0, -2.0)
-    (0, 0, -0.5)
-    """
-    return UpdateTerms(rule, num_directions)(releases, len(releases) - 1)
 
 
 def _check_fraction(field: str, value: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -121,18 +120,15 @@ class Coordinates:
             )
         return self._streams[direction]
 
-    def direction_norm(self, direction: Direction) -> float:
-        """||u||_2: sqrt(d) for rademacher and sphere, the drawn norm for gaussian."""
-        return math.sqrt(self._squared_norm(direction))
-
     def _squared_norm(self, direction: Direction) -> float:
+        """||u||^2: d for rademacher and sphere, the drawn norm's square for gaussian."""
         if self.distribution != "gaussian":
             return float(self.dimension)
         return self.stream(direction).squared_norm()
 
     @torch.no_grad()
     def gram(self, directions: Sequence[Direction]) -> Tensor:
-        """<u_k, u_l>, float64 [K, K] on the CPU; the diagonal is `direction_norm` squared.
+        """<u_k, u_l>, float64 [K, K] on the CPU; the squared norms are on the diagonal.
 
         Exact for rademacher. One direction costs its norm; more generate all coordinates, a few MB at
         a time.

@@ -320,27 +320,3 @@ def dither(start: Tensor | int, index: Tensor) -> Tensor:
       int64 of index's shape.
     """
     return (start + (index & 0xFFFFFFFF) * DITHER_STEP) & 0xFFFFFFFF
-
-
-def direction_vector(
-    direction: Direction,
-    distribution: str,
-    layout: list[tuple[int, int]],
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The whole direction as one vector, for tests, small problems and explanations.
-
-    Args:
-      direction, distribution, layout: as for `DirectionStream`.
-      dtype: of the result.
-
-    Returns:
-      [d], scaled.
-
-    >>> u = direction_vector(Direction(key=7, step=0), "rademacher", [(0, 6)])
-    >>> u.abs().tolist()
-    [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    """
-    stream = DirectionStream(direction, distribution, layout)
-    parts = [stream.raw(offset, size) for offset, size in layout]
-    return torch.cat(parts).to(dtype) * stream.scale

@@ -126,10 +126,7 @@ class ParameterSpace(Coordinates):
           ValueError: a direction twice, or coefficients that together exceed the smoothing.
           RuntimeError: an earlier move failed half-way.
         """
-        if self.settled:
-            self._follow_storage_()
-        if not self.snapped:
-            self.snap_()
+        self._get_ready_()
         self._check_position(position)
         old, new, update = dict(self.position), dict(position), self._pending
         present = max((u.step for u, c in update.items() if c), default=0)
@@ -145,6 +142,12 @@ class ParameterSpace(Coordinates):
         self._last_update = update or self._last_update  # the next shares its window's directions
         kept = {**new, **self._last_update}
         self._streams = {u: stream for u, stream in self._streams.items() if u in kept}
+
+    def _get_ready_(self) -> None:
+        if self.settled:
+            self._follow_storage_()
+        if not self.snapped:
+            self.snap_()
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -287,14 +290,11 @@ class ParameterSpace(Coordinates):
           ValueError: a coefficient that is not finite or absurdly large, a decay outside [0, 1];
             theta is settled and unchanged then.
         """
-        if self.settled:
-            self._follow_storage_()
-        if not self.snapped:
-            self.snap_()
+        self._get_ready_()
         if self._pending:
             self.settle_()
         self._check_pairs(directions, coefficients)
-        growth = self._growth(coefficients)
+        growth = largest_coordinate(self.distribution) * sum(abs(c) for c in coefficients)
         if not (growth <= _LARGEST_GROWTH and 0.0 <= decay <= 1.0):
             self.settle_()
             raise ValueError(
@@ -326,10 +326,6 @@ class ParameterSpace(Coordinates):
                 "as many distinct directions as coefficients."
             )
 
-    def _growth(self, coefficients: Sequence[float]) -> float:
-        """The largest |sum_k c_k u_k[i]|; NaN and infinity come through."""
-        return largest_coordinate(self.distribution) * sum(abs(c) for c in coefficients)
-
     @torch.no_grad()
     def dense_step_(
         self,
@@ -350,10 +346,7 @@ class ParameterSpace(Coordinates):
         Raises:
           ValueError: as many coefficients as directions are needed; theta is settled then.
         """
-        if self.settled:
-            self._follow_storage_()
-        if not self.snapped:
-            self.snap_()
+        self._get_ready_()
         self.settle_()
         self._check_pairs(directions, coefficients)
         streams, part = [self.stream(u) for u in directions], 0

@@ -221,21 +221,12 @@ def library_relation(spec: StepSpec) -> NeighboringRelation:
     return NeighboringRelation["ADD_OR_REMOVE_ONE" if laplace else spec.relation.upper()]
 
 
-def step_event(spec: StepSpec, parts: tuple[float, ...] = (1.0,)) -> DpEvent:
+def step_event(spec: StepSpec) -> DpEvent:
     """The `DpEvent` of one step, in the convention of the accountant that reads it.
 
     The PLD accountant doubles the sensitivity of a Gaussian by itself under REPLACE_ONE; the RDP
     accountant and Laplace events do not, so there it is divided out of the noise. For
     truncated_poisson under add_or_remove_one this is the event of the pair (n + 1, n).
-
-    Args:
-      spec: the step.
-      parts: shares of the step's noise multiplier, where it has several noises: (z_1 / z, z_2 / z,
-        ..) describes the same step as a composition, for readers and the RDP accountant. The PLD
-        accountant takes no composition inside a sampled event, and a truncated event has one noise.
-
-    Returns:
-      The event; its composition over T steps is the run.
 
     Raises:
       ValueError: as in `check_sound`.
@@ -251,9 +242,7 @@ def step_event(spec: StepSpec, parts: tuple[float, ...] = (1.0,)) -> DpEvent:
         larger = spec.num_examples + (spec.relation == "add_or_remove_one")
         return dp.TruncatedSubsampledGaussianDpEvent(larger, q, spec.max_batch_size, sigma)
     doubled = accountant_used(spec) in ("pld", "gaussian_exact") and spec.relation == "replace_one"
-    sigma = sigma / (spec.sensitivity / 2 if doubled else spec.sensitivity)
-    gaussians = [dp.GaussianDpEvent(sigma * part) for part in parts]
-    gaussian = gaussians[0] if len(gaussians) == 1 else dp.ComposedDpEvent(gaussians)
+    gaussian = dp.GaussianDpEvent(sigma / (spec.sensitivity / 2 if doubled else spec.sensitivity))
     if spec.sampling == "poisson":
         return dp.PoissonSampledDpEvent(q, gaussian)
     if spec.sampling == "fixed_size_without_replacement":

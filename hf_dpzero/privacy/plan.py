@@ -104,35 +104,18 @@ class PrivacyPlan:
         """The accountant behind the reported epsilon, which may be better than the one named."""
         return accountant_used(self.spec) if self.private else "none"
 
-    @property
-    def sensitivity(self) -> float:
-        """Sensitivity of the clipped sum under the plan's relation, in the units of the clip.
+    def event(self, at: int | None = None) -> DpEvent:
+        """The `dp_accounting` event of the first `at` steps (default: all of them), 0 <= at <= steps.
 
-        Under adaptive clipping, of the first step's.
-        """
-        return self.mechanism.sensitivity(self.relation)
-
-    def event(self, at: int | None = None, *, joint: bool = False) -> DpEvent:
-        """The `dp_accounting` event of the first `at` steps (default: all of them).
-
-        Args:
-          at: 0 <= at <= steps.
-          joint: how to show a step with several noises (adaptive clipping): as the composition that it
-            is, or as the one Gaussian that they amount to (see `events.py`), from which epsilon is
-            computed, because the PLD accountant takes no composition inside a sampled event.
-
-        Returns:
-          An event in the convention of the accountant named by `accountant_used`.
+        In the convention of the accountant named by `accountant_used`. A step with several noises
+        (adaptive clipping) is the one Gaussian that they amount to (see `events.py`).
         """
         import dp_accounting as dp
 
         count = self._count(at)
         if not self.private:
             return dp.NonPrivateDpEvent() if count else dp.NoOpDpEvent()
-        whole = self.mechanism.effective_noise_multiplier
-        parts = tuple(part / whole for part in self.mechanism.event_multipliers)
-        once = step_event(self.spec) if joint else step_event(self.spec, parts)
-        return dp.SelfComposedDpEvent(once, count) if count else dp.NoOpDpEvent()
+        return dp.SelfComposedDpEvent(step_event(self.spec), count) if count else dp.NoOpDpEvent()
 
     def epsilon(self, delta: float, at: int | None = None) -> float:
         """Epsilon spent at `delta` after `at` steps (default: all); an upper bound.

@@ -67,20 +67,17 @@ def _run_event(spec: StepSpec, steps: int) -> DpEvent:
     return dp.SelfComposedDpEvent(step_event(spec), steps)
 
 
-def selection_event(plan: PrivacyPlan, trials: TrialCount) -> DpEvent:
-    """The event of "run `plan` K times, release the best".
+def selection_event(spec: StepSpec, steps: int, trials: TrialCount) -> DpEvent:
+    """The event of "run the steps K times, release the best", for the RDP accountant.
 
     Args:
-      plan: one trial.
+      spec: a step of one trial, for that accountant.
+      steps: of one trial.
       trials: distribution of K.
 
     Returns:
-      The event for the RDP accountant.
+      It, with room for noise on a grid.
     """
-    return _selection_event(replace(plan.spec, accountant="rdp"), plan.steps, trials)
-
-
-def _selection_event(spec: StepSpec, steps: int, trials: TrialCount) -> DpEvent:
     import dp_accounting as dp
     from dp_accounting.dp_event import RepeatAndSelectDpEvent, ZCDpEvent
 
@@ -116,7 +113,7 @@ def _selection_epsilon(spec: StepSpec, steps: int, trials: TrialCount, delta: fl
             f"delta={delta} must lie in (0, 1): private selection has no pure epsilon."
         )
     accountant = rdp_accountant(library_relation(spec))
-    accountant.compose(_selection_event(spec, steps, trials))
+    accountant.compose(selection_event(spec, steps, trials))
     return float(accountant.get_epsilon(delta))
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.estimators.forward_passes import ParameterGuard
-from hf_dpzero.ledger.release import Release
 from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
     batch_size,

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch
-from hf_dpzero.ledger.release import Release
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import Mechanism, VectorMechanism

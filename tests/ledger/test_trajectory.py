@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from whole_directions import direction_vector
 
 from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.release import Release
 from hf_dpzero.ledger.replay import apply_release, directions_of, replay, space_from_header
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.perturbation.directions import DISTRIBUTIONS, direction_vector
+from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.perturbation.directions import DISTRIBUTIONS, Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "trajectory.json"

@@ -21,12 +21,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from whole_directions import direction_vector
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.ledger import update_rules
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.release import Release
 from hf_dpzero.ledger.replay import replay, space_from_header
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import (
@@ -34,13 +34,14 @@ from hf_dpzero.ledger.update_rules import (
     UPDATE_RULES,
     Adam,
     Momentum,
+    Release,
+    Term,
     UpdateRule,
     UpdateTerms,
     default_window,
     update_rule_from_dict,
-    update_terms,
 )
-from hf_dpzero.perturbation.directions import Direction, direction_vector
+from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.subspaces import LowRank
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise
@@ -53,6 +54,11 @@ RULES = [
     Momentum(momentum=0.8, window=5),
     Adam(momentum=0.7, window=6),
 ]
+
+
+def update_terms(rule: UpdateRule, releases: Sequence[Release], count: int) -> list[Term]:
+    """The terms of the last release's update, from nothing but the releases."""
+    return UpdateTerms(rule, count)(releases, len(releases) - 1)
 
 
 def by_name(rule: UpdateRule) -> str:
@@ -229,7 +235,6 @@ def test_nothing_but_public_numbers_reaches_a_rule(rule: UpdateRule):
     modules = [n.module for n in tree.body if isinstance(n, ast.ImportFrom)]
     names = [alias.name for n in tree.body if isinstance(n, ast.Import) for alias in n.names]
     standard = {
-        "hf_dpzero.ledger.release",
         "__future__",
         "abc",
         "collections.abc",

@@ -11,13 +11,13 @@ import pytest
 import torch
 from scipy import stats
 from test_philox import reference_words
+from whole_directions import direction_vector
 
 from hf_dpzero.perturbation import directions
 from hf_dpzero.perturbation.directions import (
     DISTRIBUTIONS,
     Direction,
     DirectionStream,
-    direction_vector,
     dither,
     largest_coordinate,
     normal_tables,

@@ -217,7 +217,7 @@ def test_an_error_in_any_thread_is_raised(threads):
 def test_without_numba_the_engine_runs_in_plain_torch():
     """A fresh process that cannot import numba gives the golden trajectory's bits."""
     program = (
-        "import sys; sys.modules['numba'] = None; sys.path.insert(0, sys.argv[1])\n"
+        "import sys; sys.modules['numba'] = None; sys.path[:0] = sys.argv[1:]\n"
         "import json, test_trajectory as t\n"
         "from hf_dpzero.perturbation.kernels import dispatch, triton_launch\n"
         "assert dispatch._cpu_kernels() is None and 'triton' not in sys.modules\n"
@@ -225,7 +225,7 @@ def test_without_numba_the_engine_runs_in_plain_torch():
     )
     here = Path(__file__).resolve().parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", program, str(here / "ledger")],
+        [sys.executable, "-c", program, str(here / "ledger"), str(here)],
         capture_output=True, text=True, cwd=here.parent, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

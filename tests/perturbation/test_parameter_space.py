@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from whole_directions import direction_vector
 
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.perturbation import coordinates, segments
-from hf_dpzero.perturbation.directions import DISTRIBUTIONS, Direction, direction_vector
+from hf_dpzero.perturbation.directions import DISTRIBUTIONS, Direction
 from hf_dpzero.perturbation.kernels import dispatch, torch_reference
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 

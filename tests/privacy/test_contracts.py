@@ -137,18 +137,6 @@ def test_mechanism_states_what_it_is(mechanism):
     assert mechanism.values_per_release >= 0
     assert mechanism.values_per_release > 0 or not mechanism.replayable
     assert math.isinf(mechanism.clip) == (mechanism.distribution == "none")
-    past = [(0.5,) * mechanism.values_per_release] * 2  # at the quantile: nothing moves
-    assert mechanism.at(past) == mechanism.at([]) == mechanism
-
-
-@mechanisms
-def test_the_parts_of_a_step_amount_to_its_one_event(mechanism):
-    parts = [multiplier**-2 for multiplier in mechanism.event_multipliers]
-    if mechanism.private:
-        assert sum(parts) == pytest.approx(mechanism.effective_noise_multiplier**-2, rel=1e-12)
-        assert sum(parts) <= mechanism.effective_noise_multiplier**-2 * (1 + 1e-15)
-    else:
-        assert not parts
 
 
 @pytest.mark.parametrize("relation", RELATIONS)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -135,12 +136,16 @@ def orders_of_accountant() -> list[float]:
     return [float(order) for order in RdpAccountant()._orders]
 
 
+def event_of(plan: PrivacyPlan, trials: TrialCount) -> Any:
+    return selection_event(replace(plan.spec, accountant="rdp"), plan.steps, trials)
+
+
 def rdp_of(plan: PrivacyPlan, trials: TrialCount) -> dict[float, float]:
     """order -> RDP of the selection as dp_accounting sees it."""
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant()
-    accountant.compose(selection_event(plan, trials))
+    accountant.compose(event_of(plan, trials))
     return dict(zip(orders_of_accountant(), accountant._rdp, strict=True))
 
 
@@ -184,7 +189,7 @@ def test_discrete_noise_adds_twelve_slacks_of_rdp() -> None:
     from dp_accounting.dp_event import ZCDpEvent
 
     plan = full_batch_plan(steps=1, sigma=2.0**-9, num_directions=8)
-    noise, grid = selection_event(plan, TrialCount(mean=2.0)).event.events
+    noise, grid = event_of(plan, TrialCount(mean=2.0)).event.events
     assert isinstance(grid, ZCDpEvent)
     assert grid.rho == 0
     h = 8 * (40.0**2 + 2) / (12 * (2.0**-9 * 2**30) ** 2)

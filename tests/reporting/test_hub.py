@@ -18,8 +18,8 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import save_file
 from tiny_runs import build
 
-from hf_dpzero.ledger.release import Release
 from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from tiny_runs import build, config, same, tiny_data, tiny_model, weights
 from transformers import BertForSequenceClassification, TrainerCallback, default_data_collator
+from whole_directions import direction_vector
 
 from hf_dpzero import DPZeroTrainer
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -20,7 +21,7 @@ from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.perturbation.directions import Direction, DirectionStream, direction_vector
+from hf_dpzero.perturbation.directions import Direction, DirectionStream
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 
 ADAPTIVE = {"clipping": "adaptive", "clip_count_noise": 3.0}
 VARIANTS = {
@@ -92,7 +93,7 @@ def test_an_adaptive_clip_follows_the_quantile(tmp_path):
     trainer.train()
     values = [r.values for r in trainer.trajectory.releases]
     assert all(len(v) == 2 for v in values)
-    found = trainer.plan.mechanism.at(values).clip
+    found = MechanismSchedule(trainer.plan.mechanism).after(trainer.trajectory.releases).clip
     differences = trainer.step.differences(
         [trainer.training_rows().collate_rows(list(range(120)))],
         [d for s in range(8) for d in _directions(trainer, s)],

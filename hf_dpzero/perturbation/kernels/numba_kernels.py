@@ -21,14 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dpzero.perturbation.directions import (
-    _DITHERS,
-    DITHER_STEP,
-    LANES,
-    NORMAL_UNIT,
-    SIGNS_TILE,
-    normal_tables,
-)  # fmt: skip
+from hf_dpzero.perturbation import directions
+from hf_dpzero.perturbation.directions import LANES, NORMAL_UNIT, SIGNS_TILE, normal_tables
 from hf_dpzero.perturbation.philox import MULTIPLIERS, WEYL
 
 _jit = nb.njit(nogil=True, cache=True)
@@ -37,10 +31,10 @@ _inline = nb.njit(nogil=True, cache=True, inline="always")
 _u32, _u64, _f32 = np.uint32, np.uint64, np.float32
 _M0, _M1 = _u64(MULTIPLIERS[0]), _u64(MULTIPLIERS[1])
 _W0, _W1 = _u32(WEYL[0]), _u32(WEYL[1])
-_STEP, _HALF, _UNIT = _u32(DITHER_STEP), _u64(32), _f32(NORMAL_UNIT)
+_STEP, _HALF, _UNIT = _u32(directions.DITHER_STEP), _u64(32), _f32(NORMAL_UNIT)
 _TILE = SIGNS_TILE  # coordinates worked on at a time: 16 KiB of float32, in the first-level cache
 _ROWS = _TILE // LANES
-_ODD = np.int64(_DITHERS - 1)
+_ODD = np.int64(directions._DITHERS - 1)
 _SMALLEST_SHARE = 1 << 16  # coordinates below which a second thread is not worth waking
 
 
@@ -202,14 +196,13 @@ def _end_of_member(rows, e, end):
 @_jit
 def _row_amounts(amounts, row_amounts, rows, first):
     """The amount of each of a tile's 128 rows, the flat tensor's rows first, first + 1, ..."""
-    begin, end = max(0, -first), min(_ROWS, rows.size - first)
     if rows.size == 0:
-        for r in range(_ROWS):
-            row_amounts[r] = amounts[0]
-    else:
-        here, inside = rows[first + begin : first + end], row_amounts[begin:end]
-        for r in range(here.size):
-            inside[r] = amounts[_u32(here[r])]
+        row_amounts[:] = amounts[0]
+        return
+    begin, end = max(0, -first), min(_ROWS, rows.size - first)
+    here, inside = rows[first + begin : first + end], row_amounts[begin:end]
+    for r in range(here.size):
+        inside[r] = amounts[_u32(here[r])]
 
 
 @_jit
@@ -349,22 +342,19 @@ def _in_parallel(work: Callable[[int, int], None], size: int, lead: int) -> None
 
 @_jit
 def _signs_pieces(out, source, offset, firsts, keys, amounts, rows):
-    width = out.size // firsts.size
+    end = out.shape[1]
     for p in range(firsts.size):
-        a, b = p * width, (p + 1) * width
-        _signs_range(out[a:b], source[a:b], offset + firsts[p], keys, amounts, rows, 0, width)
+        _signs_range(out[p], source[p], offset + firsts[p], keys, amounts, rows, 0, end)
 
 
 @_jit
 def _normals_pieces(
     out, source, offset, firsts, keys, new, old, update, spacing, dithers, rows, table
 ):
-    width = out.size // firsts.size
     for p in range(firsts.size):
-        a, b = p * width, (p + 1) * width
         _normals_range(
-            out[a:b], source[a:b], offset + firsts[p], keys, new, old, update, spacing, dithers,
-            -firsts[p : p + 1], rows, table, 0, width,
+            out[p], source[p], offset + firsts[p], keys, new, old, update, spacing, dithers,
+            -firsts[p : p + 1], rows, table, 0, out.shape[1],
         )  # fmt: skip
 
 
@@ -372,12 +362,10 @@ def _normals_pieces(
 def _rounded_pieces(
     out, source, offset, firsts, keys, gaussian, coefficients, dithers, rows, is_half, table
 ):
-    width = out.size // firsts.size
     for p in range(firsts.size):
-        a, b = p * width, (p + 1) * width
         _rounded_range(
-            out[a:b], source[a:b], offset + firsts[p], keys, gaussian, coefficients, dithers,
-            -firsts[p : p + 1], rows, is_half, table, 0, width,
+            out[p], source[p], offset + firsts[p], keys, gaussian, coefficients, dithers,
+            -firsts[p : p + 1], rows, is_half, table, 0, out.shape[1],
         )  # fmt: skip
 
 
@@ -400,11 +388,13 @@ def sum_of_squared_normals(key: Any, start: int, count: int) -> int:
     return sum(sums)
 
 
-def _places(members: Any) -> tuple[Any, Any]:
-    """(starts, rows) as the compiled functions take them."""
+def _arrays(out: Tensor, source: Tensor, members: Any, pieces: Any) -> tuple[Any, ...]:
+    """(out, source), [P, n / P] for P pieces, and (starts, rows) as the compiled functions take them."""
+    shape = (-1,) if pieces is None else (len(pieces), -1)
+    both = (tensor.numpy().reshape(shape) for tensor in (out, source))
     if members is None:
-        return np.zeros(1, np.int64), np.empty(0, np.int32)
-    return members.starts, members.rows
+        return *both, np.zeros(1, np.int64), np.empty(0, np.int32)
+    return *both, members.starts, members.rows
 
 
 def add_signs(
@@ -415,7 +405,7 @@ def add_signs(
     Args:
       out, source, offset, keys, amounts, members, pieces: as there.
     """
-    flat, given, (_, rows) = out.numpy(), source.numpy(), _places(members)
+    flat, given, _, rows = _arrays(out, source, members, pieces)
     if pieces is not None:
         return _signs_pieces(flat, given, offset, pieces, keys, amounts, rows)
     work = functools.partial(_signs_range, flat, given, offset, keys, amounts, rows)
@@ -431,7 +421,7 @@ def add_normals(
     Args:
       out, source, offset, keys, new, old, update, spacing, dithers, members, pieces: as there.
     """
-    flat, given, (starts, rows) = out.numpy(), source.numpy(), _places(members)
+    flat, given, starts, rows = _arrays(out, source, members, pieces)
     rest = (keys, new, old, update, spacing, dithers)
     if pieces is not None:
         return _normals_pieces(flat, given, offset, pieces, *rest, rows, _table())
@@ -448,8 +438,9 @@ def add_rounded(
     Args:
       out, source, offset, keys, gaussian, coefficients, dithers, members, pieces: as there.
     """
-    flat, given = (tensor.view(torch.uint16).numpy() for tensor in (out, source))
-    rest, (starts, rows) = (keys, gaussian, coefficients, dithers), _places(members)
+    bits = (tensor.view(torch.uint16) for tensor in (out, source))
+    flat, given, starts, rows = _arrays(*bits, members, pieces)
+    rest = (keys, gaussian, coefficients, dithers)
     end = (rows, out.dtype == torch.float16, _table())
     if pieces is not None:
         return _rounded_pieces(flat, given, offset, pieces, *rest, *end)

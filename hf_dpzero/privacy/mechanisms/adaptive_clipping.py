@@ -81,7 +81,7 @@ class AdaptiveClipping(NoisedSum):
     """Base: the count of unclipped examples, its noise, and the clip that follows from it.
 
     Attributes:
-      clip: C_0 of the whole run; in what `at` returns, the C_t of one step.
+      clip: C_0 of the whole run; in what `after_fractions` returns, the C_t of one step.
       noise_multiplier: z of sum and count together; 0 releases both without noise.
       expected_batch_size: B, public.
       clip_quantile: gamma in (0, 1), the share of examples to leave unclipped.
@@ -142,31 +142,15 @@ class AdaptiveClipping(NoisedSum):
         return left**-0.5 if left > 0 else math.inf
 
     @property
-    def event_multipliers(self) -> tuple[float, ...]:
-        """(z_d, 2 sigma_b): the two Gaussians of a step."""
-        return (self.sum_multiplier, self.count_multiplier)
-
-    @property
     def noise_scale(self) -> float:
         """Standard deviation of the noise on the sum, z_d * C."""
         return self.sum_multiplier * self.clip
 
-    def at(self: A, past: Sequence[tuple[float, ...]]) -> A:
-        """The mechanism of the step after `past`; call it on the run's mechanism, not on a step's.
-
-        The sum over the past is correctly rounded, so that it does not depend on the order of additions.
-        It takes time proportional to the past; `MechanismSchedule` takes only what is new.
-
-        Args:
-          past: the values of every earlier release, the fraction last in each.
-        """
-        return self.after_fractions(math.fsum(values[-1] for values in past), len(past))
-
     def after_fractions(self: A, total: float, steps: int) -> A:
-        """The mechanism of the step that follows earlier releases, given by a summary of them.
+        """The mechanism of the step that follows earlier releases; call it on the run's mechanism.
 
         Args:
-          total: sum of their fractions, correctly rounded.
+          total: sum of their fractions, correctly rounded, so that the order of additions is no matter.
           steps: their number.
 
         Returns:
@@ -331,7 +315,7 @@ class AdaptiveDPAdamW(AdaptiveGradientMechanism):
 class MechanismSchedule(Generic[M]):
     """The mechanism of each step of a run: the plan's, its clip adapted to the releases so far.
 
-    Equal to `mechanism.at(past)`, at the cost of the releases since the last call.
+    A call costs time in proportion to the releases since the last one.
 
     Args:
       mechanism: the plan's; one that does not adapt is every step's.

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -18,8 +18,6 @@ RELATIONS: tuple[Relation, ...] = ("add_or_remove_one", "replace_one", "replace_
 MIN_NOISE_MULTIPLIER = 2.0**-10
 MAX_NOISE_MULTIPLIER = 2.0**25
 MAX_CLIP = 2.0**64
-
-B = TypeVar("B", bound="MechanismBase")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +58,6 @@ class MechanismBase:
         """What the noised sum is divided by: B."""
         return self.expected_batch_size
 
-    def at(self: B, past: Sequence[tuple[float, ...]]) -> B:
-        """The mechanism of the step that follows the releases `past`: itself, unless it adapts."""
-        return self
-
     def to_dict(self) -> dict[str, Any]:
         """Fields and name, JSON-safe; `mechanism_from_dict` reads it back."""
         return {"name": self.name, **dataclasses.asdict(self)}
@@ -75,10 +69,8 @@ class MechanismBase:
 
     def _check_count(self, field: str) -> None:
         value = getattr(self, field)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{field}={value!r} must be an integer.")
-        if value < 1:
-            raise ValueError(f"{field}={value} must be at least 1.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{field}={value!r} must be an integer of at least 1.")
 
     def _check_total(self, total: Sequence[float], count: int) -> None:
         if len(total) != count:
@@ -144,11 +136,6 @@ class NoisedSum(MechanismBase):
         """Noise scale over the add-or-remove sensitivity, of the one Gaussian (Laplace) of a step."""
         return self.noise_multiplier / self.sensitivity_add_remove
 
-    @property
-    def event_multipliers(self) -> tuple[float, ...]:
-        """The same for each part of a step that has noise of its own."""
-        return (self.effective_noise_multiplier,)
-
     def sensitivity(self, relation: Relation) -> float:
         """Sensitivity of the sum (L2; L1 for Laplace noise) under `relation`, in the units of `clip`."""
         return self.clip * sensitivity_factor(
@@ -206,7 +193,6 @@ class NotNoised(MechanismBase):
     clip: ClassVar[float] = math.inf
     noise_multiplier: ClassVar[float] = 0.0
     effective_noise_multiplier: ClassVar[float] = 0.0
-    event_multipliers: ClassVar[tuple[float, ...]] = ()
     noise_scale: ClassVar[float] = 0.0
     noise_draws: ClassVar[int] = 0
     distribution: ClassVar[str] = "none"

@@ -9,15 +9,7 @@ the K finite differences of one example form one vector, clipped as one vector.
 All arithmetic before a scalar release is on integers; `discretization.py` proves why the epsilon
 printed for a Gaussian holds for the discrete noise that is drawn.
 
-What every mechanism states, here and in `gradient.py` and `adaptive_clipping.py`:
-
-- `sensitivity(relation)`: of the clipped sum, in the units of C; `sensitivity_add_remove` and
-  `sensitivity_replace`: the same in clipping norms.
-- `effective_noise_multiplier`: the multiplier of the one Gaussian (Laplace) that a step amounts to,
-  relative to the add-or-remove sensitivity; `event_multipliers`: those of its parts.
-- `noise_draws`: coordinates of a step that receive discrete noise; `values_per_release`: numbers
-  that a step writes to the ledger.
-- `at(past)`: the mechanism of the step after the releases `past`.
+What every mechanism states is in `base.py`.
 """
 
 from __future__ import annotations
