@@ -348,7 +348,7 @@ def test_the_clip_finds_the_quantile(quantile, start):
         ({"clip_count_noise": 2.0**25}, r"2 \* clip_count_noise=67108864.0 is outside"),
         ({"clip": math.inf}, "clip=inf must be finite and positive"),
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 must be finite"),
-        ({"num_directions": 0}, "num_directions=0 must be at least 1"),
+        ({"num_directions": 0}, "num_directions=0 must be an integer of at least 1"),
     ],
 )
 def test_bad_settings_are_refused(changes, message):

@@ -270,7 +270,10 @@ def test_no_noise_means_not_private():
         ({"expected_batch_size": 0}, "expected_batch_size=0.0 must be finite and positive"),
         ({"clipping": "adaptive"}, "clipping='adaptive' is unknown; use one of"),
         ({"clip_groups": 2}, "clip_groups=2 has no meaning with clipping='fixed'.*use clipping="),
-        ({"clipping": "averaged", "clip_groups": 0}, "clip_groups=0 must be at least 1"),
+        (
+            {"clipping": "averaged", "clip_groups": 0},
+            "clip_groups=0 must be an integer of at least 1",
+        ),
         ({"clipping": "averaged", "clip_groups": 2.0}, "clip_groups=2.0 must be an integer"),
         ({"clip_stability": 0.0}, "clip_stability=0.0 must be positive"),
         ({"clip_stability": math.inf}, "clip_stability=inf must be positive"),

@@ -369,7 +369,7 @@ def test_bad_settings_are_refused(cls, change, message):
 
 
 def test_more_refusals():
-    with pytest.raises(ValueError, match="num_directions=0 must be at least 1"):
+    with pytest.raises(ValueError, match="num_directions=0 must be an integer of at least 1"):
         scalar(0)
     with pytest.raises(ValueError, match=r"num_directions=2.0 must be an integer"):
         scalar(2.0)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -137,7 +136,7 @@ def orders_of_accountant() -> list[float]:
 
 
 def event_of(plan: PrivacyPlan, trials: TrialCount) -> Any:
-    return selection_event(replace(plan.spec, accountant="rdp"), plan.steps, trials)
+    return selection_event(dataclasses.replace(plan.spec, accountant="rdp"), plan.steps, trials)
 
 
 def rdp_of(plan: PrivacyPlan, trials: TrialCount) -> dict[float, float]:
@@ -273,7 +272,10 @@ def test_num_directions_may_differ_within_one_event() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (make_plan(relation="replace_one"), "does not support poisson sampling under relation"),
+        (
+            make_plan(relation="replace_one"),
+            "does not support poisson sampling under neighboring_relation",
+        ),
         (
             make_plan(
                 sampler=TruncatedPoissonSampler(

@@ -438,7 +438,7 @@ def add_rounded(
     Args:
       out, source, offset, keys, gaussian, coefficients, dithers, members, pieces: as there.
     """
-    bits = (tensor.view(torch.uint16) for tensor in (out, source))
+    bits = out.view(torch.uint16), source.view(torch.uint16)
     flat, given, starts, rows = _arrays(*bits, members, pieces)
     rest = (keys, gaussian, coefficients, dithers)
     end = (rows, out.dtype == torch.float16, _table())
