@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,13 @@ def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: the folder holds rows of another study.
     """
+    from rich.progress import track
+
     output_dir.mkdir(parents=True, exist_ok=True)
     rows = _read_rows(output_dir / ROWS_FILE, study)
     done = {(row["spectrum"], row["dimension"], row["method"]) for row in rows}
-    for spectrum, dimension, method in _progress(study, done):
+    points = [point for point in study.points() if point not in done]
+    for spectrum, dimension, method in track(points, description=f"{len(points)} points"):
         best = _run_point(study, spectrum, dimension, method)
         row = {"spectrum": spectrum, "dimension": dimension, "method": method, **best._asdict()}
         rows.append(json.loads(json.dumps(row)))
@@ -109,13 +112,6 @@ def _read_rows(path: Path, study: Study) -> list[dict[str, Any]]:
     if json.loads(first) != settings:
         raise ValueError(f"{path} holds rows of a study with other settings: use another folder.")
     return [json.loads(row) for row in rows]
-
-
-def _progress(study: Study, done: set[tuple[str, int, str]]) -> Iterator[tuple[str, int, str]]:
-    from rich.progress import track
-
-    points = [point for point in study.points() if point not in done]
-    yield from track(points, description=f"{len(points)} points")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

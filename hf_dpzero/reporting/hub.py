@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +92,7 @@ def write_model_card(output_dir: str | os.PathLike[str], *, repo_id: str | None 
     report = _read_report(folder)
     has_trajectory = (folder / TRAJECTORY_FILE).exists()
     trajectory = _read_trajectory(folder, report) if has_trajectory else None
-    metrics = public_results(_read_json(folder / RESULTS_FILE))
-    recipe = public_recipe(_read_text(folder / RECIPE_FILE))
-    _write_card(folder, report, trajectory, metrics, recipe, repo_id)
+    _write_card(folder, report, trajectory, repo_id)
     return folder / CARD_FILE
 
 
@@ -177,7 +175,9 @@ def push(
       PermissionError: no token, a token that may not write, or a public repository.
       ConnectionError: offline mode, or the Hub cannot be reached.
     """
-    _check_repo_id(repo_id)
+    from huggingface_hub.utils import validate_repo_id
+
+    validate_repo_id(repo_id)
     token = None if dry_run else _require_token(token)
     folder = build_hub_folder(
         output_dir,
@@ -304,7 +304,7 @@ def _fill(
     recipe = public_recipe(_read_text(source / RECIPE_FILE))
     if recipe:
         (staged / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-    _write_card(staged, report, trajectory, metrics, recipe, repo_id)
+    _write_card(staged, report, trajectory, repo_id)
 
 
 def _copied_files(source: Path) -> Iterable[Path]:
@@ -345,13 +345,10 @@ def _reduce_base_path(adapter: Path) -> None:
 
 
 def _write_card(
-    folder: Path,
-    report: PrivacyReport,
-    trajectory: Trajectory | None,
-    metrics: Mapping[str, float],
-    recipe: str,
-    repo_id: str | None,
+    folder: Path, report: PrivacyReport, trajectory: Trajectory | None, repo_id: str | None
 ) -> None:
+    """The card of the run whose files `folder` holds, from what of them is public."""
+    recipe = public_recipe(_read_text(folder / RECIPE_FILE))
     settings = recipe_settings(recipe)
     adapter, config = _read_json(folder / ADAPTER_FILE), _read_json(folder / "config.json")
     dataset, task = settings.get("dataset_name"), settings.get("task")
@@ -366,7 +363,7 @@ def _write_card(
         ),
         task=task_of(config, adapter, settings.get("prompt")),
         dataset=None if dataset is None else str(dataset),
-        metrics=metrics,
+        metrics=public_results(_read_json(folder / RESULTS_FILE)),
         recipe=recipe,
         peft=bool(adapter),
         trajectory=trajectory,
@@ -375,18 +372,6 @@ def _write_card(
         plot=(folder / PLOT_FILE).is_file(),
     )
     write_atomically(folder / CARD_FILE, card.content)
-
-
-def _check_repo_id(repo_id: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(
-            f"repo_id={repo_id!r} is no Hub id such as 'me/my-model': {error}"
-        ) from None
 
 
 def _require_token(token: str | None) -> str:

@@ -18,13 +18,7 @@ from hf_dpzero.perturbation.subspaces import SUBSPACES, Subspace, subspace_from_
 from hf_dpzero.privacy.mechanisms import mechanism_from_dict
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS
-from hf_dpzero.privacy.sampling import (
-    FixedSizeSampler,
-    FullBatchSampler,
-    PoissonSampler,
-    Sampler,
-    TruncatedPoissonSampler,
-)
+from hf_dpzero.privacy.sampling import SAMPLERS, Sampler, sampler_from_dict
 from hf_dpzero.values import nearest
 
 logger = logging.get_logger(__name__)
@@ -40,7 +34,7 @@ CLIPPINGS = {
     "averaged": ("dp-sgd", "dp-adamw"),
 }
 GRADIENTS = ("auto", "dense", "ghost")
-SAMPLINGS = ("poisson", "truncated_poisson", "fixed_size_without_replacement", "full_batch")
+SAMPLINGS = tuple(SAMPLERS)
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -387,20 +381,13 @@ class DPZeroConfig(TrainingArguments):
         return str(getattr(self.optim, "value", self.optim))
 
     def _sampler(self, num_examples: int) -> Sampler:
-        if self.sampling == "full_batch":
-            return FullBatchSampler(
-                num_examples=num_examples, expected_batch_size=float(num_examples)
-            )
-        batch = self.expected_batch_size
-        if self.sampling == "truncated_poisson":
-            assert self.max_batch_size is not None
-            return TruncatedPoissonSampler(
-                num_examples=num_examples,
-                expected_batch_size=batch,
-                max_batch_size=self.max_batch_size,
-            )
-        kind = PoissonSampler if self.sampling == "poisson" else FixedSizeSampler
-        return kind(num_examples=num_examples, expected_batch_size=batch)
+        full, cap = self.sampling == "full_batch", self.max_batch_size
+        settings = {
+            "name": self.sampling,
+            "num_examples": num_examples,
+            "expected_batch_size": num_examples if full else self.expected_batch_size,
+        }
+        return sampler_from_dict(settings | ({} if cap is None else {"max_batch_size": cap}))
 
     def _mechanism_settings(self, num_examples: int) -> dict[str, Any]:
         """The method's mechanism by name and fields, for `mechanism_from_dict`; its clip fixed."""

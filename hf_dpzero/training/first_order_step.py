@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,13 @@ from hf_dpzero.privacy.mechanisms import Mechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.privacy.noise import NoiseSource
+from hf_dpzero.training.batches import isolated_randomness
 from hf_dpzero.training.distributed import (
     is_main,
     shared_from_main,
     sum_over_processes,
     sum_tensor_,
 )
-from hf_dpzero.training.random_state import isolated_randomness
 
 logger = logging.getLogger(__name__)
 
@@ -48,27 +48,6 @@ _BACKWARD_HOOK = (
     "watches gradients, such as wandb.watch): take it off."
 )
 CHUNK = 1 << 19  # noise is drawn for this many coordinates at a time
-
-
-class WeightedGradients(Protocol):
-    """Per-example gradients of a model's trainable parameters, weighted and summed."""
-
-    model: nn.Module
-    names: list[str]
-    parameters: list[nn.Parameter]
-
-    def weighted_sum(
-        self, microbatches: Sequence[Any], weigh: Callable[[Tensor], Tensor]
-    ) -> tuple[list[Tensor], Tensor]:
-        """Sums per-example gradients g_i.
-
-        Args:
-          microbatches: none give zeros.
-          weigh: norms ||g_i|| [b] -> weights w_i [b] with w_i ||g_i|| <= C.
-
-        Returns:
-          sum_i w_i g_i for each parameter, float32; the norms [B] on the CPU.
-        """
 
 
 class PlainGradients:
@@ -92,7 +71,7 @@ class PlainGradients:
     def weighted_sum(
         self, microbatches: Sequence[Microbatch], weigh: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """As in the protocol, but every weight is 1, and no norm is computed ([0]).
+        """As `HookedGradients.weighted_sum`, but every weight is 1, and no norm is computed ([0]).
 
         An example whose loss is not finite counts as zero.
 
@@ -163,13 +142,14 @@ class FirstOrderStep:
 
     Attributes:
       mechanism: the plan's.
-      gradients: of the trainable parameters.
+      gradients: with the `model`, its trainable `parameters` and `weighted_sum` of what it is made of:
+        `HookedGradients`, `PlainGradients` or `GroupMeans`.
       noise: drawn once for each step, on rank 0.
       trajectory: the ledger.
     """
 
     mechanism: Mechanism
-    gradients: WeightedGradients
+    gradients: Any
     noise: NoiseSource
     trajectory: Trajectory
 

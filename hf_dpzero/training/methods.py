@@ -23,10 +23,9 @@ from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import PerExampleLoss, is_compiled
-from hf_dpzero.training.batches import LogicalBatch
+from hf_dpzero.training.batches import LogicalBatch, isolated_randomness
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
 from hf_dpzero.training.precision import low_precision, refuse_compiled
-from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)

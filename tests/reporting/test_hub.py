@@ -561,7 +561,7 @@ def test_a_public_repository_is_not_taken_for_a_private_one(run: Path, api: type
 
 @pytest.mark.parametrize("repo_id", ["", "a/b/c", "me/with space"])
 def test_bad_repo_ids_are_refused_first(repo_id: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no Hub id such as"):
+    with pytest.raises(ValueError, match="Repo id must"):
         push(tmp_path, repo_id, dry_run=True)
 
 
