@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from hf_dpzero.objectives.losses import batch_size
+from hf_dpzero.training.random_state import isolated_randomness
 
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
-
-
-@contextlib.contextmanager
-def isolated_randomness() -> Iterator[None]:
-    """Fresh secret state for torch's, numpy's and Python's global generators; restored on exit.
-
-    Collators and data sets may draw from them (masking, augmentation). A public seed would let one
-    example shift the masks of all others, and the generators' state, which Hugging Face writes into
-    checkpoints, would tell how many numbers the private data consumed.
-    """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    legacy, python = np.random.mtrand._rand, random.getstate()
-    state = legacy.get_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            torch.default_generator.manual_seed(secrets.randbits(63))
-            for device in devices:
-                torch.cuda.default_generators[device].manual_seed(secrets.randbits(63))
-            fresh = np.random.MT19937(np.random.SeedSequence(secrets.randbits(128)))
-            legacy.set_state(np.random.RandomState(fresh).get_state())
-            random.setstate(random.Random(secrets.randbits(128)).getstate())
-            yield
-        finally:
-            legacy.set_state(state)
-            random.setstate(python)
 
 
 class LogicalBatch(TypedDict):

@@ -12,9 +12,9 @@ from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
 from hf_dpzero.objectives.losses import PerExampleLoss, check_per_example, select_objective
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.training import data_checks, distributed, validation
-from hf_dpzero.training.batches import isolated_randomness
 from hf_dpzero.training.independence_check import check_independence, check_widths
 from hf_dpzero.training.precision import check_mixed_precision, check_precision, compile_
+from hf_dpzero.training.random_state import isolated_randomness
 
 
 def check_before_training(trainer: Any) -> None:

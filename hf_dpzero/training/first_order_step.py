@@ -32,13 +32,13 @@ from hf_dpzero.privacy.mechanisms import Mechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.privacy.noise import NoiseSource
-from hf_dpzero.training.batches import isolated_randomness
 from hf_dpzero.training.distributed import (
     is_main,
     shared_from_main,
     sum_over_processes,
     sum_tensor_,
 )
+from hf_dpzero.training.random_state import isolated_randomness
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,10 @@ from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import PerExampleLoss, is_compiled
-from hf_dpzero.training.batches import LogicalBatch, isolated_randomness
+from hf_dpzero.training.batches import LogicalBatch
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
 from hf_dpzero.training.precision import low_precision, refuse_compiled
+from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
@@ -44,7 +45,7 @@ class TrainingMethod(ABC):
     """
 
     step: Any
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | None = None
 
     @abstractmethod
     def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None: ...
@@ -65,9 +66,9 @@ class TrainingMethod(ABC):
     def settle_(self) -> None:
         """Makes the parameters hold theta."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beyond weights and optimizer; public, JSON-safe."""
+        return {}
 
 
 class ZerothOrderMethod(TrainingMethod):
@@ -134,8 +135,6 @@ class FirstOrderMethod(TrainingMethod):
       ValueError: a compiled model, or a trainable layer without per-example gradients.
     """
 
-    optimizer = None
-
     def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None:
         self.trainer = trainer
         self.step = FirstOrderStep(
@@ -175,10 +174,6 @@ class FirstOrderMethod(TrainingMethod):
 
     def settle_(self) -> None:
         """Does nothing: the parameters always hold theta."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: optimizer and weights are in the checkpoint already."""
-        return {}
 
 
 def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]:

@@ -31,8 +31,8 @@ from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import Mechanism, VectorMechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.noise import NoiseSource
-from hf_dpzero.training.batches import isolated_randomness
 from hf_dpzero.training.distributed import shared_from_main, sum_over_processes
+from hf_dpzero.training.random_state import isolated_randomness
 
 logger = logging.getLogger(__name__)
 
