@@ -26,7 +26,8 @@ ModelFactory = Callable[..., "PreTrainedModel"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is none."""
+    """Slow tests run first, so that none is left alone at the end; gpu ones are skipped without one."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -141,7 +141,15 @@ class Record:
         return max((row.jobs for row in self.rows), default=1)
 
     def cell(self, method: str, epsilon: float) -> Cell | None:
-        """The cell of a method at an epsilon, or None where the grid has none."""
+        """A cell of the table.
+
+        Args:
+          method: as in the grid.
+          epsilon: target, as in the grid.
+
+        Returns:
+          The cell, or None where the grid has none.
+        """
         return next((c for c in self.cells if (c.method, c.epsilon) == (method, epsilon)), None)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:

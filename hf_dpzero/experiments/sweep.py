@@ -84,7 +84,12 @@ class SweepSettings:
         return [dict(zip(self.grid, values, strict=True)) for values in combinations]
 
     def load(self, point: Point, extra: Point | None = None) -> Recipe:
-        """The recipe of one point of the grid."""
+        """The recipe of one point of the grid.
+
+        Args:
+          point: settings by name; they win over the recipe's and the overrides.
+          extra: more of them, which win over `point`.
+        """
         return load_recipe(self.recipe, {**self.overrides, **point, **(extra or {})})
 
     def fingerprint(self, prepared: Prepared) -> str:

@@ -243,7 +243,13 @@ def _clipped_gradients(problem: Quadratic, x: Floats, clips: Floats, squares: Fl
 
 
 def grid(steps: Sequence[int], rates: Sequence[float], clips: Sequence[float]) -> list[Cell]:
-    """Every combination."""
+    """Every combination.
+
+    Args:
+      steps: T.
+      rates: learning rates alpha.
+      clips: clipping norms C.
+    """
     return [Cell(*values) for values in itertools.product(steps, rates, clips)]
 
 

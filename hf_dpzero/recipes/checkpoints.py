@@ -215,7 +215,12 @@ class Origin:
 
     @classmethod
     def of(cls, name: str, revision: str | None) -> Origin:
-        """What a recipe names; a package that is not installed stays a name."""
+        """What a recipe names.
+
+        Args:
+          name: folder, Hub id or `package:` path; a package that is not installed stays a name.
+          revision: on the Hub; None is "main".
+        """
         with contextlib.suppress(ImportError, FileNotFoundError):
             name = resolve_path(name)
         folder = Path(name)
