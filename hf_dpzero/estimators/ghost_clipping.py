@@ -16,13 +16,12 @@ does, but its left_t and right_t are kept and multiplied once more, sum_i w_i su
 cancel on the way back it gives a gradient that nobody measured, and one example then moves the sum by
 up to 14 clipping norms (`test_huge_tokens_that_cancel_move_the_sum_by_no_more_than_the_clip`).
 
-*Rounding.* Norm and sum round in proportion to S = sum_t |left_t| |right_t|, not to the norm. With
-float32's 2^-24, a squared norm is off by no more than about 2^-23 S^2, and a sum over n tokens (of all
-examples) by sqrt(n) 2^-25 S. While S <= 16 ||g|| that is 2^-16 of the norm at the very worst, for each.
-Where S is larger, the example's gradient is multiplied out by itself, and what is added is w times that
-very array. Factors are divided by powers of two first, which is exact, so that neither their squares
-nor their weighted values leave float32's range. Gradients that were taken for their norms are added as
-they are.
+*Rounding.* The norm rounds in proportion to S = sum_t |left_t| |right_t|, not to itself. With float32's
+2^-24, a squared norm is off by no more than about 2^-23 S^2; while S <= 16 ||g|| that is 2^-16 of the
+norm at the very worst. Where S is larger, the example's gradient is multiplied out by itself, and what
+is added is w times that very array. Factors are divided by powers of two first, which is exact, so that
+their squares do not leave float32's range. The weighted sum is taken in float64. Gradients that were
+taken for their norms are added as they are.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def _add_gradient_(
     none = torch.zeros(1, dtype=torch.float64, device=totals[0].device)
     norm = torch.stack([none, *(row_norms(g.reshape(1, -1)) for _, g in used)]).norm(dim=0)
     if bool(norm.isfinite()):
-        weight = float(weigh(norm).float())
+        weight = float(weigh(norm))
         for total, g in used:
             total.add_(g.view(total.shape), alpha=weight)
     return norm
@@ -261,12 +260,12 @@ class Products:
         """total += sum_i w_i g_i.
 
         Args:
-          total: float32 `[n, m]`.
+          total: float64 `[n, m]`.
           kept: bool [B] or a slice, the examples that are added.
           weights: float64 [B].
         """
-        w = (weights if self.factor is None else weights * self.factor)[kept].float()[:, None, None]
-        left, right = self.left[kept], self.right[kept]
+        w = (weights if self.factor is None else weights * self.factor)[kept][:, None, None]
+        left, right = self.left[kept], self.right[kept].double()
         if self.looked_up:
             total.index_add_(0, left.flatten(), (right * w).flatten(0, 1))
         else:
@@ -437,7 +436,7 @@ def _norm_hooks_class() -> Any:
             for total, p in zip(totals, parameters, strict=True):
                 if p in self.samples:
                     samples = self.samples[p][rows].flatten(1)
-                    total.add_((weights[rows].float() @ samples).view(total.shape))
+                    total.add_((weights[rows] @ samples.double()).view(total.shape))
                 for use in self.uses.get(p, []):
                     use.add_weighted_(total, rows, weights)
 

@@ -36,6 +36,8 @@ from hf_dpzero.objectives.losses import (
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 
 Batch = Mapping[str, Tensor]
+PIECE = 1 << 15
+"""Coordinates of a microbatch's gradients that are held in float64 at a time."""
 Seen = Mapping[str, Sequence[int]]
 """Leading dimensions of what a layer was given in each of its calls, by the layer's name."""
 
@@ -80,10 +82,10 @@ class HookedGradients(ABC):
             counts as zero whatever its weight.
 
         Returns:
-          (sum_i w_i g_i over all examples, float32, one tensor for each of `parameters`;
+          (sum_i w_i g_i over all examples, float64, one tensor for each of `parameters`;
           their norms ||g_i||, float32 [B] on the CPU).
         """
-        totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+        totals = [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
         norms = [torch.zeros(0)]
         with self._hooked() as hooks:
             for part in microbatches:
@@ -216,8 +218,7 @@ class PerExampleGradients(HookedGradients):
                 g[~finite] = 0
         weights = torch.where(finite, weigh(norms).float(), 0.0)
         for n, g in zip(used, samples, strict=True):
-            clipped, plain = _sums(weights, g)
-            totals[n].add_(clipped.view(totals[n].shape))
+            plain = _add_sums_(totals[n].view(-1), weights, g)
             check_total(self.names[n], self.parameters[n], plain, norms, hooks.coarse)
         forget_gradients(self.parameters)
         return norms.float().cpu()
@@ -240,20 +241,21 @@ def rounds_products() -> bool:
         return True
 
 
-def _sums(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum_i w_i g_i, sum_i g_i) float32 [n] of `[B, n]`.
+def _add_sums_(total: Tensor, weights: Tensor, gradients: Tensor) -> Tensor:
+    """total += sum_i w_i g_i, float64 [n], of gradients [B, n]; returns sum_i g_i, float32.
 
-    Half precision is added up in float32 too: to round the sum would move it, as the examples come
-    and go, by more than their clip. Nor are weights and gradients rounded to TF32, which is coarser
-    than the clip's margin.
+    In float64, whatever the gradients' dtype and however products are rounded: to round the sum would
+    move it, as the examples come and go, by more than their clip.
     """
-    if gradients.dtype == torch.float32 and not rounds_products():
-        weighted, plain = torch.stack([weights, torch.ones_like(weights)]) @ gradients
-        return weighted, plain
-    weighted = torch.zeros_like(gradients[0], dtype=torch.float32)
-    for weight, row in zip(weights.tolist(), gradients, strict=True):
-        weighted.add_(row, alpha=weight)
-    return weighted, gradients.sum(dim=0, dtype=torch.float32)
+    both = torch.stack([weights.double(), torch.ones_like(weights, dtype=torch.float64)])
+    plain = torch.empty_like(total, dtype=torch.float32)
+    for piece, into, whole in zip(
+        gradients.split(PIECE, dim=1), total.split(PIECE), plain.split(PIECE), strict=True
+    ):
+        weighted, added = both @ piece.double()
+        into.add_(weighted)
+        whole.copy_(added)
+    return plain
 
 
 def check_total(
@@ -275,7 +277,7 @@ def check_total(
       ValueError: they do not; names the parameter.
     """
     assert parameter.grad is not None
-    error = float(total.sub_(project(parameter.grad)).norm(dtype=torch.float32))
+    error = float(total.sub_(project(parameter.grad)).norm())
     tolerance = 5e-2 if coarse else 1e-3
     if error > tolerance * float(norms.norm()) + 1e-12:  # never when either is not finite
         raise ValueError(

@@ -161,10 +161,10 @@ class Coordinates:
         self, number: int, start: int, count: int,
         streams: Sequence[DirectionStream], coefficients: Sequence[float],
     ) -> Tensor:  # fmt: skip
-        """Coordinates start .. start+count of sum_k c_k u_k in one tensor (K >= 1), float32 [count]."""
+        """Coordinates start .. start+count of sum_k c_k u_k in one tensor (K >= 1), float64 [count]."""
         offset, device = self.offsets[number] + start, self.tensors[number].device
         terms = (
-            _raw(stream, offset, count, device).mul_(c * stream.scale)
+            _raw(stream, offset, count, device).double().mul_(c * stream.scale)
             for stream, c in zip(streams, coefficients, strict=True)
         )
         return functools.reduce(Tensor.add_, terms)

@@ -331,17 +331,15 @@ class ParameterSpace(Coordinates):
         self,
         directions: Sequence[Direction],
         coefficients: Sequence[float],
-        noise: Callable[[int, int], Tensor],
+        update: Callable[[int, Tensor], Tensor],
     ) -> None:
-        """theta <- theta + sum_k c_k u_k + noise, noise a dense vector (DPGD-0th, Algorithm 1).
-
-        The noise joins the sum before anything is rounded to the parameters' precision, so that this
-        rounding is a function of the noised vector alone and costs no privacy.
+        """theta <- theta + update(sum_k c_k u_k), one chunk at a time (DPGD-0th, Algorithm 1).
 
         Args:
           directions: u_k, at least one, distinct.
-          coefficients: c_k; private until the noise is on them.
-          noise: (part, count) -> float32 [count], fresh for every part.
+          coefficients: c_k, float64; private.
+          update: (number of the chunk, its part of the sum, float64 [n]) -> float32 [n], what is added
+            to the parameters. Here the sum is noised, before anything is rounded.
 
         Raises:
           ValueError: as many coefficients as directions are needed; theta is settled then.
@@ -355,8 +353,8 @@ class ParameterSpace(Coordinates):
                 segment, m = self._places[number]
                 for start in range(0, size, CHUNK):
                     count = min(CHUNK, size - start)
-                    values = self._combination(number, start, count, streams, coefficients)
-                    values.add_(noise(part, count).to(values.device))
+                    combined = self._combination(number, start, count, streams, coefficients)
+                    values = update(part, combined)
                     segment.add_dense_(m, start, values, streams[0], self._reach)
                     part += 1
         self._streams.clear()

@@ -37,6 +37,20 @@ def select_trainable(model: nn.Module, pattern: str | None) -> None:
         parameter.requires_grad_(name in chosen)
 
 
+def num_trainable(model: nn.Module, pattern: str | None) -> int:
+    """d, the number of coordinates that `select_trainable` leaves trainable; tied ones count once.
+
+    Args:
+      model: any.
+      pattern: as there.
+    """
+    return sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if (p.requires_grad if pattern is None else re.search(pattern, name))
+    )
+
+
 def check_trainable(named: Sequence[tuple[str, Tensor]]) -> None:
     """Raises ValueError for tensors that a `ParameterSpace` cannot perturb.
 

@@ -91,6 +91,7 @@ class StepSpec:
       relation: the neighbouring relation.
       accountant: the accountant asked for.
       sensitivity_replace: sensitivity under replacement over R: 2, or 1 for averaged clipping.
+      dense_draws: coordinates of a step whose Gaussian noise is rounded to a grid afterwards.
     """
 
     sampling: str
@@ -103,6 +104,7 @@ class StepSpec:
     relation: Relation = "add_or_remove_one"
     accountant: Accountant = "pld"
     sensitivity_replace: int = 2
+    dense_draws: int = 0
 
     @property
     def probability(self) -> float:

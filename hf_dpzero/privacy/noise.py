@@ -70,34 +70,27 @@ class NoiseSource(ABC):
         _check(scale, size)
         return self._integers("laplace", float(scale), size, step)
 
-    def dense_gaussian(self, scale: float, size: int, step: int, part: int) -> np.ndarray:
-        """Floating-point Gaussian noise for d-dimensional mechanisms. Not exact: rounded to float32.
+    @abstractmethod
+    def normals(self, size: int, step: int, part: int) -> np.ndarray:
+        """Standard normal draws, each within 2^-46 of an exact one.
+
+        Not to be added to private numbers as they are: `discretization.noised_on_grid` hides what
+        floating-point numbers reveal.
 
         Args:
-          scale: standard deviation >= 0.
           size: number of independent draws.
           step: matters to insecure sources only.
           part: of a long vector; matters to insecure sources only.
 
         Returns:
-          float32, shape [size].
-
-        Raises:
-          ValueError: a scale that is negative or not finite.
+          float64 [size].
         """
-        if not (math.isfinite(scale) and scale >= 0.0):
-            raise ValueError(f"noise scale {scale} is not a finite number >= 0.")
-        return np.asarray(float(scale) * self._normals(size, step, part), dtype=np.float32)
 
     @abstractmethod
     def _integers(
         self, distribution: Distribution, scale: float, size: int, step: int
     ) -> list[int]:
         """Integer draws, checked arguments."""
-
-    @abstractmethod
-    def _normals(self, size: int, step: int, part: int) -> np.ndarray:
-        """Standard normal draws."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +102,9 @@ class SecureNoise(NoiseSource):
     bits of OpenSSL's generator. That generator is keyed, and re-keyed after a fork, by the
     operating system. `step` is ignored: two calls never return the same noise.
 
-    Dense draws are Box-Muller on the operating system's cryptographic random bits, 53 for each
-    uniform (DPZero, Algorithm 1). Coordinates whose signal is zero publish their noise as it is, so
-    the bits must be unpredictable from each other.
+    Normal draws are quantiles of uniform numbers made of the operating system's cryptographic bits.
+    Coordinates whose signal is zero publish their noise as it is, so the bits must be unpredictable
+    from each other.
     """
 
     name: ClassVar[str] = "os_entropy_exact"
@@ -122,12 +115,18 @@ class SecureNoise(NoiseSource):
     ) -> list[int]:
         return list(_measurement(distribution, scale)([0] * size)) if size else []
 
-    def _normals(self, size: int, step: int, part: int) -> np.ndarray:
-        pairs = (size + 1) // 2
-        bits = np.frombuffer(os.urandom(16 * pairs), dtype=np.uint64) >> np.uint64(11)
-        radius = np.sqrt(-2.0 * np.log((bits[:pairs] + np.uint64(1)) * 2.0**-53))
-        angle = bits[pairs:] * (2.0 * math.pi * 2.0**-53)
-        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
+    def normals(self, size: int, step: int, part: int) -> np.ndarray:
+        """As in the base class: a random sign, and the quantile of a uniform number in (0, 1/2)."""
+        words = _random_words(size)
+        uniform = ((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
+        rare = np.flatnonzero(uniform < 2.0**-12)  # needs more bits for a relative 2^-52
+        high, low = _random_words(2 * len(rare)).reshape(2, -1).astype(np.float64)
+        fraction = (high + low * 2.0**-64) * 2.0**-64
+        uniform[rare] = ((words[rare] >> np.uint64(1)).astype(np.float64) + fraction) * 2.0**-64
+        from scipy.special import ndtri
+
+        quantile = ndtri(np.maximum(uniform, 2.0**-192))
+        return np.where(words & np.uint64(1), -quantile, quantile)
 
 
 @dataclass(frozen=True)
@@ -154,12 +153,17 @@ class InsecureSeededNoise(NoiseSource):
         draw = generator.standard_normal if distribution == "gaussian" else generator.laplace
         return [round(scale * z) for z in draw(size=size).tolist()]
 
-    def _normals(self, size: int, step: int, part: int) -> np.ndarray:
-        return self._generator(2, step, part).standard_normal(size, dtype=np.float32)
+    def normals(self, size: int, step: int, part: int) -> np.ndarray:
+        """As in the base class, but a function of (seed, step, part)."""
+        return self._generator(2, step, part).standard_normal(size)
 
     def _generator(self, domain: int, step: int, part: int = 0) -> np.random.Generator:
         entropy = np.random.SeedSequence([self.seed, domain, step, part])
         return np.random.Generator(np.random.Philox(entropy))
+
+
+def _random_words(size: int) -> np.ndarray:
+    return np.frombuffer(os.urandom(8 * size), dtype=np.uint64)
 
 
 def _check(scale: float, size: int) -> None:

@@ -88,6 +88,7 @@ class PrivacyPlan:
             distribution=mechanism.distribution,
             noise_multiplier=mechanism.effective_noise_multiplier,
             num_directions=mechanism.noise_draws,
+            dense_draws=mechanism.dense_draws,
             relation=self.relation,
             accountant=self.accountant,
             sensitivity_replace=self.mechanism.sensitivity_replace

@@ -24,6 +24,9 @@ continuous run its likelihood is within e^h everywhere that matters (`discretiza
 divergence of order a is larger by at most (2 a - 1) / (a - 1) h, which is 12 h at the smallest order
 in use, 1.1, and less at larger ones: a `ZCDpEvent` with xi = 12 h.
 
+Noised d-vectors on their grid are close to ideal ones over the whole search: its trials, at most
+`TrialCount.most` of them, are one composition of draws (`discretization.py`, on vectors).
+
 *Plain composition.* The grid is run once, in full, and everything may be released: the runs'
 events compose.
 """
@@ -37,8 +40,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.accounting import rdp_accountant, smallest_argument
+from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack, discretisation_slack
 from hf_dpzero.privacy.events import Accountant, StepSpec, library_relation, step_event
-from hf_dpzero.privacy.mechanisms import discretisation_slack
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.trial_count import TrialCount
 
@@ -114,7 +117,8 @@ def _selection_epsilon(spec: StepSpec, steps: int, trials: TrialCount, delta: fl
         )
     accountant = rdp_accountant(library_relation(spec))
     accountant.compose(selection_event(spec, steps, trials))
-    return float(accountant.get_epsilon(delta))
+    epsilon = float(accountant.get_epsilon(delta * (DENSE_DELTA if spec.dense_draws else 1.0)))
+    return epsilon + 2 * dense_slack(trials.most * steps * spec.dense_draws, epsilon, delta)
 
 
 def calibrate_selection(
@@ -204,12 +208,15 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
     h = sum(
         discretisation_slack(s.noise_multiplier, steps * s.num_directions) for s, steps in specs
     )
-    return _accounted(plans, delta * math.exp(-h)) + 2 * h
+    draws = sum(steps * s.dense_draws for s, steps in specs)
+    share = DENSE_DELTA if draws else 1.0
+    epsilon = _accounted(plans, share * delta * math.exp(-h)) + 2 * h
+    return epsilon + 2 * dense_slack(draws, epsilon, delta)
 
 
 def _as_one_run(plans: Sequence[PrivacyPlan]) -> PrivacyPlan:
     """T1 + T2 + ... steps; the plan with the most directions has the most discrete noise."""
-    largest = max(plans, key=lambda plan: plan.spec.num_directions)
+    largest = max(plans, key=lambda plan: (plan.spec.num_directions, plan.spec.dense_draws))
     return replace(largest, steps=sum(plan.steps for plan in plans))
 
 

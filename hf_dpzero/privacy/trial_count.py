@@ -72,6 +72,11 @@ class TrialCount:
         """
         return Decimal(1) if math.isinf(self.shape) else _gamma(self.mean, self.shape)
 
+    @property
+    def most(self) -> int:
+        """A number that K exceeds with probability below 1e-48: 128 / gamma, or for Poisson 128 E K."""
+        return math.ceil(128 * (self.mean if math.isinf(self.shape) else 1 / float(self.gamma)))
+
     def probability(self, count: int) -> float:
         """P[K = count]."""
         number, value = next(p for p in self._probabilities() if p[0] >= count)

@@ -361,18 +361,18 @@ class BudgetMeter:
 
 
 def noise_name(plan: PrivacyPlan, source: str) -> str:
-    """The report's name of the noise: d-dimensional noise is floating-point, not exact.
+    """The report's name of the noise: that of d-vectors is rounded to a grid, not exact.
 
     Args:
       plan: the plan that ran.
       source: the noise source's own name.
 
     Returns:
-      "none" for a run without noise, else `source`, with "_floating_point" where the noise is.
+      "none" for a run without noise, else `source`, with "_on_grid" for noise on d-vectors.
     """
     if not plan.private:
         return "none"
-    return source if plan.mechanism.replayable else source.replace("_exact", "_floating_point")
+    return source if plan.mechanism.replayable else source.replace("_exact", "_on_grid")
 
 
 def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:

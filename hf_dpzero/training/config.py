@@ -15,7 +15,8 @@ from hf_dpzero.estimators.finite_differences import STRATEGIES
 from hf_dpzero.ledger.update_rules import UPDATE_RULES, UpdateRule, make_update_rule
 from hf_dpzero.perturbation.directions import check_distribution
 from hf_dpzero.perturbation.subspaces import SUBSPACES, Subspace, subspace_from_dict
-from hf_dpzero.privacy.mechanisms import mechanism_from_dict
+from hf_dpzero.privacy.mechanisms import MECHANISMS, mechanism_from_dict
+from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS, Sampler, sampler_from_dict
@@ -317,14 +318,25 @@ class DPZeroConfig(TrainingArguments):
             )
         return delta
 
-    def plan(self, num_examples: int) -> PrivacyPlan:
-        """The privacy plan for a data set of `num_examples`, calibrated if a target was given.
+    def plan(self, num_examples: int, dimension: int | None = None) -> PrivacyPlan:
+        """The privacy plan for a data set, calibrated if a target was given.
+
+        Args:
+          num_examples: n.
+          dimension: d, trainable coordinates; for methods that release d-vectors (`DenseNoise`). None
+            stands for 2^27 there.
+
+        Returns:
+          The plan.
 
         Raises:
           ValueError: sampler, mechanism and relation together have no sound accounting, the batch
             is larger than the data, or the target cannot be reached.
         """
-        plan = self._calibrated(num_examples, self._mechanism_settings(num_examples))
+        fixed = self._mechanism_settings(num_examples)
+        if dimension is not None and issubclass(MECHANISMS[self.method], DenseNoise):
+            fixed["dimension"] = dimension
+        plan = self._calibrated(num_examples, fixed)
         if self.clipping != "adaptive":
             return plan
         count_noise = self.clip_count_noise
@@ -337,7 +349,6 @@ class DPZeroConfig(TrainingArguments):
             "clip_learning_rate": self.clip_learning_rate,
             "clip_count_noise": count_noise,
         }
-        fixed = self._mechanism_settings(num_examples)
         fixed.pop("distribution", None)
         return self._calibrated(num_examples, fixed | adaptive)
 

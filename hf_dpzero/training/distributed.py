@@ -39,6 +39,12 @@ def sum_tensor_(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
 
 
+def broadcast_(tensor: torch.Tensor) -> None:
+    """Replaces a tensor by rank 0's, in place."""
+    if active():
+        dist.broadcast(tensor, 0)
+
+
 def is_main() -> bool:
     """True on rank 0, which draws noise and writes files."""
     return not active() or dist.get_rank() == 0

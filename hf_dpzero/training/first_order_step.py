@@ -30,9 +30,11 @@ from hf_dpzero.objectives.losses import (
 from hf_dpzero.perturbation.trainable import has_plain_storage
 from hf_dpzero.privacy.mechanisms import Mechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
+from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.distributed import (
+    broadcast_,
     is_main,
     shared_from_main,
     sum_over_processes,
@@ -80,9 +82,9 @@ class PlainGradients:
           weigh: not called.
 
         Returns:
-          sum_i g_i for each parameter, float32; no norms.
+          sum_i g_i for each parameter, float64; no norms.
         """
-        totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+        totals = [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
         with evaluation_mode(self.model), torch.enable_grad():
             for part in microbatches:
                 losses = check_per_example(self.objective(self.model, part), batch_size(part))
@@ -117,9 +119,9 @@ class GroupMeans:
           weigh: norm [1] of a mean -> w [1]. A mean that is not finite counts as zero.
 
         Returns:
-          sum_j w_j m_j for each parameter, float32; the norms [groups] on the CPU.
+          sum_j w_j m_j for each parameter, float64; the norms [groups] on the CPU.
         """
-        totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+        totals = [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
         norms = [torch.zeros(0)]
         for parts in groups:
             mean, _ = self.plain.weighted_sum(parts, weigh)
@@ -152,6 +154,9 @@ class FirstOrderStep:
     gradients: Any
     noise: NoiseSource
     trajectory: Trajectory
+
+    def __post_init__(self) -> None:
+        check_dimension(self.mechanism, sum(p.numel() for p in self.gradients.parameters))
 
     def __call__(
         self, step: int, microbatches: Sequence[Any], learning_rate: float
@@ -209,20 +214,19 @@ class FirstOrderStep:
     def _noised_means(
         self, mechanism: Any, totals: Sequence[Tensor], step: int
     ) -> Iterator[Tensor]:
-        """(total + noise) / divisor for each parameter.
-
-        Only rank 0 adds noise, before the all-reduce.
-        """
+        """(total + noise) / divisor for each parameter, float32; rank 0 noises the sum of all ranks."""
         part = 0
         for total in totals:
-            mean = total.div_(mechanism.divisor).view(-1)
-            for piece in mean.split(CHUNK):
-                if is_main() and mechanism.private:
-                    drawn = mechanism.noise_part(self.noise, piece.numel(), step, part)
-                    piece.add_(torch.from_numpy(drawn).to(piece.device))
+            flat = total.view(-1)
+            sum_tensor_(flat)
+            for piece in flat.split(CHUNK):
+                if is_main():
+                    values = piece.cpu().numpy()
+                    mean = mechanism.release_part(values, self.noise, step, part)
+                    piece.copy_(torch.from_numpy(mean))
                 part += 1
-            sum_tensor_(mean)
-            yield mean.view(total.shape)
+            broadcast_(flat)
+            yield flat.float().view(total.shape)
 
     def _hand_on(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.gradients.parameters, gradients, strict=True):

@@ -25,6 +25,7 @@ from hf_dpzero.objectives.losses import (
     Within,
 )
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
@@ -121,7 +122,10 @@ class DPZeroTrainer(PredictingTrainer):
     def plan(self) -> PrivacyPlan:
         """The run's `PrivacyPlan`, calibrated on first use."""
         if self._plan is None:
-            self._plan = self.args.plan(data_checks.num_examples(self.train_dataset))
+            self._plan = self.args.plan(
+                data_checks.num_examples(self.train_dataset),
+                num_trainable(self.model, self.args.trainable),
+            )
             self.meter = BudgetMeter(self._plan, self.delta)
         return self._plan
 

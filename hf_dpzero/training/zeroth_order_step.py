@@ -30,6 +30,7 @@ from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import Mechanism, VectorMechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
+from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.distributed import shared_from_main, sum_over_processes
 from hf_dpzero.training.random_state import isolated_randomness
@@ -109,15 +110,15 @@ class ZerothOrderStep:
     ) -> None:
         """DPGD-0th: releases (sum_k total_k u_k + d-dimensional noise) / B as the update itself."""
         self.space.settle_()
+        check_dimension(mechanism, self.space.dimension)
         totals = mechanism.clip_sum(x, self.space.gram(directions))
         self.trajectory.append(Release(step, (), learning_rate))
 
-        def noise(part: int, count: int) -> Tensor:
-            drawn = torch.from_numpy(mechanism.noise_part(self.noise, count, step, part))
-            return drawn * learning_rate
+        def update(part: int, total: Tensor) -> Tensor:
+            mean = mechanism.release_part(total.cpu().numpy(), self.noise, step, part)
+            return torch.from_numpy(-learning_rate * mean).float().to(total.device)
 
-        coefficients = [-learning_rate * t / mechanism.expected_batch_size for t in totals]
-        self.space.dense_step_(directions, coefficients, noise)
+        self.space.dense_step_(directions, totals, update)
 
     def _repeat(self, release: Release) -> None:
         if self.trajectory.header["replayable"]:

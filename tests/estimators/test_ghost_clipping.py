@@ -70,11 +70,11 @@ def test_the_norm_of_all_uses_of_a_weight_is_that_of_their_summed_gradient(uses:
     torch.testing.assert_close(squares, total.square().sum((1, 2)), rtol=1e-6, atol=0)
     assert bool((scale >= squares.sqrt()).all())  # the triangle inequality
     weights = torch.tensor([0.5, 0.0, 2.0])
-    added = torch.ones(8, 90)
+    added = torch.ones(8, 90, dtype=torch.float64)
     for use in ghost_clipping._joined(uses):
         use.add_weighted_(added, slice(None), weights.double())
     expected = 1 + (weights.double()[:, None, None] * total).sum(0)
-    torch.testing.assert_close(added.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(added, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "without"), [(18, True), (19, False)])

@@ -93,7 +93,7 @@ def clipped_one_by_one(examples: list[list[Tensor]], clip: float) -> list[Tensor
 def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-4, atol=1e-6)
 
 
 def test_the_clipped_sum_is_that_of_single_examples(case: Any, kind: Gradients):
@@ -106,7 +106,7 @@ def test_the_clipped_sum_is_that_of_single_examples(case: Any, kind: Gradients):
     clip = (norms[0] + norms[-1]) / 2  # some are clipped, some are not
     assert norms[0] < clip < norms[-1]
     found = clipped_sum(gradients, batch, clip, size=3)
-    assert all(part.dtype == torch.float32 for part in found)
+    assert all(part.dtype == torch.float64 for part in found)
     assert_close(found, clipped_one_by_one(examples, clip))
     one = {name: value[:1] for name, value in batch.items()}
     assert norm(clipped_sum(gradients, one, clip=1e-3)) == pytest.approx(1e-3, rel=1e-4)
@@ -309,7 +309,7 @@ def check_against_naive_loop(model: nn.Module, objective: Any, batch: Batch, kin
     ]
     assert norms.tolist() == pytest.approx([norm(g) for g in examples], rel=1e-5)
     assert relative_error(totals, expected) < 1e-5
-    assert norms.dtype == totals[0].dtype == torch.float32
+    assert (norms.dtype, totals[0].dtype) == (torch.float32, torch.float64)
 
 
 def test_outputs_that_the_loss_does_not_read(kind: Gradients):
@@ -451,7 +451,7 @@ def test_norms_of_long_rows_are_not_short():
     assert norms.tolist() == [2.0**11] * 2
 
 
-def test_half_precision_gradients_are_added_up_in_float32():
+def test_half_precision_gradients_are_added_up_in_float64():
     """In bfloat16, 1 + 2^-9 is 1: an example would vanish from the sum or move it by more."""
     model = nn.Linear(1, 1, bias=False).bfloat16()
     values = torch.tensor([[1.0], *[[2.0**-9]] * 64], dtype=torch.bfloat16)
@@ -466,14 +466,15 @@ def test_half_precision_gradients_are_added_up_in_float32():
     assert norms.tolist() == values.flatten().tolist()
 
 
-def test_sums_are_not_rounded_to_tf32(monkeypatch: pytest.MonkeyPatch):
-    """Where products may be, no product is taken: weights would lose 2^-11, the margin is 2^-16."""
-    weights, gradients = torch.tensor([1 + 2.0**-12, 1.0]), torch.tensor([[1.0, 2.0], [0.0, 3.0]])
-    monkeypatch.setattr(per_example_gradients, "rounds_products", lambda: True)
-    monkeypatch.setattr(Tensor, "__matmul__", lambda *_: pytest.fail("a product was taken"))
-    weighted, plain = per_example_gradients._sums(weights, gradients)
-    assert weighted.tolist() == [1 + 2.0**-12, 5 + 2.0**-11]
-    assert plain.tolist() == [1.0, 5.0]
+@pytest.mark.parametrize("size", [3, per_example_gradients.PIECE + 1])
+def test_sums_are_those_of_float64(size: int):
+    """In float32, 2^24 + 1 is 2^24; in TF32, which never touches float64, 1 + 2^-12 is 1."""
+    weights = torch.tensor([1 + 2.0**-12, 1.0, 1.0])
+    gradients = torch.tensor([[1.0], [2.0**24], [1.0]]).expand(3, size)
+    total = torch.ones(size, dtype=torch.float64)
+    plain = per_example_gradients._add_sums_(total, weights, gradients)
+    assert set(total.tolist()) == {2.0**24 + 3 + 2.0**-12}
+    assert plain.shape == (size,) and set(plain.tolist()) == {2.0**24 + 2}
 
 
 def test_products_in_tf32_are_noticed():

@@ -169,7 +169,7 @@ def short_training(distribution: str, dense: bool = False) -> tuple[list[Tensor]
         space.move_to_(((us[0], SMOOTHING),))
         space.step_(us, [1e-3, 2e-7], decay=1e-6)
     if dense:
-        noise = lambda part, count: torch.linspace(-1e-4, 1e-4, count)  # noqa: E731
+        noise = lambda part, total: total.float() + torch.linspace(-1e-4, 1e-4, len(total))  # noqa: E731
         space.dense_step_([us[0]], [1e-3], noise)
     space.move_to_(((us[1], -SMOOTHING),))
     standing = copies(space.tensors)
@@ -410,8 +410,9 @@ def random_position(draw: np.random.Generator, us: list[Direction]) -> Any:
     return tuple((us[i], float(draw.uniform(-0.5, 0.5)) * SMOOTHING / 3) for i in chosen)
 
 
-def dense_noise(part: int, count: int) -> Tensor:
-    return 1e-3 * torch.randn(count, generator=torch.Generator().manual_seed(part))
+def dense_noise(part: int, total: Tensor) -> Tensor:
+    noise = torch.randn(len(total), generator=torch.Generator().manual_seed(part))
+    return total.float() + 1e-3 * noise
 
 
 def operate(space: ParameterSpace, seed: int, step: int, defer: bool) -> tuple[str, list[Tensor]]:
@@ -765,13 +766,14 @@ def test_dense_step_adds_u_and_the_noise_within_a_grid_step():
     space = space_of(some_tensors(), distribution="gaussian")
     before, u, drawn = flat(space), Direction(KEY, 2), []
 
-    def noise(part: int, count: int) -> Tensor:
+    def noised(part: int, total: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(part)
-        drawn.append((part, torch.randn(count, generator=generator)))
-        return drawn[-1][1].clone()
+        drawn.append((part, torch.randn(len(total), generator=generator)))
+        assert total.dtype == torch.float64
+        return (total + drawn[-1][1]).float()
 
     space.move_to_(((u, SMOOTHING),))
-    space.dense_step_([u], [1e-3], noise)
+    space.dense_step_([u], [1e-3], noised)
     assert [part for part, _ in drawn] == list(range(5))
     noises = torch.cat([values for _, values in drawn]).double()
     expected = before + 1e-3 * direction_vector(u, "gaussian", space.layout).double() + noises

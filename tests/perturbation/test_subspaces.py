@@ -403,7 +403,7 @@ def test_what_a_low_rank_subspace_cannot_do_is_refused():
         with pytest.raises(ValueError, match="'low_rank'.*perturbation_strategy: whole_model"):
             write(space)
     with pytest.raises(ValueError, match="dpgd-0th.*use subspace='full', or method='dpzero'"):
-        space.dense_step_([Direction(KEY, 0)], [1.0], lambda part, count: torch.zeros(count))
+        space.dense_step_([Direction(KEY, 0)], [1.0], lambda part, total: total.float())
     model = Quadratic()
     model.bias.data = model.bias.data.half()
     with pytest.raises(

@@ -169,7 +169,8 @@ def test_an_adaptive_plan_costs_what_a_fixed_one_with_z_costs(cls):
     fixed = ScalarMechanism(clip=2.0, noise_multiplier=3.0, expected_batch_size=16)
     for relation in ("add_or_remove_one", "replace_one", "replace_special"):
         costs = [plan(m, relation=relation).epsilon(DELTA) for m in (adaptive(cls), fixed)]
-        assert costs[0] == pytest.approx(costs[1], rel=1e-9)
+        grid = 0.0 if cls is AdaptiveScalarMechanism else 1e-3  # of the dense noise
+        assert costs[1] * (1 - 1e-9) <= costs[0] <= costs[1] * (1 + 1e-9 + grid)
 
 
 def test_every_draw_has_its_slack():
@@ -252,7 +253,7 @@ def test_noise_has_the_accounted_scales():
     released = np.array([m.release([0] * 9, 0, source) for _ in range(500)])
     counts = np.array([dense.release_count([0], 0, source)[0] for _ in range(500)])
     check_deviation(released[:, :-1].ravel(), 3.75 * 2.0 / 16)
-    check_deviation(dense.noise_part(source, 10_000, 0, 0).astype(float), 3.75 * 2.0 / 16)
+    check_deviation(dense.release_part(np.zeros(10_000), source, 0, 0), 3.75 * 2.0 / 16)
     check_deviation(released[:, -1] - 0.5, 2.5 / 16)
     check_deviation(counts - 0.5, 2.5 / 16)
 

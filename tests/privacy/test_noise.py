@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -112,19 +113,36 @@ def test_names_say_what_is_secure():
 
 
 @pytest.mark.parametrize("source", [SecureNoise(), InsecureSeededNoise(5)], ids=lambda s: s.name)
-def test_dense_noise(source):
-    parts = [source.dense_gaussian(2.5, DRAWS, 7, part) for part in (0, 1)]
-    assert all(part.dtype == np.float32 and part.shape == (DRAWS,) for part in parts)
-    assert chi_square_p(np.concatenate(parts), DISTRIBUTIONS["gaussian"], 2.5) > FALSE_ALARM
+def test_normals(source):
+    parts = [source.normals(DRAWS, 7, part) for part in (0, 1)]
+    assert all(part.dtype == np.float64 and part.shape == (DRAWS,) for part in parts)
+    assert chi_square_p(np.concatenate(parts), DISTRIBUTIONS["gaussian"], 1.0) > FALSE_ALARM
     for wrong in (2 / 3, 3 / 2):
-        assert chi_square_p(np.concatenate(parts), DISTRIBUTIONS["gaussian"], 2.5 * wrong) < 1e-50
-    cosines, sines = np.split(parts[0], 2)  # of the same radii, in Box-Muller
-    assert abs(np.corrcoef(cosines, sines)[0, 1]) < 6 / math.sqrt(DRAWS / 2)
-    assert len(source.dense_gaussian(1.0, 3, 0, 0)) == 3
+        assert chi_square_p(np.concatenate(parts), DISTRIBUTIONS["gaussian"], wrong) < 1e-50
+    assert abs(np.corrcoef(*parts)[0, 1]) < 6 / math.sqrt(DRAWS)
+    assert len(source.normals(3, 0, 0)) == 3
     assert not np.array_equal(*parts)
-    again = source.dense_gaussian(2.5, DRAWS, 7, 0)
-    assert np.array_equal(again, parts[0]) == (not source.secure)
-    assert not source.dense_gaussian(0.0, 4, 0, 0).any()
+    assert np.array_equal(source.normals(DRAWS, 7, 0), parts[0]) == (not source.secure)
+
+
+def test_normals_are_quantiles_of_their_bits_to_a_relative_2_to_the_minus_50(monkeypatch):
+    """Held against 200-bit arithmetic; tails, which take more bits, and the centre included."""
+    words = [0, 1, 2, 3, 2**51, 2**52 + 1, 2**53 + 7, 2**63 - 1, 2**64 - 1, 2**64 - 2]
+    words += [int(w) for w in SecureNoise().gaussian(2.0**55, 200, 0)]
+    bits = np.array([w % 2**64 for w in words], dtype=np.uint64)
+    extra = np.array([3 * 2**62 + 1] * len(bits), dtype=np.uint64)  # three quarters
+    given = iter([bits, np.repeat(extra[: int((bits >> np.uint64(1) < 2**52).sum())], 2)])
+    monkeypatch.setattr("hf_dpzero.privacy.noise._random_words", lambda size: next(given)[:size])
+    drawn = SecureNoise().normals(len(bits), 0, 0)
+    with mpmath.workprec(200):
+        for word, z in zip(bits.tolist(), drawn.tolist(), strict=True):
+            rare = word >> 1 < 2**52
+            uniform = ((word >> 1) + (mpmath.mpf("0.75") if rare else mpmath.mpf("0.5"))) / 2**64
+            z = mpmath.mpf(-abs(z))
+            error = abs((mpmath.ncdf(z) - uniform) / mpmath.npdf(z))
+            assert error <= mpmath.mpf(2) ** -50 * abs(z) + mpmath.mpf(2) ** -52
+    signs = np.where(bits & np.uint64(1), 1, -1)
+    assert (np.sign(drawn) == signs)[drawn != 0].all() and (drawn != 0).sum() > 200
 
 
 @pytest.mark.parametrize("source", [SecureNoise(), InsecureSeededNoise(5)], ids=lambda s: s.name)
@@ -137,5 +155,3 @@ def test_edges_and_refusals(source, method):
             draw(scale, 1, 0)
     with pytest.raises(ValueError, match="size=-1 is negative"):
         draw(1.0, -1, 0)
-    with pytest.raises(ValueError, match="noise scale nan"):
-        source.dense_gaussian(math.nan, 1, 0, 0)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tiny_runs import build, tiny_model
 
-from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism, VectorMechanism
+from hf_dpzero.privacy.mechanisms import DPSGD, NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
@@ -230,9 +230,15 @@ def test_caveats_state_what_is_assumed() -> None:
 
 
 def test_own_caveats_of_a_method_and_of_a_large_delta() -> None:
-    vector = VectorMechanism(clip=1.0, noise_multiplier=5.0, expected_batch_size=100.0)
-    naive = report(dataclasses.replace(full_batch_plan(), mechanism=vector))
-    assert any("floating-point" in caveat for caveat in naive.caveats)
+    grouped = DPSGD(
+        clip=1.0,
+        noise_multiplier=5.0,
+        expected_batch_size=100.0,
+        clipping="averaged",
+        clip_groups=2,
+    )
+    averaged = report(dataclasses.replace(full_batch_plan(), mechanism=grouped))
+    assert any("half of the stated noise multiplier" in caveat for caveat in averaged.caveats)
     large = report(full_batch_plan(), delta=0.02)  # n = 100
     assert any("delta = 0.02 is above 1/n = 0.01" in caveat for caveat in large.caveats)
 

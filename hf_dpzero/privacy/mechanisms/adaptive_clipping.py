@@ -260,7 +260,7 @@ class AdaptiveScalarMechanism(AdaptiveClipping):
 class AdaptiveGradientMechanism(AdaptiveClipping, DenseNoise):
     """Base of DP-SGD and DP-AdamW with adaptive clipping: weigh, count, noise both.
 
-    The noise on the gradient is dense and floating-point; the count's is discrete and exact, and its
+    The noise on the gradient is dense, on a grid; the count's is discrete and exact, and its
     fraction is what a step writes to the ledger.
     """
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from hf_dpzero.privacy.discretization import noised_on_grid
 from hf_dpzero.privacy.noise import NoiseSource
 
 Relation = Literal["add_or_remove_one", "replace_one", "replace_special"]
@@ -57,6 +58,11 @@ class MechanismBase:
     def divisor(self) -> float:
         """What the noised sum is divided by: B."""
         return self.expected_batch_size
+
+    @property
+    def dense_draws(self) -> int:
+        """Coordinates of a step whose noise is rounded to a grid afterwards."""
+        return 0
 
     def to_dict(self) -> dict[str, Any]:
         """Fields and name, JSON-safe; `mechanism_from_dict` reads it back."""
@@ -145,39 +151,50 @@ class NoisedSum(MechanismBase):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseNoise(NoisedSum):
-    """A noised sum with floating-point Gaussian noise on each of d coordinates.
+    """A noised sum with Gaussian noise on each of d coordinates, released on a public grid.
 
-    The noise is not written down, so a run cannot be replayed from its releases.
+    Guarantee: what the floating-point arithmetic behind it may reveal is bounded by `dense_slack`, which
+    the accounting adds. The noise is not written down, so a run cannot be replayed from its releases.
+
+    Attributes:
+      dimension: at least d, the number of trainable coordinates; the slack grows with its square root.
     """
+
+    dimension: int = 1 << 27
 
     replayable: ClassVar[bool] = False
     distribution: ClassVar[str] = "gaussian"
     values_per_release: ClassVar[int] = 0
     noise_draws: ClassVar[int] = 1
 
-    @property
-    def caveats(self) -> tuple[str, ...]:
-        """That its noise is floating-point."""
-        return (
-            f"{self.name} adds floating-point Gaussian noise, which the accounting treats as "
-            "real-valued; attacks on floating-point noise (Mironov 2012) are not excluded",
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_count("dimension")
 
-    def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
-        """Noise for `size` coordinates of the MEAN.
+    @property
+    def dense_draws(self) -> int:
+        """`dimension`."""
+        return self.dimension
+
+    def release_part(
+        self, total: np.ndarray, noise: NoiseSource, step: int, part: int
+    ) -> np.ndarray:
+        """The noised mean of some coordinates.
 
         Args:
+          total: of the clipped sum, float64 [n], over all processes.
           noise: the source.
-          size: number of coordinates in this chunk.
           step: only insecure sources use it.
           part: index of the chunk; only insecure sources use it.
 
         Returns:
-          float32 [size], of standard deviation `noise_scale / divisor`; zeros without noise.
+          (total + noise) / divisor, float64 [n]; the numerator is on `dense_grid(noise_scale)`. Without
+          noise the plain mean.
         """
         if not self.private:
-            return np.zeros(size, dtype=np.float32)
-        return noise.dense_gaussian(self.noise_scale / self.divisor, size, step, part)
+            return total / self.divisor
+        normals = noise.normals(len(total), step, part)
+        return noised_on_grid(total, normals, self.noise_scale) / self.divisor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +222,23 @@ class NotNoised(MechanismBase):
     def sensitivity(self, relation: Relation) -> float:
         """Infinite: nothing bounds what one example contributes."""
         return math.inf * sensitivity_factor(relation)
+
+
+def check_dimension(mechanism: MechanismBase, dimension: int) -> None:
+    """Refuses more noisy coordinates than the plan accounts for.
+
+    Args:
+      mechanism: of the plan.
+      dimension: d, coordinates that will receive its noise.
+
+    Raises:
+      ValueError: `dimension` exceeds that of a mechanism with dense noise.
+    """
+    if isinstance(mechanism, DenseNoise) and dimension > mechanism.dimension:
+        raise ValueError(
+            f"{dimension} trainable coordinates, but the privacy plan was made for at most "
+            f"{mechanism.dimension}: choose what is trained before the plan is made."
+        )
 
 
 def sensitivity_factor(relation: Relation, add_remove: int = 1, replace: int = 2) -> int:

@@ -37,8 +37,9 @@ Floating point
 --------------
 Weights are a relative 2^-16 below the bound, so that the rounding of norms, weights and products does
 not lift a contribution over C. The norms must be accurate to 2^-17 for that, which one float32 sum
-over millions of coordinates is not (it may miss a tenth of a percent); `row_norms` is. The noise is
-floating-point and accounted as real-valued (caveat).
+over millions of coordinates is not (it may miss a tenth of a percent); `row_norms` is. Weighted
+gradients are added in float64, where the rounding of the sum stays far inside the same margin, and
+the noised sum is rounded to a grid (`discretization.py`).
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def row_norms(rows: Tensor) -> Tensor:
     >>> row_norms(torch.tensor([[3.0, 4.0], [0.0, float("inf")]])).tolist()
     [5.0, inf]
     """
-    pieces = [p.norm(dim=1, dtype=torch.float32) for p in rows.detach().split(NORM_PIECE, dim=1)]
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    pieces = [p.norm(dim=1, dtype=dtype) for p in rows.detach().split(NORM_PIECE, dim=1)]
     return torch.stack(pieces).double().norm(dim=0)
 
 
@@ -151,7 +153,7 @@ class GradientMechanism(DenseNoise):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """That its noise is floating-point; what averaged clipping's multiplier means."""
+        """What averaged clipping's multiplier means."""
         if self.clipping != "averaged":
             return super().caveats
         return (
@@ -250,19 +252,21 @@ class NonPrivateGradient(NotNoised):
         """1 for every finite norm, else 0; float32, of the shape of `norms`."""
         return norms.detach().isfinite().float()
 
-    def noise_part(self, noise: NoiseSource, size: int, step: int, part: int) -> np.ndarray:
-        """No noise; the arguments are those of `DenseNoise.noise_part`.
+    def release_part(
+        self, total: np.ndarray, noise: NoiseSource, step: int, part: int
+    ) -> np.ndarray:
+        """The plain mean; the arguments are those of `DenseNoise.release_part`.
 
         Args:
+          total: of the sum, float64 [n].
           noise: not used.
-          size: number of coordinates.
           step: not used.
           part: not used.
 
         Returns:
-          Zeros, float32 [size].
+          total / B, float64 [n].
         """
-        return np.zeros(size, dtype=np.float32)
+        return total / self.divisor
 
 
 @dataclass(frozen=True, kw_only=True)

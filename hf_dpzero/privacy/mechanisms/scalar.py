@@ -220,7 +220,7 @@ class VectorMechanism(DenseNoise):
         matrix = _checked_gram(np.asarray(gram, dtype=np.float64), self.num_directions)
         if self.num_directions > 1:
             return _sum_along_many(rows, matrix, self.clip)
-        bound = self.clip / math.sqrt(matrix[0, 0])
+        bound = self.clip * (1 - 2.0**-40) / math.sqrt(matrix[0, 0])  # room for rounding c u
         grid = math.ldexp(1.0, math.frexp(bound)[1] - 1 - GRID_BITS)  # about 2^-30 of the bound
         integers = np.trunc(np.clip(rows[:, 0], -bound, bound) / grid).astype(np.int64)
         return (float(int(integers.sum()) * grid),)
@@ -231,7 +231,7 @@ GRAM_SLACK = 2.0**-36
 
 VECTOR_MARGIN = 1.0 - 2.0**-20
 """Several directions are clipped to this share of C: room for truncation, which shortens the
-coefficients but perhaps not the vector, and for the float32 rounding of sum_k c_k u_k."""
+coefficients but perhaps not the vector, and for the float64 rounding of sum_k c_k u_k."""
 
 
 def _checked_gram(gram: np.ndarray, num_directions: int) -> np.ndarray:
