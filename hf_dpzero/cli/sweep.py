@@ -15,7 +15,7 @@ from hf_dpzero.experiments.sweep import (
     trial_count_from,
 )
 from hf_dpzero.recipes.recipe import COMMAND_LINE, coerce_fields, parse_overrides, read_recipe
-from hf_dpzero.reporting.wording import round_up
+from hf_dpzero.reporting.wording import delta_words, round_up
 
 
 def run(arguments: Sweep) -> None:
@@ -30,7 +30,7 @@ def run(arguments: Sweep) -> None:
     if prepared.epsilon is not None and prepared.epsilon_one_run is not None:
         print(
             f"epsilon in total {round_up(prepared.epsilon)}, of one run alone "
-            f"{round_up(prepared.epsilon_one_run)}, delta {prepared.delta:g}\n"
+            f"{round_up(prepared.epsilon_one_run)}, delta {delta_words(prepared.delta)}\n"
             f"noise multiplier of every trial {prepared.noise_multiplier:.6g}"
         )
     if arguments.dry_run:

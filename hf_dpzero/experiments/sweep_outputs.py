@@ -27,7 +27,7 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS, composed_epsilon
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport
-from hf_dpzero.reporting.wording import number, round_up
+from hf_dpzero.reporting.wording import delta_words, number, round_up
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import encode
 
@@ -147,7 +147,7 @@ def statement(settings: SweepSettings, prepared: Prepared) -> str:
             "holds for one run whose settings were fixed beforehand, not for the best of several."
         )
     assert prepared.epsilon is not None and prepared.delta is not None
-    total = f"({round_up(prepared.epsilon)}, {number(prepared.delta)})-differentially private"
+    total = f"({round_up(prepared.epsilon)}, {delta_words(prepared.delta)})-differentially private"
     if settings.secret:
         return (
             f"The best run and its settings are {total} in total: private selection among a secret "

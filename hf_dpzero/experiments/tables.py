@@ -19,7 +19,7 @@ from hf_dpzero.experiments.aggregate import JSON_FILE, Cell, Record
 from hf_dpzero.experiments.plots import plot_tasks
 from hf_dpzero.experiments.results import STATUSES, Row
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.reporting.wording import relation_words, round_up
+from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
 from hf_dpzero.values import encode
 
 TABLE_FILE = "comparison.md"
@@ -155,7 +155,7 @@ def _caption(record: Record) -> list[str]:
     seeds = ", ".join(str(seed) for seed in record.settings["seeds"])
     private = "No method here is private (ε = ∞)."
     if record.relation is not None:
-        deltas = {f"{row.delta:.6g}" for row in record.rows if row.private and row.done}
+        deltas = {delta_words(row.delta) for row in record.rows if row.private and row.done}
         private = (
             f"Each epsilon is that of one run, at δ = "
             f"{', '.join(sorted(deltas)) or record.settings['delta']} under "

@@ -29,7 +29,7 @@ from hf_dpzero.reporting.redaction import (
     public_results,
     recipe_settings,
 )
-from hf_dpzero.reporting.wording import needs_secret_batches, why_not_private
+from hf_dpzero.reporting.wording import EXAMPLE, needs_secret_batches, why_not_private
 
 if TYPE_CHECKING:
     from hf_dpzero.ledger.trajectory import Trajectory
@@ -231,6 +231,7 @@ def _check_agreement(report: PrivacyReport, trajectory: Trajectory) -> None:
         "steps": steps,
         "direction": header["direction"],
         "log_private_diagnostics": header["log_private_diagnostics"],
+        "privacy_unit": header.get("privacy_unit", EXAMPLE),
         "noise_source": noise_name(plan, source),
         "private": why_not is None,
     }

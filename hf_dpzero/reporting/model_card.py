@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.reporting.plots import PLOT_FILE
 from hf_dpzero.reporting.privacy_report import PrivacyReport, round_up
+from hf_dpzero.reporting.wording import delta_words
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard, ModelCardData
@@ -84,7 +85,7 @@ def model_card(
         title=title,
         privacy=[
             ("epsilon (spent)", round_up(report.epsilon) if report.private else "not claimed"),
-            ("delta", f"{report.delta:g}"),
+            ("delta", delta_words(report.delta)),
             *report.rows(),
             ("private", "yes" if report.private else "NO"),
             ("versions", packages),

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
 from hf_dpzero.reporting.wording import (
+    EXAMPLE,
     base_words,
     caveats,
+    delta_words,
     needs_secret_batches,
     not_private_statement,
     number,
@@ -57,7 +59,7 @@ class PrivacyReport:
       accountant: what computed `epsilon`: "pld", "rdp", "gaussian_exact", "advanced_composition",
         or "none" for a method that is not private.
       neighboring_relation: which two data sets the guarantee compares.
-      privacy_unit: "example": one row of the training set.
+      privacy_unit: what one row of the training set is: "example", or "block of text" (`rows_are`).
       sampling: name of the sampler that ran, which is the one accounted.
       sampling_probability: expected batch size over number of examples.
       expected_batch_size: the public divisor of each sum.
@@ -156,6 +158,7 @@ class PrivacyReport:
         direction: str,
         log_private_diagnostics: bool = False,
         sampler_key_is_secret: bool = True,
+        privacy_unit: str = EXAMPLE,
         earlier_runs: Sequence[Mapping[str, Any]] = (),
     ) -> PrivacyReport:
         """Reports what `steps_completed` steps of `plan` spent, never more than was run.
@@ -173,6 +176,7 @@ class PrivacyReport:
           log_private_diagnostics: whether un-noised statistics were logged.
           sampler_key_is_secret: False if the key came from the settings, which are logged and
             saved; a sampled batch that can be known is not amplified.
+          privacy_unit: what one row of the training set is.
           earlier_runs: of the base model (`provenance.earlier_runs`).
 
         Returns:
@@ -198,7 +202,7 @@ class PrivacyReport:
         facts |= {
             "target_epsilon": target_epsilon if mechanism.private else None,
             "target_delta": delta if mechanism.private else None,
-            "privacy_unit": "example",
+            "privacy_unit": privacy_unit,
             "direction": direction,
             "noise_source": noise_name(plan, noise.name),
             "private": why_not is None,
@@ -297,7 +301,7 @@ class PrivacyReport:
         if self.private:
             aim = self.target_epsilon
             headline = (
-                f"(epsilon = {round_up(self.epsilon)}, delta = {number(self.delta)})"
+                f"(epsilon = {round_up(self.epsilon)}, delta = {delta_words(self.delta)})"
                 f"-differentially private{'' if aim is None else f' (target {number(aim)})'}"
             )
         return "\n".join([headline, *(f"  {label:<12}{text}" for label, text in self.rows())])

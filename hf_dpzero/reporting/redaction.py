@@ -16,6 +16,7 @@ from hf_dpzero.values import parse_yaml
 RECIPE_FILE = "recipe.yaml"
 
 _PUBLIC_RESULT = re.compile(r"(eval|test|predict|zero_shot)_\w+|epoch|train_samples")
+_TIMES = ("runtime", "_per_second", "_per_step", "_time")
 _SECRET_SETTING = re.compile(
     r"(?!direction_key$)(.*_)?(token|key|secret|password|credentials?)", re.IGNORECASE
 )
@@ -37,6 +38,7 @@ def public_results(results: Mapping[str, Any]) -> dict[str, float]:
         name: value
         for name, value in results.items()
         if _PUBLIC_RESULT.fullmatch(name)
+        and not name.endswith(_TIMES)
         and isinstance(value, int | float)
         and math.isfinite(value)
     }

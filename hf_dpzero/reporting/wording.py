@@ -21,6 +21,9 @@ SAMPLERS = {
     "fixed_size_without_replacement": "batches of a fixed size drawn without replacement",
     "full_batch": "every example in every step",
 }
+EXAMPLE, BLOCK = "example", "block of text"
+"""Privacy units: what one row of the training set is."""
+
 NOT_PRIVATE_METHODS = ("mezo", "sgd", "adamw")
 
 
@@ -42,6 +45,16 @@ def round_up(value: float, digits: int = 4) -> str:
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     text = f"{context.create_decimal(decimal.Decimal(value)):f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def delta_words(delta: float) -> str:
+    """A delta in words that never understates it: at most 6 significant digits, rounded up.
+
+    >>> delta_words(1e-5), delta_words(0.1 / 67349), delta_words(0.0)
+    ('1e-05', '1.48481e-06', '0')
+    """
+    context = decimal.Context(prec=6, rounding=decimal.ROUND_CEILING)
+    return number(float(context.create_decimal(repr(delta))))
 
 
 def number(value: float) -> str:
@@ -126,7 +139,7 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
     released, trials, afterword = _tuning_phrases(tuning)
     return (
         f"{released} ({round_up(facts['epsilon'])}, "
-        f"{number(facts['delta'])})-differentially private under "
+        f"{delta_words(facts['delta'])})-differentially private under "
         f"{relation_words(facts['neighboring_relation'], facts['privacy_unit'])}: "
         f"{trials}{facts['steps']} steps of {facts['method']} with "
         f"{sampling.format(q=number(facts['sampling_probability']))}, {distribution} noise of "
@@ -227,7 +240,8 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
     first, *rest = _COMMON_CAVEATS
     of_base = base_caveats(facts["earlier_runs"])
     leaky = sum(not run["private"] for run in facts["earlier_runs"])
-    usual = [first, _TUNING_CAVEATS[_kind(tuning)], *rest, *of_base[leaky:]]
+    blocks = [_BLOCKS_CAVEAT] if facts["privacy_unit"] == BLOCK else []
+    usual = [first, _TUNING_CAVEATS[_kind(tuning)], *blocks, *rest, *of_base[leaky:]]
     own = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]
     if facts["private"] and facts["steps"] < facts["planned_steps"]:
         planned = round_up(plan.epsilon(facts["delta"]))
@@ -238,7 +252,7 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
         )
     if facts["private"] and facts["delta"] * facts["num_examples"] > 1:
         own.append(
-            f"delta = {number(facts['delta'])} is above 1/n = "
+            f"delta = {delta_words(facts['delta'])} is above 1/n = "
             f"{number(1 / facts['num_examples'])}: the definition then allows a mechanism that "
             "publishes a random example."
         )
@@ -259,15 +273,27 @@ _TUNING_CAVEATS = {
     "is assumed to be chosen without looking at the private data.",
 }
 
+_BLOCKS_CAVEAT = (
+    "A training row is a block of text: it may hold parts of several examples or documents, and one "
+    "document may lie in many blocks. The guarantee is for one block, not for an example, a document or "
+    "a person."
+)
+
 _COMMON_CAVEATS = (
     "Evaluation data is assumed public, or paid for elsewhere: its metrics are published without "
     "noise and may have chosen the checkpoint.",
-    "The number of training examples is treated as public.",
+    "The number of training examples, the sampling probability, the expected batch size, the number of "
+    "steps and the noise multiplier are public constants of the claim: they are not derived again for "
+    "the neighbouring data set, also where it has one row more or less.",
     "The base model, the tokenizer and the settings are assumed to be independent of the training "
     "data.",
-    "The guarantee is for the rows given to the trainer: a subset drawn from a larger private set "
-    "beforehand (few-shot, max_train_samples) is taken as fixed.",
-    "Timing, memory use, aborted runs and other side channels of the machine are not covered.",
+    "The privacy unit is a row as it was given to the trainer: several rows of one person, and texts "
+    "that were packed together or split up before, are not one unit. A subset drawn from a larger "
+    "private set beforehand (few-shot, max_train_samples) is taken as fixed.",
+    "The guarantee covers the weights, the released numbers and what is computed from them. Logs, "
+    "progress bars and monitoring files tell when a step ended, which depends on the rows it drew: they "
+    "stay on the training machine. Memory use, aborted runs and other side channels are not covered "
+    "either.",
     "An example's loss is assumed not to depend on the others in its microbatch (tried on a few rows "
     "before training); batched float32 kernels couple them by rounding, which is not accounted.",
 )

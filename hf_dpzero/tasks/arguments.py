@@ -37,9 +37,9 @@ class DataArguments:
       text_column: column with the text; null takes the task's own.
       text_pair_column: second text for sentence pairs; null for single sentences.
       label_column: column with the label; null takes the task's own.
-      class_names: names of the labels in order; null reads them from the data, which makes the set
-        of names public (it is shipped in config.json). For text_classification; other tasks name
-        their labels. A row with another label is refused.
+      class_names: names of the labels in order; null reads them from the validation rows. The set of
+        names is public (config.json ships it). For text_classification; other tasks name their
+        labels. A row with another label is refused.
       max_seq_length: tokens a text is cut to, >= 2.
       max_train_samples: keep this many training rows, chosen by `subset_seed`; null keeps all.
       max_eval_samples: the same for evaluation.

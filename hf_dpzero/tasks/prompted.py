@@ -92,9 +92,9 @@ class PromptTask(ABC):
     ) -> datasets.DatasetDict:
         """The rows as `collator` takes them.
 
-        Passages that are too long are cut, and how many were is logged. `datasets` keeps what was made
-        of rows from files, and finds it again by its fingerprint of the rows, of this task without its
-        rows, of the tokenizer and of the package's version.
+        Passages that are too long are cut; of validation rows it is logged how many. `datasets` keeps
+        what was made of rows from files, and finds it again by its fingerprint of the rows, of this task
+        without its rows, of the tokenizer and of the package's version.
 
         Args:
           tokenizer: the model's.
@@ -136,21 +136,24 @@ class PromptTask(ABC):
                     fn_kwargs={**settings, "start": start},
                     desc=f"prompts ({split})",
                 )
-                cut, left_out = (int(np.sum(made[name][:])) for name in ("cut", "left_out"))
-                of_rows = f"of {len(made)} {split} prompts"
-                if cut:
-                    private = " (a count of private rows: do not publish it)" * (split == "train")
+                self._say_what_is_cut(split, sum(made["cut"][:]), len(made))
+                if any(made["left_out"][:]):
                     logger.warning(
-                        f"{cut} {of_rows} have more than max_seq_length={self.data.max_seq_length} "
-                        f"tokens: they are cut at the end of their "
-                        f"{self.prompt.passage or 'longest field'}{private}."
+                        "some prompts have no room for all demonstrations, and the first are left out: "
+                        "raise max_seq_length, or lower num_demonstrations."
                     )
-                if left_out:
-                    missing = f"{left_out} demonstrations were left out {of_rows}"
-                    logger.warning(f"{missing} for lack of room.")
                 encoded[split] = made.remove_columns(["cut", "left_out"])
             start += len(rows)
         return encoded
+
+    def _say_what_is_cut(self, split: str, cut: int, rows: int) -> None:
+        """A count for public rows; for private ones the same words whatever they are."""
+        limit = f"more than max_seq_length={self.data.max_seq_length} tokens"
+        end = f"cut at the end of their {self.prompt.passage or 'longest field'}"
+        if split == "train":
+            logger.info(f"train prompts of {limit} are {end}; raise it to keep them whole.")
+        elif cut:
+            logger.warning(f"{cut} of {rows} {split} prompts have {limit}: they are {end}.")
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
         """How prompts become tokens, with the training rows that the recipe shows in front of each."""

@@ -168,11 +168,9 @@ def require_columns(
                     f"the {split} rows have no column {column!r} (they have "
                     f"{', '.join(rows.column_names)}); set {setting}."
                 )
-            empty = rows.data.column(column).null_count
-            if empty:
+            if rows.data.column(column).null_count:  # not how many: that is a count of private rows
                 raise ValueError(
-                    f"column {column!r} of the {split} rows is empty in {empty} of {len(rows)} rows; "
-                    "fill or drop them."
+                    f"column {column!r} of the {split} rows is empty in some rows; fill or drop them."
                 )
 
 
@@ -213,7 +211,7 @@ def _few_shot(
     classes, sizes = np.unique(labels, return_counts=True)
     names = getattr(rows.features["label"], "names", list(range(max(classes) + 1)))
     few = ", ".join(
-        f"label {names[label]} has {count} training rows"
+        f"label {names[label]} has fewer training rows"
         for label, count in zip(classes, sizes, strict=True)
         if count < wanted
     )

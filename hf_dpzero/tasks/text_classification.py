@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from hf_dpzero.tasks.prompted_classification import PromptedClassification, prom
 from hf_dpzero.tasks.rows import column_of, load_splits, require_columns, subset
 from hf_dpzero.tasks.task import Task
 
-logger = logging.getLogger(__name__)
-
 _MAX_CLASSES = 1000
 _KINDS = {"bool": "truth values", "integer": "integers", "text": "text"}
 
@@ -25,8 +22,8 @@ def build(data: DataArguments) -> Task | PromptedClassification:
     """A task from `train_file`/`validation_file` or `dataset_name`.
 
     Text is in `text_column` ("text") and, for pairs, `text_pair_column`; the label in
-    `label_column` ("label"), integers from 0 or strings, named by `class_names` or by themselves. The
-    set of label names is assumed public.
+    `label_column` ("label"), integers from 0 or strings, named by `class_names` or by those of the
+    validation rows. The set of label names is public.
 
     Raises:
       ValueError: missing columns or labels, labels that are not classes, or unlabelled rows.
@@ -80,7 +77,7 @@ def classification_task(
         names = tuple(_read_label_names(splits, label))
         words = data.label_words
         if data.prompt and words is not None and len(words) != len(names):
-            raise ValueError(  # these names come from the rows, so none is quoted
+            raise ValueError(
                 f"label_words has {len(words)} words, and column {label!r} holds {len(names)} labels; "
                 "give one each, and set class_names to the labels in this order."
             )
@@ -110,10 +107,10 @@ def classification_task(
 
 
 def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
-    """Names of the classes: the column's own, or the sorted strings, or "0" ... for integers.
+    """Names of the classes: the column's own, or those of the validation rows.
 
-    They become public. Where the private rows have labels that no public row has, a warning says so
-    without naming them.
+    The sorted strings, or "0" ... for integers. They become public, so a training label that no
+    validation row has is refused, without naming it.
     """
     feature = splits["train"].features[column]
     if isinstance(feature, datasets.ClassLabel):
@@ -129,7 +126,7 @@ def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
     values = {split: set(rows.unique(column)) for split, rows in splits.items()}
     public: Container[Any] = values["validation"]
     if kinds == {"text"}:
-        names = sorted(set().union(*values.values()))
+        names = sorted(values["validation"])
     else:
         for split, labels in values.items():
             if min(labels) < 0:
@@ -139,21 +136,21 @@ def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
                     f"{column!r}, which usually marks rows without a label; drop them or choose a "
                     "labelled split."
                 )
-        largest = min(_MAX_CLASSES, max(map(max, values.values())))  # one more than is supported
+        largest = min(_MAX_CLASSES, max(values["validation"]))  # one more than is supported
         names = [str(label) for label in range(largest + 1)]
         public = range(max(values["validation"]) + 1)
+    if not all(value in public for value in values["train"]):
+        raise ValueError(
+            f"column {column!r} of the train rows has labels that no validation row has. Names of "
+            "labels become public (config.json holds them), and these would be read from private rows: "
+            "set class_names to the names of all labels, in order. If it is not the label column, set "
+            "label_column."
+        )
     if not 2 <= len(names) <= _MAX_CLASSES:
         many = len(names) if len(names) < 2 else f"more than {_MAX_CLASSES}"
         raise ValueError(
-            f"column {column!r} holds {many} classes; 2 to {_MAX_CLASSES} are supported. Is it the "
-            "label column? Set label_column."
-        )
-    if not all(value in public for value in values["train"]):
-        logger.warning(
-            "The set of label names is read from the private rows, for the validation rows do not "
-            "have all labels of column %r: it becomes public (config.json holds it). Set class_names "
-            "to names that do not come from the rows.",
-            column,
+            f"column {column!r} of the validation rows holds {many} classes; 2 to {_MAX_CLASSES} are "
+            "supported. Is it the label column? Set label_column."
         )
     return names
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
 from hf_dpzero.objectives.losses import PerExampleLoss, check_per_example, select_objective
+from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.training import data_checks, distributed, validation
 from hf_dpzero.training.independence_check import check_independence, check_widths
@@ -40,6 +41,9 @@ def check_before_training(trainer: Any) -> None:
     if trainer.plan.mechanism.private:
         check_precision(model, args)
         check_widths(model, args.physical_batch_size)
+        if args.rows_are is None and not isinstance(trainer.per_example_loss, PromptObjective):
+            rows = trainer.training_rows()
+            data_checks.check_unit(model, rows.collate_rows, len(trainer.train_dataset))
     args.max_steps = trainer.plan.steps
     compile_(model, args)
     _try_objective(trainer)

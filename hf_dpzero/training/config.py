@@ -20,6 +20,7 @@ from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS, Sampler, sampler_from_dict
+from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.values import nearest
 
 logger = logging.get_logger(__name__)
@@ -36,6 +37,7 @@ CLIPPINGS = {
 }
 GRADIENTS = ("auto", "dense", "ghost")
 SAMPLINGS = tuple(SAMPLERS)
+ROWS = ("examples", "blocks")
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -121,6 +123,11 @@ class DPZeroConfig(TrainingArguments):
     defer_updates: bool = _setting(
         True, "make an update in the next step's first pass, or before the weights are read"
     )
+    rows_are: str | None = _setting(
+        None,
+        "what the privacy unit is, a row of train_dataset: examples, or blocks of text that examples "
+        "were packed into; must be said where the rows of a language model look packed",
+    )
     log_private_diagnostics: bool = _setting(
         False, "log un-noised training statistics; the report then says NOT PRIVATE"
     )
@@ -162,6 +169,8 @@ class DPZeroConfig(TrainingArguments):
         check_distribution(self.direction)
         _choose("perturbation_strategy", self.perturbation_strategy, STRATEGIES)
         _choose("tuning", self.tuning, WORDS)
+        if self.rows_are is not None:
+            _choose("rows_are", self.rows_are, ROWS)
         _choose("per_example_gradients", self.per_example_gradients, GRADIENTS)
         self._check_clipping()
         self._check_direction_settings()
@@ -363,6 +372,11 @@ class DPZeroConfig(TrainingArguments):
         if self.target_epsilon is None or self.not_private:
             return plan
         return plan.calibrate(epsilon=self.target_epsilon, delta=self.delta(num_examples))
+
+    @property
+    def privacy_unit(self) -> str:
+        """What one row of the training set is, in the report's words."""
+        return BLOCK if self.rows_are == "blocks" else EXAMPLE
 
     def direction_settings(self) -> dict[str, Any]:
         """The part of a trajectory's header that says what the releases are numbers along."""

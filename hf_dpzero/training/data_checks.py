@@ -1,11 +1,19 @@
-"""Checks of the training data before step 0, and of evaluation data: no private row is evaluated."""
+"""Checks of the training data before step 0: its size, its labels, and what one of its rows is."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
-from torch.utils.data import Subset
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.objectives.losses import (
+    base_model,
+    causal_lm_objective,
+    masked_lm_objective,
+    select_objective,
+)
 
 LABEL_COLUMNS = ("labels", "label", "label_ids", "start_positions", "decoder_input_ids")
 
@@ -40,59 +48,66 @@ def check_labels(dataset: Any) -> None:
         )
 
 
-def refuse_training_rows(dataset: Any, private: Any) -> None:
-    """Refuses evaluation on rows of the training set: the metrics would be un-noised releases.
+def check_unit(
+    model: nn.Module, collate: Callable[[list[int]], Mapping[str, Tensor]], count: int
+) -> None:
+    """Refuses a language model's rows that look packed, of which nobody said what they are.
 
-    Recognised: the data set itself, views of it (`datasets` selections, `torch.utils.data.Subset`)
-    that share a row, and a data set with the same fingerprint. A copy made elsewhere is not.
+    Texts that were joined and cut into blocks before they arrive (`group_texts` of run_clm and run_mlm,
+    packing) cannot be told from long examples, so the first 64 rows are judged by their lengths and
+    positions alone: the tokens that the attention mask shows.
 
     Args:
-      dataset: for evaluation, or None.
-      private: the training set, or None.
+      model: others than causal and masked language models pass.
+      collate: row numbers -> batch.
+      count: number of rows.
 
     Raises:
-      ValueError: `dataset` shares rows with `private`.
+      ValueError: the rows fill the model's context (95 % of it on average), 95 % of them have one length
+        above 64 tokens, or positions start again within a row; says to set `rows_are`.
     """
-    if dataset is None or private is None or not _shares_rows(dataset, private):
+    if not _is_language_model(model):
         return
-    raise ValueError(
-        "the evaluation data holds rows of train_dataset: evaluating on the private data would "
-        "release un-noised statistics of it. Pass public or separately budgeted data."
-    )
+    batches = [collate([row]) for row in range(min(count, SAMPLE))]
+    lengths = torch.tensor([_tokens(batch) for batch in batches], dtype=torch.float64)
+    most = getattr(getattr(base_model(model), "config", None), "max_position_embeddings", None)
+    what = None
+    if most and lengths.mean() >= FULL * most:
+        what = f"fill the {most} tokens that the model takes"
+    elif lengths.max() > SHORT and (lengths == lengths.max()).double().mean() >= FULL:
+        what = "have one length"
+    elif any(_restarts(batch) for batch in batches):
+        what = "have position_ids that start again"
+    if what:
+        raise ValueError(
+            f"the rows of train_dataset look packed: the first ones {what}. The guarantee is for one "
+            "row. If each is one example, set rows_are='examples'. If texts were joined and cut into "
+            "blocks (group_texts, packing), an example or a document may lie in several: train on one "
+            "example a row, or set rows_are='blocks'; the report then says that the unit is a block."
+        )
 
 
-def _shares_rows(dataset: Any, private: Any) -> bool:
-    same_print = getattr(dataset, "_fingerprint", None), getattr(private, "_fingerprint", None)
-    if dataset is private or (same_print[0] is not None and same_print[0] == same_print[1]):
-        return True
-    if isinstance(dataset, Subset) or isinstance(private, Subset):
-        return _subsets_overlap(dataset, private)
-    if hasattr(dataset, "_data") and hasattr(private, "_data"):
-        return not _places(dataset).isdisjoint(_places(private))
-    return False
+SAMPLE, SHORT, FULL = 64, 64, 0.95
+"""Rows that are looked at; the length up to which equal rows are usual; shares that look packed."""
 
 
-def _subsets_overlap(first: Any, second: Any) -> bool:
-    """Whether `torch.utils.data.Subset` views of one data set show a row in common."""
-    (source, rows), (other, other_rows) = (
-        (d.dataset, set(d.indices)) if isinstance(d, Subset) else (d, None) for d in (first, second)
-    )
-    if source is not other:
+def _is_language_model(model: nn.Module) -> bool:
+    try:
+        return select_objective(model) in (causal_lm_objective, masked_lm_objective)
+    except ValueError:  # no objective is known: another kind of model
         return False
-    return rows is None or other_rows is None or not rows.isdisjoint(other_rows)
 
 
-def _places(dataset: Any) -> set[tuple[int, int]]:
-    """Where in memory a `datasets.Dataset` keeps each of its rows: (buffer address, position).
+def _tokens(batch: Mapping[str, Tensor]) -> int:
+    """Attended tokens of a batch of one row; all that there are where no mask is given."""
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return int(mask.ne(0).sum())
+    return ids.numel() if isinstance(ids, Tensor) else 0
 
-    Selections, splits and shuffles of one table share its buffers.
-    """
-    chunks = dataset._data.table.column(0).chunks if dataset._data.num_columns else []
-    places = [
-        (next((b.address for b in reversed(chunk.buffers()) if b), 0), chunk.offset + i)
-        for chunk in chunks
-        for i in range(len(chunk))
-    ]
-    if dataset._indices is None:
-        return set(places)
-    return {places[i] for i in dataset._indices.table.column(0).to_pylist()}
+
+def _restarts(batch: Mapping[str, Tensor]) -> bool:
+    positions = batch.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return False
+    return bool((positions[:, 1:] == 0).logical_and(positions[:, :-1] > 0).any())

@@ -37,6 +37,7 @@ def ledger_header(trainer: Any) -> dict[str, Any]:
         "plan": trainer.plan.to_dict(),
         "target_delta": trainer.delta,
         "noise_source": trainer.noise.name,
+        "privacy_unit": trainer.args.privacy_unit,
         "sampler_key_is_secret": trainer.args.sampler_key is None,
         "log_private_diagnostics": trainer.args.log_private_diagnostics,
         "versions": versions(),

@@ -37,6 +37,7 @@ from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSamp
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.callbacks import PrivacyCallback, PrivacyProgressCallback
 from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.training.evaluation_data import PrivateRows
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
     TrainingMethod,
@@ -73,6 +74,7 @@ class DPZeroTrainer(PredictingTrainer):
     args: DPZeroConfig
     model: Any
     train_dataset: Any
+    _private_rows: PrivateRows | None = None
 
     def __init__(
         self,
@@ -140,15 +142,16 @@ class DPZeroTrainer(PredictingTrainer):
         """Refuses a data set, or a dictionary of them, with rows of the private training data.
 
         Raises:
-          ValueError: see `data_checks.refuse_training_rows`.
+          ValueError: see `evaluation_data.PrivateRows`.
         """
-        for part in dataset.values() if isinstance(dataset, dict) else (dataset,):
-            data_checks.refuse_training_rows(part, self.train_dataset)
+        if self._private_rows is None or self._private_rows.dataset is not self.train_dataset:
+            self._private_rows = PrivateRows(self.train_dataset)
+        self._private_rows.refuse(dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in Trainer; the private training rows are refused."""
-        if not isinstance(eval_dataset, str):  # a name stands for a part of self.eval_dataset
-            self.refuse_private(eval_dataset)
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        self.refuse_private(self.eval_dataset[chosen] if isinstance(chosen, str) else chosen)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -372,6 +375,7 @@ class DPZeroTrainer(PredictingTrainer):
             direction=self.args.direction_settings()["direction"],
             log_private_diagnostics=self.args.log_private_diagnostics,
             sampler_key_is_secret=self.args.sampler_key is None,
+            privacy_unit=self.args.privacy_unit,
             earlier_runs=self.earlier_runs,
         ).with_tuning(self.args.tuning, self.plan)
 

@@ -184,7 +184,7 @@ def test_no_secret_reaches_the_folder(run: Path, tmp_path: Path) -> None:
 def test_results_keep_evaluation_only(run: Path, tmp_path: Path) -> None:
     folder = build_hub_folder(run, tmp_path / "shipped")
     shipped = json.loads((folder / "all_results.json").read_text())
-    assert set(shipped) == {"zero_shot_accuracy", "eval_accuracy", "eval_loss", "eval_runtime"}
+    assert set(shipped) == {"zero_shot_accuracy", "eval_accuracy", "eval_loss"}
     odd = {"eval_f1": float("nan"), "eval_rows": ["text"], "eval_em": 1}
     assert public_results(odd) == {"eval_em": 1}
 

@@ -237,18 +237,18 @@ def test_subsets_are_drawn_by_seed_and_not_by_position(tmp_path):
 
 
 def test_few_shot(tmp_path):
-    rows = [{"text": str(i), "label": name} for i, name in enumerate("aabbbbbbcc")]
+    rows = [{"text": str(i), "label": name} for i, name in enumerate("abcbbbbbac")]
     two = build_task(files(tmp_path, rows, num_examples_per_class=2, max_eval_samples=3)).splits
     assert np.bincount(two["train"]["label"][:]).tolist() == [2, 2, 2]
     assert len(two["validation"]) == 3
     data = files(tmp_path, rows, num_examples_per_class=3)
     with pytest.raises(
         ValueError,
-        match=r"=3, but label a has 2 training rows, label c has 2 training rows; lower.*allow_fewer",
+        match=r"=3, but label a has fewer training rows, label c has fewer .*; lower.*allow_fewer",
     ):
         build_task(data)
     with pytest.warns(
-        UserWarning, match=r"=3, but label a has 2 training rows, label c has 2 .*all"
+        UserWarning, match=r"=3, but label a has fewer training rows, label c has fewer .*all"
     ):
         train = build_task(dataclasses.replace(data, allow_fewer_per_class=True)).splits["train"]
     assert np.bincount(train["label"][:]).tolist() == [2, 3, 2]  # n = 7 is what is accounted
@@ -285,7 +285,7 @@ def test_tokenize_and_collate(tmp_path, side):
         ([{"text": "a", "label": [0]}] * 4, r"rows holds (List|Sequence) values; class labels are"),
         ([{"text": "a", "label": 0}] * 4, r"holds 1 classes"),
         ([{"text": "a", "label": 10**15}] * 4, r"holds more than 1000 classes"),
-        ([{"text": "a", "label": 1}, {"text": "b", "label": None}] * 2, r"empty in 2 of 4 rows"),
+        ([{"text": "a", "label": 1}, {"text": "b", "label": None}] * 2, r"empty in some rows"),
     ],
 )
 def test_refused_rows(tmp_path, rows, message):
@@ -311,13 +311,13 @@ SECRET = "confidential diagnosis"
         ),
         ((0, 1, 0, 1, 941_207), {"class_names": ["a", "b"]}, r"row 5 .* an integer in column"),
         ((0, 1, 941_207), {"task": "sst2"}, r"row 3 .* none of the 2 classes \(negative, positive"),
-        ((0, 1, 0, 1, 941_207), {}, r"more than 1000 classes"),
+        ((0, 1, 0, 1, 941_207), {}, r"labels that no validation row has.*set class_names"),
         ((0, 1, 0, 1, 941_207), {"task": "snli"}, r"row 5 of the labelled train rows"),
         ((0.0, 1.0, 0.0, 1.0, 0.125), {"task": "sst2"}, r"row 5 .* a float in column 'label'"),
         (
-            ("a", "b", "a", "b", SECRET),
-            {"prompt": "causal_lm", "template": "{text} {answer}", "label_words": ["x", "y"]},
-            r"label_words has 2 words, and column 'label' holds 3 labels; .*set class_names",
+            (SECRET, "b", SECRET, "b"),
+            {"prompt": "causal_lm", "template": "{text} {answer}", "label_words": ["x", "y", "z"]},
+            r"label_words has 3 words, and column 'label' holds 2 labels; .*set class_names",
         ),
     ],
 )
@@ -361,7 +361,7 @@ def test_labels_are_integers_whole_floats_or_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("train", "validation", "warns"),
+    ("train", "validation", "refused"),
     [
         (["a", "b", "a"], ["a", "b", "c"], False),  # every name is a public row's
         (["a", "b", SECRET], ["a", "b"], True),
@@ -370,20 +370,18 @@ def test_labels_are_integers_whole_floats_or_names(tmp_path):
         ([True, True], [False, False], False),  # false and true, whatever is in the rows
     ],
 )
-def test_names_that_only_private_rows_have_are_warned_of(
-    tmp_path, train, validation, warns, caplog
-):
-    """They are shipped in config.json; without the recipe's class_names, somebody must be told."""
-    task = labelled(tmp_path, train, validation)
-    if isinstance(train[0], str):
-        assert task.label_names == tuple(sorted({*train, *validation}))
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == warns
-    for message in said:
-        assert "becomes public" in message
-        assert "config.json" in message
-        assert "class_names" in message
-        assert SECRET not in message
+def test_names_that_only_private_rows_have_are_refused(tmp_path, train, validation, refused):
+    """They would be shipped in config.json; the recipe's class_names make them public."""
+    if not refused:
+        task = labelled(tmp_path, train, validation)
+        if isinstance(train[0], str):
+            assert task.label_names == tuple(sorted(set(validation)))
+        return
+    with pytest.raises(
+        ValueError, match=r"become public \(config.json.*set class_names"
+    ) as refusal:
+        labelled(tmp_path, train, validation)
+    assert SECRET not in str(refusal.value)
 
 
 def test_class_names_are_for_tasks_whose_data_names_the_labels(tmp_path):

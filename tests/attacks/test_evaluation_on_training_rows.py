@@ -1,0 +1,226 @@
+"""Attack: publish un-noised metrics of private rows, by evaluating on them under another name."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from tiny_runs import config, tiny_data, tiny_model
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
+from transformers import default_data_collator
+
+from hf_dpzero import DPZeroTrainer
+from hf_dpzero.training import evaluation_data
+from hf_dpzero.training.evaluation_data import PrivateRows
+
+PRIVATE, PUBLIC = tiny_data(120), tiny_data(200, seed=2)
+
+
+class Wrapped(Dataset):
+    """A user's own map-style data set around another one."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int):
+        return self.inner[index]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        yield from self.rows
+
+
+def copy(dataset: datasets.Dataset, rows) -> datasets.Dataset:
+    """Rows of equal content in memory of their own."""
+    return datasets.Dataset.from_list([dataset[int(i)] for i in rows])
+
+
+def tensors(dataset: datasets.Dataset) -> TensorDataset:
+    return TensorDataset(*(torch.tensor(dataset[n][:]) for n in ("input_ids", "labels")))
+
+
+ROWS = list(PRIVATE)
+SHUFFLED = PRIVATE.shuffle(seed=1)
+ATTACKS = {
+    "the same": (PRIVATE, PRIVATE),
+    "one row of many": (PRIVATE, datasets.concatenate_datasets([PUBLIC, PRIVATE.select([3])])),
+    "nested subsets": (PRIVATE, Subset(Subset(PRIVATE, range(50)), [1, 2])),
+    "subsets on both sides": (
+        Subset(Subset(PRIVATE, range(60)), range(30)),
+        Subset(Subset(PRIVATE, range(20, 90)), range(20)),
+    ),
+    "concatenation": (PRIVATE, ConcatDataset([PUBLIC, Subset(PRIVATE, [5])])),
+    "concatenated training set": (ConcatDataset([PRIVATE, PUBLIC]), PUBLIC.select(range(9))),
+    "select": (PRIVATE, PRIVATE.select(range(40, 50))),
+    "shuffle": (PRIVATE, SHUFFLED.select(range(3))),
+    "both shuffled": (SHUFFLED, PRIVATE.shuffle(seed=2).select(range(30))),
+    "split": (PRIVATE, PRIVATE.train_test_split(0.1, seed=0)["test"]),
+    "remove_columns": (PRIVATE, PRIVATE.remove_columns("labels")),
+    "remove_columns of training": (PRIVATE.remove_columns("labels"), PRIVATE),
+    "select_columns": (PRIVATE, PRIVATE.select_columns(["attention_mask", "input_ids"])),
+    "rename_column": (PRIVATE, PRIVATE.rename_column("input_ids", "tokens")),
+    "removed and selected": (PRIVATE, PRIVATE.remove_columns("labels").select([7])),
+    "added column": (PRIVATE, PRIVATE.add_column("source", ["web"] * 120)),
+    "to_iterable_dataset": (PRIVATE, PRIVATE.to_iterable_dataset()),
+    "mapped iterable": (PRIVATE, PRIVATE.to_iterable_dataset().remove_columns("labels")),
+    "torch stream": (PRIVATE, Stream(ROWS[:5])),
+    "list slice": (ROWS, ROWS[:5]),
+    "one of a list": (ROWS, [*PUBLIC, ROWS[4]]),
+    "list of a data set": (PRIVATE, ROWS[:5]),
+    "data set of a list": (ROWS, PRIVATE.select(range(5))),
+    "copy": (PRIVATE, copy(PRIVATE, range(20))),
+    "copy among others": (
+        PRIVATE,
+        datasets.concatenate_datasets([PUBLIC, copy(PRIVATE, range(20))]),
+    ),
+    "copy of a single row": (PRIVATE, copy(PRIVATE, [0])),
+    "copy with other names": (
+        PRIVATE.select_columns(["input_ids"]),
+        copy(PRIVATE, range(9)).rename_column("input_ids", "tokens"),
+    ),
+    "copy with other labels": (
+        PRIVATE,
+        copy(PRIVATE, range(9)).map(lambda row: {"labels": 1 - row["labels"]}),
+    ),
+    "flattened": (PRIVATE, PRIVATE.shuffle(seed=3).flatten_indices()),
+    "formatted": (PRIVATE, PRIVATE.with_format("torch").select(range(4))),
+    "transformed": (PRIVATE.with_transform(lambda rows: rows), copy(PRIVATE, range(4))),
+    "tensors": (tensors(PRIVATE), tensors(copy(PRIVATE, range(10)))),
+    "own class": (Wrapped(PRIVATE), Wrapped(PRIVATE)),
+    "own class of training": (Wrapped(PRIVATE), PRIVATE),
+    "in a dictionary": (PRIVATE, {"public": PUBLIC, "seen": ROWS[:5]}),
+    "in a DatasetDict": (PRIVATE, datasets.DatasetDict(a=PUBLIC, b=copy(PRIVATE, [1, 2]))),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_private_rows_are_recognised(name):
+    train, evaluation = ATTACKS[name]
+    with pytest.raises(ValueError, match="rows of train_dataset"):
+        PrivateRows(train).refuse(evaluation)
+
+
+HARMLESS = {
+    "public": (PRIVATE, PUBLIC),
+    "held out": tuple(PRIVATE.train_test_split(0.1, seed=0).values()),
+    "random_split": tuple(random_split(PRIVATE, [100, 20])),
+    "slices": (ROWS[:100], ROWS[100:]),
+    "stream": (PRIVATE, PUBLIC.to_iterable_dataset()),
+    "only labels in common": (
+        PRIVATE,
+        PRIVATE.select_columns(["labels"]).map(lambda row: {"text": str(row)}),
+    ),
+    "only a short text in common": (
+        datasets.Dataset.from_dict({"a": [str(i) for i in range(40)], "mood": ["good"] * 40}),
+        datasets.Dataset.from_dict({"b": [str(i) for i in range(9)], "mood": ["good"] * 9}),
+    ),
+    "nothing": (PRIVATE, None),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_other_rows_are_not(name, caplog):
+    train, evaluation = HARMLESS[name]
+    with caplog.at_level(logging.WARNING):
+        PrivateRows(train).refuse(evaluation)
+    assert not caplog.records
+
+
+def test_public_text_that_repeats_itself_is_warned_of_without_a_count(caplog):
+    """8 of 200 rows (4 %) have equal content, as SST-2's splits have; 11 of 203 are refused."""
+    logging.getLogger("hf_dpzero").propagate = True
+    some = datasets.concatenate_datasets([PUBLIC.select(range(192)), copy(PRIVATE, range(8))])
+    rows = PrivateRows(PRIVATE)
+    with caplog.at_level(logging.WARNING):
+        rows.refuse(some)
+        rows.refuse(some)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "some rows of the evaluation data also occur in train_dataset" in said
+    assert not any(character.isdigit() for character in said)
+    more = datasets.concatenate_datasets([PUBLIC.select(range(192)), copy(PRIVATE, range(11))])
+    with pytest.raises(ValueError, match="rows of train_dataset"):
+        rows.refuse(more)
+
+
+def test_one_chance_repetition_in_a_small_set_is_no_refusal():
+    PrivateRows(PRIVATE).refuse(
+        datasets.concatenate_datasets([PUBLIC.select(range(4)), copy(PRIVATE, [0])])
+    )
+
+
+def test_what_can_be_read_only_once_is_refused():
+    with pytest.raises(ValueError, match="can be read only once"):
+        PrivateRows(PRIVATE).refuse(iter(ROWS))
+
+
+def test_a_trainers_evaluation_set_is_compared_whenever_it_is_used(tmp_path):
+    trainer = DPZeroTrainer(
+        model=tiny_model(),
+        args=config(tmp_path),
+        train_dataset=PRIVATE,
+        eval_dataset={"public": PUBLIC},
+        data_collator=default_data_collator,
+    )
+    assert "eval_public_loss" in trainer.evaluate()
+    for call in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="rows of train_dataset"):
+            call(ROWS[:7])
+    trainer.eval_dataset = {"public": copy(PRIVATE, range(9))}  # exchanged after the checks
+    with pytest.raises(ValueError, match="rows of train_dataset"):
+        trainer.evaluate()
+    trainer.eval_dataset = PRIVATE.to_iterable_dataset()
+    with pytest.raises(ValueError, match="rows of train_dataset"):
+        trainer.evaluate()
+
+
+def test_reading_rows_leaves_the_global_generators_alone():
+    class Noisy(Wrapped):
+        def __getitem__(self, index: int):
+            return {"input_ids": torch.rand(4)}
+
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    PrivateRows(Noisy(PRIVATE)).refuse(Noisy(PUBLIC))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_data_sets_that_make_their_rows_are_read_in_part(monkeypatch):
+    """A fifth of the private rows is read, so a fifth of the share refuses."""
+    monkeypatch.setattr(evaluation_data, "READ", 24)
+    with pytest.raises(ValueError, match="rows of train_dataset"):
+        PrivateRows(Wrapped(PRIVATE)).refuse(copy(PRIVATE, range(120)))
+
+
+@pytest.mark.slow
+def test_the_size_of_sst2_takes_under_two_seconds():
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(5, 40, 67_349)
+
+    def made(lengths) -> datasets.Dataset:
+        ids = [generator.integers(0, 30_000, n).tolist() for n in lengths]
+        masks = [[1] * n for n in lengths]
+        labels = [0] * len(lengths)
+        return datasets.Dataset.from_dict(
+            {"input_ids": ids, "attention_mask": masks, "labels": labels}
+        )
+
+    train, evaluation = made(lengths), made(lengths[:872])
+    rows, start = PrivateRows(train), time.perf_counter()
+    rows.refuse(evaluation)
+    first = time.perf_counter()
+    for _ in range(100):
+        rows.refuse(evaluation)
+    assert first - start < 2
+    assert time.perf_counter() - first < 0.1
