@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from hf_dpzero.cli.options import Evaluate
-from hf_dpzero.recipes.build import check_context, load_trained, output_dir
+from hf_dpzero.recipes.build import check_context, load_trained, output_dir, refuse_training_texts
 from hf_dpzero.recipes.checkpoints import ADAPTER_FILE, Origin, trained_as
 from hf_dpzero.recipes.recipe import (
     Recipe,
@@ -120,6 +120,7 @@ def _evaluate(recipe: Recipe, base: str, quiet: bool) -> dict[str, float]:
     from hf_dpzero.training.prediction import PredictingTrainer
 
     task = build_task(recipe.data)
+    refuse_training_texts(task)
     model, tokenizer = load_trained(recipe.model, task, base)
     check_context(model, recipe)
     rows = task.tokenize(tokenizer, recipe.model.pair_features, only="validation")["validation"]

@@ -32,6 +32,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     check_installed(recipe.training)
     task = build_task(recipe.data)
     recipe.training.plan(len(task.splits["train"]))
+    refuse_training_texts(task)
     model, tokenizer = load_model(recipe.model, task)
     check_context(model, recipe)
     rows, collator = task.tokenize(tokenizer, recipe.model.pair_features), task.collator(tokenizer)
@@ -55,6 +56,20 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
         compute_metrics=task.metrics(tokenizer),
         compute_per_example_loss=task.objective(tokenizer),
     )
+
+
+def refuse_training_texts(task: AnyTask) -> None:
+    """Refuses validation rows whose texts are those of training rows.
+
+    The trainer compares tokens or features, which say less: two texts may be cut to the same tokens, and
+    features of one text differ in the last bit.
+
+    Raises:
+      ValueError: see `training.evaluation_data.PrivateRows`.
+    """
+    from hf_dpzero.training.evaluation_data import PrivateRows
+
+    PrivateRows(task.splits["train"]).refuse(task.splits["validation"])
 
 
 def check_objective(recipe: Recipe) -> None:

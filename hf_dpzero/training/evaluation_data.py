@@ -5,7 +5,7 @@ for: the same row of the same object or memory, however deeply it is wrapped, an
 Rows are equal if the texts and sequences are that both data sets have by the same name; labels, masks,
 single numbers and row numbers are left out. Data sets without such a name in common are compared column
 by column. Public data may repeat a sentence that is private too (SST-2's splits do), so equal content is
-refused from a share on.
+refused from a share on: 5 %, or as often as private rows repeat each other, if that is more often.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from hf_dpzero.training.random_state import isolated_randomness
 logger = logging.get_logger(__name__)
 
 SHARED = 0.05
-"""Evaluation data is refused if more of its rows than this share, and more than one, are private."""
+"""Evaluation data is refused if more of its rows than this share, and more than one, are private; the
+share of private rows that occur more than once, where that is larger."""
 
 STREAMED, READ = 10_000, 20_000
 """Rows compared of a stream (the first), and of a data set that makes its rows on access (spread)."""
@@ -52,7 +53,7 @@ class PrivateRows:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self._digests: dict[tuple[Any, ...], np.ndarray] = {}
+        self._digests: dict[tuple[Any, ...], tuple[np.ndarray, float]] = {}
         self._passed: deque[tuple[Any, Any]] = deque(maxlen=16)
 
     def refuse(self, evaluation: Any) -> None:
@@ -66,8 +67,8 @@ class PrivateRows:
             was compared once, as the same object of the same length, is not compared again.
 
         Raises:
-          ValueError: it shows a row of the training set itself; or all of its rows, or more than 5 %
-            and more than one, have the content of a private row; or it can be read only once.
+          ValueError: it shows a row of the training set itself; or its rows have the content of private
+            ones: all of them, or more than `SHARED`; or it can be read only once.
         """
         if isinstance(evaluation, Mapping):
             for part in evaluation.values():
@@ -104,19 +105,24 @@ class PrivateRows:
             raise ValueError(_REFUSAL)
         share = 0.0
         for own, other in _comparable(_inputs(self.dataset), _inputs(evaluation)):
-            private = self._digests_of(own)
-            if 10 * len(np.unique(private)) <= len(private):
-                continue  # a few values, as labels have: equal ones say nothing of the row
+            private, repeated = self._digests_of(own)
+            if repeated > 0.5:
+                continue  # as labels do, or tokens of a tiny vocabulary: equal ones say little
             seen = _digests(evaluation, other)
             found, part = int(np.isin(seen, private).sum()), len(private) / len(self.dataset)
-            if found and (found == len(seen) or found > max(1.0, SHARED * part * len(seen))):
+            most = max(SHARED * part, repeated) * len(seen)
+            if found and (found == len(seen) or found > max(1.0, most)):
                 raise ValueError(_REFUSAL)
             share = max(share, found / max(1, len(seen)))
         return share
 
-    def _digests_of(self, columns: tuple[Any, ...]) -> np.ndarray:
+    def _digests_of(self, columns: tuple[Any, ...]) -> tuple[np.ndarray, float]:
+        """The private rows' digests, and the share of rows that occur more than once."""
         if columns not in self._digests:
-            self._digests[columns] = _digests(self.dataset, columns)
+            digests = _digests(self.dataset, columns)
+            counts = np.unique(digests, return_counts=True)[1]
+            repeated = counts[counts > 1].sum() / max(1, len(digests))
+            self._digests[columns] = digests, float(repeated)
         return self._digests[columns]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+from contextlib import nullcontext
 
 import datasets
 import numpy as np
@@ -14,6 +16,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, rand
 from transformers import default_data_collator
 
 from hf_dpzero import DPZeroTrainer
+from hf_dpzero.recipes.build import refuse_training_texts
+from hf_dpzero.tasks import build_task
+from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.training import evaluation_data
 from hf_dpzero.training.evaluation_data import PrivateRows
 
@@ -159,6 +164,16 @@ def test_one_chance_repetition_in_a_small_set_is_no_refusal():
     )
 
 
+def test_rows_may_recur_as_often_as_private_rows_repeat_each_other():
+    """Short texts: 20 of 120 private rows occur twice, so 15 of 100 public ones may too, 25 not."""
+    train = datasets.concatenate_datasets([PRIVATE.select(range(110)), copy(PRIVATE, range(10))])
+    for recurring, refused in ((15, False), (25, True)):
+        mixed = datasets.concatenate_datasets([PUBLIC.select(range(100)), copy(PRIVATE, range(25))])
+        mixed = mixed.select([*range(100 - recurring), *range(100, 100 + recurring)])
+        with pytest.raises(ValueError, match="rows of train") if refused else nullcontext():
+            PrivateRows(train).refuse(mixed)
+
+
 def test_what_can_be_read_only_once_is_refused():
     with pytest.raises(ValueError, match="can be read only once"):
         PrivateRows(PRIVATE).refuse(iter(ROWS))
@@ -224,3 +239,21 @@ def test_the_size_of_sst2_takes_under_two_seconds():
         rows.refuse(evaluation)
     assert first - start < 2
     assert time.perf_counter() - first < 0.1
+
+
+def test_texts_of_a_recipe_are_compared_before_they_are_encoded(tmp_path):
+    """Features of one text differ in the last bit, and tokens of two may be equal."""
+    rows = [{"text": f"message {i}", "label": i % 2} for i in range(40)]
+    copied = [{"text": f"public {i}", "label": i % 2} for i in range(20)] + rows[:5]
+    for name, content in (("train", rows), ("validation", copied), ("public", copied[:20])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in content))
+
+    def task_of(validation: str):
+        files = {"train_file": "train", "validation_file": validation}
+        return build_task(
+            DataArguments(**{k: str(tmp_path / f"{v}.jsonl") for k, v in files.items()})
+        )
+
+    refuse_training_texts(task_of("public"))
+    with pytest.raises(ValueError, match="rows of train_dataset"):
+        refuse_training_texts(task_of("validation"))
