@@ -28,6 +28,7 @@ def run(arguments: Sweep) -> None:
     print(outputs.statement(settings, prepared))
     print(f"grid: {len(settings.points)} settings of {', '.join(settings.grid)}")
     if prepared.epsilon is not None and prepared.epsilon_one_run is not None:
+        assert prepared.delta is not None
         print(
             f"epsilon in total {round_up(prepared.epsilon)}, of one run alone "
             f"{round_up(prepared.epsilon_one_run)}, delta {delta_words(prepared.delta)}\n"

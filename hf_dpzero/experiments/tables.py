@@ -155,7 +155,8 @@ def _caption(record: Record) -> list[str]:
     seeds = ", ".join(str(seed) for seed in record.settings["seeds"])
     private = "No method here is private (ε = ∞)."
     if record.relation is not None:
-        deltas = {delta_words(row.delta) for row in record.rows if row.private and row.done}
+        done = [row for row in record.rows if row.private and row.done]
+        deltas = {delta_words(row.delta) for row in done if row.delta is not None}
         private = (
             f"Each epsilon is that of one run, at δ = "
             f"{', '.join(sorted(deltas)) or record.settings['delta']} under "

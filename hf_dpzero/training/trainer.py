@@ -150,8 +150,10 @@ class DPZeroTrainer(PredictingTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in Trainer; the private training rows are refused."""
-        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
-        self.refuse_private(self.eval_dataset[chosen] if isinstance(chosen, str) else chosen)
+        chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]  # type: ignore[index]
+        self.refuse_private(chosen)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
