@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from hf_dpzero.cli.options import Replay
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
+from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
+from hf_dpzero.reporting.provenance import resolve_path
+from hf_dpzero.reporting.weights import read_weights, weight_files
+from hf_dpzero.training.initial_values import load_initial_model
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks.task import Task
@@ -37,7 +40,7 @@ def run(arguments: Replay) -> None:
     steps = sum(arguments.upto is None or r.step < arguments.upto for r in trajectory.releases)
     print(f"replayed {steps} of {len(trajectory.releases)} steps into {output}")
     expected = None if arguments.expect is None else Path(arguments.expect)
-    if expected is None and arguments.upto is None and _weight_files(beside):
+    if expected is None and arguments.upto is None and weight_files(beside):
         expected = beside
     if expected is not None:
         count = _compare(output, expected)
@@ -53,6 +56,10 @@ def _load_base(base: str, overrides: Sequence[str], beside: Path) -> tuple[Any, 
         return load_model(recipe.model, _task_of(recipe, beside))
     if overrides:
         raise ValueError(f"{overrides[0]}: settings go with a recipe as --base, not with a model.")
+    if (beside / INITIAL_VALUES_FILE).is_file():
+        return load_initial_model(beside / INITIAL_VALUES_FILE, base), _tokenizer(
+            resolve_path(base)
+        )
     return _load_checkpoint(base)
 
 
@@ -98,7 +105,6 @@ def _load_checkpoint(name_or_path: str) -> tuple[Any, Any]:
     import transformers
 
     from hf_dpzero.recipes import sentence_classifier
-    from hf_dpzero.reporting.provenance import resolve_path
 
     path = resolve_path(name_or_path)
     config = transformers.AutoConfig.from_pretrained(path)
@@ -109,21 +115,21 @@ def _load_checkpoint(name_or_path: str) -> tuple[Any, Any]:
             f"{name_or_path} is a {names[0]}, which transformers does not have; give the run's "
             "recipe.yaml as --base."
         )
-    model = kind.from_pretrained(path, dtype=torch.float32).eval()
+    return kind.from_pretrained(path, dtype=torch.float32).eval(), _tokenizer(path)
+
+
+def _tokenizer(path: str) -> Any:
+    import transformers
+
     try:
-        return model, transformers.AutoTokenizer.from_pretrained(path)
+        return transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError):
-        return model, None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    patterns = ("model*.safetensors", "adapter_model*.safetensors")
-    return sorted(path for pattern in patterns for path in folder.glob(pattern))
+        return None
 
 
 def _compare(rebuilt: Path, expected: Path) -> int:
     """Checks that two folders hold the same tensors, bit for bit; returns how many."""
-    ours, theirs = _read_weights(rebuilt), _read_weights(expected)
+    ours, theirs = read_weights(rebuilt), read_weights(expected)
     if ours.keys() != theirs.keys():
         odd = sorted(ours.keys() ^ theirs.keys())
         raise ValueError(f"{rebuilt} and {expected} hold other tensors: {', '.join(odd[:3])}.")
@@ -136,15 +142,3 @@ def _compare(rebuilt: Path, expected: Path) -> int:
                 "these weights were not made by these releases alone."
             )
     return len(ours)
-
-
-def _read_weights(folder: Path) -> Mapping[str, Tensor]:
-    """All tensors of a saved model or adapter, by name."""
-    from safetensors.torch import load_file
-
-    files = _weight_files(folder)
-    if not files:
-        raise FileNotFoundError(
-            f"{folder} has no model*.safetensors or adapter_model*.safetensors."
-        )
-    return {name: tensor for path in files for name, tensor in load_file(path).items()}

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from hf_dpzero.experiments.grid import Run
 from hf_dpzero.experiments.results import Exit, Row, append_row, read_rows, row_of
 from hf_dpzero.ledger import log_file
-from hf_dpzero.ledger.trajectory import LEDGER_NAME
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
+from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 from hf_dpzero.training.run_files import STATE_NAME
 
@@ -288,5 +289,5 @@ def discard_weights(folder: Path) -> None:
         shutil.rmtree(path)
     for path in folder.iterdir():
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth")
-        if weights and not path.name.startswith("trajectory"):
+        if weights and path.name not in (SHIPPING_NAME, INITIAL_VALUES_FILE):
             path.unlink()

@@ -34,11 +34,11 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.training.run_files import SECRET_FOLDER
 from hf_dpzero.values import parse_yaml
 
 TUNINGS = ("composed", "public", "not_accounted")
 SELECTIONS = ("random", "all")
+SECRET_FOLDER = "_private"  # Trainer's own Hub upload ignores names that start with "_"
 
 _CHANGES_EVENT = (
     "changes the privacy event of a run, and all trials of a private selection share one. Fix it, or "

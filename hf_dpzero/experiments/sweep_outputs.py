@@ -72,11 +72,13 @@ def _best_row(rows: Sequence[Row], metric: str) -> Row | None:
 def _report_tuning(settings: SweepSettings, prepared: Prepared, folder: Path) -> None:
     """Writes into a run's privacy report how its settings were chosen, and the total epsilon."""
     plan = PrivacyPlan.from_dict(Trajectory.load(folder / SHIPPING_NAME).header["plan"])
-    report = PrivacyReport.load(folder).with_tuning(prepared.tuning, plan)
-    if isinstance(prepared.tuning, dict):
-        total = max(report.epsilon, prepared.epsilon or 0.0)
+    report = PrivacyReport.load(folder)
+    if not isinstance(prepared.tuning, dict):
+        report = report.with_tuning(prepared.tuning, plan)
+    else:
+        tuned = report.with_tuning(prepared.tuning, plan, at_least=prepared.epsilon or 0.0)
         target = settings.load({}).training.target_epsilon
-        report = dataclasses.replace(report, epsilon=total, target_epsilon=target)
+        report = dataclasses.replace(tuned, target_epsilon=target)
     report.save(folder)
 
 

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import resolve_path
+from hf_dpzero.reporting.verification import report_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -263,9 +264,9 @@ def _on_the_hub(origin: Origin, name: str) -> list[Path]:
 
 
 def _stated(path: Path) -> str | None:
-    """A report's own statement; None where it cannot be read, or contradicts itself."""
+    """What a report states; None where it cannot be read, or is not of the weights beside it."""
     try:
-        report = PrivacyReport.load(path)
+        report = report_of(path.parent)
     except (ValueError, OSError):
         return None
     silent = not report.private and not report.statement.startswith("NOT PRIVATE")

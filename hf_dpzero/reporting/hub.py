@@ -3,14 +3,15 @@
 `build_hub_folder` copies by an allow list. Whatever it does not name (the `_private` folder,
 checkpoints, optimizer and generator states, pickled arguments, logs) never reaches the folder, and
 recipe and results are reduced to what is public (`redaction`). A run is not shipped if its report is
-missing, disagrees with the trajectory, or says NOT PRIVATE and that was not allowed.
+missing, disagrees with the trajectory, was written for other weights, or says NOT PRIVATE and that was
+not allowed.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
-import math
+import logging
 import os
 import shutil
 import tempfile
@@ -19,33 +20,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.privacy.private_selection import total_epsilon
 from hf_dpzero.reporting.model_card import model_card, task_of
 from hf_dpzero.reporting.plots import PLOT_FILE
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, noise_name, plan_facts
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.redaction import (
     RECIPE_FILE,
     public_recipe,
     public_results,
     recipe_settings,
 )
-from hf_dpzero.reporting.wording import EXAMPLE, needs_secret_batches, why_not_private
+from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing, check_weights
+from hf_dpzero.reporting.weights import SHARDS, WEIGHTS, weight_files
 
 if TYPE_CHECKING:
     from hf_dpzero.ledger.trajectory import Trajectory
 
-TRAJECTORY_FILE = "trajectory.safetensors"
+logger = logging.getLogger(__name__)
+
 CARD_FILE, RESULTS_FILE, ADAPTER_FILE = "README.md", "all_results.json", "adapter_config.json"
+INITIAL_VALUES_FILE = "initial_values.safetensors"
 FOLDER_NAME = "hub"
 
-WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 _INDEX = "model.safetensors.index.json"
-_SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
 
 COPIED = (
     *WEIGHTS,
     _INDEX,
-    _SHARDS,
+    SHARDS,
     "config.json",
     ADAPTER_FILE,
     "generation_config.json",
@@ -62,14 +63,14 @@ COPIED = (
     "chat_template.jinja",
     "preprocessor_config.json",
     "processor_config.json",
-    REPORT_FILE,
     TRAJECTORY_FILE,
+    INITIAL_VALUES_FILE,
     PLOT_FILE,
 )
 """Names, or patterns of names, at the top of `output_dir` that are copied unchanged."""
 
-WRITTEN = (CARD_FILE, RESULTS_FILE, RECIPE_FILE)
-"""Files that are written anew, from what is public."""
+WRITTEN = (CARD_FILE, RESULTS_FILE, RECIPE_FILE, REPORT_FILE)
+"""Files that are written anew, from what is public and, in words, from the numbers."""
 
 _STALE = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
@@ -77,21 +78,26 @@ _STALE = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.jso
 def write_model_card(output_dir: str | os.PathLike[str], *, repo_id: str | None = None) -> Path:
     """Writes the card of the run in `output_dir` as its README.md, private or not.
 
+    Words of the report that do not follow from its numbers are written anew, with a warning.
+
     Args:
-      output_dir: the run's folder; its trajectory may not be there yet.
+      output_dir: the run's folder; its weights may have been removed.
       repo_id: Hub id for the card's examples.
 
     Returns:
       The card's path.
 
     Raises:
-      FileNotFoundError: there is no privacy report; says what makes it.
-      ValueError: the report disagrees with the trajectory, where there is one.
+      FileNotFoundError: report or trajectory are missing; says what makes them.
+      ValueError: the report disagrees with the trajectory, or with the weights where there are any.
     """
     folder = Path(output_dir)
-    report = _read_report(folder)
-    has_trajectory = (folder / TRAJECTORY_FILE).exists()
-    trajectory = _read_trajectory(folder, report) if has_trajectory else None
+    stated = _read_report(folder)
+    report, trajectory = _agreeing(folder, stated)
+    if weight_files(folder):
+        check_weights(report, folder)
+    if report != stated:
+        report.save(folder)
     _write_card(folder, report, trajectory, repo_id)
     return folder / CARD_FILE
 
@@ -106,7 +112,8 @@ def build_hub_folder(
     """Makes `folder` hold exactly what may be shipped of the run in `output_dir`.
 
     Guarantee: only files named by `COPIED` and `WRITTEN` are in the folder; no file of `_private/`,
-    no checkpoint, no optimizer or generator state. An older folder made by this function is
+    no checkpoint, no optimizer or generator state. The weights are those that the report was written
+    for, and its words follow from its numbers. An older folder made by this function is
     replaced; the new one appears whole or not at all.
 
     Args:
@@ -120,18 +127,19 @@ def build_hub_folder(
 
     Raises:
       FileNotFoundError: report, trajectory or weights are missing; says what makes them.
-      ValueError: the report says NOT PRIVATE, or disagrees with the trajectory, or `folder` holds
-        other files.
+      ValueError: the report says NOT PRIVATE, or disagrees with the trajectory or the weights, or
+        `folder` holds other files.
     """
     source, target = Path(output_dir), Path(folder)
-    report = _read_report(source)
+    stated = _read_report(source)
+    report, trajectory = _agreeing(source, stated)
     if not report.private and not allow_not_private:
         raise ValueError(
             f"{report.statement} To publish it all the same, pass --allow_not_private "
             "(allow_not_private=True); the card will say so first."
         )
-    trajectory = _read_trajectory(source, report)
-    _check_weights(source)
+    _check_files(source)
+    check_weights(report, source)
     _check_target(source, target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".hub-") as temporary:
@@ -199,68 +207,25 @@ def _read_report(source: Path) -> PrivacyReport:
         ) from None
 
 
-def _read_trajectory(source: Path, report: PrivacyReport) -> Trajectory:
-    from hf_dpzero.ledger.trajectory import Trajectory
-
+def _agreeing(source: Path, report: PrivacyReport) -> tuple[PrivacyReport, Trajectory]:
+    """Report and trajectory, compared; the report's words are derived from its numbers."""
     path = source / TRAJECTORY_FILE
     if not path.exists():
         raise FileNotFoundError(
             f"{path} is missing, so the report cannot be checked: training writes it at its end, "
             "and `Trajectory.load(ledger).to_safetensors(path)` makes it from the run's ledger."
         )
-    trajectory = Trajectory.load(path)
-    _check_agreement(report, trajectory)
-    return trajectory
-
-
-def _check_agreement(report: PrivacyReport, trajectory: Trajectory) -> None:
-    """Recomputes from the public plan and the releases all that the report takes from them."""
-    from hf_dpzero.privacy.plan import PrivacyPlan
-
-    header, steps = trajectory.header, trajectory.next_step
-    plan = PrivacyPlan.from_dict(header["plan"])
-    source = str(header["noise_source"])
-    why_not = why_not_private(
-        method=plan.mechanism.name,
-        epsilon=0.0 if plan.private else math.inf,
-        noise_source=source,
-        log_private_diagnostics=bool(header["log_private_diagnostics"]),
-        batches_secret=bool(header["sampler_key_is_secret"]) or not needs_secret_batches(plan),
-    )
-    facts = plan_facts(plan, report.delta, min(steps, plan.steps)) | {
-        "steps": steps,
-        "direction": header["direction"],
-        "log_private_diagnostics": header["log_private_diagnostics"],
-        "privacy_unit": header.get("privacy_unit", EXAMPLE),
-        "noise_source": noise_name(plan, source),
-        "private": why_not is None,
-    }
-    if isinstance(report.tuning, dict):
-        if report.steps != report.planned_steps:
-            raise ValueError(
-                f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
-                f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
-            )
-        # A report may state more than this run's own plan costs (trials of other settings, with
-        # more discrete noise), never less.
-        total = total_epsilon(plan, report.tuning, report.delta)
-        facts["epsilon"] = max(report.epsilon, total)
-    wrong = [name for name, value in facts.items() if not _same(getattr(report, name), value)]
-    if wrong:
-        stated = ", ".join(f"{name}: {getattr(report, name)} / {facts[name]}" for name in wrong)
-        raise ValueError(
-            f"{REPORT_FILE} and {TRAJECTORY_FILE} are not of the same run (report / trajectory): "
-            f"{stated}. Write the report again from the run that made the weights."
+    derived, trajectory = agreeing(report, path.parent)
+    if derived != report:
+        logger.warning(
+            "%s did not say in words what its numbers mean: it was edited, or written by another "
+            "version of this package. Its statement and caveats are written anew from the numbers.",
+            source / REPORT_FILE,
         )
+    return derived, trajectory
 
 
-def _same(stated: Any, expected: Any) -> bool:
-    if isinstance(expected, float) and isinstance(stated, int | float):
-        return math.isclose(stated, expected, rel_tol=1e-6)
-    return bool(stated == expected)
-
-
-def _check_weights(source: Path) -> None:
+def _check_files(source: Path) -> None:
     if (source / _INDEX).is_file():
         index = json.loads((source / _INDEX).read_text(encoding="utf-8"))
         needed = sorted(set(index["weight_map"].values()))
@@ -297,6 +262,7 @@ def _fill(
 ) -> None:
     for path in _copied_files(source):
         shutil.copyfile(path, staged / path.name)
+    report.save(staged)
     _reduce_base_path(staged / ADAPTER_FILE)
     metrics = public_results(_read_json(source / RESULTS_FILE))
     if metrics:
@@ -346,12 +312,13 @@ def _reduce_base_path(adapter: Path) -> None:
 
 
 def _write_card(
-    folder: Path, report: PrivacyReport, trajectory: Trajectory | None, repo_id: str | None
+    folder: Path, report: PrivacyReport, trajectory: Trajectory, repo_id: str | None
 ) -> None:
     """The card of the run whose files `folder` holds, from what of them is public."""
     recipe = public_recipe(_read_text(folder / RECIPE_FILE))
     settings = recipe_settings(recipe)
     adapter, config = _read_json(folder / ADAPTER_FILE), _read_json(folder / "config.json")
+    base_of_replay = _base_of_replay(folder, trajectory)
     dataset, task = settings.get("dataset_name"), settings.get("task")
     if not dataset or settings.get("train_file"):  # rows of one's own: the task, or its file's name
         dataset = Path(task).stem if task else None
@@ -361,18 +328,32 @@ def _write_card(
             settings.get("model_name_or_path")
             or adapter.get("base_model_name_or_path")
             or config.get("_name_or_path")
+            or base_of_replay
         ),
         task=task_of(config, adapter, settings.get("prompt")),
         dataset=None if dataset is None else str(dataset),
         metrics=public_results(_read_json(folder / RESULTS_FILE)),
         recipe=recipe,
         peft=bool(adapter),
-        trajectory=trajectory,
+        trajectory=trajectory if recipe or base_of_replay else None,
         repo_id=repo_id,
         model_type=config.get("model_type"),
         plot=(folder / PLOT_FILE).is_file(),
     )
     write_atomically(folder / CARD_FILE, card.content)
+
+
+def _base_of_replay(folder: Path, trajectory: Trajectory) -> str | None:
+    """Name of the base that the run's initial values go with; None without values of this run."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / INITIAL_VALUES_FILE, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError):
+        return None
+    same = metadata.get("base_model_digest") == trajectory.header["base_model_digest"]
+    return metadata.get("base_model") if same else None
 
 
 def _require_token(token: str | None) -> str:

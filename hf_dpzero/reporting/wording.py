@@ -25,6 +25,16 @@ EXAMPLE, BLOCK = "example", "block of text"
 """Privacy units: what one row of the training set is."""
 
 NOT_PRIVATE_METHODS = ("mezo", "sgd", "adamw")
+EQUAL, DECLARED, NOT_COMPARED = "equal_to_named", "declared_public", "not_compared"
+BASE_WEIGHTS = {
+    EQUAL: None,
+    DECLARED: "The weights at the start were not those of the model that the configuration names, or "
+    "had been trained before in the same process. They were declared public (base_is_public), which "
+    "nothing here can check.",
+    NOT_COMPARED: "The weights at the start were not compared with the model that the configuration "
+    "names: it names none, or none that lies on the machine that trained.",
+}
+"""What the weights were at the start of a run, and the caveat that it takes."""
 
 
 def round_up(value: float, digits: int = 4) -> str:
@@ -240,6 +250,8 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
     first, *rest = _COMMON_CAVEATS
     of_base = base_caveats(facts["earlier_runs"])
     leaky = sum(not run["private"] for run in facts["earlier_runs"])
+    of_start = BASE_WEIGHTS[facts["base_weights"]]
+    rest += [of_start] if of_start else []
     blocks = [_BLOCKS_CAVEAT] if facts["privacy_unit"] == BLOCK else []
     usual = [first, _TUNING_CAVEATS[_kind(tuning)], *blocks, *rest, *of_base[leaky:]]
     own = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]

@@ -72,6 +72,7 @@ class StepBatches(Dataset):
       key: 32 secret bytes, the same on every process.
       microbatch_size: rows in one forward pass, at most.
       rank, world_size: this process takes every world_size-th example.
+      paid: steps before this one are replayed: nothing is sampled for them.
     """
 
     rows: Rows
@@ -80,11 +81,14 @@ class StepBatches(Dataset):
     microbatch_size: int
     rank: int = 0
     world_size: int = 1
+    paid: int = 0
 
     def __len__(self) -> int:
         return self.plan.steps
 
     def __getitem__(self, step: int) -> LogicalBatch:
+        if step < self.paid:
+            return {"step": step, "microbatches": [], "groups": []}
         chosen = self.plan.sampler.batch(step, self.key)[self.rank :: self.world_size]
         mechanism = self.plan.mechanism
         if getattr(mechanism, "clipping", "fixed") != "averaged":

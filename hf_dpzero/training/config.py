@@ -135,6 +135,11 @@ class DPZeroConfig(TrainingArguments):
         "none",
         "how the settings were chosen: none, public (on public data) or not_accounted; for the report",
     )
+    base_is_public: bool = _setting(
+        False,
+        "what the model is at the start may be taken as public, though it is not what its name says "
+        "or was trained before; the report then says so",
+    )
     insecure_noise_seed: int | None = _setting(
         None, "reproducible noise for tests; the report then says NOT PRIVATE"
     )

@@ -1,26 +1,21 @@
-"""What a run keeps in its output_dir: the public ledger, the secret sampler key, grid states."""
+"""What a run keeps in its output_dir, the public ledger and grid states, and the key it never keeps."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.ledger.log_file import LedgerError, write_atomically
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.sampling import new_sampler_key
-from hf_dpzero.reporting.privacy_report import versions
+from hf_dpzero.reporting.hub import FOLDER_NAME
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, versions
 from hf_dpzero.training import distributed
 
-logger = logging.getLogger(__name__)
-
 STATE_NAME = "dpzero_state.json"
-SECRET_FOLDER = "_private"  # Trainer's own Hub upload ignores names that start with "_"
-KEY_NAME = "sampler_key"
 
 
 def ledger_header(trainer: Any) -> dict[str, Any]:
@@ -63,7 +58,7 @@ def start_ledger(output_dir: str, header: dict[str, Any], base_digest: str) -> T
     """
     path = Path(output_dir) / LEDGER_NAME
     if not path.exists():  # one that exists is refused below, for what it is
-        _refuse_orphaned_checkpoints(Path(output_dir), -1)
+        _refuse_lost_releases(Path(output_dir), None)
     key = header.get("direction_key") or f"{new_key():032x}"
     header = {**header, "base_model_digest": base_digest, "direction_key": distributed.shared(key)}
     return distributed.on_main(lambda: Trajectory.create(path, header), lambda: Trajectory(header))
@@ -80,7 +75,8 @@ def continue_ledger(output_dir: str, header: Mapping[str, Any]) -> Trajectory:
       The trajectory so far.
 
     Raises:
-      LedgerError: it is missing, corrupt or of another plan.
+      LedgerError: it is missing, corrupt, of another plan, or holds fewer or other releases than
+        what lies beside it.
     """
     path = Path(output_dir) / LEDGER_NAME
     if not path.exists():
@@ -91,65 +87,83 @@ def continue_ledger(output_dir: str, header: Mapping[str, Any]) -> Trajectory:
     trajectory = distributed.on_main(
         lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
     )
-    _refuse_orphaned_checkpoints(Path(output_dir), trajectory.next_step)
+    try:
+        _refuse_lost_releases(Path(output_dir), trajectory)
+    except LedgerError:
+        trajectory.close()
+        raise
     return trajectory
 
 
-def _refuse_orphaned_checkpoints(output_dir: Path, paid: int) -> None:
-    """Refuses a folder whose checkpoints know of more steps than its ledger (`paid`)."""
-    for path in sorted(output_dir.glob(f"checkpoint-*/{STATE_NAME}")):
-        if json.loads(path.read_text())["step"] > paid:
-            raise LedgerError(
-                f"{path.parent} was made by steps that {LEDGER_NAME} does not hold: the ledger was "
-                "removed or rolled back. Restore it, or start afresh in another output_dir; what "
-                "those steps spent stays spent."
-            )
-
-
-def new_secret(output_dir: str, given: str | None = None) -> bytes:
-    """A sampler key, written with mode 0600.
+def _refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
+    """Refuses a folder where something was made by releases that its ledger does not hold.
 
     Args:
-      output_dir: of the run.
-      given: 64 hex digits; None draws a fresh key.
+      output_dir: its trajectory, report, checkpoints and Hub folder are compared.
+      ledger: None where there is none. A report alone is then no trace of a lost ledger: it may be
+        the base model's.
 
-    Returns:
-      32 secret bytes, the same on all ranks.
+    Raises:
+      LedgerError: one of them knows of more steps, or of other releases, or cannot be read.
     """
-    key = distributed.shared(bytes.fromhex(given) if given else new_sampler_key())
+    for folder in (output_dir, output_dir / FOLDER_NAME, *sorted(output_dir.glob("checkpoint-*"))):
+        for name, read in _RECORDS.items():
+            path = folder / name
+            if not path.is_file() or (ledger is None and name == REPORT_FILE):
+                continue
+            try:
+                steps, digest = read(path)
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise LedgerError(
+                    f"{path} cannot be read ({error}), so it is unknown whether {LEDGER_NAME} holds all "
+                    "that was spent: restore the file, or remove what a crash cut short."
+                ) from error
+            same = ledger is not None and digest in (None, ledger.digest(steps))
+            if ledger is None or steps > ledger.next_step or not same:
+                raise LedgerError(
+                    f"{path} was made by {steps} steps that {LEDGER_NAME} does not hold: the ledger "
+                    "was removed or rolled back, or is another run's. Restore it, or start afresh in "
+                    "another output_dir; what those steps spent stays spent."
+                )
 
-    def write() -> None:
-        folder = Path(output_dir) / SECRET_FOLDER
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        (folder / KEY_NAME).unlink(missing_ok=True)  # it may have a wider mode, or be a link
-        descriptor = os.open(folder / KEY_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(key.hex())
 
-    distributed.on_main(write, lambda: None)
-    return key
+def _of_state(path: Path) -> tuple[int, str | None]:
+    state = json.loads(path.read_text(encoding="utf-8"))
+    return int(state["step"]), str(state["trajectory_digest"])
 
 
-def old_secret(output_dir: str, given: str | None = None) -> bytes:
-    """The sampler key of an interrupted run; a fresh one, with a warning, if it is gone.
+def _of_trajectory(path: Path) -> tuple[int, str | None]:
+    shipped = Trajectory.load(path)
+    return shipped.next_step, shipped.digest()
 
-    Either is sound: steps in the ledger are never sampled again, and the remaining ones are
-    sampled with a secret key.
+
+def _of_report(path: Path) -> tuple[int, str | None]:
+    return int(json.loads(path.read_text(encoding="utf-8"))["steps"]), None
+
+
+_RECORDS: dict[str, Callable[[Path], tuple[int, str | None]]] = {
+    STATE_NAME: _of_state,
+    SHIPPING_NAME: _of_trajectory,
+    REPORT_FILE: _of_report,
+}
+"""Files that say how many steps were taken: name -> (steps, digest of their releases or None)."""
+
+
+def draw_sampler_key(given: str | None = None) -> bytes:
+    """The secret that one call of `train` draws its batches by; a resumed run has another.
+
+    It is never stored: whoever copies the run's folder, or goes back to an older copy, could
+    otherwise release the same batches a second time.
 
     Args:
-      output_dir: of the run.
-      given: as for `new_secret`; used only if the file is gone.
+      given: 64 hex digits, for tests (the report then says NOT PRIVATE); None draws a fresh key.
 
     Returns:
-      32 secret bytes.
+      32 bytes, the same on all ranks.
     """
-    path = Path(output_dir) / SECRET_FOLDER / KEY_NAME
-    key = distributed.shared_from_main(lambda: path.read_text() if path.exists() else None)
-    if key is not None:
-        return bytes.fromhex(key)
-    logger.warning("%s is gone: the remaining steps are sampled with a fresh secret key.", path)
-    return new_secret(output_dir, given)
+    return distributed.shared_from_main(
+        lambda: bytes.fromhex(given) if given else new_sampler_key()
+    )
 
 
 def save_state(
@@ -164,7 +178,7 @@ def save_state(
       trajectory: its first `step` releases are digested.
     """
     state = {"step": step, "space": dict(space), "trajectory_digest": trajectory.digest(step)}
-    (checkpoint / STATE_NAME).write_text(json.dumps(state))
+    write_atomically(checkpoint / STATE_NAME, json.dumps(state))
 
 
 def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:

@@ -31,13 +31,16 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport
 from hf_dpzero.reporting.provenance import base_names, earlier_runs, resolve_path
-from hf_dpzero.reporting.wording import base_caveats
+from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.reporting.wording import NOT_COMPARED, base_caveats
 from hf_dpzero.training import data_checks, distributed, run_files, validation
+from hf_dpzero.training.base_weights import check_resumed, check_start, mark_as_trained
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.callbacks import PrivacyCallback, PrivacyProgressCallback
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.evaluation_data import PrivateRows
+from hf_dpzero.training.initial_values import copy_initial_values, write_initial_values
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
     TrainingMethod,
@@ -105,6 +108,7 @@ class DPZeroTrainer(PredictingTrainer):
         self._method_state: Mapping[str, Any] | None = None
         self._plan: PrivacyPlan | None = None
         self._delta: float | None = None
+        self._sampler_key: bytes | None = None
         self._diagnostics: dict[str, float] = {}
         self._buffers: str | None = None
         self._reads = contextlib.ExitStack()
@@ -197,9 +201,12 @@ class DPZeroTrainer(PredictingTrainer):
             self._open_run(resume)
             output = super().train(resume_from_checkpoint=resume, **settings)
         finally:
+            self._sampler_key = None
             self._reads.close()
             if self.trajectory is not None:
                 self.trajectory.close()
+                if self.trajectory.releases:
+                    mark_as_trained(self.model, self.trajectory.header["base_model_digest"])
         for name in ("train_loss", "total_flos", "train_samples_per_second"):  # depend on the data
             output.metrics.pop(name, None)
         return output._replace(training_loss=math.nan)
@@ -218,21 +225,24 @@ class DPZeroTrainer(PredictingTrainer):
         folder, header = self.output_dir, run_files.ledger_header(self)
         self.optimizer = self.lr_scheduler = None  # rebuilt on this run's ledger
         if resume is None:
-            if self.trajectory is not None and self.trajectory.releases:
-                raise ValueError(
-                    "this trainer's model was trained on the private data already: continue with "
-                    "resume_from_checkpoint, or build a trainer with the base model."
+            digest, declared = digest_model(self.model), self.args.base_is_public
+            header["base_weights"], compared = distributed.shared(
+                distributed.on_main(
+                    lambda: check_start(self.model, digest, declared), lambda: (NOT_COMPARED, None)
                 )
-            digest = digest_model(self.model)
+            )
             self.trajectory = run_files.start_ledger(folder, header, digest)
-            self._sampler_key = run_files.new_secret(folder, self.args.sampler_key)
+            if self.args.should_save and self.plan.mechanism.replayable:
+                write_initial_values(folder, self.model, compared, digest)
         else:
             self.trajectory = run_files.continue_ledger(folder, header)
+            check_resumed(self.model, self.trajectory.header, self.args.base_is_public)
             self._method_state = run_files.load_state(resume, self.trajectory)
-            self._sampler_key = run_files.old_secret(folder, self.args.sampler_key)
+        self._sampler_key = run_files.draw_sampler_key(self.args.sampler_key)
 
     def get_train_dataloader(self) -> DataLoader:
         """Logical batches of this process, one item per step, split into microbatches."""
+        assert self._sampler_key and self.trajectory, "batches are drawn inside train() only"
         batches = StepBatches(
             rows=self.training_rows(),
             plan=self.plan,
@@ -240,6 +250,7 @@ class DPZeroTrainer(PredictingTrainer):
             microbatch_size=self.args.physical_batch_size,
             rank=self.args.process_index,
             world_size=self.args.world_size,
+            paid=self.trajectory.next_step,
         )
         return DataLoader(
             batches,
@@ -363,8 +374,9 @@ class DPZeroTrainer(PredictingTrainer):
         super()._save(output_dir, state_dict)
         if self.trajectory is not None and self.args.should_save:
             folder = Path(output_dir or self.output_dir)
-            self.privacy_report().save(folder / REPORT_FILE)
             self.trajectory.to_safetensors(folder / SHIPPING_NAME)
+            bound_to(self.privacy_report(), folder).save(folder / REPORT_FILE)
+            copy_initial_values(self.output_dir, folder)
 
     def privacy_report(self) -> PrivacyReport:
         """The privacy that the run has spent so far, in numbers and words."""
@@ -379,6 +391,9 @@ class DPZeroTrainer(PredictingTrainer):
             sampler_key_is_secret=self.args.sampler_key is None,
             privacy_unit=self.args.privacy_unit,
             earlier_runs=self.earlier_runs,
+            base_weights=self.trajectory.header.get("base_weights", NOT_COMPARED)
+            if self.trajectory
+            else NOT_COMPARED,
         ).with_tuning(self.args.tuning, self.plan)
 
     @functools.cached_property

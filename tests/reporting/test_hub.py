@@ -28,6 +28,9 @@ from hf_dpzero.reporting.hub import build_hub_folder, push, write_model_card
 from hf_dpzero.reporting.model_card import model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.redaction import public_recipe, public_results
+from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.reporting.weights import digest_weights
+from hf_dpzero.training import run_files
 
 SECRET = "7f3a-secret-of-the-run"
 STEPS = 3
@@ -90,7 +93,7 @@ def write_run(folder: Path, private: bool = True) -> Path:
     config = {"architectures": ["BertForSequenceClassification"], "model_type": "bert"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
-    make_report(plan).save(folder)
+    bound_to(make_report(plan), folder).save(folder)
     make_trajectory(plan).to_safetensors(folder / "trajectory.safetensors")
     results = {
         "zero_shot_accuracy": 0.718,
@@ -284,14 +287,14 @@ def test_an_older_folder_is_replaced_whole(run: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".hub-*"))
 
 
-def test_a_trained_run_ships_its_model_and_keeps_its_key(tmp_path: Path) -> None:
-    """End to end: whatever the trainer leaves, the sampler key stays."""
+def test_a_trained_run_ships_its_model_and_no_key(tmp_path: Path, monkeypatch: Any) -> None:
+    """End to end: whatever the trainer leaves, the sampler key is not in it."""
+    key = bytes(range(100, 132))
+    monkeypatch.setattr(run_files, "new_sampler_key", lambda: key)
     secret = {"sampler_key": None, "insecure_noise_seed": None}
     trainer = build(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1, **secret)
     trainer.train()
     trainer.save_model()
-    key = next((tmp_path / "out").rglob("sampler_key")).read_text()
-    assert len(bytes.fromhex(key)) == 32
     folder = build_hub_folder(tmp_path / "out", tmp_path / "shipped")
     assert names(folder) == {
         "model.safetensors",
@@ -302,9 +305,12 @@ def test_a_trained_run_ships_its_model_and_keeps_its_key(tmp_path: Path) -> None
     }
     for path in folder.iterdir():
         content = path.read_bytes()
-        assert key.encode() not in content
-        assert bytes.fromhex(key) not in content
-    assert PrivacyReport.load(folder) == trainer.privacy_report()
+        assert key.hex().encode() not in content
+        assert key not in content
+    digest = digest_weights(folder)
+    assert PrivacyReport.load(folder) == dataclasses.replace(
+        trainer.privacy_report(), weights_digest=digest
+    )
 
 
 # ---- refusals
@@ -484,10 +490,13 @@ def test_card_without_replay_offers_none() -> None:
 
 
 def test_write_model_card_leaves_a_readme_in_the_run(run: Path) -> None:
-    (run / "trajectory.safetensors").unlink()  # before training has ended there is none
+    (run / "model.safetensors").unlink()  # `compare --discard_weights` removes them
     card = write_model_card(run)
     assert card == run / "README.md"
     assert make_report(make_plan()).statement in card.read_text()
+    (run / "trajectory.safetensors").rename(run / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="report cannot be checked"):
+        write_model_card(run)
     (run / "privacy_report.json").unlink()
     with pytest.raises(FileNotFoundError, match="hf-dpzero train"):
         write_model_card(run)

@@ -22,12 +22,13 @@ from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.plots import plot_run
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport, round_up
 from hf_dpzero.reporting.provenance import base_names, earlier_runs
+from hf_dpzero.reporting.verification import bound_to
 
 KEYS = """
     target_epsilon target_delta epsilon delta accountant neighboring_relation privacy_unit sampling
     sampling_probability expected_batch_size num_examples steps planned_steps noise_multiplier clip
     direction num_directions noise_source private method log_private_diagnostics tuning earlier_runs
-    statement caveats versions
+    base_weights weights_digest statement caveats versions
 """.split()  # noqa: SIM905
 
 
@@ -453,7 +454,7 @@ def test_training_on_top_of_a_leaky_run_says_so(leaky: Path, tmp_path: Path, cap
     warned = [r for r in caplog.records if r.levelno == logging.WARNING and "leaky" in r.message]
     assert len(warned) == 1
     found = PrivacyReport.load(tmp_path / "second")
-    assert found == trainer.privacy_report()
+    assert found == bound_to(trainer.privacy_report(), tmp_path / "second")
     assert found.private
     assert "NOT PRIVATE: the method mezo" in found.caveats[0]
     assert warned[0].getMessage() == found.caveats[0]

@@ -24,6 +24,7 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction, DirectionStream
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
+from hf_dpzero.training import run_files
 
 # ---- the step is Algorithm 2
 
@@ -276,18 +277,19 @@ def test_insecure_noise_and_mezo_are_not_private(tmp_path):
         assert "NOT PRIVATE" in str(trainer.privacy_report())
 
 
-def test_secrets_stay_out_of_saved_files(tmp_path):
+def test_secrets_stay_out_of_saved_files(tmp_path, monkeypatch):
+    secret = bytes(range(100, 132))
+    monkeypatch.setattr(run_files, "new_sampler_key", lambda: secret)
     trainer = build(tmp_path, save_strategy="steps", save_steps=3, sampler_key=None)
     trainer.train()
     trainer.save_model()
-    secret = (tmp_path / "_private" / "sampler_key").read_text()
-    assert len(secret) == 64
-    assert (tmp_path / "_private" / "sampler_key").stat().st_mode & 0o077 == 0
-    files = [p for p in tmp_path.rglob("*") if p.is_file() and p.parent.name != "_private"]
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert len(files) > 8
     for path in files:
-        assert secret.encode() not in path.read_bytes(), path
-        assert bytes.fromhex(secret) not in path.read_bytes(), path
+        assert secret.hex().encode() not in path.read_bytes(), path
+        assert secret not in path.read_bytes(), path
+    assert not (tmp_path / "_private").exists()
+    assert secret not in vars(trainer).values()
 
 
 def test_nan_losses_never_reach_the_weights(tmp_path):

@@ -1,0 +1,80 @@
+"""Saved weights: their files, their tensors, and the digest that ties a privacy report to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hf_dpzero.ledger.digests import digest_tensors
+
+WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
+
+
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The safetensors files of a saved model or adapter in `folder`, shards included, sorted."""
+    patterns = (*WEIGHTS, SHARDS)
+    return sorted(path for pattern in patterns for path in Path(folder).glob(pattern))
+
+
+@contextlib.contextmanager
+def open_weights(folder: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
+    """Opens a saved model's files: tensor name -> file, whose `get_tensor(name)` reads it.
+
+    Raises:
+      ValueError: two of the files hold a tensor of one name.
+    """
+    files: dict[str, Any] = {}
+    with open_each(folder) as opened:
+        for tensors in opened:
+            if twice := sorted(tensors.keys() & files.keys()):
+                raise ValueError(
+                    f"{folder} holds {twice[0]} in two files, so it is unclear which weights are meant: "
+                    f"of {', '.join(path.name for path in weight_files(folder))} remove the older ones."
+                )
+            files.update(tensors)
+        yield files
+
+
+@contextlib.contextmanager
+def open_each(folder: str | os.PathLike[str]) -> Iterator[list[Mapping[str, Any]]]:
+    """Opens a saved model's files one by one: for each, tensor name -> the file."""
+    from safetensors import safe_open
+
+    with contextlib.ExitStack() as stack:
+        files: list[Any] = [
+            stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)
+        ]
+        yield [dict.fromkeys(file.keys(), file) for file in files]
+
+
+def read_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """All tensors of a saved model or adapter, by name.
+
+    Raises:
+      FileNotFoundError: there are none.
+      ValueError: see `open_weights`.
+    """
+    with open_weights(folder) as files:
+        if not files:
+            raise FileNotFoundError(f"{folder} has none of {', '.join(WEIGHTS)}, and no shards.")
+        return {name: file.get_tensor(name) for name, file in files.items()}
+
+
+def digest_weights(folder: str | os.PathLike[str]) -> str | None:
+    """SHA-256 (hex) over names, dtypes, shapes and bytes of all saved tensors; None without any.
+
+    It does not depend on how they are split into files.
+
+    Raises:
+      ValueError: see `open_weights`.
+    """
+    with open_weights(folder) as files:
+        if not files:
+            return None
+        return digest_tensors((name, files[name].get_tensor(name)) for name in sorted(files))

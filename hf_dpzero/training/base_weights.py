@@ -1,0 +1,217 @@
+"""What the weights are when a run starts: the named base's, or somebody's who has seen the data.
+
+An epsilon speaks of the steps of one run. If the model was trained on the same rows before, by another
+`DPZeroTrainer` or by any other means, the claim is of a part of what was released.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.perturbation.trainable import quantised_kind
+from hf_dpzero.reporting.provenance import base_names, resolve_path
+from hf_dpzero.reporting.weights import WEIGHTS, open_each
+from hf_dpzero.reporting.wording import DECLARED, EQUAL, NOT_COMPARED
+
+_MARK = "_hf_dpzero_base_digest"
+_ADVICE = (
+    "load the base model again, or set base_is_public: true if what it is now may be taken as public; "
+    "the report then says so."
+)
+
+
+class Comparison(NamedTuple):
+    """A model's parameters beside the tensors of the base that it names.
+
+    Attributes:
+      differing: names of parameters whose values are not the base's.
+      fresh: names of parameters that the base does not have, such as a new head or adapter.
+    """
+
+    differing: list[str]
+    fresh: list[str]
+
+
+def mark_as_trained(model: nn.Module, base_digest: str) -> None:
+    """Notes on a model, and on all its parts, that a run has changed it.
+
+    The note survives copies, and adapters that are put on or taken off.
+
+    Args:
+      model: after training.
+      base_digest: `digest_model` before training.
+    """
+    for module in model.modules():
+        vars(module).setdefault(_MARK, base_digest)
+
+
+def check_start(
+    model: nn.Module, digest: str, declared_public: bool
+) -> tuple[str, Comparison | None]:
+    """Refuses a model that was trained before, unless the user declares it public.
+
+    A model that was put back to its weights before training passes. What no name leads to, and what
+    the base does not have, is taken as it is; a LoRA adapter that already does something is not.
+
+    Args:
+      model: as the run starts with it.
+      digest: its `digest_model`.
+      declared_public: the setting `base_is_public`.
+
+    Returns:
+      The report's `base_weights`, and the comparison with the named base, if there was one.
+
+    Raises:
+      ValueError: it was trained by a run of this process, or differs from the base that it names.
+    """
+    marks = {vars(module).get(_MARK) for module in model.modules()} - {None, digest}
+    if marks and not declared_public:
+        raise ValueError(
+            "this model was trained on the private data already, by an earlier run of this process, "
+            f"whose cost is not in this run's epsilon: {_ADVICE} To continue that run, use "
+            "resume_from_checkpoint."
+        )
+    compared = compare_with_named(model)
+    changed = [*(compared.differing if compared else ()), *trained_adapters(model)]
+    if changed and not declared_public:
+        raise ValueError(
+            f"{changed[0]} and {len(changed) - 1} more parameters are not what the base model "
+            f"{', '.join(base_names(model)) or '(fresh adapters)'} has: the model was changed after it "
+            f"was loaded, and if private rows did it, this run's epsilon does not cover that: {_ADVICE}"
+        )
+    if marks or changed:
+        return DECLARED, compared
+    if compared:
+        return EQUAL, compared
+    return DECLARED if declared_public else NOT_COMPARED, None
+
+
+def check_resumed(model: nn.Module, header: Mapping[str, Any], declared_public: bool) -> None:
+    """Refuses to continue a run on other frozen weights than it began with.
+
+    Args:
+      model: before the checkpoint is loaded into it.
+      header: of the run's ledger.
+      declared_public: the setting `base_is_public`.
+
+    Raises:
+      ValueError: the model was trained by another run, or frozen parameters are not the named base's.
+    """
+    if declared_public:
+        return
+    marks = {vars(module).get(_MARK) for module in model.modules()}
+    if marks - {None, header["base_model_digest"]}:
+        raise ValueError(f"this model was trained by another run of this process: {_ADVICE}")
+    compared = compare_with_named(model) if header.get("base_weights") == EQUAL else None
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    if changed := [name for name in (compared.differing if compared else ()) if name in frozen]:
+        raise ValueError(
+            f"{changed[0]} and {len(changed) - 1} more frozen parameters are not what the base model "
+            f"{', '.join(base_names(model))} has, as they were when this run began: {_ADVICE}"
+        )
+
+
+def trained_adapters(model: nn.Module) -> list[str]:
+    """Names of LoRA layers whose product B A is not zero, as it is in a fresh adapter."""
+    found = []
+    for name, module in model.named_modules():
+        for kind in ("lora", "lora_embedding"):
+            down, up = (getattr(module, f"{kind}_{part}", None) or {} for part in "AB")
+            for key in down:
+                pair = (getattr(part[key], "weight", part[key]) for part in (down, up))
+                if all(bool(tensor.detach().ne(0).any()) for tensor in pair):
+                    found.append(f"{name}.{kind}.{key}")
+    return found
+
+
+@torch.no_grad()
+def compare_with_named(model: nn.Module) -> Comparison | None:
+    """Compares a model with the checkpoints that its configuration names, where they lie here.
+
+    A parameter belongs to a tensor of the checkpoint if one's name ends in the other's and the shapes
+    are equal. The checkpoint's values are taken in the parameter's dtype.
+
+    Args:
+      model: any; parts such as an encoder may name their own base.
+
+    Returns:
+      None if nothing could be compared: no name, not on this machine, no safetensors, other names, or
+      quantised weights.
+    """
+    named = dict(model.named_parameters())
+    if any(quantised_kind(parameter) is not None for parameter in named.values()):
+        return None
+    differing, fresh = [], []
+    with _named_weights(model) as sources:
+        for name, parameter in named.items():
+            tensors = [
+                tensor
+                for tensor in _candidates(_plain(name), sources)
+                if tensor.shape == parameter.shape
+            ]
+            if not tensors:
+                fresh.append(name)
+            elif not any(
+                torch.equal(tensor.to(parameter.dtype), parameter.detach().cpu())
+                for tensor in tensors
+            ):
+                differing.append(name)
+    return Comparison(differing, fresh) if len(fresh) < len(named) else None
+
+
+@contextlib.contextmanager
+def _named_weights(model: nn.Module) -> Iterator[list[Mapping[str, Any]]]:
+    """The opened checkpoints of every base that the model names and that lies on this machine."""
+    with contextlib.ExitStack() as stack:
+        folders = {folder for name in base_names(model) if (folder := _folder_of(model, name))}
+        opened = (stack.enter_context(open_each(folder)) for folder in sorted(folders))
+        yield [tensors for files in opened for tensors in files]
+
+
+def _folder_of(model: nn.Module, name: str) -> Path | None:
+    """The folder that a name leads to without the network: itself, a package's, or the Hub cache's."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = resolve_path(name)
+    if Path(path).is_dir():
+        return Path(path).resolve()
+    configs = (getattr(module, "config", None) for module in model.modules())
+    revisions = {
+        getattr(config, "_commit_hash", None)
+        for config in configs
+        if getattr(config, "_name_or_path", None) == name
+    } - {None}
+    for file in (*WEIGHTS, f"{WEIGHTS[0]}.index.json"):
+        with contextlib.suppress(ValueError):  # not a Hub id
+            cached = try_to_load_from_cache(path, file, revision=next(iter(revisions), None))
+            if isinstance(cached, str):
+                return Path(cached).parent
+    return None
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what PEFT puts into it."""
+    name = re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
+    return name.removeprefix("base_model.model.")
+
+
+def _candidates(name: str, sources: list[Mapping[str, Any]]) -> Iterator[Tensor]:
+    """Tensors that `name` may have been loaded from: of the same name, but for a prefix of either."""
+    parts = name.split(".")
+    suffixes = [".".join(parts[i:]) for i in range(max(1, len(parts) - 1))]
+    for files in sources:
+        for suffix in suffixes:
+            if suffix in files:
+                yield files[suffix].get_tensor(suffix)
+                break
+        else:
+            for key in files:
+                if key.partition(".")[2] == name:
+                    yield files[key].get_tensor(key)

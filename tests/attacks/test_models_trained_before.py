@@ -1,0 +1,178 @@
+"""An epsilon is of one run: a model that was trained before may not start as if it were the base."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import build, tiny_data, tiny_model
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_dpzero.reporting.hub import build_hub_folder
+from hf_dpzero.reporting.privacy_report import PrivacyReport
+
+pytestmark = pytest.mark.slow
+
+SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None, "max_steps": 2}
+
+
+def lora(model: Any, **settings: Any) -> Any:
+    import peft
+
+    given = {"task_type": "SEQ_CLS", "r": 2, "target_modules": ["query", "value"], **settings}
+    return peft.get_peft_model(model, peft.LoraConfig(**given))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_base(tmp_path)
+
+
+def save_base(tmp_path: Path) -> Path:
+    """A pretrained masked language model in a folder."""
+    torch.manual_seed(4)
+    shape = tiny_model().config.to_dict()
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+             "intermediate_size", "max_position_embeddings")  # fmt: skip
+    BertForMaskedLM(BertConfig(**{name: shape[name] for name in names})).save_pretrained(
+        tmp_path / "base"
+    )
+    return tmp_path / "base"
+
+
+def loaded(base: Path, **settings: Any) -> Any:
+    return BertForSequenceClassification.from_pretrained(base, **settings)
+
+
+def plain_training(model: Any, folder: Path) -> None:
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True,
+        save_strategy="no", learning_rate=1e-3,
+    )  # fmt: skip
+    Trainer(model=model, args=arguments, train_dataset=tiny_data()).train()
+
+
+def report_of(trainer: Any, folder: Path) -> PrivacyReport:
+    trainer.save_model()
+    return PrivacyReport.load(build_hub_folder(trainer.output_dir, folder))
+
+
+# ---- trained by this package before
+
+
+@pytest.mark.parametrize("way", ["same", "copied", "wrapped", "unwrapped", "a_part"])
+def test_a_second_trainer_on_a_trained_model_is_refused(tmp_path: Path, way: str) -> None:
+    first = lora(tiny_model()) if way == "unwrapped" else tiny_model()
+    build(tmp_path / "first", first, **SECRET).train()
+    if way == "a_part":
+        second = tiny_model(seed=1)
+        second.bert = first.bert
+    else:
+        change = {
+            "same": lambda model: model,
+            "copied": copy.deepcopy,
+            "wrapped": lora,
+            "unwrapped": lambda model: model.merge_and_unload().requires_grad_(True),
+        }
+        second = change[way](first)
+    trainer = build(tmp_path / "second", second, **SECRET)
+    with pytest.raises(ValueError, match=r"trained on the private data already.*base_is_public"):
+        trainer.train()
+    assert not (tmp_path / "second" / "trajectory.ledger").exists()
+
+
+def test_a_trained_model_that_is_declared_public_says_so(tmp_path: Path) -> None:
+    model = tiny_model()
+    build(tmp_path / "first", model, **SECRET).train()
+    trainer = build(tmp_path / "second", model, base_is_public=True, **SECRET)
+    trainer.train()
+    report = report_of(trainer, tmp_path / "hub")
+    assert report.private and report.base_weights == "declared_public"
+    assert any("base_is_public" in caveat for caveat in report.caveats)
+
+
+def test_a_model_that_was_put_back_is_the_base_again(tmp_path: Path) -> None:
+    model = tiny_model()
+    before = copy.deepcopy(model.state_dict())
+    build(tmp_path / "first", model, **SECRET).train()
+    model.load_state_dict(before)
+    build(tmp_path / "second", model, **SECRET).train()
+
+
+def test_a_run_that_never_stepped_leaves_no_mark(tmp_path: Path) -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match="500"):
+        build(tmp_path / "first", model, expected_batch_size=500, **SECRET).train()
+    build(tmp_path / "second", model, **SECRET).train()
+
+
+# ---- trained by something else before
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter", "adapter_of_a_trained_base"])
+def test_a_model_that_a_plain_trainer_changed_is_refused(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
+    model = lora(loaded(base)) if kind == "adapter" else loaded(base)
+    plain_training(model, tmp_path / "plain")
+    model = lora(model) if kind == "adapter_of_a_trained_base" else model
+    with pytest.raises(ValueError, match=r"the model was changed after.*base_is_public"):
+        build(tmp_path / "run", model, **SECRET).train()
+    trainer = build(tmp_path / "run", model, base_is_public=True, **SECRET)
+    trainer.train()
+    assert report_of(trainer, tmp_path / "hub").base_weights == "declared_public"
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter", "bfloat16", "encoder_alone", "sharded"])
+def test_a_fresh_model_equals_the_base_that_it_names(base: Path, tmp_path: Path, kind: str) -> None:
+    """Head and adapter are new; the dtype and the names of its tensors may differ."""
+    settings = dict(SECRET)
+    if kind == "encoder_alone":
+        loaded(base).bert.save_pretrained(base)
+    if kind == "sharded":
+        whole = loaded(base)
+        (base / "model.safetensors").unlink()
+        whole.save_pretrained(base, max_shard_size="8KB")
+    model = loaded(base)
+    if kind == "bfloat16":
+        model = loaded(base, dtype=torch.bfloat16)
+        settings |= {"microbatch_size": 1, "smoothing": 0.05}
+    trainer = build(tmp_path / "run", lora(model) if kind == "adapter" else model, **settings)
+    trainer.train()
+    report = report_of(trainer, tmp_path / "hub")
+    assert report.base_weights == "equal_to_named" and report.private
+    assert not any("compared" in caveat for caveat in report.caveats)
+
+
+def test_what_cannot_be_compared_is_a_caveat(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.config._name_or_path = "someone/not-on-this-machine"
+    trainer = build(tmp_path / "run", model, **SECRET)
+    trainer.train()
+    report = report_of(trainer, tmp_path / "hub")
+    assert report.base_weights == "not_compared"
+    assert any("were not compared" in caveat for caveat in report.caveats)
+
+
+def test_a_resume_on_another_base_is_refused(base: Path, tmp_path: Path) -> None:
+    """A checkpoint of an adapter does not bring the frozen weights along."""
+    settings = {**SECRET, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    build(tmp_path / "run", lora(loaded(base)), **settings).train()
+    changed = loaded(base)
+    plain_training(changed, tmp_path / "plain")
+    with pytest.raises(ValueError, match="frozen parameters are not what the base model"):
+        build(tmp_path / "run", lora(changed), **settings).train(
+            resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2")
+        )
+    build(tmp_path / "run", lora(loaded(base)), **settings).train(
+        resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2")
+    )

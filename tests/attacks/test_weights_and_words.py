@@ -1,0 +1,156 @@
+"""A report speaks of certain weights, and its words of its numbers: neither can be exchanged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_runs import build, tiny_data, tiny_model
+from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+
+from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
+from hf_dpzero.reporting.privacy_report import PrivacyReport
+from hf_dpzero.reporting.provenance import earlier_runs
+from hf_dpzero.reporting.weights import digest_weights
+
+pytestmark = pytest.mark.slow
+
+SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None}
+
+
+def lora() -> Any:
+    import peft
+
+    settings = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    return peft.get_peft_model(tiny_model(), settings)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    trainer = build(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1, **SECRET)
+    trainer.train()
+    trainer.save_model()
+    return tmp_path / "out"
+
+
+def refused(folder: Path, tmp_path: Path) -> None:
+    for make in (
+        lambda: build_hub_folder(folder, tmp_path / "hub"),
+        lambda: write_model_card(folder),
+    ):
+        with pytest.raises(ValueError, match="not those that privacy_report.json was written for"):
+            make()
+    assert not (tmp_path / "hub").exists() and not (folder / "README.md").exists()
+
+
+def test_weights_of_a_plain_trainer_in_the_same_folder_are_not_shipped(
+    run: Path, tmp_path: Path
+) -> None:
+    model = BertForSequenceClassification.from_pretrained(run)
+    arguments = TrainingArguments(
+        output_dir=str(run), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    plain = Trainer(model=model, args=arguments, train_dataset=tiny_data())
+    plain.train()
+    plain.save_model()
+    refused(run, tmp_path)
+    (entry,) = earlier_runs([str(run)])  # and as a base they count for what they are
+    assert not entry["private"] and "not of what lies beside it" in entry["statement"]
+
+
+@pytest.mark.parametrize("change", ["one_bit", "a_name", "a_shape", "a_dtype", "one_more"])
+def test_any_change_of_the_weights_is_seen(run: Path, tmp_path: Path, change: str) -> None:
+    path = run / "model.safetensors"
+    tensors = load_file(path)
+    name = "classifier.weight"
+    if change == "one_bit":
+        tensors[name].view(torch.int32)[0, 0] ^= 1
+    elif change == "a_name":
+        tensors["classifier.weights"] = tensors.pop(name)
+    elif change == "a_shape":
+        tensors[name] = tensors[name].reshape(-1)
+    elif change == "a_dtype":
+        tensors[name] = tensors[name].view(torch.int32)
+    else:
+        tensors["more"] = torch.zeros(1)
+    save_file(tensors, path, metadata={"format": "pt"})
+    refused(run, tmp_path)
+
+
+def test_shards_of_another_model_do_not_slip_in(run: Path, tmp_path: Path) -> None:
+    save_file({"classifier.weight": torch.ones(2, 16)}, run / "model-00001-of-00001.safetensors")
+    with pytest.raises(ValueError, match="classifier.weight in two files"):
+        build_hub_folder(run, tmp_path / "hub")
+    save_file({"other": torch.ones(2)}, run / "model-00001-of-00001.safetensors")
+    refused(run, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_every_folder_that_a_run_saves_names_its_own_weights(tmp_path: Path, kind: str) -> None:
+    """The run's folder, another one, and checkpoints; whole models, in shards too, and adapters."""
+    model = tiny_model() if kind == "model" else lora()
+    trainer = build(
+        tmp_path / "out", model, max_steps=2, save_strategy="steps", save_steps=1, **SECRET
+    )
+    trainer.train()
+    trainer.save_model()
+    trainer.save_model(str(tmp_path / "elsewhere"))
+    folders = [tmp_path / "out", tmp_path / "elsewhere", *(tmp_path / "out").glob("checkpoint-*")]
+    assert len(folders) == 4
+    digests = []
+    for number, folder in enumerate(folders):
+        shipped = build_hub_folder(folder, tmp_path / "hub" / str(number))
+        digests.append(PrivacyReport.load(shipped).weights_digest)
+        assert digests[-1] == digest_weights(shipped) is not None
+    assert digests[0] == digests[1]
+    if kind == "model":
+        assert len(set(digests)) == 2  # the last checkpoint holds what the run ends in
+        trainer.model.save_pretrained(tmp_path / "sharded", max_shard_size="8KB")
+        assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1
+        assert digest_weights(tmp_path / "sharded") == digests[0]
+
+
+def edited(run: Path, **changes: Any) -> dict[str, Any]:
+    """The report as it was; on disk with changes."""
+    path = run / "privacy_report.json"
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps({**report, **changes}))
+    return report
+
+
+def test_an_edited_statement_is_neither_shipped_nor_headlined(run: Path, tmp_path: Path) -> None:
+    claim = "The weights of this run are (0.01, 1e-09)-differentially private."
+    true = edited(run, statement=claim, caveats=["None."])
+    folder = build_hub_folder(run, tmp_path / "hub")
+    for text in (folder / "README.md", folder / "privacy_report.json"):
+        assert claim not in text.read_text() and true["statement"] in text.read_text()
+        assert all(caveat in text.read_text() for caveat in true["caveats"])
+    assert write_model_card(run).read_text() == (folder / "README.md").read_text()
+    assert PrivacyReport.load(run).statement == true["statement"]
+    edited(run, statement=claim)
+    (entry,) = earlier_runs([str(run)])
+    assert entry["statement"] == true["statement"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": 0.01}, "epsilon: 0.01"),
+        ({"delta": 1e-2}, "epsilon"),
+        ({"num_examples": 10**6}, "num_examples"),
+        ({"base_weights": "equal_to_named"}, "base_weights"),
+        ({"weights_digest": None}, "does not say which weights"),
+        ({"weights_digest": "ab" * 32}, "not those that"),
+    ],
+)
+def test_an_edited_number_is_refused(
+    run: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    edited(run, **change)
+    for make in (lambda: build_hub_folder(run, tmp_path / "hub"), lambda: write_model_card(run)):
+        with pytest.raises(ValueError, match=message):
+            make()
