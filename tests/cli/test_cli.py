@@ -289,6 +289,8 @@ def test_a_report_that_cannot_be_read_claims_nothing(rows, trained, tmp_path, ca
         assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot")
     unsaid = {**report, "private": False, "statement": "All is well."}
     (folder / "privacy_report.json").write_text(json.dumps(unsaid), encoding="utf-8")
+    assert privacy(capsys, recipe).startswith("NOT KNOWN: ")  # the trajectory says otherwise
+    (folder / "trajectory.safetensors").unlink()
     assert privacy(capsys, recipe).startswith("NOT PRIVATE: All is well.")
 
 
