@@ -111,6 +111,7 @@ class DPZeroTrainer(PredictingTrainer):
         self._sampler_key: bytes | None = None
         self._diagnostics: dict[str, float] = {}
         self._buffers: str | None = None
+        self._trained_digest: str | None = None  # of the weights that training ended in
         self._reads = contextlib.ExitStack()
         self._tainted = False
         self.remove_callback(ProgressCallback)
@@ -199,13 +200,15 @@ class DPZeroTrainer(PredictingTrainer):
             logger.warning(caveat)
         try:
             self._open_run(resume)
+            self._trained_digest = None
             output = super().train(resume_from_checkpoint=resume, **settings)
         finally:
             self._sampler_key = None
             self._reads.close()
             if self.trajectory is not None:
                 self.trajectory.close()
-                if self.trajectory.releases:
+                if self.trajectory.releases and self._trained_digest is None:
+                    self._trained_digest = digest_model(self.model)
                     mark_as_trained(self.model, self.trajectory.header["base_model_digest"])
         for name in ("train_loss", "total_flos", "train_samples_per_second"):  # depend on the data
             output.metrics.pop(name, None)
@@ -235,9 +238,14 @@ class DPZeroTrainer(PredictingTrainer):
             if self.args.should_save and self.plan.mechanism.replayable:
                 write_initial_values(folder, self.model, compared, digest)
         else:
-            self.trajectory = run_files.continue_ledger(folder, header)
-            check_resumed(self.model, self.trajectory.header, self.args.base_is_public)
-            self._method_state = run_files.load_state(resume, self.trajectory)
+            ledger = run_files.continue_ledger(folder, header)
+            try:
+                check_resumed(self.model, ledger.header, self.args.base_is_public)
+                self._method_state = run_files.load_state(resume, ledger)
+            except ValueError:
+                ledger.close()
+                raise
+            self.trajectory = ledger
         self._sampler_key = run_files.draw_sampler_key(self.args.sampler_key)
 
     def get_train_dataloader(self) -> DataLoader:
@@ -368,6 +376,12 @@ class DPZeroTrainer(PredictingTrainer):
                 "a forward pass wrote into the trained parameters, which now carry un-noised private "
                 "data and are not saved: make the module leave them alone and start again from the "
                 "base model."
+            )
+        if self._trained_digest not in (None, digest_model(self.model)):
+            raise ValueError(
+                "the model was changed after training, so it is not what the privacy report speaks of: "
+                "save_model() before anything else changes it, or save it elsewhere with "
+                "model.save_pretrained(), without a report."
             )
         if self._buffers is not None:
             validation.check_buffers(self.model, self._buffers)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from tiny_runs import build, tiny_data, tiny_model
@@ -151,6 +153,28 @@ def test_a_fresh_model_equals_the_base_that_it_names(base: Path, tmp_path: Path,
     report = report_of(trainer, tmp_path / "hub")
     assert report.base_weights == "equal_to_named" and report.private
     assert not any("compared" in caveat for caveat in report.caveats)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_hub_model_is_compared_with_the_cache(
+    base: Path, tmp_path: Path, monkeypatch: Any, trained: bool
+) -> None:
+    cache = tmp_path / "cache" / "models--someone--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(base, cache / "snapshots" / ("0" * 40))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    model = loaded(base)
+    model.config._name_or_path = "someone/tiny"
+    if trained:
+        plain_training(model, tmp_path / "plain")
+        with pytest.raises(ValueError, match="base model someone/tiny has: the model was changed"):
+            build(tmp_path / "run", model, **SECRET).train()
+    else:
+        trainer = build(tmp_path / "run", model, **SECRET)
+        trainer.train()
+        assert report_of(trainer, tmp_path / "hub").base_weights == "equal_to_named"
+        assert "replay --base someone/tiny" in (tmp_path / "hub" / "README.md").read_text()
 
 
 def test_what_cannot_be_compared_is_a_caveat(tmp_path: Path) -> None:

@@ -62,6 +62,28 @@ def test_weights_of_a_plain_trainer_in_the_same_folder_are_not_shipped(
     assert not entry["private"] and "not of what lies beside it" in entry["statement"]
 
 
+def test_a_model_that_was_trained_on_is_not_saved_under_the_report(tmp_path: Path) -> None:
+    """The DPZero trainer is asked to save after a plain one has changed its model."""
+    trainer = build(tmp_path / "out", max_steps=2, **SECRET)
+    trainer.train()
+    trainer.save_model()
+    before = digest_weights(tmp_path / "out")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "plain"), max_steps=2, report_to="none", use_cpu=True,
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    Trainer(model=trainer.model, args=arguments, train_dataset=tiny_data()).train()
+    for save in (trainer.save_model, trainer.push_to_hub):
+        with pytest.raises(ValueError, match="changed after training"):
+            save()
+    assert digest_weights(tmp_path / "out") == before
+    trainer.args.output_dir = str(tmp_path / "again")
+    with pytest.raises(ValueError, match="trained on the private data already"):
+        trainer.train()
+    with pytest.raises(ValueError, match="changed after training"):
+        trainer.save_model(str(tmp_path / "again"))
+
+
 @pytest.mark.parametrize("change", ["one_bit", "a_name", "a_shape", "a_dtype", "one_more"])
 def test_any_change_of_the_weights_is_seen(run: Path, tmp_path: Path, change: str) -> None:
     path = run / "model.safetensors"

@@ -41,6 +41,7 @@ from hf_dpzero.privacy.trial_count import TrialCount
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport, round_up
+from hf_dpzero.reporting.verification import bound_to
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5
@@ -203,7 +204,7 @@ def write_run(folder: Path, plan: PrivacyPlan, report: PrivacyReport) -> Path:
     }  # fmt: skip
     releases = [Release(step, (0.5,), 1e-6) for step in range(report.steps)]
     Trajectory(header, releases).to_safetensors(folder / "trajectory.safetensors")
-    report.save(folder)
+    bound_to(report, folder).save(folder)
     return folder
 
 
