@@ -245,7 +245,26 @@ def _read(
         stored = stored.select(rows)
     for batch in stored.iter(_BATCH):
         table: pa.Table = batch
-        yield from table.to_pylist()
+        columns_of = [_cells(table.column(name)) for name in names]
+        yield from (dict(zip(names, row, strict=True)) for row in zip(*columns_of, strict=True))
+
+
+def _cells(column: pa.ChunkedArray) -> Sequence[Any]:
+    """A column's cells; lists of numbers as arrays, which takes a tenth of the time of lists."""
+    kind, numbers = column.type, False
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        inner = kind.value_type
+        numbers = pa.types.is_integer(inner) or pa.types.is_floating(inner)
+    if not numbers or column.null_count:
+        return list(column.to_pylist())
+    cells: list[Any] = []
+    for chunk in column.chunks:
+        values, offsets = chunk.flatten(), chunk.offsets.to_numpy()
+        if values.null_count:
+            return list(column.to_pylist())
+        array, starts = values.to_numpy(), (offsets - offsets[0]).tolist()
+        cells += [array[start:stop] for start, stop in itertools.pairwise(starts)]
+    return cells
 
 
 def _fields(row: Any) -> Mapping[Any, Any]:
@@ -271,10 +290,13 @@ def _content(cell: Any) -> bytes:
             array = np.asarray(cell)
         except ValueError:  # rows of different lengths
             array = np.empty(0, dtype=object)
+        if array.dtype.kind != "O" and not array.size:
+            return b"empty"
         shape = b"" if array.ndim == 1 else repr(array.shape).encode()
         if array.dtype.kind in "biu":
             return b"i" + shape + array.astype(np.int64).tobytes()
         if array.dtype.kind == "f":
-            return b"f" + shape + array.astype(np.float64).tobytes()
+            with np.errstate(over="ignore"):  # copies are often of another precision
+                return b"f" + shape + array.astype(np.float32).tobytes()
         cell = cell.tolist() if isinstance(cell, np.ndarray) else cell
     return b"j" + json.dumps(cell, sort_keys=True, default=repr).encode()

@@ -343,8 +343,13 @@ class DPZeroTrainer(PredictingTrainer):
             self._diagnostics = private_diagnostics(statistics, self.plan.mechanism)
         return torch.zeros((), device=self.args.device)
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs released values and spent budget in place of the private loss."""
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs released values and spent budget in place of the private loss.
+
+        Args:
+          logs: what the Trainer would log.
+          start_time: not passed on: checkpoints keep what is logged, and no step's time may be there.
+        """
         for key in ("loss", "grad_norm", "train_loss", "total_flos", "train_samples_per_second"):
             logs.pop(key, None)
         if self.trajectory is not None and "learning_rate" in logs:
@@ -353,7 +358,7 @@ class DPZeroTrainer(PredictingTrainer):
             if last is not None and self.plan.mechanism.replayable:
                 logs["released_value"] = math.hypot(*last.values[: self.args.num_directions])
             logs.update(self._diagnostics)
-        super().log(logs, *args, **kwargs)
+        super().log(logs)
 
     @property
     def epsilon_spent(self) -> float:

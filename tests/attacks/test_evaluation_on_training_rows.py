@@ -211,6 +211,41 @@ def test_reading_rows_leaves_the_global_generators_alone():
     assert torch.equal(torch.rand(2), expected)
 
 
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [[1, 2], [3], [], [-4, 5, 6]],
+        [[0.5, 2.0], [0.1], [], [float("inf")]],
+        [[[1, 2], [3, 4]], [[5]], [[6], [7, 8]], []],
+        ["", "a", "é", "a b"],
+        [["a", "b"], ["c"], [], ["d"]],
+        [{"a": 1, "b": [2]}, {"a": 3, "b": []}, {"a": 4, "b": [5]}, {"a": 6, "b": [7]}],
+    ],
+    ids=["integers", "floats", "nested", "texts", "lists of text", "structures"],
+)
+def test_digests_do_not_depend_on_how_rows_are_stored(cells):
+    stored = datasets.Dataset.from_dict({"x": cells})
+    expected = evaluation_data._digests([{"x": cell} for cell in cells], ("x",))
+    assert len(np.unique(expected)) == 4
+    forms = {
+        "arrow": stored,
+        "slice": datasets.concatenate_datasets([stored, stored]).select(range(4, 8)),
+        "order": stored.select([3, 2, 1, 0]).select([3, 2, 1, 0]),
+        "rows": list(stored),
+        "reversed keys": [
+            {"x": dict(reversed(c.items())) if isinstance(c, dict) else c} for c in cells
+        ],
+    }
+    if isinstance(cells[0], list) and isinstance(cells[0][0], (int, float)):
+        forms["arrays"] = [{"x": np.array(cell)} for cell in cells]
+        forms["tensors"] = [
+            {"x": torch.tensor(c, dtype=torch.tensor(cells[0]).dtype)} for c in cells
+        ]
+        forms["tuples"] = [{"x": tuple(cell)} for cell in cells]
+    for name, form in forms.items():
+        np.testing.assert_array_equal(evaluation_data._digests(form, ("x",)), expected, name)
+
+
 def test_data_sets_that_make_their_rows_are_read_in_part(monkeypatch):
     """A fifth of the private rows is read, so a fifth of the share refuses."""
     monkeypatch.setattr(evaluation_data, "READ", 24)

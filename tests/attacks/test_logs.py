@@ -98,6 +98,24 @@ def test_what_is_shipped_holds_no_times(tmp_path, monkeypatch):
             assert name.encode() not in text, (path, name)
 
 
+@pytest.mark.parametrize("counted", ["no", "all", "non_padding"])
+def test_checkpoints_do_not_tell_how_long_a_step_took(tmp_path, counted):
+    """With include_num_input_tokens_seen every entry of trainer_state.json had the time so far."""
+    build(
+        tmp_path,
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=6,
+        include_num_input_tokens_seen=counted,
+    ).train()
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    assert len(state["log_history"]) == 6
+    for entry in state["log_history"]:
+        assert entry.pop("num_input_tokens_seen", 0) == 0
+        assert set(entry) == {"epoch", "epsilon", "learning_rate", "released_value", "step"}
+    assert (state["num_input_tokens_seen"], state["total_flos"]) == (0, 0)
+
+
 def test_public_results_have_no_times():
     measured = {"eval_runtime": 1.0, "eval_steps_per_second": 2.0, "test_jit_compilation_time": 3.0}
     assert public_results({**measured, "train_runtime": 4.0, "eval_f1": 0.5}) == {"eval_f1": 0.5}
