@@ -2,10 +2,11 @@
 
 Metrics are published without noise, so they may not be computed from private rows. Two things are looked
 for: the same row of the same object or memory, however deeply it is wrapped, and rows of equal content.
-Rows are equal if the texts and sequences are that both data sets have by the same name; labels, masks,
-single numbers and row numbers are left out. Data sets without such a name in common are compared column
-by column. Public data may repeat a sentence that is private too (SST-2's splits do), so equal content is
-refused from a share on: 5 %, or as often as private rows repeat each other, if that is more often.
+Rows are equal if the texts and sequences are that both data sets have by the same name; labels, masks
+and row numbers are left out, and so are single numbers, unless the rows are made of them. Data sets
+without such a name in common are compared column by column. Public data may repeat a sentence that is
+private too (SST-2's splits do), so equal content is refused from a share on: 5 %, or as often as private
+rows repeat each other, if that is more often.
 """
 
 from __future__ import annotations
@@ -193,25 +194,36 @@ def _share_places(first: Any, second: Any) -> bool:
     )
 
 
-def _inputs(dataset: Any) -> list[Any]:
-    """Names of the columns that hold texts or sequences, without labels, masks and row numbers."""
-    names: dict[Any, None] = {}
+def _inputs(dataset: Any) -> dict[Any, bool]:
+    """Columns without labels, masks and row numbers, and whether they hold texts or sequences."""
+    inputs: dict[Any, bool] = {}
     for leaf, shown in _leaves(dataset, np.arange(len(dataset))):
         for row in _read(leaf, shown[:_LOOKED_AT]):
-            names |= {name: None for name, cell in row.items() if _is_sequence(cell)}
-    return [name for name in names if name not in _NO_INPUT]
+            for name, cell in row.items():
+                if name not in _NO_INPUT:
+                    inputs[name] = inputs.get(name, False) or _is_sequence(cell)
+    return inputs
 
 
 def _is_sequence(cell: Any) -> bool:
     return isinstance(cell, (str, bytes, Sequence, Mapping)) or getattr(cell, "ndim", 0) > 0
 
 
-def _comparable(own: list[Any], other: list[Any]) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Columns of the private rows, and those of the evaluation data that may equal them."""
-    common = tuple(name for name in own if name in other)
+def _comparable(
+    own: Mapping[Any, bool], other: Mapping[Any, bool]
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Columns of the private rows, and those of the evaluation data that may equal them.
+
+    Texts and sequences of the same names, together; else each with each; where neither has any, single
+    numbers of the same names.
+    """
+    sequences = [[name for name in names if names[name]] for names in (own, other)]
+    common = tuple(name for name in sequences[0] if name in sequences[1])
+    if not any(sequences):
+        common = tuple(name for name in own if name in other)
     if common:
         return [(common, common)]
-    return [((mine,), (theirs,)) for mine in own for theirs in other]
+    return [((mine,), (theirs,)) for mine in sequences[0] for theirs in sequences[1]]
 
 
 def _digests(dataset: Any, columns: tuple[Any, ...]) -> np.ndarray:

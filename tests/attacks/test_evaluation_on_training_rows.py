@@ -56,6 +56,7 @@ def tensors(dataset: datasets.Dataset) -> TensorDataset:
 
 
 ROWS = list(PRIVATE)
+AGES, DOSES = [20 + i % 50 for i in range(60)], [0.1 * i for i in range(60)]
 SHUFFLED = PRIVATE.shuffle(seed=1)
 ATTACKS = {
     "the same": (PRIVATE, PRIVATE),
@@ -101,6 +102,10 @@ ATTACKS = {
     "flattened": (PRIVATE, PRIVATE.shuffle(seed=3).flatten_indices()),
     "formatted": (PRIVATE, PRIVATE.with_format("torch").select(range(4))),
     "transformed": (PRIVATE.with_transform(lambda rows: rows), copy(PRIVATE, range(4))),
+    "numbers": (
+        datasets.Dataset.from_dict({"age": AGES, "dose": DOSES, "label": [0, 1] * 30}),
+        [{"label": 1, "age": AGES[i], "dose": DOSES[i]} for i in range(9)],
+    ),
     "tensors": (tensors(PRIVATE), tensors(copy(PRIVATE, range(10)))),
     "own class": (Wrapped(PRIVATE), Wrapped(PRIVATE)),
     "own class of training": (Wrapped(PRIVATE), PRIVATE),
@@ -129,6 +134,10 @@ HARMLESS = {
     "only a short text in common": (
         datasets.Dataset.from_dict({"a": [str(i) for i in range(40)], "mood": ["good"] * 40}),
         datasets.Dataset.from_dict({"b": [str(i) for i in range(9)], "mood": ["good"] * 9}),
+    ),
+    "counters of other names": (
+        [{"a": i, "x": 0.1 * i} for i in range(60)],
+        [{"b": i, "y": 0.1 * i} for i in range(60)],
     ),
     "nothing": (PRIVATE, None),
 }
