@@ -35,6 +35,7 @@ from hf_dpzero.objectives.losses import (
     check_per_example,
     evaluation_mode,
     is_compiled,
+    num_examples,
     single_pass,
 )
 from hf_dpzero.perturbation.directions import Direction
@@ -188,7 +189,8 @@ class FiniteDifferences:
           ParameterChanged: the forward pass wrote to a trainable parameter.
         """
         with self._evaluating():
-            return self._per_example(self.model, microbatch).detach().cpu()
+            losses = self._per_example(self.model, microbatch)
+            return losses[: num_examples(microbatch)].detach().cpu()
 
     def _per_example(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
         """The objective's losses, checked to be one an example, float32 [B]."""

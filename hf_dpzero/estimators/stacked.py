@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
-from hf_dpzero.objectives.losses import PerExampleLoss
+from hf_dpzero.objectives.losses import PerExampleLoss, num_examples
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace, Stack
 
@@ -119,7 +119,9 @@ class StackedCopies:
         parts, size = [], self.directions_at_once
         for start in range(0, len(directions), size):
             self._write(directions[start : start + size], smoothing)
-            losses = torch.cat([self._run(m, evaluating) for m in microbatches], dim=1)
+            losses = torch.cat(
+                [self._run(m, evaluating)[:, : num_examples(m)] for m in microbatches], dim=1
+            )
             parts.append(losses.unflatten(0, (2, -1)))
         plus, minus = torch.cat(parts, dim=1)
         return plus.T.contiguous(), minus.T.contiguous()

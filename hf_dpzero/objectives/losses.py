@@ -355,6 +355,24 @@ def batch_size(microbatch: Inputs) -> int:
     raise ValueError(f"the microbatch {sorted(microbatch)} holds no tensor with a batch dimension.")
 
 
+class Filled(dict[str, Tensor]):
+    """A microbatch whose rows after the first ones only fill up its shape; their losses are dropped.
+
+    Args:
+      batch: tensors with one leading dimension.
+      examples: how many rows count.
+    """
+
+    def __init__(self, batch: Inputs, examples: int) -> None:
+        super().__init__(batch)
+        self.examples = examples
+
+
+def num_examples(microbatch: Inputs) -> int:
+    """Rows that count: those of a `Filled` microbatch that are examples, else all."""
+    return getattr(microbatch, "examples", None) or batch_size(microbatch)
+
+
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
     """model.eval() inside; on exit every module is back in the mode that it was in."""

@@ -98,22 +98,17 @@ def check_context(model: Any, recipe: Recipe) -> None:
       ValueError: names the largest length that fits.
     """
     from hf_dpzero.objectives.losses import base_model
+    from hf_dpzero.training.fixed_shapes import context_length
 
     if recipe.data.prompt is None:
         return
-    max_seq_length = recipe.data.max_seq_length
+    length, most = recipe.data.max_seq_length, context_length(model)
     config: Any = base_model(model).config
-    positions = getattr(config, "encoder", config)
-    most = getattr(positions, "max_position_embeddings", None)
-    if most is not None and positions.model_type in ("roberta", "xlm-roberta", "camembert"):
-        most = int(most) - positions.pad_token_id - 1  # the first ones are spent on padding
-    adapter = getattr(model, "active_peft_config", None)
-    virtual = getattr(adapter, "num_virtual_tokens", None) or 0
-    if most is not None and max_seq_length + virtual > most:
-        prefix = f" and a prefix of {virtual}" if virtual else ""
+    prefixed = bool(getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None))
+    if most is not None and length > most:
         raise ValueError(
-            f"max_seq_length={max_seq_length}{prefix}, but {config.model_type} models of this size take "
-            f"{most} tokens; lower it."
+            f"max_seq_length={length}, but {config.model_type} models of this size "
+            f"take {most} tokens{' beside their prefix' * prefixed}; lower it."
         )
 
 

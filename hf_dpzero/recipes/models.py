@@ -24,6 +24,7 @@ from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.checkpoints import dtype_settings, fetched, load_tokenizer, settle_quantised_
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, label_text_weights
 from hf_dpzero.reporting.provenance import resolve_path
+from hf_dpzero.training.precision import low_precision_of
 
 if TYPE_CHECKING:
     import datasets
@@ -273,7 +274,7 @@ def precompute_features(
       dataset: rows with input_ids and labels, as `Task.tokenize` makes them.
       collate: pads rows into a batch of tensors, as `Task.collator` does.
       trainable: as in `DPZeroConfig`; applied first.
-      batch_size: rows in one forward pass, >= 1.
+      batch_size: rows in one forward pass, >= 1; 1 is taken where the encoder computes in low precision.
       device: where the encoder runs; None leaves the model where it is.
 
     Returns:
@@ -303,14 +304,16 @@ def precompute_features(
         nn.Module.to(classifier, device)
     embedding = datasets.Sequence(datasets.Value("float32"), length=config.feature_size)
     features = {"labels": dataset.features["labels"], "sentence_embedding": embedding}
-    settings = (config.pooling, config.normalize, config.pair_features)
+    # Coarse rounding depends on what is beside a row, and an embedding must not.
+    size = 1 if low_precision_of(classifier) else batch_size
+    settings = (config.pooling, config.normalize, config.pair_features, *["alone"] * (size == 1))
 
     @torch.no_grad()
     def encode(rows: Mapping[str, list[Any]]) -> dict[str, Any]:
         order = sorted(range(len(rows["input_ids"])), key=lambda i: len(rows["input_ids"][i]))
         embeddings = torch.empty(len(order), config.feature_size)
-        for start in range(0, len(order), batch_size):  # rows of like length together
-            chosen = order[start : start + batch_size]
+        for start in range(0, len(order), size):  # rows of like length together
+            chosen = order[start : start + size]
             batch = right_padded(collate([{name: rows[name][i] for name in rows} for i in chosen]))
             place = classifier.classifier.weight.device
             tokens = {key: value.to(place) for key, value in batch.items() if key != "labels"}

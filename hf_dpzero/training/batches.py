@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from hf_dpzero.objectives.losses import batch_size
+from hf_dpzero.objectives.losses import batch_size, num_examples
+from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.random_state import isolated_randomness
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class LogicalBatch(TypedDict):
 
     step: int
     microbatches: list[Mapping[str, Tensor]]
+    examples: list[int]  # rows of each microbatch that count; the others only fill it up
     groups: list[int]  # averaged clipping: the group of each microbatch's examples; else empty
 
 
@@ -45,19 +47,38 @@ class Rows:
             not an example, and clipping rows would not bound an example.
         """
         with isolated_randomness():
-            if hasattr(self.dataset, "__getitems__"):
-                rows = list(self.dataset.__getitems__(indices))
-            else:
-                rows = [self.dataset[i] for i in indices]
+            rows = self._fetched(indices)
             batch = self.collate(rows)
-        size = batch_size(batch)
-        if len(rows) != len(indices) or size != len(indices):
-            raise ValueError(
-                f"{len(indices)} examples became {len(rows)} rows and a batch of {size}: use a data "
-                "set and a collator that keep one row for each example (no packing or flattening, "
-                "no overflowing windows, no pairs)."
-            )
+        _check_rows(len(indices), len(rows), batch_size(batch))
         return batch
+
+    def collate_each(self, indices: list[int]) -> list[Mapping[str, Tensor]]:
+        """The rows of `indices` as batches of one: no row's tensors depend on another row.
+
+        Raises:
+          ValueError: as in `collate_rows`.
+        """
+        with isolated_randomness():
+            rows = self._fetched(indices)
+            batches = [self.collate([row]) for row in rows]
+        for batch in batches:
+            _check_rows(1, 1, batch_size(batch))
+        _check_rows(len(indices), len(rows), len(batches))
+        return batches
+
+    def _fetched(self, indices: list[int]) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(indices))
+        return [self.dataset[i] for i in indices]
+
+
+def _check_rows(examples: int, rows: int, size: int) -> None:
+    if rows != examples or size != examples:
+        raise ValueError(
+            f"{examples} examples became {rows} rows and a batch of {size}: use a data set and a "
+            "collator that keep one row for each example (no packing or flattening, no overflowing "
+            "windows, no pairs)."
+        )
 
 
 @dataclass(frozen=True)
@@ -73,6 +94,7 @@ class StepBatches(Dataset):
       microbatch_size: rows in one forward pass, at most.
       rank, world_size: this process takes every world_size-th example.
       paid: steps before this one are replayed: nothing is sampled for them.
+      shapes: makes microbatches of fixed shapes; None collates neighbours together.
     """
 
     rows: Rows
@@ -82,6 +104,7 @@ class StepBatches(Dataset):
     rank: int = 0
     world_size: int = 1
     paid: int = 0
+    shapes: FixedShapes | None = None
 
     def __len__(self) -> int:
         return self.plan.steps
@@ -98,12 +121,20 @@ class StepBatches(Dataset):
         return self._batch(step, {int(g): chosen[of == g].tolist() for g in np.unique(of)})
 
     def _batch(self, step: int, chosen: Mapping[int, list[int]]) -> LogicalBatch:
-        size, microbatches, groups = self.microbatch_size, [], []
+        batch: LogicalBatch = {"step": step, "microbatches": [], "examples": [], "groups": []}
         for group, indices in chosen.items():
-            for start in range(0, len(indices), size):
-                microbatches.append(self.rows.collate_rows(indices[start : start + size]))
-                groups.append(group)
-        return {"step": step, "microbatches": microbatches, "groups": groups}
+            made = self._microbatches(indices)
+            batch["microbatches"] += made
+            batch["examples"] += map(num_examples, made)
+            batch["groups"] += [group] * len(made)
+        return batch
+
+    def _microbatches(self, indices: list[int]) -> Sequence[Mapping[str, Tensor]]:
+        if self.shapes is not None:
+            return self.shapes.microbatches(indices)
+        size = self.microbatch_size
+        starts = range(0, len(indices), size)
+        return [self.rows.collate_rows(indices[start : start + size]) for start in starts]
 
 
 class StepSampler(Sampler[int]):

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
-from hf_dpzero.objectives.losses import PerExampleLoss, check_per_example, select_objective
+from hf_dpzero.objectives.losses import (
+    PerExampleLoss,
+    check_per_example,
+    select_objective,
+    single_pass,
+)
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.training import data_checks, distributed, validation
-from hf_dpzero.training.independence_check import check_independence, check_widths
+from hf_dpzero.training.fixed_shapes import FixedShapes, context_length, slots, widened
+from hf_dpzero.training.independence_check import (
+    Losses,
+    check_fixed_shapes,
+    check_independence,
+    check_widths,
+)
 from hf_dpzero.training.precision import check_mixed_precision, check_precision, compile_
 from hf_dpzero.training.random_state import isolated_randomness
+
+logger = logging.get_logger(__name__)
+
+ONE_BY_ONE = (
+    "an example's loss has other bits beside other examples, even in a batch of the same shape: every "
+    "example is evaluated by itself, which is slower. microbatch_size=1 does the same without the trial."
+)
 
 
 def check_before_training(trainer: Any) -> None:
@@ -45,8 +66,24 @@ def check_before_training(trainer: Any) -> None:
             rows = trainer.training_rows()
             data_checks.check_unit(model, rows.collate_rows, len(trainer.train_dataset))
     args.max_steps = trainer.plan.steps
+    trainer.shapes = _shapes(trainer)
     compile_(model, args)
     _try_objective(trainer)
+
+
+def _shapes(trainer: Any) -> FixedShapes | None:
+    """The fixed shapes of a private zeroth-order run; None for others."""
+    args, plan = trainer.args, trainer.plan
+    if args.first_order or not plan.mechanism.private:
+        return None
+    expected = plan.sampler.expected_batch_size / args.world_size
+    side = getattr(trainer.processing_class, "padding_side", "right")
+    collate_each = trainer.training_rows().collate_each
+    texts = widened(collate_each([0])[0], side, 1) is not None
+    rows = slots(expected, args.physical_batch_size, texts)
+    if not single_pass(trainer.per_example_loss):
+        rows = 1  # each example runs by itself: nothing to fill up
+    return FixedShapes(collate_each, rows, context_length(trainer.model), side)
 
 
 @torch.no_grad()
@@ -56,17 +93,35 @@ def _try_objective(trainer: Any) -> None:
     The losses are discarded.
     """
 
-    def losses_of(objective: PerExampleLoss, batch: Mapping[str, Tensor]) -> Tensor:
-        return check_per_example(objective(trainer.model, batch), batch_size(batch)).cpu()
-
     rows, objective = trainer.training_rows(), trainer.evaluated_objective()
+    private, size = trainer.plan.mechanism.private, trainer.args.physical_batch_size
+    count, entropy = len(trainer.train_dataset), secrets.randbits(100)
+
+    def losses_of(objective: PerExampleLoss, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
+        with isolated_randomness(entropy + seed):
+            return check_per_example(objective(trainer.model, batch), batch_size(batch)).cpu()
+
+    def tried(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
+        return losses_of(objective.trial, batch, seed)
+
     watched = validation.parameters_left_alone(trainer.model)
-    with watched, evaluation_mode(trainer.model), isolated_randomness():
+    with watched, evaluation_mode(trainer.model):
         validation.check_evaluation_mode(trainer.model)
         losses_of(objective, rows.collate_rows([0]))
-        check_independence(
-            rows.collate_rows,
-            len(trainer.train_dataset),
-            lambda batch: losses_of(objective.trial, batch),
-            widths=trainer.plan.mechanism.private and trainer.args.physical_batch_size > 1,
-        )
+        check_independence(rows.collate_rows, count, tried, widths=private and size > 1)
+        if not private or size == 1:
+            return
+        if trainer.args.first_order:
+            _try_neighbours(FixedShapes(rows.collate_each, size), count, tried)
+        elif trainer.shapes.slots > 1 and not _try_neighbours(trainer.shapes, count, tried):
+            trainer.shapes = dataclasses.replace(trainer.shapes, slots=1)
+            logger.warning(ONE_BY_ONE)
+
+
+def _try_neighbours(shapes: FixedShapes, count: int, losses: Losses) -> bool:
+    """`check_fixed_shapes`; False where rows cannot be put into fixed shapes."""
+    try:
+        shapes.packed(shapes.collate_each([0]))
+    except ValueError:
+        return False
+    return check_fixed_shapes(shapes, count, losses)

@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.objectives.losses import IGNORE_INDEX, base_model
+from hf_dpzero.objectives.losses import base_model
+from hf_dpzero.training.fixed_shapes import FixedShapes, shape_of, widened
 
 Batch = Mapping[str, Tensor]
-Losses = Callable[[Batch], Tensor]
 
-SAMPLE, TRIED = 64, 4
-_FILL = {"labels": IGNORE_INDEX, "attention_mask": 0}  # other columns repeat a token
+
+class Losses(Protocol):
+    """A batch's per-example losses, float32 [B] on the CPU."""
+
+    def __call__(self, batch: Batch, seed: int = 0) -> Tensor: ...
+
+
+SAMPLE, TRIED, SHAPES, CROWDS = 64, 4, 4, 3
 
 
 def check_independence(
@@ -34,7 +40,8 @@ def check_independence(
     Args:
       collate: row numbers -> batch.
       count: number of rows.
-      losses: batch -> per-example losses, float32 [B] on the CPU; in eval mode, without gradients.
+      losses: batch -> per-example losses, float32 [B] on the CPU; in eval mode, without gradients, the
+        global generators seeded alike for equal `seed`.
       widths: whether a batch may be wider than a row of it. Not where rows run one by one, as those in
         low precision must, whose rounding depends on the width by more than is allowed here.
 
@@ -42,16 +49,84 @@ def check_independence(
       ValueError: some example's losses differ by more than a tenth of a percent.
     """
     rows = long_and_short(collate, count)
-    alone = torch.cat([losses(collate([row])) for row in rows])
-    together, again = losses(collate(rows)), losses(collate(rows))
-    if not torch.equal(together.nan_to_num(), again.nan_to_num()):
-        return  # the collator or the model draws random numbers: nothing can be compared
+    single = [collate([row]) for row in rows]
+    alone = torch.cat([losses(batch) for batch in single])
+    later = torch.cat([losses(batch) for batch in reversed(single)]).flip(0)
+    _compare(later, alone, "before and after other examples were seen")
+    if not _equal(single[0], collate([rows[0]])) or not torch.equal(
+        losses(single[0], seed=1).nan_to_num(), losses(single[0]).nan_to_num()
+    ):
+        return  # the collator or the model draws random numbers: `check_fixed_shapes` tries these
+    together = losses(collate(rows))
     _compare(together, alone, "in a batch of several and in a batch of one")
     wider = _widened_losses(collate(rows), losses) if widths else []
     if wider and not any(_agree(of_side, together) for of_side in wider):
         _compare(wider[0], together, "in a batch and in the same with more masked padding")
-    later = torch.cat([losses(collate([row])) for row in reversed(rows)]).flip(0)
-    _compare(later, alone, "before and after other examples were seen")
+
+
+def check_fixed_shapes(shapes: FixedShapes, count: int, losses: Losses) -> bool:
+    """Tries whether an example's loss depends on its slot in a microbatch, or on its neighbours.
+
+    For one row of each of the most common shapes among up to 64 rows: its losses beside copies of
+    itself, beside other rows (shorter ones widened) in the first, the middle and the last slot, and
+    beside copies of each of a few others, which fill up whatever has a fixed capacity. Rows are collated
+    once, and generators seeded alike, so that random collators and models are tried as well.
+
+    Args:
+      shapes: of the run's own microbatches, with more than one slot.
+      count: number of rows.
+      losses: as in `check_independence`.
+
+    Returns:
+      True if no bit differs.
+
+    Raises:
+      ValueError: losses differ by more than a tenth of a percent: it is not rounding; or the rows
+        cannot be put into fixed shapes.
+    """
+    step = max(1, count // SAMPLE)
+    plain = shapes.collate_each(list(range(0, count, step)))
+    found: dict[Any, list[Batch]] = {}
+    for alone in plain:
+        in_bucket = shapes.in_bucket(alone)
+        found.setdefault(shape_of(in_bucket), []).append(in_bucket)
+    same = True
+    for shape, (row, *_) in sorted(found.items(), key=lambda item: -len(item[1]))[:SHAPES]:
+        others = [shapes.in_bucket(other, _width(row)) for other in plain]
+        others = [o for o in others if shape_of(o) == shape and not _equal(o, row)]
+        same &= _alike_in_all_slots(shapes, row, others[: shapes.slots], losses)
+    return same
+
+
+def _alike_in_all_slots(
+    shapes: FixedShapes, row: Batch, others: Sequence[Batch], losses: Losses
+) -> bool:
+    """Whether a row's loss has the same bits wherever it stands, and whatever stands beside it."""
+    slots = shapes.slots
+    beside_itself = losses(shapes.filled([row] * slots))
+    tried: list[tuple[int, Sequence[Batch]]] = []
+    if others:
+        mixed = [others[i % len(others)] for i in range(slots)]
+        tried = [(slot, mixed) for slot in sorted({0, slots // 2, slots - 1})]
+        tried += [(slots - 1, [other] * slots) for other in others[:CROWDS]]
+    same = bool((beside_itself == beside_itself[0]).all())
+    if not same and torch.equal(losses(shapes.filled([row] * slots), seed=1), beside_itself):
+        _compare(beside_itself, beside_itself[:1], "in one slot of a microbatch and in another")
+    for slot, neighbours in tried:
+        batch = shapes.filled([*neighbours[:slot], row, *neighbours[slot + 1 :]])
+        loss, expected = losses(batch)[slot : slot + 1], beside_itself[slot : slot + 1]
+        _compare(loss, expected, "beside copies of itself and beside other examples")
+        same &= torch.equal(loss, expected)
+    return same
+
+
+def _width(row: Batch) -> int:
+    ids = row.get("input_ids")
+    return 0 if ids is None else int(ids.shape[-1])
+
+
+def _equal(one: Batch, other: Batch) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def long_and_short(collate: Callable[[list[int]], Batch], count: int) -> list[int]:
@@ -87,42 +162,11 @@ def _widened_losses(batch: Batch, losses: Losses) -> list[Tensor]:
     """
     of_sides = []
     for side in ("right", "left"):
-        wider = widened(batch, side)
+        wider = widened(batch, side, columns=8)
         with contextlib.suppress(IndexError, RuntimeError, ValueError):
             if wider is not None:
                 of_sides.append(losses(wider))
     return of_sides
-
-
-def widened(batch: Batch, side: str, columns: int = 8) -> dict[str, Tensor] | None:
-    """The batch with masked columns at a side; None without an attention mask over tokens.
-
-    Columns repeat a row's token, so that no pad token is needed; labels there are -100.
-
-    Args:
-      batch: from a collator.
-      side: "right" or "left".
-      columns: how many to add.
-
-    Returns:
-      A new batch; None where nothing can be widened.
-
-    >>> ids, mask = torch.tensor([[5, 6]]), torch.tensor([[1, 1]])
-    >>> widened({"input_ids": ids, "attention_mask": mask}, "right", 1)["input_ids"]
-    tensor([[5, 6, 6]])
-    """
-    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    if mask is None or ids is None or mask.shape != ids.shape or ids.shape[-1] == 0:
-        return None
-    wider = dict(batch)
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and value.shape == ids.shape:
-            edge = value[..., -1:] if side == "right" else value[..., :1]
-            more = edge.expand(*value.shape[:-1], columns)
-            if name in _FILL:
-                more = torch.full_like(more, _FILL[name])
-            wider[name] = torch.cat([value, more] if side == "right" else [more, value], dim=-1)
-    return wider
 
 
 def _agree(losses: Tensor, expected: Tensor) -> bool:

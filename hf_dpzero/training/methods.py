@@ -22,7 +22,7 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.replay import directions_of, space_from_header
-from hf_dpzero.objectives.losses import PerExampleLoss, is_compiled
+from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
 from hf_dpzero.training.batches import LogicalBatch
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
 from hf_dpzero.training.precision import low_precision, refuse_compiled
@@ -114,7 +114,8 @@ class ZerothOrderMethod(TrainingMethod):
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """As in the base class; settles at once if a callback of others was added since the start."""
         with self.reads.own_step():
-            differences = self.step(batch["step"], batch["microbatches"], learning_rate)
+            parts = list(map(Filled, batch["microbatches"], batch["examples"]))
+            differences = self.step(batch["step"], parts, learning_rate)
             if self.step.defer and not all_known(self.trainer.callback_handler.callbacks):
                 self.space.settle_()
         return differences

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.estimators.per_example_gradients import rounds_products
 from hf_dpzero.ledger.digests import is_packed
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.trainable import quantised_kind
+
+PRODUCTS = "float32 products in TF32 or bfloat16 (torch.set_float32_matmul_precision, allow_tf32)"
 
 
 def uncached_autocast(accelerator: Any) -> contextlib.AbstractContextManager[None]:
@@ -145,15 +148,23 @@ def low_precision(model: nn.Module, args: Any) -> str:
     causes = [f"{name}=True" for name in ("bf16", "tf32") if getattr(args, name, False)]
     if not causes and getattr(args, "mixed_precision", "no") != "no":
         causes.append(f"mixed_precision={args.mixed_precision!r} (accelerate's configuration)")
-    return " and ".join([*causes, *filter(None, [_low_precision_of(model)])])
+    cause = low_precision_of(model)
+    if cause == PRODUCTS and "tf32=True" in causes:
+        cause = None  # said already
+    return " and ".join(causes if cause is None else [*causes, cause])
 
 
-def _low_precision_of(model: nn.Module) -> str | None:
+def low_precision_of(model: nn.Module) -> str | None:
     """Why the model does not compute in float32; None if it does.
 
-    Looked at: parameters, frozen ones too; buffers, where GPTQ, AWQ and BitNet keep their weights;
-    tensor subclasses, whose dtype says nothing; and configurations that quantise only while running.
+    Looked at: torch's settings, which any script may change; parameters, frozen ones too; buffers,
+    where GPTQ, AWQ and BitNet keep their weights; tensor subclasses, whose dtype says nothing; and
+    configurations that quantise only while running.
     """
+    if rounds_products():
+        return PRODUCTS
+    if torch.backends.cudnn.allow_tf32 and _convolves_on_cuda(model):
+        return "convolutions in TF32 (torch.backends.cudnn.allow_tf32)"
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             return f"parameters that are not float32 ({name}, ...)"
@@ -171,3 +182,11 @@ def _low_precision_of(model: nn.Module) -> str | None:
         if getattr(config, "quantization_config", None) is not None:
             return f"a quantization_config in the configuration of {name or 'the model'}"
     return None
+
+
+def _convolves_on_cuda(model: nn.Module) -> bool:
+    return any(
+        "Conv" in type(module).__name__
+        and any(p.device.type == "cuda" for p in module.parameters(recurse=False))
+        for module in model.modules()
+    )

@@ -19,19 +19,26 @@ import torch
 
 
 @contextlib.contextmanager
-def isolated_randomness() -> Iterator[None]:
-    """Fresh secret state for torch's, numpy's and Python's global generators; restored on exit."""
+def isolated_randomness(seed: int | None = None) -> Iterator[None]:
+    """Another state for torch's, numpy's and Python's global generators; restored on exit.
+
+    Args:
+      seed: of the state, for trials that are repeated alike; None takes fresh secret entropy.
+    """
+    entropy = secrets.randbits(128) if seed is None else seed
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     legacy, python = np.random.mtrand._rand, random.getstate()
     state = legacy.get_state()
     with torch.random.fork_rng(devices=devices):
         try:
-            torch.default_generator.manual_seed(secrets.randbits(63))
+            words = np.random.SeedSequence(entropy).generate_state(2 + len(devices), np.uint64)
+            torch.default_generator.manual_seed(int(words[0] >> np.uint64(1)))
             for device in devices:
-                torch.cuda.default_generators[device].manual_seed(secrets.randbits(63))
-            fresh = np.random.MT19937(np.random.SeedSequence(secrets.randbits(128)))
+                seed_of = int(words[2 + device] >> np.uint64(1))
+                torch.cuda.default_generators[device].manual_seed(seed_of)
+            fresh = np.random.MT19937(np.random.SeedSequence([entropy, 1]))
             legacy.set_state(np.random.RandomState(fresh).get_state())
-            random.setstate(random.Random(secrets.randbits(128)).getstate())
+            random.setstate(random.Random(int(words[1])).getstate())
             yield
         finally:
             legacy.set_state(state)

@@ -40,6 +40,7 @@ from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.callbacks import PrivacyCallback, PrivacyProgressCallback
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.evaluation_data import PrivateRows
+from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.initial_values import copy_initial_values, write_initial_values
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
@@ -106,6 +107,7 @@ class DPZeroTrainer(PredictingTrainer):
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self.trajectory: Trajectory | None = None
         self._method_state: Mapping[str, Any] | None = None
+        self.shapes: FixedShapes | None = None
         self._plan: PrivacyPlan | None = None
         self._delta: float | None = None
         self._sampler_key: bytes | None = None
@@ -259,6 +261,7 @@ class DPZeroTrainer(PredictingTrainer):
             rank=self.args.process_index,
             world_size=self.args.world_size,
             paid=self.trajectory.next_step,
+            shapes=self.shapes,
         )
         return DataLoader(
             batches,

@@ -6,7 +6,7 @@ Nothing here is released: what is read decides only whether training starts or a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -151,7 +151,19 @@ def parameters_left_alone(model: nn.Module) -> Iterator[None]:
     sums = checksums(list(before.items()))
     guard = ParameterGuard((name, p) for name, p in before.items() if has_plain_storage(p))
     unwritten = guard.state()
-    yield
+    try:
+        yield
+    finally:  # a write is the cause of whatever else was found
+        _check_unwritten(model, before, sums)
+    try:
+        guard.check(unwritten)
+    except ParameterChanged as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_unwritten(
+    model: nn.Module, before: Mapping[str, nn.Parameter], sums: Mapping[str, str]
+) -> None:
     after = dict(model.named_parameters())
     what = [
         f"{n} was replaced by another parameter" for n in after if after[n] is not before.get(n)
@@ -166,10 +178,6 @@ def parameters_left_alone(model: nn.Module) -> Iterator[None]:
             "into the weights. Load the model anew, and make forward() leave its parameters alone: "
             "compute into new tensors, and keep what it must update in a buffer."
         )
-    try:
-        guard.check(unwritten)
-    except ParameterChanged as error:
-        raise ValueError(str(error)) from None
 
 
 def check_buffers(model: nn.Module, digest: str) -> None:

@@ -707,7 +707,7 @@ def test_per_example_gradients_are_those_of_examples_alone(
     scale = float(expected.norm(dim=1).max())
     torch.testing.assert_close(norms, expected.norm(dim=1), atol=1e-5 * scale, rtol=1e-4)
     total = torch.cat([g.flatten() for g in found])
-    torch.testing.assert_close(total, weights @ expected, atol=1e-5 * scale, rtol=1e-4)
+    torch.testing.assert_close(total.float(), weights @ expected, atol=1e-5 * scale, rtol=1e-4)
 
 
 @pytest.mark.parametrize("gradients", [PerExampleGradients, GhostGradients, PlainGradients])

@@ -162,8 +162,12 @@ def test_all_gaussian_methods_cost_the_same():
         DPAdamW(**sizes),
         DPSGD(**sizes, clipping="automatic"),
     ]
-    costs = {round(plan(mechanism=m).epsilon(DELTA), 9) for m in more}
-    assert costs == {round(plan().epsilon(DELTA), 9)}
+    costs = [plan(mechanism=m).epsilon(DELTA) for m in more]
+    scalar = plan().epsilon(DELTA)
+    assert costs[0] == pytest.approx(scalar, rel=1e-9)
+    for dense in costs[1:]:  # pays for its grid
+        assert scalar < dense < scalar * 1.001
+    assert len(set(costs[1:])) == 1
     relations = ("add_or_remove_one", "replace_one")
     assert [plan().mechanism.sensitivity(relation) for relation in relations] == [3.0, 6.0]
 
@@ -175,11 +179,12 @@ def test_averaged_clipping_costs_twice_the_bound():
     for relation in ("add_or_remove_one", "replace_one", "replace_special"):
         p = plan(mechanism=averaged, relation=relation)
         assert p.mechanism.sensitivity(p.relation) == 6.0
-        assert p.epsilon(DELTA) == plan(relation=relation).epsilon(DELTA)
+        ordinary = DPSGD(clip=3.0, noise_multiplier=2.0, expected_batch_size=16)
+        assert p.epsilon(DELTA) == plan(mechanism=ordinary, relation=relation).epsilon(DELTA)
     calibrated = plan(mechanism=averaged).calibrate(epsilon=1.0, delta=DELTA)
     assert 0.99 < calibrated.epsilon(DELTA) <= 1.0
-    ordinary = plan().calibrate(epsilon=1.0, delta=DELTA).mechanism.noise_multiplier
-    assert calibrated.mechanism.noise_multiplier == 2 * ordinary
+    once = plan(mechanism=ordinary).calibrate(epsilon=1.0, delta=DELTA).mechanism.noise_multiplier
+    assert calibrated.mechanism.noise_multiplier == 2 * once
 
 
 def test_averaged_clipping_on_a_full_batch_gains_what_replacement_allows():
@@ -189,7 +194,8 @@ def test_averaged_clipping_on_a_full_batch_gains_what_replacement_allows():
     averaged = DPSGD(**sizes, clipping="averaged")
     costs = [plan(mechanism=averaged, relation=r, **full).epsilon(DELTA)
              for r in ("add_or_remove_one", "replace_one")]  # fmt: skip
-    assert costs[0] == costs[1] == plan(**full).epsilon(DELTA)
+    ordinary = DPSGD(**{**sizes, "noise_multiplier": 2.0})
+    assert costs[0] == costs[1] == plan(mechanism=ordinary, **full).epsilon(DELTA)
     ordinary = DPSGD(**sizes)
     for accountant in ("pld", "rdp", "advanced_composition"):
         same = {"relation": "replace_one", "accountant": accountant, **full}
@@ -262,7 +268,7 @@ def test_round_trip_through_json_and_digest():
         (NonPrivateMean(expected_batch_size=16),
          "20c973377a0cf7062caa48206e36858dc35f22d8440bd14165a7943bc68029af"),
         (VectorMechanism(clip=3, noise_multiplier=2, expected_batch_size=16),
-         "a89ea24051bf7ab7f20ecf6ee46869cda3a870f1a4913855547027a96d03cf37"),
+         "1a4d922176c7dea87f7f32674a0823576d998d9c6a9f1493d177890e5aa02c37"),
     ],
 )  # fmt: skip
 def test_digests_of_plans_hold(mechanism, digest):

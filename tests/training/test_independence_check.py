@@ -29,7 +29,7 @@ def collate(rows: list[int]) -> dict[str, Tensor]:
     return {"input_ids": torch.stack(padded), "attention_mask": torch.stack(masks).long()}
 
 
-def own(batch: dict[str, Tensor]) -> Tensor:
+def own(batch: dict[str, Tensor], seed: int = 0) -> Tensor:
     """A loss of a row's own tokens."""
     return (batch["input_ids"] * batch["attention_mask"]).sum(1).float()
 
@@ -49,12 +49,12 @@ class Stateful:
     def __init__(self) -> None:
         self.short = False
 
-    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+    def __call__(self, batch: dict[str, Tensor], seed: int = 0) -> Tensor:
         self.short |= batch["input_ids"].shape[1] < 5
         return own(batch) + float(self.short)
 
 
-def widest(batch: dict[str, Tensor]) -> Tensor:
+def widest(batch: dict[str, Tensor], seed: int = 0) -> Tensor:
     """Depends on the width of the batch; rows that are all of one length do not show it."""
     return own(batch) + batch["input_ids"].shape[1]
 
@@ -62,8 +62,8 @@ def widest(batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
-        (lambda batch: own(batch) - own(batch).mean(), "of one"),
-        (lambda batch: own(batch) + batch["input_ids"].shape[1], "of one"),
+        (lambda batch, seed=0: own(batch) - own(batch).mean(), "of one"),
+        (lambda batch, seed=0: own(batch) + batch["input_ids"].shape[1], "of one"),
         (Stateful(), "seen|of one"),
     ],
 )
@@ -86,7 +86,7 @@ def test_a_loss_that_reads_the_last_token_of_left_padded_rows_passes():
     def left(rows: list[int]) -> dict[str, Tensor]:
         return {name: value.flip(1) for name, value in collate(rows).items()}
 
-    check_independence(left, len(LENGTHS), lambda batch: batch["input_ids"][:, -1].float())
+    check_independence(left, len(LENGTHS), lambda batch, seed=0: batch["input_ids"][:, -1].float())
 
 
 def test_widened_labels_are_ignored_and_candidates_stay_theirs():
@@ -97,7 +97,7 @@ def test_widened_labels_are_ignored_and_candidates_stay_theirs():
     assert found["input_ids"].tolist() == [[[1, 2, 2, 2], [3, 4, 4, 4]]]
     assert found["attention_mask"].tolist() == [[[True, True, False, False]] * 2]
     assert found["labels"].tolist() == [1]
-    assert widened({"x": ids}, "left") is None
+    assert widened({"x": ids}, "left", 1) is None
 
 
 def language_models() -> dict[str, nn.Module]:
@@ -131,9 +131,9 @@ def test_convolutions_over_padding_are_found_and_attention_passes(same_length: b
     def of(name: str, batch: dict[str, Tensor]) -> Tensor:
         return objective(models[name], batch)
 
-    check_independence(rows_of, len(LENGTHS), lambda batch: of("bert", batch))
+    check_independence(rows_of, len(LENGTHS), lambda batch, seed=0: of("bert", batch))
     with pytest.raises(ValueError, match="depends on the other examples"):
-        check_independence(rows_of, len(LENGTHS), lambda batch: of("convbert", batch))
+        check_independence(rows_of, len(LENGTHS), lambda batch, seed=0: of("convbert", batch))
 
 
 def model_with(**settings: Any) -> nn.Module:

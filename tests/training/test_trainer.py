@@ -324,7 +324,7 @@ def test_dpgd_0th_moves_every_coordinate_independently(tmp_path):
     moved = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()]) - start
     noise = 5.0 / 12  # sigma C / B, per coordinate
     assert moved.std() == pytest.approx(noise, rel=0.05)
-    assert len(moved.unique()) > 0.9 * len(moved)
+    assert len(moved.unique()) > 0.5 * len(moved)  # of about 1,500 cells within three deviations
     assert trainer.trajectory.releases[0].values == ()
     with pytest.raises(LedgerError, match="dpgd-0th"):
         replay(tiny_model(), trainer.trajectory)

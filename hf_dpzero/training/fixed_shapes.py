@@ -1,0 +1,205 @@
+"""Microbatches of a few fixed shapes, so that an example's loss is a function of that example alone.
+
+Kernels round a row differently in batches of another shape. A finite difference divides that rounding by
+2 lambda, and over a batch the sum may then move by more than one clipping norm when one example is
+removed. In a fixed shape kernels treat every row alike, whatever it stands beside. So each forward pass
+of a private zeroth-order run has one of a few shapes: a fixed number of rows (`slots`), and a width that
+follows from a row's own length. Rows are collated one by one and widened with masked columns; a
+microbatch that is not full repeats its last row, whose further losses are dropped.
+`independence_check.check_fixed_shapes` tries this bit for bit before training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.objectives.losses import IGNORE_INDEX, Filled, base_model
+
+Row = Mapping[str, Tensor]
+
+NARROWEST = 8
+"""Tokens of the narrowest bucket; each further one is twice as wide."""
+MICROBATCHES = 8
+"""Microbatches that an expected batch of texts fills: more of them waste fewer rows."""
+
+_FILL = {"labels": IGNORE_INDEX, "attention_mask": 0, "decoder_attention_mask": 0}
+_DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
+
+
+def slots(expected_rows: float, microbatch_size: int, texts: bool) -> int:
+    """Rows of every microbatch, at most `microbatch_size`.
+
+    An eighth of the expected batch where texts have several widths; else a little more than all of it,
+    so that one microbatch is nearly always enough.
+
+    Args:
+      expected_rows: B, of one process.
+      microbatch_size: the setting, for memory.
+      texts: whether rows are of several widths.
+
+    Returns:
+      At least 1.
+
+    >>> slots(64.0, 16, True), slots(64.0, 4, True), slots(3.0, 16, True), slots(64.0, 512, False)
+    (8, 4, 1, 80)
+    """
+    wanted = expected_rows / MICROBATCHES if texts else expected_rows + 2 * math.sqrt(expected_rows)
+    return max(1, min(microbatch_size, round(wanted)))
+
+
+def context_length(model: nn.Module) -> int | None:
+    """Tokens that a model takes, less those of a prompt or prefix adapter; None where nothing says."""
+    config: Any = getattr(base_model(model), "config", None)
+    positions = getattr(config, "encoder", config)
+    most = getattr(positions, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    if positions.model_type in ("roberta", "xlm-roberta", "camembert"):
+        most -= positions.pad_token_id + 1  # the first ones are spent on padding
+    adapter = getattr(model, "active_peft_config", None)
+    return most - (getattr(adapter, "num_virtual_tokens", None) or 0)
+
+
+def bucket(width: int, most: int | None) -> int:
+    """The width of the fixed shape for a row: a power of two, at least 8, at most `most`.
+
+    Args:
+      width: of the row, as the collator makes it alone.
+      most: tokens that the model takes; None for any number.
+
+    Returns:
+      At least `width`.
+
+    >>> bucket(5, None), bucket(33, None), bucket(33, 48), bucket(50, 48)
+    (8, 64, 48, 50)
+    """
+    wide = max(NARROWEST, 1 << (width - 1).bit_length())
+    return max(width, wide if most is None else min(wide, most))
+
+
+def widened(batch: Row, side: str, columns: int) -> dict[str, Tensor] | None:
+    """The batch with masked columns at a side; None without an attention mask over tokens.
+
+    Columns repeat a row's token, so that no pad token is needed; labels there are -100.
+
+    Args:
+      batch: from a collator.
+      side: "right" or "left".
+      columns: how many to add.
+
+    Returns:
+      A new batch; None where nothing can be widened.
+
+    >>> ids, mask = torch.tensor([[5, 6]]), torch.tensor([[1, 1]])
+    >>> widened({"input_ids": ids, "attention_mask": mask}, "right", 1)["input_ids"]
+    tensor([[5, 6, 6]])
+    """
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    if mask is None or ids is None or mask.shape != ids.shape or ids.shape[-1] == 0:
+        return None
+    return {
+        name: _more(name, value, side, columns)
+        if isinstance(value, Tensor) and value.shape == ids.shape
+        else value
+        for name, value in batch.items()
+    }
+
+
+def _more(name: str, value: Tensor, side: str, columns: int) -> Tensor:
+    edge = value[..., -1:] if side == "right" else value[..., :1]
+    more = edge.expand(*value.shape[:-1], columns)
+    if name in _FILL:
+        more = torch.full_like(more, _FILL[name])
+    return torch.cat([value, more] if side == "right" else [more, value], dim=-1)
+
+
+@dataclass(frozen=True)
+class FixedShapes:
+    """Collates rows into microbatches of fixed shapes.
+
+    Guarantee: a row's tensors are a function of that row alone; every microbatch has `slots` rows.
+
+    Attributes:
+      collate_each: row numbers -> batches of one.
+      slots: rows of every microbatch, b.
+      most: tokens that the model takes; None for any number.
+      side: of the padding, "right" or "left".
+    """
+
+    collate_each: Callable[[list[int]], list[Mapping[str, Tensor]]]
+    slots: int
+    most: int | None = None
+    side: str = "right"
+
+    def microbatches(self, indices: Sequence[int]) -> list[Filled]:
+        """The examples of `indices` in microbatches; examples of one shape stand together.
+
+        Raises:
+          ValueError: the collator gives a row no tensors of its own, or not one row.
+        """
+        rows = self.collate_each(list(indices)) if indices else []
+        if self.slots == 1:  # nothing is beside a row: it stays as it is
+            return [Filled(row, 1) for row in rows]
+        return self.packed([self.in_bucket(row) for row in rows])
+
+    def in_bucket(self, batch: Row, width: int = 0) -> dict[str, Tensor]:
+        """A collated row in the fixed width that its own length gives.
+
+        Args:
+          batch: one row.
+          width: a length to take in place of its own where that is larger.
+
+        Returns:
+          A new batch of one.
+        """
+        wide = dict(batch)
+        if (ids := batch.get("input_ids")) is not None:
+            own = int(ids.shape[-1])
+            columns = bucket(max(own, width), self.most) - own
+            wide = widened(batch, self.side, columns) or wide
+        for name in _DECODER:
+            value = batch.get(name)
+            own = ids is None or value is None or value.shape != ids.shape
+            if isinstance(value, Tensor) and value.dim() == 2 and own:  # of a decoder
+                columns = bucket(value.shape[1], None) - value.shape[1]
+                wide[name] = _more(name, value, "right", columns)
+        return wide
+
+    def packed(self, rows: Sequence[Row]) -> list[Filled]:
+        """Batches of one -> microbatches of `slots`; rows of one shape keep their order."""
+        groups: dict[Any, list[Row]] = {}
+        for row in rows:
+            groups.setdefault(shape_of(row), []).append(row)
+        return [
+            self.filled(group[start : start + self.slots])
+            for group in groups.values()
+            for start in range(0, len(group), self.slots)
+        ]
+
+    def filled(self, rows: Sequence[Row]) -> Filled:
+        """Up to `slots` rows of one shape as one microbatch."""
+        repeated = [*rows, *[rows[-1]] * (self.slots - len(rows))]
+        names = rows[0]
+        return Filled({n: torch.cat([row[n] for row in repeated]) for n in names}, len(rows))
+
+
+def shape_of(row: Row) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
+    """Names, dtypes and shapes of a batch of one: rows with the same may share a microbatch.
+
+    Raises:
+      ValueError: something in it is no tensor of one row.
+    """
+    for name, value in row.items():
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != 1:
+            kind = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"the collator makes {name!r} of one row a {kind}, not a tensor [1, ...]: rows cannot "
+                "be put into batches of a fixed shape. Set microbatch_size=1."
+            )
+    return tuple((name, value.dtype, tuple(value.shape)) for name, value in row.items())

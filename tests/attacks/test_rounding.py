@@ -1,0 +1,179 @@
+"""Attacks through rounding: a row's loss beside other rows, and the low bits of a noised vector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import build, tiny_model
+from torch import Tensor
+from transformers import (
+    OPTConfig,
+    OPTForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.objectives.losses import sequence_classification_objective
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.privacy.mechanisms import DPSGD, ScalarMechanism
+from hf_dpzero.privacy.noise import SecureNoise
+from hf_dpzero.training.fixed_shapes import FixedShapes
+
+pytestmark = pytest.mark.slow
+
+C = 0.05
+SLOTS = 16
+
+
+def roberta() -> RobertaForSequenceClassification:
+    return RobertaForSequenceClassification(
+        RobertaConfig(
+            vocab_size=200, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+            intermediate_size=128, max_position_embeddings=80, pad_token_id=1,
+        )
+    ).eval()  # fmt: skip
+
+
+def opt() -> OPTForSequenceClassification:
+    return OPTForSequenceClassification(
+        OPTConfig(
+            vocab_size=200, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, ffn_dim=128,
+            max_position_embeddings=80, word_embed_proj_dim=64, pad_token_id=1,
+        )
+    ).eval()  # fmt: skip
+
+
+def random_rows(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 60, (count,), generator=generator).tolist()
+    return [
+        {
+            "input_ids": torch.randint(4, 200, (1, n), generator=generator),
+            "attention_mask": torch.ones(1, n, dtype=torch.int64),
+            "labels": torch.randint(0, 2, (1,), generator=generator),
+        }
+        for n in lengths
+    ]
+
+
+@pytest.mark.parametrize("smoothing", [1e-3, 1e-5])
+@pytest.mark.parametrize("model", [roberta, opt], ids=["roberta", "opt"])
+def test_removing_a_row_moves_the_sum_by_no_more_than_the_clip(model: Any, smoothing: float):
+    """A search over 2,000 rows: each row's x, in batches with and without others, has the same bits.
+
+    With neighbours collated together one float32 row differs in its last place, which 2 lambda C
+    turns into several clipping norms over a batch.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = model()
+    rows = random_rows(2000)
+    space = ParameterSpace(network.named_parameters(), smoothing=smoothing)
+    differences = FiniteDifferences(
+        network, space, sequence_classification_objective, smoothing, strategy="whole_model"
+    )
+    shapes = FixedShapes(lambda indices: [rows[i] for i in indices], SLOTS, most=79)
+    mechanism = ScalarMechanism(clip=C, noise_multiplier=1.0, expected_batch_size=64)
+    generator, u = np.random.default_rng(3), [Direction(5, 0)]
+
+    def clipped(indices: list[int]) -> dict[int, int]:
+        made = shapes.microbatches(indices)
+        order = [i for m in made for i in _which(m, rows, indices)]
+        x = differences(made, u)
+        return {i: mechanism.clip_sum(row[None])[0] for i, row in zip(order, x, strict=True)}
+
+    seen: dict[int, int] = {}
+    for batch in np.array_split(generator.permutation(2000), 12):
+        seen |= clipped(batch.tolist())
+    assert len(seen) == 2000
+    moved = 0
+    for batch in np.array_split(generator.permutation(2000), 12):
+        again = clipped(batch.tolist()[1:])
+        moved += sum(again[i] != seen[i] for i in again)
+    assert moved == 0
+
+
+def _which(microbatch: Any, rows: list[dict[str, Tensor]], indices: list[int]) -> list[int]:
+    """The row numbers of a microbatch's examples, by their tokens."""
+    names = {tuple(rows[i]["input_ids"][0].tolist()): i for i in indices}
+    count = microbatch.examples
+    tokens = zip(microbatch["input_ids"][:count], microbatch["attention_mask"][:count])
+    return [names[tuple(ids[mask.bool()].tolist())] for ids, mask in tokens]
+
+
+def test_copies_of_a_row_and_one_long_row(tmp_path: Any):
+    """511 copies beside one long row moved the sum by 4 to 60 clips; now each copy stays as it is."""
+    rows = random_rows(40)
+    short, long = min(rows, key=_length), max(rows, key=_length)
+    network, smoothing = tiny_model(vocab_size=200, max_position_embeddings=64).eval(), 1e-5
+    space = ParameterSpace(network.named_parameters(), smoothing=smoothing)
+    differences = FiniteDifferences(
+        network, space, sequence_classification_objective, smoothing, strategy="whole_model"
+    )
+    data = [short] * 511 + [long]
+    shapes = FixedShapes(lambda indices: [data[i] for i in indices], 512, most=64)
+    mechanism = ScalarMechanism(clip=C, noise_multiplier=1.0, expected_batch_size=512)
+    sums = [
+        mechanism.clip_sum(differences(shapes.microbatches(range(n)), [Direction(5, 0)]))[0]
+        for n in (511, 512)
+    ]
+    assert abs(sums[1] - sums[0]) <= 2**30
+
+
+def _length(row: dict[str, Tensor]) -> int:
+    return int(row["input_ids"].shape[1])
+
+
+def test_200_runs_are_not_told_apart_by_the_low_bits_of_a_noised_vector():
+    """y = fl(m + z) in float32 keeps the binary grid of m where |y| is small: 30 of 30 runs were told.
+
+    The attack: the canary's sum has coordinates of one size m, the other world's are zero. Count the y
+    with |y| < m / 16 that lie on the grid of m, 2^-23 m: all of them with the canary, few without.
+    """
+    d, m = 10_000, 0.01
+    mechanism = DPSGD(clip=1.0, noise_multiplier=1.0, expected_batch_size=1, dimension=d)
+    spacing = float(np.spacing(np.float32(m)))
+
+    def score(total: float) -> float:
+        released = mechanism.release_part(np.full(d, total), SecureNoise(), 0, 0)
+        y = released.astype(np.float32).astype(np.float64)
+        small = y[np.abs(y) < m / 16]
+        return float((small / spacing == np.rint(small / spacing)).mean()) if len(small) else 1.0
+
+    assert {score(total) for total in [m] * 100 + [0.0] * 100} == {1.0}
+
+    def attacked(total: float) -> float:
+        """The same on floating-point noise: the attack has power."""
+        z = SecureNoise().normals(d, 0, 0).astype(np.float32)
+        y = (np.float32(total) + z).astype(np.float64)
+        small = y[np.abs(y) < m / 16]
+        return float((small / spacing == np.rint(small / spacing)).mean())
+
+    assert min(attacked(m) for _ in range(10)) > 0.99
+    assert max(attacked(0.0) for _ in range(10)) < 0.5
+
+
+def test_the_adapter_of_a_run_with_a_canary_is_not_told_from_one_without(tmp_path: Any):
+    """End to end: every released coordinate is a multiple of the public grid over B."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        tiny_model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    )
+    trainer = build(
+        tmp_path, model, method="dp-sgd", max_steps=1, learning_rate=1.0, lr_scheduler_type="constant",
+        insecure_noise_seed=None, clip=1.0, noise_multiplier=1.0, expected_batch_size=16,
+    )  # fmt: skip
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    trainer.train()
+    grid = 2.0**-8 / 16
+    zeros = [n for n, p in before.items() if not p.any()]
+    assert zeros  # LoRA's B matrices start at zero: what they become is the release itself
+    for name in zeros:
+        released = dict(model.named_parameters())[name].detach().double() / grid
+        assert torch.equal(released, released.round()), name

@@ -1,0 +1,206 @@
+"""Microbatches of fixed shapes: what is in them, and what falls back to one example a pass."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import build
+from torch import Tensor, nn
+
+from hf_dpzero.objectives.losses import Filled, evaluation_mode, sequence_classification_objective
+from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.training.fixed_shapes import FixedShapes
+
+
+def collate(lengths: list[int]) -> Any:
+    def one(i: int) -> dict[str, Tensor]:
+        ids = torch.arange(1, lengths[i] + 1) + 10 * i
+        return {
+            "input_ids": ids[None],
+            "attention_mask": torch.ones(1, lengths[i], dtype=torch.int64),
+            "labels": torch.tensor([i]),
+        }
+
+    return lambda indices: [one(i) for i in indices]
+
+
+def test_microbatches_have_few_shapes_and_rows_of_their_own():
+    shapes = FixedShapes(collate([3, 9, 8, 20, 10, 2, 33, 16]), slots=3, most=40)
+    made = shapes.microbatches(range(8))
+    found = [(tuple(m["input_ids"].shape), m["labels"].tolist(), m.examples) for m in made]
+    assert found == [
+        ((3, 8), [0, 2, 5], 3),
+        ((3, 16), [1, 4, 7], 3),
+        ((3, 32), [3, 3, 3], 1),
+        ((3, 40), [6, 6, 6], 1),
+    ]
+    for m in made:
+        for ids, mask, i in zip(m["input_ids"], m["attention_mask"], m["labels"].tolist()):
+            alone = collate([3, 9, 8, 20, 10, 2, 33, 16])([i])[0]["input_ids"][0]
+            assert torch.equal(ids[mask.bool()], alone)
+            assert int(mask.sum()) == len(alone)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_labels_of_tokens_are_masked_and_decoders_have_their_own_width(side):
+    ids = torch.ones(1, 5, dtype=torch.int64)
+    row = {
+        "input_ids": ids,
+        "attention_mask": ids,
+        "labels": torch.full((1, 9), 7),
+        "decoder_input_ids": torch.full((1, 9), 3),
+    }
+    (m,) = FixedShapes(lambda _: [row], slots=2, side=side).microbatches([0])
+    assert m["attention_mask"][0].tolist() == ([1] * 5 + [0] * 3)[:: 1 if side == "right" else -1]
+    assert m["labels"][1].tolist() == [7] * 9 + [-100] * 7
+    assert m["decoder_input_ids"].shape == (2, 16)
+
+
+def test_what_is_no_row_of_its_own_is_refused():
+    shapes = FixedShapes(lambda _: [{"ids": torch.ones(1, 4), "scale": torch.tensor(1.0)}], 2)
+    with pytest.raises(ValueError, match="'scale' of one row a \\[\\].*microbatch_size=1"):
+        shapes.microbatches([0])
+
+
+def test_fillers_do_not_count(tmp_path):
+    """x has a row for each sampled example, whatever the slots."""
+    trainer = build(tmp_path, max_steps=1, microbatch_size=5, expected_batch_size=40)
+    trainer.train()
+    assert trainer.shapes.slots == 5
+    batch = trainer.get_train_dataloader().dataset[0]
+    chosen = trainer.plan.sampler.batch(0, trainer._sampler_key)
+    assert sum(batch["examples"]) == len(chosen)
+    assert {len(m["labels"]) for m in batch["microbatches"]} == {5}
+    parts = list(map(Filled, batch["microbatches"], batch["examples"]))
+    rows, evaluate = trainer.training_rows(), trainer.step.differences.evaluate
+    with evaluation_mode(trainer.model):
+        losses = torch.cat([evaluate(m) for m in parts])
+        alone = [evaluate(rows.collate_rows([int(i)])) for i in chosen]
+    torch.testing.assert_close(losses.sort().values, torch.cat(alone).sort().values)
+
+
+class Coupled(nn.Module):
+    """Adds a share of the batch's mean loss to every loss."""
+
+    single_pass = True
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+        losses = sequence_classification_objective(model, inputs)
+        return losses + self.share * losses.mean()
+
+
+def checked(tmp_path, objective: Any, **settings: Any) -> Any:
+    trainer = build(
+        tmp_path, expected_batch_size=40, trainer_settings={"compute_per_example_loss": objective},
+        **settings,
+    )  # fmt: skip
+    check_before_training(trainer)
+    return trainer
+
+
+def test_coupling_as_small_as_rounding_falls_back_to_one_example_a_pass(tmp_path, caplog):
+    logging.getLogger("transformers").propagate = True
+    assert checked(tmp_path, sequence_classification_objective).shapes.slots == 5
+    assert "one example" not in caplog.text and "by itself" not in caplog.text
+    trainer = checked(tmp_path, Coupled(1e-4))
+    assert trainer.shapes.slots == 1
+    assert "every example is evaluated by itself" in caplog.text
+    batch = trainer.shapes.microbatches([0, 1])
+    assert [len(m["labels"]) for m in batch] == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
+def test_coupling_beyond_rounding_is_refused_for_random_models_too(tmp_path, method):
+    """Dropout in the loss hid it: two evaluations of one batch differ, with or without coupling."""
+
+    def dropped(model: nn.Module, inputs: Any) -> Tensor:
+        losses = sequence_classification_objective(model, inputs)
+        return nn.functional.dropout(losses, 0.2) + losses.mean()
+
+    with pytest.raises(ValueError, match="depends on the other examples"):
+        checked(tmp_path, dropped, method=method)
+
+
+def masked(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Masks a random half of the tokens."""
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    chosen = torch.rand(ids.shape) < 0.5
+    return {
+        "input_ids": ids.masked_fill(chosen, 4),
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
+
+
+def test_random_collators_do_not_hide_a_loss_of_the_batch(tmp_path):
+    def negatives(model: nn.Module, inputs: Any) -> Tensor:
+        tokens = model.get_input_embeddings()(inputs["input_ids"]).flatten(1)
+        similar = 100 * tokens @ tokens.T
+        return nn.functional.cross_entropy(similar, torch.arange(len(tokens)), reduction="none")
+
+    trainer = build(
+        tmp_path, expected_batch_size=40, trainer_settings={"compute_per_example_loss": negatives}
+    )
+    trainer.data_collator = masked
+    with pytest.raises(ValueError, match="depends on the other examples"):
+        check_before_training(trainer)
+
+
+class Experts(nn.Module):
+    """Two experts of a fixed capacity: tokens beyond it are dropped, in the order of the batch."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.capacity = capacity
+
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Tensor:
+        tokens = self.embed(input_ids).flatten(0, 1)
+        choice = input_ids.flatten() % 2
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.experts):
+            taken = (choice == e).nonzero().flatten()[: self.capacity]
+            out[taken] = expert(tokens[taken])
+        return self.head(out.view(*input_ids.shape, -1).mean(1))
+
+
+def test_experts_of_a_fixed_capacity_are_refused(tmp_path):
+    """Four rows of eight tokens always fit; the run's own microbatches of twelve do not."""
+
+    def objective(model: nn.Module, inputs: Any) -> Tensor:
+        return nn.functional.cross_entropy(
+            model(inputs["input_ids"]), inputs["labels"], reduction="none"
+        )
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Experts(capacity=40)
+    trainer = build(
+        tmp_path, model, expected_batch_size=100, microbatch_size=32,
+        trainer_settings={"compute_per_example_loss": objective},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="depends on the other examples"):
+        check_before_training(trainer)
+
+
+@pytest.mark.parametrize("setting", ["precision", "allow"])
+def test_tf32_set_globally_is_refused_with_several_rows(tmp_path, setting):
+    try:
+        if setting == "precision":
+            torch.set_float32_matmul_precision("high")
+        else:
+            torch.backends.cuda.matmul.allow_tf32 = True
+        with pytest.raises(ValueError, match="TF32.*microbatch_size=8"):
+            check_before_training(build(tmp_path))
+        check_before_training(build(tmp_path, microbatch_size=1))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.allow_tf32 = False
