@@ -111,7 +111,7 @@ class StepBatches(Dataset):
 
     def __getitem__(self, step: int) -> LogicalBatch:
         if step < self.paid:
-            return {"step": step, "microbatches": [], "groups": []}
+            return self._batch(step, {})
         chosen = self.plan.sampler.batch(step, self.key)[self.rank :: self.world_size]
         mechanism = self.plan.mechanism
         if getattr(mechanism, "clipping", "fixed") != "averaged":
