@@ -10,7 +10,7 @@ import torch
 from tiny_runs import build
 from torch import Tensor, nn
 
-from hf_dpzero.objectives.losses import Filled, evaluation_mode, sequence_classification_objective
+from hf_dpzero.objectives.losses import evaluation_mode, sequence_classification_objective
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.fixed_shapes import FixedShapes
 
@@ -70,15 +70,14 @@ def test_fillers_do_not_count(tmp_path):
     trainer = build(tmp_path, max_steps=1, microbatch_size=5, expected_batch_size=40)
     trainer.train()
     assert trainer.shapes.slots == 5
-    batch = trainer.get_train_dataloader().dataset[0]
-    chosen = trainer.plan.sampler.batch(0, trainer._sampler_key)
-    assert sum(batch["examples"]) == len(chosen)
-    assert {len(m["labels"]) for m in batch["microbatches"]} == {5}
-    parts = list(map(Filled, batch["microbatches"], batch["examples"]))
+    chosen = list(range(0, 114, 3))
+    parts = trainer.shapes.microbatches(chosen)
+    assert [m.examples for m in parts] == [5] * 7 + [3]
+    assert {len(m["labels"]) for m in parts} == {5}
     rows, evaluate = trainer.training_rows(), trainer.step.differences.evaluate
     with evaluation_mode(trainer.model):
         losses = torch.cat([evaluate(m) for m in parts])
-        alone = [evaluate(rows.collate_rows([int(i)])) for i in chosen]
+        alone = [evaluate(rows.collate_rows([i])) for i in chosen]
     torch.testing.assert_close(losses.sort().values, torch.cat(alone).sort().values)
 
 
