@@ -11,6 +11,7 @@ from tiny_runs import config
 from transformers import default_data_collator
 
 from hf_dpzero import DPZeroTrainer
+from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 
 BLOCK = 80
@@ -77,6 +78,20 @@ def test_run_clms_blocks_are_not_taken_for_examples(tmp_path, tiny_gpt2):
     assert any("not for an example, a document or a person" in text for text in report.caveats)
     assert "one training block of text" in str(report)
     assert PrivacyReport.from_dict(report.to_dict()) == report
+
+
+def test_blocks_are_not_shipped_as_examples(tmp_path, tiny_gpt2):
+    blocks = lines().map(group_texts, batched=True)
+    secret = {"sampler_key": None, "insecure_noise_seed": None}
+    trainer = trainer_of(tmp_path, tiny_gpt2(**CONTEXT), blocks, rows_are="blocks", **secret)
+    trainer.train()
+    trainer.save_model()
+    folder = build_hub_folder(tmp_path, tmp_path / "hub")
+    assert "one training block of text" in (folder / "README.md").read_text()
+    path = tmp_path / "privacy_report.json"
+    path.write_text(path.read_text().replace('"block of text"', '"example"'))
+    with pytest.raises(ValueError, match="privacy_unit: example / block of text"):
+        build_hub_folder(tmp_path, tmp_path / "hub")
 
 
 def test_rows_that_fill_the_context_are_asked_about(tmp_path, tiny_gpt2):
