@@ -27,6 +27,9 @@ ModelFactory = Callable[..., "PreTrainedModel"]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests run first, so that none is left alone at the end; gpu ones are skipped without one."""
+    for item in items:
+        if "attacks" in item.path.parts:
+            item.add_marker(pytest.mark.attack)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not torch.cuda.is_available():
         for item in items:
