@@ -93,6 +93,7 @@ def _facts(report: PrivacyReport, trajectory: Trajectory, plan: PrivacyPlan) -> 
         "log_private_diagnostics": header["log_private_diagnostics"],
         "privacy_unit": header.get("privacy_unit", EXAMPLE),
         "noise_source": noise_name(plan, str(header["noise_source"])),
+        "earlier_runs": header.get("earlier_runs", report.earlier_runs),
         "base_weights": header.get("base_weights", NOT_COMPARED),
     }
     if isinstance(report.tuning, dict):

@@ -7,6 +7,8 @@ An epsilon speaks of the steps of one run. If the model was trained on the same 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.ledger.digests import checksums
+from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.provenance import base_names, resolve_path
-from hf_dpzero.reporting.weights import WEIGHTS, open_each
+from hf_dpzero.reporting.weights import open_each
 from hf_dpzero.reporting.wording import DECLARED, EQUAL, NOT_COMPARED
 
 _MARK = "_hf_dpzero_base_digest"
@@ -93,28 +97,27 @@ def check_start(
     return DECLARED if declared_public else NOT_COMPARED, None
 
 
-def check_resumed(model: nn.Module, header: Mapping[str, Any], declared_public: bool) -> None:
+def digest_frozen(model: nn.Module) -> str:
+    """SHA-256 (hex) over the parameters that do not train, which a resumed run must find unchanged."""
+    frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+    return hashlib.sha256(json.dumps(checksums(frozen), sort_keys=True).encode()).hexdigest()
+
+
+def check_frozen(model: nn.Module, header: Mapping[str, Any]) -> None:
     """Refuses to continue a run on other frozen weights than it began with.
 
     Args:
-      model: before the checkpoint is loaded into it.
+      model: after the checkpoint was loaded into it; an adapter's does not bring its base.
       header: of the run's ledger.
-      declared_public: the setting `base_is_public`.
 
     Raises:
-      ValueError: the model was trained by another run, or frozen parameters are not the named base's.
+      LedgerError: the frozen parameters are others.
     """
-    if declared_public:
-        return
-    marks = {vars(module).get(_MARK) for module in model.modules()}
-    if marks - {None, header["base_model_digest"]}:
-        raise ValueError(f"this model was trained by another run of this process: {_ADVICE}")
-    compared = compare_with_named(model) if header.get("base_weights") == EQUAL else None
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    if changed := [name for name in (compared.differing if compared else ()) if name in frozen]:
-        raise ValueError(
-            f"{changed[0]} and {len(changed) - 1} more frozen parameters are not what the base model "
-            f"{', '.join(base_names(model))} has, as they were when this run began: {_ADVICE}"
+    found = digest_frozen(model)
+    if header.get("frozen_digest", found) != found:
+        raise LedgerError(
+            "the frozen parameters are not those that this run began with, and whatever was done to "
+            "them is not in its epsilon: load the same base model again to resume."
         )
 
 
@@ -170,30 +173,25 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
 def _named_weights(model: nn.Module) -> Iterator[list[Mapping[str, Any]]]:
     """The opened checkpoints of every base that the model names and that lies on this machine."""
     with contextlib.ExitStack() as stack:
-        folders = {folder for name in base_names(model) if (folder := _folder_of(model, name))}
+        folders = {folder for name in base_names(model) for folder in _folders_of(name)}
         opened = (stack.enter_context(open_each(folder)) for folder in sorted(folders))
         yield [tensors for files in opened for tensors in files]
 
 
-def _folder_of(model: nn.Module, name: str) -> Path | None:
-    """The folder that a name leads to without the network: itself, a package's, or the Hub cache's."""
-    from huggingface_hub import try_to_load_from_cache
+def _folders_of(name: str) -> list[Path]:
+    """Where a name leads to without the network: a folder, or every revision in the Hub's cache."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils import validate_repo_id
 
-    path = resolve_path(name)
-    if Path(path).is_dir():
-        return Path(path).resolve()
-    configs = (getattr(module, "config", None) for module in model.modules())
-    revisions = {
-        getattr(config, "_commit_hash", None)
-        for config in configs
-        if getattr(config, "_name_or_path", None) == name
-    } - {None}
-    for file in (*WEIGHTS, f"{WEIGHTS[0]}.index.json"):
-        with contextlib.suppress(ValueError):  # not a Hub id
-            cached = try_to_load_from_cache(path, file, revision=next(iter(revisions), None))
-            if isinstance(cached, str):
-                return Path(cached).parent
-    return None
+    folder = Path(resolve_path(name))
+    if folder.is_dir():
+        return [folder.resolve()]
+    with contextlib.suppress(ValueError):
+        validate_repo_id(name)
+        cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+        return list(cached.glob("snapshots/*"))
+    return []
 
 
 def _plain(name: str) -> str:

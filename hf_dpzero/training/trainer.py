@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.ledger.digests import digest_model, digest_tensors
+from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
@@ -34,7 +35,12 @@ from hf_dpzero.reporting.provenance import base_names, earlier_runs, resolve_pat
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import NOT_COMPARED, base_caveats
 from hf_dpzero.training import data_checks, distributed, run_files, validation
-from hf_dpzero.training.base_weights import check_resumed, check_start, mark_as_trained
+from hf_dpzero.training.base_weights import (
+    check_frozen,
+    check_start,
+    digest_frozen,
+    mark_as_trained,
+)
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.callbacks import PrivacyCallback, PrivacyProgressCallback
@@ -236,13 +242,14 @@ class DPZeroTrainer(PredictingTrainer):
                     lambda: check_start(self.model, digest, declared), lambda: (NOT_COMPARED, None)
                 )
             )
+            header["frozen_digest"] = digest_frozen(self.model)
+            header["earlier_runs"] = self.earlier_runs
             self.trajectory = run_files.start_ledger(folder, header, digest)
             if self.args.should_save and self.plan.mechanism.replayable:
                 write_initial_values(folder, self.model, compared, digest)
         else:
             ledger = run_files.continue_ledger(folder, header)
             try:
-                check_resumed(self.model, ledger.header, self.args.base_is_public)
                 self._method_state = run_files.load_state(resume, ledger)
             except ValueError:
                 ledger.close()
@@ -287,6 +294,13 @@ class DPZeroTrainer(PredictingTrainer):
         """Makes the run's method; its optimizer only carries the learning rate, or is `optim`."""
         if self.optimizer is None:
             assert self.trajectory is not None and self.per_example_loss is not None
+            if self._method_state is not None:
+                try:
+                    check_frozen(self.model, self.trajectory.header)
+                except LedgerError:
+                    self.trajectory.close()
+                    self.trajectory = None  # these weights are not its
+                    raise
             self._buffers = digest_tensors(self.model.named_buffers())
             kind: type[TrainingMethod] = (
                 FirstOrderMethod if self.args.first_order else ZerothOrderMethod
@@ -402,6 +416,7 @@ class DPZeroTrainer(PredictingTrainer):
 
     def privacy_report(self) -> PrivacyReport:
         """The privacy that the run has spent so far, in numbers and words."""
+        started: Mapping[str, Any] = self.trajectory.header if self.trajectory else {}
         return PrivacyReport.from_run(
             self.plan,
             delta=self.delta,
@@ -412,10 +427,8 @@ class DPZeroTrainer(PredictingTrainer):
             log_private_diagnostics=self.args.log_private_diagnostics,
             sampler_key_is_secret=self.args.sampler_key is None,
             privacy_unit=self.args.privacy_unit,
-            earlier_runs=self.earlier_runs,
-            base_weights=self.trajectory.header.get("base_weights", NOT_COMPARED)
-            if self.trajectory
-            else NOT_COMPARED,
+            earlier_runs=started.get("earlier_runs", self.earlier_runs),
+            base_weights=started.get("base_weights", NOT_COMPARED),
         ).with_tuning(self.args.tuning, self.plan)
 
     @functools.cached_property

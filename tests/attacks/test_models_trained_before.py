@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 
@@ -187,16 +188,35 @@ def test_what_cannot_be_compared_is_a_caveat(tmp_path: Path) -> None:
     assert any("were not compared" in caveat for caveat in report.caveats)
 
 
-def test_a_resume_on_another_base_is_refused(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["changed", "another_folder"])
+def test_a_resume_on_another_base_is_refused(base: Path, tmp_path: Path, way: str) -> None:
     """A checkpoint of an adapter does not bring the frozen weights along."""
     settings = {**SECRET, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    loaded(base).save_pretrained(base)  # with a pooler, which is frozen too
     build(tmp_path / "run", lora(loaded(base)), **settings).train()
-    changed = loaded(base)
-    plain_training(changed, tmp_path / "plain")
-    with pytest.raises(ValueError, match="frozen parameters are not what the base model"):
-        build(tmp_path / "run", lora(changed), **settings).train(
-            resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2")
-        )
-    build(tmp_path / "run", lora(loaded(base)), **settings).train(
-        resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2")
-    )
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    other = loaded(base)
+    plain_training(other, tmp_path / "plain")
+    if way == "another_folder":
+        other.save_pretrained(tmp_path / "other")
+        other = loaded(tmp_path / "other")
+    trainer = build(tmp_path / "run", lora(other), **settings)
+    with pytest.raises(LedgerError, match="frozen parameters are not those"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(str(tmp_path / "elsewhere"))
+    assert not (tmp_path / "elsewhere" / "privacy_report.json").exists()
+    build(tmp_path / "run", lora(loaded(base)), **settings).train(resume_from_checkpoint=checkpoint)
+
+
+def test_a_resume_keeps_what_was_known_of_the_base(base: Path, tmp_path: Path) -> None:
+    """Its folder may have been overwritten since, by the run itself."""
+    leaky = {**SECRET, "method": "mezo", "noise_multiplier": None}
+    first = build(tmp_path / "leaky", loaded(base), **leaky)
+    first.train()
+    first.save_model()
+    settings = {**SECRET, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    build(tmp_path / "run", loaded(tmp_path / "leaky"), **settings).train()
+    (tmp_path / "leaky" / "privacy_report.json").unlink()
+    second = build(tmp_path / "run", loaded(tmp_path / "leaky"), **settings)
+    second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert [run["private"] for run in second.privacy_report().earlier_runs] == [False]

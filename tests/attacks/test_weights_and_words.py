@@ -165,6 +165,7 @@ def test_an_edited_statement_is_neither_shipped_nor_headlined(run: Path, tmp_pat
         ({"delta": 1e-2}, "epsilon"),
         ({"num_examples": 10**6}, "num_examples"),
         ({"base_weights": "equal_to_named"}, "base_weights"),
+        ({"earlier_runs": [{"folder": "b", "private": True, "statement": "x"}]}, "earlier_runs"),
         ({"weights_digest": None}, "does not say which weights"),
         ({"weights_digest": "ab" * 32}, "not those that"),
     ],
