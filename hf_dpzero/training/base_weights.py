@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.ledger.digests import checksums
+from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.provenance import base_names, resolve_path
 from hf_dpzero.reporting.weights import open_each
 from hf_dpzero.reporting.wording import DECLARED, EQUAL, NOT_COMPARED
 
-_MARK = "_hf_dpzero_base_digest"
+_MARK = "_hf_dpzero_started_from"
 _ADVICE = (
     "load the base model again, or set base_is_public: true if what it is now may be taken as public; "
     "the report then says so."
@@ -35,7 +35,7 @@ class Comparison(NamedTuple):
     """A model's parameters beside the tensors of the base that it names.
 
     Attributes:
-      differing: names of parameters whose values are not the base's.
+      differing: names of parameters and buffers whose values are not the base's.
       fresh: names of parameters that the base does not have, such as a new head or adapter.
     """
 
@@ -43,30 +43,32 @@ class Comparison(NamedTuple):
     fresh: list[str]
 
 
-def mark_as_trained(model: nn.Module, base_digest: str) -> None:
+def state_digest(model: nn.Module) -> str:
+    """SHA-256 (hex) over parameters and buffers: what a run may have changed."""
+    return digest_tensors([*model.named_parameters(), *model.named_buffers()])
+
+
+def mark_as_trained(model: nn.Module, started_from: str) -> None:
     """Notes on a model, and on all its parts, that a run has changed it.
 
     The note survives copies, and adapters that are put on or taken off.
 
     Args:
       model: after training.
-      base_digest: `digest_model` before training.
+      started_from: its `state_digest` before training.
     """
     for module in model.modules():
-        vars(module).setdefault(_MARK, base_digest)
+        vars(module).setdefault(_MARK, started_from)
 
 
-def check_start(
-    model: nn.Module, digest: str, declared_public: bool
-) -> tuple[str, Comparison | None]:
+def check_start(model: nn.Module, declared_public: bool) -> tuple[str, Comparison | None]:
     """Refuses a model that was trained before, unless the user declares it public.
 
-    A model that was put back to its weights before training passes. What no name leads to, and what
+    A model that was put back to what it was before training passes. What no name leads to, and what
     the base does not have, is taken as it is; a LoRA adapter that already does something is not.
 
     Args:
       model: as the run starts with it.
-      digest: its `digest_model`.
       declared_public: the setting `base_is_public`.
 
     Returns:
@@ -75,7 +77,8 @@ def check_start(
     Raises:
       ValueError: it was trained by a run of this process, or differs from the base that it names.
     """
-    marks = {vars(module).get(_MARK) for module in model.modules()} - {None, digest}
+    marks = {vars(module).get(_MARK) for module in model.modules()} - {None}
+    marks -= {state_digest(model)} if marks else set()
     if marks and not declared_public:
         raise ValueError(
             "this model was trained on the private data already, by an earlier run of this process, "
@@ -86,7 +89,7 @@ def check_start(
     changed = [*(compared.differing if compared else ()), *trained_adapters(model)]
     if changed and not declared_public:
         raise ValueError(
-            f"{changed[0]} and {len(changed) - 1} more parameters are not what the base model "
+            f"{changed[0]} and {len(changed) - 1} more tensors are not what the base model "
             f"{', '.join(base_names(model)) or '(fresh adapters)'} has: the model was changed after it "
             f"was loaded, and if private rows did it, this run's epsilon does not cover that: {_ADVICE}"
         )
@@ -139,7 +142,8 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
     """Compares a model with the checkpoints that its configuration names, where they lie here.
 
     A parameter belongs to a tensor of the checkpoint if one's name ends in the other's and the shapes
-    are equal. The checkpoint's values are taken in the parameter's dtype.
+    are equal; so do saved buffers that the checkpoint has. The checkpoint's values are taken in the
+    parameter's dtype.
 
     Args:
       model: any; parts such as an encoder may name their own base.
@@ -151,16 +155,18 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
     named = dict(model.named_parameters())
     if any(quantised_kind(parameter) is not None for parameter in named.values()):
         return None
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     differing, fresh = [], []
     with _named_weights(model) as sources:
-        for name, parameter in named.items():
+        for name, parameter in {**named, **buffers}.items():
             tensors = [
                 tensor
                 for tensor in _candidates(_plain(name), sources)
                 if tensor.shape == parameter.shape
             ]
             if not tensors:
-                fresh.append(name)
+                fresh += [name] if name in named else []
             elif not any(
                 torch.equal(tensor.to(parameter.dtype), parameter.detach().cpu())
                 for tensor in tensors

@@ -40,6 +40,7 @@ from hf_dpzero.training.base_weights import (
     check_start,
     digest_frozen,
     mark_as_trained,
+    state_digest,
 )
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.before_training import check_before_training
@@ -119,6 +120,7 @@ class DPZeroTrainer(PredictingTrainer):
         self._sampler_key: bytes | None = None
         self._diagnostics: dict[str, float] = {}
         self._buffers: str | None = None
+        self._started_from = ""  # digest of the model; of a resumed run's it is not known
         self._trained_digest: str | None = None  # of the weights that training ended in
         self._reads = contextlib.ExitStack()
         self._tainted = False
@@ -216,8 +218,8 @@ class DPZeroTrainer(PredictingTrainer):
             if self.trajectory is not None:
                 self.trajectory.close()
                 if self.trajectory.releases and self._trained_digest is None:
-                    self._trained_digest = digest_model(self.model)
-                    mark_as_trained(self.model, self.trajectory.header["base_model_digest"])
+                    self._trained_digest = state_digest(self.model)
+                    mark_as_trained(self.model, self._started_from)
         for name in ("train_loss", "total_flos", "train_samples_per_second"):  # depend on the data
             output.metrics.pop(name, None)
         return output._replace(training_loss=math.nan)
@@ -239,9 +241,10 @@ class DPZeroTrainer(PredictingTrainer):
             digest, declared = digest_model(self.model), self.args.base_is_public
             header["base_weights"], compared = distributed.shared(
                 distributed.on_main(
-                    lambda: check_start(self.model, digest, declared), lambda: (NOT_COMPARED, None)
+                    lambda: check_start(self.model, declared), lambda: (NOT_COMPARED, None)
                 )
             )
+            self._started_from = state_digest(self.model)
             header["frozen_digest"] = digest_frozen(self.model)
             header["earlier_runs"] = self.earlier_runs
             self.trajectory = run_files.start_ledger(folder, header, digest)
@@ -399,7 +402,7 @@ class DPZeroTrainer(PredictingTrainer):
                 "data and are not saved: make the module leave them alone and start again from the "
                 "base model."
             )
-        if self._trained_digest not in (None, digest_model(self.model)):
+        if self._trained_digest not in (None, state_digest(self.model)):
             raise ValueError(
                 "the model was changed after training, so it is not what the privacy report speaks of: "
                 "save_model() before anything else changes it, or save it elsewhere with "

@@ -220,3 +220,21 @@ def test_a_resume_keeps_what_was_known_of_the_base(base: Path, tmp_path: Path) -
     second = build(tmp_path / "run", loaded(tmp_path / "leaky"), **settings)
     second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert [run["private"] for run in second.privacy_report().earlier_runs] == [False]
+
+
+def test_buffers_that_saw_rows_are_no_base(base: Path, tmp_path: Path) -> None:
+    """Put-back parameters alone do not undo what forward passes left elsewhere."""
+    model = tiny_model()
+    model.register_buffer("seen", torch.zeros(1))
+    before = copy.deepcopy(model.state_dict())
+    build(tmp_path / "first", model, **SECRET).train()
+    model.seen += 1.0
+    model.load_state_dict({k: v for k, v in before.items() if k != "seen"}, strict=False)
+    with pytest.raises(ValueError, match="trained on the private data already"):
+        build(tmp_path / "second", model, **SECRET).train()
+    named = loaded(base)
+    named.register_buffer("seen", torch.zeros(1))
+    named.save_pretrained(base)
+    named.seen += 1.0
+    with pytest.raises(ValueError, match="^seen and 0 more tensors are not"):
+        build(tmp_path / "third", named, **SECRET).train()
