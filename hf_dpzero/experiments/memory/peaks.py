@@ -100,10 +100,10 @@ def dpzero_bytes(footprint: Footprint, forward: int, strategy: str) -> int:
 
 
 def dp_adamw_bytes(footprint: Footprint, backward: int, moments: int = 2) -> int:
-    """Peak of a first-order private step: weights, moments, float32 sums, and the largest phase.
+    """Peak of a first-order private step: weights, moments, float64 sums, and the largest phase.
 
     Differentiating: activations and dense per-example gradients, as counted. Clipping: all of the
-    latter, one gradient, and of the largest tensor two sums and a float32 copy in half precision.
+    latter, one gradient, and of the largest tensor a float32 sum.
     Updating: the gradients and one more copy of them in torch's fused loops.
 
     Args:
@@ -115,10 +115,9 @@ def dp_adamw_bytes(footprint: Footprint, backward: int, moments: int = 2) -> int
       Bytes.
     """
     size = footprint.trained
-    two_sums = 8 * footprint.largest  # 2 x 4 bytes in float32; 2 x 2 and a float32 copy in half
-    clipping = (footprint.examples + 1) * size + two_sums
+    clipping = (footprint.examples + 1) * size + 4 * footprint.largest
     phases = max(backward, clipping, 2 * size)
-    return footprint.weights + moments * size + 4 * footprint.dimension + phases
+    return footprint.weights + moments * size + 8 * footprint.dimension + phases
 
 
 @dataclass(frozen=True, kw_only=True)
