@@ -52,7 +52,7 @@ that by the floating-point error of m + z alone, because the grid hides everythi
    (eps, (1 - 2^-8) delta)-DP, the computed one is (eps + 2 h', delta)-DP for h' <= 2^-9 and
    d' = 2^-10 delta e^-(eps + 1); draws beyond 16 s have probability below 2^-188 each.
 
-`dense_slack` returns h': 8e-6 for d = 10^6, T = 1000, epsilon 8, delta 1e-6. The plan evaluates its
+`dense_slack` returns h': 7e-6 for d = 10^6, T = 1000, epsilon 8, delta 1e-6. The plan evaluates its
 accountant at (1 - 2^-8) delta and adds 2 h'. The grid adds 2^-16 / 12 of the noise's variance at most.
 """
 
@@ -116,7 +116,7 @@ def dense_slack(draws: int, epsilon: float, delta: float) -> float:
       ValueError: so many draws that h' exceeds 2^-9.
 
     >>> round(dense_slack(10**9, 8.0, 1e-6), 6)
-    8e-06
+    7e-06
     """
     if draws == 0 or not math.isfinite(epsilon):
         return 0.0

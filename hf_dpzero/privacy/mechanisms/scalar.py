@@ -213,8 +213,9 @@ class VectorMechanism(DenseNoise):
 
         >>> import torch
         >>> m = VectorMechanism(clip=4.0, noise_multiplier=1.0, expected_batch_size=2)
-        >>> m.clip_sum(torch.tensor([[1.0], [-9.0]]), gram=torch.tensor([[4.0]]))
-        (-1.0,)
+        >>> (c,) = m.clip_sum(torch.tensor([[1.0], [-9.0]]), gram=torch.tensor([[4.0]]))
+        >>> round(c, 6)
+        -1.0
         """
         rows, _ = finite_rows(x, self.num_directions)
         matrix = _checked_gram(np.asarray(gram, dtype=np.float64), self.num_directions)
