@@ -36,7 +36,7 @@ from hf_dpzero.objectives.losses import (
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 
 Batch = Mapping[str, Tensor]
-PIECE = 1 << 15
+PIECE = 1 << 13
 """Coordinates of a microbatch's gradients that are held in float64 at a time."""
 Seen = Mapping[str, Sequence[int]]
 """Leading dimensions of what a layer was given in each of its calls, by the layer's name."""

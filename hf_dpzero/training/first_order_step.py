@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,18 +216,21 @@ class FirstOrderStep:
         self, mechanism: Any, totals: Sequence[Tensor], step: int
     ) -> Iterator[Tensor]:
         """(total + noise) / divisor for each parameter, float32; rank 0 noises the sum of all ranks."""
-        part = 0
-        for total in totals:
-            flat = total.view(-1)
-            sum_tensor_(flat)
-            for piece in flat.split(CHUNK):
-                if is_main():
-                    values = piece.cpu().numpy()
-                    mean = mechanism.release_part(values, self.noise, step, part)
-                    piece.copy_(torch.from_numpy(mean))
-                part += 1
-            broadcast_(flat)
-            yield flat.float().view(total.shape)
+        flat = [total.view(-1) for total in totals]
+        for total in flat:
+            sum_tensor_(total)
+
+        def release_(part: int, piece: Tensor) -> None:
+            mean = mechanism.release_part(piece.cpu().numpy(), self.noise, step, part)
+            piece.copy_(torch.from_numpy(mean))
+
+        if is_main():
+            pieces = [piece for total in flat for piece in total.split(CHUNK)]
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                list(threads.map(release_, range(len(pieces)), pieces))
+        for total, noised in zip(totals, flat, strict=True):
+            broadcast_(noised)
+            yield noised.float().view(total.shape)
 
     def _hand_on(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.gradients.parameters, gradients, strict=True):
