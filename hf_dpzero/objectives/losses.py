@@ -122,13 +122,30 @@ def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     labels = batch["labels"]
     kept: dict[str, Any] = {}
     if _accepts(model, "logits_to_keep"):  # the last ones, which answer for all labels; at least 1
-        predicted = labels.ne(IGNORE_INDEX)[:, 1:].any(dim=0)
-        first = int(predicted.int().argmax()) if bool(predicted.any()) else labels.shape[1] - 1
-        kept = {"logits_to_keep": labels.shape[1] - first}
+        kept = {"logits_to_keep": last_predictors(labels)}
     logits = model_logits(model, {**without_labels(batch), **kept})
     # Prompt tuning puts virtual tokens in front: only the last T positions answer for the labels.
     logits = logits[:, -labels.shape[1] :]
     return token_losses(logits[:, :-1], labels[:, labels.shape[1] - logits.shape[1] + 1 :])
+
+
+def last_predictors(labels: Tensor) -> int:
+    """Positions from the batch's first label's predictor on, of rows padded on the right.
+
+    Rounded up to a power of two: `training.fixed_shapes` puts rows together that agree on it, so that
+    logits have one shape whatever stands beside a row.
+
+    >>> last_predictors(torch.tensor([[-100, -100, -100, -100, -100, 7, 8, 9]]))
+    4
+    """
+    predicted = labels.ne(IGNORE_INDEX)[:, 1:].any(dim=0)
+    first = int(predicted.int().argmax()) if bool(predicted.any()) else labels.shape[1] - 1
+    return power_of_two(labels.shape[1] - first, labels.shape[1])
+
+
+def power_of_two(count: int, most: int) -> int:
+    """`count` rounded up to a power of two, at most `most`."""
+    return min(most, 1 << max(count - 1, 0).bit_length())
 
 
 def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -28,6 +28,7 @@ from hf_dpzero.objectives.losses import (
     Inputs,
     classification_losses,
     labels_of,
+    power_of_two,
     right_padded,
     take_columns,
     token_losses,
@@ -267,7 +268,7 @@ def _labelled_targets(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Positions `[B, P]` whose next token is labelled, and these labels; -100 where a row has fewer."""
     following = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     labelled = following.ne(IGNORE_INDEX)
-    count = max(1, int(labelled.sum(dim=1).max()))
+    count = power_of_two(int(labelled.sum(dim=1).max()), labels.shape[1])
     first = labelled.int().argsort(dim=1, descending=True, stable=True)[:, :count]
     return first, following.gather(1, first)
 

@@ -26,8 +26,12 @@ EXAMPLE, BLOCK = "example", "block of text"
 
 NOT_PRIVATE_METHODS = ("mezo", "sgd", "adamw")
 EQUAL, DECLARED, NOT_COMPARED = "equal_to_named", "declared_public", "not_compared"
+EQUAL_BUT_NEW = "equal_to_named_but_new_parts"
 BASE_WEIGHTS = {
     EQUAL: None,
+    EQUAL_BUT_NEW: "The weights at the start were those of the model that the configuration names, "
+    "except for parts that it does not have, such as a new head or adapter. These are taken as freshly "
+    "initialised, which nothing here can check.",
     DECLARED: "The weights at the start were not those of the model that the configuration names, or "
     "had been trained before in the same process. They were declared public (base_is_public), which "
     "nothing here can check.",
@@ -307,5 +311,6 @@ _COMMON_CAVEATS = (
     "stay on the training machine. Memory use, aborted runs and other side channels are not covered "
     "either.",
     "An example's loss is assumed not to depend on the others in its microbatch (tried on a few rows "
-    "before training); batched float32 kernels couple them by rounding, which is not accounted.",
+    "before training). Zeroth-order runs evaluate them in batches of fixed shapes, so that rounding "
+    "does not couple them where the trial found none; in first-order runs it does, unaccounted.",
 )

@@ -22,7 +22,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.provenance import base_names, resolve_path
 from hf_dpzero.reporting.weights import open_each
-from hf_dpzero.reporting.wording import DECLARED, EQUAL, NOT_COMPARED
+from hf_dpzero.reporting.wording import DECLARED, EQUAL, EQUAL_BUT_NEW, NOT_COMPARED
 
 _MARK = "_hf_dpzero_started_from"
 _ADVICE = (
@@ -96,7 +96,7 @@ def check_start(model: nn.Module, declared_public: bool) -> tuple[str, Compariso
     if marks or changed:
         return DECLARED, compared
     if compared:
-        return EQUAL, compared
+        return (EQUAL_BUT_NEW if compared.fresh else EQUAL), compared
     return DECLARED if declared_public else NOT_COMPARED, None
 
 

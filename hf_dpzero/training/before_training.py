@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from transformers.utils import logging
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
+    base_model,
     check_per_example,
     select_objective,
     single_pass,
@@ -83,7 +85,10 @@ def _shapes(trainer: Any) -> FixedShapes | None:
     rows = slots(expected, args.physical_batch_size, texts)
     if not single_pass(trainer.per_example_loss):
         rows = 1  # each example runs by itself: nothing to fill up
-    return FixedShapes(collate_each, rows, context_length(trainer.model), side)
+    pad = getattr(trainer.processing_class, "pad_token_id", None)
+    if pad is None:
+        pad = getattr(getattr(base_model(trainer.model), "config", None), "pad_token_id", None)
+    return FixedShapes(collate_each, rows, context_length(trainer.model), side, pad)
 
 
 @torch.no_grad()
@@ -113,9 +118,35 @@ def _try_objective(trainer: Any) -> None:
             return
         if trainer.args.first_order:
             _try_neighbours(FixedShapes(rows.collate_each, size), count, tried)
-        elif trainer.shapes.slots > 1 and not _try_neighbours(trainer.shapes, count, tried):
-            trainer.shapes = dataclasses.replace(trainer.shapes, slots=1)
-            logger.warning(ONE_BY_ONE)
+        elif trainer.shapes.slots > 1:
+            _try_shapes(trainer, count, tried)
+
+
+def _try_shapes(trainer: Any, count: int, losses: Losses) -> None:
+    """Tries the fixed shapes, first on public rows, which may decide how the run computes.
+
+    Private rows may only stop it: were they to choose, one row could change all others' rounding.
+
+    Raises:
+      ValueError: a private row's loss has other bits beside other rows.
+    """
+    shapes: FixedShapes = trainer.shapes
+    evaluation = trainer.eval_dataset
+    if isinstance(evaluation, Mapping):
+        evaluation = next(iter(evaluation.values()), None)
+    if hasattr(evaluation, "__getitem__") and hasattr(evaluation, "__len__") and len(evaluation):
+        rows = dataclasses.replace(shapes, collate_each=trainer.rows_of(evaluation).collate_each)
+        # Rows that the loss does not take decide nothing; what is wrong with it shows on private ones.
+        with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):
+            if not _try_neighbours(rows, len(evaluation), losses):
+                trainer.shapes = dataclasses.replace(shapes, slots=1)
+                logger.warning(ONE_BY_ONE)
+                return
+    if not _try_neighbours(shapes, count, losses):
+        raise ValueError(
+            "an example's loss has other bits beside other examples, even in a batch of the same shape: "
+            "set microbatch_size=1, so that every example is evaluated by itself."
+        )
 
 
 def _try_neighbours(shapes: FixedShapes, count: int, losses: Losses) -> bool:

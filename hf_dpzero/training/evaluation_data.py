@@ -6,7 +6,8 @@ Rows are equal if the texts and sequences are that both data sets have by the sa
 and row numbers are left out, and so are single numbers, unless the rows are made of them. Data sets
 without such a name in common are compared column by column. Public data may repeat a sentence that is
 private too (SST-2's splits do), so equal content is refused from a share on: 5 %, or as often as private
-rows repeat each other, if that is more often.
+rows repeat each other, if that is more often. Where several columns are compared, long ones are also
+compared by themselves, because one of them may name rows; then most rows must match.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ logger = logging.get_logger(__name__)
 SHARED = 0.05
 """Evaluation data is refused if more of its rows than this share, and more than one, are private; the
 share of private rows that occur more than once, where that is larger."""
+
+COPIES = 3
+"""Rows that occur no more often than this are taken for copies: they do not end the comparison."""
 
 STREAMED, READ = 10_000, 20_000
 """Rows compared of a stream (the first), and of a data set that makes its rows on access (spread)."""
@@ -105,13 +109,13 @@ class PrivateRows:
         if _share_places(evaluation, self.dataset):
             raise ValueError(_REFUSAL)
         share = 0.0
-        for own, other in _comparable(_inputs(self.dataset), _inputs(evaluation)):
+        for own, other, least in _comparable(_inputs(self.dataset), _inputs(evaluation)):
             private, repeated = self._digests_of(own)
-            if repeated > 0.5:
+            if repeated > 0.5 or len(np.unique(private)) < least * len(private):
                 continue  # as labels do, or tokens of a tiny vocabulary: equal ones say little
             seen = _digests(evaluation, other)
             found, part = int(np.isin(seen, private).sum()), len(private) / len(self.dataset)
-            most = max(SHARED * part, repeated) * len(seen)
+            most = max(SHARED * part, repeated, least) * len(seen)
             if found and (found == len(seen) or found > max(1.0, most)):
                 raise ValueError(_REFUSAL)
             share = max(share, found / max(1, len(seen)))
@@ -122,8 +126,10 @@ class PrivateRows:
         if columns not in self._digests:
             digests = _digests(self.dataset, columns)
             counts = np.unique(digests, return_counts=True)[1]
-            repeated = counts[counts > 1].sum() / max(1, len(digests))
-            self._digests[columns] = digests, float(repeated)
+            repeated = float(counts[counts > 1].sum() / max(1, len(digests)))
+            if counts.max(initial=0) <= COPIES:
+                repeated = min(repeated, 0.5)
+            self._digests[columns] = digests, repeated
         return self._digests[columns]
 
 
@@ -194,14 +200,17 @@ def _share_places(first: Any, second: Any) -> bool:
     )
 
 
-def _inputs(dataset: Any) -> dict[Any, bool]:
-    """Columns without labels, masks and row numbers, and whether they hold texts or sequences."""
-    inputs: dict[Any, bool] = {}
+def _inputs(dataset: Any) -> dict[Any, int]:
+    """Columns without labels, masks and row numbers: 0 for single numbers, 1 for texts or sequences.
+
+    2 for long ones, of more than eight characters or four numbers.
+    """
+    inputs: dict[Any, int] = {}
     for leaf, shown in _leaves(dataset, np.arange(len(dataset))):
         for row in _read(leaf, shown[:_LOOKED_AT]):
             for name, cell in row.items():
                 if name not in _NO_INPUT:
-                    inputs[name] = inputs.get(name, False) or _is_sequence(cell)
+                    inputs[name] = max(inputs.get(name, 0), _is_sequence(cell) + _is_long(cell))
     return inputs
 
 
@@ -209,21 +218,29 @@ def _is_sequence(cell: Any) -> bool:
     return isinstance(cell, (str, bytes, Sequence, Mapping)) or getattr(cell, "ndim", 0) > 0
 
 
-def _comparable(
-    own: Mapping[Any, bool], other: Mapping[Any, bool]
-) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Columns of the private rows, and those of the evaluation data that may equal them.
+def _is_long(cell: Any) -> bool:
+    least = 8 if isinstance(cell, str) else 4
+    return _is_sequence(cell) and hasattr(cell, "__len__") and len(cell) > least
 
-    Texts and sequences of the same names, together; else each with each; where neither has any, single
+
+def _comparable(
+    own: Mapping[Any, int], other: Mapping[Any, int]
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...], float]]:
+    """Columns of the private rows, those that may equal them, and a share below which they may.
+
+    Texts and sequences of the same names, together; each with each; where neither has any, single
     numbers of the same names.
     """
     sequences = [[name for name in names if names[name]] for names in (own, other)]
     common = tuple(name for name in sequences[0] if name in sequences[1])
     if not any(sequences):
         common = tuple(name for name in own if name in other)
-    if common:
-        return [(common, common)]
-    return [((mine,), (theirs,)) for mine in sequences[0] for theirs in sequences[1]]
+    crossed = [(a, b) for a in sequences[0] for b in sequences[1]]
+    if not common:
+        return [((a,), (b,), 0.0) for a, b in crossed]
+    # A column of names may differ in rows that are the same: long ones are compared by themselves too.
+    long = [((a,), (b,), 0.5) for a, b in crossed if own[a] == other[b] == 2]
+    return [(common, common, 0.0), *(long if len(crossed) > 1 else ())]
 
 
 def _digests(dataset: Any, columns: tuple[Any, ...]) -> np.ndarray:

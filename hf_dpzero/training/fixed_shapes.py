@@ -12,14 +12,22 @@ microbatch that is not full repeats its last row, whose further losses are dropp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.objectives.losses import IGNORE_INDEX, Filled, base_model
+from hf_dpzero.objectives.losses import (
+    IGNORE_INDEX,
+    TOKEN_KEYS,
+    Filled,
+    base_model,
+    last_predictors,
+    power_of_two,
+    right_padded,
+)
 
 Row = Mapping[str, Tensor]
 
@@ -83,15 +91,18 @@ def bucket(width: int, most: int | None) -> int:
     return max(width, wide if most is None else min(wide, most))
 
 
-def widened(batch: Row, side: str, columns: int) -> dict[str, Tensor] | None:
+def widened(
+    batch: Row, side: str, columns: int, pad: int | None = None
+) -> dict[str, Tensor] | None:
     """The batch with masked columns at a side; None without an attention mask over tokens.
 
-    Columns repeat a row's token, so that no pad token is needed; labels there are -100.
+    Columns repeat a row's token where there is no pad token; labels there are -100.
 
     Args:
       batch: from a collator.
       side: "right" or "left".
       columns: how many to add.
+      pad: the pad token, which some classifiers look for.
 
     Returns:
       A new batch; None where nothing can be widened.
@@ -104,18 +115,19 @@ def widened(batch: Row, side: str, columns: int) -> dict[str, Tensor] | None:
     if mask is None or ids is None or mask.shape != ids.shape or ids.shape[-1] == 0:
         return None
     return {
-        name: _more(name, value, side, columns)
+        name: _more(name, value, side, columns, pad)
         if isinstance(value, Tensor) and value.shape == ids.shape
         else value
         for name, value in batch.items()
     }
 
 
-def _more(name: str, value: Tensor, side: str, columns: int) -> Tensor:
+def _more(name: str, value: Tensor, side: str, columns: int, pad: int | None = None) -> Tensor:
     edge = value[..., -1:] if side == "right" else value[..., :1]
     more = edge.expand(*value.shape[:-1], columns)
-    if name in _FILL:
-        more = torch.full_like(more, _FILL[name])
+    fill = pad if name == "input_ids" else _FILL.get(name)
+    if fill is not None:
+        more = torch.full_like(more, fill)
     return torch.cat([value, more] if side == "right" else [more, value], dim=-1)
 
 
@@ -130,12 +142,14 @@ class FixedShapes:
       slots: rows of every microbatch, b.
       most: tokens that the model takes; None for any number.
       side: of the padding, "right" or "left".
+      pad: the pad token, or None.
     """
 
     collate_each: Callable[[list[int]], list[Mapping[str, Tensor]]]
     slots: int
     most: int | None = None
     side: str = "right"
+    pad: int | None = None
 
     def microbatches(self, indices: Sequence[int]) -> list[Filled]:
         """The examples of `indices` in microbatches; examples of one shape stand together.
@@ -162,7 +176,7 @@ class FixedShapes:
         if (ids := batch.get("input_ids")) is not None:
             own = int(ids.shape[-1])
             columns = bucket(max(own, width), self.most) - own
-            wide = widened(batch, self.side, columns) or wide
+            wide = widened(batch, self.side, columns, self.pad) or wide
         for name in _DECODER:
             value = batch.get(name)
             own = ids is None or value is None or value.shape != ids.shape
@@ -189,8 +203,10 @@ class FixedShapes:
         return Filled({n: torch.cat([row[n] for row in repeated]) for n in names}, len(rows))
 
 
-def shape_of(row: Row) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
-    """Names, dtypes and shapes of a batch of one: rows with the same may share a microbatch.
+def shape_of(row: Row) -> tuple[Any, ...]:
+    """All that the shapes of a forward pass follow from: rows with the same may share a microbatch.
+
+    Names, dtypes and shapes of a batch of one, and where its labels are.
 
     Raises:
       ValueError: something in it is no tensor of one row.
@@ -202,4 +218,14 @@ def shape_of(row: Row) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
                 f"the collator makes {name!r} of one row a {kind}, not a tensor [1, ...]: rows cannot "
                 "be put into batches of a fixed shape. Set microbatch_size=1."
             )
-    return tuple((name, value.dtype, tuple(value.shape)) for name, value in row.items())
+    shape = [(name, value.dtype, tuple(value.shape)) for name, value in row.items()]
+    return (*shape, *_of_labels(row))
+
+
+def _of_labels(row: Row) -> Iterator[int]:
+    """What the shape of a language model's logits follows from, where they are not all computed."""
+    labels, ids = row.get("labels"), row.get("input_ids")
+    if labels is not None and ids is not None and labels.shape == ids.shape and labels.dim() == 2:
+        aligned = right_padded(row, (*TOKEN_KEYS, "labels"))["labels"]
+        yield last_predictors(aligned)
+        yield power_of_two(int(aligned[:, 1:].ne(IGNORE_INDEX).sum()), labels.shape[1])

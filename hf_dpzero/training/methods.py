@@ -22,7 +22,7 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.replay import directions_of, space_from_header
-from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
+from hf_dpzero.objectives.losses import Filled, PerExampleLoss, evaluation_mode, is_compiled
 from hf_dpzero.training.batches import LogicalBatch
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
 from hf_dpzero.training.precision import low_precision, refuse_compiled
@@ -92,7 +92,10 @@ class ZerothOrderMethod(TrainingMethod):
         )
         with isolated_randomness():
             direction = directions_of(0, header)[0]
-            messages = make_exact(differences, trainer.probe(), direction, args.num_directions)
+            trial = _public_microbatch(trainer)  # what it decides, private rows may not decide
+            messages = make_exact(
+                differences, trial or trainer.probe(), direction, args.num_directions
+            )
         for message in messages:
             logger.warning(message)
         # An update may wait only if weights are read between steps through forward(), state_dict()
@@ -225,6 +228,21 @@ def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:
         logger.info("signal and rounding were not compared: no public batch could be made.")
     elif trainer.is_world_process_zero():
         (logger.info if ratio.sufficient else logger.warning)(str(ratio))
+
+
+def _public_microbatch(trainer: Any) -> Mapping[str, Tensor] | None:
+    """The first of `_public_microbatches`; None where none can be made, or the loss does not take it."""
+    try:
+        first = next(iter(_public_microbatches(trainer)), None)
+        if first is not None:
+            with torch.no_grad(), evaluation_mode(trainer.model):
+                trainer.evaluated_objective()(trainer.model, first)
+        return first
+    except ParameterChanged:
+        raise
+    except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        logger.info(f"the strategy is tried on training rows: {error}")
+        return None
 
 
 def _public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:

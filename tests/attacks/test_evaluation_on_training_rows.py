@@ -51,6 +51,12 @@ def copy(dataset: datasets.Dataset, rows) -> datasets.Dataset:
     return datasets.Dataset.from_list([dataset[int(i)] for i in rows])
 
 
+def named(name: str, dataset: datasets.Dataset, rows) -> datasets.Dataset:
+    """A copy with a column of names that differ in rows that are the same."""
+    copied = copy(dataset, rows)
+    return copied.add_column("uid", [f"{name}-{i}" for i in range(len(copied))])
+
+
 def tensors(dataset: datasets.Dataset) -> TensorDataset:
     return TensorDataset(*(torch.tensor(dataset[n][:]) for n in ("input_ids", "labels")))
 
@@ -86,6 +92,13 @@ ATTACKS = {
     "list of a data set": (PRIVATE, ROWS[:5]),
     "data set of a list": (ROWS, PRIVATE.select(range(5))),
     "copy": (PRIVATE, copy(PRIVATE, range(20))),
+    "names of rows": (named("train", PRIVATE, range(120)), named("eval", PRIVATE, range(20))),
+    "renamed beside a shared column": (
+        named("web", PRIVATE, range(120)),
+        named("web", PRIVATE, range(20)).rename_column("input_ids", "tokens"),
+    ),
+    "oversampled": (copy(PRIVATE, [*range(120)] * 2), copy(PRIVATE, range(20))),
+    "partly oversampled": (copy(PRIVATE, [*range(120), *range(72)]), copy(PRIVATE, range(20))),
     "copy among others": (
         PRIVATE,
         datasets.concatenate_datasets([PUBLIC, copy(PRIVATE, range(20))]),

@@ -61,8 +61,8 @@ CLIPPINGS: tuple[Clipping, ...] = ("fixed", "automatic", "averaged")
 
 KEY_BYTES = 32
 
-NORM_PIECE = 1 << 16
-"""Coordinates of a row whose norm is taken in float32; the pieces are joined in float64."""
+NORM_PIECE = 1 << 14
+"""Coordinates of a row that are held in float64 at a time."""
 
 CLIP_MARGIN = 1.0 - 2.0**-16
 """Weights aim at this share of C: room for the rounding of norms, weights and products."""
@@ -81,9 +81,8 @@ def row_norms(rows: Tensor) -> Tensor:
     >>> row_norms(torch.tensor([[3.0, 4.0], [0.0, float("inf")]])).tolist()
     [5.0, inf]
     """
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    pieces = [p.norm(dim=1, dtype=dtype) for p in rows.detach().split(NORM_PIECE, dim=1)]
-    return torch.stack(pieces).double().norm(dim=0)
+    pieces = [p.double().norm(dim=1) for p in rows.detach().split(NORM_PIECE, dim=1)]
+    return torch.stack(pieces).norm(dim=0)
 
 
 def clip_factors(norms: Tensor, clip: float) -> Tensor:
