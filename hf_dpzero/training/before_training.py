@@ -68,23 +68,29 @@ def check_before_training(trainer: Any) -> None:
             rows = trainer.training_rows()
             data_checks.check_unit(model, rows.collate_rows, len(trainer.train_dataset))
     args.max_steps = trainer.plan.steps
-    trainer.shapes = _shapes(trainer)
+    trainer.shapes = _run_shapes(trainer)
     compile_(model, args)
     _try_objective(trainer)
 
 
-def _shapes(trainer: Any) -> FixedShapes | None:
-    """The fixed shapes of a private zeroth-order run; None for others."""
+def _run_shapes(trainer: Any) -> FixedShapes | None:
+    """The fixed shapes that a private zeroth-order run evaluates; None for others."""
     args, plan = trainer.args, trainer.plan
     if args.first_order or not plan.mechanism.private:
         return None
     expected = plan.sampler.expected_batch_size / args.world_size
+    shapes = _shapes(trainer, 1)
+    if not single_pass(trainer.per_example_loss):
+        return shapes  # each example runs by itself: nothing to fill up
+    texts = widened(shapes.collate_each([0])[0], shapes.side, 1) is not None
+    rows = slots(expected, args.physical_batch_size, texts)
+    return dataclasses.replace(shapes, slots=rows)
+
+
+def _shapes(trainer: Any, rows: int) -> FixedShapes:
+    """Fixed shapes of so many rows, padded as the run's tokenizer and model have it."""
     side = getattr(trainer.processing_class, "padding_side", "right")
     collate_each = trainer.training_rows().collate_each
-    texts = widened(collate_each([0])[0], side, 1) is not None
-    rows = slots(expected, args.physical_batch_size, texts)
-    if not single_pass(trainer.per_example_loss):
-        rows = 1  # each example runs by itself: nothing to fill up
     pad = getattr(trainer.processing_class, "pad_token_id", None)
     if pad is None:
         pad = getattr(getattr(base_model(trainer.model), "config", None), "pad_token_id", None)
@@ -113,11 +119,12 @@ def _try_objective(trainer: Any) -> None:
     with watched, evaluation_mode(trainer.model):
         validation.check_evaluation_mode(trainer.model)
         losses_of(objective, rows.collate_rows([0]))
-        check_independence(rows.collate_rows, count, tried, widths=private and size > 1)
+        pad = _shapes(trainer, 1).pad
+        check_independence(rows.collate_rows, count, tried, private and size > 1, pad)
         if not private or size == 1:
             return
         if trainer.args.first_order:
-            _try_neighbours(FixedShapes(rows.collate_each, size), count, tried)
+            _try_neighbours(_shapes(trainer, size), count, tried)
         elif trainer.shapes.slots > 1:
             _try_shapes(trainer, count, tried)
 

@@ -33,7 +33,11 @@ SAMPLE, TRIED, SHAPES, CROWDS = 64, 4, 4, 3
 
 
 def check_independence(
-    collate: Callable[[list[int]], Batch], count: int, losses: Losses, widths: bool = True
+    collate: Callable[[list[int]], Batch],
+    count: int,
+    losses: Losses,
+    widths: bool = True,
+    pad: int | None = None,
 ) -> None:
     """Refuses a loss that depends on the other examples of its batch, or on those before it.
 
@@ -44,6 +48,7 @@ def check_independence(
         global generators seeded alike for equal `seed`.
       widths: whether a batch may be wider than a row of it. Not where rows run one by one, as those in
         low precision must, whose rounding depends on the width by more than is allowed here.
+      pad: the pad token, or None.
 
     Raises:
       ValueError: some example's losses differ by more than a tenth of a percent.
@@ -62,7 +67,7 @@ def check_independence(
         return  # the collator or the model draws random numbers: `check_fixed_shapes` tries these
     together = losses(collate(rows))
     _compare(together, alone, "in a batch of several and in a batch of one")
-    wider = _widened_losses(collate(rows), losses) if widths else []
+    wider = _widened_losses(collate(rows), losses, pad) if widths else []
     if wider and not any(_agree(of_side, together) for of_side in wider):
         _compare(wider[0], together, "in a batch and in the same with more masked padding")
 
@@ -163,7 +168,7 @@ def _tokens(batch: Batch) -> int:
     return max((v.numel() for v in batch.values() if isinstance(v, Tensor)), default=0)
 
 
-def _widened_losses(batch: Batch, losses: Losses) -> list[Tensor]:
+def _widened_losses(batch: Batch, losses: Losses, pad: int | None) -> list[Tensor]:
     """Losses with eight more masked columns, on the right and on the left.
 
     A custom loss may rely on padding being on one side, so one that agrees is enough. Empty where the
@@ -171,7 +176,7 @@ def _widened_losses(batch: Batch, losses: Losses) -> list[Tensor]:
     """
     of_sides = []
     for side in ("right", "left"):
-        wider = widened(batch, side, columns=8)
+        wider = widened(batch, side, 8, pad)
         with contextlib.suppress(IndexError, RuntimeError, ValueError):
             if wider is not None:
                 of_sides.append(losses(wider))

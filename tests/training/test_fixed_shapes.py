@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import build
+from tiny_runs import build, tiny_data
 from torch import Tensor, nn
+from transformers import OPTConfig, OPTForSequenceClassification
 
 from hf_dpzero.objectives.losses import evaluation_mode, sequence_classification_objective
 from hf_dpzero.training.before_training import check_before_training
@@ -203,3 +204,18 @@ def test_tf32_set_globally_is_refused_with_several_rows(tmp_path, setting):
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
+def test_a_classifier_that_pools_at_the_last_token_is_no_coupled_loss(tmp_path, method):
+    """OPT's looks for the last token that does not pad: what widens a row must be padding."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = OPTForSequenceClassification(
+            OPTConfig(
+                vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16,
+                max_position_embeddings=32, word_embed_proj_dim=16, pad_token_id=1, init_std=0.5,
+            )
+        )  # fmt: skip
+    short = tiny_data().map(lambda row: {n: row[n][:5] for n in ("input_ids", "attention_mask")})
+    check_before_training(build(tmp_path, model, data=short, method=method, expected_batch_size=40))
