@@ -122,10 +122,14 @@ class Collator:
 
     tokenizer: PreTrainedTokenizerBase
 
+    def stacks(self, row: Mapping[str, Any]) -> bool:
+        """Whether rows like this one are stacked, so that each one's tensors follow from it alone."""
+        return "input_ids" not in row
+
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
         from transformers import default_data_collator
 
-        if "input_ids" not in rows[0]:
+        if self.stacks(rows[0]):
             return default_data_collator(rows)
         batch: dict[str, Any] = {}
         for suffix in ("", PAIR_SUFFIX):

@@ -66,6 +66,14 @@ class Rows:
         _check_rows(len(indices), len(rows), len(batches))
         return batches
 
+    def are_stacked(self) -> bool:
+        """Whether the collator says (`stacks`) that it stacks rows of one shape and does nothing else.
+
+        Then a batch's rows are what they are in a batch of one.
+        """
+        stacks = getattr(self.collate, "stacks", None)
+        return stacks is not None and bool(stacks(self._fetched([0])[0]))
+
     def _fetched(self, indices: list[int]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(indices))

@@ -90,11 +90,13 @@ def _run_shapes(trainer: Any) -> FixedShapes | None:
 def _shapes(trainer: Any, rows: int) -> FixedShapes:
     """Fixed shapes of so many rows, padded as the run's tokenizer and model have it."""
     side = getattr(trainer.processing_class, "padding_side", "right")
-    collate_each = trainer.training_rows().collate_each
+    private = trainer.training_rows()
+    stacked = private.collate_rows if private.are_stacked() else None
     pad = getattr(trainer.processing_class, "pad_token_id", None)
     if pad is None:
         pad = getattr(getattr(base_model(trainer.model), "config", None), "pad_token_id", None)
-    return FixedShapes(collate_each, rows, context_length(trainer.model), side, pad)
+    most = context_length(trainer.model)
+    return FixedShapes(private.collate_each, rows, most, side, pad, stacked)
 
 
 @torch.no_grad()
@@ -142,7 +144,8 @@ def _try_shapes(trainer: Any, count: int, losses: Losses) -> None:
     if isinstance(evaluation, Mapping):
         evaluation = next(iter(evaluation.values()), None)
     if hasattr(evaluation, "__getitem__") and hasattr(evaluation, "__len__") and len(evaluation):
-        rows = dataclasses.replace(shapes, collate_each=trainer.rows_of(evaluation).collate_each)
+        public = trainer.rows_of(evaluation)
+        rows = dataclasses.replace(shapes, collate_each=public.collate_each, collate_stacked=None)
         # Rows that the loss does not take decide nothing; what is wrong with it shows on private ones.
         with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):
             if not _try_neighbours(rows, len(evaluation), losses):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -181,10 +181,10 @@ class FirstOrderStep:
             logger.warning("step %s was paid for but its update is lost.", step)
             self._hand_on([None] * len(self.gradients.parameters))
             return None
+        named = list(self.gradients.model.named_parameters())
         if self.mechanism.private:
-            self._refuse_backward_hooks()
+            self._refuse_backward_hooks(named)
         mechanism = self._schedule.after(self.trajectory.releases)
-        named = self.gradients.model.named_parameters()
         guard = ParameterGuard((name, p) for name, p in named if has_plain_storage(p))
         with isolated_randomness(), guard.watching():
             totals, norms = self.gradients.weighted_sum(microbatches, mechanism.weights)
@@ -200,12 +200,12 @@ class FirstOrderStep:
     def _schedule(self) -> MechanismSchedule[Any]:
         return MechanismSchedule(self.mechanism)
 
-    def _refuse_backward_hooks(self) -> None:
+    def _refuse_backward_hooks(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Refuses hooks that would see gradients before they are clipped and noised.
 
         Checked at every step, because callbacks may add them late.
         """
-        for name, parameter in self.gradients.model.named_parameters():
+        for name, parameter in named:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise ValueError(_BACKWARD_HOOK.format(name))
         for name, module in self.gradients.model.named_modules():
@@ -226,8 +226,11 @@ class FirstOrderStep:
 
         if is_main():
             pieces = [piece for total in flat for piece in total.split(CHUNK)]
-            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                list(threads.map(release_, range(len(pieces)), pieces))
+            if sum(map(torch.numel, pieces)) < CHUNK:  # not worth starting threads for
+                list(map(release_, range(len(pieces)), pieces))
+            else:
+                with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                    list(threads.map(release_, range(len(pieces)), pieces))
         for total, noised in zip(totals, flat, strict=True):
             broadcast_(noised)
             yield noised.float().view(total.shape)
