@@ -1,4 +1,4 @@
-"""`DPZeroTrainer`: translates between Hugging Face's Trainer and the privacy plan, method and ledger."""
+"""`DPZeroMixin` and `DPZeroTrainer`: between Hugging Face's Trainer and the privacy plan and ledger."""
 
 from __future__ import annotations
 
@@ -64,11 +64,14 @@ from hf_dpzero.training.prediction import PredictingTrainer
 logger = logging.get_logger(__name__)
 
 
-class DPZeroTrainer(PredictingTrainer):
-    """Fine-tunes a model with differentially private zeroth-order steps (DPZero, Algorithm 2).
+class DPZeroMixin(PredictingTrainer):
+    """Makes any subclass of `transformers.Trainer` train privately (DPZero, Algorithm 2).
 
-    A drop-in for `transformers.Trainer`: `train`, `evaluate`, `predict`, callbacks, `report_to`,
-    checkpoints, `resume_from_checkpoint`, `save_model` and `push_to_hub` work as there.
+        class PrivateTrainer(DPZeroMixin, QuestionAnsweringTrainer):
+            pass
+
+    It stands first among the parents, so that its training is what runs. `evaluate`, `predict` and
+    whatever else the other class adds stay that class's; its arguments are passed on by name.
 
     Args:
       model: any model with an objective (see `objectives.select_objective`); parameters with
@@ -103,7 +106,7 @@ class DPZeroTrainer(PredictingTrainer):
             raise ValueError(
                 "model_init makes a new model after the checks: pass the model itself as `model`."
             )
-        if model is not None:
+        if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
             validation.check_placement(model)
             model = unwrapped(model)
         super().__init__(model, args, *positional, **settings)
@@ -458,3 +461,12 @@ class DPZeroTrainer(PredictingTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Does nothing: checkpoints hold more than may be shipped; `push_to_hub` uses an allow list."""
+
+
+class DPZeroTrainer(DPZeroMixin):
+    """Fine-tunes a model with differentially private zeroth-order steps (DPZero, Algorithm 2).
+
+    A drop-in for `transformers.Trainer`: `train`, `evaluate`, `predict`, callbacks, `report_to`,
+    checkpoints, `resume_from_checkpoint`, `save_model` and `push_to_hub` work as there. Arguments as in
+    `DPZeroMixin`.
+    """
