@@ -39,6 +39,7 @@ class PredictingTrainer(Trainer):
         inputs: dict[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
+        **settings: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """As in Trainer, with the objective's predictions.
 
@@ -47,13 +48,16 @@ class PredictingTrainer(Trainer):
           inputs: a batch with labels.
           prediction_loss_only: leave out predictions and targets.
           ignore_keys: of model outputs; unused with a `PromptObjective`.
+          settings: of generation, for `Seq2SeqTrainer`; likewise.
 
         Returns:
           Mean loss, predictions, and what they are compared with: labels, or row numbers.
         """
         objective = self.per_example_loss
         if not isinstance(objective, PromptObjective):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys, **settings
+            )
         batch = self._prepare_inputs(dict(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             predictions = None if prediction_loss_only else objective.predict(model, batch)

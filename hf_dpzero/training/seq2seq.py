@@ -15,7 +15,7 @@ class DPZeroSeq2SeqConfig(DPZeroConfig, Seq2SeqTrainingArguments):
     """`DPZeroConfig` with the settings of generation: `predict_with_generate`, `generation_*`."""
 
 
-class DPZeroSeq2SeqTrainer(DPZeroMixin, Seq2SeqTrainer):
+class DPZeroSeq2SeqTrainer(DPZeroMixin, Seq2SeqTrainer):  # type: ignore[misc] # its step returns floats
     """A drop-in for `Seq2SeqTrainer`; evaluation generates where `predict_with_generate` is set.
 
     Arguments as in `DPZeroMixin`, with a `DPZeroSeq2SeqConfig`.

@@ -443,9 +443,15 @@ class DPZeroMixin(PredictingTrainer):
         return earlier_runs(map(resolve_path, base_names(self.model)))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes the privacy card as README.md in output_dir."""
-        if self.args.should_save:
+        """Writes the privacy card as README.md in output_dir, once `save_model` wrote a report there."""
+        if not self.args.should_save:
+            return
+        if (Path(self.output_dir) / REPORT_FILE).exists():
             hub.write_model_card(self.output_dir)
+        else:  # some trainers ask for a card at every checkpoint
+            logger.warning_once(
+                "no model card yet: save_model() writes the report that it is made of."
+            )
 
     def push_to_hub(  # type: ignore[override]
         self, commit_message: str | None = "End of training", **kwargs: Any

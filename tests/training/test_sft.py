@@ -1,0 +1,58 @@
+"""Private fine-tuning under TRL's SFTTrainer: one row stays one example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+from tiny_language_models import save_causal_lm
+
+from hf_dpzero import DPZeroConfig, DPZeroMixin
+
+trl = pytest.importorskip("trl")
+
+
+@dataclass
+class Config(DPZeroConfig, trl.SFTConfig):  # type: ignore[misc, name-defined]
+    pass
+
+
+class Private(DPZeroMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+def fine_tuning(tmp_path, rows: list[dict[str, Any]], **settings: Any) -> Any:
+    """SFTTrainer with the private step, of a model given by name and a new adapter."""
+    folder = save_causal_lm(tmp_path / "model")
+    return Private(
+        model=str(folder),
+        args=Config(
+            output_dir=str(tmp_path / "out"), target_epsilon=8.0, max_steps=2, expected_batch_size=8,
+            microbatch_size=4, report_to="none", use_cpu=True, max_length=16, disable_tqdm=True,
+            **settings,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )  # fmt: skip
+
+
+def test_sft_with_prompts_and_completions_trains_an_adapter_on_completions_only(tmp_path):
+    rows = [{"prompt": f"red {i % 5}", "completion": " great" * (1 + i % 3)} for i in range(40)]
+    trainer = fine_tuning(tmp_path, rows)
+    assert trainer.train_dataset[0]["labels"][0] == -100
+    trainer.train()
+    trainer.save_model()
+    assert trainer.privacy_report().private
+    names = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
+    assert names and all("lora_" in name for name in names)
+    assert (tmp_path / "out" / "privacy_report.json").exists()
+
+
+def test_sft_with_packing_is_refused(tmp_path):
+    rows = [{"prompt": f"red {i % 5}", "completion": " great" * (1 + i % 3)} for i in range(40)]
+    trainer = fine_tuning(tmp_path, rows, packing=True)
+    with pytest.raises(ValueError, match="pack"):
+        trainer.train()
