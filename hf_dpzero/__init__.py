@@ -37,6 +37,7 @@ _HOME = {
     "TruncatedPoissonSampler": "privacy.sampling",
     "VectorMechanism": "privacy.mechanisms",
     "load_recipe": "recipes.recipe",
+    "register_objective": "objectives.heads",
     "replay": "ledger.replay",
 }
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from hf_dpzero.ledger.replay import replay as replay
     from hf_dpzero.ledger.trajectory import Trajectory as Trajectory
     from hf_dpzero.ledger.update_rules import Release as Release
+    from hf_dpzero.objectives.heads import register_objective as register_objective
     from hf_dpzero.perturbation.directions import Direction as Direction
     from hf_dpzero.perturbation.parameter_space import ParameterSpace as ParameterSpace
     from hf_dpzero.privacy.mechanisms import NonPrivateMean as NonPrivateMean

@@ -21,6 +21,9 @@ from hf_dpzero.estimators.forward_passes import replaced_forward
 WAY_OUT = "Freeze it, or use dpzero, which needs no gradients."
 
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
 def owned(module: nn.Module) -> list[nn.Parameter]:
     """The module's own trainable parameters."""
     return [p for p in module.parameters(recurse=False) if p.requires_grad]
@@ -57,8 +60,8 @@ def hooks_class() -> Any:
 
     class Hooks(GradSampleHooks):
         GRAD_SAMPLERS = {**GradSampleHooks.GRAD_SAMPLERS, nn.Embedding: _embedding_gradients}  # noqa: RUF012
-        size, coarse = 0, False
-        """Examples in the present microbatch; whether it met half precision."""
+        size, coarse, looked_up = 0, False, 0
+        """Examples in the microbatch; whether it met half precision; rows of its first lookup."""
 
         def __init__(self, model: nn.Module, **settings: Any) -> None:
             self.ids: dict[nn.Module, list[Tensor]] = {}
@@ -70,7 +73,7 @@ def hooks_class() -> Any:
 
         def begin(self, size: int) -> None:
             """Forgets the last microbatch, outputs that its loss did not read included."""
-            self.size, self.coarse = size, False
+            self.size, self.coarse, self.looked_up = size, False, 0
             self.ids.clear()
             self.rows.clear()
             self.seen = {}
@@ -90,6 +93,8 @@ def hooks_class() -> Any:
             seen = [self.ids[module].pop()] if isinstance(module, nn.Embedding) else inputs
             if not self.hooks_enabled:
                 return
+            if isinstance(module, CONVOLUTIONS):  # Opacus' rule reads their inputs' memory in order
+                seen = [t.contiguous() for t in seen]
             recorded = len(getattr(module, "activations", ()))
             mode, module.training = module.training, True
             try:
@@ -185,8 +190,11 @@ def ids_noted(module: nn.Embedding, hooks: Any) -> Iterator[None]:
                 "does not give its per-example gradient: freeze it."
             )
         ids = lookups.seen[0][0]
-        if ids.dim() > 1 and ids.shape[0] == 1 < hooks.size:
-            ids, output = (t.expand(hooks.size, *t.shape[1:]) for t in (ids, output))
+        if ids.dim() > 1 and ids.shape[0] > 1:
+            hooks.looked_up = hooks.looked_up or ids.shape[0]
+        elif ids.dim() > 1 and hooks.size > 1:
+            rows = hooks.looked_up or hooks.size  # C rows for each example where it has C choices
+            ids, output = (t.expand(rows, *t.shape[1:]) for t in (ids, output))
         hooks.ids.setdefault(module, []).append(ids)
         return output
 

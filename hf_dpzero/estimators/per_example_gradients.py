@@ -32,6 +32,7 @@ from hf_dpzero.objectives.losses import (
     check_differentiable,
     check_per_example,
     evaluation_mode,
+    single_pass,
 )
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 
@@ -54,13 +55,18 @@ class HookedGradients(ABC):
 
     Raises:
       ValueError: nothing is trainable, a layer with trainable parameters that Opacus has no
-        per-example gradient for, or an objective that is not differentiable.
+        per-example gradient for, or an objective that is not differentiable or not `single_pass`.
       ImportError: Opacus is not installed.
     """
 
     def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
         self.model, self.objective = model, objective
         check_differentiable(objective)
+        if not single_pass(objective):
+            raise ValueError(
+                "this objective runs the model on one example at a time, which per-example gradients of "
+                "a batch cannot follow: use dpzero, or dp-sgd with clipping='averaged'."
+            )
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not trained:
             raise ValueError("no parameter is trainable: set requires_grad or loosen `trainable`.")
@@ -157,6 +163,13 @@ class HookedGradients(ABC):
                 for module in self._embeddings:
                     stack.enter_context(ids_noted(module, hooks))
                 yield hooks
+        except RuntimeError as error:
+            if "BackwardHookFunction" not in str(error):
+                raise
+            raise ValueError(
+                "the model changes the output of a trained layer in place (sound classifiers: that of "
+                f"the projector), which Opacus' hooks do not allow. {WAY_OUT}"
+            ) from error
         finally:
             hooks.remove_hooks()
             forget(self.model)

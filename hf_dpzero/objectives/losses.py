@@ -1,4 +1,4 @@
-"""Model outputs -> per-example losses `[B]` float32, one file for every task head.
+"""Model outputs -> per-example losses `[B]` float32, and what every objective needs (`heads` has them).
 
 An objective is a function `objective(model, inputs) -> Tensor[B]`. The trainer perturbs the model
 and calls the objective twice per direction; each entry is one example's f(x; xi) in DPZero's finite
@@ -28,7 +28,7 @@ Inputs = Mapping[str, Tensor]
 PerExampleLoss = Callable[[nn.Module, Inputs], Tensor]
 
 IGNORE_INDEX = -100
-TOKEN_KEYS = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask")
+TOKEN_KEYS = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "bbox")
 
 
 def classification_losses(
@@ -90,43 +90,45 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(losses) if losses else logits.new_zeros(0, dtype=torch.float32)
 
 
-def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Losses of any `...ForSequenceClassification` (see `classification_losses`).
+def span_losses(
+    start_logits: Tensor,
+    end_logits: Tensor,
+    start_positions: Tensor,
+    end_positions: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Per-example mean of the cross entropies of a span's first and last token (Devlin et al. 2019).
+
+    As transformers' `ForQuestionAnsweringLoss`, with a softmax over the example's own tokens: padding
+    takes no part, so that it does not matter how wide a row is padded. Positions below 0 count as 0;
+    those at T or beyond, or on padding, are ignored and contribute 0.
 
     Args:
-      model, inputs: the classifier, also under PEFT; what its forward takes, with `labels`.
+      start_logits, end_logits: `[B, T]`, any floating dtype; computed in float32.
+      start_positions, end_positions: `[B]` or `[B, 1]` integers, columns of the logits.
+      mask: `[B, T]`, 0 on padding; None where there is none.
 
     Returns:
       `[B]` float32.
+
+    >>> logits = torch.zeros(2, 4)
+    >>> span_losses(logits, logits, torch.tensor([0, 1]), torch.tensor([3, 9]))
+    tensor([1.3863, 0.6931])
     """
-    batch = right_padded(inputs)
-    logits = model_logits(model, without_labels(batch))
-    problem_type = getattr(getattr(base_model(model), "config", None), "problem_type", None)
-    return classification_losses(logits, labels_of(inputs), problem_type)
+    width = start_logits.shape[1]
+    own = torch.ones_like(start_logits, dtype=torch.bool) if mask is None else mask.ne(0)
 
+    def losses(logits: Tensor, positions: Tensor) -> Tensor:
+        positions = positions.reshape(-1).clamp(0, width)
+        column = positions.clamp(max=width - 1)
+        counts = (positions < width) & own.gather(1, column.unsqueeze(1)).squeeze(1)
+        return F.cross_entropy(
+            logits.float().masked_fill(~own, -torch.inf),
+            column.masked_fill(~counts, IGNORE_INDEX),
+            reduction="none",
+        )
 
-def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Next-token losses of a decoder: the logits at position t answer for label t + 1.
-
-    Label 0 of a row has no predictor and is ignored. Where the model takes `logits_to_keep`, logits
-    before the batch's first label are not computed.
-
-    Args:
-      model, inputs: the decoder, also under PEFT; what its forward takes, with `labels` `[B, T]`.
-
-    Returns:
-      `[B]` float32.
-    """
-    labels = labels_of(inputs)
-    batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
-    labels = batch["labels"]
-    kept: dict[str, Any] = {}
-    if _accepts(model, "logits_to_keep"):  # the last ones, which answer for all labels; at least 1
-        kept = {"logits_to_keep": last_predictors(labels)}
-    logits = model_logits(model, {**without_labels(batch), **kept})
-    # Prompt tuning puts virtual tokens in front: only the last T positions answer for the labels.
-    logits = logits[:, -labels.shape[1] :]
-    return token_losses(logits[:, :-1], labels[:, labels.shape[1] - logits.shape[1] + 1 :])
+    return (losses(start_logits, start_positions) + losses(end_logits, end_positions)) / 2
 
 
 def last_predictors(labels: Tensor) -> int:
@@ -146,74 +148,6 @@ def last_predictors(labels: Tensor) -> int:
 def power_of_two(count: int, most: int) -> int:
     """`count` rounded up to a power of two, at most `most`."""
     return min(most, 1 << max(count - 1, 0).bit_length())
-
-
-def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Losses of a masked language model over the labels != -100.
-
-    Args:
-      model, inputs: the encoder, also under PEFT; what its forward takes, with `labels` `[B, T]`.
-
-    Returns:
-      `[B]` float32.
-    """
-    labels_of(inputs)
-    batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
-    labels = batch["labels"]
-    logits = model_logits(model, without_labels(batch))
-    return token_losses(logits[:, -labels.shape[1] :], labels)
-
-
-def seq2seq_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Losses of an encoder-decoder; decoder inputs are the labels shifted right, if none are given.
-
-    Args:
-      model, inputs: also under PEFT; with `labels` `[B, T]`, padded on the right by -100.
-
-    Returns:
-      `[B]` float32.
-    """
-    labels = labels_of(inputs)
-    batch = dict(without_labels(right_padded(inputs)))
-    if "decoder_input_ids" not in batch:
-        batch["decoder_input_ids"] = _decoder_inputs(base_model(model), labels)
-    return token_losses(model_logits(model, batch)[:, -labels.shape[1] :], labels)
-
-
-_OBJECTIVES: tuple[tuple[str, PerExampleLoss], ...] = (
-    ("ForSequenceClassification", sequence_classification_objective),
-    ("SentenceClassifier", sequence_classification_objective),
-    ("ForCausalLM", causal_lm_objective),
-    ("LMHeadModel", causal_lm_objective),
-    ("ForMaskedLM", masked_lm_objective),
-    ("ForConditionalGeneration", seq2seq_objective),
-    ("EncoderDecoderModel", seq2seq_objective),
-)
-
-
-def select_objective(model: nn.Module) -> PerExampleLoss:
-    """The objective that fits the model's head, read from its class (also under PEFT).
-
-    Encoder-decoder language models get `seq2seq_objective`; decoder-only models that transformers
-    calls `...ForConditionalGeneration` get `causal_lm_objective`. A subclass counts as its parents.
-
-    Raises:
-      ValueError: no objective fits; pass your own `compute_per_example_loss(model, inputs) -> [B]`.
-    """
-    base = base_model(model)
-    for parent in type(base).__mro__:
-        for suffix, objective in _OBJECTIVES:
-            if parent.__name__.endswith(suffix):
-                config = getattr(base, "config", None)
-                if objective is seq2seq_objective and not getattr(
-                    config, "is_encoder_decoder", False
-                ):
-                    return causal_lm_objective
-                return objective
-    raise ValueError(
-        f"no per-example loss is known for {type(base).__name__}; pass "
-        "compute_per_example_loss(model, inputs) -> Tensor[B] to the trainer."
-    )
 
 
 def single_pass(objective: PerExampleLoss) -> bool:
@@ -341,7 +275,7 @@ def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> In
 
     Positions are then counted from the first real token in every architecture, so that an example
     padded on the left has the loss that it has alone. Rows padded on the right are left alone, and
-    so are inputs with explicit `position_ids` or without an `attention_mask`.
+    so are inputs with explicit `position_ids`, without an `attention_mask`, or without `input_ids`.
 
     Args:
       inputs: tensors of one batch; those named in `token_keys` are `[B, T, ...]`.
@@ -350,6 +284,8 @@ def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> In
     """
     mask = inputs.get("attention_mask")
     if mask is None or mask.dim() != 2 or mask.numel() == 0 or "position_ids" in inputs:
+        return inputs
+    if inputs.get("input_ids") is None:  # sounds, embeddings: what the mask is over is not known
         return inputs
     if bool(mask[:, 0].all()):
         return inputs
@@ -414,34 +350,61 @@ def take_columns(tensor: Tensor, index: Tensor) -> Tensor:
     return tensor[torch.arange(index.shape[0], device=index.device).unsqueeze(1), index]
 
 
-def labels_of(inputs: Inputs) -> Tensor:
-    """`inputs["labels"]`; ValueError if there are none."""
-    labels = inputs.get("labels")
+def flattened_rows(batch: Mapping[str, Tensor], shape: torch.Size) -> dict[str, Tensor]:
+    """`[B, C, T]` tensors of a batch as `[B C, T]`.
+
+    Args:
+      batch: tensors; those without three dimensions, or of another B and C, are left alone.
+      shape: of the tokens, `[B, C, T]`.
+
+    Returns:
+      A new batch.
+    """
+    alike = {k: v for k, v in batch.items() if v.shape[:2] == shape[:2] and v.dim() > 2}
+    return {**batch, **{k: v.flatten(0, 1) for k, v in alike.items()}}
+
+
+def labels_of(inputs: Inputs, name: str = "labels") -> Tensor:
+    """The tensor `name` of a batch; ValueError if there is none."""
+    labels = inputs.get(name)
     if labels is None:
         raise ValueError(
-            f"the batch has no 'labels' (it has {sorted(inputs)}); add a labels column to the "
+            f"the batch has no {name!r} (it has {sorted(inputs)}); add a {name} column to the "
             "data set, or pass your own compute_per_example_loss."
         )
     return labels
 
 
-def without_labels(inputs: Inputs) -> dict[str, Tensor]:
-    """What of a batch goes to the model: given its labels it would compute a loss of its own."""
-    return {key: value for key, value in inputs.items() if key != "labels" and value is not None}
+def without_labels(inputs: Inputs, *names: str) -> dict[str, Tensor]:
+    """What of a batch goes to the model: given its labels it would compute a loss of its own.
+
+    Args:
+      inputs: the batch.
+      names: of what counts as labels; "labels" where none are given.
+
+    Returns:
+      A new batch.
+    """
+    left_out = names or ("labels",)
+    return {k: value for k, value in inputs.items() if k not in left_out and value is not None}
 
 
-def _decoder_inputs(base: Any, labels: Tensor) -> Tensor:
-    """The labels shifted right by one, starting with the decoder's start token, -100 as padding."""
-    if hasattr(base, "prepare_decoder_input_ids_from_labels"):
-        return base.prepare_decoder_input_ids_from_labels(labels=labels)
-    shifted = labels.new_full(labels.shape, base.config.decoder_start_token_id)
-    ignored = labels[:, :-1] == IGNORE_INDEX
-    shifted[:, 1:] = labels[:, :-1].masked_fill(ignored, base.config.pad_token_id)
-    return shifted
+def model_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Runs the model; no key-value cache is kept where it takes `use_cache`.
+
+    Args:
+      model: also under PEFT.
+      inputs: keyword arguments of its forward.
+
+    Returns:
+      What it returns: a mapping, or a tuple.
+    """
+    cache = {"use_cache": False} if takes(model, "use_cache") else {}
+    return model(**{**cache, **inputs})
 
 
 def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Runs the model; no key-value cache is kept where it takes `use_cache`.
+    """Runs the model for its logits.
 
     Args:
       model: with a head, also under PEFT.
@@ -450,14 +413,12 @@ def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     Returns:
       Its logits, `[B, T, V]` of a language model.
     """
-    cache = {"use_cache": False} if _accepts(model, "use_cache") else {}
-    outputs = model(**{**cache, **inputs})
-    if isinstance(outputs, tuple):
-        return outputs[0]
-    return outputs["logits"]
+    outputs = model_outputs(model, inputs)
+    return outputs[0] if isinstance(outputs, tuple) else outputs["logits"]
 
 
-def _accepts(model: nn.Module, argument: str) -> bool:
+def takes(model: nn.Module, argument: str) -> bool:
+    """Whether the forward of the model under its wrappers names an argument."""
     return argument in _signature(type(base_model(model)).forward).parameters
 
 

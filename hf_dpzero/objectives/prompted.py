@@ -13,7 +13,6 @@ that are scored and nowhere else: `[B, P, V]` instead of `[B, T, V]`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,6 +26,7 @@ from hf_dpzero.objectives.losses import (
     TOKEN_KEYS,
     Inputs,
     classification_losses,
+    flattened_rows,
     labels_of,
     power_of_two,
     right_padded,
@@ -165,7 +165,7 @@ class Candidates(ClassScores):
                 f"Candidates needs input_ids [B, L, T] and answer_lengths [B, L], not {list(shape)} "
                 f"and {list(answers.shape)}: collate one row of L candidates for each example."
             )
-        rows = right_padded(_flattened(self._for_model(inputs), shape))
+        rows = right_padded(flattened_rows(self._for_model(inputs), shape))
         positions, targets = _answer_targets(rows, answers.flatten())
         losses = token_losses(selected_logits(model, rows, positions), targets)
         return -losses.reshape(shape[:2])
@@ -271,12 +271,6 @@ def _labelled_targets(labels: Tensor) -> tuple[Tensor, Tensor]:
     count = power_of_two(int(labelled.sum(dim=1).max()), labels.shape[1])
     first = labelled.int().argsort(dim=1, descending=True, stable=True)[:, :count]
     return first, following.gather(1, first)
-
-
-def _flattened(batch: Mapping[str, Tensor], shape: torch.Size) -> dict[str, Tensor]:
-    """`[B, L, T]` tensors as `[B L, T]`."""
-    alike = {k: v for k, v in batch.items() if v.shape[:2] == shape[:2] and v.dim() > 2}
-    return {**batch, **{k: v.flatten(0, 1) for k, v in alike.items()}}
 
 
 def _check_inside(positions: Tensor, mask: Tensor | None, width: int) -> None:

@@ -13,22 +13,25 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
-from hf_dpzero.objectives.losses import (
-    PerExampleLoss,
-    base_model,
-    check_per_example,
-    select_objective,
-    single_pass,
-)
+from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.training import data_checks, distributed, validation
-from hf_dpzero.training.fixed_shapes import FixedShapes, context_length, slots, widened
+from hf_dpzero.training.fixed_shapes import (
+    FixedShapes,
+    context_length,
+    decoder_length,
+    is_unmasked_sound,
+    masked_shape,
+    slots,
+)
 from hf_dpzero.training.independence_check import (
     Losses,
     check_fixed_shapes,
     check_independence,
     check_widths,
+    long_and_short,
 )
 from hf_dpzero.training.precision import check_mixed_precision, check_precision, compile_
 from hf_dpzero.training.random_state import isolated_randomness
@@ -38,6 +41,10 @@ logger = logging.get_logger(__name__)
 ONE_BY_ONE = (
     "an example's loss has other bits beside other examples, even in a batch of the same shape: every "
     "example is evaluated by itself, which is slower. microbatch_size=1 does the same without the trial."
+)
+UNMASKED = (
+    "waveforms without an attention_mask cannot be padded: every example is evaluated by itself. If the "
+    "model takes masks, return_attention_mask=True of the feature extractor lets several run at once."
 )
 
 
@@ -56,8 +63,9 @@ def check_before_training(trainer: Any) -> None:
     validation.check_adapters(model)
     validation.check_model(model)
     if trainer.per_example_loss is None:
-        if not set(trainer.probe()) & set(data_checks.LABEL_COLUMNS):  # a collator may add them
-            data_checks.check_labels(trainer.train_dataset)
+        first = trainer.training_rows().collate_rows([0])  # a collator may add labels
+        if not set(first) & {*data_checks.LABEL_COLUMNS, *trainer.label_names}:
+            data_checks.check_labels(trainer.train_dataset, trainer.label_names)
         trainer.per_example_loss = select_objective(model)
     distributed.check_processes(args)
     check_mixed_precision(args, args.device.type)
@@ -82,21 +90,30 @@ def _run_shapes(trainer: Any) -> FixedShapes | None:
     shapes = _shapes(trainer, 1)
     if not single_pass(trainer.per_example_loss):
         return shapes  # each example runs by itself: nothing to fill up
-    texts = widened(shapes.collate_each([0])[0], shapes.side, 1) is not None
-    rows = slots(expected, args.physical_batch_size, texts)
+    first = shapes.collate_each([0])[0]
+    if is_unmasked_sound(first):
+        logger.warning(UNMASKED)
+        return shapes
+    rows = slots(expected, args.physical_batch_size, masked_shape(first) is not None)
     return dataclasses.replace(shapes, slots=rows)
 
 
 def _shapes(trainer: Any, rows: int) -> FixedShapes:
     """Fixed shapes of so many rows, padded as the run's tokenizer and model have it."""
-    side = getattr(trainer.processing_class, "padding_side", "right")
+    model, tokenizer = trainer.model, trainer.processing_class
+    config = getattr(base_model(model), "config", None)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    decoder = getattr(config, "is_encoder_decoder", False)  # its labels may have the texts' shape
     private = trainer.training_rows()
-    stacked = private.collate_rows if private.are_stacked() else None
-    pad = getattr(trainer.processing_class, "pad_token_id", None)
-    if pad is None:
-        pad = getattr(getattr(base_model(trainer.model), "config", None), "pad_token_id", None)
-    most = context_length(trainer.model)
-    return FixedShapes(private.collate_each, rows, most, side, pad, stacked)
+    return FixedShapes(
+        private.collate_each,
+        rows,
+        most=context_length(model),
+        side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
+        pad=getattr(config, "pad_token_id", None) if pad is None else pad,
+        collate_stacked=private.collate_rows if private.are_stacked() else None,
+        decoder_most=decoder_length(model),
+    )
 
 
 @torch.no_grad()
@@ -120,9 +137,18 @@ def _try_objective(trainer: Any) -> None:
     watched = validation.parameters_left_alone(trainer.model)
     with watched, evaluation_mode(trainer.model):
         validation.check_evaluation_mode(trainer.model)
-        losses_of(objective, rows.collate_rows([0]))
-        pad = _shapes(trainer, 1).pad
-        check_independence(rows.collate_rows, count, tried, private and size > 1, pad)
+        losses_of(objective, first := rows.collate_rows([0]))
+        if "start_positions" in first:
+            tokens = long_and_short(rows.collate_rows, count)
+            data_checks.check_positions(rows.collate_rows, tokens)
+        check_independence(
+            rows.collate_rows,
+            count,
+            tried,
+            widths=private and size > 1,
+            pad=_shapes(trainer, 1).pad,
+            one_by_one=private and (size == 1 or (trainer.shapes and trainer.shapes.slots == 1)),
+        )
         if not private or size == 1:
             return
         if trainer.args.first_order:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.objectives.losses import (
-    base_model,
-    causal_lm_objective,
-    masked_lm_objective,
-    select_objective,
-)
+from hf_dpzero.objectives.heads import is_language_model
+from hf_dpzero.objectives.losses import base_model
 
-LABEL_COLUMNS = ("labels", "label", "label_ids", "start_positions", "decoder_input_ids")
+LABEL_COLUMNS = (
+    *("labels", "label", "label_ids"),
+    *("start_positions", "end_positions", "decoder_input_ids"),
+)
 
 
 def num_examples(dataset: Any) -> int:
@@ -36,16 +35,61 @@ def num_examples(dataset: Any) -> int:
     return len(dataset)
 
 
-def check_labels(dataset: Any) -> None:
-    """Refuses a data set whose columns hold no labels (needs `column_names`; else looks at row 0)."""
+def check_labels(dataset: Any, names: Iterable[str] = ()) -> None:
+    """Refuses a data set whose columns hold no labels (needs `column_names`; else looks at row 0).
+
+    Args:
+      dataset: rows.
+      names: of labels that the model takes (`Trainer.label_names`), besides `LABEL_COLUMNS`.
+
+    Raises:
+      ValueError: there are none.
+    """
     columns = getattr(dataset, "column_names", None)
     if not columns:
         columns = list(dataset[0]) if hasattr(dataset[0], "keys") else None
-    if columns is not None and not set(columns) & set(LABEL_COLUMNS):
+    if columns is not None and not set(columns) & {*LABEL_COLUMNS, *names}:
         raise ValueError(
             f"train_dataset has columns {sorted(columns)} but no labels: name the label column "
-            "'labels', or pass compute_per_example_loss."
+            "'labels' (of question answering: 'start_positions' and 'end_positions'), or pass "
+            "compute_per_example_loss."
         )
+
+
+def check_positions(
+    collate: Callable[[list[int]], Mapping[str, Tensor]], rows: Sequence[int]
+) -> None:
+    """Refuses a collator that pads on the left but leaves the answers' positions where they were.
+
+    Args:
+      collate: row numbers -> batch.
+      rows: some of them, of different lengths.
+
+    Raises:
+      ValueError: a row's tokens move in a batch, and its `start_positions` do not.
+    """
+    batch = collate(list(rows))
+    if not isinstance(batch.get("attention_mask"), Tensor):
+        return
+    for place, row in enumerate(rows):
+        alone = collate([row])
+        moved, answer = (
+            int(many[place] - one[0])
+            for many, one in (
+                (_first_tokens(batch), _first_tokens(alone)),
+                (batch["start_positions"].reshape(-1), alone["start_positions"].reshape(-1)),
+            )
+        )
+        if moved and answer != moved:
+            raise ValueError(
+                f"in a batch the tokens of a row stand {moved} columns further right, and its "
+                f"start_positions {answer}: the collator pads on the left. Set "
+                "tokenizer.padding_side='right', or move the positions along."
+            )
+
+
+def _first_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    return batch["attention_mask"].ne(0).int().argmax(dim=-1)
 
 
 def check_unit(
@@ -66,7 +110,7 @@ def check_unit(
       ValueError: the rows fill the model's context (95 % of it on average), 95 % of them have one length
         above 64 tokens, or positions start again within a row; says to set `rows_are`.
     """
-    if not _is_language_model(model):
+    if not is_language_model(model):
         return
     batches = [collate([row]) for row in range(min(count, SAMPLE))]
     lengths = torch.tensor([_tokens(batch) for batch in batches], dtype=torch.float64)
@@ -89,13 +133,6 @@ def check_unit(
 
 SAMPLE, SHORT, FULL = 64, 64, 0.95
 """Rows that are looked at; the length up to which equal rows are usual; shares that look packed."""
-
-
-def _is_language_model(model: nn.Module) -> bool:
-    try:
-        return select_objective(model) in (causal_lm_objective, masked_lm_objective)
-    except ValueError:  # no objective is known: another kind of model
-        return False
 
 
 def _tokens(batch: Mapping[str, Tensor]) -> int:

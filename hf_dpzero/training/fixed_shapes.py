@@ -36,8 +36,16 @@ NARROWEST = 8
 MICROBATCHES = 8
 """Microbatches that an expected batch of texts fills: more of them waste fewer rows."""
 
-_FILL = {"labels": IGNORE_INDEX, "attention_mask": 0, "decoder_attention_mask": 0}
+_FILL = {
+    "labels": IGNORE_INDEX,
+    "attention_mask": 0,
+    "decoder_attention_mask": 0,
+    "input_values": 0,
+    "input_features": 0,
+}
 _DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
+_POSITIONS = ("start_positions", "end_positions")
+_WITH_FEATURES = ("input_features", "bbox")  # [B, T, ...] where the mask is [B, T]
 
 
 def slots(expected_rows: float, microbatch_size: int, texts: bool) -> int:
@@ -74,6 +82,15 @@ def context_length(model: nn.Module) -> int | None:
     return most - (getattr(adapter, "num_virtual_tokens", None) or 0)
 
 
+def decoder_length(model: nn.Module) -> int | None:
+    """Tokens that an encoder-decoder's decoder takes; None where nothing says."""
+    config: Any = getattr(base_model(model), "config", None)
+    config = getattr(config, "decoder", config)
+    names = ("max_target_positions", "max_position_embeddings")
+    found = (getattr(config, name, None) for name in names)
+    return next((most for most in found if isinstance(most, int)), None)
+
+
 def bucket(width: int, most: int | None) -> int:
     """The width of the fixed shape for a row: a power of two, at least 8, at most `most`.
 
@@ -94,13 +111,14 @@ def bucket(width: int, most: int | None) -> int:
 def widened(
     batch: Row, side: str, columns: int, pad: int | None = None
 ) -> dict[str, Tensor] | None:
-    """The batch with masked columns at a side; None without an attention mask over tokens.
+    """The batch with masked columns at a side; None without an attention mask over what is in it.
 
-    Columns repeat a row's token where there is no pad token; labels there are -100.
+    Columns repeat a row's token where there is no pad token; sounds are padded with zeros, and labels of
+    tokens (integers) with -100.
 
     Args:
       batch: from a collator.
-      side: "right" or "left".
+      side: "right" or "left"; always the right where labels are positions, which count from the left.
       columns: how many to add.
       pad: the pad token, which some classifiers look for.
 
@@ -111,24 +129,51 @@ def widened(
     >>> widened({"input_ids": ids, "attention_mask": mask}, "right", 1)["input_ids"]
     tensor([[5, 6, 6]])
     """
-    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    if mask is None or ids is None or mask.shape != ids.shape or ids.shape[-1] == 0:
+    shape = masked_shape(batch)
+    if shape is None:
         return None
-    return {
-        name: _more(name, value, side, columns, pad)
-        if isinstance(value, Tensor) and value.shape == ids.shape
-        else value
-        for name, value in batch.items()
-    }
+    if any(name in batch for name in _POSITIONS):
+        side = "right"
+    along, wide = len(shape) - 1, dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and _is_along(name, value, shape):
+            wide[name] = _more(name, value, side, columns, pad, along)
+    return wide
 
 
-def _more(name: str, value: Tensor, side: str, columns: int, pad: int | None = None) -> Tensor:
-    edge = value[..., -1:] if side == "right" else value[..., :1]
-    more = edge.expand(*value.shape[:-1], columns)
+def masked_shape(batch: Row) -> torch.Size | None:
+    """The shape of the attention mask over a batch's tokens or sounds; None where there is none."""
+    mask = batch.get("attention_mask")
+    inputs = (batch.get(name) for name in ("input_ids", "input_values", "input_features"))
+    first = next((value for value in inputs if value is not None), None)
+    if mask is None or first is None or mask.shape[-1] == 0:
+        return None
+    over = first.shape[: mask.dim()] if first is batch.get("input_features") else first.shape
+    return mask.shape if over == mask.shape else None
+
+
+def _is_along(name: str, value: Tensor, shape: torch.Size) -> bool:
+    """Whether a tensor has an entry for each column of the mask; numbers to be predicted have not."""
+    if name == "labels" and value.is_floating_point():
+        return False
+    return value.shape == shape or (name in _WITH_FEATURES and value.shape[: len(shape)] == shape)
+
+
+def _more(
+    name: str, value: Tensor, side: str, columns: int, pad: int | None = None, along: int = 1
+) -> Tensor:
+    edge = value.narrow(along, value.shape[along] - 1 if side == "right" else 0, 1)
+    more = edge.expand(*value.shape[:along], columns, *value.shape[along + 1 :])
     fill = pad if name == "input_ids" else _FILL.get(name)
     if fill is not None:
         more = torch.full_like(more, fill)
-    return torch.cat([value, more] if side == "right" else [more, value], dim=-1)
+    return torch.cat([value, more] if side == "right" else [more, value], dim=along)
+
+
+def is_unmasked_sound(row: Row) -> bool:
+    """Whether a row is a waveform `[1, samples]` that nothing masks: it cannot be widened."""
+    values = row.get("input_values")
+    return isinstance(values, Tensor) and values.dim() == 2 and masked_shape(row) is None
 
 
 @dataclass(frozen=True)
@@ -145,6 +190,7 @@ class FixedShapes:
       pad: the pad token, or None.
       collate_stacked: row numbers -> batch, where rows are stacked and nothing else (much faster for
         thousands of stored features); None elsewhere.
+      decoder_most: tokens that a decoder takes; None for any number.
     """
 
     collate_each: Callable[[list[int]], list[Mapping[str, Tensor]]]
@@ -153,6 +199,7 @@ class FixedShapes:
     side: str = "right"
     pad: int | None = None
     collate_stacked: Callable[[list[int]], Mapping[str, Tensor]] | None = None
+    decoder_most: int | None = None
 
     def microbatches(self, indices: Sequence[int]) -> list[Filled]:
         """The examples of `indices` in microbatches; examples of one shape stand together.
@@ -183,16 +230,17 @@ class FixedShapes:
         Returns:
           A new batch of one.
         """
-        wide = dict(batch)
-        if (ids := batch.get("input_ids")) is not None:
-            own = int(ids.shape[-1])
-            columns = bucket(max(own, width), self.most) - own
+        wide, ids = dict(batch), batch.get("input_ids")
+        if (shape := masked_shape(batch)) is not None:
+            most = None if ids is None else self.most
+            columns = bucket(max(shape[-1], width), most) - shape[-1]
             wide = widened(batch, self.side, columns, self.pad) or wide
         for name in _DECODER:
             value = batch.get(name)
-            own = ids is None or value is None or value.shape != ids.shape
-            if isinstance(value, Tensor) and value.dim() == 2 and own:  # of a decoder
-                columns = bucket(value.shape[1], None) - value.shape[1]
+            if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+                continue
+            if ids is None or value.shape != ids.shape:  # of a decoder
+                columns = bucket(value.shape[1], self.decoder_most) - value.shape[1]
                 wide[name] = _more(name, value, "right", columns)
         return wide
 

@@ -21,10 +21,8 @@ from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.ledger.digests import digest_model, digest_tensors
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
-from hf_dpzero.objectives.losses import (
-    PerExampleLoss,
-    Within,
-)
+from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import PerExampleLoss, Within
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
@@ -109,6 +107,8 @@ class DPZeroMixin(PredictingTrainer):
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
             validation.check_placement(model)
             model = unwrapped(model)
+            if compute_per_example_loss is None:
+                select_objective(model)  # refuses a head without an objective
         super().__init__(model, args, *positional, **settings)
         distributed.check_launch(self)
         self.refuse_private(self.eval_dataset)

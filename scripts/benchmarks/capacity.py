@@ -15,7 +15,7 @@ import torch
 
 from hf_dpzero.experiments.memory.live_bytes import GIB, dense_gradient_bytes, forward_bytes
 from hf_dpzero.experiments.memory.peaks import Footprint, dp_adamw_bytes, dpzero_bytes
-from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.objectives.heads import select_objective
 from scripts.benchmarks.memory import in_fresh_process, phases_of
 from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.shapes import PUBLISHED, empty_model, model_inputs

@@ -17,7 +17,8 @@ from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, evaluation_mode, select_objective
+from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, evaluation_mode
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable

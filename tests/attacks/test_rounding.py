@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.objectives.losses import sequence_classification_objective
+from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import DPSGD, ScalarMechanism

@@ -10,7 +10,7 @@ from tiny_runs import build, tiny_data
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForSequenceClassification
 
-from hf_dpzero.objectives.losses import causal_lm_objective, sequence_classification_objective
+from hf_dpzero.objectives.heads import causal_lm_objective, sequence_classification_objective
 from hf_dpzero.privacy.mechanisms import DPSGD
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.training.before_training import check_before_training

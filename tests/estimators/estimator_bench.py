@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from whole_directions import direction_vector
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.objectives.losses import batch_size, evaluation_mode, select_objective
+from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import batch_size, evaluation_mode
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 

@@ -26,7 +26,7 @@ from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.estimators import ghost_clipping
 from hf_dpzero.estimators.ghost_clipping import GhostGradients, Products, per_example_gradients
 from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
-from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.privacy.mechanisms.gradient import DPSGD
 
 Batch = Mapping[str, Tensor]

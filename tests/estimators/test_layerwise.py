@@ -25,7 +25,7 @@ from hf_dpzero.estimators.exactness_checks import inexactness, make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.layerwise import ModuleVisits
-from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 

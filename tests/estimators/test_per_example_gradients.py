@@ -18,7 +18,7 @@ pytest.importorskip("opacus")
 from hf_dpzero.estimators import per_example_gradients
 from hf_dpzero.estimators.ghost_clipping import GhostGradients
 from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
-from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.privacy.mechanisms.gradient import CLIP_MARGIN, clip_factors
 
 Batch = Mapping[str, Tensor]

@@ -23,7 +23,7 @@ from hf_dpzero.estimators.precision_diagnostics import (
     measure,
     random_tokens,
 )
-from hf_dpzero.objectives.losses import select_objective, sequence_classification_objective
+from hf_dpzero.objectives.heads import select_objective, sequence_classification_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.training import methods

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_dpzero.estimators.exactness_checks import make_exact, prefix_is_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.prefix_cache import FrozenPrefix, StalePrefix
-from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable

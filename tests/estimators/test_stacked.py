@@ -16,7 +16,7 @@ from hf_dpzero.estimators.exactness_checks import STACKED_TOLERANCE, inexactness
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.stacked import StackedCopies
-from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 WIDTH = 24

@@ -24,7 +24,7 @@ from hf_dpzero.experiments.memory.model_on_meta import SHAPES, MetaModel
 from hf_dpzero.experiments.memory.objective_passes import ObjectivePass
 from hf_dpzero.experiments.plan import gib
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.prompted import Answers, Candidates, LabelWords
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from hf_dpzero.objectives import heads
 from hf_dpzero.objectives import losses as objectives
 
 VOCABULARY = 40
@@ -43,11 +44,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert2bert": ("EncoderDecoderModel", {}),
 }
 OBJECTIVES = {
-    "classification": objectives.sequence_classification_objective,
-    "masked": objectives.masked_lm_objective,
-    "gpt2": objectives.causal_lm_objective,
-    "opt": objectives.causal_lm_objective,
-    "llama": objectives.causal_lm_objective,
+    "classification": heads.sequence_classification_objective,
+    "masked": heads.masked_lm_objective,
+    "gpt2": heads.causal_lm_objective,
+    "opt": heads.causal_lm_objective,
+    "llama": heads.causal_lm_objective,
 }
 
 
@@ -115,7 +116,7 @@ def pad(rows: list[dict[str, Tensor]], side: str, sequence_labels: bool) -> dict
 def test_an_examples_loss_is_transformers_own_alone_and_in_a_batch(name: str) -> None:
     """Hugging Face's mean loss of a batch of one is the example's loss."""
     model, rows = build(name), examples(name)
-    objective = objectives.select_objective(model)
+    objective = heads.select_objective(model)
     alone = torch.cat([objective(model, row) for row in rows])
     assert alone.max() - alone.min() > 1e-2, "the examples must be told apart"
     torch.testing.assert_close(alone[1], model(**rows[1]).loss, atol=1e-4, rtol=1e-4)
@@ -129,8 +130,8 @@ def test_an_examples_loss_is_transformers_own_alone_and_in_a_batch(name: str) ->
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_select_objective(name: str) -> None:
     expected = next((f for key, f in OBJECTIVES.items() if key in name and "-" in name), None)
-    expected = expected or OBJECTIVES.get(name, objectives.seq2seq_objective)
-    assert objectives.select_objective(build(name)) is expected
+    expected = expected or OBJECTIVES.get(name, heads.seq2seq_objective)
+    assert heads.select_objective(build(name)) is expected
 
 
 def test_select_objective_looks_through_wrappers_and_subclasses() -> None:
@@ -142,14 +143,14 @@ def test_select_objective_looks_through_wrappers_and_subclasses() -> None:
         build("bert-classification"), peft.LoraConfig(task_type="SEQ_CLS", r=2)
     )
     for wrapped in (model, lora, nn.DataParallel(model), torch.compile(model)):
-        chosen = objectives.select_objective(wrapped)
-        assert chosen is objectives.sequence_classification_objective
+        chosen = heads.select_objective(wrapped)
+        assert chosen is heads.sequence_classification_objective
 
 
 def test_select_objective_refuses_an_unknown_head() -> None:
     with pytest.raises(ValueError, match=r"BertModel.*compute_per_example_loss"):
         config = transformers.BertConfig(**SMALL, **ENCODER)
-        objectives.select_objective(transformers.BertModel(config))
+        heads.select_objective(transformers.BertModel(config))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_select_objective_refuses_an_unknown_head() -> None:
 @torch.no_grad()
 def test_peft_models_do_not_couple_examples(name: str, config: Any) -> None:
     model = peft.get_peft_model(build(name), config).eval()
-    objective, rows = objectives.select_objective(model), examples(name)
+    objective, rows = heads.select_objective(model), examples(name)
     alone = torch.cat([objective(model, row) for row in rows])
     for side in ("left", "right"):
         together = objective(model, pad(rows, side, sequence_labels=name == "t5"))
@@ -180,7 +181,7 @@ def test_tied_weights_and_gradients_reach_every_trainable_parameter() -> None:
     model = build("opt")
     assert model.lm_head.weight is model.get_input_embeddings().weight
     with torch.enable_grad():
-        objectives.select_objective(model)(model, examples("opt")[1]).sum().backward()
+        heads.select_objective(model)(model, examples("opt")[1]).sum().backward()
     assert model.lm_head.weight.grad is not None
 
 
@@ -191,7 +192,7 @@ def test_only_needed_logits_are_computed() -> None:
     row["labels"][:, :-2] = -100
     seen: list[int] = []
     model.lm_head.register_forward_hook(lambda _m, _i, output: seen.append(output.shape[1]))
-    loss = objectives.causal_lm_objective(model, row)
+    loss = heads.causal_lm_objective(model, row)
     assert seen == [4]  # three, rounded up to a power of two
     torch.testing.assert_close(loss, model(**row).loss.reshape(1), atol=1e-4, rtol=1e-4)
 
@@ -240,10 +241,10 @@ def test_an_example_without_label_tokens_has_loss_zero() -> None:
     labels[1, 0] = 3  # the first token has no predictor in a causal model
     model = build("gpt2")
     batch = {"input_ids": torch.randint(4, 9, (2, 5)), "labels": labels}
-    assert objectives.causal_lm_objective(model, batch).tolist() == [0.0, 0.0]
+    assert heads.causal_lm_objective(model, batch).tolist() == [0.0, 0.0]
     row = {**examples("gpt2")[1]}
     row["labels"] = torch.full_like(row["labels"], -100)
-    assert objectives.causal_lm_objective(model, row).tolist() == [0.0]
+    assert heads.causal_lm_objective(model, row).tolist() == [0.0]
 
 
 def test_an_empty_batch_gives_no_losses() -> None:
@@ -288,7 +289,7 @@ def test_right_padded_leaves_aligned_or_explicit_inputs_alone() -> None:
 def test_missing_labels_are_refused() -> None:
     row = {key: value for key, value in examples("gpt2")[0].items() if key != "labels"}
     with pytest.raises(ValueError, match="no 'labels'"):
-        objectives.causal_lm_objective(build("gpt2"), row)
+        heads.causal_lm_objective(build("gpt2"), row)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_dpzero.objectives import losses as objectives
+from hf_dpzero.objectives import heads
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable
@@ -72,7 +72,7 @@ def test_lora_trains_adapters_and_the_head(model_of, architecture):
 def test_adapters_and_the_head_react_to_being_moved_in_place(model_of, architecture):
     """PEFT runs its copy of the head: moving the trainable one moves the losses, and comes back."""
     model = with_adapters(model_of(architecture), lora()).eval()
-    objective = objectives.select_objective(model)
+    objective = heads.select_objective(model)
     named = trained(model)
     for part in ("lora_B", "modules_to_save"):
         space = ParameterSpace([(n, p) for n, p in named.items() if part in n])
@@ -88,7 +88,7 @@ def test_adapters_and_the_head_react_to_being_moved_in_place(model_of, architect
 
 def test_the_idle_copy_of_the_head_changes_nothing(model_of):
     model = with_adapters(model_of("sentence_classifier"), lora()).eval()
-    objective = objectives.select_objective(model)
+    objective = heads.select_objective(model)
     idle = [p for name, p in model.named_parameters() if ".original_module." in name]
     with torch.no_grad():
         before = objective(model, batch())
@@ -191,7 +191,7 @@ def test_a_prefix_is_an_adapter(model_of):
     model = with_adapters(model_of("auto"), arguments)
     shapes = {tuple(p.shape) for n, p in model.named_parameters() if "prompt_encoder" in n}
     assert shapes == {(3, 2 * 2 * 16)}
-    assert objectives.select_objective(model)(model, batch()).shape == (2,)
+    assert heads.select_objective(model)(model, batch()).shape == (2,)
     check_adapters(model)
     select_trainable(model, "modules_to_save")
     with pytest.raises(ValueError, match=r"set it to 'prompt_encoder\|modules_to_save'"):

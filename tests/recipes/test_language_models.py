@@ -24,7 +24,7 @@ from hf_dpzero import DPZeroTrainer
 from hf_dpzero.ledger.digests import checksums, digest_model
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.objectives.losses import select_objective
+from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.recipes.adapters import trained_adapter, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.build import load_trained

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
-from hf_dpzero.objectives import losses as objectives
+from hf_dpzero.objectives import heads
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable
@@ -142,7 +142,7 @@ def test_forward_is_its_equation(checkpoint, task, pairing, pooling, normalize):
     loss, logits = model(**batch, labels=labels, return_dict=False)
     torch.testing.assert_close(logits, expected, **close)
     torch.testing.assert_close(loss, nn.functional.cross_entropy(expected, labels))
-    losses = objectives.select_objective(model)(model, {**batch, "labels": labels})
+    losses = heads.select_objective(model)(model, {**batch, "labels": labels})
     torch.testing.assert_close(losses.mean(), loss)
     assert expected.std() > 0.1
     model.encoder.forward = None  # an embedding that is given skips the encoder
@@ -156,7 +156,7 @@ def test_forward_is_its_equation(checkpoint, task, pairing, pooling, normalize):
 @torch.no_grad()
 def test_padding_does_not_couple(checkpoint, task, pairing, side):
     model, tokenizer = built(checkpoint, task, pairing)
-    objective = objectives.select_objective(model)
+    objective = heads.select_objective(model)
     single = [objective(model, batch_of(task, tokenizer, [i], pairing)) for i in range(4)]
     alone = torch.cat(single)
     tokenizer.padding_side = side
@@ -209,7 +209,7 @@ def test_hugging_faces_trainer_keeps_the_second_text(checkpoint, task, tmp_path)
     )
     with torch.no_grad():
         batch = batch_of(task, tokenizer, range(len(ROWS)))
-        expected = objectives.select_objective(model)(model, batch).mean()
+        expected = heads.select_objective(model)(model, batch).mean()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -238,7 +238,7 @@ def test_stored_features_give_the_same_losses(checkpoint, task, pairing):
     stored = precompute_features(model, rows, collate, trainable="^classifier", batch_size=3)
     assert sorted(stored.column_names) == ["labels", "sentence_embedding"]
     assert stored["sentence_embedding"][:].shape == (len(ROWS), model.config.feature_size)
-    objective, everything = objectives.select_objective(model), list(range(len(rows)))
+    objective, everything = heads.select_objective(model), list(range(len(rows)))
     expected = objective(model, collate([rows[i] for i in everything]))
     actual = objective(model, collate(stored.__getitems__(everything)))
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
@@ -275,7 +275,7 @@ def differences(
     select_trainable(model, trainable)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     space = ParameterSpace(trained, smoothing=1e-2)
-    objective = objectives.select_objective(model)
+    objective = heads.select_objective(model)
     evaluate = FiniteDifferences(model, space, objective, smoothing=1e-2, **how)
     return evaluate([batch], [Direction(7, 0), Direction(7, 0, 1)])
 
@@ -300,7 +300,7 @@ def test_per_example_gradients_add_up_over_both_texts(checkpoint, task, trainabl
     """One example's gradient is that of both passes together, before it is clipped."""
     model, tokenizer = built(checkpoint, task)
     select_trainable(model, trainable)
-    batch, objective = batch_of(task, tokenizer, [0, 1, 2, 3]), objectives.select_objective(model)
+    batch, objective = batch_of(task, tokenizer, [0, 1, 2, 3]), heads.select_objective(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     actual = PerExampleGradients(model, objective).per_example(batch)
     assert len(actual) == len(parameters)

@@ -12,7 +12,8 @@ from tiny_runs import build, tiny_data
 from torch import Tensor, nn
 from transformers import OPTConfig, OPTForSequenceClassification
 
-from hf_dpzero.objectives.losses import evaluation_mode, sequence_classification_objective
+from hf_dpzero.objectives.heads import sequence_classification_objective
+from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.fixed_shapes import FixedShapes
 

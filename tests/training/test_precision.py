@@ -12,7 +12,8 @@ from torch import nn
 
 from hf_dpzero import DPZeroTrainer
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.objectives.losses import is_compiled, select_objective
+from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.training.precision import compile_, uncached_autocast, unwrapped
@@ -278,8 +279,11 @@ class Writer(nn.Module):
 
 @pytest.mark.parametrize("through_data", [False, True])
 def test_a_model_that_writes_to_its_weights_is_refused_before_anything(tmp_path, through_data):
-    trainer = build(tmp_path, Writer(through_data))
-    trainer.per_example_loss = lambda model, inputs: model(**inputs)
+    def losses(model: nn.Module, inputs: Any) -> torch.Tensor:
+        return model(**inputs)
+
+    objective = {"compute_per_example_loss": losses}
+    trainer = build(tmp_path, Writer(through_data), trainer_settings=objective)
     with pytest.raises(ValueError, match="weight changed its value during a forward pass"):
         trainer.train()
     assert not list(tmp_path.rglob("*.jsonl")) and trainer.trajectory is None

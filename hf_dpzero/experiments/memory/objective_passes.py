@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dpzero.experiments.memory.model_on_meta import MetaModel
-from hf_dpzero.objectives.losses import classification_losses, select_objective
+from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import classification_losses
 from hf_dpzero.objectives.prompted import selected_logits
 from hf_dpzero.tasks import description_of
 

@@ -1,0 +1,319 @@
+"""One objective for each head of transformers, and the table that finds it by the model's class.
+
+Every loss is the model's own for a batch of that example alone without padding. `register_objective`
+adds heads; `own_loss_objective` fits any head whose forward returns a loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.objectives.losses import (
+    IGNORE_INDEX,
+    TOKEN_KEYS,
+    Inputs,
+    PerExampleLoss,
+    base_model,
+    batch_size,
+    classification_losses,
+    flattened_rows,
+    labels_of,
+    last_predictors,
+    model_logits,
+    model_outputs,
+    right_padded,
+    span_losses,
+    takes,
+    token_losses,
+    without_labels,
+)
+
+
+def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Losses of any classifier of whole examples: texts, pairs, images, sounds, videos.
+
+    Args:
+      model, inputs: the classifier, also under PEFT; what its forward takes, with `labels` (see
+        `classification_losses`).
+
+    Returns:
+      `[B]` float32.
+    """
+    batch = right_padded(inputs)
+    logits = model_logits(model, without_labels(batch))
+    problem_type = getattr(getattr(base_model(model), "config", None), "problem_type", None)
+    return classification_losses(logits, labels_of(inputs), problem_type)
+
+
+def multiple_choice_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Cross entropy of the right one of an example's C choices.
+
+    Args:
+      model, inputs: `...ForMultipleChoice`, also under PEFT; `input_ids` `[B, C, T]` and the like,
+        padded on either side, with `labels` `[B]`.
+
+    Returns:
+      `[B]` float32.
+    """
+    labels, shape = labels_of(inputs), inputs["input_ids"].shape
+    rows = right_padded(flattened_rows(without_labels(inputs), shape))
+    batch = {
+        name: value.unflatten(0, shape[:2]) if inputs[name].dim() > 2 else value
+        for name, value in rows.items()
+    }
+    logits = model_logits(model, batch)
+    return classification_losses(logits, labels, "single_label_classification")
+
+
+def question_answering_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Losses of an extractive question answering head (see `span_losses`).
+
+    Args:
+      model, inputs: `...ForQuestionAnswering` with `start_logits` and `end_logits`, also under PEFT;
+        `input_ids` `[B, T]` and the like, padded on either side, with `start_positions` and
+        `end_positions` `[B]`, columns of `input_ids`.
+
+    Returns:
+      `[B]` float32.
+    """
+    starts, ends = (labels_of(inputs, name) for name in ("start_positions", "end_positions"))
+    batch, width = right_padded(inputs), inputs["input_ids"].shape[1]
+    mask = batch.get("attention_mask")
+    if mask is not None and batch is not inputs:  # positions move along with the tokens
+        first = inputs["attention_mask"].ne(0).int().argmax(dim=1)
+        starts, ends = (_rolled(p.reshape(-1), first, width) for p in (starts, ends))
+    labelled = ("labels", "start_positions", "end_positions")
+    outputs = model_outputs(model, without_labels(batch, *labelled))
+    names = (0, 1) if isinstance(outputs, tuple) else ("start_logits", "end_logits")
+    # Prompt tuning puts virtual tokens in front: the last T positions are the text's.
+    start_logits, end_logits = (outputs[name][:, -width:] for name in names)
+    return span_losses(start_logits, end_logits, starts, ends, mask)
+
+
+def _rolled(positions: Tensor, first: Tensor, width: int) -> Tensor:
+    """Where columns are after `right_padded`; positions outside the row stay outside."""
+    inside = positions.clamp(0, width)
+    return torch.where(inside < width, (inside - first) % width, width)
+
+
+def token_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Mean cross entropy over an example's own labelled tokens, 0 without any.
+
+    Args:
+      model, inputs: `...ForTokenClassification`, also under PEFT; what its forward takes, with `labels`
+        `[B, T]`, -100 where a token carries none; padded on either side.
+
+    Returns:
+      `[B]` float32.
+    """
+    labels_of(inputs)
+    batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
+    labels = batch["labels"]
+    logits = model_logits(model, without_labels(batch))
+    return token_losses(logits[:, -labels.shape[1] :], labels)
+
+
+def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Losses of a masked language model over the labels != -100.
+
+    Args:
+      model, inputs: the encoder, also under PEFT; what its forward takes, with `labels` `[B, T]`.
+
+    Returns:
+      `[B]` float32.
+    """
+    return token_classification_objective(model, inputs)
+
+
+def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Next-token losses of a decoder: the logits at position t answer for label t + 1.
+
+    Label 0 of a row has no predictor and is ignored. Where the model takes `logits_to_keep`, logits
+    before the batch's first label are not computed.
+
+    Args:
+      model, inputs: the decoder, also under PEFT; what its forward takes, with `labels` `[B, T]`.
+
+    Returns:
+      `[B]` float32.
+    """
+    labels = labels_of(inputs)
+    batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
+    labels = batch["labels"]
+    kept: dict[str, Any] = {}
+    if takes(model, "logits_to_keep"):  # the last ones, which answer for all labels; at least 1
+        kept = {"logits_to_keep": last_predictors(labels)}
+    logits = model_logits(model, {**without_labels(batch), **kept})
+    # Prompt tuning puts virtual tokens in front: only the last T positions answer for the labels.
+    logits = logits[:, -labels.shape[1] :]
+    return token_losses(logits[:, :-1], labels[:, labels.shape[1] - logits.shape[1] + 1 :])
+
+
+def seq2seq_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Losses of an encoder-decoder; decoder inputs are the labels shifted right, if none are given.
+
+    Args:
+      model, inputs: also under PEFT; of texts, sounds or images, with `labels` `[B, T]`, padded on the
+        right by -100.
+
+    Returns:
+      `[B]` float32.
+    """
+    labels = labels_of(inputs)
+    batch = dict(without_labels(right_padded(inputs)))
+    if "decoder_input_ids" not in batch:
+        batch["decoder_input_ids"] = _decoder_inputs(base_model(model), labels)
+    return token_losses(model_logits(model, batch)[:, -labels.shape[1] :], labels)
+
+
+def _decoder_inputs(base: Any, labels: Tensor) -> Tensor:
+    """The labels shifted right by one, starting with the decoder's start token, -100 as padding."""
+    if hasattr(base, "prepare_decoder_input_ids_from_labels"):
+        return base.prepare_decoder_input_ids_from_labels(labels=labels)
+    shifted = labels.new_full(labels.shape, base.config.decoder_start_token_id)
+    ignored = labels[:, :-1] == IGNORE_INDEX
+    shifted[:, 1:] = labels[:, :-1].masked_fill(ignored, base.config.pad_token_id)
+    return shifted
+
+
+class OwnLoss:
+    """The loss that the model itself returns for a batch of one, one example after the other.
+
+    Fits any head whose forward returns a loss, whatever its labels are. Slower than an objective that
+    takes a batch at once, and not for `dp-sgd` and `dp-adamw` with per-example gradients.
+    """
+
+    single_pass: ClassVar[bool] = False
+
+    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Losses of the examples, each by itself.
+
+        Args:
+          model, inputs: what its forward takes, labels included; tensors and lists of B examples.
+
+        Returns:
+          `[B]` float32.
+
+        Raises:
+          ValueError: the model returns no loss.
+        """
+        count, given = batch_size(inputs), {k: v for k, v in inputs.items() if v is not None}
+        rows = [{k: v[i : i + 1] for k, v in given.items()} for i in range(count)]
+        losses = [self._alone(model, row) for row in rows]
+        return torch.stack(losses) if losses else torch.zeros(0)
+
+    def _alone(self, model: nn.Module, example: Inputs) -> Tensor:
+        outputs = model_outputs(model, example)
+        loss = outputs[0] if isinstance(outputs, tuple) else outputs.get("loss")
+        if loss is None:
+            raise ValueError(
+                f"{type(base_model(model)).__name__} returns no loss for {sorted(example)}: give it the "
+                "labels that it takes, or pass your own compute_per_example_loss."
+            )
+        return loss.float().mean()
+
+
+own_loss_objective = OwnLoss()
+
+_BUILT_IN: dict[str, PerExampleLoss] = {
+    "ForSequenceClassification": sequence_classification_objective,
+    "SentenceClassifier": sequence_classification_objective,
+    "ForNextSentencePrediction": sequence_classification_objective,
+    "ForImageClassification": sequence_classification_objective,
+    "ForVideoClassification": sequence_classification_objective,
+    "ForAudioClassification": sequence_classification_objective,
+    "ForMultipleChoice": multiple_choice_objective,
+    "ForQuestionAnswering": question_answering_objective,
+    "ForQuestionAnsweringSimple": question_answering_objective,
+    "ForTokenClassification": token_classification_objective,
+    "ForMaskedLM": masked_lm_objective,
+    "ForCausalLM": causal_lm_objective,
+    "LMHeadModel": causal_lm_objective,
+    "ForConditionalGeneration": seq2seq_objective,
+    "EncoderDecoderModel": seq2seq_objective,
+    "MarianMTModel": seq2seq_objective,
+    "ForCTC": own_loss_objective,
+    "ForSemanticSegmentation": own_loss_objective,
+    "ForObjectDetection": own_loss_objective,
+}
+_REGISTERED: dict[str, PerExampleLoss] = {}
+
+
+def register_objective(head: str, objective: PerExampleLoss) -> None:
+    """Makes `select_objective` know a head, in this process.
+
+    Args:
+      head: what the names of its classes end in, such as "ForMyHead". A longer ending goes before a
+        shorter one, and a registered one before the same of this package.
+      objective: (model, inputs) -> losses [B] float, each a function of its own example alone.
+
+    Raises:
+      ValueError: an empty ending.
+      TypeError: an objective that cannot be called.
+    """
+    if not head:
+        raise ValueError("head='' would fit every model: give the end of its class name.")
+    if not callable(objective):
+        raise TypeError(
+            f"the objective of {head} is a {type(objective).__name__}: give a function (model, inputs) "
+            "-> Tensor[B]."
+        )
+    _REGISTERED[head] = objective
+
+
+def select_objective(model: nn.Module) -> PerExampleLoss:
+    """The objective that fits the model's head, read from its class (also under PEFT).
+
+    A subclass counts as its parents. Encoder-decoders get `seq2seq_objective`; decoder-only models that
+    transformers calls `...ForConditionalGeneration` get `causal_lm_objective`, and heads called
+    `...ForQuestionAnswering` that do not score the tokens of a span `own_loss_objective`.
+
+    Raises:
+      ValueError: no objective fits; says which heads are known, and what to write.
+    """
+    known = {**_BUILT_IN, **_REGISTERED}
+    if (objective := _fitting(model, known)) is not None:
+        return objective
+    name = type(base_model(model)).__name__
+    raise ValueError(
+        f"no per-example loss is known for {name}. Known are classes whose names end in "
+        f"{', '.join(known)}. Pass compute_per_example_loss=objective, a function (model, inputs) -> "
+        f"Tensor[B] of one loss per example, or call register_objective({name!r}, objective). "
+        "hf_dpzero.objectives.own_loss_objective takes the loss that the model's own forward returns, "
+        "one example at a time."
+    )
+
+
+def is_language_model(model: nn.Module) -> bool:
+    """Whether this package knows the model as a causal or masked language model."""
+    return _fitting(model, _BUILT_IN) in (causal_lm_objective, masked_lm_objective)
+
+
+def _fitting(model: nn.Module, known: dict[str, PerExampleLoss]) -> PerExampleLoss | None:
+    base = base_model(model)
+    for parent in type(base).__mro__:
+        ends = [head for head in known if parent.__name__.endswith(head)]
+        if not ends:
+            continue
+        objective = known[max(ends, key=len)]
+        if objective is seq2seq_objective and not _is_encoder_decoder(base):
+            return causal_lm_objective
+        if objective is question_answering_objective and not _scores_spans(base):
+            return own_loss_objective
+        return objective
+    return None
+
+
+def _is_encoder_decoder(base: nn.Module) -> bool:
+    return bool(getattr(getattr(base, "config", None), "is_encoder_decoder", False))
+
+
+def _scores_spans(base: nn.Module) -> bool:
+    """Whether a question answering head scores each token as start and end, and nothing else.
+
+    Not those of visual and table questions, which take `labels`, nor the beam search of XLNet and XLM.
+    """
+    return takes(base, "start_positions") and not takes(base, "p_mask")
