@@ -6,6 +6,7 @@ adds heads; `own_loss_objective` fits any head whose forward returns a loss.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -32,12 +33,15 @@ from hf_dpzero.objectives.losses import (
 )
 
 
-def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+def sequence_classification_objective(
+    model: nn.Module, inputs: Inputs, label_smoothing: float = 0.0
+) -> Tensor:
     """Losses of any classifier of whole examples: texts, pairs, images, sounds, videos.
 
     Args:
       model, inputs: the classifier, also under PEFT; what its forward takes, with `labels` (see
         `classification_losses`).
+      label_smoothing: see `smoothed`.
 
     Returns:
       `[B]` float32.
@@ -45,15 +49,18 @@ def sequence_classification_objective(model: nn.Module, inputs: Inputs) -> Tenso
     batch = right_padded(inputs)
     logits = model_logits(model, without_labels(batch))
     problem_type = getattr(getattr(base_model(model), "config", None), "problem_type", None)
-    return classification_losses(logits, labels_of(inputs), problem_type)
+    return classification_losses(logits, labels_of(inputs), problem_type, label_smoothing)
 
 
-def multiple_choice_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+def multiple_choice_objective(
+    model: nn.Module, inputs: Inputs, label_smoothing: float = 0.0
+) -> Tensor:
     """Cross entropy of the right one of an example's C choices.
 
     Args:
       model, inputs: `...ForMultipleChoice`, also under PEFT; `input_ids` `[B, C, T]` and the like,
         padded on either side, with `labels` `[B]`.
+      label_smoothing: see `smoothed`.
 
     Returns:
       `[B]` float32.
@@ -65,7 +72,7 @@ def multiple_choice_objective(model: nn.Module, inputs: Inputs) -> Tensor:
         for name, value in rows.items()
     }
     logits = model_logits(model, batch)
-    return classification_losses(logits, labels, "single_label_classification")
+    return classification_losses(logits, labels, "single_label_classification", label_smoothing)
 
 
 def question_answering_objective(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -99,12 +106,15 @@ def _rolled(positions: Tensor, first: Tensor, width: int) -> Tensor:
     return torch.where(inside < width, (inside - first) % width, width)
 
 
-def token_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+def token_classification_objective(
+    model: nn.Module, inputs: Inputs, label_smoothing: float = 0.0
+) -> Tensor:
     """Mean cross entropy over an example's own labelled tokens, 0 without any.
 
     Args:
       model, inputs: `...ForTokenClassification`, also under PEFT; what its forward takes, with `labels`
         `[B, T]`, -100 where a token carries none; padded on either side.
+      label_smoothing: see `smoothed`.
 
     Returns:
       `[B]` float32.
@@ -113,22 +123,23 @@ def token_classification_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
     labels = batch["labels"]
     logits = model_logits(model, without_labels(batch))
-    return token_losses(logits[:, -labels.shape[1] :], labels)
+    return token_losses(logits[:, -labels.shape[1] :], labels, label_smoothing)
 
 
-def masked_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+def masked_lm_objective(model: nn.Module, inputs: Inputs, label_smoothing: float = 0.0) -> Tensor:
     """Losses of a masked language model over the labels != -100.
 
     Args:
       model, inputs: the encoder, also under PEFT; what its forward takes, with `labels` `[B, T]`.
+      label_smoothing: see `smoothed`.
 
     Returns:
       `[B]` float32.
     """
-    return token_classification_objective(model, inputs)
+    return token_classification_objective(model, inputs, label_smoothing)
 
 
-def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+def causal_lm_objective(model: nn.Module, inputs: Inputs, label_smoothing: float = 0.0) -> Tensor:
     """Next-token losses of a decoder: the logits at position t answer for label t + 1.
 
     Label 0 of a row has no predictor and is ignored. Where the model takes `logits_to_keep`, logits
@@ -136,6 +147,7 @@ def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
 
     Args:
       model, inputs: the decoder, also under PEFT; what its forward takes, with `labels` `[B, T]`.
+      label_smoothing: see `smoothed`.
 
     Returns:
       `[B]` float32.
@@ -149,15 +161,18 @@ def causal_lm_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     logits = model_logits(model, {**without_labels(batch), **kept})
     # Prompt tuning puts virtual tokens in front: only the last T positions answer for the labels.
     logits = logits[:, -labels.shape[1] :]
-    return token_losses(logits[:, :-1], labels[:, labels.shape[1] - logits.shape[1] + 1 :])
+    return token_losses(
+        logits[:, :-1], labels[:, labels.shape[1] - logits.shape[1] + 1 :], label_smoothing
+    )
 
 
-def seq2seq_objective(model: nn.Module, inputs: Inputs) -> Tensor:
+def seq2seq_objective(model: nn.Module, inputs: Inputs, label_smoothing: float = 0.0) -> Tensor:
     """Losses of an encoder-decoder; decoder inputs are the labels shifted right, if none are given.
 
     Args:
       model, inputs: also under PEFT; of texts, sounds or images, with `labels` `[B, T]`, padded on the
         right by -100.
+      label_smoothing: see `smoothed`.
 
     Returns:
       `[B]` float32.
@@ -166,7 +181,7 @@ def seq2seq_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     batch = dict(without_labels(right_padded(inputs)))
     if "decoder_input_ids" not in batch:
         batch["decoder_input_ids"] = _decoder_inputs(base_model(model), labels)
-    return token_losses(model_logits(model, batch)[:, -labels.shape[1] :], labels)
+    return token_losses(model_logits(model, batch)[:, -labels.shape[1] :], labels, label_smoothing)
 
 
 def _decoder_inputs(base: Any, labels: Tensor) -> Tensor:
@@ -285,6 +300,41 @@ def select_objective(model: nn.Module) -> PerExampleLoss:
         "hf_dpzero.objectives.own_loss_objective takes the loss that the model's own forward returns, "
         "one example at a time."
     )
+
+
+_SMOOTHED = (
+    sequence_classification_objective,
+    multiple_choice_objective,
+    token_classification_objective,
+    masked_lm_objective,
+    causal_lm_objective,
+    seq2seq_objective,
+)
+
+
+def smoothed(objective: PerExampleLoss, label_smoothing: float) -> PerExampleLoss:
+    """The objective with Hugging Face's label smoothing, which acts within each example.
+
+    Args:
+      objective: of `select_objective`.
+      label_smoothing: `label_smoothing_factor`, the share of a target that is spread evenly over the
+        classes, or over the vocabulary; 0 returns the objective itself.
+
+    Returns:
+      (model, inputs) -> losses `[B]`.
+
+    Raises:
+      ValueError: an objective without targets to smooth, or one that is not of this package.
+    """
+    if not label_smoothing:
+        return objective
+    if objective not in _SMOOTHED:
+        name = getattr(objective, "__name__", type(objective).__name__)
+        raise ValueError(
+            f"label_smoothing_factor={label_smoothing} has no effect on {name}: leave it at 0, or pass "
+            "a compute_per_example_loss that smooths."
+        )
+    return functools.partial(objective, label_smoothing=label_smoothing)
 
 
 def is_language_model(model: nn.Module) -> bool:

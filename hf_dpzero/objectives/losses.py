@@ -32,7 +32,10 @@ TOKEN_KEYS = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_m
 
 
 def classification_losses(
-    logits: Tensor, labels: Tensor, problem_type: str | None = None
+    logits: Tensor,
+    labels: Tensor,
+    problem_type: str | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Per-example loss of a sequence classifier.
 
@@ -42,12 +45,13 @@ def classification_losses(
         cross entropy), averaged over an example's own labels.
       problem_type: Hugging Face's `config.problem_type`; None infers it as transformers does: one
         logit is regression, integer labels are classes, float labels are multi-label.
+      label_smoothing: share of the target that is spread evenly over the classes, in [0, 1).
 
     Returns:
       `[B]` float32.
 
     Raises:
-      ValueError: an unknown `problem_type`.
+      ValueError: an unknown `problem_type`, or label smoothing of one that has no classes.
 
     >>> classification_losses(torch.zeros(2, 4), torch.tensor([0, 3]))
     tensor([1.3863, 1.3863])
@@ -61,11 +65,17 @@ def classification_losses(
         kind = "multi_label_classification" if several else "single_label_classification"
         kind = "regression" if logits.shape[1] == 1 else kind
     if kind == "single_label_classification":
-        return F.cross_entropy(logits, labels.reshape(-1).long(), reduction="none")
+        classes = labels.reshape(-1).long()
+        return F.cross_entropy(logits, classes, reduction="none", label_smoothing=label_smoothing)
     if kind not in ("regression", "multi_label_classification"):
         raise ValueError(
             f"problem_type={kind!r} is unknown; use 'regression', 'single_label_classification' or "
             "'multi_label_classification'."
+        )
+    if label_smoothing:
+        raise ValueError(
+            f"label_smoothing_factor={label_smoothing} with problem_type={kind!r}, whose labels are not "
+            "one class each: leave it at 0."
         )
     targets = labels.to(logits.dtype).reshape(logits.shape)
     if kind == "regression":
@@ -73,19 +83,21 @@ def classification_losses(
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Per-example mean cross entropy over the example's own labelled tokens.
 
     Args:
       logits: `[B, T, V]`, any floating dtype; only an example's labelled rows are cast to float32.
       labels: `[B, T]` integers, -100 where a position carries no label.
+      label_smoothing: share of each target that is spread evenly over the vocabulary, in [0, 1).
     Returns:
       `[B]` float32; an example without any label token has loss 0.
     """
     losses = []
     for row, label in zip(logits, labels, strict=True):
         labelled = label != IGNORE_INDEX
-        total = F.cross_entropy(row[labelled].float(), label[labelled].long(), reduction="sum")
+        tokens = row[labelled].float(), label[labelled].long()
+        total = F.cross_entropy(*tokens, reduction="sum", label_smoothing=label_smoothing)
         losses.append(total / labelled.sum().clamp(min=1))
     return torch.stack(losses) if losses else logits.new_zeros(0, dtype=torch.float32)
 

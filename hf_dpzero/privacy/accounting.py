@@ -8,6 +8,9 @@ relative error of about 2^-53, to the power T. So epsilon is evaluated at delta 
 refused where that is not most of delta: at T = 10^6 and delta = 3e-12 the library's answer is 6 % below
 the truth. Grids stay near 1/64 of the typical loss of one step, where an independent accountant in the
 tests agrees to 1e-3.
+
+*Number of steps.* dp-accounting raises the size of a grid to the power T as a Python integer on its way,
+which takes longer than the run from some T on: above `MAX_PLD_STEPS` the PLD accountant is refused.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 MIN_DELTA = 1e-12
 """Below this delta the accountants' tail truncation and floating-point errors matter in any run."""
+MAX_PLD_STEPS = 2_000_000
+"""A calibration takes about a minute there, a quarter of an hour at five times as many."""
 
 
 @lru_cache(maxsize=4096)
@@ -166,6 +171,12 @@ def _pld_epsilon_on_grid(
     import dp_accounting as dp
     from dp_accounting import pld
 
+    if steps > MAX_PLD_STEPS:
+        way_out = "use accountant='rdp', or take fewer" if _rdp_knows(spec) else "take fewer"
+        raise ValueError(
+            f"{steps} steps are more than the PLD accountant composes in reasonable time, "
+            f"{MAX_PLD_STEPS}: {way_out} steps with a larger batch."
+        )
     accountant = pld.PLDAccountant(library_relation(spec), value_discretization_interval=grid)
     accountant.compose(dp.SelfComposedDpEvent(event, steps))
     return float(accountant.get_epsilon(delta))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
-from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
@@ -66,7 +66,8 @@ def check_before_training(trainer: Any) -> None:
         first = trainer.training_rows().collate_rows([0])  # a collator may add labels
         if not set(first) & {*data_checks.LABEL_COLUMNS, *trainer.label_names}:
             data_checks.check_labels(trainer.train_dataset, trainer.label_names)
-        trainer.per_example_loss = select_objective(model)
+        objective = select_objective(model)
+        trainer.per_example_loss = smoothed(objective, args.label_smoothing_factor)
     distributed.check_processes(args)
     check_mixed_precision(args, args.device.type)
     if trainer.plan.mechanism.private:

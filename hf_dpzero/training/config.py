@@ -21,14 +21,13 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS, Sampler, sampler_from_dict
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
+from hf_dpzero.training import fields
+from hf_dpzero.training.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
+from hf_dpzero.training.ranges import check_ranges, check_warmup
 from hf_dpzero.values import nearest
 
 logger = logging.get_logger(__name__)
 
-ZEROTH_ORDER = ("dpzero", "dpgd-0th", "mezo")
-FIRST_ORDER = ("dp-sgd", "dp-adamw", "sgd", "adamw")
-METHODS = (*ZEROTH_ORDER, *FIRST_ORDER)
-NOT_PRIVATE = ("mezo", "sgd", "adamw")
 CLIPPINGS = {
     "fixed": METHODS,
     "adaptive": ("dpzero", "dp-sgd", "dp-adamw"),
@@ -155,8 +154,15 @@ class DPZeroConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._check_privacy_settings()
         self._check_training_settings()
+        warning = fields.warning(self)
         self.ignore_data_skip = True  # batches are a function of the step: nothing to skip
+        if self.method in SGD:
+            self.optim = "sgd"
+        if not self.first_order:
+            self.max_grad_norm = 0.0
         super().__post_init__()
+        if warning and self.process_index == 0:
+            logger.warning_once(warning)
 
     @property
     def first_order(self) -> bool:
@@ -179,17 +185,7 @@ class DPZeroConfig(TrainingArguments):
         _choose("per_example_gradients", self.per_example_gradients, GRADIENTS)
         self._check_clipping()
         self._check_direction_settings()
-        _positive("clip", self.clip)
-        _positive("smoothing", self.smoothing)
-        _positive("expected_batch_size", self.expected_batch_size)
-        _positive("target_epsilon", self.target_epsilon, optional=True)
-        least = 0.0 if self.noise_distribution == "laplace" else math.ulp(0.0)
-        if self.target_delta is not None and not least <= self.target_delta < 1:
-            raise ValueError(f"target_delta={self.target_delta} must lie in (0, 1), e.g. 1e-5.")
-        if int(self.num_directions) != self.num_directions or self.num_directions < 1:
-            raise ValueError(
-                f"num_directions={self.num_directions} must be an integer of at least 1."
-            )
+        check_ranges(self)
         if not self.not_private and (self.target_epsilon is None) == (
             self.noise_multiplier is None
         ):
@@ -242,47 +238,9 @@ class DPZeroConfig(TrainingArguments):
                 "subspace='low_rank' with method='dpgd-0th', whose noise is d-dimensional: use 'full', "
                 "or method='dpzero'."
             )
-        for name, default in (("subspace", "full"), ("num_directions", 1)):
-            value = getattr(self, name)
-            if self.first_order and value != default:
-                words = "%s=%s is ignored: method=%r uses gradients, not directions."
-                logger.warning_once(words, name, value, self.method)
 
     def _check_training_settings(self) -> None:
-        if self.gradient_accumulation_steps != 1:
-            raise ValueError(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps} would split a "
-                "logical batch; leave it at 1 and set microbatch_size (memory) and "
-                "expected_batch_size (privacy)."
-            )
-        if self.microbatch_size is not None and self.microbatch_size < 1:
-            raise ValueError(f"microbatch_size={self.microbatch_size} must be at least 1.")
-        if self.fp16:
-            raise ValueError(
-                "fp16=True: float16 losses are too coarse for finite differences; use bf16=True "
-                "(autocast) or float32."
-            )
-        hub_strategy = str(getattr(self.hub_strategy, "value", self.hub_strategy))
-        if self.push_to_hub and hub_strategy != "end":
-            raise ValueError(
-                f"hub_strategy={self.hub_strategy!r} would upload output_dir as it is, secrets and "
-                "all; leave it at 'end', which ships the allow list of hf_dpzero.reporting.hub."
-            )
-        if self.load_best_model_at_end:
-            raise ValueError(
-                "load_best_model_at_end=True would ship weights that the trajectory does not end "
-                "in; evaluate checkpoints on public data and pass the one you want to save_model."
-            )
-        if self.debug:
-            raise ValueError(
-                f"debug={self.debug!r} prints statistics of private activations; leave it empty, or "
-                "debug on public data with a plain Trainer."
-            )
-        if self.auto_find_batch_size:
-            raise ValueError("auto_find_batch_size=True: set microbatch_size instead.")
-        if self.max_grad_norm and not self.first_order:
-            logger.warning_once("max_grad_norm=%s is ignored: no gradients.", self.max_grad_norm)
-            self.max_grad_norm = 0.0
+        fields.refuse_fields(self)
         self._check_optimizer()
         if self.trainable is not None:
             try:
@@ -293,18 +251,11 @@ class DPZeroConfig(TrainingArguments):
                 ) from None
 
     def _check_optimizer(self) -> None:
-        """sgd and dp-sgd take torch's SGD; adamw and dp-adamw one of Hugging Face's AdamWs."""
-        if self.method in ("sgd", "dp-sgd"):
-            self.optim = "sgd"
+        """adamw and dp-adamw take one of Hugging Face's AdamWs."""
         if self.method in ("adamw", "dp-adamw") and not self.optim_name.startswith("adamw"):
             raise ValueError(
                 f"optim={self.optim_name!r} with method={self.method!r}: use one of the adamw "
                 "optimizers, or method='dp-sgd' (then optim is sgd)."
-            )
-        if self.method in ("dp-sgd", "dp-adamw") and self.gradient_checkpointing:
-            raise ValueError(
-                "gradient_checkpointing=True runs layers twice, which per-example gradients do not "
-                "follow: turn it off and lower microbatch_size."
             )
 
     @property
@@ -315,8 +266,11 @@ class DPZeroConfig(TrainingArguments):
     def steps(self, num_examples: int) -> int:
         """T: max_steps, or num_train_epochs worth of expected batches."""
         if self.max_steps > 0:
-            return self.max_steps
-        return max(1, math.ceil(self.num_train_epochs * num_examples / self.expected_batch_size))
+            return int(self.max_steps)
+        passes = self.num_train_epochs * num_examples
+        steps = max(1, math.ceil(passes / self.expected_batch_size))
+        check_warmup(self, steps)
+        return steps
 
     def delta(self, num_examples: int) -> float:
         """target_delta, or 1 / (10 n); warns when delta is above 1/n."""
@@ -441,10 +395,3 @@ def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
         close = nearest(str(value), choices)
         hint = f"; did you mean {close!r}?" if close else "."
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}{hint}")
-
-
-def _positive(name: str, value: float | None, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if value is None or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value} must be a finite number above 0.")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer import SCHEDULER_NAME
+
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.perturbation.directions import new_key
@@ -192,12 +194,17 @@ def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
       What `save_state` wrote as `space`.
 
     Raises:
-      ValueError: the checkpoint was not written by DPZeroTrainer.
+      ValueError: the checkpoint was not written by DPZeroTrainer, or with save_only_model.
       LedgerError: it was made by other releases than the ledger's first steps.
     """
     path = Path(checkpoint) / STATE_NAME
     if not path.exists():
         raise ValueError(f"{checkpoint} was not written by DPZeroTrainer: it has no {STATE_NAME}.")
+    if not (Path(checkpoint) / SCHEDULER_NAME).exists():
+        raise ValueError(
+            f"{checkpoint} has no {SCHEDULER_NAME} (save_only_model=True), so the schedule of learning "
+            "rates would start anew: resume from a checkpoint that was saved with save_only_model=False."
+        )
     state = json.loads(path.read_text())
     if state["trajectory_digest"] != trajectory.digest(state["step"]):
         raise LedgerError(

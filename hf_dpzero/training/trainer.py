@@ -53,10 +53,8 @@ from hf_dpzero.training.methods import (
     ZerothOrderMethod,
     private_diagnostics,
 )
-from hf_dpzero.training.precision import (
-    uncached_autocast,
-    unwrapped,
-)
+from hf_dpzero.training.overrides import check_overrides
+from hf_dpzero.training.precision import uncached_autocast, unwrapped
 from hf_dpzero.training.prediction import PredictingTrainer
 
 logger = logging.get_logger(__name__)
@@ -113,6 +111,8 @@ class DPZeroMixin(PredictingTrainer):
         distributed.check_launch(self)
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss
+        check_overrides(self)
+        self._given_scheduler = self.lr_scheduler
         seed = args.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self.trajectory: Trajectory | None = None
@@ -239,7 +239,7 @@ class DPZeroMixin(PredictingTrainer):
 
     def _open_run(self, resume: str | None) -> None:
         folder, header = self.output_dir, run_files.ledger_header(self)
-        self.optimizer = self.lr_scheduler = None  # rebuilt on this run's ledger
+        self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this run's ledger
         if resume is None:
             digest, declared = digest_model(self.model), self.args.base_is_public
             header["base_weights"], compared = distributed.shared(

@@ -274,20 +274,6 @@ def test_a_compiled_model_is_refused(tmp_path):
         build(tmp_path, model=model, method="dp-sgd", **FIRST).train()
 
 
-def test_settings_without_meaning_warn(tmp_path, caplog):
-    import logging
-
-    logger = logging.getLogger("transformers.hf_dpzero.training.config")
-    with caplog.at_level("WARNING"):
-        logging.getLogger("hf_dpzero.training.config").addHandler(caplog.handler)
-        try:
-            config(tmp_path, method="dp-adamw", num_directions=4)
-        finally:
-            logging.getLogger("hf_dpzero.training.config").removeHandler(caplog.handler)
-    del logger
-    assert "num_directions=4 is ignored" in caplog.text
-
-
 @pytest.mark.statistical
 def test_the_noise_on_the_weights_has_the_stated_deviation(tmp_path):
     """Power: the law of a frozen-gradient step rejects 2/3 and 3/2 of its deviation."""

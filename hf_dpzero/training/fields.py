@@ -1,0 +1,356 @@
+"""What each field of Hugging Face's training arguments does in a run of `DPZeroTrainer`.
+
+Nothing is ignored in silence: a field works as in Trainer, is refused, or is named in one warning where
+it was changed. `docs/training_arguments.md` is written from these tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from transformers import Seq2SeqTrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from hf_dpzero.training.method_names import ADAMW, FIRST_ORDER, METHODS, PRIVATE, SGD, ZEROTH_ORDER
+
+WORKS, OTHER, UNUSED, REFUSED = "works", "another meaning", "no effect", "refused"
+
+
+class Use(NamedTuple):
+    """What a field does.
+
+    Attributes:
+      kind: WORKS, OTHER, UNUSED or REFUSED.
+      text: of a refusal, what follows on `field=value `; else a reason or a meaning.
+      methods: that it holds for.
+      where: a field that must be set for it to hold; "" if it always does.
+    """
+
+    kind: str
+    text: str = ""
+    methods: tuple[str, ...] = METHODS
+    where: str = ""
+
+
+_AS_IN_TRAINER = """
+output_dir max_steps learning_rate lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay bf16 tf32
+use_cache logging_strategy logging_steps logging_first_step logging_dir log_on_each_node log_level
+log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+trackio_static_space_id eval_strategy eval_steps eval_delay per_device_eval_batch_size
+prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object
+eval_accumulation_steps include_for_metrics batch_eval_metrics save_strategy save_steps
+save_on_each_node save_total_limit push_to_hub hub_token hub_model_id metric_for_best_model
+greater_is_better restore_callback_states_from_checkpoint use_cpu dataloader_num_workers
+remove_unused_columns ddp_backend ddp_timeout do_train do_eval do_predict resume_from_checkpoint
+local_rank
+""".split()  # noqa: SIM905
+
+_EVALUATION_ONLY = Use(OTHER, "in evaluation only: training has a data loader of its own")
+_GENERATION = Use(WORKS, "of DPZeroSeq2SeqConfig, with a trainer that is a Seq2SeqTrainer")
+_ONE_PROCESS_GROUP = Use(UNUSED, "steps do not run DistributedDataParallel")
+_CHECKPOINTING = (
+    Use(
+        REFUSED,
+        "runs layers twice, which per-example gradients do not follow: turn it off and lower "
+        "microbatch_size.",
+        ("dp-sgd", "dp-adamw"),
+    ),
+    Use(UNUSED, "there is no backward pass", ZEROTH_ORDER),
+    Use(UNUSED, "steps run in eval mode, where models do not checkpoint"),
+)
+_COMPILED = (
+    Use(
+        WORKS, "train() refuses compiled models of dp-sgd and dp-adamw (unless clipping='averaged')"
+    ),
+)
+_CASTS = Use(
+    REFUSED,
+    "casts the model itself in evaluate(), which then is not what the trajectory ends in: leave it "
+    "False, and load the saved model in that dtype to evaluate it with a plain Trainer.",
+)
+_SHARDS = Use(
+    REFUSED,
+    "shards or copies parameters in ways that the in-place perturbation does not follow: run on one "
+    "device or with plain data parallelism (accelerate launch).",
+)
+
+FIELDS: dict[str, tuple[Use, ...]] = {
+    **{name: (Use(WORKS),) for name in _AS_IN_TRAINER},
+    "num_train_epochs": (
+        Use(WORKS, "passes in expectation: T = ceil(num_train_epochs n / expected_batch_size) steps"),
+    ),
+    "lr_scheduler_type": (
+        Use(WORKS, "also those that follow a metric: evaluation data is public, and rates are logged"),
+    ),
+    "label_smoothing_factor": (
+        Use(WORKS, "of the model's own classification and token losses, example by example"),
+    ),
+    "seed": (
+        Use(WORKS, "seeds the global generators; batches, directions and noise have keys of their own"),
+    ),
+    "full_determinism": (Use(WORKS, "the sampler's key and the noise stay secret and random"),),
+    "ignore_data_skip": (Use(WORKS, "always on: batches are a function of the step's number"),),
+    "hub_private_repo": (Use(WORKS, "True where it is not given"),),
+    "per_device_train_batch_size": (
+        Use(
+            OTHER,
+            "the examples of one forward pass, where microbatch_size is not set; the batch of a step "
+            "is expected_batch_size",
+        ),
+    ),
+    "save_only_model": (Use(OTHER, "resuming from its checkpoints is refused"),),
+    "optim": (
+        Use(UNUSED, "update_rule says what is made of the released numbers", ZEROTH_ORDER),
+        Use(UNUSED, "the optimizer is torch's SGD", SGD),
+        Use(WORKS, "one of the adamw optimizers", ADAMW),
+    ),
+    "optim_args": (
+        Use(UNUSED, "update_rule, momentum and update_window are the settings", ZEROTH_ORDER),
+        Use(WORKS),
+    ),
+    **{
+        name: (
+            Use(UNUSED, "update_rule, momentum and update_window are the settings", ZEROTH_ORDER),
+            Use(UNUSED, "the optimizer is torch's SGD", SGD),
+            Use(WORKS),
+        )
+        for name in ("adam_beta1", "adam_beta2", "adam_epsilon")
+    },
+    "optim_target_modules": (Use(UNUSED, "trainable chooses the parameters"),),
+    "max_grad_norm": (
+        Use(UNUSED, "there is no gradient; clip bounds the finite differences", ZEROTH_ORDER),
+        Use(WORKS, "of the noised gradient, after clip; 0 (off) where it is not given", FIRST_ORDER),
+    ),
+    "average_tokens_across_devices": (
+        Use(OTHER, "in evaluation only: each example's loss is the mean over its own tokens"),
+    ),
+    "activation_checkpointing": _CHECKPOINTING,
+    "gradient_checkpointing": _CHECKPOINTING,
+    "activation_checkpointing_kwargs": (Use(UNUSED, "no method checkpoints"),),
+    "gradient_checkpointing_kwargs": (Use(UNUSED, "no method checkpoints"),),
+    "torch_compile": _COMPILED,
+    "torch_compile_backend": _COMPILED,
+    "torch_compile_mode": _COMPILED,
+    "liger_kernel_config": (Use(UNUSED, "use_liger_kernel is refused"),),
+    "torch_empty_cache_steps": (Use(UNUSED, "steps do not empty the cache"),),
+    "logging_nan_inf_filter": (Use(OTHER, "in evaluation only: the training loss is not logged"),),
+    "data_seed": (Use(UNUSED, "batches are drawn with a secret key; tests set sampler_key"),),
+    "label_names": (
+        Use(OTHER, "for evaluation, and columns to keep; what is trained on is the head's objective"),
+    ),
+    "length_column_name": (Use(UNUSED, "batches are not grouped by length"),),
+    "accelerator_config": (_EVALUATION_ONLY,),
+    "dataloader_drop_last": (_EVALUATION_ONLY,),
+    "dataloader_pin_memory": (_EVALUATION_ONLY,),
+    "dataloader_persistent_workers": (_EVALUATION_ONLY,),
+    "dataloader_prefetch_factor": (_EVALUATION_ONLY,),
+    "dataloader_multiprocessing_context": (_EVALUATION_ONLY,),
+    "dataloader_in_order": (_EVALUATION_ONLY,),
+    "ddp_find_unused_parameters": (_ONE_PROCESS_GROUP,),
+    "ddp_bucket_cap_mb": (_ONE_PROCESS_GROUP,),
+    "ddp_broadcast_buffers": (_ONE_PROCESS_GROUP,),
+    "ddp_static_graph": (_ONE_PROCESS_GROUP,),
+    "fsdp_config": (Use(UNUSED, "fsdp is refused"),),
+    "hub_always_push": (Use(UNUSED, "nothing is pushed before training ends"),),
+    "sortish_sampler": (Use(UNUSED, "transformers does not read it either"),),
+    "predict_with_generate": (_GENERATION,),
+    "generation_max_length": (_GENERATION,),
+    "generation_num_beams": (_GENERATION,),
+    "generation_config": (_GENERATION,),
+    # ---- refused
+    "gradient_accumulation_steps": (
+        Use(
+            REFUSED,
+            "would split a logical batch; leave it at 1 (in accelerator_config too) and set "
+            "microbatch_size (memory) and expected_batch_size (privacy).",
+        ),
+    ),
+    "auto_find_batch_size": (Use(REFUSED, "would repeat steps: set microbatch_size instead."),),
+    "train_sampling_strategy": (
+        Use(
+            REFUSED,
+            "is not a sampler that is accounted: leave it at 'random' and set sampling, e.g. to "
+            "'poisson'.",
+        ),
+    ),
+    "neftune_noise_alpha": (
+        Use(
+            REFUSED,
+            "adds noise to embeddings in training mode, and steps run in eval mode: leave it out.",
+        ),
+    ),
+    "fp16": (
+        Use(
+            REFUSED,
+            "computes losses that are too coarse for finite differences; use bf16=True (autocast) or "
+            "float32.",
+        ),
+    ),
+    "bf16_full_eval": (_CASTS,),
+    "fp16_full_eval": (_CASTS,),
+    "use_liger_kernel": (
+        Use(
+            REFUSED,
+            "replaces layers when train() starts, after the checks that were made of them: leave it "
+            "False.",
+        ),
+    ),
+    "include_num_input_tokens_seen": (
+        Use(REFUSED, "would count the tokens of private batches: leave it at 'no'."),
+    ),
+    "skip_memory_metrics": (
+        Use(
+            REFUSED,
+            "logs peaks of memory, which tell the sizes of private batches: leave it True, and look at "
+            "hf_dpzero.training.callbacks.StepMeter.",
+            PRIVATE,
+        ),
+        Use(WORKS),
+    ),
+    "debug": (
+        Use(
+            REFUSED,
+            "prints statistics of private activations; leave it empty, or debug on public data with a "
+            "plain Trainer.",
+        ),
+    ),
+    "load_best_model_at_end": (
+        Use(
+            REFUSED,
+            "would ship weights that the trajectory does not end in; evaluate checkpoints on public "
+            "data and pass the one you want to save_model.",
+        ),
+    ),
+    "enable_jit_checkpoint": (
+        Use(
+            REFUSED,
+            "saves in the middle of a step, which a resumed run would take twice: set save_steps, and "
+            "resume; steps after the checkpoint come back from the ledger.",
+        ),
+    ),
+    "hub_strategy": (
+        Use(
+            REFUSED,
+            "would upload output_dir as it is, secrets and all; leave it at 'end', which ships the "
+            "allow list of hf_dpzero.reporting.hub.",
+            where="push_to_hub",
+        ),
+        Use(UNUSED, "push_to_hub is off, and push_to_hub() ships an allow list at the end"),
+    ),
+    "hub_revision": (
+        Use(
+            REFUSED,
+            "names a branch, and hf_dpzero.reporting.hub uploads to the main one: leave it out.",
+            where="push_to_hub",
+        ),
+        Use(UNUSED, "hf_dpzero.reporting.hub uploads to the main branch"),
+    ),
+    "fsdp": (_SHARDS,),
+    "deepspeed": (_SHARDS,),
+    "parallelism_config": (_SHARDS,),
+}  # fmt: skip
+"""Field of any supported version -> what it does; the first entry that holds counts."""
+
+NAMES = tuple(f.name for f in dataclasses.fields(Seq2SeqTrainingArguments) if f.init)
+"""Fields of `TrainingArguments` and `Seq2SeqTrainingArguments` of the installed version."""
+
+_DEFAULTS = {
+    f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    for f in dataclasses.fields(Seq2SeqTrainingArguments)
+} | {"hub_strategy": "end", "hub_private_repo": True, "max_grad_norm": 0.0}
+
+_NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("smoothing direction num_directions subspace perturbation_strategy", "method", ZEROTH_ORDER),
+    ("target_epsilon target_delta noise_multiplier", "method", PRIVATE),
+    ("per_example_gradients", "method", ("dp-sgd", "dp-adamw")),
+    ("clip_quantile clip_learning_rate clip_count_noise", "clipping", ("adaptive",)),
+    ("clip_stability", "clipping", ("automatic",)),
+    ("clip_groups", "clipping", ("averaged",)),
+    ("subspace_rank subspace_steps", "subspace", ("low_rank",)),
+    ("momentum update_window", "update_rule", ("momentum", "adam")),
+)  # fmt: skip
+"""Fields of `DPZeroConfig`, the setting that they need, and its values where they have an effect."""
+
+
+def use_of(name: str, config: Any) -> Use:
+    """What a field does in the run that `config` describes; unknown ones have no known effect."""
+    unknown = Use(UNUSED, "this version of hf_dpzero does not know it")
+    return next(
+        (
+            use
+            for use in FIELDS.get(name, ())
+            if config.method in use.methods and (not use.where or getattr(config, use.where))
+        ),
+        unknown,
+    )
+
+
+def refuse_fields(config: Any) -> None:
+    """Refuses changed fields that would break the run or its guarantee.
+
+    Raises:
+      ValueError: names the field and its value, and says what to do.
+    """
+    for name, value in _changed(config):
+        use = use_of(name, config)
+        if use.kind == REFUSED:
+            raise ValueError(f"{name}={_shown(name, value)} {use.text}")
+
+
+def warning(config: Any) -> str:
+    """One message about all changed fields without effect or of another meaning; "" if there are none.
+
+    To be asked for before `TrainingArguments.__post_init__` puts values into the form that it keeps.
+    """
+    uses = [(name, value, use_of(name, config)) for name, value in _changed(config)]
+    uses += [(n, getattr(config, n), Use(UNUSED, why)) for n, why in _own_unused(config)]
+    parts = []
+    for kind, title in ((UNUSED, f"no effect in a {config.method} run"), (OTHER, OTHER)):
+        by_reason: dict[str, list[str]] = {}
+        for name, value, use in uses:
+            if use.kind == kind:
+                by_reason.setdefault(use.text, []).append(f"{name}={_shown(name, value)}")
+        named = [f"{', '.join(fields)} ({text})" for text, fields in by_reason.items()]
+        parts += [f"{title}: {', '.join(named)}"] if named else []
+    return "; ".join(parts)
+
+
+def _changed(config: Any) -> Iterator[tuple[str, Any]]:
+    """Fields of Hugging Face's that were set to something else than their default."""
+    for name in NAMES:
+        value, default = getattr(config, name, _DEFAULTS[name]), _DEFAULTS[name]
+        same = value == default or (not value and not default)
+        if not same and not _set_by_itself(name, value, config):
+            yield name, value
+
+
+def _set_by_itself(name: str, value: Any, config: Any) -> bool:
+    """Whether a configuration that is made again from an existing one has this value anyhow."""
+    return (
+        (name == "optim" and value == "sgd" and config.method in SGD)
+        or (name == "dataloader_pin_memory" and config.use_cpu)
+        or (name == "accelerator_config" and value == AcceleratorConfig())
+        or (name == "include_num_input_tokens_seen" and value is False)
+    )
+
+
+def _own_unused(config: Any) -> Iterator[tuple[str, str]]:
+    """Changed fields of `DPZeroConfig` whose setting is off, and which one that is."""
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    for names, setting, values in _NEEDS:
+        if getattr(config, setting) not in values:
+            for name in names.split():
+                if getattr(config, name) != defaults[name]:
+                    yield name, f"it is for {setting}={_one_of(values)}"
+
+
+def _one_of(values: Sequence[str]) -> str:
+    return " or ".join(map(repr, values))
+
+
+def _shown(name: str, value: Any) -> str:
+    """The value as the user wrote it, a token hidden, a long one cut."""
+    text = "<hidden>" if name.endswith("_token") else repr(getattr(value, "value", value))
+    return text if len(text) < 80 else f"{text[:76]}..."

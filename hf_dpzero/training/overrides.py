@@ -1,0 +1,114 @@
+"""What a trainer gets in place of Trainer's own functions: honoured, refused or named in a warning."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import Seq2SeqTrainer
+from transformers.utils import logging
+
+from hf_dpzero.training.fields import refuse_fields
+
+logger = logging.get_logger(__name__)
+
+INSTEAD = {
+    "training_step": "write the loss as compute_per_example_loss, and what else happens as a callback",
+    "get_train_dataloader": "set sampling and expected_batch_size, and pass a data_collator",
+    "create_optimizer": "set method, update_rule (zeroth order) or optim (dp-adamw, adamw)",
+    "create_optimizer_and_scheduler": "override create_scheduler",
+    "_get_train_sampler": "set sampling",
+}
+"""Methods that the accounting rests on, or that are never called, and what to use in their place."""
+
+
+def check_overrides(trainer: Any) -> None:
+    """Refuses what would break the accounting; names in one warning what training does not use.
+
+    A learning-rate scheduler in `optimizers=(None, scheduler)` is honoured in zeroth-order runs, and an
+    overridden `create_scheduler` in all: learning rates are public.
+
+    Args:
+      trainer: a `DPZeroTrainer` that has its arguments.
+
+    Raises:
+      ValueError: says what to use instead.
+    """
+    refuse_fields(trainer.args)  # fields may have been set since the configuration was made
+    _check_optimizers(trainer)
+    unused = [*_unused_methods(trainer), *_unused_losses(trainer), *_unused_generation(trainer)]
+    if unused:
+        logger.warning(f"not used by {type(trainer).__name__}: {'; '.join(unused)}.")
+
+
+def _check_optimizers(trainer: Any) -> None:
+    method, scheduler = trainer.args.method, trainer.lr_scheduler
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        given = trainer.optimizer or trainer.optimizer_cls_and_kwargs[0]
+        name = given.__name__ if isinstance(given, type) else type(given).__name__
+        raise ValueError(
+            f"the optimizer {name} with method={method!r} is not what the ledger would say: set "
+            f"{INSTEAD['create_optimizer'].removeprefix('set ')}. A schedule alone, "
+            "optimizers=(None, scheduler), is taken in zeroth-order runs."
+        )
+    if scheduler is None:
+        return
+    if trainer.args.first_order:
+        raise ValueError(
+            f"a scheduler in optimizers= with method={method!r} sets the rates of an optimizer that is "
+            "not the run's: set lr_scheduler_type, or override create_scheduler."
+        )
+    if "metrics" in inspect.signature(scheduler.step).parameters:
+        raise ValueError(
+            f"the scheduler {type(scheduler).__name__} follows a metric and the optimizer that it was "
+            "made with: set lr_scheduler_type='reduce_lr_on_plateau' or 'greedy'."
+        )
+
+
+def _unused_methods(trainer: Any) -> Iterator[str]:
+    for name, instead in INSTEAD.items():
+        owner, above = overriding(type(trainer), name)
+        if owner and above:
+            raise ValueError(
+                f"{owner}.{name} replaces what the accounting rests on, or is never called: {instead}."
+            )
+        if owner:
+            yield f"{owner}.{name} ({instead})"
+
+
+def _unused_losses(trainer: Any) -> Iterator[str]:
+    own, smoothing = trainer.per_example_loss, trainer.args.label_smoothing_factor
+    owner, _ = overriding(type(trainer), "compute_loss")
+    given = ["compute_loss_func"] if trainer.compute_loss_func else []
+    given += [f"{owner}.compute_loss"] if owner else []
+    if own is None:
+        words = "which evaluation uses and training does not; pass compute_per_example_loss"
+        yield from (f"{name} ({words})" for name in given)
+    elif smoothing:
+        yield f"label_smoothing_factor={smoothing} (compute_per_example_loss is what is trained on)"
+
+
+def _unused_generation(trainer: Any) -> Iterator[str]:
+    args = trainer.args
+    if getattr(args, "predict_with_generate", False) and not isinstance(trainer, Seq2SeqTrainer):
+        yield "predict_with_generate=True (it is for a Seq2SeqTrainer)"
+
+
+def overriding(trainer: type, name: str) -> tuple[str, bool]:
+    """The class outside hf_dpzero and transformers that defines a method.
+
+    Args:
+      trainer: a class of trainers.
+      name: of the method.
+
+    Returns:
+      The first such class's name, or ""; and whether it stands before all classes of hf_dpzero, so
+      that its method is the one that runs.
+    """
+    packages = [parent.__module__.split(".")[0] for parent in trainer.__mro__]
+    ours = packages.index("hf_dpzero") if "hf_dpzero" in packages else len(packages)
+    for place, (parent, package) in enumerate(zip(trainer.__mro__, packages, strict=True)):
+        if package not in ("hf_dpzero", "transformers") and name in vars(parent):
+            return parent.__name__, place < ours
+    return "", False

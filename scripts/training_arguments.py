@@ -1,0 +1,85 @@
+"""What Hugging Face's training arguments do: `python -m scripts.training_arguments` writes the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_dpzero.training.fields import FIELDS, OTHER, REFUSED, UNUSED, WORKS, Use
+from hf_dpzero.training.method_names import METHODS
+from hf_dpzero.training.overrides import INSTEAD
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "training_arguments.md"
+
+_INTRODUCTION = """\
+# Training arguments
+
+Written by `python -m scripts.training_arguments` from the tables of `training/fields.py`.
+
+`DPZeroConfig` has all fields of `TrainingArguments`, `DPZeroSeq2SeqConfig` those of
+`Seq2SeqTrainingArguments` too. None is ignored in silence. A field that would break a run or its
+guarantee is refused with a `ValueError` when the configuration is made. A changed field without effect
+or of another meaning is named in one warning, and so is a field of a later version of transformers. The
+others work as in Trainer. Some of the fields are missing in some of the supported versions.
+"""
+_TRAINER = {
+    "`compute_per_example_loss`": "is trained on",
+    "`compute_loss_func`, an overridden `compute_loss`": "evaluation uses it; a warning says that "
+    "training does not, unless there is `compute_per_example_loss`",
+    "`optimizers=(None, scheduler)`": "zeroth order: its learning rates are used; else refused",
+    "`optimizers=(optimizer, ...)`, `optimizer_cls_and_kwargs`": "refused: set `method`, "
+    "`update_rule` or `optim`",
+    "`model_init`, `hyperparameter_search()`": "refused",
+    "an overridden `create_scheduler`": "is used",
+    f"an overridden {', '.join(f'`{name}`' for name in INSTEAD)}": "refused, with what to use instead",
+    "`preprocess_logits_for_metrics`, `compute_metrics`, `data_collator`": "as in Trainer",
+    "callbacks that stop the training": "as in Trainer; the report counts the steps that were taken",
+}
+_SECTIONS = {
+    REFUSED: ("Refused", "why, and what to do"),
+    UNUSED: ("Without effect", "why"),
+    OTHER: ("Of another meaning", "what it means"),
+    WORKS: ("As in Trainer, with a remark", "remark"),
+}
+
+
+def page() -> str:
+    """The Markdown, ending in a new line."""
+    rows = [f"| {given} | {what} |" for given, what in _TRAINER.items()]
+    title = "## What is passed to the trainer, or overridden"
+    table = [title, "", "| given | what happens |", "|---|---|", *rows]
+    return "\n".join([_INTRODUCTION, *_sections(), *table, ""])
+
+
+def _sections() -> Iterator[str]:
+    for kind, (title, column) in _SECTIONS.items():
+        lines = [f"| field | methods | {column} |", "|---|---|---|"]
+        for text, uses in _by_text(kind).items():
+            names = ", ".join(f"`{name}`" for name in uses)
+            use = next(iter(uses.values()))
+            where = f", with `{use.where}`" if use.where else ""
+            lines.append(f"| {names} | {_methods(use)}{where} | {text.rstrip('.')} |")
+        yield "\n".join([f"## {title}", "", *lines, ""])
+    plain = [name for name, uses in FIELDS.items() if uses == (Use(WORKS),)]
+    yield f"All others work as in Trainer: {', '.join(f'`{name}`' for name in plain)}.\n"
+
+
+def _by_text(kind: str) -> dict[str, dict[str, Use]]:
+    """Text -> the fields that have it."""
+    found: dict[str, dict[str, Use]] = {}
+    for name, uses in FIELDS.items():
+        taken: tuple[str, ...] = ()
+        for use in uses:
+            rest = use._replace(methods=tuple(m for m in use.methods if m not in taken))
+            if use.kind == kind and use.text:
+                found.setdefault(use.text, {})[name] = rest
+            taken += () if use.where else use.methods
+    return found
+
+
+def _methods(use: Use) -> str:
+    return "all" if len(use.methods) == len(METHODS) else ", ".join(use.methods)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,173 @@
+"""What a trainer gets in place of Trainer's own functions is honoured, refused or named in a warning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_runs import build, config, tiny_data, tiny_model
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, default_data_collator
+
+from hf_dpzero import DPZeroTrainer
+from hf_dpzero.training.overrides import INSTEAD, overriding
+
+
+def made(kind: type, tmp_path, settings=None, **fields) -> DPZeroTrainer:
+    """A trainer of a subclass."""
+    return kind(
+        model=tiny_model(),
+        args=config(tmp_path, **fields),
+        train_dataset=tiny_data(),
+        eval_dataset=tiny_data(40, seed=2),
+        data_collator=default_data_collator,
+        **(settings or {}),
+    )
+
+
+def schedule(rate: float = 0.5) -> LambdaLR:
+    """learning rates 0.02, 0.02 `rate`, 0.02 `rate`^2, ..."""
+    carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
+    return LambdaLR(carrier, lambda step: rate**step)
+
+
+def rates(trainer: DPZeroTrainer) -> list[float]:
+    return [release.learning_rate for release in trainer.trajectory.releases]
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_methods_that_carry_the_guarantee_are_not_overridden(tmp_path, name):
+    kind = type("Mine", (DPZeroTrainer,), {name: getattr(DPZeroTrainer, name)})
+    with pytest.raises(ValueError, match=f"Mine.{name} replaces .*: {INSTEAD[name][:20]}"):
+        made(kind, tmp_path)
+
+
+def test_methods_that_are_shadowed_are_named(tmp_path, caplog):
+    """A trainer of somebody else's below ours: its step is not called."""
+
+    class Theirs(Trainer):
+        def training_step(self, *args, **kwargs):
+            raise AssertionError
+
+    kind = type("Joint", (DPZeroTrainer, Theirs), {"__module__": "hf_dpzero.tests"})
+    assert overriding(kind, "training_step") == ("Theirs", False)
+    assert overriding(DPZeroTrainer, "training_step") == ("", False)
+    made(kind, tmp_path, max_steps=1).train()
+    assert "not used by Joint: Theirs.training_step (write the loss as" in caplog.text
+
+
+def test_losses_that_only_evaluation_uses_are_named(tmp_path, caplog):
+    class Mine(DPZeroTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    def loss(model, inputs):
+        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+        return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+
+    own = {"compute_per_example_loss": loss}
+    made(Mine, tmp_path, own)
+    build(tmp_path, trainer_settings={**own, "compute_loss_func": print})
+    assert "not used" not in caplog.text
+    made(Mine, tmp_path)
+    assert "Mine.compute_loss (which evaluation uses and training does not; pass" in caplog.text
+    build(tmp_path, trainer_settings={"compute_loss_func": print})
+    assert "DPZeroTrainer: compute_loss_func (which evaluation" in caplog.text
+    build(tmp_path, trainer_settings=own, label_smoothing_factor=0.1)
+    assert "label_smoothing_factor=0.1 (compute_per_example_loss is" in caplog.text
+
+
+def test_generation_needs_a_trainer_that_generates(tmp_path, caplog):
+    args = config(tmp_path)
+    args.predict_with_generate = True
+    DPZeroTrainer(tiny_model(), args, train_dataset=tiny_data())
+    assert "predict_with_generate=True (it is for a Seq2SeqTrainer)" in caplog.text
+
+
+# ---- optimizers and schedules
+
+
+def test_optimizers_are_refused(tmp_path):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    for settings in (
+        {"optimizers": (torch.optim.SGD([parameter]), None)},
+        {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
+    ):
+        for method in ("dpzero", "dp-adamw"):
+            with pytest.raises(ValueError, match="optimizer SGD with method='dp.*: set method"):
+                build(tmp_path, method=method, trainer_settings=settings)
+
+
+def test_a_scheduler_sets_the_rates_of_a_zeroth_order_run(tmp_path):
+    trainer = build(tmp_path, max_steps=3, trainer_settings={"optimizers": (None, schedule())})
+    trainer.train()
+    assert rates(trainer) == [0.02, 0.01, 0.005]
+
+
+def test_a_scheduler_goes_on_after_a_resume(tmp_path):
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    given = {"optimizers": (None, schedule()), "callbacks": [Stop()]}
+    build(tmp_path, trainer_settings=given, **settings).train()
+    again = build(tmp_path, trainer_settings={"optimizers": (None, schedule())}, **settings)
+    again.train(resume_from_checkpoint=True)
+    assert rates(again) == [0.02, 0.01, 0.005]
+
+
+def test_schedulers_that_would_not_be_followed_are_refused(tmp_path):
+    given = {"trainer_settings": {"optimizers": (None, schedule())}}
+    with pytest.raises(ValueError, match="method='dp-sgd' sets the rates of an optimizer"):
+        build(tmp_path, method="dp-sgd", **given)
+    carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    given = {"trainer_settings": {"optimizers": (None, ReduceLROnPlateau(carrier))}}
+    with pytest.raises(ValueError, match="lr_scheduler_type='reduce_lr_on_plateau'"):
+        build(tmp_path, **given)
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
+def test_an_overridden_create_scheduler_is_used(tmp_path, method):
+    class Mine(DPZeroTrainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 0.1**step)
+            return self.lr_scheduler
+
+    trainer = made(Mine, tmp_path, method=method, max_steps=2)
+    trainer.train()
+    assert rates(trainer) == pytest.approx([1e-2, 1e-3])
+
+
+# ---- callbacks
+
+
+class Stop(TrainerCallback):
+    """Stops after two steps, in one of two ways."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Sets a flag."""
+        if state.global_step == 2:
+            setattr(control, self.name, True)
+
+
+@pytest.mark.parametrize("name", ["should_training_stop", "should_epoch_stop"])
+def test_a_callback_that_stops_is_accounted(tmp_path, name):
+    trainer = build(tmp_path, trainer_settings={"callbacks": [Stop(name)]})
+    trainer.train()
+    report = trainer.privacy_report()
+    assert trainer.trajectory.next_step == trainer.state.global_step == report.steps == 2
+    assert report.epsilon == trainer.plan.epsilon(trainer.delta, at=2) < trainer.plan.epsilon(1e-3)
+
+
+def test_early_stopping_works(tmp_path):
+    trainer = build(
+        tmp_path,
+        trainer_settings={"callbacks": [EarlyStoppingCallback(1, 1e9)]},
+        **{"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
+    )
+    trainer.train()
+    assert trainer.trajectory.next_step == trainer.privacy_report().steps == 2

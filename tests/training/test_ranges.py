@@ -1,0 +1,97 @@
+"""Numbers out of range are refused when a configuration is made, each in one sentence that names it."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from tiny_runs import config
+from transformers.utils import logging
+
+from hf_dpzero.privacy.accounting import MAX_PLD_STEPS
+from hf_dpzero.training.ranges import RANGES
+
+NAN, INF = math.nan, math.inf
+BAD = {
+    "learning_rate": (-1e-3, 1e30, NAN, INF, "1e-3", True),
+    "weight_decay": (-0.1, NAN, INF, 200.0),
+    "max_steps": (0, -2, 2.5, NAN, INF),
+    "warmup_steps": (-1, 1.5, NAN, 7, 1e9),
+    "smoothing": (0.0, -1e-3, 1e30, NAN, INF),
+    "clip": (0.0, -1.0, NAN, INF),
+    "clip_quantile": (0.0, 1.0, NAN),
+    "clip_learning_rate": (-0.1, 11, NAN),
+    "clip_count_noise": (0.0, -1.0, INF),
+    "clip_stability": (0.0, NAN),
+    "clip_groups": (0, 1.5),
+    "expected_batch_size": (0, -1, NAN, INF),
+    "noise_multiplier": (-1.0, NAN, INF),
+    "num_directions": (0, 1.5, INF, NAN),
+    "microbatch_size": (0, -1, 1.5),
+    "max_batch_size": (0, 1.5),
+    "per_device_train_batch_size": (0,),
+    "per_device_eval_batch_size": (0,),
+    "max_grad_norm": (-1.0, NAN),
+    "momentum": (1.0, -0.1, NAN),
+    "update_window": (0, 1.5),
+    "subspace_rank": (0, 1.5),
+    "subspace_steps": (0,),
+    "adam_beta1": (1.0, -0.1),
+    "adam_beta2": (1.0, NAN),
+    "adam_epsilon": (-1e-8,),
+    "label_smoothing_factor": (-0.1, 1.0, NAN),
+    "target_delta": (0.0, 1.0, -1.0, NAN),
+}
+CASES = [(name, value) for name, values in BAD.items() for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), CASES)
+def test_numbers_out_of_range_are_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=rf"\b{name}=.*(must|more than the run's)") as refusal:
+        config(tmp_path, **{name: value})
+    assert str(refusal.value).count("\n") == 0
+
+
+def test_every_range_is_tried():
+    assert RANGES.keys() - BAD.keys() == {"target_epsilon"}  # instead of noise_multiplier:
+    for value in (0.0, -1.0, NAN, INF):
+        with pytest.raises(ValueError, match="target_epsilon="):
+            config("unused", noise_multiplier=None, target_epsilon=value)
+
+
+@pytest.mark.parametrize("epochs", [0, -1, NAN, INF])
+def test_epochs_are_refused_where_they_count(tmp_path, epochs):
+    with pytest.raises(ValueError, match="num_train_epochs=.* must be a finite number above 0"):
+        config(tmp_path, num_train_epochs=epochs, max_steps=-1)
+
+
+def test_a_warmup_in_epochs_is_held_against_the_steps(tmp_path):
+    """120 rows in batches of 12: one epoch is 10 steps."""
+    made = config(tmp_path, max_steps=-1, num_train_epochs=1, warmup_steps=11)
+    with pytest.raises(ValueError, match="warmup_steps=11 is more than the run's 10 steps"):
+        made.plan(120)
+    assert config(tmp_path, warmup_steps=0.5).warmup_steps == 0.5  # a share of the steps
+
+
+@pytest.mark.parametrize(("smoothing", "warns"), [(1e-8, True), (1e-3, False)])
+def test_a_smoothing_that_float32_cannot_resolve_warns(tmp_path, caplog, smoothing, warns):
+    logging.logging.Logger.warning_once.cache_clear()
+    config(tmp_path, smoothing=smoothing)
+    assert ("smoothing=1e-08 is finer than float32 resolves" in caplog.text) == warns
+    config(tmp_path, smoothing=1e-8, method="dp-sgd")
+    assert caplog.text.count("finer than float32") == warns
+
+
+def test_a_billion_steps_are_refused_at_once(tmp_path):
+    """dp-accounting would compute for hours; the RDP accountant answers."""
+    settings = {"noise_multiplier": None, "target_epsilon": 2.0, "target_delta": 1e-5}
+    start = time.monotonic()
+    made = config(tmp_path, **settings, max_steps=10**9)
+    with pytest.raises(
+        ValueError, match=f"1000000000 steps are .*{MAX_PLD_STEPS}: use accountant='rdp'"
+    ):
+        made.plan(10_000)
+    assert time.monotonic() - start < 10
+    plan = config(tmp_path, **settings, max_steps=10**9, accountant="rdp").plan(10_000)
+    assert plan.epsilon(1e-5) <= 2.0
