@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import datasets
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -75,7 +76,11 @@ class Rows:
         return stacks is not None and bool(stacks(self._fetched([0])[0]))
 
     def _fetched(self, indices: list[int]) -> list[Any]:
-        if hasattr(self.dataset, "__getitems__"):
+        """The rows, asked for one by one where their data set may compute something of all of them.
+
+        A transform (`with_transform`) that gets the rows of a batch pads each to the longest one.
+        """
+        if isinstance(self.dataset, datasets.Dataset) and self.dataset.format["type"] != "custom":
             return list(self.dataset.__getitems__(indices))
         return [self.dataset[i] for i in indices]
 

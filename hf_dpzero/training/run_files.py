@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.sampling import new_sampler_key
 from hf_dpzero.reporting.hub import FOLDER_NAME
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, versions
+from hf_dpzero.reporting.weights import digest_weights
 from hf_dpzero.training import distributed
 
 STATE_NAME = "dpzero_state.json"
@@ -179,8 +181,23 @@ def save_state(
       space: `state_dict` of the training method.
       trajectory: its first `step` releases are digested.
     """
-    state = {"step": step, "space": dict(space), "trajectory_digest": trajectory.digest(step)}
+    state = {
+        "step": step,
+        "space": dict(space),
+        "trajectory_digest": trajectory.digest(step),
+        "files": _digests_of(checkpoint),
+    }
     write_atomically(checkpoint / STATE_NAME, json.dumps(state))
+
+
+def _digests_of(checkpoint: Path) -> dict[str, str | None]:
+    """Digests of what a resumed run goes on from: the weights, and the optimizer's state."""
+    optimizer = checkpoint / "optimizer.pt"
+    digest = None
+    if optimizer.is_file():
+        with optimizer.open("rb") as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+    return {"weights": digest_weights(checkpoint), "optimizer": digest}
 
 
 def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
@@ -195,7 +212,8 @@ def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
 
     Raises:
       ValueError: the checkpoint was not written by DPZeroTrainer, or with save_only_model.
-      LedgerError: it was made by other releases than the ledger's first steps.
+      LedgerError: it was made by other releases than the ledger's first steps, or its weights or its
+        optimizer's state are not those that were written with them.
     """
     path = Path(checkpoint) / STATE_NAME
     if not path.exists():
@@ -210,5 +228,11 @@ def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
         raise LedgerError(
             f"{checkpoint} was made by another run, or by releases that {LEDGER_NAME} does not hold: "
             "resume from a checkpoint of this ledger, or start afresh in another output_dir."
+        )
+    found = _digests_of(Path(checkpoint))
+    if other := [name for name in found if found[name] != state["files"][name]]:
+        raise LedgerError(
+            f"the {other[0]} in {checkpoint} is not what this run wrote there, so nothing is known "
+            "about its privacy: resume from another checkpoint, or start afresh in another output_dir."
         )
     return dict(state["space"])

@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from transformers.utils import logging
 
 from hf_dpzero.estimators.forward_passes import ParameterChanged
-from hf_dpzero.ledger.digests import digest_model, digest_tensors
+from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.objectives.heads import select_objective
@@ -58,6 +58,8 @@ from hf_dpzero.training.precision import uncached_autocast, unwrapped
 from hf_dpzero.training.prediction import PredictingTrainer
 
 logger = logging.get_logger(__name__)
+
+_MODEL_INIT = "model_init makes a new model after the checks: pass the model itself as `model`."
 
 
 class DPZeroMixin(PredictingTrainer):
@@ -99,9 +101,7 @@ class DPZeroMixin(PredictingTrainer):
             raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
         distributed.check_single_strategy(args)
         if settings.get("model_init") is not None:
-            raise ValueError(
-                "model_init makes a new model after the checks: pass the model itself as `model`."
-            )
+            raise ValueError(_MODEL_INIT)
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
             validation.check_placement(model)
             model = unwrapped(model)
@@ -122,7 +122,7 @@ class DPZeroMixin(PredictingTrainer):
         self._delta: float | None = None
         self._sampler_key: bytes | None = None
         self._diagnostics: dict[str, float] = {}
-        self._buffers: str | None = None
+        self._besides: validation.SavedBesides | None = None
         self._started_from = ""  # digest of the model; of a resumed run's it is not known
         self._trained_digest: str | None = None  # of the weights that training ended in
         self._reads = contextlib.ExitStack()
@@ -208,13 +208,18 @@ class DPZeroMixin(PredictingTrainer):
             resume = get_last_checkpoint(self.output_dir)
             if resume is None:
                 raise ValueError(f"{self.output_dir} has no checkpoint to resume from.")
+        if self.model_init is not None:
+            raise ValueError(_MODEL_INIT)
+        self._besides = validation.SavedBesides(self.model)
         check_before_training(self)
+        self._besides.check()
         for caveat in base_caveats(self.earlier_runs):
             logger.warning(caveat)
         try:
             self._open_run(resume)
             self._trained_digest = None
             output = super().train(resume_from_checkpoint=resume, **settings)
+            self._besides.check()
         finally:
             self._sampler_key = None
             self._reads.close()
@@ -307,7 +312,10 @@ class DPZeroMixin(PredictingTrainer):
                     self.trajectory.close()
                     self.trajectory = None  # these weights are not its
                     raise
-            self._buffers = digest_tensors(self.model.named_buffers())
+            assert self._besides is not None
+            self._besides.take_configuration()  # Trainer has set the tokenizer's special tokens
+            if self._method_state is not None:
+                self._besides.take_state()  # a checkpoint's, which passed this check when it was written
             kind: type[TrainingMethod] = (
                 FirstOrderMethod if self.args.first_order else ZerothOrderMethod
             )
@@ -391,6 +399,8 @@ class DPZeroMixin(PredictingTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.method.settle_()
+        assert self._besides is not None
+        self._besides.check()
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         super()._save_checkpoint(model, trial)
         if self.args.should_save and folder.exists():
@@ -411,8 +421,8 @@ class DPZeroMixin(PredictingTrainer):
                 "save_model() before anything else changes it, or save it elsewhere with "
                 "model.save_pretrained(), without a report."
             )
-        if self._buffers is not None:
-            validation.check_buffers(self.model, self._buffers)
+        if self._besides is not None:
+            self._besides.check_state()
         super()._save(output_dir, state_dict)
         if self.trajectory is not None and self.args.should_save:
             folder = Path(output_dir or self.output_dir)

@@ -6,16 +6,18 @@ Nothing here is released: what is read decides only whether training starts or a
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
 from hf_dpzero.estimators.opacus_hooks import hooks_class
 from hf_dpzero.ledger.digests import checksums, digest_tensors
+from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.perturbation.trainable import check_dtype, check_storage, has_plain_storage
 
 
@@ -180,18 +182,72 @@ def _check_unwritten(
         )
 
 
-def check_buffers(model: nn.Module, digest: str) -> None:
-    """Refuses to save a model whose buffers the forward passes have changed.
+class SavedBesides:
+    """What a model saves beside its parameters: buffers, extra state and its configuration.
+
+    Forward passes read private rows, so whatever they leave there would be saved without noise.
 
     Args:
-      model: after training.
-      digest: `digest_tensors` of its buffers before.
-
-    Raises:
-      ValueError: they would carry un-noised statistics of the private data into the saved model.
+      model: before its first forward pass.
     """
-    if digest_tensors(model.named_buffers()) != digest:
-        raise ValueError(
-            "a forward pass changed the model's buffers (running statistics, counters): they hold "
-            "un-noised traces of the private data and are not saved. Make them constant in eval mode."
-        )
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.take_state()
+        self.take_configuration()
+
+    def take_state(self) -> None:
+        """Notes buffers and extra state as they are now."""
+        self._state = _extra_state(self.model)
+
+    def take_configuration(self) -> None:
+        """Notes the configuration as it is now."""
+        self._config = _configuration(self.model)
+
+    def check(self) -> None:
+        """Compares with what was noted, configuration included.
+
+        Raises:
+          ValueError: names what changed, which would carry un-noised traces of the private data into
+            the saved model.
+        """
+        now = _configuration(self.model)
+        changed = [
+            key for key in now.keys() | self._config.keys() if now.get(key) != self._config.get(key)
+        ]
+        if changed:
+            _refuse_traces(f"config.{min(changed)}")
+        self.check_state()
+
+    def check_state(self) -> None:
+        """As `check`, of buffers and extra state alone: a configuration may be set on purpose."""
+        now = _extra_state(self.model)
+        changed = [
+            key for key in now.keys() | self._state.keys() if now.get(key) != self._state.get(key)
+        ]
+        if changed:
+            _refuse_traces(min(changed))
+
+
+def _refuse_traces(name: str) -> None:
+    raise ValueError(
+        f"a forward pass changed {name}, which is saved with the model: such buffers, extra state and "
+        "settings hold un-noised traces of the private data. Make them constant in eval mode, and "
+        "initialise them on public data before training."
+    )
+
+
+def _extra_state(model: nn.Module) -> dict[str, str]:
+    """Digests of what `state_dict` has beside parameters: saved buffers and extra state, by name."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    besides = {n: v for n, v in model.state_dict().items() if n not in parameters}
+    tensors = {name: value for name, value in besides.items() if isinstance(value, Tensor)}
+    others = {n: repr(pickle.dumps(v)) for n, v in besides.items() if n not in tensors}
+    return {name: digest_tensors([(name, value)]) for name, value in tensors.items()} | others
+
+
+def _configuration(model: nn.Module) -> dict[str, str]:
+    """The settings that are saved; not `problem_type`, which transformers fills in from the labels."""
+    config: Any = getattr(base_model(model), "config", None)
+    settings = config.to_dict() if hasattr(config, "to_dict") else {}
+    return {name: repr(value) for name, value in settings.items() if name != "problem_type"}
