@@ -33,6 +33,7 @@ def make_exact(
     microbatch: Microbatch,
     direction: Direction,
     num_directions: int = 1,
+    public: bool = True,
 ) -> list[str]:
     """Tries the strategy and the frozen prefix on a microbatch; turns off what is not exact.
 
@@ -44,22 +45,33 @@ def make_exact(
       microbatch: a few examples.
       direction: any; both its signs are tried.
       num_directions: K of the steps to come; 1 never stacks by itself.
+      public: whether the microbatch is. Private rows choose nothing: the bits of all others follow from
+        the choice. They may only refuse it, and "auto" does not stack.
 
     Returns:
       What was turned off and why, for a log; [] if nothing was.
 
     Raises:
-      ValueError: the strategy that was asked for by name is not exact for this model.
+      ValueError: the strategy that was asked for by name is not exact for this model; or, with private
+        rows, whatever is not exact.
     """
     messages = []
+    if differences.stack is not None and not public:
+        differences.stack.one_copy_a_pass()
     reason = inexactness(differences, microbatch, direction)
     if reason is not None:
-        if not differences.chosen_automatically:
+        if not (differences.chosen_automatically and public):
             raise ValueError(f"strategy={differences.strategy!r} {reason}; use 'whole_model'.")
         messages.append(f"the strategy is whole_model: {differences.strategy} {reason}.")
         differences.use("whole_model")
-    _stack_if_it_pays(differences, microbatch, direction, num_directions)
+    if public:
+        _stack_if_it_pays(differences, microbatch, direction, num_directions)
     if not prefix_is_exact(differences, microbatch, direction):
+        if not public:
+            raise ValueError(
+                "the frozen first layers do not give the same losses when they are reused: set "
+                "reuse_frozen_prefix=False, or pass a public eval_dataset that can tell."
+            )
         messages.append("reuse_frozen_prefix is off: it would not be exact for this model.")
         differences.prefix = None
     return messages

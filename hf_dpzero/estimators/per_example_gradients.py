@@ -98,7 +98,7 @@ class HookedGradients(ABC):
                 norms.append(self._add_weighted_(totals, hooks, part, weigh))
         return totals, torch.cat(norms)
 
-    def check_attribution(self, batch: Batch) -> None:
+    def check_attribution(self, batch: Batch, exact: bool = False) -> None:
         """Tries the hooks on a few rows: is what they give an example that example's own gradient?
 
         What a layer sees must grow with the number of examples, and each example's gradient must
@@ -108,6 +108,8 @@ class HookedGradients(ABC):
 
         Args:
           batch: B >= 2 examples, better 3, padded together.
+          exact: refuse layers that compute in half precision too, whose rounding of one example depends
+            on the others in its microbatch.
 
         Raises:
           ValueError: a layer or parameter that does not pass, by its name; B < 2.
@@ -117,6 +119,12 @@ class HookedGradients(ABC):
             raise ValueError("attribution is tried on at least 2 examples: repeat one.")
         with self._hooked() as hooks:
             norms = self._norms_by_parameter(hooks, batch)
+            if exact and hooks.coarse:
+                raise ValueError(
+                    "a layer computes in half precision (torch.autocast in its forward?), where one "
+                    "example's gradient is rounded by what stands beside it: set microbatch_size=1, or "
+                    "compute in float32."
+                )
             seen, coarse = dict(hooks.seen), hooks.coarse or rounds_products()
             self._norms_by_parameter(hooks, _part(batch, 0, size - 1))
             _check_scaling(seen, size, hooks.seen, size - 1)

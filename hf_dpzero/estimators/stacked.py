@@ -178,6 +178,10 @@ class StackedCopies:
         with evaluating(), self._guard.watching(), kernels or StackedKernels():
             return vmap(one)(stack).detach().cpu()
 
+    def one_copy_a_pass(self) -> None:
+        """Runs one copy at a time: for want of public rows that tell how wide results are."""
+        self.floats_per_example = self._floats_per_entry = float("inf")
+
     def copies_at_once(self, microbatch: Microbatch) -> int:
         """How many copies run in one pass over a microbatch: widths grow with its entries."""
         floats = self._floats_per_entry * _entries(microbatch)

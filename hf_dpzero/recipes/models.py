@@ -24,6 +24,7 @@ from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.checkpoints import dtype_settings, fetched, load_tokenizer, settle_quantised_
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, label_text_weights
 from hf_dpzero.reporting.provenance import resolve_path
+from hf_dpzero.training.fixed_shapes import context_length, repeat_last, shape_of
 from hf_dpzero.training.precision import low_precision_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ LANGUAGE_MODELS: dict[str, Any] = {
     "causal_lm": AutoModelForCausalLM,
 }
 
-_MAP_BATCH = 2048
+_MAP_BATCH, _ENCODED = 2048, 32  # rows handed over at once; rows in a pass, so that few fill it up
 
 
 def load_model(
@@ -254,6 +255,29 @@ def output_layer(model: nn.Module) -> nn.Linear:
     return layers[-1]
 
 
+def _embedded(classifier: SentenceClassifier, tokens: Mapping[str, Tensor]) -> Tensor:
+    place = classifier.classifier.weight.device
+    return classifier.embed(**{key: value.to(place) for key, value in tokens.items()}).cpu()
+
+
+@torch.no_grad()
+def _encodes_in_fixed_shapes(classifier: SentenceClassifier, size: int) -> bool:
+    """Whether, on random tokens, no bit of a row follows from its neighbours in a batch of one shape."""
+    encoder, draw = classifier.encoder, torch.Generator().manual_seed(0)
+    place = classifier.classifier.weight.device
+    for width in (8, min(64, context_length(encoder) or 64)):
+        ids = torch.randint(encoder.config.vocab_size, (size, width), generator=draw).to(place)
+        lengths = torch.randint(2, width + 1, (size, 1), generator=draw)
+        mask = (torch.arange(width) < lengths).long().to(place)
+        together = encoder(input_ids=ids, attention_mask=mask)[0]
+        for row in {0, size // 2, size - 1}:
+            same = [row] * size
+            alone = encoder(input_ids=ids[same], attention_mask=mask[same])[0]
+            if not torch.equal(alone, together[same]):
+                return False
+    return True
+
+
 def precompute_features(
     model: nn.Module,
     dataset: datasets.Dataset,
@@ -265,8 +289,9 @@ def precompute_features(
 ) -> datasets.Dataset:
     """Runs the frozen encoder once over tokenised rows, so that training costs the head alone.
 
-    No privacy is spent: each embedding is a function of its own row and of public weights, and the
-    result is as private as the rows. `datasets` caches it beside its source (when that is on disk)
+    No privacy is spent: each embedding is a function of its own row and of public weights, bit for bit
+    (rows are padded by themselves and run in microbatches of fixed shapes), and the result is as private
+    as the rows. `datasets` caches it beside its source (when that is on disk)
     under a fingerprint of rows, weights and pooling.
 
     Args:
@@ -274,7 +299,8 @@ def precompute_features(
       dataset: rows with input_ids and labels, as `Task.tokenize` makes them.
       collate: pads rows into a batch of tensors, as `Task.collator` does.
       trainable: as in `DPZeroConfig`; applied first.
-      batch_size: rows in one forward pass, >= 1; 1 is taken where the encoder computes in low precision.
+      batch_size: rows in every forward pass, >= 1, and no more than 32 are taken; 1 where the encoder
+        computes in low precision, or rounds a row by what stands beside it even in a batch of one shape.
       device: where the encoder runs; None leaves the model where it is.
 
     Returns:
@@ -304,20 +330,30 @@ def precompute_features(
         nn.Module.to(classifier, device)
     embedding = datasets.Sequence(datasets.Value("float32"), length=config.feature_size)
     features = {"labels": dataset.features["labels"], "sentence_embedding": embedding}
-    # Coarse rounding depends on what is beside a row, and an embedding must not.
-    size = 1 if low_precision_of(classifier) else batch_size
-    settings = (config.pooling, config.normalize, config.pair_features, *["alone"] * (size == 1))
+    size = min(batch_size, _ENCODED)
+    alone = bool(low_precision_of(classifier)) or not _encodes_in_fixed_shapes(classifier, size)
+    size = 1 if alone else size
+    settings = (
+        config.pooling,
+        config.normalize,
+        config.pair_features,
+        "alone" if alone else "fixed",
+    )
 
     @torch.no_grad()
     def encode(rows: Mapping[str, list[Any]]) -> dict[str, Any]:
-        order = sorted(range(len(rows["input_ids"])), key=lambda i: len(rows["input_ids"][i]))
-        embeddings = torch.empty(len(order), config.feature_size)
-        for start in range(0, len(order), size):  # rows of like length together
-            chosen = order[start : start + size]
-            batch = right_padded(collate([{name: rows[name][i] for name in rows} for i in chosen]))
-            place = classifier.classifier.weight.device
-            tokens = {key: value.to(place) for key, value in batch.items() if key != "labels"}
-            embeddings[chosen] = classifier.embed(**tokens).cpu()
+        alike: dict[Any, list[int]] = {}  # rows of one shape run together, always `size` of them
+        batches = []
+        for i in range(len(rows["input_ids"])):
+            batch = right_padded(collate([{name: rows[name][i] for name in rows}]))
+            batches.append({key: value for key, value in batch.items() if key != "labels"})
+            alike.setdefault(shape_of(batches[i]), []).append(i)
+        embeddings = torch.empty(len(batches), config.feature_size)
+        for members in alike.values():
+            for start in range(0, len(members), size):
+                chosen = members[start : start + size]
+                filled = repeat_last([batches[i] for i in chosen], size)
+                embeddings[chosen] = _embedded(classifier, filled)[: len(chosen)]
         return {"sentence_embedding": embeddings.numpy()}
 
     return dataset.map(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
-import datasets
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -80,7 +79,8 @@ class Rows:
 
         A transform (`with_transform`) that gets the rows of a batch pads each to the longest one.
         """
-        if isinstance(self.dataset, datasets.Dataset) and self.dataset.format["type"] != "custom":
+        form = getattr(self.dataset, "format", None)  # of a `datasets.Dataset`
+        if isinstance(form, dict) and form.get("type") != "custom":
             return list(self.dataset.__getitems__(indices))
         return [self.dataset[i] for i in indices]
 

@@ -69,6 +69,7 @@ def check_before_training(trainer: Any) -> None:
         objective = select_objective(model)
         trainer.per_example_loss = smoothed(objective, args.label_smoothing_factor)
     distributed.check_processes(args)
+    distributed.check_same_rows(trainer.train_dataset)
     check_mixed_precision(args, args.device.type)
     if trainer.plan.mechanism.private:
         check_precision(model, args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -121,6 +122,41 @@ def check_processes(args: Any) -> None:
             f"clipping='averaged' on {args.world_size} processes: a group's mean is clipped in one "
             "process only; run it in one, or use clipping='fixed'."
         )
+
+
+def check_same_rows(dataset: Any) -> None:
+    """Refuses processes that hold other rows, or the same in another order.
+
+    Each takes its share of the drawn row numbers, so a row under two numbers would count twice.
+
+    Args:
+      dataset: of this process; rows by number.
+
+    Raises:
+      ValueError: on all processes.
+    """
+    if not active():
+        return
+    told = len(dataset), getattr(dataset, "_fingerprint", None)
+    if told[1] is not None and _all_equal(told):
+        return
+    from datasets.fingerprint import Hasher
+
+    digest = hashlib.sha256()
+    for row in range(len(dataset)):
+        digest.update(Hasher.hash(dataset[row]).encode())
+    if not _all_equal((len(dataset), digest.hexdigest())):
+        raise ValueError(
+            "the processes do not hold the same rows in the same order (an unseeded shuffle or "
+            "train_test_split?), so a row could count once for each: seed it, or prepare the data in "
+            "one process and save it."
+        )
+
+
+def _all_equal(value: Any) -> bool:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return all(other == value for other in told)
 
 
 def check_single_strategy(args: Any) -> None:

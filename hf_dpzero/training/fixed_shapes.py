@@ -257,9 +257,13 @@ class FixedShapes:
 
     def filled(self, rows: Sequence[Row]) -> Filled:
         """Up to `slots` rows of one shape as one microbatch."""
-        repeated = [*rows, *[rows[-1]] * (self.slots - len(rows))]
-        names = rows[0]
-        return Filled({n: torch.cat([row[n] for row in repeated]) for n in names}, len(rows))
+        return Filled(repeat_last(rows, self.slots), len(rows))
+
+
+def repeat_last(rows: Sequence[Row], count: int) -> dict[str, Tensor]:
+    """Rows of one shape as a batch of `count`; what is missing repeats the last one."""
+    repeated = [*rows, *[rows[-1]] * (count - len(rows))]
+    return {name: torch.cat([row[name] for row in repeated]) for name in rows[0]}
 
 
 def shape_of(row: Row) -> tuple[Any, ...]:
@@ -288,3 +292,6 @@ def _of_labels(row: Row) -> Iterator[int]:
         aligned = right_padded(row, (*TOKEN_KEYS, "labels"))["labels"]
         yield last_predictors(aligned)
         yield power_of_two(int(aligned[:, 1:].ne(IGNORE_INDEX).sum()), labels.shape[1])
+    answers = row.get("answer_lengths")  # of `objectives.prompted.Candidates`
+    if answers is not None and ids is not None:
+        yield power_of_two(int(answers.max()), ids.shape[-1])

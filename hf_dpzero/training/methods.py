@@ -93,8 +93,9 @@ class ZerothOrderMethod(TrainingMethod):
         with isolated_randomness():
             direction = directions_of(0, header)[0]
             trial = _public_microbatch(trainer)  # what it decides, private rows may not decide
+            public = trial is not None or not trainer.plan.mechanism.private
             messages = make_exact(
-                differences, trial or trainer.probe(), direction, args.num_directions
+                differences, trial or trainer.probe(), direction, args.num_directions, public
             )
         for message in messages:
             logger.warning(message)
@@ -164,7 +165,8 @@ class FirstOrderMethod(TrainingMethod):
         rows = self.trainer.training_rows()
         tried = [i % len(self.trainer.train_dataset) for i in range(3)]
         with isolated_randomness():
-            gradients.check_attribution(rows.collate_rows(tried))
+            several = self.trainer.plan.mechanism.private and args.physical_batch_size > 1
+            gradients.check_attribution(rows.collate_rows(tried), exact=several)
         return gradients
 
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
@@ -241,7 +243,7 @@ def _public_microbatch(trainer: Any) -> Mapping[str, Tensor] | None:
     except ParameterChanged:
         raise
     except (RuntimeError, ValueError, LookupError, TypeError) as error:
-        logger.info(f"the strategy is tried on training rows: {error}")
+        logger.info(f"the strategy is not tried on public rows: {error}")
         return None
 
 

@@ -229,6 +229,10 @@ class SavedBesides:
             _refuse_traces(min(changed))
 
 
+_FILLED_IN = ("problem_type", "architectures", "dtype", "transformers_version")
+"""From the labels' type when it computes a loss, and from the model's class when it saves it."""
+
+
 def _refuse_traces(name: str) -> None:
     raise ValueError(
         f"a forward pass changed {name}, which is saved with the model: such buffers, extra state and "
@@ -247,7 +251,7 @@ def _extra_state(model: nn.Module) -> dict[str, str]:
 
 
 def _configuration(model: nn.Module) -> dict[str, str]:
-    """The settings that are saved; not `problem_type`, which transformers fills in from the labels."""
+    """The settings that are saved, but for those that transformers itself fills in."""
     config: Any = getattr(base_model(model), "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
-    return {name: repr(value) for name, value in settings.items() if name != "problem_type"}
+    return {name: repr(value) for name, value in settings.items() if name not in _FILLED_IN}

@@ -1,4 +1,4 @@
-"""What forward passes leave beside the parameters: buffers, extra state, settings, rows padded together."""
+"""What forward passes leave beside the parameters: buffers, extra state, settings; and padding."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def padded_together(rows: dict[str, Any]) -> dict[str, Tensor]:
     width = max(map(len, rows["ids"]))
     return {
         "input_ids": torch.tensor([r + [0] * (width - len(r)) for r in rows["ids"]]),
-        "attention_mask": torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows["ids"]]),
+        "attention_mask": torch.tensor(
+            [[1] * len(r) + [0] * (width - len(r)) for r in rows["ids"]]
+        ),
         "labels": torch.tensor(rows["labels"]),
     }
 
