@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.provenance import base_names, resolve_path
 from hf_dpzero.reporting.weights import open_each
@@ -142,8 +143,8 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
     """Compares a model with the checkpoints that its configuration names, where they lie here.
 
     A parameter belongs to a tensor of the checkpoint if one's name ends in the other's and the shapes
-    are equal; so do saved buffers that the checkpoint has. The checkpoint's values are taken in the
-    parameter's dtype.
+    are equal; so do saved buffers that the checkpoint has. Of token embeddings that were resized, the
+    tokens that both have are compared. The checkpoint's values are taken in the parameter's dtype.
 
     Args:
       model: any; parts such as an encoder may name their own base.
@@ -157,22 +158,36 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
         return None
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    differing, fresh = [], []
+    differing, fresh, embeddings = [], [], _token_embeddings(model)
     with _named_weights(model) as sources:
         for name, parameter in {**named, **buffers}.items():
             tensors = [
                 tensor
                 for tensor in _candidates(_plain(name), sources)
                 if tensor.shape == parameter.shape
+                or (id(parameter) in embeddings and tensor.shape[1:] == parameter.shape[1:])
             ]
-            if not tensors:
+            if not any(tensor.shape == parameter.shape for tensor in tensors):
                 fresh += [name] if name in named else []
-            elif not any(
-                torch.equal(tensor.to(parameter.dtype), parameter.detach().cpu())
-                for tensor in tensors
-            ):
+            if tensors and not any(_as_saved(parameter, tensor) for tensor in tensors):
                 differing.append(name)
     return Comparison(differing, fresh) if len(fresh) < len(named) else None
+
+
+def _token_embeddings(model: Any) -> set[int]:
+    """The ids of the parameters with one row a token, in and out."""
+    base, found = base_model(model), set()
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            found.add(id(getattr(getattr(base, part)(), "weight", None)))
+    return found
+
+
+def _as_saved(parameter: Tensor, tensor: Tensor) -> bool:
+    """Whether the rows that both have are equal."""
+    rows = min(len(parameter), len(tensor)) if parameter.dim() else None
+    saved, own = (t[:rows] if rows is not None else t for t in (tensor, parameter.detach()))
+    return torch.equal(saved.to(parameter.dtype), own.cpu())
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ class Rows:
         """
         with isolated_randomness():
             rows = self._fetched(indices)
-            batch = self.collate(rows)
+            batch = self._collated(rows)
         _check_rows(len(indices), len(rows), batch_size(batch))
         return batch
 
@@ -66,6 +66,23 @@ class Rows:
         _check_rows(len(indices), len(rows), len(batches))
         return batches
 
+    def _collated(self, rows: list[Any]) -> Mapping[str, Tensor]:
+        try:
+            return self.collate(rows)
+        except (RuntimeError, ValueError) as error:
+            if len(rows) < 2 or not self._transforms():
+                raise
+            raise ValueError(
+                f"rows of train_dataset cannot be put into one batch ({error}): its transform gets one "
+                "row at a time here, so that none is padded to another's length. Give a collator that "
+                "pads, such as DataCollatorWithPadding(tokenizer)."
+            ) from error
+
+    def _transforms(self) -> bool:
+        """Whether the data set makes its rows on access (`with_transform`, `set_transform`)."""
+        form = getattr(self.dataset, "format", None)
+        return isinstance(form, dict) and form.get("type") == "custom"
+
     def are_stacked(self) -> bool:
         """Whether the collator says (`stacks`) that it stacks rows of one shape and does nothing else.
 
@@ -79,8 +96,8 @@ class Rows:
 
         A transform (`with_transform`) that gets the rows of a batch pads each to the longest one.
         """
-        form = getattr(self.dataset, "format", None)  # of a `datasets.Dataset`
-        if isinstance(form, dict) and form.get("type") != "custom":
+        stored = isinstance(getattr(self.dataset, "format", None), dict)  # a `datasets.Dataset`
+        if stored and not self._transforms():
             return list(self.dataset.__getitems__(indices))
         return [self.dataset[i] for i in indices]
 

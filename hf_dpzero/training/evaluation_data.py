@@ -23,6 +23,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+from datasets.fingerprint import Hasher
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from transformers.utils import logging
 
@@ -69,7 +70,8 @@ class PrivateRows:
         Args:
           evaluation: a data set, a stream, a dictionary of them, or None. Of a stream the first 10,000
             rows are compared; of data sets that make their rows on access 20,000, spread evenly. What
-            was compared once, as the same object of the same length, is not compared again.
+            was compared once, as the same object, of the same length, with the same few rows that are
+            looked at, is not compared again.
 
         Raises:
           ValueError: it shows a row of the training set itself; or its rows have the content of private
@@ -81,7 +83,10 @@ class PrivateRows:
             return
         if evaluation is None or _count(self.dataset) is None:  # then training is refused
             return
-        state = (_count(evaluation), getattr(evaluation, "_fingerprint", None))
+        state = (
+            _count(evaluation),
+            getattr(evaluation, "_fingerprint", None) or _glance(evaluation),
+        )
         if any(evaluation is seen and state == then for seen, then in self._passed):
             return
         with isolated_randomness():
@@ -131,6 +136,16 @@ class PrivateRows:
                 repeated = min(repeated, 0.5)
             self._digests[columns] = digests, repeated
         return self._digests[columns]
+
+
+def _glance(evaluation: Any) -> str:
+    """A digest of a few rows of a data set without a fingerprint: it may hold others by now."""
+    count = _count(evaluation) or 0
+    chosen = (
+        sorted({i * (count - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}) if count else []
+    )
+    with isolated_randomness():
+        return str(Hasher.hash([evaluation[i] for i in chosen]))
 
 
 _REFUSAL = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class DPZeroMixin(PredictingTrainer):
     args: DPZeroConfig
     model: Any
     train_dataset: Any
-    _private_rows: PrivateRows | None = None
+    _private_rows: Sequence[PrivateRows] = ()
 
     def __init__(
         self,
@@ -162,9 +162,14 @@ class DPZeroMixin(PredictingTrainer):
         Raises:
           ValueError: see `evaluation_data.PrivateRows`.
         """
-        if self._private_rows is None or self._private_rows.dataset is not self.train_dataset:
-            self._private_rows = PrivateRows(self.train_dataset)
-        self._private_rows.refuse(dataset)
+        known = self._private_rows
+        if all(rows.dataset is not self.train_dataset for rows in known):
+            trained_on = (
+                known if self.trajectory is not None else []
+            )  # what was trained on stays private
+            self._private_rows = known = [*trained_on, PrivateRows(self.train_dataset)]
+        for rows in known:
+            rows.refuse(dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in Trainer; the private training rows are refused."""

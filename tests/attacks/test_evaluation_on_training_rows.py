@@ -314,3 +314,21 @@ def test_texts_of_a_recipe_are_compared_before_they_are_encoded(tmp_path):
     refuse_training_texts(task_of("public"))
     with pytest.raises(ValueError, match="rows of train_dataset"):
         refuse_training_texts(task_of("validation"))
+
+
+def test_what_was_compared_once_is_compared_again_when_it_holds_other_rows(tmp_path):
+    private, public = tiny_data(), list(tiny_data(120, seed=2))
+    trainer = build(tmp_path, trainer_settings={"eval_dataset": public}, max_steps=1)
+    trainer.evaluate()
+    public[:] = [dict(row) for row in private]
+    with pytest.raises(ValueError, match="holds rows of train_dataset"):
+        trainer.evaluate()
+
+
+def test_what_was_trained_on_stays_private_when_the_training_set_is_exchanged(tmp_path):
+    private = tiny_data()
+    trainer = build(tmp_path, data=private, max_steps=1)
+    trainer.train()
+    trainer.train_dataset = tiny_data(120, seed=2)
+    with pytest.raises(ValueError, match="holds rows of train_dataset"):
+        trainer.evaluate(private)

@@ -1,0 +1,164 @@
+"""What one row could decide for all others: stored features, strategies, shapes, shares of processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from tiny_runs import build, tiny_data, tiny_model
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+
+from hf_dpzero.objectives.prompted import Candidates
+from hf_dpzero.recipes.models import precompute_features
+from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
+from hf_dpzero.training import distributed
+from hf_dpzero.training.batches import Rows
+from hf_dpzero.training.fixed_shapes import FixedShapes
+
+
+def padded(rows: list[Any]) -> dict[str, Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row["input_ids"])] = torch.as_tensor(row["input_ids"])
+    labels = torch.as_tensor([int(row["labels"]) for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+
+def test_a_long_row_moves_no_bit_of_other_rows_stored_features():
+    """In one batch padded together, it changed most of 511 rows: up to 486 C at lambda 1e-5."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 128, "pad_token_id": 0}
+    config = BertConfig(
+        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=80, **shape
+    )
+    model = SentenceClassifier.from_encoder(BertModel(config).eval(), num_labels=2)
+    numbers = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(3, 200, (6,), generator=numbers).tolist() for _ in range(63)]
+    long = torch.randint(3, 200, (70,), generator=numbers).tolist()
+
+    def features(rows: list[list[int]]) -> Tensor:
+        data = datasets.Dataset.from_dict({"input_ids": rows, "labels": [0] * len(rows)})
+        made = precompute_features(model, data, padded, trainable="^classifier", batch_size=64)
+        return torch.stack([row["sentence_embedding"] for row in made])
+
+    without, beside = features(drawn), features([long, *drawn])[1:]
+    assert torch.equal(without, beside)
+
+
+class Series(nn.Module):
+    """A linear layer over the steps of a series: wide for long rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.b = nn.Linear(64, 2)
+
+    def forward(self, series: Tensor) -> Tensor:
+        return self.b(series).mean(1)
+
+
+def series_loss(model: nn.Module, inputs: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(inputs["series"]), inputs["labels"], reduction="none")
+
+
+def together(rows: list[Any]) -> dict[str, Tensor]:
+    steps = max(len(row["series"]) for row in rows)
+    series = [nn.functional.pad(torch.as_tensor(row["series"]), (0, 0, 0, steps - len(row["series"]))) for row in rows]  # fmt: skip # noqa: E501
+    return {"series": torch.stack(series), "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+class Listed(torch.utils.data.Dataset):
+    def __init__(self, steps: list[int]) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.rows = [
+            {"series": torch.randn(n, 64, generator=draw), "labels": i % 2}
+            for i, n in enumerate(steps)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.rows[i]
+
+
+def test_private_rows_do_not_choose_the_strategy(tmp_path):
+    """Without public rows the first and the last private row chose `stacked` or not, for all others."""
+    chosen = []
+    for number, first in enumerate((1, 4000)):
+        trainer = build(
+            tmp_path / str(number),
+            Series(),
+            data=Listed([first] + [1] * 30),
+            num_directions=8,
+            microbatch_size=1,
+            max_steps=1,
+            remove_unused_columns=False,
+            trainer_settings={"eval_dataset": None, "compute_per_example_loss": series_loss},
+        )
+        trainer.data_collator = together
+        trainer.train()
+        chosen.append(trainer.step.differences.strategy)
+    assert chosen == ["whole_model", "whole_model"]
+
+
+def candidates(rows: list[Any]) -> dict[str, Tensor]:
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+def test_rows_with_longer_answers_stand_beside_others_of_their_kind():
+    """The head's product has a shape that follows from the longest answer in the microbatch."""
+    ids = [[[5] * 8] * 2] * 6
+    rows = [
+        {"input_ids": i, "attention_mask": [[1] * 8] * 2, "answer_lengths": [n, 1], "labels": 0}
+        for i, n in zip(ids, (1, 1, 5, 1, 6, 1), strict=True)
+    ]
+    made = FixedShapes(Rows(rows, candidates).collate_each, slots=3).microbatches(range(6))
+    longest = [sorted(set(m["answer_lengths"].max(1).values.tolist())) for m in made]
+    assert longest == [[1], [1], [5, 6]] and Candidates is not None
+
+
+class InnerAutocast(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.inner(x)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_autocast_inside_a_model_counts_as_low_precision(tmp_path, rows):
+    model = tiny_model()
+    model.classifier = InnerAutocast(model.classifier)
+    trainer = build(
+        tmp_path, model, method="dp-sgd", trainable="inner", microbatch_size=rows, max_steps=1
+    )
+    if rows == 1:
+        trainer.train()
+        return
+    with pytest.raises(ValueError, match="half precision"):
+        trainer.train()
+
+
+def test_processes_with_other_rows_are_refused(monkeypatch):
+    """Rank r takes every W-th of the drawn numbers: a row under two numbers would count W times."""
+    told: list[Any] = []
+    monkeypatch.setattr(distributed, "active", lambda: True)
+    monkeypatch.setattr(distributed, "_all_equal", lambda value: told.append(value) or True)
+    same = tiny_data()
+    distributed.check_same_rows(same)
+    assert told == [(120, same._fingerprint)]
+    told.clear()
+    listed = [dict(row) for row in same]
+    distributed.check_same_rows(listed)
+    distributed.check_same_rows([*reversed(listed)])
+    assert told[0] != told[1]
+    monkeypatch.setattr(distributed, "_all_equal", lambda value: False)
+    with pytest.raises(ValueError, match="same rows in the same order"):
+        distributed.check_same_rows(listed)
