@@ -164,10 +164,8 @@ class DPZeroMixin(PredictingTrainer):
         """
         known = self._private_rows
         if all(rows.dataset is not self.train_dataset for rows in known):
-            trained_on = (
-                known if self.trajectory is not None else []
-            )  # what was trained on stays private
-            self._private_rows = known = [*trained_on, PrivateRows(self.train_dataset)]
+            known = known if getattr(self, "trajectory", None) else ()  # stays private
+            self._private_rows = known = [*known, PrivateRows(self.train_dataset)]
         for rows in known:
             rows.refuse(dataset)
 

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from tiny_runs import config, tiny_data, tiny_model
+from tiny_runs import build, config, tiny_data, tiny_model
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 from transformers import default_data_collator
 

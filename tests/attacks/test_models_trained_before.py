@@ -240,3 +240,18 @@ def test_buffers_that_saw_rows_are_no_base(base: Path, tmp_path: Path) -> None:
     named.seen += 1.0
     with pytest.raises(ValueError, match="^seen and 0 more tensors are not"):
         build(tmp_path / "third", named, **SECRET).train()
+
+
+def test_embeddings_that_were_resized_are_compared_in_what_both_have(
+    base: Path, tmp_path: Path
+) -> None:
+    """They counted as new: embeddings trained on private rows were shipped with 0.002 for one step."""
+    untouched = loaded(base)
+    untouched.resize_token_embeddings(51)
+    build(tmp_path / "fresh", untouched, max_steps=1).train()
+    trained = loaded(base)
+    with torch.no_grad():
+        trained.bert.embeddings.word_embeddings.weight[7].add_(1.0)
+    trained.resize_token_embeddings(51)
+    with pytest.raises(ValueError, match=r"word_embeddings.weight and 0 more"):
+        build(tmp_path / "trained", trained, max_steps=1).train()
