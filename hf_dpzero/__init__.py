@@ -20,7 +20,7 @@ _HOME = {
     "DPZeroMixin": "training.trainer",
     "DPZeroSeq2SeqConfig": "training.seq2seq",
     "DPZeroSeq2SeqTrainer": "training.seq2seq",
-    "DPZeroTrainer": "training.trainer",
+    "DPZeroTrainer": "training.dpzero_trainer",
     "Direction": "perturbation.directions",
     "FixedSizeSampler": "privacy.sampling",
     "FullBatchSampler": "privacy.sampling",
@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from hf_dpzero.recipes.recipe import load_recipe as load_recipe
     from hf_dpzero.reporting.privacy_report import PrivacyReport as PrivacyReport
     from hf_dpzero.training.config import DPZeroConfig as DPZeroConfig
+    from hf_dpzero.training.dpzero_trainer import DPZeroTrainer as DPZeroTrainer
     from hf_dpzero.training.seq2seq import DPZeroSeq2SeqConfig as DPZeroSeq2SeqConfig
     from hf_dpzero.training.seq2seq import DPZeroSeq2SeqTrainer as DPZeroSeq2SeqTrainer
     from hf_dpzero.training.trainer import DPZeroMixin as DPZeroMixin
-    from hf_dpzero.training.trainer import DPZeroTrainer as DPZeroTrainer
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from hf_dpzero.reporting.plots import plot_run
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 
 if TYPE_CHECKING:
-    from hf_dpzero.training.trainer import DPZeroTrainer
+    from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 
 def run(arguments: Train) -> None:

@@ -11,7 +11,7 @@ from hf_dpzero.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks import AnyTask
-    from hf_dpzero.training.trainer import DPZeroTrainer
+    from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 
 def build_trainer(recipe: Recipe) -> DPZeroTrainer:
@@ -25,7 +25,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     """
     from hf_dpzero.recipes.models import load_model, precompute_features
     from hf_dpzero.tasks import build_task
-    from hf_dpzero.training.trainer import DPZeroTrainer
+    from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
     from hf_dpzero.training.validation import check_installed
 
     check_objective(recipe)

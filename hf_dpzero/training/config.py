@@ -127,6 +127,7 @@ class DPZeroConfig(TrainingArguments):
         "what the privacy unit is, a row of train_dataset: examples, or blocks of text that examples "
         "were packed into; must be said where the rows of a language model look packed",
     )
+    max_length: int | None = _setting(1024, "most tokens of a row of text (and of the model)")
     log_private_diagnostics: bool = _setting(
         False, "log un-noised training statistics; the report then says NOT PRIVATE"
     )

@@ -21,18 +21,53 @@ def num_examples(dataset: Any) -> int:
     """n, which the privacy plan is computed from.
 
     Raises:
-      ValueError: no data set, one without a length, or an empty one.
+      ValueError: no data set, one that `check_rows` refuses, or an empty one.
     """
     if dataset is None:
         raise ValueError("train_dataset is None: the privacy plan needs the training data's size.")
+    check_rows(dataset)
+    if len(dataset) == 0:
+        raise ValueError("train_dataset is empty.")
+    return len(dataset)
+
+
+def check_rows(dataset: Any) -> None:
+    """Refuses training data that has no rows by number. None passes: nothing is trained.
+
+    Raises:
+      ValueError: a stream, or a dictionary of data sets.
+    """
+    if dataset is None:
+        return
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"train_dataset={type(dataset).__name__} holds the data sets {sorted(dataset)}: pass one of "
+            "them, data['train'] say."
+        )
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise ValueError(
             f"train_dataset is a {type(dataset).__name__} without length or random access: a "
             "streamed data set cannot be sampled as the plan accounts; load it as a map-style one."
         )
-    if len(dataset) == 0:
-        raise ValueError("train_dataset is empty.")
-    return len(dataset)
+
+
+def check_all_kept(given: Any, prepared: Any) -> None:
+    """Refuses preparation by another trainer that leaves out rows, or makes more or fewer of them.
+
+    Args:
+      given: the data set that was passed, or None.
+      prepared: what the trainer made of it.
+
+    Raises:
+      ValueError: they differ in length.
+    """
+    if isinstance(given, Sized) and isinstance(prepared, Sized) and len(given) != len(prepared):
+        raise ValueError(
+            "the trainer made another number of rows of train_dataset: it packed them (set "
+            "packing=False), cut them up, or left some out, as TRL does where max_length leaves no "
+            "label. How many these are is private, and the number of examples must not tell: raise "
+            "max_length, or use DPZeroTrainer, which keeps such rows with loss 0."
+        )
 
 
 def check_labels(dataset: Any, names: Iterable[str] = ()) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,12 +23,8 @@ from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import PerExampleLoss, Within
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
-from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.reporting import hub
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport
-from hf_dpzero.reporting.provenance import base_names, earlier_runs, resolve_path
+from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import NOT_COMPARED, base_caveats
 from hf_dpzero.training import data_checks, distributed, run_files, validation
@@ -55,14 +50,25 @@ from hf_dpzero.training.methods import (
 )
 from hf_dpzero.training.overrides import check_overrides
 from hf_dpzero.training.precision import uncached_autocast, unwrapped
-from hf_dpzero.training.prediction import PredictingTrainer
+from hf_dpzero.training.publishing import PublishingTrainer
 
 logger = logging.get_logger(__name__)
 
 _MODEL_INIT = "model_init makes a new model after the checks: pass the model itself as `model`."
 
 
-class DPZeroMixin(PredictingTrainer):
+def checked_config(args: Any) -> DPZeroConfig:
+    """`args`; refuses anything but a `DPZeroConfig`.
+
+    Raises:
+      ValueError: says what it is.
+    """
+    if not isinstance(args, DPZeroConfig):
+        raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
+    return args
+
+
+class DPZeroMixin(PublishingTrainer):
     """Makes any subclass of `transformers.Trainer` train privately (DPZero, Algorithm 2).
 
         class PrivateTrainer(DPZeroMixin, QuestionAnsweringTrainer):
@@ -97,8 +103,7 @@ class DPZeroMixin(PredictingTrainer):
         noise: NoiseSource | None = None,
         **settings: Any,
     ) -> None:
-        if not isinstance(args, DPZeroConfig):
-            raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
+        args = checked_config(args)
         distributed.check_single_strategy(args)
         if settings.get("model_init") is not None:
             raise ValueError(_MODEL_INIT)
@@ -107,7 +112,9 @@ class DPZeroMixin(PredictingTrainer):
             model = unwrapped(model)
             if compute_per_example_loss is None:
                 select_objective(model)  # refuses a head without an objective
+        data_checks.check_rows(given := settings.get("train_dataset"))
         super().__init__(model, args, *positional, **settings)
+        data_checks.check_all_kept(given, self.train_dataset)
         distributed.check_launch(self)
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss
@@ -118,8 +125,6 @@ class DPZeroMixin(PredictingTrainer):
         self.trajectory: Trajectory | None = None
         self._method_state: Mapping[str, Any] | None = None
         self.shapes: FixedShapes | None = None
-        self._plan: PrivacyPlan | None = None
-        self._delta: float | None = None
         self._sampler_key: bytes | None = None
         self._diagnostics: dict[str, float] = {}
         self._besides: validation.SavedBesides | None = None
@@ -132,29 +137,6 @@ class DPZeroMixin(PredictingTrainer):
         if not args.disable_tqdm and not shown:
             self.add_callback(PrivacyProgressCallback(self))
         self.callback_handler.callbacks.insert(0, PrivacyCallback(self))
-
-    @property
-    def output_dir(self) -> str:
-        """Where the run keeps its files."""
-        return str(self.args.output_dir)
-
-    @property
-    def plan(self) -> PrivacyPlan:
-        """The run's `PrivacyPlan`, calibrated on first use."""
-        if self._plan is None:
-            self._plan = self.args.plan(
-                data_checks.num_examples(self.train_dataset),
-                num_trainable(self.model, self.args.trainable),
-            )
-            self.meter = BudgetMeter(self._plan, self.delta)
-        return self._plan
-
-    @property
-    def delta(self) -> float:
-        """The delta that epsilon is stated at; fixed with the plan."""
-        if self._delta is None:
-            self._delta = self.args.delta(data_checks.num_examples(self.train_dataset))
-        return self._delta
 
     def refuse_private(self, dataset: Any) -> None:
         """Refuses a data set, or a dictionary of them, with rows of the private training data.
@@ -432,60 +414,3 @@ class DPZeroMixin(PredictingTrainer):
             self.trajectory.to_safetensors(folder / SHIPPING_NAME)
             bound_to(self.privacy_report(), folder).save(folder / REPORT_FILE)
             copy_initial_values(self.output_dir, folder)
-
-    def privacy_report(self) -> PrivacyReport:
-        """The privacy that the run has spent so far, in numbers and words."""
-        started: Mapping[str, Any] = self.trajectory.header if self.trajectory else {}
-        return PrivacyReport.from_run(
-            self.plan,
-            delta=self.delta,
-            target_epsilon=self.args.target_epsilon,
-            steps_completed=self.trajectory.next_step if self.trajectory else 0,
-            noise=self.noise,
-            direction=self.args.direction_settings()["direction"],
-            log_private_diagnostics=self.args.log_private_diagnostics,
-            sampler_key_is_secret=self.args.sampler_key is None,
-            privacy_unit=self.args.privacy_unit,
-            earlier_runs=started.get("earlier_runs", self.earlier_runs),
-            base_weights=started.get("base_weights", NOT_COMPARED),
-        ).with_tuning(self.args.tuning, self.plan)
-
-    @functools.cached_property
-    def earlier_runs(self) -> list[dict[str, Any]]:
-        """Runs that the base model came out of; read once, before this run writes anything."""
-        return earlier_runs(map(resolve_path, base_names(self.model)))
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes the privacy card as README.md in output_dir, once `save_model` wrote a report there."""
-        if not self.args.should_save:
-            return
-        if (Path(self.output_dir) / REPORT_FILE).exists():
-            hub.write_model_card(self.output_dir)
-        else:  # some trainers ask for a card at every checkpoint
-            logger.warning_once(
-                "no model card yet: save_model() writes the report that it is made of."
-            )
-
-    def push_to_hub(  # type: ignore[override]
-        self, commit_message: str | None = "End of training", **kwargs: Any
-    ) -> str | None:
-        """Saves, then uploads the weights, report, trajectory and card; nothing secret."""
-        self.save_model(_internal_call=True)
-        if not self.args.should_save:
-            return None
-        repo = self.args.hub_model_id or Path(self.output_dir).absolute().name
-        token = kwargs.get("token") or self.args.hub_token
-        private = self.args.hub_private_repo is not False
-        return hub.push(self.output_dir, repo, token=token, private=private)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Does nothing: checkpoints hold more than may be shipped; `push_to_hub` uses an allow list."""
-
-
-class DPZeroTrainer(DPZeroMixin):
-    """Fine-tunes a model with differentially private zeroth-order steps (DPZero, Algorithm 2).
-
-    A drop-in for `transformers.Trainer`: `train`, `evaluate`, `predict`, callbacks, `report_to`,
-    checkpoints, `resume_from_checkpoint`, `save_model` and `push_to_hub` work as there. Arguments as in
-    `DPZeroMixin`.
-    """

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import load_recipe
-from hf_dpzero.training.trainer import DPZeroTrainer
+from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 Rows = list[dict[str, Any]]
 

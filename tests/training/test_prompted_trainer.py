@@ -13,7 +13,7 @@ from toy_tasks import review_rows, write_rows
 from hf_dpzero.objectives.bounded import ZeroOne
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import load_recipe
-from hf_dpzero.training.trainer import DPZeroTrainer
+from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 
 @pytest.fixture(scope="module")

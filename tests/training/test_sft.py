@@ -53,6 +53,13 @@ def test_sft_with_prompts_and_completions_trains_an_adapter_on_completions_only(
 
 def test_sft_with_packing_is_refused(tmp_path):
     rows = [{"prompt": f"red {i % 5}", "completion": " great" * (1 + i % 3)} for i in range(40)]
-    trainer = fine_tuning(tmp_path, rows, packing=True)
-    with pytest.raises(ValueError, match="pack"):
-        trainer.train()
+    with pytest.raises(ValueError, match="packing=False"):
+        fine_tuning(tmp_path, rows, packing=True)
+
+
+def test_sft_that_leaves_out_long_rows_is_refused(tmp_path):
+    """TRL drops rows whose completion is cut off, so n would tell how many private rows are long."""
+    rows = [{"prompt": f"red {i % 5}", "completion": " great"} for i in range(40)]
+    rows[7]["prompt"] = "red " * 20
+    with pytest.raises(ValueError, match="max_length"):
+        fine_tuning(tmp_path, rows)

@@ -1,0 +1,112 @@
+"""The plan of a run, and what it publishes of itself: privacy report, model card, files on the Hub."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.perturbation.trainable import num_trainable
+from hf_dpzero.privacy.noise import NoiseSource
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.reporting import hub
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport
+from hf_dpzero.reporting.provenance import base_names, earlier_runs, resolve_path
+from hf_dpzero.reporting.wording import NOT_COMPARED
+from hf_dpzero.training import data_checks
+from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.training.prediction import PredictingTrainer
+
+logger = logging.get_logger(__name__)
+
+
+class PublishingTrainer(PredictingTrainer):
+    """A Trainer with a privacy plan, whose report, card and uploads are those of a private run.
+
+    Attributes:
+      noise: that steps draw from.
+      trajectory: what was released; None before training.
+    """
+
+    args: DPZeroConfig
+    model: Any
+    train_dataset: Any
+    noise: NoiseSource
+    trajectory: Trajectory | None = None
+    _plan: PrivacyPlan | None = None
+    _delta: float | None = None
+
+    @property
+    def output_dir(self) -> str:
+        """Where the run keeps its files."""
+        return str(self.args.output_dir)
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The run's `PrivacyPlan`, calibrated on first use."""
+        if self._plan is None:
+            self._plan = self.args.plan(
+                data_checks.num_examples(self.train_dataset),
+                num_trainable(self.model, self.args.trainable),
+            )
+            self.meter = BudgetMeter(self._plan, self.delta)
+        return self._plan
+
+    @property
+    def delta(self) -> float:
+        """The delta that epsilon is stated at; fixed with the plan."""
+        if self._delta is None:
+            self._delta = self.args.delta(data_checks.num_examples(self.train_dataset))
+        return self._delta
+
+    def privacy_report(self) -> PrivacyReport:
+        """The privacy that the run has spent so far, in numbers and words."""
+        started: Mapping[str, Any] = self.trajectory.header if self.trajectory else {}
+        return PrivacyReport.from_run(
+            self.plan,
+            delta=self.delta,
+            target_epsilon=self.args.target_epsilon,
+            steps_completed=self.trajectory.next_step if self.trajectory else 0,
+            noise=self.noise,
+            direction=self.args.direction_settings()["direction"],
+            log_private_diagnostics=self.args.log_private_diagnostics,
+            sampler_key_is_secret=self.args.sampler_key is None,
+            privacy_unit=self.args.privacy_unit,
+            earlier_runs=started.get("earlier_runs", self.earlier_runs),
+            base_weights=started.get("base_weights", NOT_COMPARED),
+        ).with_tuning(self.args.tuning, self.plan)
+
+    @functools.cached_property
+    def earlier_runs(self) -> list[dict[str, Any]]:
+        """Runs that the base model came out of; read once, before this run writes anything."""
+        return earlier_runs(map(resolve_path, base_names(self.model)))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the privacy card as README.md in output_dir, once `save_model` wrote a report there."""
+        if not self.args.should_save:
+            return
+        if (Path(self.output_dir) / REPORT_FILE).exists():
+            hub.write_model_card(self.output_dir)
+        else:  # some trainers ask for a card at every checkpoint
+            logger.warning_once(
+                "no model card yet: save_model() writes the report that it is made of."
+            )
+
+    def push_to_hub(  # type: ignore[override]
+        self, commit_message: str | None = "End of training", **kwargs: Any
+    ) -> str | None:
+        """Saves, then uploads the weights, report, trajectory and card; nothing secret."""
+        self.save_model(_internal_call=True)
+        if not self.args.should_save:
+            return None
+        repo = self.args.hub_model_id or Path(self.output_dir).absolute().name
+        token = kwargs.get("token") or self.args.hub_token
+        private = self.args.hub_private_repo is not False
+        return hub.push(self.output_dir, repo, token=token, private=private)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Does nothing: checkpoints hold more than may be shipped; `push_to_hub` uses an allow list."""

@@ -1,0 +1,210 @@
+"""Data sets whose rows are texts: tokenised for a causal language model, or refused in words.
+
+`datasets.Dataset` rows are mapped by that library, with its cache: the tokens of a data set that was
+read from files lie beside the cached texts. They are no part of `output_dir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+from transformers import DataCollatorForSeq2Seq, DataCollatorForTokenClassification
+from transformers.utils import logging
+
+from hf_dpzero.objectives.heads import causal_lm_objective, select_objective
+from hf_dpzero.objectives.losses import takes
+from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.training.conversations import (
+    IGNORED,
+    TEXT,
+    Encoder,
+    PadTokens,
+    check_template,
+    form_of,
+    pad_token,
+)
+from hf_dpzero.training.data_checks import LABEL_COLUMNS
+from hf_dpzero.training.evaluation_data import PrivateRows
+from hf_dpzero.training.fixed_shapes import context_length
+from hf_dpzero.training.random_state import isolated_randomness
+
+logger = logging.get_logger(__name__)
+
+
+class TextRows:
+    """Makes what a `DPZeroTrainer` trains on and evaluates of the data sets that it is given.
+
+    Rows that a collator of the user's own reads are left as they are.
+
+    Args:
+      model: trained; texts are for causal language models.
+      args: `max_length` is read.
+      tokenizer: the trainer's `processing_class`, or None.
+      collator: the trainer's `data_collator`, or None.
+
+    Attributes:
+      collator: the one given, or one for the rows that were tokenised here.
+      examples: True where every training row is a chat or a prompt, so one example.
+    """
+
+    def __init__(self, model: Any, args: DPZeroConfig, tokenizer: Any, collator: Any) -> None:
+        self.model, self.args, self.collator = model, args, collator
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self.examples = False
+        self._private: PrivateRows | None = None
+        module = "transformers." if collator is None else getattr(collator, "__module__", "")
+        self._reads_rows = not str(module).startswith("transformers.")
+
+    def train(self, dataset: Any) -> Any:
+        """The training rows, tokenised where they are texts.
+
+        Raises:
+          ValueError: rows that the model cannot be trained on; says what to do.
+        """
+        form = form_of(_first(dataset))
+        made = self._rows(dataset, "train_dataset")
+        if made is not dataset:
+            self._private = PrivateRows(dataset)
+            self.examples = form != TEXT
+        elif self.args.max_length != DPZeroConfig.max_length and dataset is not None:
+            logger.warning(
+                f"max_length={self.args.max_length} is ignored: the rows of train_dataset are not "
+                "tokenised here."
+            )
+        return made
+
+    def evaluated(self, dataset: Any) -> Any:
+        """Evaluation rows, or a dictionary of data sets with them, tokenised where they are texts.
+
+        Raises:
+          ValueError: as for training rows; or they hold private ones (`evaluation_data.PrivateRows`).
+        """
+        if isinstance(dataset, Mapping):
+            return {name: self.evaluated(part) for name, part in dataset.items()}
+        made = self._rows(dataset, "eval_dataset")
+        if made is not dataset:
+            if self._private is not None:  # by place: tokens lie elsewhere than their texts
+                self._private.refuse(dataset)
+            _warn_of_unlabelled(made, self.args.max_length)
+        return made
+
+    def _rows(self, dataset: Any, name: str) -> Any:
+        row = None if self._reads_rows or self.model is None else _first(dataset)
+        if row is None:
+            return dataset
+        if isinstance(row, str):
+            raise ValueError(
+                f"{name} holds texts without a column: make it rows, "
+                "datasets.Dataset.from_dict({'text': texts})."
+            )
+        if not isinstance(row, Mapping):
+            return dataset
+        _check_label(row, name)
+        unread = not any(takes(self.model, column) for column in set(row) - set(LABEL_COLUMNS))
+        words = sorted(str(n) for n in row if n not in LABEL_COLUMNS and _is_text(row[n]))
+        if not words or not unread:
+            return dataset
+        self._check(row, words, name)
+        return self._tokenised(dataset, row, name)
+
+    def _check(self, row: Mapping[str, Any], words: list[str], name: str) -> None:
+        form = form_of(row)
+        if form is None or not _is_causal(self.model):
+            raise ValueError(
+                f"{name} has text in columns {words}, which {type(self.model).__name__} does not take. "
+                "Tokenise it first, dataset.map(lambda row: tokenizer(row['...'], truncation=True)), or "
+                "pass a data_collator that does. For causal language models the columns 'prompt' and "
+                "'completion', 'messages', or 'text' are tokenised here."
+            )
+        if not callable(getattr(self.tokenizer, "apply_chat_template", None)):
+            raise ValueError(
+                f"{name} has text in columns {words} and no input_ids: pass processing_class=tokenizer, "
+                "which tokenises it, or tokenise it first."
+            )
+        if {"image", "images"} & set(row):
+            raise ValueError(
+                f"{name} has pictures beside its text: pass a data_collator that encodes both."
+            )
+        kept = (PadTokens, DataCollatorForSeq2Seq, DataCollatorForTokenClassification)
+        if self.collator is not None and not isinstance(self.collator, kept):
+            raise ValueError(
+                f"data_collator is a {type(self.collator).__name__}, which does not keep the labels of "
+                f"{name}'s rows: leave data_collator out, or use DataCollatorForSeq2Seq."
+            )
+        if form != TEXT and not isinstance(row[form[0]], str):
+            check_template(self.tokenizer, form, name)
+
+    def _tokenised(self, dataset: Any, row: Mapping[str, Any], name: str) -> Any:
+        if self.collator is None:
+            self.collator = PadTokens(pad_token(self.tokenizer))
+        encode = Encoder(self.tokenizer, self._max_length(), name)
+        if isinstance(dataset, datasets.Dataset):
+            if dataset.format["type"] == "custom":
+                raise ValueError(
+                    f"{name} has a transform that makes its texts on access (with_transform): apply it "
+                    "with dataset.map first, or let it return input_ids and labels."
+                )
+            stored = dataset.with_format(None)
+            with self.args.main_process_first(desc=f"tokenising {name}"):
+                return stored.map(
+                    encode, with_indices=True, remove_columns=stored.column_names, desc="tokenising"
+                )
+        if isinstance(dataset, datasets.IterableDataset):
+            return dataset.map(encode, with_indices=True, remove_columns=list(row))
+        return [encode(dataset[number], number) for number in range(len(dataset))]
+
+    def _max_length(self) -> int:
+        """max_length, and no more than the model takes."""
+        asked, most = self.args.max_length, context_length(self.model)
+        if asked is not None and asked < 1:
+            raise ValueError(f"max_length={asked} must be at least 1.")
+        return min(asked or 1 << 30, most or 1 << 30)
+
+
+def _is_causal(model: Any) -> bool:
+    try:
+        return select_objective(model) is causal_lm_objective
+    except ValueError:  # a head with a loss of the user's own
+        return False
+
+
+def _first(dataset: Any) -> Any:
+    """Row 0; None where there is none, or reading it would use it up."""
+    if isinstance(dataset, datasets.IterableDataset):
+        return next(iter(dataset), None)
+    has_rows = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not has_rows or isinstance(dataset, (str, Mapping)) or len(dataset) == 0:
+        return None
+    with isolated_randomness():
+        return dataset[0]
+
+
+def _is_text(cell: Any) -> bool:
+    """A text, or a list of texts or messages."""
+    return isinstance(cell, str) or (
+        isinstance(cell, list) and bool(cell) and isinstance(cell[0], (str, Mapping))
+    )
+
+
+def _check_label(row: Mapping[str, Any], name: str) -> None:
+    for column in LABEL_COLUMNS:
+        if isinstance(row.get(column), str):
+            raise ValueError(
+                f"the column {column!r} of {name} holds words: make them numbers from 0 on, with names "
+                "that may be public, dataset.cast_column(column, datasets.ClassLabel(names=names)) or "
+                "dataset.class_encode_column(column), and label2id and id2label of the model's config."
+            )
+
+
+def _warn_of_unlabelled(rows: Any, max_length: int | None) -> None:
+    """Of evaluation rows, which are public, it may be said."""
+    if isinstance(rows, datasets.IterableDataset):
+        return
+    empty = sum(set(row["labels"]) == {IGNORED} for row in rows)
+    if empty:
+        logger.warning(
+            f"{empty} of {len(rows)} evaluation rows have no label within max_length={max_length}: they "
+            "count as rows, and a batch of them alone has no eval_loss (nan)."
+        )

@@ -1,0 +1,475 @@
+"""DPZeroTrainer takes prompts, chats and texts as TRL's users have them, or says what it needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, concatenate_datasets
+from peft import LoraConfig, get_peft_model
+from tiny_language_models import opt_tokenizer, save_causal_lm, seeded
+from tiny_runs import config, tiny_data, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    OPTModel,
+)
+
+from hf_dpzero import DPZeroTrainer
+from hf_dpzero.training.conversations import Encoder
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}</s>{% endgeneration %}{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+REMEMBERING = TEMPLATE.replace("<assistant>{% endif %}", "<assistant>(thinking){% endif %}")
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def prompts(rows: int, seed: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"red {seed} {i}:", "completion": " great" * (1 + i % 3)} for i in range(rows)
+    ]
+
+
+def chats(rows: int, seed: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"messages": [turn("user", f"river {seed} {i}"), turn("assistant", "good " * (1 + i % 3))]}
+        for i in range(rows)
+    ]
+
+
+def prompted_chats(rows: int, seed: int = 0) -> list[dict[str, Any]]:
+    split = (row["messages"] for row in chats(rows, seed))
+    return [{"prompt": turns[:1], "completion": turns[1:]} for turns in split]
+
+
+def texts(rows: int, seed: int = 0) -> list[dict[str, Any]]:
+    return [{"text": f"the film {seed} {i} was" + " bad" * (i % 4)} for i in range(rows)]
+
+
+FORMS = {"prompt": prompts, "messages": chats, "prompted chats": prompted_chats, "text": texts}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_causal_lm(tmp_path_factory.mktemp("causal"))
+
+
+def tokenizer(template: str | None = TEMPLATE) -> Any:
+    made = opt_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def trainer_of(tmp_path, folder, train: Any, settings: Any = None, **arguments: Any) -> Any:
+    given = {"model": AutoModelForCausalLM.from_pretrained(folder), "processing_class": tokenizer()}
+    return DPZeroTrainer(
+        **{**given, **arguments},
+        args=config(tmp_path / "out", max_steps=2, **(settings or {})),
+        train_dataset=train,
+    )
+
+
+# ---------------------------------------------------------------- what becomes of a row
+
+
+def labelled(encoded: dict[str, list[int]], made: Any) -> str:
+    return made.decode([token for token in encoded["labels"] if token != -100])
+
+
+def test_a_prompt_has_no_loss_and_its_completion_ends():
+    made = tokenizer()
+    encoded = Encoder(made, 64)({"prompt": "red 5:", "completion": " great"}, 0)
+    assert made.decode(encoded["input_ids"], skip_special_tokens=True) == "red 5: great"
+    assert labelled(encoded, made) == " great</s>"
+    assert encoded["input_ids"][0] == made.bos_token_id and encoded["labels"][0] == -100
+    already = Encoder(made, 64)({"prompt": "red 5:", "completion": " great</s>"}, 0)
+    assert already == encoded
+
+
+def test_where_a_token_spans_the_border_the_loss_starts_with_it():
+    made = tokenizer()
+    assert len(made(" great", add_special_tokens=False)["input_ids"]) == 1
+    encoded = Encoder(made, 64)({"prompt": "red 5: gr", "completion": "eat"}, 0)
+    assert labelled(encoded, made) == " great</s>"
+
+
+def test_a_text_has_loss_everywhere():
+    made = tokenizer()
+    encoded = Encoder(made, 64)({"text": "the film"}, 0)
+    assert encoded["labels"] == encoded["input_ids"]
+    assert encoded["input_ids"][-1] == made.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"), [(TEMPLATE, "two</s>"), (MARKED, "one</s>two</s>")]
+)
+def test_a_chat_has_loss_on_the_assistant(template, expected):
+    made = tokenizer(template)
+    turns = [turn("system", "be"), turn("user", "a"), turn("assistant", "one"), turn("user", "b")]
+    encoded = Encoder(made, 99)({"messages": [*turns, turn("assistant", "two")]}, 0)
+    assert labelled(encoded, made) == expected
+    assert made.decode(encoded["input_ids"]).endswith("<assistant>two</s>")
+    one_more = Encoder(made, 99)(
+        {"messages": [*turns, turn("assistant", "two"), turn("user", "c")]}, 0
+    )
+    assert labelled(one_more, made) == expected
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_a_chat_without_an_assistant_is_kept_without_loss(template):
+    encoded = Encoder(tokenizer(template), 99)({"messages": [turn("user", "a")]}, 0)
+    assert encoded["input_ids"] and set(encoded["labels"]) == {-100}
+
+
+def test_a_prompted_chat_is_the_chat_of_both():
+    made = tokenizer()
+    prompt, completion = [turn("user", "a")], [turn("assistant", "one")]
+    split = Encoder(made, 99)({"prompt": prompt, "completion": completion}, 0)
+    assert split == Encoder(made, 99)({"messages": prompt + completion}, 0)
+
+
+def test_truncation_keeps_the_start_and_may_leave_no_loss():
+    made, row = tokenizer(), {"prompt": "red 5:", "completion": " great"}
+    whole, cut = Encoder(made, 64)(row, 0), Encoder(made, 3)(row, 0)
+    assert cut["input_ids"] == whole["input_ids"][:3] and set(cut["labels"]) == {-100}
+
+
+def test_the_tokenization_is_trls(tmp_path, folder):
+    trl = pytest.importorskip("trl")
+    args = trl.SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, max_length=30)
+    for rows in (prompts(9), prompted_chats(9), texts(9)):
+        theirs = trl.SFTTrainer(
+            model=str(folder),
+            args=args,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        ).train_dataset
+        encode = Encoder(tokenizer(), 30)
+        for number, row in enumerate(rows):
+            ours = encode(dict(row), number)
+            assert ours["input_ids"] == theirs[number]["input_ids"]
+            assert ours["labels"] == theirs[number]["labels"]
+
+
+# ---------------------------------------------------------------- training on rows of text
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_rows_of_text_train_and_one_row_stays_one_example(tmp_path, folder, form):
+    rows = FORMS[form](40)
+    trainer = trainer_of(
+        tmp_path,
+        folder,
+        Dataset.from_list(rows),
+        eval_dataset=FORMS[form](12, seed=1),
+        settings={"max_length": 24},
+    )
+    assert len(trainer.train_dataset) == trainer.plan.sampler.num_examples == 40
+    assert set(trainer.train_dataset.column_names) == {"input_ids", "labels"}
+    trainer.train()
+    assert trainer.privacy_report().steps == 2
+    assert torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
+    assert torch.isfinite(
+        torch.tensor(trainer.evaluate(Dataset.from_list(FORMS[form](8, seed=2)))["eval_loss"])
+    )
+
+
+def test_rows_without_a_label_left_are_kept(tmp_path, folder):
+    rows = prompts(40)
+    rows[3]["prompt"] = "red " * 30
+    trainer = trainer_of(tmp_path, folder, rows, settings={"max_length": 16})
+    assert len(trainer.train_dataset) == 40
+    assert set(trainer.train_dataset[3]["labels"]) == {-100}
+    trainer.train()
+
+
+def test_max_length_is_at_most_what_the_model_takes(tmp_path, folder):
+    trainer = trainer_of(tmp_path, folder, [{"prompt": "red " * 500, "completion": "a"}] * 20)
+    assert len(trainer.train_dataset[0]["input_ids"]) == 256
+    assert trainer.args.rows_are == "examples"  # they would look packed
+    with pytest.raises(ValueError, match="max_length=0"):
+        trainer_of(tmp_path, folder, prompts(9), settings={"max_length": 0})
+
+
+def test_a_row_does_not_depend_on_the_others(tmp_path, folder):
+    rows, other = chats(30), chats(30, seed=4)
+    other[7] = rows[7]
+    first, second = (
+        trainer_of(tmp_path, folder, Dataset.from_list(given)).train_dataset
+        for given in (rows, other)
+    )
+    assert first[7] == second[7] and first[8] != second[8]
+
+
+def test_a_collator_for_labels_is_used_and_one_of_the_users_gets_the_rows(tmp_path, folder):
+    made = tokenizer()
+    trainer = trainer_of(tmp_path, folder, prompts(30), data_collator=DataCollatorForSeq2Seq(made))
+    trainer.train()
+
+    def collate(rows: list[Any]) -> Any:
+        batch = made([row["text"] for row in rows], padding=True, return_tensors="pt")
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return {**batch, "labels": labels}
+
+    settings = {"remove_unused_columns": False}
+    own = trainer_of(tmp_path / "own", folder, texts(30), settings, data_collator=collate)
+    assert own.train_dataset[0] == texts(1)[0]
+    own.train()
+
+
+def test_a_tokenizer_without_a_pad_token_is_enough(tmp_path, folder):
+    made = tokenizer()
+    made.pad_token = None
+    trainer_of(tmp_path, folder, prompts(30), processing_class=made).train()
+
+
+def test_lengths_of_private_rows_are_not_logged(tmp_path, folder, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    made = tokenizer()
+    made.model_max_length = 8
+    made("red " * 20)
+    assert "longer than" in caplog.text  # what is looked for
+    caplog.clear()
+    made = tokenizer()
+    made.model_max_length = 8
+    trainer_of(tmp_path, folder, prompts(20), processing_class=made)
+    trainer_of(tmp_path, folder, chats(20), processing_class=made)
+    assert "longer than" not in caplog.text
+
+
+# ---------------------------------------------------------------- no private row is evaluated
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_private_texts_are_not_evaluated(tmp_path, folder, form):
+    rows = FORMS[form](40)
+    with pytest.raises(ValueError, match="private"):
+        trainer_of(tmp_path, folder, Dataset.from_list(rows), eval_dataset=rows[5:9])
+    train = Dataset.from_list(rows)
+    trainer = trainer_of(tmp_path, folder, train)
+    for leaked in (train.select([3]), rows[:4], trainer.train_dataset, {"a": rows}):
+        with pytest.raises(ValueError, match="private"):
+            trainer.evaluate(leaked)
+    with pytest.raises(ValueError, match="private"):
+        trainer.predict(train)
+
+
+def test_one_private_row_beside_public_ones_is_found_by_its_place(tmp_path, folder):
+    train = Dataset.from_list(texts(40))
+    public = Dataset.from_list(texts(60, seed=1))
+    with pytest.raises(ValueError, match="private"):
+        trainer_of(
+            tmp_path, folder, train, eval_dataset=concatenate_datasets([public, train.select([3])])
+        )
+
+
+def test_the_same_texts_in_another_form_are_private(tmp_path, folder):
+    rows = prompts(40)
+    joined = [{"text": row["prompt"] + row["completion"]} for row in rows[:6]]
+    with pytest.raises(ValueError, match="private"):
+        trainer_of(tmp_path, folder, rows, eval_dataset=joined)
+
+
+# ---------------------------------------------------------------- refusals at construction
+
+
+def test_chats_without_a_template_are_refused(tmp_path, folder):
+    for rows in (chats(9), prompted_chats(9)):
+        with pytest.raises(ValueError, match="chat template"):
+            trainer_of(tmp_path, folder, rows, processing_class=tokenizer(None))
+    assert trainer_of(tmp_path, folder, prompts(9), processing_class=tokenizer(None))
+
+
+def test_a_template_whose_prompt_is_no_prefix_is_refused(tmp_path, folder):
+    for rows in (chats(9), prompted_chats(9)):
+        with pytest.raises(ValueError, match="prefix"):
+            trainer_of(tmp_path, folder, rows, processing_class=tokenizer(REMEMBERING))
+
+
+def test_text_without_a_tokenizer_is_refused(tmp_path, folder):
+    with pytest.raises(ValueError, match="processing_class"):
+        trainer_of(tmp_path, folder, texts(9), processing_class=None)
+
+
+def test_lists_of_texts_are_refused(tmp_path, folder):
+    with pytest.raises(ValueError, match=r"Dataset\.from_dict"):
+        trainer_of(tmp_path, folder, [row["text"] for row in texts(9)])
+
+
+def test_text_for_another_kind_of_model_is_refused(tmp_path):
+    rows = Dataset.from_list([{"sentence": "a film", "label": 1}] * 20)
+    with pytest.raises(ValueError, match=r"sentence.*tokenizer\("):
+        DPZeroTrainer(model=tiny_model(), args=config(tmp_path), train_dataset=rows)
+
+
+def test_labels_that_are_words_are_refused_without_the_word(tmp_path):
+    data = tiny_data().remove_columns("labels")
+    with pytest.raises(ValueError, match=r"'label'.*class_encode_column") as refusal:
+        DPZeroTrainer(
+            model=tiny_model(),
+            args=config(tmp_path),
+            train_dataset=data.add_column("label", ["secret"] * len(data)),
+        )
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_dictionary_of_data_sets_is_refused(tmp_path):
+    for parts in (DatasetDict(train=tiny_data()), {"train": tiny_data()}):
+        with pytest.raises(ValueError, match=r"train_dataset=.*\['train'\]"):
+            DPZeroTrainer(model=tiny_model(), args=config(tmp_path), train_dataset=parts)
+
+
+@pytest.mark.parametrize("max_steps", [2, -1])
+def test_a_stream_is_refused(tmp_path, max_steps):
+    with pytest.raises(ValueError, match="stream"):
+        DPZeroTrainer(
+            model=tiny_model(),
+            args=config(tmp_path, max_steps=max_steps),
+            train_dataset=tiny_data().to_iterable_dataset(),
+        )
+
+
+@pytest.mark.parametrize("bad", [None, 3, ["a"], [{"text": "a"}]])
+def test_a_row_of_another_form_is_refused_by_number_without_its_content(tmp_path, folder, bad):
+    rows = [*chats(4), {"messages": bad}]
+    with pytest.raises(ValueError, match="row 4 of train_dataset.*messages"):
+        trainer_of(tmp_path, folder, rows)
+    rows = [*prompts(4), {"prompt": "a secret", "completion": bad}]
+    with pytest.raises(ValueError, match="row 4 of train_dataset.*completion") as refusal:
+        trainer_of(tmp_path, folder, rows)
+    assert "secret" not in str(refusal.value)
+
+
+def test_what_a_template_refuses_is_refused_without_its_content(tmp_path, folder):
+    picky = (
+        "{% if messages[0]['role'] == 'system' %}"
+        "{{ raise_exception('no ' + messages[0]['content']) }}{% endif %}"
+    )
+    rows = [*chats(2), {"messages": [turn("system", "secret"), turn("assistant", "good")]}]
+    with pytest.raises(ValueError, match="row 2 of train_dataset") as refusal:
+        trainer_of(tmp_path, folder, rows, processing_class=tokenizer(picky + TEMPLATE))
+    assert "secret" not in str(refusal.value) and refusal.value.__suppress_context__
+
+
+def test_pictures_beside_texts_and_transforms_are_refused(tmp_path, folder):
+    with pytest.raises(ValueError, match="data_collator"):
+        trainer_of(tmp_path, folder, [{**row, "images": [b"x"]} for row in chats(9)])
+    lazy = Dataset.from_list(texts(9)).with_transform(lambda rows: rows)
+    with pytest.raises(ValueError, match="transform"):
+        trainer_of(tmp_path, folder, lazy)
+
+
+def test_collators_that_overwrite_labels_or_join_rows_are_refused(tmp_path, folder):
+    made = tokenizer()
+    with pytest.raises(ValueError, match="leave data_collator out"):
+        collator = DataCollatorForLanguageModeling(made, mlm=False)
+        trainer_of(tmp_path, folder, prompts(9), data_collator=collator)
+    rows = [Encoder(made, 64)(row, i) for i, row in enumerate(prompts(30))]
+    trainer = trainer_of(tmp_path, folder, rows, data_collator=DataCollatorWithFlattening())
+    with pytest.raises(ValueError, match="no packing or flattening"):
+        trainer.train()
+
+
+def test_trls_padding_free_collator_is_refused(tmp_path, folder):
+    sft = pytest.importorskip("trl.trainer.sft_trainer")
+    made = tokenizer()
+    rows = [Encoder(made, 64)(row, i) for i, row in enumerate(prompts(30))]
+    collator = sft.DataCollatorForLanguageModeling(pad_token_id=1, padding_free=True)
+    trainer = trainer_of(tmp_path, folder, rows, data_collator=collator)
+    with pytest.raises(ValueError, match="no packing or flattening"):
+        trainer.train()
+
+
+# ---------------------------------------------------------------- a model by name, and adapters
+
+
+def lora(**settings: Any) -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **settings)
+
+
+def test_a_model_by_name_and_an_adapter(tmp_path, folder):
+    save = tokenizer()
+    save.save_pretrained(folder)
+    trainer = DPZeroTrainer(
+        model=str(folder),
+        args=config(tmp_path / "out", max_steps=2),
+        train_dataset=chats(30),
+        peft_config=lora(),
+    )
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert type(trainer.model.get_base_model()).__name__ == "OPTForCausalLM"
+    trainer.train()
+    trainer.save_model()
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "out" / "privacy_report.json").exists()
+
+
+def test_the_same_seed_draws_the_same_adapter(tmp_path, folder):
+    drawn = [
+        trainer_of(tmp_path, folder, prompts(9), {"seed": seed}, peft_config=lora()).model
+        for seed in (1, 1, 2)
+    ]
+    first, second, third = (
+        next(p for name, p in model.named_parameters() if "lora_A" in name) for model in drawn
+    )
+    assert torch.equal(first, second) and not torch.equal(first, third)
+
+
+def test_a_model_without_a_head_is_refused_by_name(tmp_path, folder):
+    headless = tmp_path / "headless"
+    seeded(lambda: OPTModel.from_pretrained(folder), 0).save_pretrained(headless)
+    with pytest.raises(ValueError, match="OPTModel.*AutoModelFor"):
+        DPZeroTrainer(model=str(headless), args=config(tmp_path), train_dataset=tiny_data())
+
+
+def test_a_folder_whose_class_is_not_known_is_refused(tmp_path, folder):
+    config_file = folder / "config.json"
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    for names in (["MyOwnModel"], None):
+        settings = json.loads(config_file.read_text()) | {"architectures": names}
+        (strange / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(ValueError, match="architectures.*from_pretrained"):
+            DPZeroTrainer(model=str(strange), args=config(tmp_path), train_dataset=tiny_data())
+
+
+def test_adapters_on_adapters_are_refused(tmp_path, folder):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora())
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        trainer_of(tmp_path, folder, prompts(9), model=model, peft_config=lora())
+    with pytest.raises(ValueError, match="peft_config is a dict"):
+        trainer_of(tmp_path, folder, prompts(9), peft_config={"r": 2})
+
+
+@pytest.mark.parametrize("length", [7, 1024])
+def test_max_length_that_does_nothing_warns(tmp_path, caplog, length):
+    settings = config(tmp_path, max_length=length)
+    DPZeroTrainer(model=tiny_model(), args=settings, train_dataset=tiny_data())
+    assert ("max_length=7 is ignored" in caplog.text) == (length == 7)
+
+
+def test_evaluation_rows_without_labels_are_counted_and_private_ones_are_not(
+    tmp_path, folder, caplog
+):
+    long = [{"prompt": "red " * 30, "completion": "good"}]
+    settings = {"max_length": 16}
+    trainer_of(tmp_path, folder, [*prompts(20), *long], settings)
+    assert "label" not in caplog.text
+    trainer_of(tmp_path, folder, prompts(20), settings, eval_dataset=[*prompts(5, 1), *long])
+    assert "1 of 6 evaluation rows have no label" in caplog.text
