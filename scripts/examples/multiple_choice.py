@@ -1,4 +1,4 @@
-"""Multiple choice: rows with `question`, `choice0`, `choice1`, ... and `label`, the right one's number."""
+"""Multiple choice: rows with `question`, `choice0`, `choice1`, ... and `label`, a number."""
 
 from __future__ import annotations
 
