@@ -41,6 +41,7 @@ RANGES: Mapping[str, Range] = {
     "noise_multiplier": _NOT_NEGATIVE,
     "num_directions": _COUNT,
     "microbatch_size": _COUNT,
+    "max_length": _COUNT,
     "max_batch_size": _COUNT,
     "momentum": _BELOW_ONE,
     "update_window": _COUNT,

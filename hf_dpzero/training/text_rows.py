@@ -158,8 +158,6 @@ class TextRows:
     def _max_length(self) -> int:
         """max_length, and no more than the model takes."""
         asked, most = self.args.max_length, context_length(self.model)
-        if asked is not None and asked < 1:
-            raise ValueError(f"max_length={asked} must be at least 1.")
         return min(asked or 1 << 30, most or 1 << 30)
 
 

@@ -473,3 +473,11 @@ def test_evaluation_rows_without_labels_are_counted_and_private_ones_are_not(
     assert "label" not in caplog.text
     trainer_of(tmp_path, folder, prompts(20), settings, eval_dataset=[*prompts(5, 1), *long])
     assert "1 of 6 evaluation rows have no label" in caplog.text
+
+
+def test_evaluation_data_may_be_a_stream_of_texts(tmp_path, folder):
+    trainer = trainer_of(tmp_path, folder, prompts(20))
+    stream = Dataset.from_list(prompts(8, seed=2)).to_iterable_dataset()
+    assert torch.isfinite(torch.tensor(trainer.evaluate(stream)["eval_loss"]))
+    with pytest.raises(ValueError, match="private"):
+        trainer.evaluate(Dataset.from_list(prompts(20)).to_iterable_dataset())
