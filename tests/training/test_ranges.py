@@ -29,6 +29,7 @@ BAD = {
     "noise_multiplier": (-1.0, NAN, INF),
     "num_directions": (0, 1.5, INF, NAN),
     "microbatch_size": (0, -1, 1.5),
+    "max_length": (0, -1, 1.5),
     "max_batch_size": (0, 1.5),
     "per_device_train_batch_size": (0,),
     "per_device_eval_batch_size": (0,),
