@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import datasets
@@ -15,7 +15,7 @@ from hf_dpzero.tasks.rows import column_of, load_splits, require_columns, subset
 from hf_dpzero.tasks.task import Task
 
 _MAX_CLASSES = 1000
-_KINDS = {"bool": "truth values", "integer": "integers", "text": "text"}
+_KINDS = {"bool": "truth values", "class": "class labels", "integer": "integers", "text": "text"}
 
 
 def build(data: DataArguments) -> Task | PromptedClassification:
@@ -83,8 +83,9 @@ def classification_task(
             )
     kept = "labelled " if known and known.drop_unlabelled else ""
     labelled, feature = datasets.DatasetDict(), datasets.ClassLabel(names=list(names))
+    values = _label_values(splits, label, names)
     for split, rows in splits.items():
-        indices = _class_indices(rows, label, names, f"{kept}{split} rows")
+        indices = _class_indices(values[split], label, names, f"{kept}{split} rows")
         texts = rows.select_columns([c for c in columns if c in rows.column_names])
         labelled[split] = texts.add_column("label", indices).cast_column("label", feature)
     task = Task(
@@ -107,28 +108,32 @@ def classification_task(
 
 
 def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
-    """Names of the classes: the column's own, or those of the validation rows.
+    """Names of the classes: those of the validation rows' column, or of its values.
 
-    The sorted strings, or "0" ... for integers. They become public, so a training label that no
-    validation row has is refused, without naming it.
+    The sorted strings, or "0" ... for integers. They become public, so a training label that is not
+    among them is refused, without naming it; so names that a training file brings along are not used.
     """
-    feature = splits["train"].features[column]
-    if isinstance(feature, datasets.ClassLabel):
-        return list(feature.names)
+    named, public_names = {}, getattr(splits["validation"].features[column], "names", None)
     kinds = {_kind(rows.features[column], split, column) for split, rows in splits.items()}
+    for split, rows in splits.items():
+        plain = public_names is None and "text" not in kinds
+        named[split] = set(rows.unique(column) if plain else _by_name(rows, column))
+    public: Container[Any] = named["validation"]
+    if public_names is not None:
+        names, public = list(public_names), {*public_names, *range(len(public_names))}
+        _refuse_unseen(named["train"], public, column)
+        return names
     if kinds == {"bool"}:
         return ["false", "true"]
-    if "text" in kinds and len(kinds) > 1:
+    if "text" in kinds and not kinds <= {"text", "class"}:
         said = " and ".join(_KINDS[kind] for kind in sorted(kinds))
         raise ValueError(
             f"column {column!r} holds {said} in one split and the other; write all labels alike."
         )
-    values = {split: set(rows.unique(column)) for split, rows in splits.items()}
-    public: Container[Any] = values["validation"]
-    if kinds == {"text"}:
-        names = sorted(values["validation"])
+    if "text" in kinds:
+        names = sorted(named["validation"])
     else:
-        for split, labels in values.items():
+        for split, labels in named.items():
             if min(labels) < 0:
                 row = next(i for i, value in enumerate(splits[split][column][:], 1) if value < 0)
                 raise ValueError(
@@ -136,16 +141,10 @@ def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
                     f"{column!r}, which usually marks rows without a label; drop them or choose a "
                     "labelled split."
                 )
-        largest = min(_MAX_CLASSES, max(values["validation"]))  # one more than is supported
+        largest = min(_MAX_CLASSES, max(named["validation"]))  # one more than is supported
         names = [str(label) for label in range(largest + 1)]
-        public = range(max(values["validation"]) + 1)
-    if not all(value in public for value in values["train"]):
-        raise ValueError(
-            f"column {column!r} of the train rows has labels that no validation row has. Names of "
-            "labels become public (config.json holds them), and these would be read from private rows: "
-            "set class_names to the names of all labels, in order. If it is not the label column, set "
-            "label_column."
-        )
+        public = range(max(named["validation"]) + 1)
+    _refuse_unseen(named["train"], public, column)
     if not 2 <= len(names) <= _MAX_CLASSES:
         many = len(names) if len(names) < 2 else f"more than {_MAX_CLASSES}"
         raise ValueError(
@@ -155,14 +154,53 @@ def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
     return names
 
 
+def _refuse_unseen(private: Iterable[Any], public: Container[Any], column: str) -> None:
+    if not all(value in public for value in private):
+        raise ValueError(
+            f"column {column!r} of the train rows has labels that no validation row has. Names of "
+            "labels become public (config.json holds them), and these would be read from private rows: "
+            "set class_names to the names of all labels, in order. If it is not the label column, set "
+            "label_column."
+        )
+
+
+def _by_name(rows: datasets.Dataset, column: str) -> list[Any]:
+    """The values of a column; those of a class-label column as its names, -1 as it is."""
+    feature, values = rows.features[column], rows[column][:]
+    if not isinstance(feature, datasets.ClassLabel):
+        return list(values)
+    return [feature.names[value] if value >= 0 else value for value in values]
+
+
+def _label_values(
+    splits: datasets.DatasetDict, column: str, names: Sequence[str]
+) -> dict[str, list[Any]]:
+    """Labels of each split, to be found in `names`: class labels by their own names.
+
+    Where none of these is in `names`, which then are other words for them, by their numbers.
+    """
+    features = [rows.features[column] for rows in splits.values()]
+    own = {tuple(f.names) for f in features if isinstance(f, datasets.ClassLabel)}
+    if any(set(found) & set(names) for found in own):
+        return {split: _by_name(rows, column) for split, rows in splits.items()}
+    if len(own) > 1:
+        raise ValueError(
+            f"column {column!r} has other class labels in the train than in the validation rows, so "
+            "their numbers do not mean the same; give both files the same class labels, or text."
+        )
+    return {split: list(rows[column][:]) for split, rows in splits.items()}
+
+
 def _kind(feature: Any, split: str, column: str) -> str:
     """What labels of a column are; a refusal names its type."""
+    if isinstance(feature, datasets.ClassLabel):
+        return "class"
     dtype = getattr(feature, "dtype", None) if isinstance(feature, datasets.Value) else "int64"
     if dtype == "bool":
         return "bool"
     if dtype in ("string", "large_string", "string_view"):
         return "text"
-    is_class = isinstance(feature, (datasets.Value, datasets.ClassLabel))
+    is_class = isinstance(feature, datasets.Value)
     if is_class and str(dtype).startswith(("int", "uint")):
         return "integer"
     raise ValueError(
@@ -172,12 +210,12 @@ def _kind(feature: Any, split: str, column: str) -> str:
 
 
 def _class_indices(
-    rows: datasets.Dataset, column: str, names: Sequence[str], place: str
+    values: Sequence[Any], column: str, names: Sequence[str], place: str
 ) -> np.ndarray:
-    """Labels as indices into `names`, int64 `[N]`; `place` is what a refusal calls the rows."""
+    """Labels as indices into `names`, int64 `[N]`; `place` is what a refusal calls their rows."""
     index = {name: position for position, name in enumerate(names)}
     indices = []
-    for row, value in enumerate(rows[column][:], start=1):
+    for row, value in enumerate(values, start=1):
         label = index.get(value) if isinstance(value, str) else value
         if (
             not isinstance(label, (int, float))
