@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hf_dpzero.cli.options import Evaluate
 from hf_dpzero.recipes.build import check_context, load_trained, output_dir, refuse_training_texts
-from hf_dpzero.recipes.checkpoints import ADAPTER_FILE, Origin, trained_as
+from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
 from hf_dpzero.recipes.recipe import (
     Recipe,
     coerce_fields,
@@ -17,6 +17,7 @@ from hf_dpzero.recipes.recipe import (
     read_recipe,
 )
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
+from hf_dpzero.reporting.provenance import Origin, trained_as
 
 
 def run(arguments: Evaluate) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,10 @@ import torch
 
 from hf_dpzero.cli.options import Replay
 from hf_dpzero.ledger.replay import replay
-from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
+from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.reporting.weights import read_weights, weight_files
 from hf_dpzero.training.initial_values import load_initial_model
@@ -26,7 +28,8 @@ def run(arguments: Replay) -> None:
     """Loads base and trajectory, checks the base's digest, replays, saves, compares.
 
     The rebuilt weights are compared bit for bit with those of `--expect`, or, where the whole
-    trajectory is replayed, with those that lie beside it.
+    trajectory is replayed, with those that lie beside it. The trajectory is copied beside them, and
+    the report where there is one: it holds for them, unless only a part was replayed.
     """
     output, beside = Path(arguments.output_dir), Path(arguments.trajectory).resolve().parent
     if output.resolve() == beside:
@@ -37,6 +40,9 @@ def run(arguments: Replay) -> None:
     model.save_pretrained(output)
     if tokenizer is not None:
         tokenizer.save_pretrained(output)
+    trajectory.to_safetensors(output / SHIPPING_NAME)  # what was trained once is known by these two
+    if (beside / REPORT_FILE).is_file():
+        shutil.copyfile(beside / REPORT_FILE, output / REPORT_FILE)
     steps = sum(arguments.upto is None or r.step < arguments.upto for r in trajectory.releases)
     print(f"replayed {steps} of {len(trajectory.releases)} steps into {output}")
     expected = None if arguments.expect is None else Path(arguments.expect)

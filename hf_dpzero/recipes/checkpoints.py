@@ -1,13 +1,10 @@
-"""Loads checkpoints, says what is missing and what is on record of their training."""
+"""Loads checkpoints, and says what is missing."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.reporting.privacy_report import REPORT_FILE
-from hf_dpzero.reporting.provenance import resolve_path
-from hf_dpzero.reporting.verification import report_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -205,69 +198,3 @@ def settle_quantised_(model: nn.Module) -> None:
 
 def _not_the_int8_cast(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(_INT8_CAST)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where weights come from; two are equal where they are the same weights."""
-
-    path: str  # a folder, with links and `package:` resolved, or a Hub id
-    revision: str  # its branch, tag or commit; of no effect on a folder
-
-    @classmethod
-    def of(cls, name: str, revision: str | None) -> Origin:
-        """What a recipe names.
-
-        Args:
-          name: folder, Hub id or `package:` path; a package that is not installed stays a name.
-          revision: on the Hub; None is "main".
-        """
-        with contextlib.suppress(ImportError, FileNotFoundError):
-            name = resolve_path(name)
-        folder = Path(name)
-        return cls(str(folder.resolve()) if name and folder.is_dir() else name, revision or "main")
-
-
-def trained_as(origin: Origin) -> str | None:
-    """What is on record of a model's training: its report's statement; None without a trace of one.
-
-    Looks beside the weights; for a `checkpoint-N` also in its run's folder; for a Hub id in the cache
-    and, where it can be reached, on the Hub.
-    """
-    folder = Path(origin.path)
-    for name in (REPORT_FILE, LEDGER_NAME, SHIPPING_NAME):
-        if not origin.path:
-            paths = []
-        elif folder.is_dir():
-            of_run = [folder.parent] if re.fullmatch(r"checkpoint-\d+", folder.name) else []
-            paths = [place / name for place in (folder, *of_run)]
-        else:
-            paths = _on_the_hub(origin, name)
-        for path in paths:
-            if path.is_file():
-                statement = _stated(path) if name == REPORT_FILE else None
-                return statement or (
-                    f"NOT KNOWN: {origin.path} was trained ({path}), and no report that can be read "
-                    "says what was spent"
-                )
-    return None
-
-
-def _on_the_hub(origin: Origin, name: str) -> list[Path]:
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
-
-    try:
-        return [Path(huggingface_hub.hf_hub_download(origin.path, name, revision=origin.revision))]
-    except (OSError, ValueError, HfHubHTTPError, HTTPError):  # no such file, id or network
-        return []
-
-
-def _stated(path: Path) -> str | None:
-    """What a report states; None where it cannot be read, or is not of the weights beside it."""
-    try:
-        report = report_of(path.parent)
-    except (ValueError, OSError):
-        return None
-    silent = not report.private and not report.statement.startswith("NOT PRIVATE")
-    return f"{'NOT PRIVATE: ' if silent else ''}{report.statement} So says {path}."

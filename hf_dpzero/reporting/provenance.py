@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.reporting.privacy_report import REPORT_FILE
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import report_of
 
 PACKAGE_SCHEME = "package:"
@@ -40,47 +44,131 @@ def resolve_path(name_or_path: str) -> str:
     return str(folder)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where weights come from; two are equal where they are the same weights."""
+
+    path: str  # a folder, with links and `package:` resolved, or a Hub id
+    revision: str  # its branch, tag or commit; of no effect on a folder
+
+    @classmethod
+    def of(cls, name: str, revision: str | None) -> Origin:
+        """What a recipe or a model's configuration names.
+
+        Args:
+          name: folder, Hub id or `package:` path; a package that is not installed stays a name.
+          revision: on the Hub; None is "main".
+        """
+        with contextlib.suppress(ImportError, FileNotFoundError):
+            name = resolve_path(name)
+        folder = Path(name)
+        return cls(str(folder.resolve()) if name and folder.is_dir() else name, revision or "main")
+
+    def records(self) -> Iterator[Path]:
+        """Files that tell of a training by this package: reports, then ledgers, then trajectories.
+
+        Beside the weights; for a `checkpoint-N` also in its run's folder; for a Hub id in the cache
+        and, where it can be reached, on the Hub.
+        """
+        folder = Path(self.path)
+        for name in (REPORT_FILE, LEDGER_NAME, SHIPPING_NAME) if self.path else ():
+            if folder.is_dir():
+                of_run = [folder.parent] if re.fullmatch(r"checkpoint-\d+", folder.name) else []
+                paths = [place / name for place in (folder, *of_run)]
+            else:
+                paths = self._on_the_hub(name)
+            yield from (path for path in paths if path.is_file())
+
+    def _on_the_hub(self, name: str) -> list[Path]:
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+        try:
+            return [Path(huggingface_hub.hf_hub_download(self.path, name, revision=self.revision))]
+        except (OSError, ValueError, HfHubHTTPError, HTTPError):  # no such file, id or network
+            return []
+
+
+def trained_as(origin: Origin) -> str | None:
+    """What is on record of a model's training: its report's statement; None without a trace of one."""
+    path = next(origin.records(), None)
+    if path is None:
+        return None
+    report = _report_beside(path)
+    if report is None:
+        return (
+            f"NOT KNOWN: {origin.path} was trained ({path}), and no report that can be read "
+            "says what was spent"
+        )
+    silent = not report.private and not report.statement.startswith("NOT PRIVATE")
+    return f"{'NOT PRIVATE: ' if silent else ''}{report.statement} So says {path}."
+
+
+def _report_beside(record: Path) -> PrivacyReport | None:
+    """A report; None where it is none, cannot be read, or is not of the weights beside it."""
+    try:
+        return report_of(record.parent) if record.name == REPORT_FILE else None
+    except (ValueError, OSError):
+        return None
+
+
 def base_names(model: Any) -> list[str]:
     """The folders or Hub ids that a torch module and its parts were loaded from, each once.
 
     Taken from the configurations of the model and its parts (an encoder trained elsewhere, say), and
     from an adapter's name of its base. Weights that were put in by hand have no name.
     """
-    names: dict[str, None] = {}
+    return list(dict.fromkeys(name for name, _ in _bases(model)))
+
+
+def base_origins(model: Any) -> list[Origin]:
+    """As `base_names`; of Hub ids also the revision that was loaded."""
+    return list(dict.fromkeys(Origin.of(name, revision) for name, revision in _bases(model)))
+
+
+def _bases(model: Any) -> Iterator[tuple[str, str | None]]:
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
         bases = adapters.values() if isinstance(adapters, Mapping) else ()
-        sources = [getattr(base, "base_model_name_or_path", None) for base in bases]
-        sources.append(getattr(getattr(module, "config", None), "_name_or_path", None))
-        names.update((str(source), None) for source in sources if source)
-    return list(names)
+        config = getattr(module, "config", None)
+        found = [
+            (getattr(b, "base_model_name_or_path", None), getattr(b, "revision", None))
+            for b in bases
+        ]
+        found.append(
+            (getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None))
+        )
+        yield from ((str(name), revision) for name, revision in found if name)
 
 
-def earlier_runs(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The runs that made a base model, by the privacy report in its folder; the latest first.
+def earlier_runs(origins: Iterable[Origin]) -> list[dict[str, Any]]:
+    """The runs of this package that made a base model, by what is on record of it; the latest first.
 
-    Hub ids and folders without a report are skipped. A report that cannot be read, or that is not of
-    the weights and the trajectory beside it, counts as NOT PRIVATE. Of the folder only its name is kept.
+    A report that cannot be read, or that is not of the weights and the trajectory beside it, counts as
+    NOT PRIVATE, and so does a ledger or a trajectory without a report. Of a folder only its name is
+    kept.
 
     Args:
-      names: of `base_names`, `package:` paths resolved.
+      origins: of `base_origins`.
 
     Returns:
       Entries of `PrivacyReport.earlier_runs`, those that the base's own report lists included.
     """
-    folders = {Path(name).resolve(): Path(name).absolute().name for name in names if name}
     runs: list[dict[str, Any]] = []
-    for folder, name in folders.items():
-        if not (folder / REPORT_FILE).is_file():
+    for origin in dict.fromkeys(origins):
+        path = next(origin.records(), None)
+        if path is None:
             continue
-        try:
-            base = report_of(folder)
-        except (OSError, ValueError):
-            unread = (
-                f"NOT PRIVATE as far as can be told: its {REPORT_FILE} cannot be read, or is not of "
-                "what lies beside it."
+        base, folder = _report_beside(path), Path(origin.path)
+        name = folder.name if folder.is_dir() else origin.path
+        if base is None:
+            why = (
+                f"its {REPORT_FILE} cannot be read, or is not of what lies beside it."
+                if path.name == REPORT_FILE
+                else f"it was trained ({path.name}), and no report says what was spent."
             )
-            runs.append({"folder": name, "private": False, "statement": unread})
+            statement = f"NOT PRIVATE as far as can be told: {why}"
+            runs.append({"folder": name, "private": False, "statement": statement})
         else:
             runs.append({"folder": name, "private": base.private, "statement": base.statement})
             runs += base.earlier_runs

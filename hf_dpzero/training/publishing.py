@@ -15,7 +15,7 @@ from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport
-from hf_dpzero.reporting.provenance import base_names, earlier_runs, resolve_path
+from hf_dpzero.reporting.provenance import base_origins, earlier_runs
 from hf_dpzero.reporting.wording import NOT_COMPARED
 from hf_dpzero.training import data_checks
 from hf_dpzero.training.config import DPZeroConfig
@@ -83,7 +83,7 @@ class PublishingTrainer(PredictingTrainer):
     @functools.cached_property
     def earlier_runs(self) -> list[dict[str, Any]]:
         """Runs that the base model came out of; read once, before this run writes anything."""
-        return earlier_runs(map(resolve_path, base_names(self.model)))
+        return earlier_runs(base_origins(self.model))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as README.md in output_dir, once `save_model` wrote a report there."""

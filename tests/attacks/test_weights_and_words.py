@@ -14,12 +14,17 @@ from transformers import BertForSequenceClassification, Trainer, TrainingArgumen
 
 from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
-from hf_dpzero.reporting.provenance import earlier_runs
+from hf_dpzero.reporting.provenance import Origin, earlier_runs
 from hf_dpzero.reporting.weights import digest_weights
 
 pytestmark = pytest.mark.slow
 
 SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None}
+
+
+def runs_in(*names: Any) -> list[dict[str, Any]]:
+    """The earlier runs of a base that was loaded from these folders or Hub ids."""
+    return earlier_runs([Origin.of(str(name), None) for name in names])
 
 
 def lora() -> Any:
@@ -58,7 +63,7 @@ def test_weights_of_a_plain_trainer_in_the_same_folder_are_not_shipped(
     plain.train()
     plain.save_model()
     refused(run, tmp_path)
-    (entry,) = earlier_runs([str(run)])  # and as a base they count for what they are
+    (entry,) = runs_in(run)  # and as a base they count for what they are
     assert not entry["private"] and "not of what lies beside it" in entry["statement"]
 
 
@@ -154,7 +159,7 @@ def test_an_edited_statement_is_neither_shipped_nor_headlined(run: Path, tmp_pat
     assert write_model_card(run).read_text() == (folder / "README.md").read_text()
     assert PrivacyReport.load(run).statement == true["statement"]
     edited(run, statement=claim)
-    (entry,) = earlier_runs([str(run)])
+    (entry,) = runs_in(run)
     assert entry["statement"] == true["statement"]
 
 

@@ -361,7 +361,7 @@ def test_a_hub_model_that_came_with_a_report_is_not_zero_shot(tmp_path, trained,
     import huggingface_hub
 
     from hf_dpzero.cli.evaluate import privacy_statement
-    from hf_dpzero.recipes.checkpoints import Origin
+    from hf_dpzero.reporting.provenance import Origin
 
     asked = []
 

@@ -21,7 +21,7 @@ from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.plots import plot_run
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport, round_up
-from hf_dpzero.reporting.provenance import base_names, earlier_runs
+from hf_dpzero.reporting.provenance import Origin, base_names, earlier_runs
 from hf_dpzero.reporting.verification import bound_to
 
 KEYS = """
@@ -321,15 +321,20 @@ def folder_of(path: Path, found: PrivacyReport) -> Path:
     return path
 
 
+def runs_in(*names: Any) -> list[dict[str, Any]]:
+    """The earlier runs of a base that was loaded from these folders or Hub ids."""
+    return earlier_runs([Origin.of(str(name), None) for name in names])
+
+
 def test_a_base_without_a_report_adds_nothing(tmp_path: Path) -> None:
-    assert earlier_runs([str(tmp_path), "roberta-large", ""]) == []
+    assert runs_in(tmp_path, "roberta-large", "") == []
     assert report(earlier_runs=[]) == report()
     assert report().earlier_runs == []
 
 
 def test_a_private_base_is_a_caveat_with_its_statement(tmp_path: Path) -> None:
     base = report(full_batch_plan())
-    found = report(earlier_runs=earlier_runs([str(folder_of(tmp_path / "first", base))]))
+    found = report(earlier_runs=runs_in(folder_of(tmp_path / "first", base)))
     assert found.earlier_runs == [{"folder": "first", "private": True, "statement": base.statement}]
     (caveat,) = set(found.caveats) - set(report().caveats)
     assert base.statement in caveat
@@ -345,7 +350,7 @@ def test_a_private_base_is_a_caveat_with_its_statement(tmp_path: Path) -> None:
 
 def test_a_base_that_is_not_private_comes_first(tmp_path: Path) -> None:
     base = report(mezo_plan())
-    found = report(earlier_runs=earlier_runs([str(folder_of(tmp_path / "leaky", base))]))
+    found = report(earlier_runs=runs_in(folder_of(tmp_path / "leaky", base)))
     assert found.private  # of its own steps; the base's rows may be others
     assert base.statement.startswith("NOT PRIVATE: the method mezo")
     assert base.statement in found.caveats[0]
@@ -358,8 +363,8 @@ def test_a_base_that_is_not_private_comes_first(tmp_path: Path) -> None:
 def test_what_lies_under_the_base_is_not_forgotten(tmp_path: Path) -> None:
     """mezo, then dpzero, then dpzero: the last one's base is private, and its base was not."""
     leaky = folder_of(tmp_path / "leaky", report(mezo_plan()))
-    middle = report(full_batch_plan(), earlier_runs=earlier_runs([str(leaky)]))
-    found = report(earlier_runs=earlier_runs([str(folder_of(tmp_path / "middle", middle))]))
+    middle = report(full_batch_plan(), earlier_runs=runs_in(leaky))
+    found = report(earlier_runs=runs_in(folder_of(tmp_path / "middle", middle)))
     assert [(run["folder"], run["private"]) for run in found.earlier_runs] == [
         ("middle", True),
         ("leaky", False),
@@ -371,7 +376,7 @@ def test_what_lies_under_the_base_is_not_forgotten(tmp_path: Path) -> None:
 
 def test_a_folder_that_several_parts_came_from_counts_once(tmp_path: Path) -> None:
     base = folder_of(tmp_path / "first", report())
-    assert len(earlier_runs([str(base), str(base / "." / ".." / "first")])) == 1
+    assert len(runs_in(base, base / "." / ".." / "first")) == 1
 
 
 def test_names_of_a_base_come_from_configurations_and_adapters() -> None:
@@ -397,7 +402,7 @@ def test_names_of_a_base_come_from_configurations_and_adapters() -> None:
 @pytest.mark.parametrize("text", ["{", "[]", '{"epsilon": 1}', "\udcff"])
 def test_a_base_with_a_damaged_report_is_taken_as_not_private(tmp_path: Path, text: str) -> None:
     (tmp_path / REPORT_FILE).write_bytes(text.encode("utf-8", "surrogateescape"))
-    (entry,) = earlier_runs([str(tmp_path)])
+    (entry,) = runs_in(tmp_path)
     assert not entry["private"]
     assert entry["statement"].startswith("NOT PRIVATE")
     assert str(tmp_path) not in json.dumps(entry)
@@ -406,7 +411,7 @@ def test_a_base_with_a_damaged_report_is_taken_as_not_private(tmp_path: Path, te
 def test_earlier_runs_survive_the_file_and_tuning(tmp_path: Path) -> None:
     base = folder_of(tmp_path / "leaky", report(mezo_plan()))
     plan = poisson_plan()
-    found = report(plan, earlier_runs=earlier_runs([str(base)]))
+    found = report(plan, earlier_runs=runs_in(base))
     found.save(tmp_path)
     assert PrivacyReport.load(tmp_path) == found
     tuned = PrivacyReport.load(tmp_path).with_tuning("not_accounted", plan)

@@ -1,0 +1,95 @@
+"""Attack: train on what came out of a private run, without a word of that run in the second report."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from tiny_runs import build, tiny_model
+from transformers import BertForSequenceClassification
+
+from hf_dpzero.cli import main
+from hf_dpzero.reporting.hub import build_hub_folder
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.provenance import Origin, earlier_runs, trained_as
+
+SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None, "max_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished private run on "base", which lies beside it."""
+    folder = tmp_path_factory.mktemp("runs")
+    tiny_model().save_pretrained(folder / "base")
+    model = BertForSequenceClassification.from_pretrained(folder / "base")
+    trainer = build(folder / "first", model, save_strategy="steps", save_steps=1, **SECRET)
+    trainer.train()
+    trainer.save_model()
+    return folder / "first"
+
+
+def runs_of_base(folder: Path, base: Path, name: str | None = None) -> list[dict[str, Any]]:
+    """Of the report of a second run, on a model from `base`."""
+    model = BertForSequenceClassification.from_pretrained(base)
+    model.config._name_or_path = name or str(base)
+    trainer = build(folder / "second", model, **SECRET)
+    trainer.train()
+    trainer.save_model()
+    return PrivacyReport.load(build_hub_folder(folder / "second", folder / "hub")).earlier_runs
+
+
+@pytest.mark.parametrize("revision", ["main", "the commit"])
+def test_a_base_in_the_hub_cache_is_recognised(
+    first: Path, tmp_path: Path, monkeypatch: Any, revision: str
+) -> None:
+    cache, commit = tmp_path / "cache" / "models--me--run1", "0" * 40
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / ("main" if revision == "main" else "v2")).write_text(commit)
+    shutil.copytree(build_hub_folder(first, tmp_path / "hub1"), cache / "snapshots" / commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    if revision == "main":
+        (entry,) = runs_of_base(tmp_path, cache / "snapshots" / commit, "me/run1")
+    else:
+        (entry,) = earlier_runs([Origin("me/run1", commit)])
+    statement = PrivacyReport.load(first).statement
+    assert entry == {"folder": "me/run1", "private": True, "statement": statement}
+
+
+@pytest.mark.parametrize("lost", ["report", "report and trajectory"])
+def test_a_base_that_lost_its_report_is_recognised(first: Path, tmp_path: Path, lost: str) -> None:
+    copied = Path(shutil.copytree(first, tmp_path / "copied"))
+    (copied / REPORT_FILE).unlink()
+    if lost == "report and trajectory":
+        (copied / "trajectory.safetensors").unlink()
+    (entry,) = runs_of_base(tmp_path, copied)
+    assert not entry["private"]
+    assert entry["statement"].startswith("NOT PRIVATE as far as can be told: it was trained")
+
+
+def test_a_checkpoint_that_lost_its_report_is_recognised(first: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(first, tmp_path / "copied"))
+    for name in (REPORT_FILE, "trajectory.safetensors"):
+        (copied / "checkpoint-1" / name).unlink(missing_ok=True)
+    (entry,) = earlier_runs([Origin.of(str(copied / "checkpoint-1"), None)])
+    assert entry["private"] and entry["statement"] == PrivacyReport.load(first).statement
+
+
+@pytest.mark.parametrize("upto", [[], ["--upto", "1"]])
+def test_rebuilt_weights_bring_report_and_trajectory(
+    first: Path, tmp_path: Path, upto: list[str]
+) -> None:
+    words = ["replay", "--base", str(first.parent / "base"), "--output_dir", str(tmp_path / "new")]
+    assert main.main([*words, "--trajectory", str(first / "trajectory.safetensors"), *upto]) == 0
+    (entry,) = runs_of_base(tmp_path, tmp_path / "new")
+    said = trained_as(Origin.of(str(tmp_path / "new"), None)) or ""
+    if upto:  # the report is of the whole run's weights
+        assert not entry["private"] and said.startswith("NOT KNOWN")
+        with pytest.raises(ValueError, match="not those that"):
+            build_hub_folder(tmp_path / "new", tmp_path / "hub2")
+    else:
+        statement = PrivacyReport.load(first).statement
+        assert entry == {"folder": "new", "private": True, "statement": statement}
+        assert said.startswith(statement)
