@@ -33,6 +33,7 @@ from hf_dpzero.privacy import private_selection as selection
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
+from hf_dpzero.tasks import same_rows
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import parse_yaml
 
@@ -91,6 +92,12 @@ class SweepSettings:
           extra: more of them, which win over `point`.
         """
         return load_recipe(self.recipe, {**self.overrides, **point, **(extra or {})})
+
+    def for_private_rows(self) -> SweepSettings:
+        """As it is without overrides of the data, which name the public stand-in of a public sweep."""
+        data = {field.name for field in dataclasses.fields(DataArguments)}
+        kept = {name: value for name, value in self.overrides.items() if name not in data}
+        return dataclasses.replace(self, overrides=kept)
 
     def fingerprint(self, prepared: Prepared) -> str:
         """SHA-256 (hex) of everything that a continued sweep must have in common."""
@@ -211,6 +218,8 @@ def _check(settings: SweepSettings) -> None:
         else:
             continue
         raise ValueError(f"{name} may not be in a {settings.tuning} grid: {reason}")
+    if settings.tuning == "public":
+        _refuse_own_rows(settings)
     if composed:
         training = settings.load(settings.points[0]).training
         for name in ("sampler_key", "insecure_noise_seed", "log_private_diagnostics"):
@@ -219,6 +228,20 @@ def _check(settings: SweepSettings) -> None:
                     f"{name}={getattr(training, name)} makes every trial NOT PRIVATE, so a composed "
                     "sweep would pay for nothing; leave it out, or use --tuning not_accounted."
                 )
+
+
+def _refuse_own_rows(settings: SweepSettings) -> None:
+    """Refuses to call the rows public that best.yaml will train on, also a part or a copy of them."""
+    plain = settings.for_private_rows()
+    for point in settings.points:
+        swept, private = settings.load(point).data, plain.load(point).data
+        if same_rows(swept, private):
+            rows = swept.train_file or swept.dataset_name or swept.task
+            raise ValueError(
+                f"--tuning public would sweep {rows}, which the recipe (and best.yaml) trains on: its "
+                "report would say that choosing spent nothing on these rows. Give public data for the "
+                "sweep (--train_file, --validation_file), or use --tuning composed or not_accounted."
+            )
 
 
 def prepare(settings: SweepSettings) -> Prepared:

@@ -28,7 +28,6 @@ from hf_dpzero.privacy.private_selection import WORDS, composed_epsilon
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import delta_words, number, round_up
-from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import encode
 
 TABLE_FILE = "sweep.md"
@@ -193,11 +192,7 @@ def _table(settings: SweepSettings, prepared: Prepared, content: Mapping[str, An
 
 def _best_recipe(settings: SweepSettings, prepared: Prepared, best: Row) -> str:
     """A recipe with the winning settings, to train the private data with."""
-    overrides = dict(settings.overrides)
-    if settings.tuning == "public":
-        data = {field.name for field in dataclasses.fields(DataArguments)}  # of the public stand-in
-        overrides = {name: value for name, value in overrides.items() if name not in data}
-    plain = dataclasses.replace(settings, overrides=overrides)
+    plain = settings.for_private_rows() if settings.tuning == "public" else settings
     values = yaml.safe_load(plain.load(best.settings or {}).to_yaml())
     values.pop("output_dir", None)
     values["tuning"] = settings.tuning if settings.tuning in WORDS else "not_accounted"

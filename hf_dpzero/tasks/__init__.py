@@ -10,7 +10,9 @@ Tasks have names: by one line in `TASKS`, by `register_task`, or in a YAML file.
 
 from __future__ import annotations
 
+import filecmp
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_dpzero.tasks.arguments import DataArguments
@@ -78,3 +80,25 @@ def description_of(name: str) -> TaskDescription | None:
         f"task={name!r} is not one of {', '.join([*TASKS, *_REGISTERED])}; a task of your own is a "
         ".yaml file (see docs/tasks.md)."
     )
+
+
+def same_rows(one: DataArguments, other: DataArguments) -> bool:
+    """Whether two recipes draw their training rows from one file (or a copy of it), or data set.
+
+    Subsets, columns and prompts do not matter.
+    """
+    if one.train_file and other.train_file:
+        files = Path(one.train_file), Path(other.train_file)
+        there = all(file.is_file() for file in files)
+        return filecmp.cmp(*files, shallow=False) if there else files[0] == files[1]
+    return _source(one) == _source(other)
+
+
+def _source(data: DataArguments) -> tuple[str | None, ...]:
+    """Of training rows: a file, or a data set and its configuration, or a task that makes its rows."""
+    if data.train_file or data.dataset_name:
+        return (data.train_file or data.dataset_name, data.dataset_config_name)
+    source = getattr(description_of(data.task), "source", None)
+    if source is None:
+        return (data.task,)
+    return (source.name, data.dataset_config_name or source.config)

@@ -554,7 +554,7 @@ def test_a_metric_that_the_results_lack_leaves_no_row(
     recipe, tmp_path, trained, monkeypatch, capsys
 ):
     start_by(monkeypatch, lambda attempt: Copied(attempt, trained))
-    words = ["--tuning", "public", "--grid", "clip=1,4"]
+    words = ["--tuning", "not_accounted", "--grid", "clip=1,4"]
     assert sweep(recipe, tmp_path / "D", *words, "--metric", "eval_f1") == 2
     assert "metric='eval_f1' is not among the results" in capsys.readouterr().err
     assert not (tmp_path / "D/trials.jsonl").exists()
@@ -566,11 +566,20 @@ def test_a_public_sweep_writes_a_recipe_for_the_private_data(
     """Data overrides name the public stand-in and stay out of best.yaml; other overrides stay in."""
     folder = tmp_path / "D"
     start_by(monkeypatch, lambda attempt: Copied(attempt, trained))
-    words = ["--tuning", "public", "--grid", "clip=1,4", "--subset_seed", 5, "--smoothing", 0.01]
+    for name in ("train_file", "validation_file"):
+        rows = [{"text": f"{name} {i}", "label": i % 2} for i in range(24)]
+        (tmp_path / name).with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = [
+        w for n in ("train_file", "validation_file") for w in (f"--{n}", tmp_path / f"{n}.jsonl")
+    ]
+    stand_in = ["--task", "text_classification", *files]
+    words = ["--tuning", "public", "--grid", "clip=1,4", *stand_in, "--smoothing", 0.01]
     assert sweep(recipe, folder, *words) == 0
-    assert read_recipe(folder / "trials/000.yaml")["subset_seed"] == 5
+    assert read_recipe(folder / "trials/000.yaml")["train_file"] == str(
+        tmp_path / "train_file.jsonl"
+    )
     best = read_recipe(folder / "best.yaml")
-    assert "subset_seed" not in best and best["smoothing"] == 0.01
+    assert "train_file" not in best and best["task"] == "quickstart" and best["smoothing"] == 0.01
     assert best["target_epsilon"] == 4.0
     header = (folder / "best.yaml").read_text().split("\n\n")[0]
     assert "declaration is the user's" in header

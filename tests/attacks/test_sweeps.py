@@ -1,0 +1,75 @@
+"""Attack: a sweep on private rows that claims to have spent nothing, or that chooses by a secret."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_dpzero.cli import main
+from hf_dpzero.tasks.benchmarks import BENCHMARKS
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path) -> Path:
+    """A recipe on two private files; other files lie beside it."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for name in ("train", "validation", "public", "public_validation"):
+        rows = [{"text": f"{name} film {i}", "label": i % 2} for i in range(24)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+    shutil.copy(folder / "train.jsonl", folder / "copy.jsonl")
+    values = {
+        "model_name_or_path": str(bert_checkpoint), "train_file": str(folder / "train.jsonl"),
+        "validation_file": str(folder / "validation.jsonl"), "max_seq_length": 16,
+        "target_epsilon": 4.0, "target_delta": 1e-3, "expected_batch_size": 4, "max_steps": 2,
+        "use_cpu": True, "save_strategy": "no", "output_dir": str(folder / "out"),
+    }  # fmt: skip
+    (folder / "r.yaml").write_text(yaml.safe_dump(values))
+    return folder / "r.yaml"
+
+
+def sweep(recipe: Path, *words: Any, tuning: str = "public") -> int:
+    shown = ["--grid", "learning_rate=0.01,0.001", "--dry_run", "--tuning", tuning]
+    folder = ["--output_dir", str(recipe.parent / "D")]
+    return main.main(["sweep", str(recipe), *shown, *folder, *map(str, words)])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--train_file", "copy.jsonl"),
+        ("--subset_seed", 5, "--max_train_samples", 12),
+        ("--text_column", "text"),
+        ("--validation_file", "public_validation.jsonl"),
+    ],
+)
+def test_the_recipes_own_rows_are_not_public(recipe, words, capsys, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    assert sweep(recipe, *words) == 2
+    said = capsys.readouterr().err
+    assert "--tuning public" in said and "--tuning composed" in said and "not_accounted" in said
+
+
+def test_the_same_data_set_of_the_hub_is_not_public_by_another_name(recipe, capsys):
+    own = yaml.safe_load(recipe.read_text())
+    del own["train_file"], own["validation_file"]
+    named = recipe.parent / "sst2.yaml"
+    named.write_text(yaml.safe_dump({**own, "task": "sst2"}))
+    source = BENCHMARKS["sst2"].source
+    assert source is not None
+    words = ("--task", "text_classification", "--dataset_name", source.name)
+    for given in ((), words):
+        assert sweep(named, *given) == 2 and "--tuning composed" in capsys.readouterr().err
+
+
+def test_other_rows_may_be_declared_public(recipe, capsys, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    words = ("--train_file", "public.jsonl", "--validation_file", "public_validation.jsonl")
+    assert sweep(recipe, *words) == 0 and "declared public" in capsys.readouterr().out
+    assert sweep(recipe, tuning="not_accounted") == 0
