@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from hf_dpzero.experiments.grid import Run
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.redaction import public_results
 from hf_dpzero.reporting.wording import round_up
 from hf_dpzero.values import decode, encode
 
@@ -210,8 +211,7 @@ def _with_results(
         backwards=per_example[1] * examples,
     )
     if run.trial is not None:
-        public = {k: v for k, v in results.items() if k.startswith(("eval_", "zero_shot_"))}
-        return dataclasses.replace(row, metrics=public)
+        return dataclasses.replace(row, metrics=metrics_of_trial(results))
     status, error = DONE, None
     if row.score is None:
         status, error = "failed", f"its {metric} is {results[key]} after training"
@@ -221,6 +221,12 @@ def _with_results(
         spent = f"spent epsilon = {round_up(report.epsilon)}"
         status, error = "not_private", f"{spent}, more than the {run.epsilon:g} asked for"
     return dataclasses.replace(row, status=status, error=error)
+
+
+def metrics_of_trial(results: Mapping[str, Any]) -> dict[str, float]:
+    """What a sweep's table may hold of a trial: metrics of the validation rows, no time or memory."""
+    public = public_results(results).items()
+    return {name: v for name, v in public if name.startswith(("eval_", "zero_shot_"))}
 
 
 def _finite(value: float | None) -> float | None:

@@ -33,6 +33,7 @@ from hf_dpzero.privacy import private_selection as selection
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
+from hf_dpzero.reporting.redaction import public_results
 from hf_dpzero.tasks import same_rows
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import parse_yaml
@@ -244,6 +245,18 @@ def _refuse_own_rows(settings: SweepSettings) -> None:
             )
 
 
+def _metric(asked: str | None, own: str) -> str:
+    """Key of the results that scores a trial; refuses what may not be published of a private run."""
+    metric = f"eval_{own}" if asked in (None, own) else str(asked)
+    if not metric.startswith("eval_") or not public_results({metric: 0.0}):
+        raise ValueError(
+            f"metric={asked!r} is no metric of the validation rows: trials are chosen, and shown, by "
+            f"what may be published of a run (eval_{own}, eval_loss), never by losses of training rows, "
+            "times or memory, which tell what rows a step drew."
+        )
+    return metric
+
+
 def prepare(settings: SweepSettings) -> Prepared:
     """Loads the task once, checks every point, and calibrates the noise of the trials."""
     from hf_dpzero.tasks import build_task
@@ -252,7 +265,7 @@ def prepare(settings: SweepSettings) -> Prepared:
     recipes = [settings.load(point) for point in settings.points]
     task = build_task(recipes[0].data)
     n = len(task.splits["train"])
-    metric = settings.metric or f"eval_{getattr(task, 'metric', 'accuracy')}"
+    metric = _metric(settings.metric, getattr(task, "metric", "accuracy"))
     common: dict[str, Any] = {"push_to_hub": False, "disable_tqdm": True}
     if settings.secret:
         common["report_to"] = ["none"]  # no loser's metrics leave for a tracking service

@@ -15,7 +15,7 @@ from hf_dpzero.values import parse_yaml
 
 RECIPE_FILE = "recipe.yaml"
 
-_PUBLIC_RESULT = re.compile(r"(eval|test|predict|zero_shot)_\w+|epoch|train_samples")
+_PUBLIC_RESULT = re.compile(r"(eval|test|predict|zero_shot)_(?!(\w*_)?mem_)\w+|epoch|train_samples")
 _TIMES = ("runtime", "_per_second", "_per_step", "_time")
 _SECRET_SETTING = re.compile(
     r"(?!direction_key$)(.*_)?(token|key|secret|password|credentials?)", re.IGNORECASE
@@ -29,7 +29,7 @@ _TEXT_SETTINGS = ("template", "label_words", "class_names")  # texts of a model:
 
 
 def public_results(results: Mapping[str, Any]) -> dict[str, float]:
-    """Evaluation metrics and public counts; never a statistic of the training data, nor timing.
+    """Evaluation metrics and public counts; never a statistic of the training data, nor time or memory.
 
     >>> public_results({"eval_accuracy": 0.8, "train_loss": 0.3, "epoch": 1.0})
     {'eval_accuracy': 0.8, 'epoch': 1.0}

@@ -114,6 +114,15 @@ def test_checkpoints_do_not_tell_how_long_a_step_took(tmp_path):
     assert (state["num_input_tokens_seen"], state["total_flos"]) == (0, 0)
 
 
+def test_public_results_have_no_memory(tmp_path):
+    """`skip_memory_metrics=False`: what the training process held and freed while it evaluated."""
+    trainer = build(tmp_path, skip_memory_metrics=False, max_steps=1)
+    trainer.train()
+    measured = trainer.evaluate()
+    assert any("_mem_" in name for name in measured)
+    assert public_results(measured).keys() == {"eval_loss", "epoch"}
+
+
 def test_public_results_have_no_times():
     measured = {"eval_runtime": 1.0, "eval_steps_per_second": 2.0, "test_jit_compilation_time": 3.0}
     assert public_results({**measured, "train_runtime": 4.0, "eval_f1": 0.5}) == {"eval_f1": 0.5}

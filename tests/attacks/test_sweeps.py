@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from hf_dpzero.cli import main
+from hf_dpzero.experiments.results import metrics_of_trial
 from hf_dpzero.tasks.benchmarks import BENCHMARKS
 
 
@@ -73,3 +74,24 @@ def test_other_rows_may_be_declared_public(recipe, capsys, monkeypatch):
     words = ("--train_file", "public.jsonl", "--validation_file", "public_validation.jsonl")
     assert sweep(recipe, *words) == 0 and "declared public" in capsys.readouterr().out
     assert sweep(recipe, tuning="not_accounted") == 0
+
+
+SECRETS = "seconds_per_step train_runtime eval_runtime peak_memory_bytes eval_mem_cpu_peaked_delta"
+
+
+@pytest.mark.parametrize("metric", [*SECRETS.split(), "train_loss", "epsilon"])
+@pytest.mark.parametrize("tuning", ["composed", "not_accounted"])
+def test_no_choice_by_what_may_not_be_published(recipe, capsys, metric, tuning):
+    """How long a step took depends on which rows it drew, and the choice would be released."""
+    assert sweep(recipe, "--metric", metric, tuning=tuning) == 2
+    assert f"metric='{metric}' is no metric of the validation rows" in capsys.readouterr().err
+
+
+def test_a_metric_may_be_called_by_its_own_name(recipe, capsys):
+    for metric in ("accuracy", "eval_accuracy", "eval_loss"):
+        assert sweep(recipe, "--metric", metric, tuning="composed") == 0
+
+
+def test_the_table_of_all_trials_has_no_times(tmp_path):
+    results = {"eval_accuracy": 0.5, "eval_runtime": 1.0, "eval_mem_cpu_alloc_delta": 7, "x": 1}
+    assert metrics_of_trial(results) == {"eval_accuracy": 0.5}
