@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer import SCHEDULER_NAME
+from transformers.utils import logging
 
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.sampling import new_sampler_key
-from hf_dpzero.reporting.hub import FOLDER_NAME
+from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE
+from hf_dpzero.reporting.plots import PLOT_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, versions
+from hf_dpzero.reporting.redaction import RECIPE_FILE
 from hf_dpzero.reporting.weights import digest_weights
 from hf_dpzero.training import distributed
+
+logger = logging.get_logger(__name__)
 
 STATE_NAME = "dpzero_state.json"
 
@@ -47,7 +53,7 @@ def ledger_header(trainer: Any) -> dict[str, Any]:
 
 
 def start_ledger(output_dir: str, header: dict[str, Any], base_digest: str) -> Trajectory:
-    """A new ledger: on disk on rank 0, in memory on the others.
+    """A new ledger: on disk on rank 0, in memory on the others. Another run's results are moved aside.
 
     Args:
       output_dir: of the run.
@@ -63,6 +69,7 @@ def start_ledger(output_dir: str, header: dict[str, Any], base_digest: str) -> T
     path = Path(output_dir) / LEDGER_NAME
     if not path.exists():  # one that exists is refused below, for what it is
         _refuse_lost_releases(Path(output_dir), None)
+        distributed.on_main(lambda: _set_aside(Path(output_dir)), lambda: None)
     key = header.get("direction_key") or f"{new_key():032x}"
     header = {**header, "base_model_digest": base_digest, "direction_key": distributed.shared(key)}
     return distributed.on_main(lambda: Trajectory.create(path, header), lambda: Trajectory(header))
@@ -129,6 +136,21 @@ def _refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
                     "was removed or rolled back, or is another run's. Restore it, or start afresh in "
                     "another output_dir; what those steps spent stays spent."
                 )
+
+
+def _set_aside(output_dir: Path) -> None:
+    """Renames what another run left in the folder and this run's card and Hub folder would show."""
+    patterns = ("*_results.json", RECIPE_FILE, PLOT_FILE, INITIAL_VALUES_FILE)
+    found = [path for pattern in patterns for path in sorted(output_dir.glob(pattern))]
+    for path in found:
+        names = (f"{path.name}.before{number or ''}" for number in itertools.count())
+        path.rename(next(path.with_name(n) for n in names if not path.with_name(n).exists()))
+    if found:
+        logger.warning(
+            "%s of another run in %s moved aside (to *.before): they are not this run's to ship.",
+            ", ".join(path.name for path in found),
+            output_dir,
+        )
 
 
 def _of_state(path: Path) -> tuple[int, str | None]:
