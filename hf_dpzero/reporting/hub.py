@@ -72,8 +72,6 @@ COPIED = (
 WRITTEN = (CARD_FILE, RESULTS_FILE, RECIPE_FILE, REPORT_FILE)
 """Files that are written anew, from what is public and, in words, from the numbers."""
 
-_STALE = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-
 
 def write_model_card(output_dir: str | os.PathLike[str], *, repo_id: str | None = None) -> Path:
     """Writes the card of the run in `output_dir` as its README.md, private or not.
@@ -163,8 +161,8 @@ def push(
 ) -> str:
     """Ships the run in `output_dir` to the Hub; leaves the exact folder at `output_dir/hub`.
 
-    Weights of an earlier push are deleted from the repository, so that they never lie beside this
-    run's report.
+    All other files of the repository are deleted in the same commit, so that nothing of an earlier push
+    lies beside this run's report. Its history still holds them.
 
     Args:
       output_dir: a finished run.
@@ -197,6 +195,10 @@ def push(
 
 
 def _read_report(source: Path) -> PrivacyReport:
+    """The report; refuses links among the files that are written anew from what they say."""
+    for name in (REPORT_FILE, RESULTS_FILE, RECIPE_FILE):
+        if os.path.lexists(source / name):
+            _check_plain(source / name)
     try:
         return PrivacyReport.load(source / REPORT_FILE)
     except FileNotFoundError:
@@ -278,12 +280,16 @@ def _copied_files(source: Path) -> Iterable[Path]:
     for path in sorted(source.iterdir()):
         if not _named(path.name, COPIED):
             continue
-        if path.is_symlink() or not path.is_file():
-            raise ValueError(
-                f"{path} is a link or a folder, not a plain file: it could point at something "
-                "private. Replace it by the file itself."
-            )
+        _check_plain(path)
         yield path
+
+
+def _check_plain(path: Path) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(
+            f"{path} is a link or a folder, not a plain file: it could point at something "
+            "private. Replace it by the file itself."
+        )
 
 
 def _named(name: str, patterns: Iterable[str]) -> bool:
@@ -389,7 +395,7 @@ def _upload(folder: Path, repo_id: str, private: bool, token: str | None) -> str
             repo_id=url.repo_id,
             folder_path=folder,
             commit_message="Add model, privacy report and trajectory",
-            delete_patterns=list(_STALE),
+            delete_patterns=["*"],  # of what is there, but for .gitattributes
         )
     except HfHubHTTPError as error:
         raise PermissionError(

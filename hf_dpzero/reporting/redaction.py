@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -26,6 +27,25 @@ _PATH_SETTINGS = (
     *("deepspeed", "fsdp_config", "accelerator_config"),
 )
 _TEXT_SETTINGS = ("template", "label_words", "class_names")  # texts of a model: never a path
+OWN_SETTINGS = frozenset(
+    """
+    accountant allow_fewer_per_class architecture base_is_public class_names clip
+    clip_count_noise clip_groups clip_learning_rate clip_quantile clip_stability clipping
+    dataset_config_name dataset_name defer_updates direction direction_key expected_batch_size
+    extends head_init init_seed insecure_noise_seed label_column label_texts label_words
+    load_in_4bit load_in_8bit log_private_diagnostics logit_scale lora_alpha lora_r
+    lora_target_modules max_batch_size max_eval_samples max_new_tokens max_seq_length
+    max_train_samples method microbatch_size model_name_or_path model_revision momentum
+    neighboring_relation noise_distribution noise_multiplier normalize num_demonstrations
+    num_directions num_examples_per_class num_virtual_tokens objective pair_features peft_method
+    per_example_gradients perturbation_strategy pooling precompute_features prompt
+    reuse_frozen_prefix rows_are sampler_key sampling smoothing subset_seed subspace
+    subspace_rank subspace_steps target_delta target_epsilon task template text_column
+    text_pair_column torch_dtype train_file trainable tuning update_rule update_window
+    validation_file
+    """.split()  # noqa: SIM905
+)
+"""What a recipe may set beside transformers' TrainingArguments; a test keeps it complete."""
 
 
 def public_results(results: Mapping[str, Any]) -> dict[str, float]:
@@ -45,21 +65,26 @@ def public_results(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def public_recipe(text: str) -> str:
-    """A recipe without secrets and machine-local settings; absolute paths keep their last part.
+    """The fields of a recipe without secrets and machine-local settings; no other keys, no comments.
 
-    Templates and names and words of labels stay as they are, also where they start like a path.
-    The text is returned unchanged, comments included, where nothing had to go.
+    Absolute paths keep their last part. Templates and names and words of labels stay as they are, also
+    where they start like a path.
 
     >>> public_recipe("clip: 50.0\\nhub_token: hf_x\\ntrain_file: /home/me/rows.jsonl\\n")
     'clip: 50.0\\ntrain_file: rows.jsonl\\n'
     """
-    settings = recipe_settings(text)
     public = {
         name: _portable(name, value)
-        for name, value in settings.items()
-        if name not in _MACHINE_SETTINGS and not _SECRET_SETTING.fullmatch(name)
+        for name, value in recipe_settings(text).items()
+        if _is_field(name) and name not in _MACHINE_SETTINGS and not _SECRET_SETTING.fullmatch(name)
     }
-    return text if public == settings else yaml.safe_dump(public, sort_keys=False)
+    return yaml.safe_dump(public, sort_keys=False, allow_unicode=True) if public else ""
+
+
+def _is_field(name: str) -> bool:
+    from transformers import TrainingArguments
+
+    return name in OWN_SETTINGS or name in {f.name for f in dataclasses.fields(TrainingArguments)}
 
 
 def recipe_settings(text: str) -> dict[str, Any]:
