@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_dpzero.cli.options import Evaluate
-from hf_dpzero.recipes.build import check_context, load_trained, output_dir, refuse_training_texts
+from hf_dpzero.recipes.build import (
+    check_context,
+    load_trained,
+    output_dir,
+    refuse_rows_of,
+    refuse_training_texts,
+)
 from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
 from hf_dpzero.recipes.recipe import (
     Recipe,
@@ -18,6 +26,11 @@ from hf_dpzero.recipes.recipe import (
 )
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import Origin, trained_as
+from hf_dpzero.reporting.redaction import RECIPE_FILE
+
+if TYPE_CHECKING:
+    from hf_dpzero.tasks import AnyTask
+    from hf_dpzero.tasks.arguments import DataArguments
 
 
 def run(arguments: Evaluate) -> None:
@@ -26,6 +39,8 @@ def run(arguments: Evaluate) -> None:
     Without --model_name_or_path this is the zero-shot figure of the recipe's base model, which
     --zero_shot insists on. `privacy` in the results says what the figure has seen of the training rows.
     """
+    from hf_dpzero.tasks import build_task
+
     overrides = parse_overrides(arguments.overrides)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **overrides})
@@ -37,7 +52,11 @@ def run(arguments: Evaluate) -> None:
         if arguments.zero_shot:
             _check_zero_shot(recipe, own)
         statement = privacy_statement(recipe, own)
-        metrics = _evaluate(recipe, base, quiet=arguments.json)
+        task = build_task(recipe.data)
+        refuse_training_texts(task)
+        for other in _other_data(recipe, arguments.recipe, scratch):
+            refuse_rows_of(other, task)
+        metrics = _evaluate(recipe, task, base, quiet=arguments.json)
     results = {**metrics, "privacy": statement}
     if "output_dir" in overrides:
         output_dir(recipe).mkdir(parents=True, exist_ok=True)
@@ -113,15 +132,23 @@ def _untrained(used: Origin, own: Origin) -> str:
     return "zero-shot: no training row was used"
 
 
-def _evaluate(recipe: Recipe, base: str, quiet: bool) -> dict[str, float]:
+def _other_data(recipe: Recipe, path: str, scratch: str) -> list[DataArguments]:
+    """Data of the recipe's file, and of the recipe beside the model, where they are other rows."""
+    found = []
+    for file in (Path(path), Path(recipe.model.model_name_or_path) / RECIPE_FILE):
+        with contextlib.suppress(OSError, ValueError):  # a recipe of rows that are not here
+            found.append(load_recipe(file, {"output_dir": scratch}).data)
+    names = ("task", "dataset_name", "dataset_config_name", "train_file", "validation_file")
+    rows = [[getattr(data, name) for name in names] for data in (recipe.data, *found)]
+    return [data for data, own in zip(found, rows[1:], strict=True) if own != rows[0]]
+
+
+def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str, float]:
     """Metrics of the recipe's model (`base` with an adapter on it) on its validation rows."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    from hf_dpzero.tasks import build_task
     from hf_dpzero.training.prediction import PredictingTrainer
 
-    task = build_task(recipe.data)
-    refuse_training_texts(task)
     model, tokenizer = load_trained(recipe.model, task, base)
     check_context(model, recipe)
     rows = task.tokenize(tokenizer, recipe.model.pair_features, only="validation")["validation"]

@@ -12,6 +12,7 @@ from hf_dpzero.recipes.recipe import Recipe
 if TYPE_CHECKING:
     from hf_dpzero.tasks import AnyTask
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
+    from hf_dpzero.tasks.arguments import DataArguments
 
 
 def build_trainer(recipe: Recipe) -> DPZeroTrainer:
@@ -70,6 +71,33 @@ def refuse_training_texts(task: AnyTask) -> None:
     from hf_dpzero.training.evaluation_data import PrivateRows
 
     PrivateRows(task.splits["train"]).refuse(task.splits["validation"])
+
+
+def refuse_rows_of(data: DataArguments, task: AnyTask) -> None:
+    """Refuses validation rows that are in the private data of another recipe, also what it did not draw.
+
+    Does nothing where these data cannot be read: a published recipe comes without its rows.
+
+    Args:
+      data: of the other recipe, such as the one that the evaluated model was trained with.
+      task: what is evaluated.
+
+    Raises:
+      ValueError: see `training.evaluation_data.PrivateRows`.
+    """
+    from hf_dpzero.tasks import build_task
+    from hf_dpzero.training.evaluation_data import PrivateRows
+
+    whole: dict[str, Any] = {
+        "max_train_samples": None,
+        "num_examples_per_class": None,
+        "num_demonstrations": 0,
+    }
+    try:
+        private = build_task(dataclasses.replace(data, **whole)).splits["train"]
+    except (OSError, ValueError):
+        return
+    PrivateRows(private).refuse(task.splits["validation"])
 
 
 def check_objective(recipe: Recipe) -> None:
