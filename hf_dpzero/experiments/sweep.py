@@ -362,7 +362,8 @@ def _open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
         text = json.dumps({"fingerprint": fingerprint, "trials": drawn}, indent=2)
         write_atomically(state, text + "\n")
     trials = json.loads(state.read_text(encoding="utf-8"))["trials"]
-    extra = {**prepared.extra, "tuning": "not_accounted"}  # until the whole sweep is accounted
+    said = settings.tuning if settings.tuning in selection.WORDS else "not_accounted"  # until it is
+    extra = {**prepared.extra, "tuning": said}
     runs = []
     for trial, point in enumerate(trials):
         recipe = settings.load(point, extra)

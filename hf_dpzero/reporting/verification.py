@@ -96,17 +96,28 @@ def _facts(report: PrivacyReport, trajectory: Trajectory, plan: PrivacyPlan) -> 
         "earlier_runs": header.get("earlier_runs", report.earlier_runs),
         "base_weights": header.get("base_weights", NOT_COMPARED),
     }
-    if isinstance(report.tuning, dict):
-        if report.steps != report.planned_steps:
-            raise ValueError(
-                f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
-                f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
-            )
-        # A report may state more than this run's own plan costs (trials of other settings, with
-        # more discrete noise), never less.
-        total = total_epsilon(plan, report.tuning, report.delta)
-        facts["epsilon"] = max(report.epsilon, total)
-    return facts
+    if plan.private:
+        facts["target_delta"] = header.get("target_delta", report.target_delta)
+    tuning = header.get("tuning", report.tuning)
+    if not isinstance(report.tuning, dict):
+        facts["tuning"] = tuning
+        facts["target_epsilon"] = header.get("target_epsilon", report.target_epsilon)
+        return facts
+    # A sweep replaces what its trials say, by an entry and the target of the whole.
+    facts["tuning"] = report.tuning if tuning in ("not_accounted", report.tuning) else tuning
+    if report.target_epsilon is not None:
+        facts["target_epsilon"] = max(report.target_epsilon, report.epsilon)
+    return facts | _of_sweep(report, plan)
+
+
+def _of_sweep(report: PrivacyReport, plan: PrivacyPlan) -> dict[str, Any]:
+    """The least total epsilon: of trials of other settings, with more discrete noise, it may be more."""
+    if report.steps != report.planned_steps:
+        raise ValueError(
+            f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
+            f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
+        )
+    return {"epsilon": max(report.epsilon, total_epsilon(plan, report.tuning, report.delta))}
 
 
 def _same(stated: Any, expected: Any) -> bool:

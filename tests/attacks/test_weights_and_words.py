@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import build, tiny_data, tiny_model
 from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
+from hf_dpzero.privacy.private_selection import composition_entry
 from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.provenance import Origin, earlier_runs
@@ -171,6 +173,10 @@ def test_an_edited_statement_is_neither_shipped_nor_headlined(run: Path, tmp_pat
         ({"num_examples": 10**6}, "num_examples"),
         ({"base_weights": "equal_to_named"}, "base_weights"),
         ({"earlier_runs": [{"folder": "b", "private": True, "statement": "x"}]}, "earlier_runs"),
+        ({"target_epsilon": 0.01}, "target_epsilon: 0.01 / None"),
+        ({"target_delta": 1e-12}, "target_delta: 1e-12 / 0.001"),
+        ({"tuning": "public"}, "tuning: public / none"),
+        ({"tuning": {"composition": {"runs": 1}}}, "tuning"),
         ({"weights_digest": None}, "does not say which weights"),
         ({"weights_digest": "ab" * 32}, "not those that"),
     ],
@@ -182,3 +188,37 @@ def test_an_edited_number_is_refused(
     for make in (lambda: build_hub_folder(run, tmp_path / "hub"), lambda: write_model_card(run)):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_what_a_run_said_about_tuning_stays_said(tmp_path: Path) -> None:
+    trainer = build(tmp_path / "out", tuning="not_accounted", max_steps=2, **SECRET)
+    trainer.train()
+    trainer.save_model()
+    for tuning in ("none", "public"):
+        report = edited(tmp_path / "out", tuning=tuning)
+        with pytest.raises(ValueError, match=f"tuning: {tuning} / not_accounted"):
+            build_hub_folder(tmp_path / "out", tmp_path / "hub")
+        (tmp_path / "out" / "privacy_report.json").write_text(json.dumps(report))
+    shipped = build_hub_folder(tmp_path / "out", tmp_path / "hub")
+    assert "NOT ACCOUNTED" in PrivacyReport.load(shipped).statement
+
+
+def test_a_sweeps_entry_replaces_only_what_its_trials_say(tmp_path: Path) -> None:
+    """Trials of a sweep run as "not_accounted"; its total may not be above the target it states."""
+    for tuning in ("not_accounted", "public"):
+        out = tmp_path / tuning
+        trainer = build(out, tuning=tuning, max_steps=2, **SECRET)
+        trainer.train()
+        trainer.save_model()
+        plan, report = trainer.plan, PrivacyReport.load(out)
+        swept = report.with_tuning(composition_entry([plan, plan], ["clip"]), plan)
+        swept.save(out)
+        if tuning == "public":
+            with pytest.raises(ValueError, match="are not of the same run.*tuning"):
+                build_hub_folder(out, tmp_path / "hub")
+            continue
+        build_hub_folder(out, tmp_path / "hub")
+        for target, fits in ((swept.epsilon * 1.1, True), (0.01, False)):
+            edited(out, target_epsilon=target)
+            with nullcontext() if fits else pytest.raises(ValueError, match="target_epsilon: 0.01"):
+                build_hub_folder(out, tmp_path / "hub")
