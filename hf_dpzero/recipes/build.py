@@ -11,8 +11,8 @@ from hf_dpzero.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks import AnyTask
-    from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
     from hf_dpzero.tasks.arguments import DataArguments
+    from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 
 def build_trainer(recipe: Recipe) -> DPZeroTrainer:

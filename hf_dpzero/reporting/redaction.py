@@ -35,7 +35,7 @@ OWN_SETTINGS = frozenset(
     extends head_init init_seed insecure_noise_seed label_column label_texts label_words
     load_in_4bit load_in_8bit log_private_diagnostics logit_scale lora_alpha lora_r
     lora_target_modules max_batch_size max_eval_samples max_new_tokens max_seq_length
-    max_train_samples method microbatch_size model_name_or_path model_revision momentum
+    max_length max_train_samples method microbatch_size model_name_or_path model_revision momentum
     neighboring_relation noise_distribution noise_multiplier normalize num_demonstrations
     num_directions num_examples_per_class num_virtual_tokens objective pair_features peft_method
     per_example_gradients perturbation_strategy pooling precompute_features prompt
