@@ -44,11 +44,13 @@ def num_trainable(model: nn.Module, pattern: str | None) -> int:
       model: any.
       pattern: as there.
     """
-    return sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if (p.requires_grad if pattern is None else re.search(pattern, name))
-    )
+    named = model.named_parameters()
+    return sum(p.numel() for name, p in named if is_trained(name, p, pattern))
+
+
+def is_trained(name: str, parameter: Tensor, pattern: str | None) -> bool:
+    """Whether `select_trainable` leaves a parameter trainable."""
+    return parameter.requires_grad if pattern is None else bool(re.search(pattern, name))
 
 
 def check_trainable(named: Sequence[tuple[str, Tensor]]) -> None:

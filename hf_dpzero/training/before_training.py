@@ -18,6 +18,7 @@ from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_ex
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.training import data_checks, distributed, validation
+from hf_dpzero.training.defaults import learning_rate
 from hf_dpzero.training.fixed_shapes import (
     FixedShapes,
     context_length,
@@ -78,6 +79,9 @@ def check_before_training(trainer: Any) -> None:
             rows = trainer.training_rows()
             data_checks.check_unit(model, rows.collate_rows, len(trainer.train_dataset))
     args.max_steps = trainer.plan.steps
+    if "learning_rate" in args.chosen:
+        schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        args.learning_rate = learning_rate(trainer.plan, str(schedule))
     trainer.shapes = _run_shapes(trainer)
     compile_(model, args)
     _try_objective(trainer)

@@ -22,6 +22,7 @@ from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS, Sampler, sampler_from_dict
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.training import fields
+from hf_dpzero.training.defaults import fill_in
 from hf_dpzero.training.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
 from hf_dpzero.training.ranges import check_ranges, check_warmup
 from hf_dpzero.values import nearest
@@ -64,11 +65,19 @@ class DPZeroConfig(TrainingArguments):
     noise_multiplier: float | None = _setting(
         None, "noise std on the clipped sum in units of clip; instead of target_epsilon"
     )
-    clip: float = _setting(50.0, "bound C on one example's finite difference(s), L2 over K")
+    learning_rate: float = _setting(
+        None,
+        "rate of the first step; default: dpzero, from noise, clip, batch and steps (`defaults.py`); "
+        "other methods 5e-5",
+    )
+    clip: float = _setting(
+        None, "bound C on one example's finite difference(s), L2 over K; default 50"
+    )
     clipping: str = _setting(
-        "fixed",
-        "fixed; adaptive (private quantile, pays from the same budget); automatic (each gradient "
-        "normalised) or averaged (group means clipped) for dp-sgd and dp-adamw",
+        None,
+        "default fixed, or, of dpzero without a given clip, adaptive. fixed; adaptive (private "
+        "quantile, pays from the same budget); automatic (each gradient normalised) or averaged "
+        "(group means clipped) for dp-sgd and dp-adamw",
     )
     clip_quantile: float = _setting(0.5, "adaptive: share of examples to leave unclipped")
     clip_learning_rate: float = _setting(0.2, "adaptive: rate of the geometric update of C")
@@ -85,7 +94,11 @@ class DPZeroConfig(TrainingArguments):
     )
     smoothing: float = _setting(1e-3, "lambda, the size of the perturbation, > 0")
     direction: str = _setting("rademacher", "rademacher, gaussian or sphere")
-    num_directions: int = _setting(1, "K, directions in a step; 2K forward passes")
+    num_directions: int = _setting(
+        None,
+        "K, directions in a step; 2K forward passes; default 1; of dpzero without a given clip, 32 "
+        "where evaluations are cheap",
+    )
     expected_batch_size: float = _setting(64, "B, the public expected logical batch size")
     microbatch_size: int | None = _setting(
         None, "examples in one forward pass; default per_device_train_batch_size"
@@ -153,6 +166,7 @@ class DPZeroConfig(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        fill_in(self)
         self._check_privacy_settings()
         self._check_training_settings()
         warning = fields.warning(self)

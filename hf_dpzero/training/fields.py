@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from transformers import Seq2SeqTrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from hf_dpzero.training.defaults import CLASSIC
 from hf_dpzero.training.method_names import ADAMW, FIRST_ORDER, METHODS, PRIVATE, SGD, ZEROTH_ORDER
 
 WORKS, OTHER, UNUSED, REFUSED = "works", "another meaning", "no effect", "refused"
@@ -338,11 +339,11 @@ def _set_by_itself(name: str, value: Any, config: Any) -> bool:
 
 def _own_unused(config: Any) -> Iterator[tuple[str, str]]:
     """Changed fields of `DPZeroConfig` whose setting is off, and which one that is."""
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    defaults = {f.name: f.default for f in dataclasses.fields(config)} | CLASSIC
     for names, setting, values in _NEEDS:
         if getattr(config, setting) not in values:
             for name in names.split():
-                if getattr(config, name) != defaults[name]:
+                if getattr(config, name) not in (None, defaults[name]):
                     yield name, f"it is for {setting}={_one_of(values)}"
 
 

@@ -24,6 +24,7 @@ from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import Filled, PerExampleLoss, evaluation_mode, is_compiled
 from hf_dpzero.training.batches import LogicalBatch
+from hf_dpzero.training.defaults import steps_that_follow
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
 from hf_dpzero.training.precision import low_precision, refuse_compiled
 from hf_dpzero.training.random_state import isolated_randomness
@@ -108,6 +109,7 @@ class ZerothOrderMethod(TrainingMethod):
             differences=differences,
             noise=trainer.noise,
             trajectory=trainer.trajectory,
+            follow_clip=steps_that_follow(args, trainer.plan.steps),
             defer=args.defer_updates and all_known(readers) and not is_compiled(trainer.model),
         )
         self.reads = WeightReads(trainer.model, self.space)

@@ -39,6 +39,7 @@ from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSamp
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.callbacks import PrivacyCallback, PrivacyProgressCallback
 from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.training.defaults import resolve
 from hf_dpzero.training.evaluation_data import PrivateRows
 from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.initial_values import copy_initial_values, write_initial_values
@@ -115,6 +116,8 @@ class DPZeroMixin(PublishingTrainer):
         data_checks.check_rows(given := settings.get("train_dataset"))
         super().__init__(model, args, *positional, **settings)
         data_checks.check_all_kept(given, self.train_dataset)
+        if self.model is not None:
+            resolve(args, self.model)
         distributed.check_launch(self)
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss

@@ -51,6 +51,8 @@ class ZerothOrderStep:
       differences: finite differences of the losses along directions.
       noise: drawn once a step, on rank 0.
       trajectory: the ledger.
+      follow_clip: for so many steps, learning rate times clip squared is what it was for the plan's
+        clip; then the rate stays with the clip of that step (see `training.defaults`).
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
         which is called before anything else reads them (`estimators.deferred_updates`).
     """
@@ -60,6 +62,7 @@ class ZerothOrderStep:
     differences: FiniteDifferences
     noise: NoiseSource
     trajectory: Trajectory
+    follow_clip: int = 0
     defer: bool = False
 
     def __call__(
@@ -91,10 +94,21 @@ class ZerothOrderStep:
         mechanism = self._schedule.after(self.trajectory.releases)
         total: list[Any] = sum_over_processes(mechanism.clip_sum(x))
         values = shared_from_main(lambda: mechanism.release(total, step, self.noise))
+        learning_rate *= self._rate_for(mechanism, step)
         release = Release(step, tuple(values), learning_rate)
         self.trajectory.append(release)
         apply_release(self.space, self.trajectory, release, defer=self.defer)
         return x
+
+    def _rate_for(self, mechanism: Any, step: int) -> float:
+        if step > self.follow_clip:
+            mechanism = self._held
+        return float((self.mechanism.clip / mechanism.clip) ** 2) if self.follow_clip else 1.0
+
+    @functools.cached_property
+    def _held(self) -> Any:
+        """The mechanism of the last step whose clip the learning rate follows."""
+        return MechanismSchedule(self.mechanism).after(self.trajectory.releases[: self.follow_clip])
 
     @functools.cached_property
     def _schedule(self) -> MechanismSchedule[Any]:

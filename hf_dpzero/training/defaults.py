@@ -1,0 +1,105 @@
+"""Settings that are chosen where the user gives none: learning rate, clip, number of directions.
+
+Everything here follows from the plan, the settings and the shapes of the model, never from the data.
+
+The learning rate: a step releases, along each direction, the mean clipped difference plus noise of
+deviation sigma C / B, and moves the weights by alpha times that. One unit along a direction changes an
+example's loss by about C, since C is where differences are clipped. After T steps the noise has moved
+the weights along a direction by alpha (sigma C / B) sqrt(T), and a loss by C times that. The rate is
+chosen such that this change is `NOISE_SHARE`, whatever the number of parameters:
+
+    alpha = NOISE_SHARE w B / (sigma C^2 sqrt(T)),     w = sqrt(3) under a linear or cosine decay, else 1
+
+(w: a rate that decays to zero adds up to a third of the variance). In these units the tuned recipes of
+this project take 0.12 to 1, for a head of 770 weights, K = 64, as for all of RoBERTa-large, K = 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from hf_dpzero.perturbation.trainable import is_trained
+from hf_dpzero.privacy.plan import PrivacyPlan
+
+NOISE_SHARE = 0.3
+"""Change of an example's loss that the noise of the whole run may make along one direction."""
+
+FOLLOWED = 0.3
+"""Share of the steps in which the rate follows an adaptive clip (alpha C^2 is constant). Later the clip
+falls because rows are learned, and a rate that followed it would grow without end."""
+
+CLASSIC = {"learning_rate": 5e-5, "clip": 50.0, "clipping": "fixed", "num_directions": 1}
+"""What stands for None where nothing is chosen: Hugging Face's rate, the paper's K = 1."""
+
+CHEAP, MANY = 1_000_000, 32
+"""With so few parameters from the first trainable one on, evaluations are cheap and K is 32."""
+
+
+def fill_in(config: Any) -> None:
+    """Puts values where a config has None; notes what `resolve` and `learning_rate` are to choose.
+
+    Args:
+      config: a `DPZeroConfig`; its `chosen` holds the names of what will be chosen.
+    """
+    chosen = set()
+    if config.method == "dpzero" and config.noise_distribution == "gaussian":
+        if (
+            config.learning_rate is None
+            and config.update_rule == "sgd"
+            and config.noise_multiplier != 0
+        ):
+            chosen.add("learning_rate")
+        if config.clip is None and config.clipping is None:
+            config.clipping = "adaptive"
+            if config.num_directions is None:
+                chosen.add("num_directions")
+    for name, value in CLASSIC.items():
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+    config.chosen = frozenset(chosen)
+
+
+def resolve(config: Any, model: nn.Module) -> None:
+    """Chooses K for a model: `MANY` where what comes after its first trainable parameter is small.
+
+    Args:
+      config: of the run; changed in place.
+      model: its `requires_grad` and `config.trainable` say what is trained.
+    """
+    if "num_directions" in config.chosen:
+        config.num_directions = MANY if evaluated_again(model, config.trainable) <= CHEAP else 1
+
+
+def evaluated_again(model: nn.Module, pattern: str | None) -> int:
+    """Parameters from the first trainable one on, in the model's order: those that each direction runs.
+
+    What precedes them is run once a batch (`reuse_frozen_prefix`).
+    """
+    named = list(model.named_parameters())
+    trained = [i for i, (name, p) in enumerate(named) if is_trained(name, p, pattern)]
+    return sum(p.numel() for _, p in named[min(trained, default=0) :])
+
+
+def steps_that_follow(config: Any, steps: int) -> int:
+    """In how many first steps a chosen learning rate follows the clip; 0 for a given one."""
+    adapts = "learning_rate" in config.chosen and config.clipping == "adaptive"
+    return round(FOLLOWED * steps) if adapts else 0
+
+
+def learning_rate(plan: PrivacyPlan, schedule: str) -> float:
+    """The rate of the first step, for the clip that it starts with (see the module).
+
+    Args:
+      plan: calibrated.
+      schedule: `lr_scheduler_type`.
+
+    Returns:
+      alpha > 0.
+    """
+    mechanism: Any = plan.mechanism
+    decay = math.sqrt(3) if schedule.startswith(("linear", "cosine")) else 1.0
+    noise = mechanism.noise_multiplier * mechanism.clip**2 * math.sqrt(plan.steps)
+    return NOISE_SHARE * decay * float(mechanism.expected_batch_size) / noise

@@ -1,0 +1,105 @@
+"""Settings that are chosen where none are given: what is chosen, that it follows from public numbers, that it learns."""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny_runs import build, config, tiny_data, tiny_model
+
+from hf_dpzero import DPZeroConfig
+from hf_dpzero.training.defaults import CLASSIC, NOISE_SHARE, evaluated_again, learning_rate
+
+GIVEN_NOTHING = {"learning_rate": None, "clip": None}
+
+
+def test_what_is_given_stays_and_other_methods_keep_the_classic_values(tmp_path):
+    given = {"learning_rate": 0.5, "clip": 3.0, "clipping": "fixed", "num_directions": 4}
+    args = DPZeroConfig(output_dir=str(tmp_path), target_epsilon=1.0, use_cpu=True, **given)
+    assert {name: getattr(args, name) for name in given} == given and not args.chosen
+    for settings in (
+        {"method": "mezo"},
+        {"method": "dp-adamw", "target_epsilon": 1.0},
+        {"method": "dpgd-0th", "target_epsilon": 1.0},
+        {"noise_distribution": "laplace", "target_epsilon": 1.0},
+        {"noise_multiplier": 0.0},
+    ):
+        args = DPZeroConfig(output_dir=str(tmp_path), use_cpu=True, **settings)
+        known = {
+            n: v for n, v in CLASSIC.items() if n in ("learning_rate", "num_directions", "clip")
+        }
+        assert {name: getattr(args, name) for name in known} == known, settings
+        assert "learning_rate" not in args.chosen
+
+
+def test_with_a_clip_only_the_rate_is_chosen(tmp_path):
+    trainer = build(tmp_path, learning_rate=None, clip=5.0, lr_scheduler_type="constant")
+    assert (trainer.args.clipping, trainer.args.num_directions) == ("fixed", 1)
+    trainer.train()
+    sigma, batch, steps = 1.0, 12, 6
+    expected = NOISE_SHARE * batch / (sigma * 25.0 * math.sqrt(steps))
+    assert trainer.trajectory.get(0).learning_rate == pytest.approx(expected)
+    assert learning_rate(trainer.plan, "linear") == pytest.approx(expected * math.sqrt(3))
+
+
+def test_directions_follow_from_what_each_of_them_runs(tmp_path):
+    model = tiny_model()
+    sizes = [(name, p.numel()) for name, p in model.named_parameters()]
+    head = sum(size for name, size in sizes if name.startswith("classifier"))
+    assert evaluated_again(model, "classifier") == head
+    assert evaluated_again(model, None) == sum(size for _, size in sizes)
+    assert build(tmp_path, **GIVEN_NOTHING).args.num_directions == 32
+    wide = tiny_model(vocab_size=70_000)
+    assert build(tmp_path, wide, **GIVEN_NOTHING).args.num_directions == 1
+    assert build(tmp_path, wide, trainable="classifier", **GIVEN_NOTHING).args.num_directions == 32
+
+
+def test_the_rate_follows_the_clip_for_the_first_steps_and_then_stays(tmp_path):
+    settings = {"max_steps": 20, "lr_scheduler_type": "constant", "num_directions": 2}
+    trainer = build(tmp_path, **GIVEN_NOTHING, **settings)
+    trainer.train()
+    schedule = type(trainer.step._schedule)(trainer.plan.mechanism)
+    releases = trainer.trajectory.releases
+    clips = [schedule.after(releases[:t]).clip for t in range(20)]
+    assert clips[0] == 50.0 and len(set(clips)) > 10
+    first = releases[0].learning_rate
+    for step, release in enumerate(releases):
+        held = clips[min(step, 6)]
+        assert release.learning_rate == pytest.approx(first * (50.0 / held) ** 2)
+
+
+def test_an_interrupted_run_goes_on_with_the_same_rates(tmp_path):
+    settings = {"max_steps": 10, "num_directions": 2, "save_strategy": "steps", "save_steps": 4}
+    whole = build(tmp_path / "whole", **GIVEN_NOTHING, **settings)
+    whole.train()
+    again = build(tmp_path / "whole", **GIVEN_NOTHING, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    rates = [r.learning_rate for r in again.trajectory.releases]
+    assert rates == [r.learning_rate for r in whole.trajectory.releases]
+
+
+def test_with_nothing_given_a_head_learns(tmp_path):
+    """Rows whose first token tells the label; chance is one half."""
+    torch.manual_seed(0)
+    rows = tiny_data(2000, seed=3)
+    model = tiny_model(initializer_range=0.3)
+    args = config(tmp_path, **GIVEN_NOTHING).to_dict()
+    trainer = build(
+        tmp_path,
+        model,
+        data=rows,
+        **GIVEN_NOTHING,
+        noise_multiplier=None,
+        target_epsilon=4.0,
+        target_delta=1e-5,
+        expected_batch_size=64,
+        microbatch_size=64,
+        max_steps=150,
+        trainable="embeddings|classifier",
+        trainer_settings={"eval_dataset": tiny_data(400, seed=5)},
+    )
+    assert args["clipping"] == "adaptive"
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.9 * before
