@@ -10,7 +10,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.recipes.build import build_trainer, output_dir
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
-from hf_dpzero.reporting.plots import plot_run
+from hf_dpzero.reporting.plots import PLOT_FILE, optional_plot, plot_run
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
     if trainer.is_world_process_zero():
         (output_dir(recipe) / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
         try:
-            plot_run(trainer.state.log_history, output_dir(recipe))
+            with optional_plot(PLOT_FILE):
+                plot_run(trainer.state.log_history, output_dir(recipe))
         except Exception as error:  # the weights and their report are there: a plot is an extra
             print(f"no training curve was drawn: {error}", file=sys.stderr)
     trainer.create_model_card()  # in place of PEFT's empty template

@@ -10,11 +10,12 @@ from typing import Any
 from hf_dpzero.experiments import runner
 from hf_dpzero.experiments.aggregate import Record, aggregate
 from hf_dpzero.experiments.grid import Run, delta_of
-from hf_dpzero.experiments.plots import plot_comparison
+from hf_dpzero.experiments.plots import PLOT_FILE, plot_comparison
 from hf_dpzero.experiments.results import Row
 from hf_dpzero.experiments.runner import Attempt, Start, Workspace
 from hf_dpzero.experiments.tables import TABLE_FILE, markdown, percent
 from hf_dpzero.ledger.log_file import write_atomically
+from hf_dpzero.reporting.plots import optional_plot
 from hf_dpzero.reporting.privacy_report import versions
 
 
@@ -72,7 +73,8 @@ def compare(
         begin = start or runner.train_in_process(jobs, lock)
         runner.execute(workspace, waiting, begin, jobs=jobs, started=started, ended=ended)
         record = _write(workspace, settings)
-        plot_comparison(record, folder)
+        with optional_plot(PLOT_FILE):
+            plot_comparison(record, folder)
     return record
 
 

@@ -26,6 +26,7 @@ from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS, composed_epsilon
 from hf_dpzero.reporting.hub import build_hub_folder
+from hf_dpzero.reporting.plots import optional_plot
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import delta_words, number, round_up
 from hf_dpzero.values import encode
@@ -55,7 +56,8 @@ def write(settings: SweepSettings, prepared: Prepared, workspace: Workspace) -> 
     elif best is not None:
         write_atomically(root / "best.yaml", _best_recipe(settings, prepared, best))
     if not settings.secret:
-        plot_sweep(root / "sweep.png", settings.grid, rows, prepared.metric)
+        with optional_plot("sweep.png"):
+            plot_sweep(root / "sweep.png", settings.grid, rows, prepared.metric)
     write_atomically(root / "sweep.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
     write_atomically(root / TABLE_FILE, _table(settings, prepared, content))
     return content

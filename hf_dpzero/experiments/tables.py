@@ -16,9 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hf_dpzero.experiments.aggregate import JSON_FILE, Cell, Record
-from hf_dpzero.experiments.plots import plot_tasks
+from hf_dpzero.experiments.plots import PLOT_FILE, plot_tasks
 from hf_dpzero.experiments.results import STATUSES, Row
 from hf_dpzero.ledger.log_file import write_atomically
+from hf_dpzero.reporting.plots import optional_plot
 from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
 from hf_dpzero.values import encode
 
@@ -228,7 +229,8 @@ def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLi
     write_atomically(target / TABLE_FILE, text)
     summary = encode({"tasks": {name: asdict(record) for name, record in records}})
     write_atomically(target / JSON_FILE, json.dumps(summary, indent=1) + "\n")
-    plot_tasks(records, target)
+    with optional_plot(PLOT_FILE):
+        plot_tasks(records, target)
     return text
 
 

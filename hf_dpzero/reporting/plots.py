@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,21 @@ def plot_run(
     target = Path(output_dir) / PLOT_FILE
     figure.savefig(target, dpi=120)
     return target
+
+
+@contextlib.contextmanager
+def optional_plot(name: str) -> Iterator[None]:
+    """Inside, a missing matplotlib costs the plot and not the run; standard error says so.
+
+    Args:
+      name: of the file that would be drawn.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        print(f"{name} was not drawn: it needs pip install 'hf-dpzero[plots]'", file=sys.stderr)
 
 
 def new_figure(panels: int, width: float = 5.0, height: float = 4.0) -> Any:
