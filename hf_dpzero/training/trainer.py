@@ -386,9 +386,9 @@ class DPZeroMixin(PublishingTrainer):
         return self.meter.at(min(taken, self.plan.steps))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.method.settle_()
         assert self._besides is not None
         self._besides.check()
+        self.method.settle_()
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         super()._save_checkpoint(model, trial)
         if self.args.should_save and folder.exists():
