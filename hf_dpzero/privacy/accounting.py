@@ -67,7 +67,7 @@ def epsilon_after(spec: StepSpec, steps: int, delta: float) -> float:
     if spec.noise_multiplier == 0:
         return math.inf
     if spec.distribution == "laplace":
-        return min(_pure_epsilon(spec, steps), _continuous_epsilon(spec, steps, delta))
+        return min(pure_epsilon(spec, steps), _continuous_epsilon(spec, steps, delta))
     h = discretisation_slack(spec.noise_multiplier, steps * spec.num_directions)
     share = DENSE_DELTA if spec.dense_draws else 1.0
     epsilon = max(0.0, _continuous_epsilon(spec, steps, share * delta * math.exp(-h))) + 2 * h
@@ -155,12 +155,12 @@ def _pld_on_fitted_grid(spec: StepSpec, event: DpEvent, steps: int, delta: float
 
     The result is a bound on any grid; the grid decides only how tight it is and how long it takes.
     """
-    coarse_grid = _coarse_grid(spec)
-    coarse = _pld_epsilon_on_grid(spec, event, steps, delta, coarse_grid)
+    rough = coarse_grid(spec)
+    coarse = _pld_epsilon_on_grid(spec, event, steps, delta, rough)
     total = coarse if math.isfinite(coarse) else 0.0
-    fine = min(_typical_loss(spec) / 64, 1e-3)
-    grid = max(fine, _largest_loss(spec) / 2**17, total / 2**17, 1e-10)
-    if grid >= coarse_grid:
+    fine = min(typical_loss(spec) / 64, 1e-3)
+    grid = max(fine, largest_loss(spec) / 2**17, total / 2**17, 1e-10)
+    if grid >= rough:
         return coarse
     return min(coarse, _pld_epsilon_on_grid(spec, event, steps, delta, grid))
 
@@ -182,11 +182,12 @@ def _pld_epsilon_on_grid(
     return float(accountant.get_epsilon(delta))
 
 
-def _coarse_grid(spec: StepSpec) -> float:
-    return max(_typical_loss(spec) / 4, _largest_loss(spec) / 2**14, 1e-10)
+def coarse_grid(spec: StepSpec) -> float:
+    """A discretisation that shows the size of an epsilon, cheaply."""
+    return max(typical_loss(spec) / 4, largest_loss(spec) / 2**14, 1e-10)
 
 
-def _typical_loss(spec: StepSpec) -> float:
+def typical_loss(spec: StepSpec) -> float:
     """Standard deviation of one step's privacy loss, roughly: q sqrt(chi^2), capped."""
     u = spec.sensitivity / spec.noise_multiplier
     if spec.distribution == "laplace":
@@ -197,7 +198,7 @@ def _typical_loss(spec: StepSpec) -> float:
     return spec.probability * math.sqrt(chi2)
 
 
-def _largest_loss(spec: StepSpec) -> float:
+def largest_loss(spec: StepSpec) -> float:
     """Width of the loss range that one step's discretisation covers (ten deviations)."""
     factor = 2.0 if spec.sampling == "truncated_poisson" else spec.sensitivity
     u = factor / spec.noise_multiplier
@@ -206,7 +207,7 @@ def _largest_loss(spec: StepSpec) -> float:
     return 2 * (math.log1p(q * math.expm1(tail)) if tail < 30 else max(tail + math.log(q), 1e-3))
 
 
-def _pure_epsilon(spec: StepSpec, steps: int) -> float:
+def pure_epsilon(spec: StepSpec, steps: int) -> float:
     """Pure epsilon of T Laplace releases, each amplified to log(1 + q (e^eps - 1))."""
     one = spec.sensitivity / spec.noise_multiplier
     if spec.probability == 1.0:
@@ -277,11 +278,11 @@ def calibrated_noise_multiplier(
     def spent(sigma: float) -> float:
         return epsilon_after(replace(spec, noise_multiplier=sigma), steps, delta)
 
-    start = _first_guess(spec, steps, epsilon, delta)
+    start = first_guess(spec, steps, epsilon, delta)
     return smallest_argument(spent, epsilon, start, tolerance)
 
 
-def _first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> float:
+def first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> float:
     """A multiplier of the right size, from a cheaper question with nearly the same answer."""
     if spec.accountant == "advanced_composition":
         return lemma_noise_multiplier(epsilon, steps, delta) * spec.sensitivity / 2
@@ -302,7 +303,7 @@ def _first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> fl
     def rough(sigma: float) -> float:
         """On the coarse grid: an upper bound within a percent or so, at a tenth of the cost."""
         noisier = replace(spec, noise_multiplier=sigma)
-        grid = _coarse_grid(noisier)
+        grid = coarse_grid(noisier)
         return _pld_epsilon_on_grid(noisier, step_event(noisier), steps, delta, grid)
 
     return smallest_argument(rough, epsilon, guess, tolerance=1e-3)

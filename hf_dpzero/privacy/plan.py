@@ -12,11 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.accounting import calibrated_noise_multiplier, epsilon_after
+from hf_dpzero.privacy.accounting import calibrated_noise_multiplier
+from hf_dpzero.privacy.composition import (
+    Part,
+    calibrated_after,
+    common_accountant,
+    epsilon_together,
+)
 from hf_dpzero.privacy.events import (
     Accountant,
     StepSpec,
-    accountant_used,
     check_sound,
     step_event,
 )
@@ -40,10 +45,12 @@ class PrivacyPlan:
         "replace_special": one example exchanged for one that contributes zero.
       accountant: "pld" (tight, default), "rdp", or "advanced_composition" (the paper's Lemma 2.2,
         full batch and replace_one only).
+      after: earlier runs on the same data that this one continues from, oldest first: (plan, steps
+        completed) each. Every epsilon of the plan is then that of all of them together.
 
     Raises:
       ValueError: sampler and mechanism disagree on the batch size, `steps` < 1, or the combination
-        has no sound accounting; the message says what to use instead.
+        has no sound accounting, alone or with the earlier runs; the message says what to use instead.
 
     >>> from hf_dpzero.privacy.mechanisms import ScalarMechanism
     >>> from hf_dpzero.privacy.sampling import PoissonSampler
@@ -63,6 +70,7 @@ class PrivacyPlan:
     steps: int
     relation: Relation = "add_or_remove_one"
     accountant: Accountant = "pld"
+    after: tuple[tuple[PrivacyPlan, int], ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
@@ -75,6 +83,31 @@ class PrivacyPlan:
             )
         if not isinstance(self.mechanism, NotNoised):
             check_sound(self.spec)
+        if self.after:
+            self._check_earlier()
+
+    def _check_earlier(self) -> None:
+        for plan, steps in self.after:
+            if plan.after or not plan.private or not 1 <= steps <= plan.steps:
+                raise ValueError(
+                    f"an earlier run of {steps} steps of {plan.to_dict()}: it must be private, with at "
+                    "least one of its steps done, and the runs before it listed beside it."
+                )
+            for name, before, now in (
+                ("neighboring_relation", plan.relation, self.relation),
+                ("number of examples", plan.sampler.num_examples, self.sampler.num_examples),
+            ):
+                if before != now:
+                    raise ValueError(
+                        f"{name}={now}, and {before} in the run that is extended: epsilons add up "
+                        "for the same private data under the same relation only."
+                    )
+        if not self.private and isinstance(self.mechanism, NotNoised):
+            raise ValueError(
+                f"method {self.mechanism.name!r} is not private and extends no private run: use "
+                f"{self.mechanism.private_counterpart!r}."
+            )
+        common_accountant(self._parts(self.steps))
 
     @property
     def spec(self) -> StepSpec:
@@ -103,23 +136,25 @@ class PrivacyPlan:
     @property
     def accountant_used(self) -> str:
         """The accountant behind the reported epsilon, which may be better than the one named."""
-        return accountant_used(self.spec) if self.private else "none"
+        return common_accountant(self._parts(self.steps)) if self.private else "none"
 
     def event(self, at: int | None = None) -> DpEvent:
         """The `dp_accounting` event of the first `at` steps (default: all of them), 0 <= at <= steps.
 
-        In the convention of the accountant named by `accountant_used`. A step with several noises
-        (adaptive clipping) is the one Gaussian that they amount to (see `events.py`).
+        With those of the runs before it, in the convention of the accountant named by
+        `accountant_used`. A step with several noises (adaptive clipping) is the one Gaussian that they
+        amount to (see `events.py`).
         """
         import dp_accounting as dp
 
         count = self._count(at)
         if not self.private:
             return dp.NonPrivateDpEvent() if count else dp.NoOpDpEvent()
-        return dp.SelfComposedDpEvent(step_event(self.spec), count) if count else dp.NoOpDpEvent()
+        parts = [dp.SelfComposedDpEvent(step_event(spec), n) for spec, n in self._parts(count) if n]
+        return dp.ComposedDpEvent(parts) if len(parts) > 1 else [*parts, dp.NoOpDpEvent()][0]
 
     def epsilon(self, delta: float, at: int | None = None) -> float:
-        """Epsilon spent at `delta` after `at` steps (default: all); an upper bound.
+        """Epsilon spent at `delta` after `at` steps (default: all), and by the runs before; a bound.
 
         A part of the run never costs more than the whole, so the bound for the whole caps it.
 
@@ -128,15 +163,19 @@ class PrivacyPlan:
           at: 0 <= at <= steps.
 
         Returns:
-          0.0 for at=0, infinity if the plan is not private.
+          For at=0 what the runs before have spent, 0.0 without any; infinity if the plan is not private.
         """
         count = self._count(at)
-        if count == 0:
+        if count == 0 and not self.after:
             return 0.0
         if not self.private:
             return math.inf
-        whole = epsilon_after(self.spec, self.steps, delta)
-        return whole if count == self.steps else min(epsilon_after(self.spec, count, delta), whole)
+        whole = epsilon_together(self._parts(self.steps), delta)
+        part = whole if count == self.steps else epsilon_together(self._parts(count), delta)
+        return min(part, whole)
+
+    def _parts(self, count: int) -> tuple[Part, ...]:
+        return (*((plan.spec, steps) for plan, steps in self.after), (self.spec, count))
 
     def calibrate(self, *, epsilon: float, delta: float) -> PrivacyPlan:
         """The same plan with the smallest noise multiplier, to 4e-4, that keeps to the target.
@@ -144,7 +183,7 @@ class PrivacyPlan:
         Guarantee: `plan.calibrate(epsilon=e, delta=d).epsilon(d) <= e`, evaluated before return.
 
         Args:
-          epsilon: target > 0, at the end of all steps.
+          epsilon: target > 0, at the end of all steps; of this run and those before it together.
           delta: as in `epsilon`.
 
         Returns:
@@ -160,33 +199,45 @@ class PrivacyPlan:
                 f"target epsilon={epsilon} with method {mechanism.name!r}, which has no noise to "
                 f"calibrate; use method {mechanism.private_counterpart!r}, or drop the target."
             )
-        sigma = mechanism.sensitivity_add_remove * calibrated_noise_multiplier(
-            self.spec, self.steps, epsilon=epsilon, delta=delta
-        )
+        if self.after:
+            earlier = self._parts(0)[:-1]
+
+            def at(sigma: float) -> Part:
+                return replace(self.spec, noise_multiplier=sigma), self.steps
+
+            effective = calibrated_after(earlier, at, epsilon=epsilon, delta=delta)
+        else:
+            effective = calibrated_noise_multiplier(
+                self.spec, self.steps, epsilon=epsilon, delta=delta
+            )
+        sigma = mechanism.sensitivity_add_remove * effective
         plan = replace(self, mechanism=replace(mechanism, noise_multiplier=sigma))
         assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
         return plan
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe description; `from_dict` reads it back."""
+        earlier = [{"plan": plan.to_dict(), "steps": steps} for plan, steps in self.after]
         return {
             "sampler": self.sampler.to_dict(),
             "mechanism": self.mechanism.to_dict(),
             "steps": self.steps,
             "relation": self.relation,
             "accountant": self.accountant,
+            **({"after": earlier} if earlier else {}),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
         """Inverse of `to_dict`; unknown and missing keys are errors."""
-        known = {"sampler", "mechanism", "steps", "relation", "accountant"}
+        known = {"sampler", "mechanism", "steps", "relation", "accountant", "after"}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"PrivacyPlan has no fields {unknown}; it has {sorted(known)}.")
         if missing := sorted({"sampler", "mechanism", "steps"} - set(values)):
             raise ValueError(f"PrivacyPlan needs {missing}; the description has {sorted(values)}.")
-        rest = {k: v for k, v in values.items() if k not in ("sampler", "mechanism")}
+        rest = {k: v for k, v in values.items() if k not in ("sampler", "mechanism", "after")}
         return cls(
+            after=tuple((cls.from_dict(v["plan"]), v["steps"]) for v in values.get("after", ())),
             sampler=sampler_from_dict(values["sampler"]),
             mechanism=mechanism_from_dict(values["mechanism"]),
             **rest,

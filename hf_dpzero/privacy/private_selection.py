@@ -104,6 +104,7 @@ def selection_epsilon(plan: PrivacyPlan, trials: TrialCount, delta: float) -> fl
     Raises:
       ValueError: delta out of (0, 1), or what `run_event` refuses.
     """
+    _refuse_extended([plan])
     if not plan.private:
         return math.inf
     return _selection_epsilon(replace(plan.spec, accountant="rdp"), plan.steps, trials, delta)
@@ -150,6 +151,14 @@ def calibrate_selection(
     plan = with_noise(plan, sigma)
     assert selection_epsilon(plan, trials, delta) <= epsilon, "calibrated over the target"
     return plan
+
+
+def _refuse_extended(plans: Sequence[PrivacyPlan]) -> None:
+    if any(plan.after for plan in plans):
+        raise ValueError(
+            "a run that extends another is not accounted together with a search for its settings: "
+            "search from the base model, or fix the settings (tuning='none')."
+        )
 
 
 def with_noise(plan: PrivacyPlan, noise_multiplier: float) -> PrivacyPlan:
@@ -200,6 +209,7 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
     if len({plan.relation for plan in plans}) > 1:
         names = sorted({plan.relation for plan in plans})
         raise ValueError(f"neighboring_relation {names}: one guarantee has one relation; fix it.")
+    _refuse_extended(plans)
     if not all(plan.private for plan in plans):
         return math.inf
     if all(step_event(plan.spec) == step_event(plans[0].spec) for plan in plans):
