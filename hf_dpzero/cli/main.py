@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MISTAKES as error:
         if "--traceback" in words:
             raise
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        print(f"error: {_told(error)}", file=sys.stderr)
         return 2
 
 
@@ -69,6 +69,14 @@ def _dispatch(words: list[str]) -> None:
         if unknown and (hint := _meant(unknown[1], values)):
             raise ValueError(f"unknown option --{unknown[1]}{hint}") from error
         raise
+
+
+def _told(error: BaseException) -> str:
+    """A mistake as one line; a ledger's refusal keeps its list of settings, one a line."""
+    from hf_dpzero.ledger.log_file import LedgerError
+
+    lines = str(error).splitlines() if isinstance(error, LedgerError) else [str(error)]
+    return "\n  ".join(" ".join(line.split()) for line in lines) or type(error).__name__
 
 
 def _meant(word: str, options: Iterable[str]) -> str:

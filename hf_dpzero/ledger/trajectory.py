@@ -179,13 +179,19 @@ class Trajectory:
 
     def _refuse_other(self, header: Mapping[str, Any], path: Path) -> None:
         wanted = json.loads(json.dumps(header))
-        changed = [k for k in wanted if k != "versions" and wanted[k] != self.header.get(k)]
+        own = _flat({name: self.header.get(name) for name in wanted})
+        now = _flat(wanted)
+        changed = [
+            f"  {name}: {_short(own.get(name))} -> {_short(now.get(name))}"
+            for name in sorted(own.keys() | now.keys())
+            if not name.startswith("versions") and own.get(name) != now.get(name)
+        ]
         if changed:
-            before, now = ({k: h.get(k) for k in changed} for h in (self.header, wanted))
+            lines = "\n".join(changed)
             raise LedgerError(
-                f"{path} belongs to a run with other {', '.join(changed)}: it has {_short(before)}"
-                f", this run has {_short(now)}. A ledger continues only "
-                "under the plan it was started with; restore the settings or use a new output_dir."
+                f"{path} belongs to a run with other settings (its own -> this run's):\n{lines}\n"
+                "A ledger continues only under the plan it was started with: put the values on the left "
+                "back to resume, or train into a new output_dir, which spends a budget of its own."
             )
 
     def close(self) -> None:
@@ -348,6 +354,18 @@ def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> int:
     return crc
 
 
-def _short(values: Mapping[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True)
-    return text if len(text) < 400 else text[:400] + "..."
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{name}": value}
+        )
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = "(not set)" if value is None else json.dumps(value, sort_keys=True)
+    return text if len(text) < 200 else text[:200] + "..."
