@@ -11,6 +11,7 @@ and the mathematics can be used without transformers.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -67,6 +68,14 @@ if TYPE_CHECKING:
     from hf_dpzero.training.seq2seq import DPZeroSeq2SeqConfig as DPZeroSeq2SeqConfig
     from hf_dpzero.training.seq2seq import DPZeroSeq2SeqTrainer as DPZeroSeq2SeqTrainer
     from hf_dpzero.training.trainer import DPZeroMixin as DPZeroMixin
+
+
+def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+
+
+# bitsandbytes, which transformers loads, says at each start that an optional kernel is not installed.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kernel)
 
 
 def __getattr__(name: str) -> Any:

@@ -24,11 +24,14 @@ RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
 
 def run(arguments: Plan) -> None:
     """Computes and prints the plan; see `_facts` and `_recipe_facts` for the keys of --json."""
+    from rich.console import Console
+
     sections: Mapping[str, Any] = {}
-    if arguments.recipe is not None:
-        privacy, sections = _plan_recipe(arguments)
-    else:
-        privacy = _plan_options(arguments)
+    with Console(stderr=True).status("planning: noise, epsilon, memory"):  # on terminals only
+        if arguments.recipe is not None:
+            privacy, sections = _plan_recipe(arguments)
+        else:
+            privacy = _plan_options(arguments)
     if arguments.json:
         print(json.dumps(encode({**privacy, **sections}), indent=2))
         return

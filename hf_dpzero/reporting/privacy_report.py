@@ -1,4 +1,4 @@
-"""The privacy report of a run, and a meter of the spent budget.
+"""The privacy report of a run.
 
 A `PrivacyReport` is a plain record computed from the plan that ran; `privacy_report.json` is its
 strict-JSON form. Infinite numbers are written as the string "inf" (JSON has no infinity, and null
@@ -9,7 +9,6 @@ claims more than the record.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
 import json
 import math
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
+from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
 from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
     EXAMPLE,
@@ -31,6 +31,7 @@ from hf_dpzero.reporting.wording import (
     needs_secret_batches,
     not_private_statement,
     number,
+    part_words,
     relation_words,
     round_up,
     statement,
@@ -57,6 +58,7 @@ class PrivacyReport:
       target_delta: the delta of that target.
       epsilon: spent by the completed steps, at `delta`, and by the choice of settings where
         `tuning` accounts for it; inf when nothing bounds it.
+      planned_epsilon: of the whole plan; at least `epsilon`, more where steps are missing.
       delta: the probability outside the bound, in [0, 1).
       accountant: what computed `epsilon`: "pld", "rdp", "gaussian_exact", "advanced_composition",
         or "none" for a method that is not private.
@@ -86,6 +88,10 @@ class PrivacyReport:
       base_weights: what the weights were at the start. "equal_to_named": those of the model that the
         configuration names, wherever that has them; "declared_public": something else, which the user
         declared public; "not_compared": nothing on this machine to compare with.
+      parts: of a run that extends others (`extends_run`), all of them, oldest first and this one last:
+        `folder`, `method`, `noise_multiplier`, `steps`, `planned_steps`, the `epsilon` of each alone,
+        and for earlier ones what their reports say of `base_weights`, `tuning`, `weights_digest`,
+        `trajectory_digest`. `epsilon` is of all together. Empty for a run that extends none.
       weights_digest: SHA-256 of the saved weights that the report was written for
         (`weights.digest_weights`); None for a report without weights.
       statement: the guarantee in one sentence.
@@ -99,6 +105,7 @@ class PrivacyReport:
     target_epsilon: float | None
     target_delta: float | None
     epsilon: float
+    planned_epsilon: float
     delta: float
     accountant: str
     neighboring_relation: str
@@ -120,13 +127,14 @@ class PrivacyReport:
     tuning: Any
     earlier_runs: list[dict[str, Any]]
     base_weights: str
+    parts: list[dict[str, Any]]
     weights_digest: str | None
     statement: str
     caveats: list[str]
     versions: dict[str, str]
 
     def __post_init__(self) -> None:
-        for name in ("epsilon", "delta"):
+        for name in ("epsilon", "planned_epsilon", "delta"):
             value = getattr(self, name)
             if math.isnan(value) or value < 0:
                 raise ValueError(f"{name}={value!r} in a privacy report; it must be at least 0.")
@@ -175,6 +183,7 @@ class PrivacyReport:
         privacy_unit: str = EXAMPLE,
         earlier_runs: Sequence[Mapping[str, Any]] = (),
         base_weights: str = NOT_COMPARED,
+        extends: Sequence[Mapping[str, Any]] = (),
     ) -> PrivacyReport:
         """Reports what `steps_completed` steps of `plan` spent, never more than was run.
 
@@ -194,6 +203,7 @@ class PrivacyReport:
           privacy_unit: what one row of the training set is.
           earlier_runs: of the base model (`provenance.earlier_runs`).
           base_weights: see the attribute.
+          extends: entries of the ledger's header for each plan in `plan.after`.
 
         Returns:
           The report, before anything is said about how the settings were chosen (`with_tuning`).
@@ -226,6 +236,7 @@ class PrivacyReport:
             "tuning": "none",
             "earlier_runs": [dict(run) for run in earlier_runs],
             "base_weights": base_weights,
+            "parts": parts_of(plan, delta, steps_completed, extends),
             "weights_digest": None,
         }
         report = cls(**facts, statement="", caveats=[], versions=versions())
@@ -270,7 +281,9 @@ class PrivacyReport:
                 "finish the run first."
             )
         epsilon = self.epsilon if tuning in WORDS else total_epsilon(plan, tuning, self.delta)
-        tuned = replace(self, tuning=tuning, epsilon=max(epsilon, at_least))
+        epsilon = max(epsilon, at_least)
+        planned = self.planned_epsilon if tuning in WORDS else epsilon
+        tuned = replace(self, tuning=tuning, epsilon=epsilon, planned_epsilon=planned)
         derived = tuned.in_words(plan, None)
         return derived if self.private else replace(derived, statement=self.statement)
 
@@ -329,12 +342,19 @@ class PrivacyReport:
         """The statement for a terminal: a headline and the numbers behind it."""
         headline = self.statement
         if self.private:
-            aim = self.target_epsilon
-            headline = (
-                f"(epsilon = {round_up(self.epsilon)}, delta = {delta_words(self.delta)})"
-                f"-differentially private{'' if aim is None else f' (target {number(aim)})'}"
-            )
+            headline = self._headline()
         return "\n".join([headline, *(f"  {label:<12}{text}" for label, text in self.rows())])
+
+    def _headline(self) -> str:
+        aim = "" if self.target_epsilon is None else f" (target {number(self.target_epsilon)})"
+        claim = (
+            f"(epsilon = {round_up(self.epsilon)}, delta = {delta_words(self.delta)})"
+            f"-differentially private{aim}"
+        )
+        if self.steps == self.planned_steps:
+            return claim
+        whole = f"the whole plan costs epsilon = {round_up(self.planned_epsilon)}"
+        return f"{claim} after {self.steps} of {self.planned_steps} steps; {whole}"
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line under the headline; the model card shows them as a table."""
@@ -352,93 +372,13 @@ class PrivacyReport:
             ("mechanism", mechanism),
             ("sampling", sampling),
             ("steps", f"{self.steps} of {self.planned_steps} planned"),
+            *(("of that", part_words(part)) for part in self.parts),
             ("accountant", self.accountant),
             ("noise", self.noise_source),
             ("tuning", tuning_words(self.tuning)),
             *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),
             ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),
         ]
-
-
-class BudgetMeter:
-    """A cheap upper bound on the epsilon spent so far, for progress bars and logs.
-
-    The plan is evaluated lazily on a grid of about `points` steps and every answer is rounded up to
-    the next grid point, so it never understates; it is exact on the grid and at the last step.
-
-    Args:
-      plan: the plan that runs; `plan.epsilon` is called at most `points` times.
-      delta: the delta of the run.
-      points: grid points, >= 1.
-    """
-
-    def __init__(self, plan: PrivacyPlan, delta: float, points: int = 20) -> None:
-        if points < 1:
-            raise ValueError(f"points={points} must be at least 1.")
-        self._steps = plan.steps
-        self._points = min(points, max(plan.steps, 1))
-        self._epsilon_at = functools.cache(lambda step: plan.epsilon(delta, at=step))
-
-    def at(self, step: int) -> float:
-        """An upper bound on `plan.epsilon(delta, at=step)` for 0 <= step <= plan.steps.
-
-        Raises:
-          ValueError: `step` is not within the plan, whose budget says nothing about it.
-        """
-        steps = self._steps
-        if not 0 <= step <= steps:
-            raise ValueError(f"step={step} is outside 0..{steps}, the steps of the plan.")
-        if step == 0:
-            return 0.0
-        index = -(-step * self._points // steps)  # the first grid point at or after `step`
-        return self._epsilon_at(-(-index * steps // self._points))
-
-
-def noise_name(plan: PrivacyPlan, source: str) -> str:
-    """The report's name of the noise: that of d-vectors is rounded to a grid, not exact.
-
-    Args:
-      plan: the plan that ran.
-      source: the noise source's own name.
-
-    Returns:
-      "none" for a run without noise, else `source`, with "_on_grid" for noise on d-vectors.
-    """
-    if not plan.private:
-        return "none"
-    return source if plan.mechanism.replayable else source.replace("_exact", "_on_grid")
-
-
-def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
-    """The entries of a report that the plan, delta and the number of completed steps determine.
-
-    A reader who holds the public plan (it is in the trajectory's header) can recompute all of it.
-
-    Args:
-      plan: the plan that ran.
-      delta: at which epsilon is computed.
-      steps: completed steps, 0..plan.steps.
-
-    Returns:
-      Field names of `PrivacyReport` and their values.
-    """
-    mechanism, sampler = plan.mechanism, plan.sampler
-    return {
-        "epsilon": plan.epsilon(delta, at=steps),
-        "delta": delta,
-        "accountant": plan.accountant_used,
-        "neighboring_relation": plan.relation,
-        "sampling": sampler.name,
-        "sampling_probability": sampler.sampling_probability,
-        "expected_batch_size": sampler.expected_batch_size,
-        "num_examples": sampler.num_examples,
-        "steps": steps,
-        "planned_steps": plan.steps,
-        "noise_multiplier": getattr(mechanism, "noise_multiplier", 0.0),
-        "clip": getattr(mechanism, "clip", math.inf),
-        "num_directions": getattr(mechanism, "num_directions", 1),
-        "method": mechanism.name,
-    }
 
 
 def versions() -> dict[str, str]:

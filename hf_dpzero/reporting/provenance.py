@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ def _bases(model: Any) -> Iterator[tuple[str, str | None]]:
         yield from ((str(name), revision) for name, revision in found if name)
 
 
-def earlier_runs(origins: Iterable[Origin]) -> list[dict[str, Any]]:
+def earlier_runs(origins: Iterable[Origin], covered: Collection[str] = ()) -> list[dict[str, Any]]:
     """The runs of this package that made a base model, by what is on record of it; the latest first.
 
     A report that cannot be read, or that is not of the weights and the trajectory beside it, counts as
@@ -150,6 +150,8 @@ def earlier_runs(origins: Iterable[Origin]) -> list[dict[str, Any]]:
 
     Args:
       origins: of `base_origins`.
+      covered: digests of the weights of runs whose epsilon this one's includes; of these only what they
+        came out of is listed.
 
     Returns:
       Entries of `PrivacyReport.earlier_runs`, those that the base's own report lists included.
@@ -170,6 +172,7 @@ def earlier_runs(origins: Iterable[Origin]) -> list[dict[str, Any]]:
             statement = f"NOT PRIVATE as far as can be told: {why}"
             runs.append({"folder": name, "private": False, "statement": statement})
         else:
-            runs.append({"folder": name, "private": base.private, "statement": base.statement})
+            entry = {"folder": name, "private": base.private, "statement": base.statement}
+            runs += [entry] if base.weights_digest not in covered else []
             runs += base.earlier_runs
     return runs

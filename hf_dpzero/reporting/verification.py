@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.private_selection import total_epsilon
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, noise_name, plan_facts
+from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.weights import digest_weights, weight_files
 from hf_dpzero.reporting.wording import (
     EXAMPLE,
@@ -95,6 +96,7 @@ def _facts(report: PrivacyReport, trajectory: Trajectory, plan: PrivacyPlan) -> 
         "noise_source": noise_name(plan, str(header["noise_source"])),
         "earlier_runs": header.get("earlier_runs", report.earlier_runs),
         "base_weights": header.get("base_weights", NOT_COMPARED),
+        "parts": parts_of(plan, report.delta, min(steps, plan.steps), header.get("extends", ())),
     }
     if plan.private:
         facts["target_delta"] = header.get("target_delta", report.target_delta)
@@ -117,12 +119,18 @@ def _of_sweep(report: PrivacyReport, plan: PrivacyPlan) -> dict[str, Any]:
             f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
             f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
         )
-    return {"epsilon": max(report.epsilon, total_epsilon(plan, report.tuning, report.delta))}
+    total = max(report.epsilon, total_epsilon(plan, report.tuning, report.delta))
+    return {"epsilon": total, "planned_epsilon": total}
 
 
 def _same(stated: Any, expected: Any) -> bool:
     if isinstance(expected, float) and isinstance(stated, int | float):
         return math.isclose(stated, expected, rel_tol=1e-6)
+    if isinstance(expected, list) and isinstance(stated, list):
+        return len(stated) == len(expected) and all(map(_same, stated, expected))
+    if isinstance(expected, dict) and isinstance(stated, dict):
+        same_keys = stated.keys() == expected.keys()
+        return same_keys and all(_same(stated[key], expected[key]) for key in expected)
     return bool(stated == expected)
 
 

@@ -26,9 +26,10 @@ EXAMPLE, BLOCK = "example", "block of text"
 
 NOT_PRIVATE_METHODS = ("mezo", "sgd", "adamw")
 EQUAL, DECLARED, NOT_COMPARED = "equal_to_named", "declared_public", "not_compared"
-EQUAL_BUT_NEW = "equal_to_named_but_new_parts"
+EQUAL_BUT_NEW, EXTENDED = "equal_to_named_but_new_parts", "of_the_extended_run"
 BASE_WEIGHTS = {
     EQUAL: None,
+    EXTENDED: None,
     EQUAL_BUT_NEW: "The weights at the start were those of the model that the configuration names, "
     "except for parts that it does not have, such as a new head or adapter. These are taken as freshly "
     "initialised, which nothing here can check.",
@@ -151,6 +152,11 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
     """
     sampling = SAMPLERS.get(facts["sampling"], facts["sampling"])
     released, trials, afterword = _tuning_phrases(tuning)
+    earlier = facts["parts"][:-1]
+    if earlier:
+        runs = f"this run and of {len(earlier)} before it"
+        released = f"The weights and the trajectories of {runs} are together"
+        afterword = f" That includes {'; '.join(map(part_words, earlier))}.{afterword}"
     return (
         f"{released} ({round_up(facts['epsilon'])}, "
         f"{delta_words(facts['delta'])})-differentially private under "
@@ -194,6 +200,21 @@ def _leaky_base(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
     return (
         f" This does not cover the base model, which came out of an earlier run, {leaky[0]}, which is "
         "NOT PRIVATE for its own training rows."
+    )
+
+
+def part_words(part: Mapping[str, Any]) -> str:
+    """One run of a chain in a few words.
+
+    Args:
+      part: an entry of the report's `parts`.
+
+    Returns:
+      For example "out: 50 of 100 steps of dpzero, noise multiplier 2, epsilon 0.5 alone".
+    """
+    return (
+        f"{part['folder']}: {part['steps']} of {part['planned_steps']} steps of {part['method']}, noise "
+        f"multiplier {number(part['noise_multiplier'])}, epsilon {round_up(part['epsilon'])} alone"
     )
 
 
@@ -254,8 +275,10 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
     first, *rest = _COMMON_CAVEATS
     of_base = base_caveats(facts["earlier_runs"])
     leaky = sum(not run["private"] for run in facts["earlier_runs"])
-    of_start = BASE_WEIGHTS[facts["base_weights"]]
-    rest += [of_start] if of_start else []
+    earlier = facts["parts"][:-1]
+    starts = [*(part["base_weights"] for part in earlier), facts["base_weights"]]
+    rest += [words for start in dict.fromkeys(starts) if (words := BASE_WEIGHTS[start])]
+    rest += [_CHAIN_CAVEAT] if earlier else []
     blocks = [_BLOCKS_CAVEAT] if facts["privacy_unit"] == BLOCK else []
     usual = [first, _TUNING_CAVEATS[_kind(tuning)], *blocks, *rest, *of_base[leaky:]]
     own = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]
@@ -266,6 +289,12 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
             "epsilon holds if the decision to stop did not depend on released values or metrics; "
             f"otherwise claim the epsilon of the whole plan, {planned}."
         )
+    own += [
+        f"The run in {part['folder']} counts with the {part['steps']} of {part['planned_steps']} steps "
+        "that it took, which holds if the decision to stop did not depend on released values or metrics."
+        for part in earlier
+        if part["steps"] < part["planned_steps"]
+    ]
     if facts["private"] and facts["delta"] * facts["num_examples"] > 1:
         own.append(
             f"delta = {delta_words(facts['delta'])} is above 1/n = "
@@ -288,6 +317,13 @@ _TUNING_CAVEATS = {
     "composition": "Hyper-parameter search is accounted for the runs of one sweep. The grid itself "
     "is assumed to be chosen without looking at the private data.",
 }
+
+_CHAIN_CAVEAT = (
+    "The epsilon is of this run and of those that it extends together, taken to be on the same rows. "
+    "It assumes that their settings (noise, sampling, number of steps), and whether there would be a "
+    "next run, were fixed without looking at what earlier ones released. Of two runs that extend the "
+    "same one, each reports its own chain: together they cost more."
+)
 
 _BLOCKS_CAVEAT = (
     "A training row is a block of text: it may hold parts of several examples or documents, and one "

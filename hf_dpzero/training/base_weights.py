@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +22,10 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.provenance import base_names, resolve_path
-from hf_dpzero.reporting.weights import open_each
-from hf_dpzero.reporting.wording import DECLARED, EQUAL, EQUAL_BUT_NEW, NOT_COMPARED
+from hf_dpzero.reporting.weights import open_each, open_weights
+from hf_dpzero.reporting.wording import DECLARED, EQUAL, EQUAL_BUT_NEW, EXTENDED, NOT_COMPARED
 
-_MARK = "_hf_dpzero_started_from"
+_MARK, _END = "_hf_dpzero_started_from", "_hf_dpzero_ended_in"
 _ADVICE = (
     "load the base model again, or set base_is_public: true if what it is now may be taken as public; "
     "the report then says so."
@@ -49,7 +49,7 @@ def state_digest(model: nn.Module) -> str:
     return digest_tensors([*model.named_parameters(), *model.named_buffers()])
 
 
-def mark_as_trained(model: nn.Module, started_from: str) -> None:
+def mark_as_trained(model: nn.Module, started_from: str, ended_in: str) -> None:
     """Notes on a model, and on all its parts, that a run has changed it.
 
     The note survives copies, and adapters that are put on or taken off.
@@ -57,12 +57,16 @@ def mark_as_trained(model: nn.Module, started_from: str) -> None:
     Args:
       model: after training.
       started_from: its `state_digest` before training.
+      ended_in: its `state_digest` now.
     """
     for module in model.modules():
         vars(module).setdefault(_MARK, started_from)
+        vars(module)[_END] = ended_in
 
 
-def check_start(model: nn.Module, declared_public: bool) -> tuple[str, Comparison | None]:
+def check_start(
+    model: nn.Module, declared_public: bool, extended: str | None = None
+) -> tuple[str, Comparison | None]:
     """Refuses a model that was trained before, unless the user declares it public.
 
     A model that was put back to what it was before training passes. What no name leads to, and what
@@ -71,6 +75,7 @@ def check_start(model: nn.Module, declared_public: bool) -> tuple[str, Compariso
     Args:
       model: as the run starts with it.
       declared_public: the setting `base_is_public`.
+      extended: folder of a run that this one continues from (see `check_extended_start`).
 
     Returns:
       The report's `base_weights`, and the comparison with the named base, if there was one.
@@ -78,13 +83,15 @@ def check_start(model: nn.Module, declared_public: bool) -> tuple[str, Compariso
     Raises:
       ValueError: it was trained by a run of this process, or differs from the base that it names.
     """
+    if extended is not None:
+        return check_extended_start(model, extended), None
     marks = {vars(module).get(_MARK) for module in model.modules()} - {None}
     marks -= {state_digest(model)} if marks else set()
     if marks and not declared_public:
         raise ValueError(
             "this model was trained on the private data already, by an earlier run of this process, "
             f"whose cost is not in this run's epsilon: {_ADVICE} To continue that run, use "
-            "resume_from_checkpoint."
+            "resume_from_checkpoint; to spend more on its result, extends_run."
         )
     compared = compare_with_named(model)
     changed = [*(compared.differing if compared else ()), *trained_adapters(model)]
@@ -99,6 +106,66 @@ def check_start(model: nn.Module, declared_public: bool) -> tuple[str, Compariso
     if compared:
         return (EQUAL_BUT_NEW if compared.fresh else EQUAL), compared
     return DECLARED if declared_public else NOT_COMPARED, None
+
+
+def check_extended_start(model: nn.Module, folder: str) -> str:
+    """Refuses a model that is not what the run in `folder` ended in.
+
+    Every tensor that was saved there must be in the model, with the saved values (in its dtype); what
+    else the model has must be its base's, or fresh. The object that the run itself has trained passes
+    while nothing has changed it since.
+
+    Args:
+      model: as the run starts with it.
+      folder: of the run that it extends, whose report has been compared with its weights.
+
+    Returns:
+      The report's `base_weights`: "not_compared" if there is more to the model, and no base to hold it
+      against.
+
+    Raises:
+      ValueError: other weights, or a model that another run has changed.
+    """
+    load = f"load the model from {folder!r} (an adapter on its base, with is_trainable=True)."
+    modules = list(model.modules())
+    if any(_MARK in vars(module) for module in modules):
+        now = state_digest(model)
+        if {vars(module).get(_END) for module in modules} != {now}:
+            raise ValueError(
+                "this model was trained in this process and then changed, by another run or by hand, "
+                f"whose cost no report has: {load}"
+            )
+    held, other = _saved_tensors(model), []
+    with open_weights(folder) as files:
+        for name in files:
+            kept = held.get(name)
+            saved = files[name].get_tensor(name)
+            if kept is None or not torch.equal(saved.to(kept.dtype), kept.detach().cpu()):
+                other.append(name)
+        covered = {held[name].data_ptr() for name in files if name in held}
+    compared, named = compare_with_named(model), dict(model.named_parameters())
+    for name in compared.differing if compared else ():
+        if name not in named or named[name].data_ptr() not in covered:
+            other.append(name)
+    other += trained_adapters(model, covered)
+    if other:
+        raise ValueError(
+            f"{other[0]} and {len(other) - 1} more tensors are not what the run in {folder!r} ended in, "
+            f"and this run's epsilon covers what that one released and nothing else: {load}"
+        )
+    whole = covered.issuperset(parameter.data_ptr() for parameter in named.values())
+    return EXTENDED if whole or compared else NOT_COMPARED
+
+
+def _saved_tensors(model: Any) -> dict[str, Tensor]:
+    """The model's tensors by the names that saving gives them, as a plain model and as an adapter."""
+    state = model.state_dict()
+    named = {_plain(name): tensor for name, tensor in state.items()} | state
+    if isinstance(getattr(model, "peft_config", None), Mapping):
+        from peft import get_peft_model_state_dict
+
+        named |= get_peft_model_state_dict(model)
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
 
 def digest_frozen(model: nn.Module) -> str:
@@ -125,15 +192,21 @@ def check_frozen(model: nn.Module, header: Mapping[str, Any]) -> None:
         )
 
 
-def trained_adapters(model: nn.Module) -> list[str]:
-    """Names of LoRA layers whose product B A is not zero, as it is in a fresh adapter."""
+def trained_adapters(model: nn.Module, covered: Collection[int] = ()) -> list[str]:
+    """Names of LoRA layers whose product B A is not zero, as it is in a fresh adapter.
+
+    Args:
+      model: any.
+      covered: addresses (`data_ptr`) of tensors that are known; layers of these are left out.
+    """
     found = []
     for name, module in model.named_modules():
         for kind in ("lora", "lora_embedding"):
             down, up = (getattr(module, f"{kind}_{part}", None) or {} for part in "AB")
             for key in down:
-                pair = (getattr(part[key], "weight", part[key]) for part in (down, up))
-                if all(bool(tensor.detach().ne(0).any()) for tensor in pair):
+                pair = [getattr(part[key], "weight", part[key]) for part in (down, up)]
+                known = all(tensor.data_ptr() in covered for tensor in pair)
+                if not known and all(bool(tensor.detach().ne(0).any()) for tensor in pair):
                     found.append(f"{name}.{kind}.{key}")
     return found
 

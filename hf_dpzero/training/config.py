@@ -20,6 +20,7 @@ from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS, Sampler, sampler_from_dict
+from hf_dpzero.reporting.extension import earlier_plans
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.training import fields
 from hf_dpzero.training.defaults import fill_in
@@ -152,6 +153,9 @@ class DPZeroConfig(TrainingArguments):
         False,
         "what the model is at the start may be taken as public, though it is not what its name says "
         "or was trained before; the report then says so",
+    )
+    extends_run: str | None = _setting(
+        None, "folder of a finished run to spend more on; target_epsilon is then the total of both"
     )
     insecure_noise_seed: int | None = _setting(
         None, "reproducible noise for tests; the report then says NOT PRIVATE"
@@ -342,6 +346,7 @@ class DPZeroConfig(TrainingArguments):
             steps=self.steps(num_examples),
             relation=self.neighboring_relation,  # type: ignore[arg-type]
             accountant=self.accountant,  # type: ignore[arg-type]
+            after=earlier_plans(self.extends_run),
         )
         if self.target_epsilon is None or self.not_private:
             return plan

@@ -14,7 +14,9 @@ from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport
+from hf_dpzero.reporting.budget import BudgetMeter
+from hf_dpzero.reporting.extension import header_entries, worst_tuning
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import base_origins, earlier_runs
 from hf_dpzero.reporting.wording import NOT_COMPARED
 from hf_dpzero.training import data_checks
@@ -78,12 +80,18 @@ class PublishingTrainer(PredictingTrainer):
             privacy_unit=self.args.privacy_unit,
             earlier_runs=started.get("earlier_runs", self.earlier_runs),
             base_weights=started.get("base_weights", NOT_COMPARED),
-        ).with_tuning(self.args.tuning, self.plan)
+            extends=self._extended,
+        ).with_tuning(worst_tuning(self.args.tuning, self._extended), self.plan)
+
+    @functools.cached_property
+    def _extended(self) -> list[dict[str, Any]]:
+        return header_entries(self.args.extends_run)
 
     @functools.cached_property
     def earlier_runs(self) -> list[dict[str, Any]]:
         """Runs that the base model came out of; read once, before this run writes anything."""
-        return earlier_runs(base_origins(self.model))
+        covered = [run["weights_digest"] for run in self._extended]
+        return earlier_runs(base_origins(self.model), covered)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as README.md in output_dir, once `save_model` wrote a report there."""

@@ -16,6 +16,7 @@ from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.sampling import new_sampler_key
+from hf_dpzero.reporting.extension import header_entries, worst_tuning
 from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE
 from hf_dpzero.reporting.plots import PLOT_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, versions
@@ -49,6 +50,9 @@ def ledger_header(trainer: Any) -> dict[str, Any]:
         "log_private_diagnostics": trainer.args.log_private_diagnostics,
         "versions": versions(),
     }
+    if trainer.args.extends_run is not None:
+        header["extends"] = header_entries(trainer.args.extends_run)
+        header["tuning"] = worst_tuning(trainer.args.tuning, header["extends"])
     if trainer.args.direction_key is not None:
         header["direction_key"] = f"{trainer.args.direction_key:032x}"
     return header

@@ -12,37 +12,29 @@ import datasets
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from hf_dpzero.estimators.forward_passes import ParameterChanged
-from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import PerExampleLoss, Within
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
+from hf_dpzero.reporting.budget import budget_metrics
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.verification import bound_to
-from hf_dpzero.reporting.wording import NOT_COMPARED, base_caveats
-from hf_dpzero.training import data_checks, distributed, run_files, validation
-from hf_dpzero.training.base_weights import (
-    check_frozen,
-    check_start,
-    digest_frozen,
-    mark_as_trained,
-    state_digest,
-)
+from hf_dpzero.reporting.wording import base_caveats
+from hf_dpzero.training import data_checks, distributed, opening, run_files, screen, validation
+from hf_dpzero.training.base_weights import check_frozen, mark_as_trained, state_digest
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.callbacks import PrivacyCallback, PrivacyProgressCallback
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.defaults import resolve
 from hf_dpzero.training.evaluation_data import PrivateRows
 from hf_dpzero.training.fixed_shapes import FixedShapes
-from hf_dpzero.training.initial_values import copy_initial_values, write_initial_values
+from hf_dpzero.training.initial_values import copy_initial_values
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
     TrainingMethod,
@@ -135,11 +127,8 @@ class DPZeroMixin(PublishingTrainer):
         self._trained_digest: str | None = None  # of the weights that training ended in
         self._reads = contextlib.ExitStack()
         self._tainted = False
-        self.remove_callback(ProgressCallback)
-        shown = PrinterCallback in {type(c) for c in self.callback_handler.callbacks}
-        if not args.disable_tqdm and not shown:
-            self.add_callback(PrivacyProgressCallback(self))
-        self.callback_handler.callbacks.insert(0, PrivacyCallback(self))
+        screen.replace_progress(self)
+        self.callback_handler.callbacks.insert(0, screen.RunCallback(self))
 
     def refuse_private(self, dataset: Any) -> None:
         """Refuses a data set, or a dictionary of them, with rows of the private training data.
@@ -180,31 +169,32 @@ class DPZeroMixin(PublishingTrainer):
         """Trains as `Trainer.train` does; what cannot be accounted is refused before it starts.
 
         Args:
-          resume_from_checkpoint: a checkpoint folder, or True for the last one in output_dir. Steps
-            that the ledger holds beyond the checkpoint are replayed, never sampled or paid again.
+          resume_from_checkpoint: a checkpoint folder, or True for the last one in output_dir (without
+            one, for the base model). Steps that the ledger holds beyond it are replayed, never
+            sampled or paid again.
           settings: as in Trainer.
 
         Returns:
-          Hugging Face's output without the training loss, which is private (NaN).
+          Hugging Face's output without the training loss, which is private (NaN); the metrics of a
+          private run have `epsilon` (spent), `delta` and `target_epsilon`.
 
         Raises:
-          ValueError: what cannot be accounted, or no checkpoint to resume from.
+          ValueError: what cannot be accounted, or nothing to resume from.
           LedgerError: the ledger is missing, damaged, of another run, or there already.
         """
-        resume = resume_from_checkpoint or None
-        if resume is True:
-            resume = get_last_checkpoint(self.output_dir)
-            if resume is None:
-                raise ValueError(f"{self.output_dir} has no checkpoint to resume from.")
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
+        resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
         self._besides = validation.SavedBesides(self.model)
         check_before_training(self)
         self._besides.check()
         for caveat in base_caveats(self.earlier_runs):
             logger.warning(caveat)
         try:
-            self._open_run(resume)
+            opened = opening.open_run(self, resume, resumes=bool(resume_from_checkpoint))
+            self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this ledger
+            self.trajectory, self._method_state, self._started_from = opened
+            self._sampler_key = run_files.draw_sampler_key(self.args.sampler_key)
             self._trained_digest = None
             output = super().train(resume_from_checkpoint=resume, **settings)
             self._besides.check()
@@ -215,10 +205,11 @@ class DPZeroMixin(PublishingTrainer):
                 self.trajectory.close()
                 if self.trajectory.releases and self._trained_digest is None:
                     self._trained_digest = state_digest(self.model)
-                    mark_as_trained(self.model, self._started_from)
+                    mark_as_trained(self.model, self._started_from, self._trained_digest)
         for name in ("train_loss", "total_flos", "train_samples_per_second"):  # depend on the data
             output.metrics.pop(name, None)
-        return output._replace(training_loss=math.nan)
+        output.metrics.update(budget_metrics(self.privacy_report()))
+        return screen.PrivateOutput(output.global_step, math.nan, output.metrics)
 
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
@@ -229,32 +220,6 @@ class DPZeroMixin(PublishingTrainer):
     def probe(self) -> Mapping[str, Tensor]:
         """The first and the last example, for checks whose results are not released."""
         return self.training_rows().collate_rows([0, len(self.train_dataset) - 1])
-
-    def _open_run(self, resume: str | None) -> None:
-        folder, header = self.output_dir, run_files.ledger_header(self)
-        self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this run's ledger
-        if resume is None:
-            digest, declared = digest_model(self.model), self.args.base_is_public
-            header["base_weights"], compared = distributed.shared(
-                distributed.on_main(
-                    lambda: check_start(self.model, declared), lambda: (NOT_COMPARED, None)
-                )
-            )
-            self._started_from = state_digest(self.model)
-            header["frozen_digest"] = digest_frozen(self.model)
-            header["earlier_runs"] = self.earlier_runs
-            self.trajectory = run_files.start_ledger(folder, header, digest)
-            if self.args.should_save and self.plan.mechanism.replayable:
-                write_initial_values(folder, self.model, compared, digest)
-        else:
-            ledger = run_files.continue_ledger(folder, header)
-            try:
-                self._method_state = run_files.load_state(resume, ledger)
-            except ValueError:
-                ledger.close()
-                raise
-            self.trajectory = ledger
-        self._sampler_key = run_files.draw_sampler_key(self.args.sampler_key)
 
     def get_train_dataloader(self) -> DataLoader:
         """Logical batches of this process, one item per step, split into microbatches."""

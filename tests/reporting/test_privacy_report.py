@@ -18,17 +18,19 @@ from hf_dpzero.privacy.mechanisms import DPSGD, NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
+from hf_dpzero.reporting.budget import BudgetMeter
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.plots import plot_run
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport, round_up
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, round_up
 from hf_dpzero.reporting.provenance import Origin, base_names, earlier_runs
 from hf_dpzero.reporting.verification import bound_to
 
 KEYS = """
-    target_epsilon target_delta epsilon delta accountant neighboring_relation privacy_unit sampling
+    target_epsilon target_delta epsilon planned_epsilon delta accountant neighboring_relation
+    privacy_unit sampling
     sampling_probability expected_batch_size num_examples steps planned_steps noise_multiplier clip
     direction num_directions noise_source private method log_private_diagnostics tuning earlier_runs
-    base_weights weights_digest statement caveats versions
+    base_weights parts weights_digest statement caveats versions
 """.split()  # noqa: SIM905
 
 

@@ -1,0 +1,133 @@
+"""How a run begins: afresh on the base, at a checkpoint, or by its ledger's releases on the base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.reporting.extension import check_extended
+from hf_dpzero.reporting.wording import NOT_COMPARED
+from hf_dpzero.training import distributed, run_files
+from hf_dpzero.training.base_weights import check_start, digest_frozen, state_digest
+from hf_dpzero.training.initial_values import write_initial_values
+
+
+class Opened(NamedTuple):
+    """What a run goes on with.
+
+    Attributes:
+      trajectory: its ledger, held for this run.
+      method_state: of the checkpoint, for the training method; None on base weights.
+      started_from: `state_digest` of the base weights; "" where a checkpoint's weights are loaded later.
+    """
+
+    trajectory: Trajectory
+    method_state: Mapping[str, Any] | None
+    started_from: str
+
+
+def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` means.
+
+    Args:
+      output_dir: of the run.
+      resume: as `train` takes it; True means the last checkpoint that was written to its end.
+
+    Returns:
+      Its folder; None for a run that starts, and where only a ledger is left to resume from.
+
+    Raises:
+      ValueError: there is neither a checkpoint nor a ledger.
+    """
+    if resume is not True:
+        return resume or None
+    folders = Path(output_dir).glob("checkpoint-*")
+    whole = [path for path in folders if (path / run_files.STATE_NAME).is_file()]
+    if whole:
+        return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2])))
+    if not (Path(output_dir) / LEDGER_NAME).is_file():
+        raise ValueError(f"{output_dir} has no checkpoint and no {LEDGER_NAME} to resume from.")
+    return None
+
+
+def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
+    """Opens the ledger of a `DPZeroTrainer`'s run and checks that the model fits it.
+
+    Args:
+      trainer: after the checks before training.
+      checkpoint: of `checkpoint_of`.
+      resumes: False for a run that starts.
+
+    Returns:
+      See `Opened`.
+
+    Raises:
+      ValueError: the model is not a base that the run may start from.
+      LedgerError: the ledger is missing, damaged, of another run, or there already; or there is no
+        checkpoint, and its releases cannot be made again on this model.
+    """
+    header = run_files.ledger_header(trainer)
+    if not resumes:
+        return _start(trainer, header)
+    ledger = run_files.continue_ledger(trainer.output_dir, header)
+    try:
+        if checkpoint is not None:
+            return Opened(ledger, run_files.load_state(checkpoint, ledger), "")
+        _check_replayed(trainer, ledger)
+    except ValueError:
+        ledger.close()
+        raise
+    return Opened(ledger, None, state_digest(trainer.model))
+
+
+def _start(trainer: Any, header: dict[str, Any]) -> Opened:
+    model, folder, args = trainer.model, trainer.output_dir, trainer.args
+    header["base_weights"], compared = _checked_start(trainer)
+    digest = digest_model(model)
+    header["frozen_digest"] = digest_frozen(model)
+    header["earlier_runs"] = trainer.earlier_runs
+    ledger = run_files.start_ledger(folder, header, digest)
+    if args.should_save and trainer.plan.mechanism.replayable:
+        write_initial_values(folder, model, compared, digest)
+    return Opened(ledger, None, state_digest(model))
+
+
+def _checked_start(trainer: Any) -> Any:
+    """`check_start` on rank 0, for all."""
+    args = trainer.args
+    if args.extends_run is not None:
+        if not trainer.plan.private:
+            raise ValueError(
+                f"noise_multiplier={args.noise_multiplier} with extends_run={args.extends_run!r}: "
+                "nothing bounds what this run would add; give it noise, or target_epsilon."
+            )
+        check_extended(args.extends_run, args.privacy_unit)
+    return distributed.shared(
+        distributed.on_main(
+            lambda: check_start(trainer.model, args.base_is_public, args.extends_run),
+            lambda: (NOT_COMPARED, None),
+        )
+    )
+
+
+def _check_replayed(trainer: Any, ledger: Trajectory) -> None:
+    """Refuses to replay a ledger where that would not give the interrupted run's weights."""
+    if ledger.releases and not ledger.header["replayable"]:
+        raise LedgerError(
+            f"{ledger.path} holds {ledger.next_step} steps of {trainer.args.method}, which released "
+            "vectors that only the weights held, and there is no checkpoint with these: what they spent "
+            "is lost. Train in another output_dir (both runs then count, where they are on the same "
+            "data), and save checkpoints (save_strategy='steps')."
+        )
+    if digest_model(trainer.model) != ledger.header["base_model_digest"]:
+        raise LedgerError(
+            f"there is no checkpoint, so the {ledger.next_step} steps of {ledger.path} are replayed on "
+            "the base, and this model is not the base that they began with (its digest differs): load "
+            "it again, in the same dtype and with the same head and adapters (from the same seed, or by "
+            "hf_dpzero.training.initial_values.load_initial_model)."
+        )
+    _checked_start(trainer)

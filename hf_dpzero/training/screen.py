@@ -1,0 +1,211 @@
+"""What a run shows while it trains: one banner, one progress bar, no loss that nobody may see.
+
+Times stay on the training machine (docs/privacy.md, "Threat model"); nothing here is saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+from transformers import trainer as hf_trainer
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import TrainOutput
+
+from hf_dpzero.reporting.wording import delta_words, number, part_words, round_up
+
+_TIMED_STEPS = 3
+
+
+class PrivateOutput(TrainOutput):
+    """Hugging Face's `TrainOutput`, printed without its training loss, which is private (NaN)."""
+
+    def __repr__(self) -> str:
+        return f"TrainOutput(global_step={self.global_step}, metrics={self.metrics})"
+
+
+class PrivacyProgressCallback(ProgressCallback):
+    """Hugging Face's progress bar with the spent epsilon; a resumed run's starts where it is."""
+
+    training_bar: Any
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Opens the bar; one that an interrupted run left open is closed."""
+        if self.training_bar is not None:
+            self.training_bar.close()
+        super().on_train_begin(args, state, control, **kwargs)
+        self.current_step = state.global_step
+        if self.training_bar is not None:
+            self.training_bar.initial = self.training_bar.n = state.global_step
+            self.training_bar.refresh()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Shows the last logged epsilon; computing it at every step would cost more than steps."""
+        if self.training_bar is not None and "epsilon" in (logs or {}):
+            self.training_bar.set_postfix(epsilon=f"{logs['epsilon']:.3f}", refresh=False)
+        super().on_log(args, state, control, logs=logs, **kwargs)
+
+
+@functools.cache
+def notebook_progress() -> type[TrainerCallback]:
+    """The notebook's progress bar and table with the spent epsilon where the training loss was."""
+    from transformers.utils import notebook
+
+    class Table(notebook.NotebookTrainingTracker):
+        """Rows of steps (or epochs), spent epsilon and metrics."""
+
+        epsilon: float | str = ""
+
+        def write_line(self, values: dict[str, Any]) -> None:
+            values = {k: v for k, v in values.items() if k != "Training Loss"}
+            super().write_line({**values, "Epsilon": self.epsilon})
+
+    class NotebookPrivacyCallback(notebook.NotebookProgressCallback):
+        """`NotebookProgressCallback` for runs whose loss is private."""
+
+        training_tracker: Any
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_train_begin(args, state, control, **kwargs)
+            columns = [self.first_column, "Epsilon"]
+            columns += ["Validation Loss"] if args.eval_strategy != "no" else []
+            self.training_tracker = Table(state.max_steps, columns)
+
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
+            if self.training_tracker is None or "epsilon" not in (logs or {}):
+                return
+            self.training_tracker.epsilon = f"{logs['epsilon']:.3f}"
+            if args.eval_strategy == "no":
+                self.training_tracker.write_line({"Step": state.global_step})
+
+        def on_evaluate(
+            self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+        ) -> None:
+            if self.training_tracker is not None:
+                super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
+                return
+            shown = {k: v for k, v in (metrics or {}).items() if "_per_second" not in k}
+            rows = [list(shown), list(shown.values())]
+            notebook.disp.display(notebook.disp.HTML(notebook.text_to_html_table(rows)))
+            self.prediction_bar = None
+
+    return NotebookPrivacyCallback
+
+
+def replace_progress(trainer: Any) -> None:
+    """Puts this package's progress bar in place of the one that transformers chose, and no second one.
+
+    A bar that the user has passed stays, alone.
+    """
+    default: type[TrainerCallback] = hf_trainer.DEFAULT_PROGRESS_CALLBACK
+    kept = [c for c in trainer.callback_handler.callbacks if type(c) is not default]
+    trainer.callback_handler.callbacks = kept  # remove_callback would take a subclass
+    kinds = [type(callback) for callback in kept]
+    in_notebook = default is not ProgressCallback
+    shown = (PrinterCallback, ProgressCallback, default)
+    if trainer.args.disable_tqdm or any(issubclass(kind, shown) for kind in kinds):
+        return
+    trainer.add_callback(notebook_progress()() if in_notebook else PrivacyProgressCallback())
+
+
+class RunCallback(TrainerCallback):
+    """The banner at the start, the time left after three steps, and epochs as expected passes.
+
+    Args:
+      trainer: a `DPZeroTrainer`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._seconds: list[float] = []
+        self._since, self._paid = 0.0, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Says what runs, once, on rank 0."""
+        self._seconds, self._paid = [], self.trainer.trajectory.next_step
+        if _speaks(args, state):
+            tqdm.write(banner(self.trainer))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Starts the clock of a step that is not replayed."""
+        self._since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Sets `state.epoch` = step * B / n before anything is logged, also after a resume."""
+        state.epoch = state.global_step * self.trainer.plan.sampler.sampling_probability
+        if state.global_step <= self._paid or len(self._seconds) == _TIMED_STEPS:
+            return
+        self._seconds.append(time.perf_counter() - self._since)
+        left = state.max_steps - state.global_step
+        if len(self._seconds) == _TIMED_STEPS and left > 0 and _speaks(args, state):
+            tqdm.write(time_left(self._seconds, left))
+
+
+def _speaks(args: Any, state: Any) -> bool:
+    return bool(state.is_world_process_zero) and args.get_process_log_level() <= logging.WARNING
+
+
+def time_left(seconds: list[float], steps: int) -> str:
+    """How long the rest takes, from the first steps; evaluation and checkpoints not counted.
+
+    >>> time_left([0.5, 0.7, 0.6], 1000)
+    'about 10 min left: 1000 steps of 0.6 s'
+    """
+    each = sum(seconds) / len(seconds)
+    whole = each * steps
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
+        if whole >= 1.5 * size or size == 1:
+            return f"about {max(1, round(whole / size))} {unit} left: {steps} steps of {each:.2g} s"
+    raise AssertionError
+
+
+def banner(trainer: Any) -> str:
+    """What runs and what it costs, a line for each.
+
+    Args:
+      trainer: a `DPZeroTrainer` whose ledger is open.
+
+    Returns:
+      Lines without personal data: settings, counts of parameters, n.
+    """
+    plan, args, mechanism = trainer.plan, trainer.args, trainer.plan.mechanism
+    sampler, paid = plan.sampler, trainer.trajectory.next_step
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    total = sum(p.numel() for p in trainer.model.parameters())
+    count = sum(p.numel() for p in trained)
+    lines = [
+        ("method", f"{mechanism.name}, {args.learning_rate:g} learning rate"),
+        ("examples", f"n = {sampler.num_examples}, expected batch B = "
+                     f"{number(sampler.expected_batch_size)} ({sampler.name}, q = "
+                     f"{number(sampler.sampling_probability)})"),
+        ("steps", f"{plan.steps}{f', {paid} of them in the ledger' if paid else ''}"),
+        ("budget", _budget(plan, trainer.delta, args.target_epsilon)),
+        *(("of that", part_words(part)) for part in trainer.privacy_report().parts[:-1]),
+        ("trained", f"{count:,} of {total:,} parameters in {len(trained)} tensors"),
+    ]  # fmt: skip
+    if plan.private:
+        noise = (
+            f"multiplier {number(mechanism.noise_multiplier)}, clip C = {number(mechanism.clip)}"
+        )
+        lines.insert(4, ("noise", noise))
+    if not args.first_order:
+        along = f"K = {args.num_directions} {args.direction}, smoothing {args.smoothing:g}"
+        lines.insert(1, ("directions", along))
+    title = "Private training" if plan.private else "Training WITHOUT privacy"
+    return "\n".join([title, *(f"  {label:<12}{text}" for label, text in lines)])
+
+
+def _budget(plan: Any, delta: float, target: float | None) -> str:
+    epsilon = plan.epsilon(delta)
+    if math.isinf(epsilon):
+        return "none: nothing bounds what is released"
+    aim = "" if target is None else f" (target {number(target)})"
+    words = f"epsilon {round_up(epsilon)}{aim} at delta {delta_words(delta)}, {plan.relation}"
+    return f"{words}, with {len(plan.after)} runs before" if plan.after else words
