@@ -119,8 +119,8 @@ def _of_sweep(report: PrivacyReport, plan: PrivacyPlan) -> dict[str, Any]:
             f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
             f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
         )
-    total = max(report.epsilon, total_epsilon(plan, report.tuning, report.delta))
-    return {"epsilon": total, "planned_epsilon": total}
+    least = total_epsilon(plan, report.tuning, report.delta)
+    return {name: max(getattr(report, name), least) for name in ("epsilon", "planned_epsilon")}
 
 
 def _same(stated: Any, expected: Any) -> bool:
