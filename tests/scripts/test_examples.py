@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib
 import json
 import re
@@ -176,9 +177,25 @@ def test_the_example_trains_privately(name, tmp_path, monkeypatch, capsys):
 
 
 def test_the_readme_has_a_row_for_every_example():
-    files = {path.stem for path in EXAMPLES.glob("*.py")} - {"reading"}
+    files = {path.stem for path in EXAMPLES.glob("*.py")} - {"reading", "first_run"}
     table = re.findall(r"^\| \[`(\w+)\.py`\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert files == CASES.keys() == set(table) and len(table) == len(files)
+
+
+def test_the_readmes_first_run_trains_a_head_with_nothing_chosen(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    script = importlib.import_module("first_run")
+    save_encoder(tmp_path / "model")
+    few = {"train": datasets.Dataset.from_list([{"text": "good film", "label": 1}] * 40)}
+    few["validation"] = datasets.Dataset.from_list([{"text": "bad film", "label": 0}] * 8)
+    monkeypatch.setattr(script, "files", lambda _: tmp_path)
+    monkeypatch.setattr(script, "generate", lambda: datasets.DatasetDict(few))
+    given = functools.partial(script.DPZeroConfig, max_steps=2, expected_batch_size=8, use_cpu=True)
+    monkeypatch.setattr(script, "DPZeroConfig", given)
+    monkeypatch.chdir(tmp_path)
+    script.main()
+    shown = capsys.readouterr().out
+    assert "accuracy after:" in shown and "dpzero-adaptive, K = 32" in shown
 
 
 @pytest.mark.parametrize("name", list(CASES))
