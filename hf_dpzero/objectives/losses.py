@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_dpzero.objectives.label_checks import check_labels_in_range
+
 Inputs = Mapping[str, Tensor]
 PerExampleLoss = Callable[[nn.Module, Inputs], Tensor]
 
@@ -51,7 +53,8 @@ def classification_losses(
       `[B]` float32.
 
     Raises:
-      ValueError: an unknown `problem_type`, or label smoothing of one that has no classes.
+      ValueError: a label out of range, an unknown `problem_type`, or label smoothing of one without
+        classes.
 
     >>> classification_losses(torch.zeros(2, 4), torch.tensor([0, 3]))
     tensor([1.3863, 1.3863])
@@ -65,7 +68,7 @@ def classification_losses(
         kind = "multi_label_classification" if several else "single_label_classification"
         kind = "regression" if logits.shape[1] == 1 else kind
     if kind == "single_label_classification":
-        classes = labels.reshape(-1).long()
+        check_labels_in_range(classes := labels.reshape(-1).long(), logits.shape[1])
         return F.cross_entropy(logits, classes, reduction="none", label_smoothing=label_smoothing)
     if kind not in ("regression", "multi_label_classification"):
         raise ValueError(
@@ -93,6 +96,7 @@ def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -
     Returns:
       `[B]` float32; an example without any label token has loss 0.
     """
+    check_labels_in_range(labels, logits.shape[-1])
     losses = []
     for row, label in zip(logits, labels, strict=True):
         labelled = label != IGNORE_INDEX

@@ -39,7 +39,8 @@ OWN_SETTINGS = frozenset(
     lora_target_modules max_batch_size max_eval_samples max_new_tokens max_seq_length
     max_length max_train_samples method microbatch_size model_name_or_path model_revision momentum
     neighboring_relation noise_distribution noise_multiplier normalize num_demonstrations
-    num_directions num_examples_per_class num_virtual_tokens objective pair_features peft_method
+    num_directions num_examples_per_class num_virtual_tokens objective on_no_signal pair_features
+    peft_method
     per_example_gradients perturbation_strategy pooling precompute_features prompt
     reuse_frozen_prefix rows_are sampler_key sampling smoothing subset_seed subspace
     subspace_rank subspace_steps target_delta target_epsilon task template text_column

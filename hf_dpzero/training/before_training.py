@@ -17,7 +17,7 @@ from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
-from hf_dpzero.training import data_checks, distributed, validation
+from hf_dpzero.training import data_checks, distributed, public_rows, validation
 from hf_dpzero.training.defaults import learning_rate
 from hf_dpzero.training.fixed_shapes import (
     FixedShapes,
@@ -85,6 +85,7 @@ def check_before_training(trainer: Any) -> None:
     trainer.shapes = _run_shapes(trainer)
     compile_(model, args)
     _try_objective(trainer)
+    public_rows.check_finite(trainer)
 
 
 def _run_shapes(trainer: Any) -> FixedShapes | None:

@@ -26,6 +26,7 @@ from hf_dpzero.training import fields
 from hf_dpzero.training.defaults import fill_in
 from hf_dpzero.training.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
 from hf_dpzero.training.ranges import check_ranges, check_warmup
+from hf_dpzero.training.released_signal import ON_NO_SIGNAL
 from hf_dpzero.values import nearest
 
 logger = logging.get_logger(__name__)
@@ -142,6 +143,11 @@ class DPZeroConfig(TrainingArguments):
         "were packed into; must be said where the rows of a language model look packed",
     )
     max_length: int | None = _setting(1024, "most tokens of a row of text (and of the model)")
+    on_no_signal: str = _setting(
+        "warn",
+        "what to do after a quarter of the steps if the releases cannot be told from noise: "
+        + ", ".join(ON_NO_SIGNAL),
+    )
     log_private_diagnostics: bool = _setting(
         False, "log un-noised training statistics; the report then says NOT PRIVATE"
     )
@@ -199,6 +205,7 @@ class DPZeroConfig(TrainingArguments):
         check_distribution(self.direction)
         _choose("perturbation_strategy", self.perturbation_strategy, STRATEGIES)
         _choose("tuning", self.tuning, WORDS)
+        _choose("on_no_signal", self.on_no_signal, ON_NO_SIGNAL)
         if self.rows_are is not None:
             _choose("rows_are", self.rows_are, ROWS)
         _choose("per_example_gradients", self.per_example_gradients, GRADIENTS)

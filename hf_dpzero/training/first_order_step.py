@@ -42,6 +42,7 @@ from hf_dpzero.training.distributed import (
     sum_tensor_,
 )
 from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.released_signal import ReleasedSignal, noise_variance
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +150,14 @@ class FirstOrderStep:
         `HookedGradients`, `PlainGradients` or `GroupMeans`.
       noise: drawn once for each step, on rank 0.
       trajectory: the ledger.
+      signal: what the noised means are added to, a statistic of releases; None for none.
     """
 
     mechanism: Mechanism
     gradients: Any
     noise: NoiseSource
     trajectory: Trajectory
+    signal: ReleasedSignal | None = None
 
     def __post_init__(self) -> None:
         check_dimension(self.mechanism, sum(p.numel() for p in self.gradients.parameters))
@@ -193,7 +196,12 @@ class FirstOrderStep:
             count = sum_over_processes(mechanism.count(norms))
             values = shared_from_main(lambda: mechanism.release_count(count, step, self.noise))
         self.trajectory.append(Release(step, values, learning_rate))
-        self._hand_on(list(self._noised_means(mechanism, totals, step)))
+        means = list(self._noised_means(mechanism, totals, step))
+        if self.signal is not None:
+            parts = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float64) for m in means])
+            dimension = sum(mean.numel() for mean in means)
+            self.signal.add(float(parts.square().sum()), dimension, noise_variance(mechanism))
+        self._hand_on(means)
         return norms.unsqueeze(1)
 
     @functools.cached_property

@@ -22,12 +22,19 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.replay import directions_of, space_from_header
-from hf_dpzero.objectives.losses import Filled, PerExampleLoss, evaluation_mode, is_compiled
+from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
 from hf_dpzero.training.batches import LogicalBatch
 from hf_dpzero.training.defaults import steps_that_follow
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
 from hf_dpzero.training.precision import low_precision, refuse_compiled
+from hf_dpzero.training.public_rows import (
+    NOT_TAKEN,
+    check_differences,
+    public_microbatch,
+    public_microbatches,
+)
 from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.run_files import discard_unused
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
@@ -93,13 +100,19 @@ class ZerothOrderMethod(TrainingMethod):
         )
         with isolated_randomness():
             direction = directions_of(0, header)[0]
-            trial = _public_microbatch(trainer)  # what it decides, private rows may not decide
+            trial = public_microbatch(trainer)  # what it decides, private rows may not decide
             public = trial is not None or not trainer.plan.mechanism.private
             messages = make_exact(
                 differences, trial or trainer.probe(), direction, args.num_directions, public
             )
         for message in messages:
             logger.warning(message)
+        if not trainer.trajectory.releases:
+            try:
+                check_differences(trainer, differences)
+            except ValueError:
+                discard_unused(trainer.trajectory)
+                raise
         # An update may wait only if weights are read between steps through forward(), state_dict()
         # or copies, where it is made first; callbacks of others may read them directly.
         readers = [trainer, *trainer.callback_handler.callbacks]
@@ -149,6 +162,7 @@ class FirstOrderMethod(TrainingMethod):
             gradients=self._gradients(trainer.evaluated_objective()),
             noise=trainer.noise,
             trajectory=trainer.trajectory,
+            signal=trainer.watch.signal,
         )
 
     def _gradients(self, objective: PerExampleLoss) -> Any:
@@ -221,47 +235,14 @@ def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:
         return
     try:
         with isolated_randomness():
-            public = _public_microbatches(trainer)
+            public = public_microbatches(trainer)
             ratio = precision_diagnostics.measure(differences, public, dtype) if public else None
     except ParameterChanged:
         raise
-    except (RuntimeError, ValueError, LookupError, TypeError) as error:
+    except NOT_TAKEN as error:
         logger.info(f"signal and rounding were not compared: {error}")
         return
     if ratio is None:
         logger.info("signal and rounding were not compared: no public batch could be made.")
     elif trainer.is_world_process_zero():
         (logger.info if ratio.sufficient else logger.warning)(str(ratio))
-
-
-def _public_microbatch(trainer: Any) -> Mapping[str, Tensor] | None:
-    """The first of `_public_microbatches`; None where none can be made, or the loss does not take it."""
-    try:
-        first = next(iter(_public_microbatches(trainer)), None)
-        if first is not None:
-            with torch.no_grad(), evaluation_mode(trainer.model):
-                trainer.evaluated_objective()(trainer.model, first)
-        return first
-    except ParameterChanged:
-        raise
-    except (RuntimeError, ValueError, LookupError, TypeError) as error:
-        logger.info(f"the strategy is not tried on public rows: {error}")
-        return None
-
-
-def _public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:
-    """A few rows of eval_dataset, or random tokens, split as the run splits its batches."""
-    evaluation, size = trainer.eval_dataset, trainer.args.physical_batch_size
-    if isinstance(evaluation, dict):
-        evaluation = next(iter(evaluation.values()), None)
-    if hasattr(evaluation, "__len__") and len(evaluation):
-        trainer.refuse_private(evaluation)
-        rows, count = trainer.rows_of(evaluation), min(precision_diagnostics.ROWS, len(evaluation))
-        return [
-            rows.collate_rows(list(range(i, min(i + size, count)))) for i in range(0, count, size)
-        ]
-    batch = precision_diagnostics.random_tokens(trainer.probe(), trainer.model) or {}
-    return [
-        {name: value[i : i + size] for name, value in batch.items()}
-        for i in range(0, precision_diagnostics.ROWS if batch else 0, size)
-    ]

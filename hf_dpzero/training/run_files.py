@@ -81,6 +81,13 @@ def start_ledger(output_dir: str, header: dict[str, Any], base_digest: str) -> T
     return distributed.on_main(lambda: Trajectory.create(path, header), lambda: Trajectory(header))
 
 
+def discard_unused(trajectory: Trajectory) -> None:
+    """Removes the ledger of a run that is refused before its first release: it may start anew."""
+    trajectory.close()
+    if trajectory.path is not None and not trajectory.releases:
+        trajectory.path.unlink()
+
+
 def continue_ledger(output_dir: str, header: Mapping[str, Any]) -> Trajectory:
     """The ledger of an interrupted run, checked against this run's header.
 

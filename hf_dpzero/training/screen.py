@@ -30,7 +30,7 @@ class PrivateOutput(TrainOutput):
 
 
 class PrivacyProgressCallback(ProgressCallback):
-    """Hugging Face's progress bar with the spent epsilon; a resumed run's starts where it is."""
+    """Hugging Face's progress bar with spent epsilon and signal; a resumed run's starts where it is."""
 
     training_bar: Any
 
@@ -45,9 +45,12 @@ class PrivacyProgressCallback(ProgressCallback):
             self.training_bar.refresh()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Shows the last logged epsilon; computing it at every step would cost more than steps."""
+        """Shows the last logged epsilon and signal; computing it at every step would cost more than steps."""
         if self.training_bar is not None and "epsilon" in (logs or {}):
-            self.training_bar.set_postfix(epsilon=f"{logs['epsilon']:.3f}", refresh=False)
+            shown = {"epsilon": f"{logs['epsilon']:.3f}"}
+            if "released_signal" in logs:
+                shown["signal"] = f"{logs['released_signal']:+.2g}"
+            self.training_bar.set_postfix(shown, refresh=False)
         super().on_log(args, state, control, logs=logs, **kwargs)
 
 

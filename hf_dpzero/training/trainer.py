@@ -44,6 +44,7 @@ from hf_dpzero.training.methods import (
 from hf_dpzero.training.overrides import check_overrides
 from hf_dpzero.training.precision import uncached_autocast, unwrapped
 from hf_dpzero.training.publishing import PublishingTrainer
+from hf_dpzero.training.signal_callback import SignalCallback
 
 logger = logging.get_logger(__name__)
 
@@ -128,7 +129,8 @@ class DPZeroMixin(PublishingTrainer):
         self._reads = contextlib.ExitStack()
         self._tainted = False
         screen.replace_progress(self)
-        self.callback_handler.callbacks.insert(0, screen.RunCallback(self))
+        self.watch = SignalCallback(self)
+        self.callback_handler.callbacks[:0] = [screen.RunCallback(self), self.watch]
 
     def refuse_private(self, dataset: Any) -> None:
         """Refuses a data set, or a dictionary of them, with rows of the private training data.
@@ -194,6 +196,7 @@ class DPZeroMixin(PublishingTrainer):
             opened = opening.open_run(self, resume, resumes=bool(resume_from_checkpoint))
             self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this ledger
             self.trajectory, self._method_state, self._started_from = opened
+            self.watch.open()
             self._sampler_key = run_files.draw_sampler_key(self.args.sampler_key)
             self._trained_digest = None
             output = super().train(resume_from_checkpoint=resume, **settings)
@@ -341,6 +344,7 @@ class DPZeroMixin(PublishingTrainer):
             last = self.trajectory.get(self.state.global_step - 1)
             if last is not None and self.plan.mechanism.replayable:
                 logs["released_value"] = math.hypot(*last.values[: self.args.num_directions])
+            logs.update(self.watch.logs())
             logs.update(self._diagnostics)
         super().log(logs)
 

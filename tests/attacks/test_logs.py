@@ -21,6 +21,7 @@ from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments
 
 SHORT, LONG = "it rained", "it rained " * 60
+RELEASED = {"released_value", "released_signal"}
 PLAIN = {"task": "boolq", "prompt": "causal_lm", "max_seq_length": 48}
 
 
@@ -110,7 +111,7 @@ def test_checkpoints_do_not_tell_how_long_a_step_took(tmp_path):
     assert len(state["log_history"]) == 6
     for entry in state["log_history"]:
         assert entry.pop("num_input_tokens_seen", 0) == 0
-        assert set(entry) == {"epoch", "epsilon", "learning_rate", "released_value", "step"}
+        assert set(entry) == {"epoch", "epsilon", "learning_rate", "step"} | RELEASED
     assert (state["num_input_tokens_seen"], state["total_flos"]) == (0, 0)
 
 

@@ -1,0 +1,206 @@
+r"""Do the released numbers hold anything but noise? A running statistic of them; knows no transformers.
+
+A release v is a clipped mean plus noise of a public variance s^2 = (sigma C_t / B)^2, so
+
+    E[v^2] / s^2 - 1 = mean^2 / s^2,
+
+0 where there is noise alone. `Signal.ratio` is the mean of v^2 / s^2 over n numbers, minus 1. Noise
+alone gives it the deviation sqrt(2 / n) (Gaussian; sqrt(5 / n) for Laplace, whose kurtosis is 6).
+
+Privacy: post-processing of what is released, and therefore free. Nothing here sees a batch or a loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.privacy.discretization import dense_grid
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping, MechanismSchedule
+from hf_dpzero.privacy.mechanisms.base import DenseNoise
+
+ON_NO_SIGNAL = ("warn", "stop", "ignore")
+"""What `on_no_signal` may be."""
+
+WINDOW = 50
+"""Steps that the logged statistic is a mean over."""
+
+DEVIATIONS = 2.0
+"""The whole run's statistic within so many deviations of 0 cannot be told from noise."""
+
+LEAST_STEPS = 20
+"""Before so many steps nothing is said of a run."""
+
+LEAST_SIZE = 1e-2
+"""Root mean square of a coordinate that weights are taken to have at least, for some start at zero."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """The statistic over some steps.
+
+    Attributes:
+      ratio: mean(v^2) over the variance of the noise, minus 1.
+      deviation: of `ratio` if there is noise alone.
+    """
+
+    ratio: float
+    deviation: float
+
+    @property
+    def visible(self) -> bool:
+        """Whether it is more than two deviations above 0.
+
+        >>> Signal(ratio=0.5, deviation=0.2).visible, Signal(ratio=0.3, deviation=0.2).visible
+        (True, False)
+        """
+        return self.ratio > DEVIATIONS * self.deviation
+
+
+@dataclass
+class ReleasedSignal:
+    """Adds up released numbers in units of their noise.
+
+    Attributes:
+      window: steps that `recent` looks back.
+      kurtosis: E[v^4] / E[v^2]^2 of the noise: 3 for Gaussian, 6 for Laplace.
+      steps: seen so far.
+      last_norm: sqrt(sum v^2) of the last step.
+    """
+
+    window: int = WINDOW
+    kurtosis: float = 3.0
+    steps: int = 0
+    last_norm: float = 0.0
+    _squares: float = 0.0
+    _numbers: int = 0
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, squares: float, numbers: int, variance: float) -> None:
+        """Adds a step.
+
+        Args:
+          squares: sum of v^2 over its released numbers.
+          numbers: how many they are.
+          variance: of the noise on each; 0 (no noise) is not counted.
+        """
+        self.last_norm = math.sqrt(squares)
+        if not variance:
+            return
+        self.steps += 1
+        self._squares += squares / variance
+        self._numbers += numbers
+        self._recent.append((squares / variance, numbers))
+        if len(self._recent) > self.window:
+            self._recent.popleft()
+
+    @property
+    def whole(self) -> Signal | None:
+        """Over all steps seen; None before the first."""
+        return self._signal(self._squares, self._numbers)
+
+    @property
+    def recent(self) -> Signal | None:
+        """Over the last `window` steps; None before the first."""
+        squares, numbers = zip(*self._recent, strict=True) if self._recent else ((), ())
+        return self._signal(math.fsum(squares), sum(numbers))
+
+    def _signal(self, squares: float, numbers: int) -> Signal | None:
+        if not numbers:
+            return None
+        return Signal(squares / numbers - 1.0, math.sqrt((self.kurtosis - 1.0) / numbers))
+
+
+def signal_of(mechanism: Any) -> ReleasedSignal:
+    """An empty statistic for a mechanism's noise."""
+    return ReleasedSignal(kurtosis=6.0 if mechanism.distribution == "laplace" else 3.0)
+
+
+def noise_variance(mechanism: Any) -> float:
+    """Variance of the noise on one released number.
+
+    Args:
+      mechanism: of that step, so that an adaptive clip is the step's own.
+
+    Returns:
+      (noise_scale / divisor)^2, twice that for Laplace noise; dense noise has that of its rounding to a
+      grid too. 0 without noise.
+
+    >>> from hf_dpzero.privacy.mechanisms import mechanism_from_dict
+    >>> settings = {"name": "dpzero", "clip": 6.0, "noise_multiplier": 2.0, "expected_batch_size": 4}
+    >>> noise_variance(mechanism_from_dict(settings))
+    9.0
+    """
+    scale = mechanism.noise_scale
+    if not scale:
+        return 0.0
+    variance = scale**2 * (2.0 if mechanism.distribution == "laplace" else 1.0)
+    if isinstance(mechanism, DenseNoise):
+        variance += dense_grid(scale) ** 2 / 12.0
+    return variance / mechanism.divisor**2
+
+
+class ReleasedScalars:
+    """Adds the releases of a zeroth-order run to a statistic, each at the clip of its step.
+
+    Args:
+      mechanism: the plan's.
+      num_directions: K; a record's further values, such as an adaptive clip's count, are left out.
+      signal: that they are added to.
+    """
+
+    def __init__(self, mechanism: Any, num_directions: int, signal: ReleasedSignal) -> None:
+        self.num_directions, self.signal = num_directions, signal
+        self._schedule: MechanismSchedule[Any] = MechanismSchedule(mechanism)
+        self._adapts, self._seen = isinstance(mechanism, AdaptiveClipping), 0
+
+    def follow(self, releases: Sequence[Release]) -> None:
+        """Adds the releases that are new since the last call, of a list that only grows."""
+        for step in range(self._seen, len(releases)):
+            before = releases[:step] if self._adapts else ()
+            variance = noise_variance(self._schedule.after(before))
+            values = releases[step].values[: self.num_directions]
+            self.signal.add(math.fsum(v * v for v in values), len(values), variance)
+        self._seen = len(releases)
+
+
+def first_look(planned_steps: int) -> int:
+    """The step after which a run is judged: a quarter of those planned, at least 20."""
+    return max(LEAST_STEPS, math.ceil(planned_steps / 4))
+
+
+@dataclass
+class WeightSize:
+    """The norm of the trained weights as public numbers have it: the start's, and updates in quadrature.
+
+    Updates along fresh random directions are nearly orthogonal to each other and to the weights.
+
+    Attributes:
+      start: Euclidean norm of the weights before the first update.
+      dimension: d, number of trained coordinates.
+    """
+
+    start: float
+    dimension: int
+    _moved: float = 0.0
+
+    @property
+    def norm(self) -> float:
+        """Present norm; at least `LEAST_SIZE` for each coordinate."""
+        least = LEAST_SIZE * math.sqrt(self.dimension)
+        return max(least, math.sqrt(self.start**2 + self._moved))
+
+    def exceeded_by(self, update: float) -> bool:
+        """Counts an update of that norm; whether it is more than the norm of the weights before it.
+
+        >>> size = WeightSize(start=3.0, dimension=4)
+        >>> size.exceeded_by(4.0), size.exceeded_by(4.5), size.norm > 6.7
+        (True, False, True)
+        """
+        exceeded = update > self.norm
+        self._moved += update**2
+        return exceeded

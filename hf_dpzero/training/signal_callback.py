@@ -1,0 +1,190 @@
+"""Tells a run that fails to learn: warns once of each thing, names the setting, and stops where asked.
+
+Looks at public numbers alone: releases, settings, and the weights that a run releases.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.training.released_signal import (
+    LEAST_STEPS,
+    ReleasedScalars,
+    ReleasedSignal,
+    Signal,
+    WeightSize,
+    first_look,
+    noise_variance,
+    signal_of,
+)
+
+logger = logging.get_logger(__name__)
+
+
+class SignalCallback(TrainerCallback):
+    """Follows the releases of a `DPZeroTrainer`.
+
+    - After a quarter of the planned steps, at least 20, the whole run's statistic within two deviations
+      of 0 is what `on_no_signal` is for: a warning, or training ends there.
+    - An update longer than the weights that it moves is warned of.
+    - An update or weights that are not finite end training whatever is set.
+
+    Args:
+      trainer: whose run it is.
+
+    Attributes:
+      signal: statistic of the run's releases; a first-order step adds to it, and after a resume it
+        starts anew there. It stays empty for dpgd-0th and runs without noise.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.signal = ReleasedSignal()
+        self._scalars: ReleasedScalars | None = None
+        self._size: WeightSize | None = None
+        self._said_large = False
+
+    def open(self) -> None:
+        """Starts anew, for a run whose ledger is open."""
+        mechanism = self.trainer.plan.mechanism
+        self.signal, self._scalars, self._said_large = signal_of(mechanism), None, False
+        if mechanism.replayable:
+            self._scalars = ReleasedScalars(mechanism, mechanism.num_directions, self.signal)
+
+    @property
+    def recent(self) -> Signal | None:
+        """The statistic of the last steps; None where there is none."""
+        return self.signal.recent
+
+    def logs(self) -> dict[str, float]:
+        """`released_signal`, where there is one."""
+        recent = self.recent
+        return {} if recent is None else {"released_signal": recent.ratio}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measures the weights that updates are compared with."""
+        trained = self._trained()
+        norms = [float(torch.linalg.vector_norm(p, dtype=torch.float64)) for p in trained]
+        self._size = WeightSize(math.hypot(*norms), sum(p.numel() for p in trained))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Adds the step, and says what it shows."""
+        trajectory = self.trainer.trajectory
+        release = None if trajectory is None else trajectory.get(state.global_step - 1)
+        if release is None or self._size is None:
+            return
+        if self._scalars is not None:
+            self._scalars.follow(trajectory.releases)
+        update = self._update_norm(release)
+        if not math.isfinite(update) or (args.first_order and not self._finite()):
+            self._stop_not_finite(state, control)
+        elif self._size.exceeded_by(update) and not self._said_large:
+            self._said_large = True
+            _say(state, self._large(release, update))
+        if state.global_step == first_look(self.trainer.plan.steps):
+            self._look(args, state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Looks at the weights of a zeroth-order run, whose steps need no pass over them."""
+        if "epsilon" in (logs or {}) and not args.first_order and not self._finite():
+            self._stop_not_finite(state, control)
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [p.detach() for p in self.trainer.model.parameters() if p.requires_grad]
+
+    def _finite(self) -> bool:
+        norms = [torch.linalg.vector_norm(p, ord=math.inf).float() for p in self._trained()]
+        return all(math.isfinite(norm) for norm in torch.stack(norms).tolist())
+
+    def _update_norm(self, release: Release) -> float:
+        """Euclidean norm of the step's update: exact for SGD, as expected for random directions.
+
+        AdamW moves no coordinate by much more than the learning rate, which stands for it. Of a dense
+        zeroth-order update the noise is counted.
+        """
+        args, rate = self.trainer.args, release.learning_rate
+        assert self._size is not None
+        root = math.sqrt(self._size.dimension)
+        if self._scalars is not None:
+            terms = self.trainer.trajectory.update_terms(release.step)
+            return root * math.hypot(*(term.coefficient for term in terms))
+        if not args.first_order:
+            return rate * root * math.sqrt(noise_variance(self.trainer.plan.mechanism))
+        norm = self.signal.last_norm
+        if args.optim_name != "sgd":
+            return rate * root if math.isfinite(norm) else norm
+        return rate * (min(norm, args.max_grad_norm) if args.max_grad_norm else norm)
+
+    def _large(self, release: Release, update: float) -> str:
+        assert self._size is not None
+        return (
+            f"step {release.step} moved the trained weights by about {update:.2g}, more than their own "
+            f"norm: learning_rate={release.learning_rate:g} is far too large. Lower it."
+        )
+
+    def _stop_not_finite(self, state: Any, control: Any) -> None:
+        if not control.should_training_stop:
+            rate = self.trainer.args.learning_rate
+            _say(
+                state,
+                f"the weights or their update are no longer finite: lower learning_rate={rate:g}. "
+                + self._stopped(state),
+            )
+        control.should_training_stop = True
+
+    def _look(self, args: Any, state: Any, control: Any) -> None:
+        whole = self.signal.whole
+        seen = whole is not None and self.signal.steps >= LEAST_STEPS
+        if not seen or whole is None or whole.visible or args.on_no_signal == "ignore":
+            return
+        text = (
+            f"the releases cannot be told from noise so far: released_signal={whole.ratio:.2g} over "
+            f"{self.signal.steps} steps, where noise alone gives 0 +- {whole.deviation:.2g}. "
+            + advice(args)
+        )
+        if args.on_no_signal == "stop":
+            control.should_training_stop = True
+            text = f"{text} on_no_signal='stop': {self._stopped(state)}"
+        _say(state, text)
+
+    def _stopped(self, state: Any) -> str:
+        trainer = self.trainer
+        return (
+            f"Training stops after {state.global_step} of {trainer.plan.steps} steps, with epsilon "
+            f"{trainer.epsilon_spent:.3g} spent of {trainer.plan.epsilon(trainer.delta):.3g} planned; "
+            "the report says which one to claim."
+        )
+
+
+def advice(args: Any) -> str:
+    """What may be wrong with a run whose releases are noise, by the settings that it has.
+
+    Args:
+      args: a `DPZeroConfig`.
+    """
+    what = "gradients" if args.first_order else "finite differences"
+    noise = (
+        f"raise target_epsilon={args.target_epsilon:g}"
+        if args.target_epsilon is not None
+        else f"lower noise_multiplier={args.noise_multiplier:g}"
+    )
+    causes = [f"{noise}, or raise expected_batch_size={args.expected_batch_size:g}, for less noise"]
+    if args.clipping == "fixed":
+        causes.insert(
+            0, f"lower clip={args.clip:g} if the {what} of most examples are far below it"
+        )
+    if not args.first_order:
+        causes.append(f"raise smoothing={args.smoothing:g} if losses are rounded that coarsely")
+    causes.append(f"lower learning_rate={args.learning_rate:g} if it broke the model")
+    return f"What may help: {'; '.join(causes)}."
+
+
+def _say(state: Any, text: str) -> None:
+    if state.is_world_process_zero:
+        logger.warning(text)

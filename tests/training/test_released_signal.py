@@ -1,0 +1,297 @@
+"""A run that fails to learn says so: a statistic of releases, warnings, and checks before step 0."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import build, tiny_data, tiny_model
+from transformers import TrainerCallback
+
+from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.objectives.losses import classification_losses, token_losses
+from hf_dpzero.privacy.mechanisms import mechanism_from_dict
+from hf_dpzero.training.public_rows import judge_differences
+from hf_dpzero.training.released_signal import (
+    ReleasedScalars,
+    ReleasedSignal,
+    WeightSize,
+    first_look,
+    noise_variance,
+    signal_of,
+)
+
+SCALAR = {"name": "dpzero", "clip": 6.0, "noise_multiplier": 2.0, "expected_batch_size": 4}
+
+
+def scalar_signal(values, **settings) -> ReleasedSignal:
+    """The statistic of one-direction releases of `SCALAR`, whose noise has deviation 2 * 6 / 4 = 3."""
+    mechanism = mechanism_from_dict(SCALAR | settings)
+    signal = signal_of(mechanism)
+    releases = [Release(i, (float(v),), 0.1) for i, v in enumerate(values)]
+    ReleasedScalars(mechanism, 1, signal).follow(releases)
+    return signal
+
+
+# ---- the statistic
+
+
+def test_of_equal_releases_it_is_their_square_over_the_variance():
+    whole = scalar_signal([4.5] * 8).whole
+    assert whole.ratio == pytest.approx(1.5**2 - 1)
+    assert whole.deviation == pytest.approx(math.sqrt(2 / 8))
+
+
+def test_the_window_forgets_and_the_whole_does_not():
+    signal = scalar_signal([0.0] * 50 + [3.0] * 50)
+    assert signal.recent.ratio == pytest.approx(0.0)
+    assert signal.whole.ratio == pytest.approx(-0.5)
+    assert signal.steps == 100 and ReleasedSignal().recent is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "draw", "deviation"),
+    [
+        ({}, lambda rng: rng.normal(0, 3, 2000), math.sqrt(2 / 2000)),
+        # scale b = 3: variance 18, fourth moment 24 b^4 = 6 times the variance squared
+        (
+            {"distribution": "laplace"},
+            lambda rng: rng.laplace(0, 3, 2000),
+            math.sqrt(5 / 2000),
+        ),
+    ],
+)
+def test_noise_alone_is_within_three_deviations_and_a_planted_mean_shows(settings, draw, deviation):
+    noise = draw(np.random.default_rng(0))
+    variance = 18.0 if settings else 9.0
+    whole = scalar_signal(noise, **settings).whole
+    assert whole.deviation == pytest.approx(deviation)
+    assert abs(whole.ratio) < 3 * deviation
+    # mean^2 / variance = 4; the deviation of the estimate is at most sqrt((5 + 4 * 4) / n) = 0.1
+    planted = scalar_signal(noise + 2 * math.sqrt(variance), **settings).whole
+    assert planted.visible and abs(planted.ratio - 4.0) < 0.31
+
+
+def test_an_adaptive_clip_is_that_of_each_step_and_its_count_is_left_out():
+    settings = SCALAR | {
+        "name": "dpzero-adaptive",
+        "clip_quantile": 0.5,
+        "clip_learning_rate": 0.2,
+        "clip_count_noise": 2.0,
+    }
+    mechanism = mechanism_from_dict(settings)
+    releases = [Release(0, (1.0, 1.5), 0.1), Release(1, (1.0, 0.5), 0.1), Release(2, (1.0, 9.0), 0)]
+    signal = signal_of(mechanism)
+    follower = ReleasedScalars(mechanism, 1, signal)
+    follower.follow(releases[:1])
+    follower.follow(releases)
+    first = (mechanism.sum_multiplier * 6.0 / 4) ** 2  # C_0; then C exp(-0.2 (1.5 - 0.5)), twice
+    after = first * math.exp(-0.4)
+    assert signal.whole.ratio == pytest.approx((1 / first + 2 / after) / 3 - 1)
+
+
+def test_the_noise_of_group_means_is_divided_by_the_groups():
+    settings = {"name": "dp-sgd", "clipping": "averaged", "clip_groups": 5}
+    mechanism = mechanism_from_dict(SCALAR | settings)
+    assert noise_variance(mechanism) == pytest.approx((12 / 5) ** 2, rel=1e-5)
+
+
+def test_a_quarter_of_the_steps_and_at_least_twenty():
+    assert [first_look(steps) for steps in (6, 80, 82, 1000)] == [20, 20, 21, 250]
+
+
+def test_weights_that_start_at_zero_have_a_size():
+    size = WeightSize(start=0.0, dimension=100)  # 1e-2 for each of 100 coordinates is 0.1
+    assert not size.exceeded_by(0.09) and size.exceeded_by(0.2)
+
+
+# ---- in runs
+
+
+class SumsOfGradients(TrainerCallback):
+    """What the optimizer is handed: sums of squares and numbers."""
+
+    def __init__(self):
+        self.squares, self.numbers = 0.0, 0
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            self.squares += float(p.grad.double().square().sum())
+            self.numbers += p.numel()
+
+
+def test_first_order_runs_measure_the_gradient_that_the_optimizer_gets(tmp_path):
+    seen = SumsOfGradients()
+    trainer = build(tmp_path, method="dp-sgd", trainer_settings={"callbacks": [seen]})
+    trainer.train()
+    whole = trainer.watch.signal.whole
+    variance = (1.0 * 5.0 / 12) ** 2
+    assert whole.ratio == pytest.approx(seen.squares / seen.numbers / variance - 1, abs=1e-5)
+    assert abs(whole.ratio) < 3 * whole.deviation  # of clip 5 at 6000 coordinates little is seen
+    logged = [row["released_signal"] for row in trainer.state.log_history if "epsilon" in row]
+    assert len(logged) == 3 and logged[-1] == whole.ratio
+
+
+@pytest.mark.parametrize("method", ["mezo", "dpgd-0th"])
+def test_runs_without_noised_numbers_log_none(tmp_path, method):
+    noise = None if method == "mezo" else 1.0
+    trainer = build(tmp_path, method=method, noise_multiplier=noise)
+    trainer.train()
+    assert not any("released_signal" in row for row in trainer.state.log_history)
+
+
+def flat_where_labelled_zero(model, inputs):
+    """A loss that is constant on rows of label 0; public rows of label 1 do not show it."""
+    losses = classification_losses(model(inputs["input_ids"]).logits, inputs["labels"])
+    return torch.where(inputs["labels"] == 0, 0.7 + 0.0 * losses, losses)
+
+
+FEW_LOGS = {"max_steps": 24, "logging_steps": 20}
+
+
+def flat_run(folder, **settings):
+    rows = tiny_data()
+    public = {"eval_dataset": tiny_data(40, seed=2).filter(lambda row: row["labels"] == 1)}
+    public["compute_per_example_loss"] = flat_where_labelled_zero
+    data = rows.remove_columns("labels").add_column("labels", [0] * len(rows))
+    return build(folder, data=data, trainer_settings=public, **FEW_LOGS, **settings)
+
+
+def test_a_run_on_constant_losses_warns_once_and_names_settings(tmp_path, caplog):
+    trainer = flat_run(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    (said,) = [r.getMessage() for r in caplog.records if "told from noise" in r.getMessage()]
+    for setting in ("clip=5", "noise_multiplier=1", "expected_batch_size=12", "smoothing=0.001"):
+        assert setting in said
+    assert trainer.state.global_step == 24
+
+
+def test_a_run_that_sees_something_does_not_warn(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer = build(tmp_path, clip=0.2, learning_rate=1e-3, **FEW_LOGS)
+        trainer.train()
+    assert trainer.watch.signal.whole.visible
+    assert not [r for r in caplog.records if "told from noise" in r.getMessage()]
+
+
+def test_stop_leaves_budget_and_the_report_counts_the_steps(tmp_path, caplog):
+    trainer = flat_run(tmp_path, on_no_signal="stop")
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    stopped = 20
+    assert trainer.state.global_step == stopped == trainer.trajectory.next_step
+    assert trainer.epsilon_spent < trainer.plan.epsilon(1e-3)
+    assert "after 20 of 24 steps" in caplog.text and "learning_rate" in caplog.text
+    report = trainer.privacy_report()
+    assert (report.steps, report.planned_steps) == (stopped, 24)
+    trainer.save_model()
+
+
+def test_ignore_says_nothing(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        flat_run(tmp_path, on_no_signal="ignore").train()
+    assert "told from noise" not in caplog.text
+    with pytest.raises(ValueError, match="on_no_signal='never' is not one of warn, stop, ignore"):
+        build(tmp_path, on_no_signal="never")
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd", "dp-adamw"])
+def test_an_update_longer_than_the_weights_is_warned_of_once(tmp_path, caplog, method):
+    with caplog.at_level(logging.WARNING):
+        build(tmp_path / "small", method=method).train()
+        assert "far too large" not in caplog.text
+        build(tmp_path / "large", method=method, learning_rate=30.0, max_steps=3).train()
+    (said,) = [r.getMessage() for r in caplog.records if "far too large" in r.getMessage()]
+    assert said.startswith("step 0 moved") and "learning_rate=30" in said
+
+
+class Overflow(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2:
+            with torch.no_grad():
+                model.classifier.bias.fill_(math.inf)
+
+
+def test_weights_that_are_not_finite_stop_the_run_whatever_is_set(tmp_path, caplog):
+    settings = {"callbacks": [Overflow()]}
+    trainer = build(tmp_path, method="dp-sgd", on_no_signal="ignore", trainer_settings=settings)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.global_step == 3 == trainer.trajectory.next_step
+    assert "no longer finite: lower learning_rate" in caplog.text
+
+
+def test_a_resumed_run_looks_back_to_its_first_step(tmp_path):
+    trainer = build(tmp_path, save_strategy="steps", save_steps=2)
+    trainer.train()
+    again = build(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.watch.signal.whole == trainer.watch.signal.whole
+
+
+# ---- before step 0
+
+
+def test_a_model_of_nan_is_refused(tmp_path):
+    model = tiny_model()
+    torch.nn.init.constant_(model.bert.embeddings.word_embeddings.weight, math.nan)
+    with pytest.raises(ValueError, match="the loss is NaN or infinite on every public row"):
+        build(tmp_path, model).train()
+    assert not (tmp_path / "trajectory.ledger").exists()
+
+
+@pytest.mark.parametrize("settings", [{}, {"eval_dataset": None}])
+def test_a_smoothing_below_the_rounding_of_the_loss_is_refused(tmp_path, settings):
+    with pytest.raises(
+        ValueError, match="smoothing=1e-12 does not change the loss.*raise smoothing"
+    ):
+        build(tmp_path, smoothing=1e-12, trainer_settings=settings).train()
+    build(tmp_path).train()  # the folder is as free as before
+    assert Trajectory.load(tmp_path / "trajectory.ledger").next_step == 6
+
+
+def test_parameters_that_the_loss_does_not_use_are_refused(tmp_path):
+    model = tiny_model()
+    model.unused = torch.nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="does not depend on what is trained: look at trainable"):
+        build(tmp_path, model, trainable="unused").train()
+
+
+def test_changes_of_a_few_roundings_are_warned_of(caplog):
+    loss = torch.full((8, 1), 0.75)
+    step = 2.0**-24  # spacing of float32 below 1
+    with caplog.at_level(logging.WARNING):
+        judge_differences(loss, loss + 100 * step, 1e-3)
+        assert not caplog.records
+        judge_differences(loss, loss + step, 1e-3)
+        assert "mostly float32 rounding: raise smoothing" in caplog.text
+        caplog.clear()
+        judge_differences(0 * loss, 0 * loss, 1e-3)
+        assert "nothing can be learned" in caplog.text
+    with pytest.raises(ValueError, match="smoothing=5.0 makes the loss NaN or infinite"):
+        judge_differences(loss * math.nan, loss, 5.0)
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
+def test_a_label_out_of_range_is_refused_in_words(tmp_path, method):
+    rows = tiny_data()
+    data = rows.remove_columns("labels").add_column("labels", [7] * len(rows))
+    with pytest.raises(ValueError, match="the model has 2 logits, so labels are 0 to 1") as refusal:
+        build(tmp_path, data=data, method=method).train()
+    assert "7" not in str(refusal.value)
+
+
+def test_losses_check_labels_and_leave_ignored_ones():
+    logits = torch.zeros(2, 3)
+    for wrong in (3, -1):
+        with pytest.raises(ValueError, match="a label is out of range"):
+            classification_losses(logits, torch.tensor([0, wrong]))
+        with pytest.raises(ValueError, match="a label is out of range"):
+            token_losses(logits[None], torch.tensor([[0, wrong]]))
+    ignored = token_losses(logits[None], torch.tensor([[0, -100]]))
+    assert ignored.item() == pytest.approx(math.log(3))
