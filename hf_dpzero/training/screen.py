@@ -45,7 +45,7 @@ class PrivacyProgressCallback(ProgressCallback):
             self.training_bar.refresh()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Shows the last logged epsilon and signal; computing it at every step would cost more than steps."""
+        """Shows the last logged epsilon and signal: at every step epsilon would cost too much."""
         if self.training_bar is not None and "epsilon" in (logs or {}):
             shown = {"epsilon": f"{logs['epsilon']:.3f}"}
             if "released_signal" in logs:

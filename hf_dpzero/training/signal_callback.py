@@ -17,7 +17,6 @@ from hf_dpzero.training.released_signal import (
     LEAST_STEPS,
     ReleasedScalars,
     ReleasedSignal,
-    Signal,
     WeightSize,
     first_look,
     noise_variance,
@@ -57,14 +56,9 @@ class SignalCallback(TrainerCallback):
         if mechanism.replayable:
             self._scalars = ReleasedScalars(mechanism, mechanism.num_directions, self.signal)
 
-    @property
-    def recent(self) -> Signal | None:
-        """The statistic of the last steps; None where there is none."""
-        return self.signal.recent
-
     def logs(self) -> dict[str, float]:
         """`released_signal`, where there is one."""
-        recent = self.recent
+        recent = self.signal.recent
         return {} if recent is None else {"released_signal": recent.ratio}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -87,7 +81,8 @@ class SignalCallback(TrainerCallback):
         elif self._size.exceeded_by(update) and not self._said_large:
             self._said_large = True
             _say(state, self._large(release, update))
-        if state.global_step == first_look(self.trainer.plan.steps):
+        replayed = trajectory.next_step > state.global_step  # was looked at when it was taken
+        if state.global_step == first_look(self.trainer.plan.steps) and not replayed:
             self._look(args, state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
