@@ -1,4 +1,4 @@
-"""`hf-dpzero`: train, evaluate, plan, replay, push, sweep, compare.
+"""`hf-dpzero`: train, evaluate, plan, replay, push, sweep, compare, recipes, init.
 
 This module only parses words and dispatches; each command's work is a module in `hf_dpzero.cli`,
 imported when it runs, so that `--help` is instant.
@@ -59,7 +59,7 @@ def _dispatch(words: list[str]) -> None:
     values = vars(parsed)
     command = values.pop("command")
     arguments = COMMANDS[command](**values, overrides=overrides)
-    recipeless = command == "push" or (command == "plan" and values["recipe"] is None)
+    recipeless = command in ("push", "recipes", "init") or (command == "plan" and values["recipe"] is None)
     if overrides and recipeless:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}{_meant(overrides[0], values)}")
     try:

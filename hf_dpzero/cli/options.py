@@ -11,6 +11,8 @@ OVERRIDES = (
     "includes all of Hugging Face's TrainingArguments. The last mention wins."
 )
 
+_RECIPE = "YAML file, or a name that `hf-dpzero recipes` lists"
+
 
 def _option(help: str, default: Any = None, **settings: Any) -> Any:
     """A field with its help; `settings` are those of `add_argument`, and positional=True."""
@@ -29,7 +31,15 @@ class Options:
 class Train(Options):
     """Fine-tune as a recipe says."""
 
-    recipe: str = _option("YAML file", positional=True)
+    recipe: str = _option(_RECIPE, positional=True)
+
+
+@dataclass(kw_only=True)
+class Recipes(Options):
+    """List the recipes that come with the package."""
+
+    task: str | None = _option("only those of this task, such as sst2")
+    json: bool = _option("print JSON instead of a table", False)
 
 
 @dataclass(kw_only=True)
@@ -37,7 +47,7 @@ class Evaluate(Options):
     """Evaluate a recipe's model: zero-shot, with --num_demonstrations K in context, or with
     --model_name_or_path OUT a trained one."""
 
-    recipe: str = _option("YAML file", positional=True)
+    recipe: str = _option(_RECIPE, positional=True)
     json: bool = _option("print JSON instead of a table", False)
     zero_shot: bool = _option(
         "the recipe's base model, untrained (also what happens without --model_name_or_path)", False
@@ -48,7 +58,7 @@ class Evaluate(Options):
 class Plan(Options):
     """Compute the noise for a budget, or the epsilon of a noise; of a recipe also its memory."""
 
-    recipe: str | None = _option("YAML file: plan its run, download nothing", metavar="RECIPE")
+    recipe: str | None = _option(f"{_RECIPE}: plan its run, download nothing", metavar="RECIPE")
     num_examples: int | None = _option("n, rows of training data; a recipe's own if they are here")
     expected_batch_size: float | None = _option("B; required unless --sampling full_batch")
     max_steps: int | None = _option("T, steps of training")
@@ -76,7 +86,7 @@ class Compare(Options):
     """Train several methods on the same data and write a table and a plot."""
 
     recipes: list[str] = _option(  # noqa: RUF009
-        "YAML file, before any option; with --merge the folders of comparisons",
+        f"{_RECIPE}, before any option; with --merge the folders of comparisons",
         positional=True,
         metavar="RECIPE",
         nargs="+",
@@ -100,7 +110,7 @@ class Compare(Options):
 class Sweep(Options):
     """Try settings of a recipe and state what choosing costs."""
 
-    recipe: str = _option("YAML file", positional=True)
+    recipe: str = _option(_RECIPE, positional=True)
     grid: list[str] | None = _option(  # noqa: RUF009
         "a field and the values to try; repeat for more fields",
         action="append",
@@ -155,5 +165,5 @@ class Push(Options):
 
 COMMANDS: dict[str, type[Options]] = {
     options.__name__.lower(): options
-    for options in (Train, Evaluate, Plan, Replay, Push, Sweep, Compare)
+    for options in (Train, Evaluate, Plan, Replay, Push, Sweep, Compare, Recipes)
 }

@@ -18,6 +18,7 @@ from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.reporting.weights import read_weights, weight_files
+from hf_dpzero.shipped import shipped_file
 from hf_dpzero.training.initial_values import load_initial_model
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def run(arguments: Replay) -> None:
 
 def _load_base(base: str, overrides: Sequence[str], beside: Path) -> tuple[Any, Any]:
     """The untrained model and its tokenizer (or None), from a recipe, a model's folder or a Hub id."""
+    shipped = None if Path(base).exists() else shipped_file(base, "recipes")
+    base = str(shipped or base)
     if base.endswith((".yaml", ".yml")):
         from hf_dpzero.recipes.models import load_model
 

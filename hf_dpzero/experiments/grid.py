@@ -25,6 +25,7 @@ from hf_dpzero.recipes.recipe import (
     parse_overrides,
     recipe_chain,
 )
+from hf_dpzero.shipped import find_recipe
 from hf_dpzero.tasks.arguments import DataArguments
 
 METHODS_FOLDER = "methods"
@@ -123,6 +124,7 @@ def build_grid(
             raise ValueError(
                 f"--{name} {settings[name]}: set by {option} for each run of the grid; leave it out."
             )
+    recipe = find_recipe(recipe)
     base = load_recipe(recipe, settings)
     own = base.training.target_epsilon
     epsilons = list(epsilons) or ([] if own is None else [own])
@@ -138,7 +140,7 @@ def build_grid(
             raise ValueError(f"seed={seed} must lie in 0..{_LARGEST_SEED}.")
     names = _each_once("methods", methods, "--methods dpzero,mezo")
     some_epsilon = epsilons[0] if epsilons else 1.0
-    compared = [_find_method(name, Path(recipe), base, settings, some_epsilon) for name in names]
+    compared = [_find_method(name, recipe, base, settings, some_epsilon) for name in names]
     if not epsilons and any(method.private for method in compared):
         raise ValueError("there are no epsilons; give e.g. --epsilons 2,6.")
     _each_once("methods (by name)", [method.name for method in compared], "each once")

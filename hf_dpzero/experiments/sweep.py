@@ -34,6 +34,7 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
 from hf_dpzero.reporting.redaction import public_results
+from hf_dpzero.shipped import find_config
 from hf_dpzero.tasks import same_rows
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import parse_yaml
@@ -142,9 +143,9 @@ def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[
     """
     swept: dict[str, list[Any]] = {}
     if file:
-        if not Path(file).is_file():
+        if not find_config(file).is_file():
             raise FileNotFoundError(f"grid file {file!r} not found; give the path of a YAML file.")
-        swept = parse_yaml(Path(file).read_text(encoding="utf-8"))
+        swept = parse_yaml(find_config(file).read_text(encoding="utf-8"))
         if not isinstance(swept, dict) or not all(isinstance(v, list) for v in swept.values()):
             raise ValueError(f"{file}: a grid file is lines of `field: [value, value]`.")
     for word in words:

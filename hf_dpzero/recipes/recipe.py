@@ -28,6 +28,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_dpzero.recipes.arguments import ModelArguments
+from hf_dpzero.shipped import find_recipe
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import nearest, parse_yaml
 
@@ -71,7 +72,7 @@ def load_recipe(
     """Reads a recipe and returns its three dataclasses.
 
     Args:
-      path: the YAML file.
+      path: the YAML file, or the name of a recipe that comes with the package.
       overrides: command-line words (`["--max_steps", "5"]`) or a mapping; later ones win.
 
     Returns:
@@ -83,7 +84,7 @@ def load_recipe(
         circle, or a combination that `DPZeroConfig` refuses.
     """
     given = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides or ())
-    return build_recipe(recipe_chain(Path(path)), given, str(path))
+    return build_recipe(recipe_chain(find_recipe(path)), given, str(path))
 
 
 def build_recipe(
@@ -117,7 +118,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
       FileNotFoundError: no such file.
       ValueError: not YAML, not UTF-8 text, a repeated key, no flat mapping, or a circle.
     """
-    return {key: value for _, written in recipe_chain(Path(path)) for key, value in written.items()}
+    return {key: value for _, written in recipe_chain(find_recipe(path)) for key, value in written.items()}
 
 
 def recipe_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:

