@@ -43,6 +43,22 @@ class Recipes(Options):
 
 
 @dataclass(kw_only=True)
+class Init(Options):
+    """Write a starter recipe, or with --script a script, for a file of your own."""
+
+    train_file: str = _option("private rows: csv, tsv, json, jsonl or parquet", required=True)
+    target_epsilon: float = _option("epsilon of the whole run", required=True)
+    target_delta: float | None = _option("delta; default 1 / (10 n), rounded")
+    validation_file: str | None = _option("public rows of the same columns, to evaluate on")
+    model: str | None = _option("Hub id or folder; default one that suits the columns")
+    text_column: str | None = _option("where the columns' names do not tell")
+    text_pair_column: str | None = _option("the second text of a pair")
+    label_column: str | None = _option("where the columns' names do not tell")
+    script: bool = _option("a script instead of a recipe", False)
+    output: str | None = _option("file to write; default the name of train_file")
+
+
+@dataclass(kw_only=True)
 class Evaluate(Options):
     """Evaluate a recipe's model: zero-shot, with --num_demonstrations K in context, or with
     --model_name_or_path OUT a trained one."""
@@ -165,5 +181,5 @@ class Push(Options):
 
 COMMANDS: dict[str, type[Options]] = {
     options.__name__.lower(): options
-    for options in (Train, Evaluate, Plan, Replay, Push, Sweep, Compare, Recipes)
+    for options in (Train, Evaluate, Plan, Replay, Push, Sweep, Compare, Recipes, Init)
 }

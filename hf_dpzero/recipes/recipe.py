@@ -6,7 +6,8 @@ nested keys and values of the wrong type are errors that name the file and the n
 
 `extends: _minilm.yaml` (relative to the recipe's folder) starts from another recipe, whose keys the
 recipe's own replace; in a list of recipes, later ones replace keys of earlier ones. Files whose name
-starts with an underscore only serve as such bases. A finished run stores all its values in one file.
+starts with an underscore only serve as such bases. A task file is looked for beside the recipe that
+names it, then in the current folder. A finished run stores all its values in one file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.shipped import find_recipe
+from hf_dpzero.shipped import SUFFIXES, find_recipe
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import nearest, parse_yaml
 
@@ -105,10 +106,18 @@ def build_recipe(
     """
     values: dict[str, Any] = {}
     for file, written in chain:
-        values.update(coerce_fields(written, str(file)))
+        values.update(coerce_fields(_with_task_beside(written, file), str(file)))
     values.update(coerce_fields(overrides, COMMAND_LINE))
     model, data, training = recipe_parser().build(values, source)
     return Recipe(model=model, data=data, training=training, values=values)
+
+
+def _with_task_beside(written: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """A recipe's own keys, with the path of a task file that lies beside the recipe."""
+    task = written.get("task")
+    if isinstance(task, str) and task.endswith(SUFFIXES) and (file.parent / task).is_file():
+        return {**written, "task": str(file.parent / task)}
+    return written
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:

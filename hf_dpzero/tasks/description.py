@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_dpzero.shipped import find_config
 from hf_dpzero.tasks.rows import HubSource
 from hf_dpzero.tasks.templates import ANSWER, MASK, checked_template
 from hf_dpzero.values import nearest, parse_yaml
@@ -142,10 +143,13 @@ def read_task(path: str) -> TaskDescription:
       FileNotFoundError: no such file.
       ValueError: not YAML, unknown or missing keys, or what `TaskDescription` refuses; names the file.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"task {path!r} not found (paths are relative to {Path.cwd()}).")
+    file = find_config(path)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"task {path!r} not found, neither beside the recipe nor in {Path.cwd()}."
+        )
     try:
-        return _described_by(parse_yaml(Path(path).read_text(encoding="utf-8")), Path(path).stem)
+        return _described_by(parse_yaml(file.read_text(encoding="utf-8")), file.stem)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -15,7 +15,9 @@ import numpy as np
 
 from hf_dpzero.tasks.arguments import DataArguments
 
-_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_READERS = {
+    ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def load_splits(data: DataArguments, source: HubSource | None) -> datasets.Datas
     if source is None:
         raise ValueError(
             f"task={data.task!r} has no data of its own: set train_file and validation_file "
-            "(.jsonl, .csv or .parquet), or dataset_name."
+            "(.jsonl, .csv, .tsv or .parquet), or dataset_name."
         )
     return _load_hub(source)
 
@@ -79,31 +81,76 @@ def _load_files(train: str | None, validation: str | None) -> datasets.DatasetDi
             "train_file: metrics on the private rows would be published without noise. Evaluate on "
             "rows that are public, or whose privacy is paid for elsewhere."
         )
-    return datasets.DatasetDict(train=_read_file(private), validation=_read_file(public))
+    return datasets.DatasetDict(train=read_rows(private), validation=read_rows(public))
 
 
-def _read_file(path: Path) -> datasets.Dataset:
+def read_rows(path: Path) -> datasets.Dataset:
+    """The rows of a local file.
+
+    Raises:
+      ValueError: another kind of file, one that cannot be parsed, or without rows; quotes no row.
+      FileNotFoundError: no such file.
+      IsADirectoryError: a folder.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give one file of rows ({', '.join(_READERS)}).")
     kind = _READERS.get(path.suffix.lower())
     if kind is None:
         raise ValueError(f"{path}: rows are read from {', '.join(_READERS)} files.")
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found (paths are relative to {Path.cwd()}).")
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty; it needs at least one row.")
+    tabs = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
+    files = {"rows": str(path)}
     try:
-        return datasets.load_dataset(kind, data_files={"rows": str(path)}, split="rows")
-    except datasets.exceptions.DatasetGenerationError as error:
-        where = "its rows do not have the same columns"
-        lines = (
-            path.read_text(encoding="utf-8", errors="replace").split("\n") if kind == "json" else []
-        )
-        for number, text in enumerate(lines, start=1):  # not its text, which may be private
-            try:
-                json.loads(text.strip() or "null")
-            except ValueError:
-                where = f"line {number} is not JSON"
-                break
+        rows = datasets.load_dataset(kind, data_files=files, split="rows", **tabs)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{path} cannot be read as {kind} rows: {where}; mend or remove the row."
+            f"{path} cannot be read as {kind} rows: {_broken(path, kind)}; mend or remove the row."
         ) from error
+    if not len(rows) or not rows.column_names:
+        raise ValueError(f"{path} has no rows; it needs at least one.")
+    return rows
+
+
+def _broken(path: Path, kind: str) -> str:
+    """Where a file is broken, without its text, which may be private."""
+    if kind == "parquet":
+        return "it is not a Parquet file"
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"line {content[: error.start].count(10) + 1} is not UTF-8 text"
+    if not text.strip():
+        return "it holds only white space"
+    if kind == "json" and path.suffix.lower() == ".jsonl":
+        for number, line in enumerate(text.split("\n"), start=1):
+            try:
+                row = json.loads(line.strip() or "{}")
+            except ValueError:
+                return f"line {number} is not JSON"
+            if not isinstance(row, dict):
+                return f"line {number} is no JSON object {{column: value}}"
+    elif kind == "json":
+        return _broken_json(text)
+    return "its rows do not have the same columns"
+
+
+def _broken_json(text: str) -> str:
+    """Where a .json file, a list of objects or one object a line, is broken."""
+    lines = text.split("\n")
+    try:
+        json.loads(text)
+    except ValueError as error:
+        for number, line in enumerate(lines, start=1):
+            try:
+                json.loads(line.strip() or "null")
+            except ValueError:
+                at = getattr(error, "lineno", number) if text.lstrip()[0] == "[" else number
+                return f"line {at} is not JSON"
+    return "its rows do not have the same columns"
 
 
 def _load_hub(source: HubSource) -> datasets.DatasetDict:
