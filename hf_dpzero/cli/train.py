@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_dpzero.cli.options import Train
@@ -22,6 +23,13 @@ def run(arguments: Train) -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     resume = _checkpoint(recipe.training.resume_from_checkpoint)
     folder = output_dir(recipe)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"output_dir={str(folder)!r} is a file; give a folder.")
+    if isinstance(resume, str) and not Path(resume).is_dir():
+        raise FileNotFoundError(
+            f"resume_from_checkpoint={resume!r} is no folder; give a checkpoint's, or nothing behind "
+            "--resume_from_checkpoint for the last one."
+        )
     if resume is None and (folder / LEDGER_NAME).exists():
         # The trainer refuses this too; here it is said before the model and the data are loaded.
         raise LedgerError(

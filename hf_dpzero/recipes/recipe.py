@@ -181,6 +181,9 @@ def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
     `--key value`, `--key=value`, `--key` alone (true) and `--key a b` (a list) are understood;
     dashes inside a key read as underscores.
 
+    Raises:
+      ValueError: a word that belongs to no key, or a key alone whose field is no truth value.
+
     >>> parse_overrides(["--clip=2.0", "--normalize", "--label_texts", "a", "b"])
     {'clip': '2.0', 'normalize': 'true', 'label_texts': ['a', 'b']}
     """
@@ -193,7 +196,16 @@ def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
             groups[-1][1].append(word)
         else:
             raise ValueError(f"{word!r} belongs to no setting; write --key value after the recipe.")
+    for key, items in groups:
+        if not items and not _may_stand_alone(key):
+            raise ValueError(f"{COMMAND_LINE}: {key}: needs a value; write --{key} VALUE.")
     return {k: items[0] if len(items) == 1 else items or "true" for k, items in groups}
+
+
+def _may_stand_alone(key: str) -> bool:
+    """Whether `--key` without a value means true; an unknown key is refused elsewhere."""
+    members = _members(recipe_parser().hints.get(key, bool))
+    return bool in members or key == "resume_from_checkpoint"
 
 
 def coerce_fields(values: Mapping[str, Any], source: str) -> dict[str, Any]:

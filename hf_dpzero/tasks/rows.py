@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import filecmp
+import io
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -102,13 +104,16 @@ def read_rows(path: Path) -> datasets.Dataset:
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty; it needs at least one row.")
     tabs = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
-    files = {"rows": str(path)}
+    files, verbosity = {"rows": str(path)}, datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would quote rows
     try:
         rows = datasets.load_dataset(kind, data_files=files, split="rows", **tabs)
     except (datasets.exceptions.DatasetGenerationError, ValueError, KeyError) as error:
         raise ValueError(
             f"{path} cannot be read as {kind} rows: {_broken(path, kind)}; mend or remove the row."
         ) from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
     if not len(rows) or not rows.column_names:
         raise ValueError(f"{path} has no rows; it needs at least one.")
     return rows
@@ -135,6 +140,12 @@ def _broken(path: Path, kind: str) -> str:
                 return f"line {number} is no JSON object {{column: value}}"
     elif kind == "json":
         return _broken_json(text)
+    elif kind == "csv":
+        reader = csv.reader(io.StringIO(text), delimiter="\t" if path.suffix == ".tsv" else ",")
+        columns = len(next(reader))
+        for row in reader:
+            if len(row) > columns:
+                return f"line {reader.line_num} has more values than there are columns"
     return "its rows do not have the same columns"
 
 
@@ -218,6 +229,31 @@ def require_columns(
             if rows.data.column(column).null_count:  # not how many: that is a count of private rows
                 raise ValueError(
                     f"column {column!r} of the {split} rows is empty in some rows; fill or drop them."
+                )
+
+
+def require_texts(splits: datasets.DatasetDict, columns: Sequence[str]) -> None:
+    """Refuses columns that hold something else than texts.
+
+    Args:
+      splits: the raw rows, with these columns.
+      columns: those that a model reads.
+
+    Raises:
+      ValueError: a column holds lists, mappings, images, numbers, ...; names it and what it holds.
+    """
+    for split, rows in splits.items():
+        for column in columns:
+            feature = rows.features[column]
+            held = feature.dtype if isinstance(feature, datasets.Value) else "mappings"
+            if isinstance(feature, (list, datasets.Sequence, datasets.LargeList)):
+                held = "lists"
+            elif not isinstance(feature, (dict, datasets.Value)):
+                held = f"{type(feature).__name__} values"
+            if held not in ("string", "large_string", "string_view"):
+                raise ValueError(
+                    f"column {column!r} of the {split} rows holds {held}, and a model reads text: "
+                    "choose another column, or write one text in each row."
                 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.description import TaskDescription
 from hf_dpzero.tasks.prompted_classification import PromptedClassification, prompted_classification
-from hf_dpzero.tasks.rows import column_of, load_splits, require_columns, subset
+from hf_dpzero.tasks.rows import column_of, load_splits, require_columns, require_texts, subset
 from hf_dpzero.tasks.task import Task
 
 _MAX_CLASSES = 1000
@@ -69,6 +69,8 @@ def classification_task(
         optional = [column for field, column in fields if field in known.optional_fields]
     needed = [column for column in columns if column not in optional]
     require_columns(splits, [*needed, label], {**settings, label: "label_column"})
+    if data.prompt is None:
+        require_texts(splits, needed)
     if known and known.drop_unlabelled:  # the Hub marks rows without a label with -1
         for split, rows in splits.items():
             splits[split] = rows.select(np.flatnonzero(np.asarray(rows[label][:]) != -1))

@@ -22,11 +22,23 @@ from hf_dpzero.perturbation.trainable import check_dtype, check_storage, has_pla
 
 
 def check_installed(args: Any) -> None:
-    """Raises ImportError where the method needs Opacus and it is not installed.
+    """Refuses settings that need a package which is not installed.
 
     Args:
       args: a `DPZeroConfig`.
+
+    Raises:
+      ImportError: Opacus for the method, or the package of a tracking service in `report_to`.
     """
+    from transformers.integrations import integration_utils
+
+    for name in args.report_to or ():
+        has = getattr(integration_utils, f"is_{name.replace('_', '')}_available", None)
+        if has is not None and not has():
+            raise ImportError(
+                f"report_to={name!r} needs its package, which is not installed: `pip install {name}`, "
+                "or set report_to: none."
+            )
     if args.first_order and not args.not_private and args.clipping != "averaged":
         hooks_class()
 

@@ -1,0 +1,184 @@
+"""What a user may get wrong: one line that says what to do, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_dpzero.cli import main
+
+ROWS = [{"text": f"it was good {i}", "label": i % 2} for i in range(16)]
+FILES: dict[str, str | bytes] = {
+    "public.jsonl": "\n".join(json.dumps(row | {"text": f"bad {i}"}) for i, row in enumerate(ROWS)),
+    "train.jsonl": "\n".join(map(json.dumps, ROWS)),
+    "empty.jsonl": "",
+    "blank.jsonl": "\n\n",
+    "broken.jsonl": '{"text": "a", "label": 1}\n{"text": "b", \n',
+    "numbers.jsonl": "1\n2\n",
+    "broken.json": '[{"text": "a", "label": 1},\n {"text": ]',
+    "mixed.jsonl": '{"text": "a", "label": 1}\n{"words": ["b"]}\n',
+    "lists.jsonl": "\n".join(json.dumps({**row, "text": ["a", str(i)]}) for i, row in enumerate(ROWS)),
+    "numbered.jsonl": "\n".join(json.dumps({**row, "text": {"a": i}}) for i, row in enumerate(ROWS)),
+    "header.csv": "text,label\n",
+    "empty.csv": "",
+    "ragged.csv": "text,label\na,1\nb,0,3,4\n",
+    "quote.csv": 'text,label\n"a,1\n',
+    "latin.csv": b"text,label\ncaf\xe9,1\n",
+    "bad.parquet": "no parquet",
+    "rows.xlsx": "x",
+    "list.yaml": "- a\n- b\n",
+    "text.yaml": "only words\n",
+    "empty.yaml": "",
+    "broken.yaml": "a: [1, 2\n",
+    "latin.yaml": b"task: \xe9\n",
+    "nested.yaml": "model: {name: x}\n",
+    "typo.yaml": "model_name_or_path: x\nlerning_rate: 1.0\n",
+    "twice.yaml": "model_name_or_path: x\nclip: 1\nclip: 2\n",
+    "circle.yaml": "extends: circle.yaml\n",
+    "orphan.yaml": "extends: nowhere.yaml\n",
+    "grid.yaml": "clip: 3\n",
+    "gridlist.yaml": "- clip\n",
+}
+TRAIN = [
+    # what is missing or misspelled
+    ("--output_dir", "output_dir: needs a value"),
+    ("--model_name_or_path", "model_name_or_path: needs a value"),
+    ("--learning_rate", "learning_rate: needs a value"),
+    ("--train_file", "train_file: needs a value"),
+    ("--lerning_rate 1", "did you mean --learning_rate?|did you mean 'learning_rate'?"),
+    ("--max_stpes 4", "'max_steps'"),
+    ("words", "--key value"),
+    ("--method dpsgd", "'dp-sgd'"),
+    # numbers out of range
+    ("--max_steps 0", "max_steps=0"),
+    ("--max_steps -3", "max_steps=-3"),
+    ("--max_steps 1e9", "1000000000 steps"),
+    ("--max_steps 2.5", "max_steps"),
+    ("--max_steps many", "max_steps"),
+    ("--learning_rate -1", "learning_rate=-1"),
+    ("--learning_rate nan", "learning_rate"),
+    ("--learning_rate inf", "learning_rate=inf"),
+    ("--weight_decay -0.1", "weight_decay=-0.1"),
+    ("--clip -1", "clip=-1"),
+    ("--clip 0", "clip=0"),
+    ("--smoothing 0", "smoothing=0"),
+    ("--num_directions 0", "num_directions=0"),
+    ("--expected_batch_size 0", "expected_batch_size=0"),
+    ("--expected_batch_size 1000", "expected_batch_size=1000"),
+    ("--microbatch_size 0", "microbatch_size=0"),
+    ("--per_device_eval_batch_size 0", "per_device_eval_batch_size=0"),
+    ("--per_device_eval_batch_size -4", "per_device_eval_batch_size=-4"),
+    ("--num_train_epochs -1 --max_steps -1", "num_train_epochs=-1"),
+    ("--num_train_epochs 0 --max_steps -1", "num_train_epochs=0"),
+    ("--target_epsilon -2", "epsilon"),
+    ("--target_epsilon 0", "epsilon"),
+    ("--target_delta 1.5", "delta"),
+    ("--target_delta -1e-5", "delta"),
+    ("--max_train_samples -1", "max_train_samples=-1"),
+    ("--max_seq_length 0", "max_seq_length=0"),
+    ("--logging_steps 0", "logging_steps"),
+    ("--warmup_steps -5", "warmup_steps"),
+    ("--seed -1", "Seed must be"),
+    # files and folders
+    ("--train_file .", "is a folder"),
+    ("--train_file no.jsonl", "no.jsonl not found"),
+    ("--train_file rows.xlsx", "rows are read from"),
+    ("--train_file empty.jsonl", "empty.jsonl is empty"),
+    ("--train_file blank.jsonl", "blank.jsonl"),
+    ("--train_file broken.jsonl", "line 2 is not JSON"),
+    ("--train_file numbers.jsonl", "line 1 is no JSON object"),
+    ("--train_file broken.json", "line 2 is not JSON"),
+    ("--train_file mixed.jsonl", "is empty in some rows"),
+    ("--train_file header.csv", "header.csv"),
+    ("--train_file empty.csv", "empty.csv is empty"),
+    ("--train_file ragged.csv", "line 3"),
+    ("--train_file quote.csv", "quote.csv"),
+    ("--train_file latin.csv", "line 2 is not UTF-8"),
+    ("--train_file bad.parquet", "bad.parquet"),
+    ("--train_file lists.jsonl", "'text' of the train rows holds lists"),
+    ("--train_file numbered.jsonl", "'text' of the train rows holds mappings"),
+    ("--train_file public.jsonl", "a copy of|is the train_file"),
+    ("--text_column body", "no column 'body'"),
+    ("--output_dir train.jsonl", "is a file; give a folder"),
+    ("--model_name_or_path nowhere/at-all", "nowhere/at-all"),
+    ("--model_name_or_path .", "."),
+    ("--task no-task.yaml", "no-task.yaml"),
+    ("--task stt2", "sst2"),
+    ("--resume_from_checkpoint nowhere", "nowhere"),
+    ("--report_to clearml", "clearml"),
+    ("--report_to clearmll", "clearml"),
+]
+COMMANDS = [
+    ("train list.yaml", "key: value"),
+    ("train text.yaml", "key: value"),
+    ("train empty.yaml", "key: value"),
+    ("train broken.yaml", "not valid YAML"),
+    ("train latin.yaml", "latin.yaml"),
+    ("train nested.yaml", "unknown key 'model'"),
+    ("train typo.yaml", "'learning_rate'"),
+    ("train twice.yaml", "'clip' appears more than once"),
+    ("train circle.yaml", "circle"),
+    ("train orphan.yaml", "nowhere.yaml"),
+    ("train .", "is a folder"),
+    ("train train.jsonl", "train.jsonl"),
+    ("train no/such.yaml", "not found"),
+    ("train sst2/minlm-dpzero", "sst2/minilm-dpzero"),
+    ("evaluate .", "is a folder"),
+    ("plan --recipe .", "is a folder"),
+    ("plan --num_examples 0 --expected_batch_size 1 --max_steps 1 --target_epsilon 1", "num_examples"),
+    ("plan --num_examples 10 --expected_batch_size 1 --max_steps 0 --target_epsilon 1", "max_steps"),
+    ("recipes --task cola", "sst2"),
+    ("init --train_file . --target_epsilon 1", "is a folder"),
+    ("init --train_file empty.csv --target_epsilon 1", "is empty"),
+    ("init --train_file train.jsonl --target_epsilon 0", "target_epsilon=0"),
+    ("sweep r.yaml --tuning public --grid clip", "field=value"),
+    ("sweep r.yaml --tuning public --grid_file grid.yaml", "value, value"),
+    ("sweep r.yaml --tuning public --grid_file gridlist.yaml", "value, value"),
+    ("sweep r.yaml --tuning public --grid_file .", "grid file '.'"),
+    ("compare r.yaml --methods dpzeroo", "dpzeroo"),
+    ("compare r.yaml --methods dpzero --epsilons two", "--epsilons two"),
+    ("compare r.yaml --methods dpzero --seeds 1.5", "--seeds 1.5"),
+    ("compare . --methods dpzero", "is a folder"),
+    ("push nowhere --repo_id a/b --dry_run", "nowhere"),
+    ("replay --base r.yaml --trajectory . --output_dir out/x", "."),
+    ("replay --base r.yaml --trajectory no.safetensors --output_dir out/x", "no.safetensors"),
+    ("replay --base r.yaml --trajectory train.jsonl --output_dir out/x", "train.jsonl"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path) -> Path:
+    """All the files, and r.yaml, which would train."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name, text in FILES.items():
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    values = {
+        "model_name_or_path": str(bert_checkpoint), "task": "text_classification",
+        "train_file": "train.jsonl", "validation_file": "public.jsonl", "target_epsilon": 4.0,
+        "target_delta": 1e-3, "expected_batch_size": 4, "max_steps": 1, "learning_rate": 1e-3,
+        "clip": 1.0, "max_seq_length": 16, "use_cpu": True, "disable_tqdm": True,
+        "save_strategy": "no", "output_dir": "out/r",
+    }  # fmt: skip
+    (folder / "r.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [(f"train r.yaml {words}", said) for words, said in TRAIN] + COMMANDS
+)
+def test_one_line_says_what_is_wrong(words: str, message: str, folder, monkeypatch, capsys: Any):
+    monkeypatch.chdir(folder)
+    shutil.rmtree("out", ignore_errors=True)
+    status = main.main(words.split())
+    lines = capsys.readouterr().err.strip().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert status == 2, (words, lines[-1:])
+    assert len(errors) == 1 and errors == lines[-1:], lines
+    assert any(part in errors[0] for part in message.split("|")), errors
+    assert not any(line.startswith("Traceback") for line in lines)
+    assert len(errors[0]) < 600
