@@ -64,6 +64,26 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
 
 
+def listed(value: Any) -> Any:
+    """A list, however it is written: `[a, b]` in YAML, `a,b` or `a b` on a command line.
+
+    Args:
+      value: a list stays as it is (its items may hold commas); text is a YAML list if it begins with
+        "[", else words between commas; anything else is no list.
+
+    Returns:
+      The list, or `value` where it is none.
+
+    >>> listed("a, b"), listed("[a, 'b, c']"), listed(["a, b", "c"]), listed(3)
+    (['a', 'b'], ['a', 'b, c'], ['a, b', 'c'], 3)
+    """
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return parse_yaml(value)
+    return [item.strip() for item in value.split(",")]
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Finds the known word most like `word`, or else one that has it as a part.
 

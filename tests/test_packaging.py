@@ -66,7 +66,11 @@ def test_shipped_names(tmp_path, monkeypatch):
     """With or without the folder and .yaml; a local file goes first."""
     monkeypatch.chdir(tmp_path)
     wanted = ROOT / "recipes" / "sst2" / "minilm-dpzero.yaml"
-    for name in ("sst2/minilm-dpzero", "recipes/sst2/minilm-dpzero.yaml", "sst2/minilm-dpzero.yaml"):
+    for name in (
+        "sst2/minilm-dpzero",
+        "recipes/sst2/minilm-dpzero.yaml",
+        "sst2/minilm-dpzero.yaml",
+    ):
         assert shipped.find_recipe(name) == wanted
     assert shipped.find_recipe("boolq/opt-1.3b-dpzero").stem == "opt-1.3b-dpzero"
     assert shipped.find_config("configs/sweep/quickstart.yaml").is_file()

@@ -10,6 +10,7 @@ from hf_dpzero.cli.options import Compare
 from hf_dpzero.experiments.compare import compare
 from hf_dpzero.experiments.grid import build_grid
 from hf_dpzero.experiments.tables import TABLE_FILE, merge, table
+from hf_dpzero.values import listed
 
 _T = TypeVar("_T")
 
@@ -57,17 +58,18 @@ def run(arguments: Compare) -> None:
     print(f"written: {folder}/comparison.json, .md and .png")
 
 
-def _listed(name: str, text: str | None, kind: Callable[[str], _T]) -> list[_T]:
-    """The words between commas, converted.
+def _listed(name: str, words: list[str] | None, kind: Callable[[str], _T]) -> list[_T]:
+    """The items of an option, converted: `2,6`, `2 6` and `[2, 6]` are the same.
 
-    >>> _listed("epsilons", "2, 6", float)
-    [2.0, 6.0]
+    >>> _listed("epsilons", ["2,", "6"], float), _listed("epsilons", ["[2, 6]"], float)
+    ([2.0, 6.0], [2.0, 6.0])
     """
-    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    text = ",".join(words or ()).replace("[", "").replace("]", "")
+    items = [str(item) for item in listed(text) if item]
     try:
-        return [kind(word) for word in words]
+        return [kind(item) for item in items]
     except ValueError:
         whole = "whole " if kind is int else ""
         raise ValueError(
-            f"--{name} {text}: give {whole}numbers with commas between them."
+            f"--{name} {' '.join(words or ())}: give {whole}numbers with commas between them."
         ) from None

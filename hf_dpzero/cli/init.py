@@ -60,6 +60,8 @@ def _write(texts: dict[Path, str]) -> None:
         if path.exists():
             raise FileExistsError(f"{path} exists; remove it, or choose another --output.")
         if not path.parent.is_dir():
-            raise FileNotFoundError(f"the folder {path.parent} of --output does not exist; make it.")
+            raise FileNotFoundError(
+                f"the folder {path.parent} of --output does not exist; make it."
+            )
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

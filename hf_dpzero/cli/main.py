@@ -59,7 +59,9 @@ def _dispatch(words: list[str]) -> None:
     values = vars(parsed)
     command = values.pop("command")
     arguments = COMMANDS[command](**values, overrides=overrides)
-    recipeless = command in ("push", "recipes", "init") or (command == "plan" and values["recipe"] is None)
+    recipeless = command in ("push", "recipes", "init") or (
+        command == "plan" and values["recipe"] is None
+    )
     if overrides and recipeless:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}{_meant(overrides[0], values)}")
     try:

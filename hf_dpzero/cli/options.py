@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OVERRIDES = (
-    "Every field of the recipe may be overridden: --field value (a list: --field a b; true: "
-    "--field alone). Fields are those of ModelArguments, DataArguments and DPZeroConfig, which "
-    "includes all of Hugging Face's TrainingArguments. The last mention wins."
+    "Every field of the recipe may be overridden: --field value (a list: --field a,b or "
+    "--field a b; true: --field alone). Fields are those of ModelArguments, DataArguments and "
+    "DPZeroConfig, which includes all of Hugging Face's TrainingArguments. The last mention wins."
 )
 
 _RECIPE = "YAML file, or a name that `hf-dpzero recipes` lists"
@@ -107,13 +107,19 @@ class Compare(Options):
         metavar="RECIPE",
         nargs="+",
     )
-    methods: str | None = _option(
-        "with commas; M takes NAME-M.yaml beside RECIPE (NAME-dpzero.yaml, say), else the recipe "
-        "file M, else RECIPE with the settings of methods/_NAME-M.yaml, else RECIPE with method: M"
+    methods: list[str] | None = _option(  # noqa: RUF009
+        "a list; M takes NAME-M.yaml beside RECIPE (NAME-dpzero.yaml, say), else the recipe "
+        "file M, else RECIPE with the settings of methods/_NAME-M.yaml, else RECIPE with method: M",
+        nargs="+",
+        metavar="M",
     )
-    epsilons: str | None = _option("with commas; default the recipe's target_epsilon")
-    seeds: str | None = _option(
-        "with commas: of the few-shot draw, weights, directions; default the recipe's"
+    epsilons: list[str] | None = _option(  # noqa: RUF009
+        "a list, such as 2,6; default the recipe's target_epsilon", nargs="+", metavar="E"
+    )
+    seeds: list[str] | None = _option(  # noqa: RUF009
+        "a list: of the few-shot draw, weights, directions; default the recipe's",
+        nargs="+",
+        metavar="SEED",
     )
     output_dir: str | None = _option("continued if it exists; default out/compare-RECIPE")
     jobs: int = _option("runs at once, each with its share of the cores", 1)

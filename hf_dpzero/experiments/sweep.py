@@ -37,7 +37,7 @@ from hf_dpzero.reporting.redaction import public_results
 from hf_dpzero.shipped import find_config
 from hf_dpzero.tasks import same_rows
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.values import parse_yaml
+from hf_dpzero.values import listed, parse_yaml
 
 TUNINGS = ("composed", "public", "not_accounted")
 SELECTIONS = ("random", "all")
@@ -146,13 +146,15 @@ def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[
         if not find_config(file).is_file():
             raise FileNotFoundError(f"grid file {file!r} not found; give the path of a YAML file.")
         swept = parse_yaml(find_config(file).read_text(encoding="utf-8"))
+        if isinstance(swept, dict):
+            swept = {name: listed(values) for name, values in swept.items()}
         if not isinstance(swept, dict) or not all(isinstance(v, list) for v in swept.values()):
             raise ValueError(f"{file}: a grid file is lines of `field: [value, value]`.")
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not text:
             raise ValueError(f"--grid {word!r}: write it as field=value,value,...")
-        swept[name.strip().replace("-", "_")] = [value.strip() for value in text.split(",")]
+        swept[name.strip().replace("-", "_")] = listed(text)
     if not swept:
         raise ValueError("the grid is empty: give --grid field=value,value or --grid_file FILE.")
     source = f"{COMMAND_LINE} or {file}" if file else COMMAND_LINE

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import datasets
+if TYPE_CHECKING:
+    import datasets
 
 Kind = Literal["classification", "answers", "completion", "messages"]
 LABELS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "y")
@@ -82,8 +83,8 @@ def detect_columns(
     if text is None and pair is None:
         for first, second in PAIRS:
             if first in there and second in there:
-                texts = (there[first], there[second])
-                return Columns(kind="classification", texts=texts, label=label)
+                both = (there[first], there[second])
+                return Columns(kind="classification", texts=both, label=label)
     text = text or _text_column(rows, there, (pair, label))
     texts = (text,) if pair is None else (text, pair)
     return Columns(kind="classification", texts=texts, label=label)

@@ -31,7 +31,7 @@ from transformers import HfArgumentParser
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.shipped import SUFFIXES, find_recipe
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.values import nearest, parse_yaml
+from hf_dpzero.values import listed, nearest, parse_yaml
 
 if TYPE_CHECKING:
     from hf_dpzero.training.config import DPZeroConfig
@@ -127,7 +127,11 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
       FileNotFoundError: no such file.
       ValueError: not YAML, not UTF-8 text, a repeated key, no flat mapping, or a circle.
     """
-    return {key: value for _, written in recipe_chain(find_recipe(path)) for key, value in written.items()}
+    return {
+        key: value
+        for _, written in recipe_chain(find_recipe(path))
+        for key, value in written.items()
+    }
 
 
 def recipe_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
@@ -300,12 +304,14 @@ class RecipeParser(HfArgumentParser):
             return text if key == "report_to" else None
         if text and text.lstrip()[:1] in ("[", "{") and origins & {list, dict}:
             value = parse_yaml(text)
+        elif text and "," in text and key == "report_to":
+            value = listed(text)
         if isinstance(value, dict) or (isinstance(value, list) and action.nargs != "+"):
             if type(value) in origins:
                 return value
             raise ValueError(f"{value!r} is not a single value")
         if action.nargs == "+":
-            items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+            items = listed(value)
             if not isinstance(items, list):
                 raise ValueError(f"{value!r} is not a list")
             if list[str] in members:  # argparse would take "-x" for an option, and None for "None"

@@ -73,7 +73,9 @@ class Starter:
             "target_epsilon": self.target_epsilon,
             "target_delta": self.target_delta or float(f"{0.1 / self.num_examples:.0e}"),
             "sampling": "poisson",
-            "expected_batch_size": max(1, min(512 if self._encoder else 64, self.num_examples // 8)),
+            "expected_batch_size": max(
+                1, min(512 if self._encoder else 64, self.num_examples // 8)
+            ),
         }
 
     def _optimisation(self) -> dict[str, Any]:
@@ -134,7 +136,9 @@ class Starter:
         for title, settings in parts.items():
             lines += ["", f"# {title}", *(_line(key, value) for key, value in settings.items())]
         files = {name: "\n".join(lines) + "\n"}
-        return files if self.columns.kind == "classification" else {**files, task_file: self._task()}
+        return (
+            files if self.columns.kind == "classification" else {**files, task_file: self._task()}
+        )
 
     def _task(self) -> str:
         """The task file of answers or completions."""
@@ -173,7 +177,9 @@ class Starter:
         tabs = ', sep="\\t"' if self.train_file.endswith(".tsv") else ""
         suffix = Path(self.train_file).suffix.lower()
         reader = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}.get(suffix, "json")
-        settings = "".join(f"    {k}={json.dumps(v)},{_python_comment(k)}\n" for k, v in privacy.items())
+        settings = "".join(
+            f"    {k}={json.dumps(v)},{_python_comment(k)}\n" for k, v in privacy.items()
+        )
         words = {
             "<TRAIN>": json.dumps(self.train_file), "<PUBLIC>": json.dumps(self._public),
             "<MODEL>": json.dumps(self.model or default), "<KIND>": json.dumps(reader), "<TABS>": tabs,

@@ -27,7 +27,7 @@ from typing import Any
 from hf_dpzero.shipped import find_config
 from hf_dpzero.tasks.rows import HubSource
 from hf_dpzero.tasks.templates import ANSWER, MASK, checked_template
-from hf_dpzero.values import nearest, parse_yaml
+from hf_dpzero.values import listed, nearest, parse_yaml
 
 METRICS = {"classification": ("accuracy", "macro_f1"), "generation": ("squad", "drop")}
 _KEYS = (
@@ -212,11 +212,11 @@ def _text(values: Mapping[str, Any], key: str, otherwise: str = "") -> str:
 
 
 def _words(value: Any, key: str) -> tuple[str, ...]:
-    """One text or a list of texts; () of None."""
-    listed = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(word, str) for word in listed):
+    """A list of texts, or text with commas between them; () of None."""
+    words = [] if value is None else listed(value)
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"{key}: {value!r} is not text or a list of texts; put it into quotes.")
-    return tuple(listed)
+    return tuple(words)
 
 
 def _checked_keys(values: Any, known: tuple[str, ...], what: str) -> dict[str, Any]:

@@ -44,8 +44,9 @@ def prompted_classification(
       The prompted task.
 
     Raises:
-      ValueError: as `prompt_of`; label words missing, blank, or of another number than the labels;
-        a second text that the task does not have; an objective other than loss and accuracy.
+      ValueError: as `prompt_of`; label words missing, blank, with braces, or of another number
+        than the labels; a second text that the task does not have; an objective other than loss and
+        accuracy.
     """
     if len(task.text_columns) != len(description.fields):
         raise ValueError(
@@ -65,6 +66,12 @@ def prompted_classification(
             raise ValueError(
                 f"label word {word!r} of {label} is blank or has white space around it: give the bare "
                 "word, and put the space before it into the template."
+            )
+        if "{" in word or "}" in word:
+            raise ValueError(
+                f"label word {word!r} of {label} holds a brace: label words are the same for every row, "
+                "and no templates of its fields. Choices that differ from row to row are multiple "
+                "choice: start from scripts/examples/multiple_choice.py."
             )
     lower_words, lower_names = [[text.lower() for text in texts] for texts in (words, names)]
     if lower_words != lower_names and sorted(lower_words) == sorted(lower_names):

@@ -95,7 +95,9 @@ def read_rows(path: Path) -> datasets.Dataset:
       IsADirectoryError: a folder.
     """
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; give one file of rows ({', '.join(_READERS)}).")
+        raise IsADirectoryError(
+            f"{path} is a folder; give one file of rows ({', '.join(_READERS)})."
+        )
     kind = _READERS.get(path.suffix.lower())
     if kind is None:
         raise ValueError(f"{path}: rows are read from {', '.join(_READERS)} files.")

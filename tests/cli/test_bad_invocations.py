@@ -22,8 +22,12 @@ FILES: dict[str, str | bytes] = {
     "numbers.jsonl": "1\n2\n",
     "broken.json": '[{"text": "a", "label": 1},\n {"text": ]',
     "mixed.jsonl": '{"text": "a", "label": 1}\n{"words": ["b"]}\n',
-    "lists.jsonl": "\n".join(json.dumps({**row, "text": ["a", str(i)]}) for i, row in enumerate(ROWS)),
-    "numbered.jsonl": "\n".join(json.dumps({**row, "text": {"a": i}}) for i, row in enumerate(ROWS)),
+    "lists.jsonl": "\n".join(
+        json.dumps({**row, "text": ["a", str(i)]}) for i, row in enumerate(ROWS)
+    ),
+    "numbered.jsonl": "\n".join(
+        json.dumps({**row, "text": {"a": i}}) for i, row in enumerate(ROWS)
+    ),
     "header.csv": "text,label\n",
     "empty.csv": "",
     "ragged.csv": "text,label\na,1\nb,0,3,4\n",
@@ -130,8 +134,14 @@ COMMANDS = [
     ("train sst2/minlm-dpzero", "sst2/minilm-dpzero"),
     ("evaluate .", "is a folder"),
     ("plan --recipe .", "is a folder"),
-    ("plan --num_examples 0 --expected_batch_size 1 --max_steps 1 --target_epsilon 1", "num_examples"),
-    ("plan --num_examples 10 --expected_batch_size 1 --max_steps 0 --target_epsilon 1", "max_steps"),
+    (
+        "plan --num_examples 0 --expected_batch_size 1 --max_steps 1 --target_epsilon 1",
+        "num_examples",
+    ),
+    (
+        "plan --num_examples 10 --expected_batch_size 1 --max_steps 0 --target_epsilon 1",
+        "max_steps",
+    ),
     ("recipes --task cola", "sst2"),
     ("init --train_file . --target_epsilon 1", "is a folder"),
     ("init --train_file empty.csv --target_epsilon 1", "is empty"),

@@ -27,7 +27,7 @@ ROWS = {
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
     ),
 }
-TINY = "--max_steps 2 --use_cpu --disable_tqdm --num_directions 1 --max_seq_length 32".split()
+TINY = ["--use_cpu", "--disable_tqdm", "--max_steps=2", "--num_directions=1", "--max_seq_length=32"]
 
 
 def rows_of(kind: str, count: int, start: int = 0) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def test_a_starter_recipe_loads_and_says_n(suffix, capsys):
     assert (recipe.data.text_column, recipe.data.label_column) == ("review", "label")
     assert recipe.training.target_epsilon == 2 and recipe.training.target_delta < 1 / 24
     assert len(build_task(recipe.data).splits["train"]) == 24
-    assert 0 < recipe.training.plan(24).mechanism.noise_multiplier
+    assert recipe.training.plan(24).mechanism.noise_multiplier > 0
     before = Path("mine.yaml").read_text()
     assert "mine.yaml exists" in init(capsys, "--train_file", train, status=2)
     assert Path("mine.yaml").read_text() == before
@@ -112,7 +112,7 @@ def test_a_starter_of_answers_trains(kind, tmp_path, capsys):
     words = ["--train_file", train, "--validation_file", public, "--model", model]
     init(capsys, *words, "--output", folder / "mine.yaml")
     assert sorted(path.name for path in folder.iterdir()) == ["mine-task.yaml", "mine.yaml"]
-    small = [*TINY[:-1], "128", "--max_new_tokens", "4"]
+    small = [*TINY, "--max_seq_length=128", "--max_new_tokens=4"]
     assert main.main(["train", "sub/mine.yaml", *small]) == 0, capsys.readouterr().err
     assert json.loads(Path("out/mine/privacy_report.json").read_text())["steps"] == 2
 
