@@ -3,8 +3,8 @@
 Promises: every batch has one row an example; what a refusal says quotes no row; metrics need no network.
 The number of training rows that a task keeps is the n of the privacy accounting. May import
 `objectives`, `shipped` and `values` only. Start with `build_task`; then `task.py` (classification heads)
-or `prompted.py` (prompts), `benchmarks.py` (the paper's tasks) and `description.py` (how to describe your
-own).
+or `prompted.py` (prompts), `benchmarks.py` (the paper's tasks) and `description.py` (how to describe
+your own).
 
 Tasks have names: by one line in `TASKS`, by `register_task`, or in a YAML file.
 """
