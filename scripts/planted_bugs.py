@@ -132,7 +132,7 @@ BUGS = (
         "return rows, finite"),
     Bug("epsilon_of_one_step_less",
         "The report states the epsilon of T - 1 steps.",
-        "hf_dpzero/reporting/privacy_report.py", "tests/reporting/test_privacy_report.py",
+        "hf_dpzero/reporting/plan_facts.py", "tests/reporting/test_privacy_report.py",
         "plan.epsilon(delta, at=steps)",
         "plan.epsilon(delta, at=max(steps - 1, 0))"),
     Bug("prompt_without_label",
