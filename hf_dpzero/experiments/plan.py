@@ -13,6 +13,7 @@ from hf_dpzero.experiments.memory.objective_passes import ObjectivePass, SingleW
 from hf_dpzero.recipes.recipe import Recipe
 from hf_dpzero.tasks import build_task, description_of
 from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.training.defaults import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +48,48 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
       OSError: nothing says which shape the model has.
       ValueError: what training would refuse too: settings, data, layers, budgets.
     """
-    config, source = find_config(recipe.model)
     rows = count_rows(recipe.data, num_examples)
+    meta, source = shape_of(recipe, rows.labels)
+    resolve(recipe.training, meta.build(peaks.own_dtype(meta)))
     plan = None if rows.train is None else recipe.training.plan(rows.train)
-    head = recipe.data.prompt or "sequence_classification"
-    labels = 2 if rows.labels is None else rows.labels
-    meta = MetaModel(recipe.model, config, head, labels, recipe.training.trainable)
     objective = objective_pass(meta, recipe.data)
     sections = _model_section(meta, source, recipe), _memory_section(objective, recipe)
     return Overview(rows, plan, dict(zip(("model", "memory"), sections, strict=True)))
+
+
+def shape_of(recipe: Recipe, labels: int | None) -> tuple[MetaModel, str]:
+    """The recipe's model without weights, and where its shape comes from.
+
+    Args:
+      recipe: as loaded.
+      labels: number of classes; None if it is not known, and two are taken.
+
+    Returns:
+      The model and words.
+
+    Raises:
+      OSError: nothing says which shape the model has.
+    """
+    config, source = find_config(recipe.model)
+    head = recipe.data.prompt or "sequence_classification"
+    classes = 2 if labels is None else labels
+    return MetaModel(recipe.model, config, head, classes, recipe.training.trainable), source
+
+
+def choose_directions(recipe: Recipe, labels: int | None) -> None:
+    """Gives `num_directions` the value that training would choose; nothing where the recipe says one.
+
+    Args:
+      recipe: as loaded; its `training` is changed in place.
+      labels: number of classes; None if it is not known.
+
+    Raises:
+      OSError: nothing says which shape the model has.
+    """
+    training: Any = recipe.training
+    if "num_directions" in training.chosen:
+        meta, _ = shape_of(recipe, labels)
+        resolve(training, meta.build(peaks.own_dtype(meta)))
 
 
 def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:

@@ -273,46 +273,27 @@ def prepare(settings: SweepSettings) -> Prepared:
     if settings.secret:
         common["report_to"] = ["none"]  # no loser's metrics leave for a tracking service
     if settings.tuning == "composed":
-        return _accounted(settings, common, n, metric)
+        return _accounted(settings, common, task, metric)
     return Prepared(extra=common, num_examples=n, metric=metric, tuning=settings.tuning)
 
 
-def _accounted(
-    settings: SweepSettings, common: dict[str, Any], num_examples: int, metric: str
-) -> Prepared:
+def _accounted(settings: SweepSettings, common: dict[str, Any], task: Any, metric: str) -> Prepared:
     """Composed tuning: one noise multiplier for all trials, and what they cost together."""
     training = settings.load(settings.points[0]).training
-    delta, target = training.delta(num_examples), training.target_epsilon
-    noise: dict[str, Any] = {"target_epsilon": None, "noise_multiplier": 1.0}  # any, to start with
-    recipes = [settings.load(point, noise) for point in settings.points]
-    plans = [recipe.training.plan(num_examples) for recipe in recipes]
-    if training.noise_multiplier is not None:
-        plans = [selection.with_noise(plan, training.noise_multiplier) for plan in plans]
-    if not all(plan.private for plan in plans):
-        raise ValueError(
-            f"method={training.method!r} is not private, so there is nothing to account: use "
-            "--tuning public or --tuning not_accounted."
-        )
+    delta = training.delta(len(task.splits["train"]))
+    sigma = _noise_of_trials(settings, task, delta)
+    plans = _plans(settings, task, sigma)
     if settings.secret:
-        _refuse_different_events(settings.points, plans)
-        most = max(range(len(plans)), key=lambda i: plans[i].spec.num_directions)
-        plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
-        if target is not None:
-            goal = {"epsilon": target, "delta": delta}
-            calibrated = selection.calibrate_selection(plans[most], settings.trials, **goal)
-            plans = [selection.with_noise(plan, _noise_of(calibrated)) for plan in plans]
-        tuning = selection.selection_entry(plans[most], settings.trials, list(settings.grid), delta)
-        epsilon = selection.selection_epsilon(plans[most], settings.trials, delta)
+        chosen = _most_directions(plans)
+        tuning = selection.selection_entry(chosen, settings.trials, list(settings.grid), delta)
+        epsilon = selection.selection_epsilon(chosen, settings.trials, delta)
     else:
-        if target is not None:
-            plans = selection.calibrate_composed(plans, epsilon=target, delta=delta)
         tuning = selection.composition_entry(plans, list(settings.grid))
         epsilon = selection.composed_epsilon(plans, delta)
-    sigma = _noise_of(plans[0])
     noise = {"target_epsilon": None, "noise_multiplier": sigma, "target_delta": delta}
     return Prepared(
         extra={**common, **noise, "accountant": plans[0].accountant},
-        num_examples=num_examples,
+        num_examples=plans[0].sampler.num_examples,
         metric=metric,
         tuning=tuning,
         epsilon=epsilon,
@@ -322,8 +303,49 @@ def _accounted(
     )
 
 
-def _noise_of(plan: Any) -> float:
-    return float(plan.mechanism.noise_multiplier)
+def _noise_of_trials(settings: SweepSettings, task: Any, delta: float) -> float:
+    """The noise multiplier of every trial: the recipe's own, or what its target_epsilon allows."""
+    training = settings.load(settings.points[0]).training
+    plans, target = (
+        _plans(settings, task, training.noise_multiplier or 1.0),
+        training.target_epsilon,
+    )
+    if not all(plan.private for plan in plans):
+        raise ValueError(
+            f"method={training.method!r} is not private, so there is nothing to account: use "
+            "--tuning public or --tuning not_accounted."
+        )
+    if settings.secret:
+        _refuse_different_events(settings.points, plans)
+    if target is None:
+        calibrated = plans[0]
+    elif settings.secret:
+        goal = {"epsilon": target, "delta": delta}
+        calibrated = selection.calibrate_selection(_most_directions(plans), settings.trials, **goal)
+    else:
+        calibrated = selection.calibrate_composed(plans, epsilon=target, delta=delta)[0]
+    mechanism: Any = calibrated.mechanism
+    return float(mechanism.noise_multiplier)
+
+
+def _plans(settings: SweepSettings, task: Any, noise_multiplier: float) -> list[PrivacyPlan]:
+    """The plans of all points, as their runs will make them from the same settings."""
+    from hf_dpzero.experiments.plan import choose_directions
+
+    plans = []
+    for point in settings.points:
+        recipe = settings.load(
+            point, {"target_epsilon": None, "noise_multiplier": noise_multiplier}
+        )
+        choose_directions(recipe, len(task.label_names))
+        plans.append(recipe.training.plan(len(task.splits["train"])))
+    if settings.secret:
+        plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
+    return plans
+
+
+def _most_directions(plans: Sequence[PrivacyPlan]) -> PrivacyPlan:
+    return max(plans, key=lambda plan: plan.spec.num_directions)
 
 
 def _refuse_different_events(points: Sequence[Point], plans: Sequence[PrivacyPlan]) -> None:

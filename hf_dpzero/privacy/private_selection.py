@@ -165,14 +165,18 @@ def with_noise(plan: PrivacyPlan, noise_multiplier: float) -> PrivacyPlan:
     """A copy of a plan with another noise multiplier.
 
     Args:
-      plan: of a private mechanism.
+      plan: of a private mechanism. The noise on an adaptive clip's count is raised to the multiplier
+        where it is less: more would be needed for the count than for the whole step.
       noise_multiplier: sigma.
 
     Returns:
       The new plan.
     """
     mechanism: Any = plan.mechanism
-    return replace(plan, mechanism=replace(mechanism, noise_multiplier=noise_multiplier))
+    changed: dict[str, float] = {"noise_multiplier": noise_multiplier}
+    if (count_noise := getattr(mechanism, "clip_count_noise", None)) is not None:
+        changed["clip_count_noise"] = max(count_noise, noise_multiplier)
+    return replace(plan, mechanism=replace(mechanism, **changed))
 
 
 def _smallest_noise(

@@ -413,6 +413,18 @@ def test_a_recipe_is_planned(written, capsys):
     assert not (written.parent / "trainer_output").exists()
 
 
+def test_directions_are_those_that_training_would_choose(written, capsys):
+    """K = 32 where little follows the first trained weight, 1 where all does; and what a recipe says."""
+    assert planned(capsys, written, "--trainable", "^classifier")["num_directions"] == 32
+    assert planned(capsys, written, "--num_directions", "4")["num_directions"] == 4
+    wide = Recipe(**{**vars(load_recipe(written))})
+    wide.training.chosen = frozenset({"num_directions"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_dpzero.training.defaults.CHEAP", 10)
+        plan.choose_directions(wide, 2)
+    assert wide.training.num_directions == 1
+
+
 def test_options_and_fields_override_the_recipe(written, capsys):
     words = ["--target_epsilon", "1", "--max_steps", "2e1", "--microbatch_size=2"]
     facts = planned(capsys, written, *words, "--trainable", "^classifier")
