@@ -51,7 +51,7 @@ _CHANGES_EVENT = (
 )
 _NEVER = (
     "output_dir", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_token", "sampler_key",
-    "insecure_noise_seed", "log_private_diagnostics", "base_is_public",
+    "insecure_noise_seed", "log_private_diagnostics", "base_is_public", "extends_run",
 )  # fmt: skip
 _BUDGET = ("target_epsilon", "target_delta", "noise_multiplier", "accountant")
 _EVENT = (

@@ -85,23 +85,35 @@ def header_entries(folder: str | None) -> list[dict[str, Any]]:
     return [*ledger.header.get("extends", []), dict(zip(_ENTRY, values, strict=True))]
 
 
-def check_extended(folder: str, privacy_unit: str) -> None:
+def check_extended(
+    folder: str, privacy_unit: str, after: Sequence[tuple[PrivacyPlan, int]]
+) -> Trajectory:
     """Refuses what may not be extended: weights that are not the run's, another unit of privacy.
 
     Args:
       folder: of the run.
       privacy_unit: of the run that extends it.
+      after: `PrivacyPlan.after` of that run, which was read when its plan was made.
+
+    Returns:
+      The ledger of the run in `folder`.
 
     Raises:
       ValueError: says what differs.
     """
-    report, _ = read_extended(folder)
+    report, ledger = read_extended(folder)
     check_weights(report, Path(folder))
+    if earlier_plans(folder) != tuple(after):
+        raise ValueError(
+            f"extends_run={folder!r} holds {report.steps} steps, which this trainer's plan does not "
+            "count: the run went on, or extends_run was set, after it was made. Make a new trainer."
+        )
     if report.privacy_unit != privacy_unit:
         raise ValueError(
             f"extends_run={folder!r} is private for one {report.privacy_unit}, this run for one "
             f"{privacy_unit}: the two do not add up. Set rows_are as it was."
         )
+    return ledger
 
 
 def worst_tuning(own: str, entries: Sequence[Mapping[str, Any]]) -> str:

@@ -121,7 +121,7 @@ def check_extended_start(model: nn.Module, folder: str) -> str:
 
     Returns:
       The report's `base_weights`: "not_compared" if there is more to the model, and no base to hold it
-      against.
+      against; "equal_to_named_but_new_parts" if that base does not have it.
 
     Raises:
       ValueError: other weights, or a model that another run has changed.
@@ -153,8 +153,10 @@ def check_extended_start(model: nn.Module, folder: str) -> str:
             f"{other[0]} and {len(other) - 1} more tensors are not what the run in {folder!r} ended in, "
             f"and this run's epsilon covers what that one released and nothing else: {load}"
         )
-    whole = covered.issuperset(parameter.data_ptr() for parameter in named.values())
-    return EXTENDED if whole or compared else NOT_COMPARED
+    unknown = {name for name, parameter in named.items() if parameter.data_ptr() not in covered}
+    if unknown and compared is None:
+        return NOT_COMPARED
+    return EQUAL_BUT_NEW if compared and unknown.intersection(compared.fresh) else EXTENDED
 
 
 def _saved_tensors(model: Any) -> dict[str, Tensor]:

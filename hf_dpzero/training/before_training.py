@@ -24,6 +24,7 @@ from hf_dpzero.training.fixed_shapes import (
     context_length,
     decoder_length,
     is_unmasked_sound,
+    kind_of,
     masked_shape,
     slots,
 )
@@ -75,7 +76,8 @@ def check_before_training(trainer: Any) -> None:
     if trainer.plan.mechanism.private:
         check_precision(model, args)
         check_widths(model, args.physical_batch_size)
-        if args.rows_are is None and not isinstance(trainer.per_example_loss, PromptObjective):
+        known = trainer.rows_are_examples or isinstance(trainer.per_example_loss, PromptObjective)
+        if args.rows_are is None and not known:
             rows = trainer.training_rows()
             data_checks.check_unit(model, rows.collate_rows, len(trainer.train_dataset))
     args.max_steps = trainer.plan.steps
@@ -98,6 +100,7 @@ def _run_shapes(trainer: Any) -> FixedShapes | None:
     if not single_pass(trainer.per_example_loss):
         return shapes  # each example runs by itself: nothing to fill up
     first = shapes.collate_each([0])[0]
+    shapes = dataclasses.replace(shapes, kind=kind_of(first))
     if is_unmasked_sound(first):
         logger.warning(UNMASKED)
         return shapes
@@ -178,7 +181,9 @@ def _try_shapes(trainer: Any, count: int, losses: Losses) -> None:
         evaluation = next(iter(evaluation.values()), None)
     if hasattr(evaluation, "__getitem__") and hasattr(evaluation, "__len__") and len(evaluation):
         public = trainer.rows_of(evaluation)
-        rows = dataclasses.replace(shapes, collate_each=public.collate_each, collate_stacked=None)
+        rows = dataclasses.replace(
+            shapes, collate_each=public.collate_each, collate_stacked=None, kind=None
+        )
         # Rows that the loss does not take decide nothing; what is wrong with it shows on private ones.
         with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):
             if not _try_neighbours(rows, len(evaluation), losses):

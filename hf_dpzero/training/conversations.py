@@ -45,11 +45,13 @@ class Encoder:
       tokenizer: with a chat template where rows are chats.
       max_length: T at most; the end of longer rows is cut off.
       name: of the data set, in errors.
+      form: one of `FORMS` that all rows have, for what a row is follows from it; None for any.
     """
 
     tokenizer: Any
     max_length: int
     name: str = "train_dataset"
+    form: tuple[str, ...] | None = None
 
     def __call__(self, row: Mapping[str, Any], number: int) -> dict[str, list[int]]:
         """Encodes one row.
@@ -59,10 +61,15 @@ class Encoder:
           number: of the row, in errors.
 
         Raises:
-          ValueError: a cell that is no text or no list of messages, or one that the template refuses.
+          ValueError: other columns than the form's; a cell that is no text or no list of messages, or
+            one that the template refuses.
         """
         form = form_of(row)
-        assert form is not None, "not a row of text"
+        if form is None or form != (self.form or form):
+            raise ValueError(
+                f"row {number} of {self.name} has not the columns that row 0 has: make all rows texts, "
+                "prompts with completions, or chats."
+            )
         for column in form:
             _check_cell(row[column], column, f"row {number} of {self.name}")
         if form == PROMPT and isinstance(row["prompt"], str) != isinstance(row["completion"], str):

@@ -71,8 +71,7 @@ class DPZeroTrainer(DPZeroMixin):
             compute_per_example_loss=compute_per_example_loss,
             **settings,
         )
-        if self._texts.examples and args.rows_are is None:
-            args.rows_are = "examples"
+        self.rows_are_examples = self._texts.examples
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in `DPZeroMixin`; texts are tokenised."""

@@ -176,6 +176,15 @@ def is_unmasked_sound(row: Row) -> bool:
     return isinstance(values, Tensor) and values.dim() == 2 and masked_shape(row) is None
 
 
+def kind_of(row: Row) -> tuple[Any, ...]:
+    """Names, dtypes and numbers of dimensions of a batch of one, and whether a mask covers it.
+
+    How all rows are run follows from those of row 0, so all must have the same.
+    """
+    tensors = ((k, v.dtype, v.dim()) for k, v in row.items() if isinstance(v, Tensor))
+    return (masked_shape(row) is not None, *sorted(tensors, key=lambda entry: entry[0]))
+
+
 @dataclass(frozen=True)
 class FixedShapes:
     """Collates rows into microbatches of fixed shapes.
@@ -191,6 +200,7 @@ class FixedShapes:
       collate_stacked: row numbers -> batch, where rows are stacked and nothing else (much faster for
         thousands of stored features); None elsewhere.
       decoder_most: tokens that a decoder takes; None for any number.
+      kind: `kind_of` every row; None for any.
     """
 
     collate_each: Callable[[list[int]], list[Mapping[str, Tensor]]]
@@ -200,18 +210,20 @@ class FixedShapes:
     pad: int | None = None
     collate_stacked: Callable[[list[int]], Mapping[str, Tensor]] | None = None
     decoder_most: int | None = None
+    kind: tuple[Any, ...] | None = None
 
     def microbatches(self, indices: Sequence[int]) -> list[Filled]:
         """The examples of `indices` in microbatches; examples of one shape stand together.
 
         Raises:
-          ValueError: the collator gives a row no tensors of its own, or not one row.
+          ValueError: the collator gives a row no tensors of its own, or not one row, or tensors of
+            another kind.
         """
         if self.collate_stacked is not None and indices:
             return list(self._stacked(self.collate_stacked(list(indices)), len(indices)))
         rows = self.collate_each(list(indices)) if indices else []
         if self.slots == 1:  # nothing is beside a row: it stays as it is
-            return [Filled(row, 1) for row in rows]
+            return [Filled(self._of_kind(row), 1) for row in rows]
         return self.packed([self.in_bucket(row) for row in rows])
 
     def _stacked(self, batch: Row, count: int) -> Iterator[Filled]:
@@ -230,7 +242,7 @@ class FixedShapes:
         Returns:
           A new batch of one.
         """
-        wide, ids = dict(batch), batch.get("input_ids")
+        wide, ids = dict(self._of_kind(batch)), batch.get("input_ids")
         if (shape := masked_shape(batch)) is not None:
             most = None if ids is None else self.most
             columns = bucket(max(shape[-1], width), most) - shape[-1]
@@ -243,6 +255,14 @@ class FixedShapes:
                 columns = bucket(value.shape[1], self.decoder_most) - value.shape[1]
                 wide[name] = _more(name, value, "right", columns)
         return wide
+
+    def _of_kind(self, row: Row) -> Row:
+        if self.kind is not None and kind_of(row) != self.kind:
+            raise ValueError(
+                "the collator gives rows other tensors than row 0 (an attention_mask for some, say), and "
+                "how all rows are run follows from these: give every row the same names and dtypes."
+            )
+        return row
 
     def packed(self, rows: Sequence[Row]) -> list[Filled]:
         """Batches of one -> microbatches of `slots`; rows of one shape keep their order."""

@@ -105,7 +105,8 @@ def _checked_start(trainer: Any) -> Any:
                 f"noise_multiplier={args.noise_multiplier} with extends_run={args.extends_run!r}: "
                 "nothing bounds what this run would add; give it noise, or target_epsilon."
             )
-        check_extended(args.extends_run, args.privacy_unit)
+        ledger = check_extended(args.extends_run, args.privacy_unit, trainer.plan.after)
+        run_files.refuse_lost_releases(Path(args.extends_run), ledger)
     return distributed.shared(
         distributed.on_main(
             lambda: check_start(trainer.model, args.base_is_public, args.extends_run),

@@ -74,7 +74,7 @@ def start_ledger(output_dir: str, header: dict[str, Any], base_digest: str) -> T
     """
     path = Path(output_dir) / LEDGER_NAME
     if not path.exists():  # one that exists is refused below, for what it is
-        _refuse_lost_releases(Path(output_dir), None)
+        refuse_lost_releases(Path(output_dir), None)
         distributed.on_main(lambda: _set_aside(Path(output_dir)), lambda: None)
     key = header.get("direction_key") or f"{new_key():032x}"
     header = {**header, "base_model_digest": base_digest, "direction_key": distributed.shared(key)}
@@ -112,14 +112,14 @@ def continue_ledger(output_dir: str, header: Mapping[str, Any]) -> Trajectory:
         lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
     )
     try:
-        _refuse_lost_releases(Path(output_dir), trajectory)
+        refuse_lost_releases(Path(output_dir), trajectory)
     except LedgerError:
         trajectory.close()
         raise
     return trajectory
 
 
-def _refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
+def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
     """Refuses a folder where something was made by releases that its ledger does not hold.
 
     Args:

@@ -139,7 +139,7 @@ class TextRows:
     def _tokenised(self, dataset: Any, row: Mapping[str, Any], name: str) -> Any:
         if self.collator is None:
             self.collator = PadTokens(pad_token(self.tokenizer))
-        encode = Encoder(self.tokenizer, self._max_length(), name)
+        encode = Encoder(self.tokenizer, self._max_length(), name, form_of(row))
         if isinstance(dataset, datasets.Dataset):
             if dataset.format["type"] == "custom":
                 raise ValueError(

@@ -87,6 +87,7 @@ class DPZeroMixin(PublishingTrainer):
     model: Any
     train_dataset: Any
     _private_rows: Sequence[PrivateRows] = ()
+    rows_are_examples = False  # known by their form
 
     def __init__(
         self,
@@ -106,7 +107,8 @@ class DPZeroMixin(PublishingTrainer):
             model = unwrapped(model)
             if compute_per_example_loss is None:
                 select_objective(model)  # refuses a head without an objective
-        data_checks.check_rows(given := settings.get("train_dataset"))
+        given = data_checks.passed_rows(super().__init__, positional, settings)
+        data_checks.check_rows(given)
         super().__init__(model, args, *positional, **settings)
         data_checks.check_all_kept(given, self.train_dataset)
         if self.model is not None:

@@ -162,3 +162,19 @@ def test_processes_with_other_rows_are_refused(monkeypatch):
     monkeypatch.setattr(distributed, "_all_equal", lambda value: False)
     with pytest.raises(ValueError, match="same rows in the same order"):
         distributed.check_same_rows(listed)
+
+
+def mask_where_it_is_given(rows: list[Any]) -> dict[str, Tensor]:
+    names = [n for n in ("input_ids", "labels", "attention_mask") if all(n in row for row in rows)]
+    return {name: torch.tensor([row[name] for row in rows]) for name in names}
+
+
+def test_the_first_row_does_not_choose_how_many_run_together(tmp_path):
+    """Without a mask it put 16 rows of others in a microbatch, not 8: their sum moved by 4 clips."""
+    rows = list(tiny_data())
+    odd = {name: cell for name, cell in rows[0].items() if name != "attention_mask"}
+    for data in ([odd, *rows], [*rows, odd]):
+        trainer = build(tmp_path, data=data, trainer_settings={"eval_dataset": None})
+        trainer.data_collator = mask_where_it_is_given
+        with pytest.raises(ValueError, match="other tensors than row 0"):
+            trainer.train()

@@ -95,3 +95,18 @@ def test_a_metric_may_be_called_by_its_own_name(recipe, capsys):
 def test_the_table_of_all_trials_has_no_times(tmp_path):
     results = {"eval_accuracy": 0.5, "eval_runtime": 1.0, "eval_mem_cpu_alloc_delta": 7, "x": 1}
     assert metrics_of_trial(results) == {"eval_accuracy": 0.5}
+
+
+def test_a_run_that_trials_extend_is_no_setting_to_try(recipe, capsys):
+    """Trials from another run's weights cost what that run spent, which one event for all does not count."""
+    words = [
+        "sweep",
+        str(recipe),
+        "--grid",
+        "extends_run=null,out",
+        "--tuning",
+        "composed",
+        "--dry_run",
+    ]
+    assert main.main([*words, "--output_dir", str(recipe.parent / "D")]) == 2
+    assert "extends_run may not be in a composed grid" in capsys.readouterr().err
