@@ -259,8 +259,8 @@ class FixedShapes:
     def _of_kind(self, row: Row) -> Row:
         if self.kind is not None and kind_of(row) != self.kind:
             raise ValueError(
-                "the collator gives rows other tensors than row 0 (an attention_mask for some, say), and "
-                "how all rows are run follows from these: give every row the same names and dtypes."
+                "the collator gives rows other tensors than row 0 (a mask for some, say), and how all "
+                "rows are run follows from these: give every row the same names and dtypes."
             )
         return row
 

@@ -98,7 +98,7 @@ def test_the_table_of_all_trials_has_no_times(tmp_path):
 
 
 def test_a_run_that_trials_extend_is_no_setting_to_try(recipe, capsys):
-    """Trials from another run's weights cost what that run spent, which one event for all does not count."""
+    """Trials from another run's weights cost what that run spent too: one event does not count it."""
     words = [
         "sweep",
         str(recipe),
