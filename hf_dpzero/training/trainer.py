@@ -87,6 +87,7 @@ class DPZeroMixin(PublishingTrainer):
     model: Any
     train_dataset: Any
     _private_rows: Sequence[PrivateRows] = ()
+    _compared: Any = None  # the last loader whose rows were
     rows_are_examples = False  # known by their form
 
     def __init__(
@@ -153,12 +154,21 @@ class DPZeroMixin(PublishingTrainer):
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]  # type: ignore[index]
         self.refuse_private(chosen)
-        return super().get_eval_dataloader(eval_dataset)
+        self._compared = super().get_eval_dataloader(eval_dataset)
+        return self._compared
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As in Trainer; the private training rows are refused."""
         self.refuse_private(test_dataset)
-        return super().get_test_dataloader(test_dataset)
+        self._compared = super().get_test_dataloader(test_dataset)
+        return self._compared
+
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **settings: Any) -> Any:
+        """As in Trainer; a loader of private training rows, made by hand, is refused."""
+        if dataloader is not self._compared:
+            rows = getattr(dataloader, "dataset", None)
+            self.refuse_private(self.train_dataset if isinstance(rows, StepBatches) else rows)
+        return super().evaluation_loop(dataloader, *args, **settings)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial would spend budget that no report counts."""

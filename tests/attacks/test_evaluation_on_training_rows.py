@@ -332,3 +332,22 @@ def test_what_was_trained_on_stays_private_when_the_training_set_is_exchanged(tm
     trainer.train_dataset = tiny_data(120, seed=2)
     with pytest.raises(ValueError, match="holds rows of train_dataset"):
         trainer.evaluate(private)
+
+
+@pytest.mark.parametrize("loader", ["its own", "by hand", "of a part"])
+def test_an_evaluation_that_makes_its_own_loader(tmp_path, loader):
+    """A subclass' `evaluate` logged the loss of all private rows, without noise."""
+
+    class Own(DPZeroTrainer):
+        def evaluate(self, *args, **settings):
+            rows = (
+                self.train_dataset if loader == "by hand" else self.train_dataset.select(range(50))
+            )
+            made = torch.utils.data.DataLoader(rows, batch_size=8, collate_fn=self.data_collator)
+            made = self.get_train_dataloader() if loader == "its own" else made
+            return self.evaluation_loop(made, description="training rows").metrics
+
+    settings = config(tmp_path, eval_strategy="steps", eval_steps=1, max_steps=2)
+    own = Own(tiny_model(), settings, default_data_collator, tiny_data(), tiny_data(40, seed=2))
+    with pytest.raises(ValueError, match="holds rows of train_dataset"):
+        own.train()
