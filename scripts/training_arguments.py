@@ -9,7 +9,8 @@ from hf_dpzero.training.fields import FIELDS, OTHER, REFUSED, UNUSED, WORKS, Use
 from hf_dpzero.training.method_names import METHODS
 from hf_dpzero.training.overrides import INSTEAD
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "training_arguments.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "training_arguments.md"
 
 _INTRODUCTION = """\
 # Training arguments

@@ -262,7 +262,7 @@ _DEFAULTS = {
     for f in dataclasses.fields(Seq2SeqTrainingArguments)
 } | {"hub_strategy": "end", "hub_private_repo": True, "max_grad_norm": 0.0}
 
-_NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("smoothing direction num_directions subspace perturbation_strategy", "method", ZEROTH_ORDER),
     ("target_epsilon target_delta noise_multiplier", "method", PRIVATE),
     ("per_example_gradients", "method", ("dp-sgd", "dp-adamw")),
@@ -340,7 +340,7 @@ def _set_by_itself(name: str, value: Any, config: Any) -> bool:
 def _own_unused(config: Any) -> Iterator[tuple[str, str]]:
     """Changed fields of `DPZeroConfig` whose setting is off, and which one that is."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)} | CLASSIC
-    for names, setting, values in _NEEDS:
+    for names, setting, values in NEEDS:
         if getattr(config, setting) not in values:
             for name in names.split():
                 if getattr(config, name) not in (None, defaults[name]):

@@ -76,7 +76,7 @@ def test_every_field_is_classed_and_no_other():
     assert len(installed) > 100 and installed - FIELDS.keys() == set()
     assert NOT_THERE <= ONLY_OLDER | ONLY_NEWER
     own = {f.name for f in dataclasses.fields(DPZeroConfig)} - installed
-    named = {name for names, *_ in fields._NEEDS for name in names.split()}
+    named = {name for names, *_ in fields.NEEDS for name in names.split()}
     assert named <= own and not own & FIELDS.keys()
 
 
