@@ -345,6 +345,10 @@ class PrivacyReport:
             headline = self._headline()
         return "\n".join([headline, *(f"  {label:<12}{text}" for label, text in self.rows())])
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """As `str`, where a notebook shows what a cell ends in."""
+        printer.text("..." if cycle else str(self))
+
     def _headline(self) -> str:
         aim = "" if self.target_epsilon is None else f" (target {number(self.target_epsilon)})"
         claim = (

@@ -9,6 +9,7 @@ import math
 import shutil
 from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -556,3 +557,9 @@ def test_plot_writes_a_png_without_a_display(
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.parent == tmp_path
+
+
+def test_a_notebook_shows_what_print_shows():
+    shown = []
+    report()._repr_pretty_(SimpleNamespace(text=shown.append), cycle=False)
+    assert shown == [str(report())]
