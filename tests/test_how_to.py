@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from tiny_language_models import save_causal_lm, save_encoder, save_masked_lm
 from tiny_runs import tiny_data, tiny_model
 from transformers import AutoTokenizer, TrainerCallback
@@ -83,16 +84,15 @@ def test_a_page_says_who_it_is_for_and_what_can_go_wrong(page):
     assert re.findall(r"^## (.+)$", text, re.MULTILINE)[-1] == "What can go wrong"
 
 
-def test_code_that_is_not_run_is_that_of_others():
-    marked = unmarked = 0
+def test_every_block_of_code_is_marked_and_run_here():
+    marks = {
+        mark for page in NAMES for mark, _ in re.findall(r"(.*)\n```(python|yaml)\n", text_of(page))
+    }
+    assert len(marks) > 10 and all(re.fullmatch(r"<!-- run: [\w ]+ -->", mark) for mark in marks)
+    here = Path(__file__).read_text(encoding="utf-8")
     for page in NAMES:
-        for mark, code in re.findall(
-            r"(-->\n)?```(?:python|yaml)\n(.*?)```", text_of(page), re.DOTALL
-        ):
-            marked += bool(mark)
-            unmarked += not mark
-            assert mark or "make_private_with_epsilon" in code, f"{page}: {code[:60]}"
-    assert marked >= 12 and unmarked == 1
+        for name in re.findall(r"<!-- run: ([\w ]+) -->", text_of(page)):
+            assert re.search(rf'block\(\s*"{page}", "{name}"', here), f"{page}: {name}"
 
 
 @pytest.mark.parametrize("page", [page for page in NAMES if commands(page)])
@@ -186,6 +186,7 @@ def test_chats(here):
     assert isinstance(run(block("chat_data", "talk"))["answer"].shape[0], int)
 
 
+@pytest.mark.slow
 def test_lora_on_a_tiny_model(here):
     run(block("my_csv", "files", a='"train", 2000', a_='"train", 80', b='n", 500', b_='n", 4'))
     model = save_causal_lm(here / "model")
@@ -208,6 +209,15 @@ def test_from_opacus(here):
     tokenizer = AutoTokenizer.from_pretrained(save_encoder(here / "model"))
     names = run(block("from_opacus", "ours"), {**data, "tokenizer": tokenizer})
     assert names["trainer"].privacy_report().steps == 6  # 3 passes of 120 rows in batches of 64
+
+
+@pytest.mark.slow
+def test_opacus_as_the_page_shows_it(capsys):
+    pytest.importorskip("opacus")
+    rows = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+    loader = torch.utils.data.DataLoader(rows, batch_size=32)
+    run(block("from_opacus", "theirs"), {"model": torch.nn.Linear(4, 2), "loader": loader})
+    assert 0 < float(capsys.readouterr().out) < 2.1
 
 
 def test_what_mezos_flags_become_exists():

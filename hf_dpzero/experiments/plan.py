@@ -186,16 +186,30 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
         notes.append("label words are taken to be one token each; several make as many rows")
     if recipe.training.bf16:
         notes.append("bf16: autocast holds one layer's weights in bfloat16 as well")
+    precision = f"{bits}-bit" if bits else peaks.own_dtype(objective.meta)
+    if _couples_examples(recipe, precision):
+        notes.append(
+            f"training will be refused: microbatch_size={recipe.training.physical_batch_size} in low "
+            "precision, whose rounding would let examples influence each other; set microbatch_size: 1"
+        )
     return {
         "method": recipe.training.method,
         "microbatch_size": recipe.training.physical_batch_size,
         "eval_batch_size": recipe.training.per_device_eval_batch_size,
         "sequence_length": objective.length,
-        "own_precision": f"{bits}-bit" if bits else peaks.own_dtype(objective.meta),
+        "own_precision": precision,
         "devices": machine,
         "by_precision": by_precision,
         "notes": notes,
     }
+
+
+def _couples_examples(recipe: Recipe, precision: str) -> bool:
+    """Whether `training.precision.check_precision` will refuse the run, as far as a recipe tells."""
+    args = recipe.training
+    low = precision != "float32" or args.bf16
+    private = not args.not_private and args.noise_multiplier != 0
+    return low and private and args.physical_batch_size > 1
 
 
 def print_sections(sections: Mapping[str, Any]) -> None:

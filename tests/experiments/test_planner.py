@@ -425,6 +425,21 @@ def test_directions_are_those_that_training_would_choose(written, capsys):
     assert wide.training.num_directions == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["--torch_dtype", "bfloat16", "--microbatch_size=4"], True),
+        (["--bf16", "--use_cpu", "--microbatch_size=4"], True),
+        (["--torch_dtype", "bfloat16", "--microbatch_size=1"], False),
+        (["--microbatch_size=4"], False),
+        (["--torch_dtype", "bfloat16", "--microbatch_size=4", "--method", "mezo"], False),
+    ],
+)
+def test_a_microbatch_that_training_refuses_is_named(words, refused, written, capsys):
+    notes = planned(capsys, written, *words)["memory"]["notes"]
+    assert any("training will be refused: microbatch_size=4" in note for note in notes) == refused
+
+
 def test_options_and_fields_override_the_recipe(written, capsys):
     words = ["--target_epsilon", "1", "--max_steps", "2e1", "--microbatch_size=2"]
     facts = planned(capsys, written, *words, "--trainable", "^classifier")
