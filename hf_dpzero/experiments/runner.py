@@ -47,9 +47,11 @@ class Attempt:
 class Child(Protocol):
     """A process that has been started; `Process` says what its methods do."""
 
-    def poll(self) -> Exit | None: ...
+    def poll(self) -> Exit | None:
+        """How it ended, or None while it runs."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Ends it, and returns once it has ended."""
 
 
 Start = Callable[[Attempt], Child]

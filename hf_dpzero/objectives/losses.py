@@ -62,7 +62,7 @@ def classification_losses(
     tensor([1., 4.])
     """
     logits = logits.float()
-    kind = problem_type
+    _check_one_target(labels, logits, kind := problem_type)
     if not kind:
         several = labels.is_floating_point() or labels.dim() == 2
         kind = "multi_label_classification" if several else "single_label_classification"
@@ -84,6 +84,21 @@ def classification_losses(
     if kind == "regression":
         return (logits - targets).square().mean(dim=1)
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
+
+
+def _check_one_target(labels: Tensor, logits: Tensor, kind: str | None) -> None:
+    """Refuses labels of a shape that no reading of them fits; names no label."""
+    rows, outputs = logits.shape
+    classes = labels.dim() < 2 and not labels.is_floating_point()
+    if labels.numel() == rows * outputs and (kind or not classes or outputs == 1):
+        return
+    if labels.numel() == rows and (kind == "single_label_classification" or (classes and not kind)):
+        return
+    raise ValueError(
+        f"labels of shape {list(labels.shape)} and {labels.dtype} for {outputs} logits: one integer a row "
+        f"is a class, {outputs} numbers a row are several labels, and one number a row needs a model with "
+        "num_labels=1."
+    )
 
 
 def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:

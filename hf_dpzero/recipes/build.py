@@ -120,7 +120,7 @@ def check_context(model: Any, recipe: Recipe) -> None:
 
     Args:
       model: with its adapter, whose virtual tokens take positions too.
-      recipe: its max_seq_length is compared; without a prompt nothing is.
+      recipe: its max_seq_length is compared; without a prompt only a prefix is.
 
     Raises:
       ValueError: names the largest length that fits.
@@ -128,9 +128,14 @@ def check_context(model: Any, recipe: Recipe) -> None:
     from hf_dpzero.objectives.losses import base_model
     from hf_dpzero.training.fixed_shapes import context_length
 
+    length, most = recipe.data.max_seq_length, context_length(model)
+    if most is not None and most < 2:
+        raise ValueError(
+            f"num_virtual_tokens={recipe.model.num_virtual_tokens} leaves no room for text in the "
+            "model's positions; lower it."
+        )
     if recipe.data.prompt is None:
         return
-    length, most = recipe.data.max_seq_length, context_length(model)
     config: Any = base_model(model).config
     prefixed = bool(getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None))
     if most is not None and length > most:

@@ -66,11 +66,16 @@ def fetched(load: Callable[..., Any], path: str, arguments: ModelArguments, **se
 
     Raises:
       FileNotFoundError: see `check_folder`.
-      OSError: the Hub has no such model or revision, asks for a login, or cannot be reached.
+      OSError: damaged weights; the Hub has no such model or revision, asks for a login, or cannot be
+        reached.
     """
+    from safetensors import SafetensorError
+
     check_folder(path)
     try:
         return load(path, revision=arguments.model_revision or "main", **settings)
+    except SafetensorError as error:
+        raise OSError(f"{path}: its weights are damaged ({error}); copy them again.") from error
     except OSError as error:
         if Path(path).is_dir():
             raise

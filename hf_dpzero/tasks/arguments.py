@@ -76,6 +76,14 @@ class DataArguments:
     def __post_init__(self) -> None:
         positive(self, "max_train_samples", "max_eval_samples", "num_examples_per_class")
         positive(self, "max_new_tokens")
+        if self.subset_seed < 0:
+            raise ValueError(f"subset_seed={self.subset_seed} must be 0 or more.")
+        columns = [self.text_column, self.text_pair_column, self.label_column]
+        named = [column for column in columns if column is not None]
+        if len(set(named)) < len(named):
+            raise ValueError(
+                f"text_column, text_pair_column and label_column are {named}: name different columns."
+            )
         one_of(self, "prompt", (None, "masked_lm", "causal_lm"), "null trains a head")
         one_of(self, "objective", ("loss", "accuracy", "f1"), "loss suits every method")
         if self.max_seq_length < 2:

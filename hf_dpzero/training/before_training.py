@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,8 @@ def check_before_training(trainer: Any) -> None:
     validation.check_adapters(model)
     validation.check_model(model)
     if trainer.per_example_loss is None:
-        first = trainer.training_rows().collate_rows([0])  # a collator may add labels
+        with _first_row("collated"):
+            first = trainer.training_rows().collate_rows([0])  # a collator may add labels
         if not set(first) & {*data_checks.LABEL_COLUMNS, *trainer.label_names}:
             data_checks.check_labels(trainer.train_dataset, trainer.label_names)
         objective = select_objective(model)
@@ -88,6 +89,25 @@ def check_before_training(trainer: Any) -> None:
     compile_(model, args)
     _try_objective(trainer)
     public_rows.check_finite(trainer)
+
+
+@contextlib.contextmanager
+def _first_row(done: str) -> Iterator[None]:
+    """Says of an error that nothing else has words for that row 0 cannot be trained on, and why.
+
+    The error's own words may quote a private row; they are in the traceback.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"row 0 of train_dataset cannot be {done} ({type(error).__name__}): look whether rows are "
+            "{column: value}, token ids lie within the model's vocabulary, texts within its length and "
+            "labels are what its head takes; and at data_collator and compute_per_example_loss, if "
+            "these are yours."
+        ) from error
 
 
 def _run_shapes(trainer: Any) -> FixedShapes | None:
@@ -147,7 +167,8 @@ def _try_objective(trainer: Any) -> None:
     watched = validation.parameters_left_alone(trainer.model)
     with watched, evaluation_mode(trainer.model):
         validation.check_evaluation_mode(trainer.model)
-        losses_of(objective, first := rows.collate_rows([0]))
+        with _first_row("evaluated"):
+            losses_of(objective, first := rows.collate_rows([0]))
         if "start_positions" in first:
             tokens = long_and_short(rows.collate_rows, count)
             data_checks.check_positions(rows.collate_rows, tokens)

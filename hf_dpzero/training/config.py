@@ -15,8 +15,9 @@ from hf_dpzero.estimators.finite_differences import STRATEGIES
 from hf_dpzero.ledger.update_rules import UPDATE_RULES, UpdateRule, make_update_rule
 from hf_dpzero.perturbation.directions import check_distribution
 from hf_dpzero.perturbation.subspaces import SUBSPACES, Subspace, subspace_from_dict
+from hf_dpzero.privacy.events import ACCOUNTANTS
 from hf_dpzero.privacy.mechanisms import MECHANISMS, mechanism_from_dict
-from hf_dpzero.privacy.mechanisms.base import DenseNoise
+from hf_dpzero.privacy.mechanisms.base import RELATIONS, DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS, Sampler, sampler_from_dict
@@ -24,6 +25,7 @@ from hf_dpzero.reporting.extension import earlier_plans
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.training import fields
 from hf_dpzero.training.defaults import fill_in
+from hf_dpzero.training.kinds import check_scheduler_settings
 from hf_dpzero.training.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
 from hf_dpzero.training.ranges import check_ranges, check_warmup
 from hf_dpzero.training.released_signal import ON_NO_SIGNAL
@@ -186,6 +188,7 @@ class DPZeroConfig(TrainingArguments):
         if not self.first_order:
             self.max_grad_norm = 0.0
         super().__post_init__()
+        check_scheduler_settings(self)
         if warning and self.process_index == 0:
             logger.warning_once(warning)
 
@@ -208,6 +211,9 @@ class DPZeroConfig(TrainingArguments):
         _choose("on_no_signal", self.on_no_signal, ON_NO_SIGNAL)
         if self.rows_are is not None:
             _choose("rows_are", self.rows_are, ROWS)
+        _choose("accountant", self.accountant, ACCOUNTANTS)
+        _choose("neighboring_relation", self.neighboring_relation, RELATIONS)
+        _choose("noise_distribution", self.noise_distribution, ("gaussian", "laplace"))
         _choose("per_example_gradients", self.per_example_gradients, GRADIENTS)
         self._check_clipping()
         self._check_direction_settings()

@@ -36,10 +36,16 @@ def check_rows(dataset: Any) -> None:
     """Refuses training data that has no rows by number. None passes: nothing is trained.
 
     Raises:
-      ValueError: a stream, or a dictionary of data sets.
+      ValueError: a stream, a dictionary of data sets, a name or a table of pandas.
     """
     if dataset is None:
         return
+    if isinstance(dataset, str):
+        raise ValueError(f"train_dataset={dataset!r} is a text: load the rows, load_dataset(...).")
+    if hasattr(dataset, "iloc"):
+        raise ValueError(
+            "train_dataset is a pandas DataFrame: make it rows, datasets.Dataset.from_pandas(frame)."
+        )
     if isinstance(dataset, Mapping):
         raise ValueError(
             f"train_dataset={type(dataset).__name__} holds the data sets {sorted(dataset)}: pass one of "

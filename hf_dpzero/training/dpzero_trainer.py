@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
 
 from hf_dpzero.objectives.losses import PerExampleLoss
-from hf_dpzero.training import data_checks
 from hf_dpzero.training.config import DPZeroConfig
-from hf_dpzero.training.loading import load_named, load_processing, with_adapter
-from hf_dpzero.training.text_rows import TextRows
-from hf_dpzero.training.trainer import DPZeroMixin, checked_config
+from hf_dpzero.training.trainer import DPZeroMixin
 
 
 class DPZeroTrainer(DPZeroMixin):
@@ -32,6 +29,7 @@ class DPZeroTrainer(DPZeroMixin):
       processing_class: the tokenizer; of a model given by name, that one's.
       compute_per_example_loss: as in `DPZeroMixin`.
       peft_config: a `peft.PeftConfig`; only its adapter is trained.
+      formatting_func: row -> its text, one row at a time; the text is tokenised, with loss everywhere.
       settings: of `DPZeroMixin` and `Trainer`.
 
     Raises:
@@ -49,34 +47,21 @@ class DPZeroTrainer(DPZeroMixin):
         *,
         compute_per_example_loss: PerExampleLoss | None = None,
         peft_config: Any = None,
+        formatting_func: Callable[[Any], str] | None = None,
         **settings: Any,
     ) -> None:
-        args = checked_config(args)
-        data_checks.check_rows(train_dataset)
-        if isinstance(model, str):
-            processing_class = processing_class or load_processing(model)
-            model = load_named(model, args.seed, compute_per_example_loss is not None)
-        if peft_config is not None:
-            model = with_adapter(model, peft_config, args.seed)
-        self._texts = TextRows(model, args, processing_class, data_collator)
-        train_dataset = self._texts.train(train_dataset)
-        eval_dataset = self._texts.evaluated(eval_dataset)
+        given = {
+            "data_collator": data_collator,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "peft_config": peft_config,
+            "formatting_func": formatting_func,
+        }
         super().__init__(
             model,
             args,
-            data_collator=self._texts.collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
             compute_per_example_loss=compute_per_example_loss,
+            **{name: value for name, value in given.items() if value is not None},
             **settings,
         )
-        self.rows_are_examples = self._texts.examples
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As in `DPZeroMixin`; texts are tokenised."""
-        return super().get_eval_dataloader(self._texts.evaluated(eval_dataset))
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """As in `DPZeroMixin`; texts are tokenised."""
-        return super().get_test_dataloader(self._texts.evaluated(test_dataset))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from transformers import Seq2SeqTrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from hf_dpzero.privacy.sampling import SAMPLERS
 from hf_dpzero.training.defaults import CLASSIC
 from hf_dpzero.training.method_names import ADAMW, FIRST_ORDER, METHODS, PRIVATE, SGD, ZEROTH_ORDER
 
@@ -271,8 +272,19 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("clip_groups", "clipping", ("averaged",)),
     ("subspace_rank subspace_steps", "subspace", ("low_rank",)),
     ("momentum update_window", "update_rule", ("momentum", "adam")),
+    ("expected_batch_size", "sampling", tuple(name for name in SAMPLERS if name != "full_batch")),
 )  # fmt: skip
 """Fields of `DPZeroConfig`, the setting that they need, and its values where they have an effect."""
+
+
+_STRATEGIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("eval_steps", "eval_strategy", ("steps",)),
+    ("eval_delay metric_for_best_model greater_is_better", "eval_strategy", ("steps", "epoch")),
+    ("save_steps", "save_strategy", ("steps",)),
+    ("save_total_limit", "save_strategy", ("steps", "epoch", "best")),
+    ("logging_steps", "logging_strategy", ("steps",)),
+)  # fmt: skip
+"""The same of Hugging Face's fields."""
 
 
 def use_of(name: str, config: Any) -> Use:
@@ -338,13 +350,16 @@ def _set_by_itself(name: str, value: Any, config: Any) -> bool:
 
 
 def _own_unused(config: Any) -> Iterator[tuple[str, str]]:
-    """Changed fields of `DPZeroConfig` whose setting is off, and which one that is."""
+    """Changed fields whose setting is off, and which one that is."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)} | CLASSIC
-    for names, setting, values in NEEDS:
-        if getattr(config, setting) not in values:
+    for names, setting, values in (*NEEDS, *_STRATEGIES):
+        value = getattr(config, setting)
+        if getattr(value, "value", value) not in values:
             for name in names.split():
                 if getattr(config, name) not in (None, defaults[name]):
                     yield name, f"it is for {setting}={_one_of(values)}"
+    if config.max_steps > 0 and config.num_train_epochs != defaults["num_train_epochs"]:
+        yield "num_train_epochs", "max_steps is set, which goes first"
 
 
 def _one_of(values: Sequence[str]) -> str:

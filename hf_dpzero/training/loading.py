@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
 from hf_dpzero.objectives.heads import select_objective
@@ -33,7 +34,10 @@ def load_named(name: str, seed: int, has_loss: bool = False) -> nn.Module:
             "have: load it yourself (from_pretrained) and pass the model."
         )
     with isolated_randomness(seed):
-        model = kind.from_pretrained(name, dtype=torch.float32)
+        try:
+            model = kind.from_pretrained(name, dtype=torch.float32)
+        except SafetensorError as error:
+            raise ValueError(f"model={name!r}: its weights are damaged ({error}).") from error
     if not has_loss:
         _check_head(name, model)
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,9 +42,14 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
       Its folder; None for a run that starts, and where only a ledger is left to resume from.
 
     Raises:
-      ValueError: there is neither a checkpoint nor a ledger.
+      ValueError: no such folder, or there is neither a checkpoint nor a ledger.
     """
     if resume is not True:
+        if resume and not (isinstance(resume, (str, os.PathLike)) and Path(resume).is_dir()):
+            raise ValueError(
+                f"resume_from_checkpoint={resume!r} is no folder: give a checkpoint's, or True for the "
+                "last one in output_dir."
+            )
         return resume or None
     folders = Path(output_dir).glob("checkpoint-*")
     whole = [path for path in folders if (path / run_files.STATE_NAME).is_file()]

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import Seq2SeqTrainer
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer
 from transformers.utils import logging
 
 from hf_dpzero.training.fields import refuse_fields
@@ -37,6 +37,7 @@ def check_overrides(trainer: Any) -> None:
     """
     refuse_fields(trainer.args)  # fields may have been set since the configuration was made
     _check_optimizers(trainer)
+    _check_early_stopping(trainer)
     unused = [*_unused_methods(trainer), *_unused_losses(trainer), *_unused_generation(trainer)]
     if unused:
         logger.warning(f"not used by {type(trainer).__name__}: {'; '.join(unused)}.")
@@ -63,6 +64,19 @@ def _check_optimizers(trainer: Any) -> None:
         raise ValueError(
             f"the scheduler {type(scheduler).__name__} follows a metric and the optimizer that it was "
             "made with: set lr_scheduler_type='reduce_lr_on_plateau' or 'greedy'."
+        )
+
+
+def _check_early_stopping(trainer: Any) -> None:
+    args = trainer.args
+    stops = any(isinstance(c, EarlyStoppingCallback) for c in trainer.callback_handler.callbacks)
+    evaluates = getattr(args.eval_strategy, "value", args.eval_strategy) != "no"
+    if stops and not (evaluates and args.metric_for_best_model):
+        raise ValueError(
+            f"EarlyStoppingCallback with metric_for_best_model={args.metric_for_best_model!r} and "
+            "eval_strategy="
+            f"{getattr(args.eval_strategy, 'value', args.eval_strategy)!r}: set both, 'eval_loss' and "
+            "'steps' say."
         )
 
 

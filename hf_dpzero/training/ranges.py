@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -9,10 +10,16 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
+from hf_dpzero.training.kinds import check_kinds
+
 logger = logging.get_logger(__name__)
 
 FINEST_SMOOTHING = 1e-6
 """Below it, rounding in float32 is a large part of a finite difference."""
+
+
+MOST_DIRECTIONS = 1 << 16
+"""In one step; each costs two forward passes."""
 
 
 class Range(NamedTuple):
@@ -25,6 +32,10 @@ class Range(NamedTuple):
 _POSITIVE = Range(lambda x: 0 < x < math.inf, "a finite number above 0")
 _NOT_NEGATIVE = Range(lambda x: 0 <= x < math.inf, "a finite number of at least 0")
 _COUNT = Range(lambda x: 1 <= x < math.inf and x == int(x), "an integer of at least 1")
+_INTERVAL = Range(
+    lambda x: 0 < x < 1 or _COUNT.holds(x),
+    "an integer of at least 1, or a share of the steps below 1 (to switch it off, the strategy is 'no')",
+)
 _SHARE = Range(lambda x: 0 < x < 1, "a number in (0, 1)")
 _BELOW_ONE = Range(lambda x: 0 <= x < 1, "a number in [0, 1)")
 
@@ -39,7 +50,9 @@ RANGES: Mapping[str, Range] = {
     "expected_batch_size": _POSITIVE,
     "target_epsilon": _POSITIVE,
     "noise_multiplier": _NOT_NEGATIVE,
-    "num_directions": _COUNT,
+    "num_directions": Range(
+        lambda x: _COUNT.holds(x) and x <= MOST_DIRECTIONS, "an integer of 1 to 65536"
+    ),
     "microbatch_size": _COUNT,
     "max_length": _COUNT,
     "max_batch_size": _COUNT,
@@ -60,6 +73,11 @@ RANGES: Mapping[str, Range] = {
     ),
     "per_device_train_batch_size": _COUNT,
     "per_device_eval_batch_size": _COUNT,
+    "eval_steps": _INTERVAL,
+    "save_steps": _INTERVAL,
+    "logging_steps": _INTERVAL,
+    "eval_delay": _NOT_NEGATIVE,
+    "save_total_limit": Range(_COUNT.holds, "an integer of at least 1; leave it out to keep all"),
     "max_steps": Range(
         lambda x: x == -1 or _COUNT.holds(x),
         "an integer of at least 1, or -1 for num_train_epochs",
@@ -71,15 +89,19 @@ def check_ranges(config: Any) -> None:
     """Refuses numbers out of range; warns of a smoothing that float32 hardly resolves.
 
     Args:
-      config: a `DPZeroConfig`; a field that is None is not looked at.
+      config: a `DPZeroConfig`; a field that may be None and is, is not looked at.
 
     Raises:
       ValueError: names one field, its value and what it must be.
     """
+    check_kinds(config)
+    needed = {field.name for field in dataclasses.fields(config) if field.default is not None}
     for name, allowed in RANGES.items():
         value = getattr(config, name)
-        if value is not None:
+        if value is not None or name in needed:
             _check(name, value, allowed)
+            if allowed is _COUNT:
+                setattr(config, name, int(value))
     if config.max_steps == -1:
         _check("num_train_epochs", config.num_train_epochs, _POSITIVE)
     _check_target_delta(config)
@@ -124,6 +146,8 @@ def _check_target_delta(config: Any) -> None:
 def _check_schedule(config: Any) -> None:
     if config.max_steps > 0:
         check_warmup(config, config.max_steps)
+    if config.learning_rate == 0:
+        logger.warning("learning_rate=0: no step moves the weights, and the budget is spent.")
     decay = config.learning_rate * config.weight_decay
     if decay >= 1:
         raise ValueError(

@@ -6,7 +6,8 @@ read from files lie beside the cached texts. They are no part of `output_dir`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -43,15 +44,24 @@ class TextRows:
       args: `max_length` is read.
       tokenizer: the trainer's `processing_class`, or None.
       collator: the trainer's `data_collator`, or None.
+      formatting: row -> its text; None where rows have columns that are known.
 
     Attributes:
       collator: the one given, or one for the rows that were tokenised here.
       examples: True where every training row is a chat or a prompt, so one example.
     """
 
-    def __init__(self, model: Any, args: DPZeroConfig, tokenizer: Any, collator: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        args: DPZeroConfig,
+        tokenizer: Any,
+        collator: Any,
+        formatting: Callable[[Any], str] | None = None,
+    ) -> None:
         self.model, self.args, self.collator = model, args, collator
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self.formatting = formatting
         self.examples = False
         self._private: PrivateRows | None = None
         module = "transformers." if collator is None else getattr(collator, "__module__", "")
@@ -63,8 +73,9 @@ class TextRows:
         Raises:
           ValueError: rows that the model cannot be trained on; says what to do.
         """
-        form = form_of(_first(dataset))
-        made = self._rows(dataset, "train_dataset")
+        shaped = self._formatted(dataset, "train_dataset")
+        form = form_of(_first(shaped))
+        made = self._rows(shaped, "train_dataset")
         if made is not dataset:
             self._private = PrivateRows(dataset)
             self.examples = form != TEXT
@@ -83,12 +94,32 @@ class TextRows:
         """
         if isinstance(dataset, Mapping):
             return {name: self.evaluated(part) for name, part in dataset.items()}
-        made = self._rows(dataset, "eval_dataset")
+        made = self._rows(self._formatted(dataset, "eval_dataset"), "eval_dataset")
         if made is not dataset:
             if self._private is not None:  # by place: tokens lie elsewhere than their texts
                 self._private.refuse(dataset)
             _warn_of_unlabelled(made, self.args.max_length)
         return made
+
+    def _formatted(self, dataset: Any, name: str) -> Any:
+        """Rows with the one column `text`, where a formatting function was given."""
+        row = None if self.formatting is None else _first(dataset)
+        if row is None:
+            return dataset
+        if isinstance(row, Mapping) and "input_ids" in row:
+            if name == "eval_dataset":  # rows that were tokenised before, this trainer's own say
+                return dataset
+            raise ValueError(
+                f"formatting_func was given, and {name} has input_ids already: leave one of them out."
+            )
+        shape = Formatted(self.formatting, name)
+        if isinstance(dataset, datasets.Dataset):
+            plain = dataset.with_format(None)
+            with self.args.main_process_first(desc=f"formatting {name}"):
+                return plain.map(shape, with_indices=True, remove_columns=plain.column_names)
+        if isinstance(dataset, datasets.IterableDataset):
+            return dataset.map(shape, with_indices=True, remove_columns=list(row))
+        return [shape(dataset[number], number) for number in range(len(dataset))]
 
     def _rows(self, dataset: Any, name: str) -> Any:
         row = None if self._reads_rows or self.model is None else _first(dataset)
@@ -159,6 +190,39 @@ class TextRows:
         """max_length, and no more than the model takes."""
         asked, most = self.args.max_length, context_length(self.model)
         return min(asked or 1 << 30, most or 1 << 30)
+
+
+@dataclass(frozen=True)
+class Formatted:
+    """(row, its number) -> a row with the column `text`.
+
+    Attributes:
+      function: of one row.
+      name: of the data set, in errors.
+    """
+
+    function: Callable[[Any], str]
+    name: str
+
+    def __call__(self, row: Any, number: int) -> dict[str, str]:
+        """Formats one row.
+
+        Raises:
+          ValueError: the function fails, or returns no text; names the row's number only.
+        """
+        try:
+            text = self.function(row)
+        except Exception as error:  # its words may quote the row
+            raise ValueError(
+                f"formatting_func fails on row {number} of {self.name} ({type(error).__name__})."
+            ) from None
+        if not isinstance(text, str):
+            raise ValueError(
+                f"formatting_func returns a {type(text).__name__} for row {number} of {self.name}: it "
+                "gets one row and returns one text. A list for many rows is TRL's old form, under which "
+                "a row need not be one example."
+            )
+        return {"text": text}
 
 
 def _is_causal(model: Any) -> bool:

@@ -43,8 +43,10 @@ from hf_dpzero.training.methods import (
 )
 from hf_dpzero.training.overrides import check_overrides
 from hf_dpzero.training.precision import uncached_autocast, unwrapped
+from hf_dpzero.training.preparation import by_name, prepare
 from hf_dpzero.training.publishing import PublishingTrainer
 from hf_dpzero.training.signal_callback import SignalCallback
+from hf_dpzero.training.text_rows import TextRows
 
 logger = logging.get_logger(__name__)
 
@@ -71,6 +73,10 @@ class DPZeroMixin(PublishingTrainer):
     It stands first among the parents, so that its training is what runs. `evaluate`, `predict` and
     whatever else the other class adds stay that class's; its arguments are passed on by name.
 
+    A model given by name is loaded, `peft_config` puts an adapter on it, and rows of text are tokenised
+    for a causal language model (see `conversations`). Trainers of TRL, those whose __init__ names
+    `peft_config` and those with `prepares_inputs = False` do that themselves.
+
     Args:
       model: any model with an objective (see `objectives.select_objective`); parameters with
         requires_grad (and found by `args.trainable`) are trained.
@@ -86,13 +92,15 @@ class DPZeroMixin(PublishingTrainer):
     args: DPZeroConfig
     model: Any
     train_dataset: Any
+    prepares_inputs: bool = True
     _private_rows: Sequence[PrivateRows] = ()
     _compared: Any = None  # the last loader whose rows were
     rows_are_examples = False  # known by their form
+    _texts: TextRows | None = None
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | str | None = None,
         args: DPZeroConfig | None = None,
         *positional: Any,
         compute_per_example_loss: PerExampleLoss | None = None,
@@ -103,17 +111,23 @@ class DPZeroMixin(PublishingTrainer):
         distributed.check_single_strategy(args)
         if settings.get("model_init") is not None:
             raise ValueError(_MODEL_INIT)
+        if noise is not None and not isinstance(noise, NoiseSource):
+            raise ValueError(f"noise is a {type(noise).__name__}: pass a NoiseSource, or leave it out.")
+        settings = by_name(type(self), positional, settings)
+        has_loss = compute_per_example_loss is not None
+        model, self._texts = prepare(type(self), model, args, settings, has_loss)
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
             validation.check_placement(model)
             model = unwrapped(model)
             if compute_per_example_loss is None:
                 select_objective(model)  # refuses a head without an objective
-        given = data_checks.passed_rows(super().__init__, positional, settings)
+        given = data_checks.passed_rows(super().__init__, (), settings)
         data_checks.check_rows(given)
-        super().__init__(model, args, *positional, **settings)
+        super().__init__(model, args, **settings)
         data_checks.check_all_kept(given, self.train_dataset)
         if self.model is not None:
             resolve(args, self.model)
+        self.rows_are_examples = self._texts is not None and self._texts.examples
         distributed.check_launch(self)
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss
@@ -149,7 +163,9 @@ class DPZeroMixin(PublishingTrainer):
             rows.refuse(dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As in Trainer; the private training rows are refused."""
+        """As in Trainer; texts are tokenised, and the private training rows are refused."""
+        if self._texts is not None:
+            eval_dataset = self._texts.evaluated(eval_dataset)
         chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]  # type: ignore[index]
@@ -158,7 +174,9 @@ class DPZeroMixin(PublishingTrainer):
         return self._compared
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """As in Trainer; the private training rows are refused."""
+        """As in Trainer; texts are tokenised, and the private training rows are refused."""
+        if self._texts is not None:
+            test_dataset = self._texts.evaluated(test_dataset)
         self.refuse_private(test_dataset)
         self._compared = super().get_test_dataloader(test_dataset)
         return self._compared

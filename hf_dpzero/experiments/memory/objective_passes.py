@@ -87,6 +87,7 @@ class Classification(ObjectivePass):
         return {**rows, "labels": torch.zeros(size, dtype=torch.int64)}
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Losses [B] of the model's own head."""
         return select_objective(model)(model, batch)
 
 
@@ -104,6 +105,7 @@ class SingleWords(ObjectivePass):
         }
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Losses [B] of the label words at the one position."""
         inputs = {"input_ids": batch["input_ids"]}
         logits = selected_logits(model, inputs, batch["positions"].unsqueeze(1))
         words = logits[:, 0, : self.meta.num_labels]
@@ -119,6 +121,7 @@ class SeveralWords(ObjectivePass):
         return {"input_ids": ids, "labels": torch.zeros(size, dtype=torch.int64)}
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Losses [B] of each example's candidates, scored together."""
         ids = batch["input_ids"]
         scored = min(WORD_TOKENS, self.length - 2)
         scores = -_answer_losses(model, ids.flatten(0, 1), scored).view(ids.shape[:2])
@@ -143,6 +146,7 @@ class FreeText(ObjectivePass):
         return {"input_ids": torch.zeros(size, self.length, dtype=torch.int64)}
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Losses [B] of the answer's tokens; of one token where it is generated."""
         scored = max(1, min(self.max_new_tokens, self.length - 2))
         return _answer_losses(model, batch["input_ids"], 1 if self.by_generation else scored)
 

@@ -1,0 +1,136 @@
+"""What a trainer is given becomes what it trains: a model by name, an adapter, rows of text."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from hf_dpzero.training import data_checks
+from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.training.loading import load_named, load_processing, with_adapter
+from hf_dpzero.training.text_rows import TextRows
+
+FUNCTIONS = (
+    *("data_collator", "compute_metrics", "compute_per_example_loss", "compute_loss_func"),
+    *("preprocess_logits_for_metrics", "formatting_func"),
+)
+
+
+def by_name(kind: type, positional: Sequence[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments behind `model` and `args` by their names in the class that the mixin stands over.
+
+    Args:
+      kind: a class under `DPZeroMixin`.
+      positional: what was passed without a name.
+      settings: what was passed by name.
+
+    Raises:
+      TypeError: more arguments than there are names, or one given twice.
+    """
+    names: list[str] = []
+    for parent in _beneath(kind):
+        parameters = list(inspect.signature(parent.__init__).parameters.values())[1:]  # type: ignore[misc]
+        here = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        names += [name for name in here if name not in names]
+        if "__init__" in vars(parent) and all(p.kind is not p.VAR_POSITIONAL for p in parameters):
+            break
+    given = dict(zip(names[2:], positional, strict=False))
+    if len(given) < len(positional) or given.keys() & settings.keys():
+        raise TypeError(
+            f"{kind.__name__} takes {names}: {len(positional) + 2} arguments without a name are too "
+            "many, or one was given by name as well."
+        )
+    return {**given, **settings}
+
+
+def prepare(
+    kind: type, model: Any, args: DPZeroConfig, settings: dict[str, Any], has_loss: bool
+) -> tuple[Any, TextRows | None]:
+    """Loads a model given by name, puts the adapter on it and tokenises rows of text.
+
+    Args:
+      kind: class of the trainer; nothing is done for one that does it itself (`prepares_itself`).
+      model: a model or a name.
+      args: of the run.
+      settings: the trainer's arguments by name; changed in place to what the class beneath takes.
+      has_loss: a loss was given, so that any head will do.
+
+    Returns:
+      The model, and what encodes rows of evaluation; None where nothing was done.
+
+    Raises:
+      ValueError: an argument of another kind, or rows that the model cannot be trained on.
+    """
+    if prepares_itself(kind):
+        return model, None
+    _check_kinds(kind, model, settings)
+    data_checks.check_rows(settings.get("train_dataset"))
+    peft_config = settings.pop("peft_config", None)
+    if isinstance(model, (str, os.PathLike)):
+        name = os.fspath(model)
+        if settings.get("processing_class") is None and (found := load_processing(name)):
+            settings["processing_class"] = found
+        model = load_named(name, args.seed, has_loss)
+    if peft_config is not None:
+        model = with_adapter(model, peft_config, args.seed)
+    texts = TextRows(
+        model,
+        args,
+        settings.get("processing_class"),
+        settings.get("data_collator"),
+        settings.pop("formatting_func", None),
+    )
+    for name, encode in (("train_dataset", texts.train), ("eval_dataset", texts.evaluated)):
+        if settings.get(name) is not None:
+            settings[name] = encode(settings[name])
+    if texts.collator is not None:
+        settings["data_collator"] = texts.collator
+    return model, texts
+
+
+def prepares_itself(kind: type) -> bool:
+    """Whether the class that the mixin stands over loads models and tokenises rows: TRL's do.
+
+    Also one whose __init__ names `peft_config`, and one with `prepares_inputs = False`.
+    """
+    taken = [
+        parent.__module__.partition(".")[0] == "trl" or "peft_config" in _parameters(parent)
+        for parent in _beneath(kind)
+    ]
+    return any(taken) or not getattr(kind, "prepares_inputs", True)
+
+
+def _parameters(parent: type) -> Sequence[str]:
+    own = vars(parent).get("__init__")
+    return () if own is None else tuple(inspect.signature(own).parameters)
+
+
+def _beneath(kind: type) -> list[type]:
+    """The classes that come after all of hf_dpzero's, `object` aside."""
+    ours = [parent.__module__.startswith("hf_dpzero.") for parent in kind.__mro__]
+    last = max(place for place, is_ours in enumerate(ours) if is_ours)
+    return [parent for parent in kind.__mro__[last + 1 :] if parent is not object]
+
+
+def _check_kinds(kind: type, model: Any, settings: Mapping[str, Any]) -> None:
+    if not (model is None or isinstance(model, (nn.Module, str, os.PathLike))):
+        given = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ValueError(
+            f"model is {given}: pass a model, AutoModelForCausalLM.from_pretrained(name) say, or the "
+            "name of one."
+        )
+    for name in FUNCTIONS:
+        if settings.get(name) is not None and not callable(settings[name]):
+            raise ValueError(
+                f"{name} is a {type(settings[name]).__name__}, {settings[name]!r}: pass a function."
+            )
+    for name in ("eval_dataset", "processing_class"):
+        if isinstance(settings.get(name), str):
+            instead = "load_dataset" if name == "eval_dataset" else "AutoTokenizer.from_pretrained"
+            raise ValueError(f"{name}={settings[name]!r} is a text: load it first, {instead}(...).")
+    if "tokenizer" in settings and not any("tokenizer" in _parameters(p) for p in _beneath(kind)):
+        raise ValueError("tokenizer= is called processing_class= in a Trainer: rename the argument.")
