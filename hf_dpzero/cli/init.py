@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import filecmp
+import math
 from pathlib import Path
 
 from hf_dpzero.cli.options import Init
@@ -15,11 +17,13 @@ def run(arguments: Init) -> None:
     from hf_dpzero.values import positive
 
     positive(arguments, "target_epsilon", "target_delta")
+    _check_numbers(arguments)
     rows = read_rows(Path(arguments.train_file))
     columns = detect_columns(
         rows, arguments.text_column, arguments.text_pair_column, arguments.label_column
     )
     if arguments.validation_file is not None:
+        _check_other_file(arguments.train_file, arguments.validation_file)
         _check_same_columns(arguments.validation_file, [*columns.texts, columns.label])
     starter = Starter(
         columns=columns,
@@ -41,6 +45,23 @@ def run(arguments: Init) -> None:
     if arguments.validation_file is None:
         print("next: put the file of public rows into it (validation_file), to evaluate on")
     print(f"then: {'python' if arguments.script else 'hf-dpzero train'} {target}")
+
+
+def _check_numbers(arguments: Init) -> None:
+    if not math.isfinite(arguments.target_epsilon):
+        raise ValueError(f"target_epsilon={arguments.target_epsilon} must be a finite number above 0.")
+    if arguments.target_delta is not None and arguments.target_delta >= 1:
+        raise ValueError(
+            f"target_delta={arguments.target_delta} must be a number in (0, 1), e.g. 1e-5."
+        )
+
+
+def _check_other_file(train: str, validation: str) -> None:
+    if Path(validation).is_file() and filecmp.cmp(train, validation, shallow=False):
+        raise ValueError(
+            f"validation_file={validation!r} holds the private rows of train_file: give other rows, "
+            "which are public."
+        )
 
 
 def _check_same_columns(file: str, wanted: list[str | None]) -> None:

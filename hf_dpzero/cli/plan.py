@@ -18,6 +18,7 @@ from hf_dpzero.values import encode
 if TYPE_CHECKING:
     from hf_dpzero.experiments.plan import Overview
     from hf_dpzero.recipes.recipe import Recipe
+    from hf_dpzero.training.config import DPZeroConfig
 
 RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
 
@@ -56,7 +57,9 @@ def _plan_options(arguments: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         settings = {"clip": 1.0, "output_dir": scratch, "use_cpu": True, **_said(arguments)}
         config = DPZeroConfig(**settings)
-    return _facts(config.plan(n), config.delta(n), config.target_epsilon)
+    plan = config.plan(n)
+    rate = {} if arguments.clip is None else _chosen(config, plan)
+    return {**_facts(plan, config.delta(n), config.target_epsilon), **rate}
 
 
 def _said(arguments: Plan) -> dict[str, Any]:
@@ -101,7 +104,19 @@ def _recipe_facts(recipe: Recipe, known: Overview) -> dict[str, Any]:
     if args.not_private:
         epsilon = {"epsilon": math.inf, "delta": None, "private": False}
         return {**head, **_setting(known.plan), **epsilon}
-    return {**head, **_facts(known.plan, args.delta(n), args.target_epsilon)}
+    facts = _facts(known.plan, args.delta(n), args.target_epsilon)
+    return {**head, **facts, **_chosen(args, known.plan)}
+
+
+def _chosen(config: DPZeroConfig, plan: PrivacyPlan) -> dict[str, Any]:
+    """`chosen`, the settings that are chosen for the run, and the rate of its first step if that is one."""
+    from hf_dpzero.training.defaults import learning_rate
+
+    if not config.chosen:
+        return {}
+    rate = "learning_rate" in config.chosen and plan.private
+    first = {"learning_rate": learning_rate(plan, config.lr_scheduler_type)} if rate else {}
+    return {**first, "chosen": sorted(config.chosen)}
 
 
 def _facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dict[str, Any]:

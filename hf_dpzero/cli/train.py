@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from transformers.utils import logging
 
 from hf_dpzero.cli.options import Train
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.recipes.build import build_trainer, output_dir
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
+from hf_dpzero.recipes.unused import unused_settings
 from hf_dpzero.reporting.plots import PLOT_FILE, optional_plot, plot_run
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 
 if TYPE_CHECKING:
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
+
+logger = logging.get_logger(__name__)
 
 
 def run(arguments: Train) -> None:
@@ -37,6 +43,8 @@ def run(arguments: Train) -> None:
             "--resume_from_checkpoint, or train into another --output_dir. Its privacy budget "
             "stays spent either way."
         )
+    if unused := unused_settings(recipe):
+        logger.warning(unused)
     trainer = build_trainer(recipe)
     _train(trainer, recipe, resume)
     if trainer.is_world_process_zero():
@@ -54,6 +62,7 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
     from hf_dpzero.training.callbacks import StepMeter
 
     zero_shot = trainer.evaluate(metric_key_prefix="zero_shot")
+    _check_metric(recipe.training.metric_for_best_model, zero_shot)
     meter = StepMeter()
     trainer.add_callback(meter)
     output = trainer.train(resume_from_checkpoint=resume)
@@ -75,6 +84,18 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
     trainer.create_model_card()  # in place of PEFT's empty template
     if recipe.training.push_to_hub:
         trainer.push_to_hub()
+
+
+def _check_metric(name: str | None, measured: Mapping[str, float]) -> None:
+    """Refuses a metric_for_best_model that evaluation does not give, before any budget is spent.
+
+    >>> _check_metric("eval_accuracy", {"zero_shot_accuracy": 0.5})
+    """
+    known = [key.removeprefix("zero_shot_") for key in measured]
+    if name is not None and name.removeprefix("eval_") not in known:
+        raise ValueError(
+            f"metric_for_best_model={name!r} is none of the metrics of evaluation: {', '.join(known)}."
+        )
 
 
 def _checkpoint(setting: str | None) -> str | bool | None:

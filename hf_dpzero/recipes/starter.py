@@ -17,18 +17,18 @@ ENCODER, DECODER, CHAT = (
     "Qwen/Qwen2.5-0.5B-Instruct",
 )
 _PUBLIC_ROWS = "public rows of the same columns, none of them in train_file"
-_HEAD = {"clip": 32.0, "num_directions": 64, "smoothing": 1e-2, "max_steps": 200}
-_WHOLE = {"clip": 100.0, "num_directions": 1, "smoothing": 1e-3, "max_steps": 10_000}
+_HEAD, _WHOLE = {"max_steps": 200}, {"max_steps": 10_000}
+_CHOSEN = (
+    "learning_rate, clip and num_directions (K) are left out: they are chosen from the plan and the",
+    "model. The clip adapts privately, K is 32 for a head on a frozen encoder and 1 for a whole model,",
+    "and the rate follows from noise, clip, B and T.",
+)
 _COMMENTS = {
     "validation_file": _PUBLIC_ROWS,
     "target_epsilon": "all steps together; the noise is calibrated for it",
     "target_delta": "well below 1 / n",
     "expected_batch_size": "B; each row joins a step with probability B / n",
-    "clip": "C, on the L2 norm of an example's finite differences",
-    "num_directions": "K",
-    "smoothing": "lambda",
-    "max_steps": "T",
-    "learning_rate": "tuned on private rows it costs epsilon: hf-dpzero sweep",
+    "max_steps": "T; 2 K forward passes a step",
     "label_column": "class_names: [...] names the labels; else validation_file does",
     "precompute_features": "the encoder is frozen: each text is encoded once",
     "head_init": "label_text with label_texts, a description a label, starts better",
@@ -79,8 +79,7 @@ class Starter:
         }
 
     def _optimisation(self) -> dict[str, Any]:
-        rate = 2.5e-3 if self._encoder else 1e-6 if self.columns.kind == "classification" else 1e-7
-        return {**(_HEAD if self._encoder else _WHOLE), "learning_rate": rate}
+        return _HEAD if self._encoder else _WHOLE
 
     def _model(self) -> dict[str, Any]:
         if not self._encoder:
@@ -124,7 +123,7 @@ class Starter:
             "Model.": self._model(),
             f"Rows. n = {self.num_examples:,} in the accounting.": self._data(task_file),
             "Privacy: one row is protected.": self._privacy(),
-            "Zeroth order: 2 K forward passes a step, no gradients.": self._optimisation(),
+            "Zeroth order: forward passes only, no gradients.": self._optimisation(),
             "The run.": {**run, "save_strategy": "no"},
         }
         lines = [
@@ -133,8 +132,12 @@ class Starter:
             f"#   hf-dpzero plan --recipe {name}     # the noise and the memory, before any download",
             f"#   hf-dpzero train {name}",
         ]
+        shown = f"`hf-dpzero plan --recipe {name}` shows what is chosen; what you write down counts."
+        chosen = [f"# {line}" for line in (*_CHOSEN, shown)]
         for title, settings in parts.items():
-            lines += ["", f"# {title}", *(_line(key, value) for key, value in settings.items())]
+            about = chosen if title.startswith("Zeroth order") else []
+            settled = (_line(key, value) for key, value in settings.items())
+            lines += ["", f"# {title}", *about, *settled]
         files = {name: "\n".join(lines) + "\n"}
         return (
             files if self.columns.kind == "classification" else {**files, task_file: self._task()}
@@ -173,7 +176,6 @@ class Starter:
             body, default = _CLASSIFICATION, "FacebookAI/roberta-base"
         privacy = {**self._privacy(), **_WHOLE}
         privacy["expected_batch_size"] = min(64, privacy["expected_batch_size"])
-        privacy["learning_rate"] = 1e-6
         tabs = ', sep="\\t"' if self.train_file.endswith(".tsv") else ""
         suffix = Path(self.train_file).suffix.lower()
         reader = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}.get(suffix, "json")
@@ -225,6 +227,8 @@ _HEADER = '''\
 from datasets import load_dataset
 '''
 _ARGUMENTS = """\
+# learning_rate, clip and num_directions are chosen from this plan and the model (docs/guide.md); what
+# you write down counts.
 args = DPZeroConfig(
     output_dir=<OUT>,
 <SETTINGS>    save_strategy="no",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import filecmp
@@ -90,7 +91,7 @@ def read_rows(path: Path) -> datasets.Dataset:
     """The rows of a local file.
 
     Raises:
-      ValueError: another kind of file, one that cannot be parsed, or without rows; quotes no row.
+      ValueError: another kind of file, a column's name twice, one that cannot be parsed, or without rows; quotes no row.
       FileNotFoundError: no such file.
       IsADirectoryError: a folder.
     """
@@ -105,6 +106,7 @@ def read_rows(path: Path) -> datasets.Dataset:
         raise FileNotFoundError(f"{path} not found (paths are relative to {Path.cwd()}).")
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty; it needs at least one row.")
+    _check_header(path) if kind == "csv" else _check_encoding(path, kind)
     tabs = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
     files, verbosity = {"rows": str(path)}, datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would quote rows
@@ -121,6 +123,30 @@ def read_rows(path: Path) -> datasets.Dataset:
     return rows
 
 
+def _check_encoding(path: Path, kind: str) -> None:
+    """Refuses JSON in another encoding, which would be read and fail where a row is looked at."""
+    with path.open("rb") as file:
+        compressed = file.peek(2)[:2] == b"\x1f\x8b"
+        for number, line in enumerate(() if compressed or kind != "json" else file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                raise ValueError(
+                    f"{path}: line {number} is not UTF-8 text; save the file as UTF-8."
+                ) from None
+
+
+def _check_header(path: Path) -> None:
+    """Refuses a header with one name twice, of which only the first column would be read."""
+    with contextlib.suppress(UnicodeDecodeError), path.open(encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","), [])
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"{path}: line 1 names the column {twice[0]!r} more than once; rename or drop one."
+            )
+
+
 def _broken(path: Path, kind: str) -> str:
     """Where a file is broken, without its text, which may be private."""
     if kind == "parquet":
@@ -129,7 +155,7 @@ def _broken(path: Path, kind: str) -> str:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        return f"line {content[: error.start].count(10) + 1} is not UTF-8 text"
+        return f"line {content[: error.start].count(10) + 1} is not UTF-8 text (save it as UTF-8)"
     if not text.strip():
         return "it holds only white space"
     if kind == "json" and path.suffix.lower() == ".jsonl":

@@ -83,8 +83,7 @@ def check_before_training(trainer: Any) -> None:
             data_checks.check_unit(model, rows.collate_rows, len(trainer.train_dataset))
     args.max_steps = trainer.plan.steps
     if "learning_rate" in args.chosen:
-        schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-        args.learning_rate = learning_rate(trainer.plan, str(schedule))
+        args.learning_rate = learning_rate(trainer.plan, args.lr_scheduler_type)
     trainer.shapes = _run_shapes(trainer)
     compile_(model, args)
     _try_objective(trainer)

@@ -89,17 +89,18 @@ def steps_that_follow(config: Any, steps: int) -> int:
     return round(FOLLOWED * steps) if adapts else 0
 
 
-def learning_rate(plan: PrivacyPlan, schedule: str) -> float:
+def learning_rate(plan: PrivacyPlan, schedule: Any) -> float:
     """The rate of the first step, for the clip that it starts with (see the module).
 
     Args:
       plan: calibrated.
-      schedule: `lr_scheduler_type`.
+      schedule: `lr_scheduler_type`, a word or Hugging Face's enumeration.
 
     Returns:
       alpha > 0.
     """
     mechanism: Any = plan.mechanism
-    decay = math.sqrt(3) if schedule.startswith(("linear", "cosine")) else 1.0
+    word = str(getattr(schedule, "value", schedule))
+    decay = math.sqrt(3) if word.startswith(("linear", "cosine")) else 1.0
     noise = mechanism.noise_multiplier * mechanism.clip**2 * math.sqrt(plan.steps)
     return NOISE_SHARE * decay * float(mechanism.expected_batch_size) / noise

@@ -48,7 +48,7 @@ def by_name(kind: type, positional: Sequence[Any], settings: Mapping[str, Any]) 
 
 
 def prepare(
-    kind: type, model: Any, args: DPZeroConfig, settings: dict[str, Any], has_loss: bool
+    kind: type, model: Any, args: DPZeroConfig, settings: dict[str, Any], own_loss: Any
 ) -> tuple[Any, TextRows | None]:
     """Loads a model given by name, puts the adapter on it and tokenises rows of text.
 
@@ -57,7 +57,7 @@ def prepare(
       model: a model or a name.
       args: of the run.
       settings: the trainer's arguments by name; changed in place to what the class beneath takes.
-      has_loss: a loss was given, so that any head will do.
+      own_loss: `compute_per_example_loss`, with which any head will do; or None.
 
     Returns:
       The model, and what encodes rows of evaluation; None where nothing was done.
@@ -67,14 +67,14 @@ def prepare(
     """
     if prepares_itself(kind):
         return model, None
-    _check_kinds(kind, model, settings)
+    _check_kinds(kind, model, {**settings, "compute_per_example_loss": own_loss})
     data_checks.check_rows(settings.get("train_dataset"))
     peft_config = settings.pop("peft_config", None)
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
         if settings.get("processing_class") is None and (found := load_processing(name)):
             settings["processing_class"] = found
-        model = load_named(name, args.seed, has_loss)
+        model = load_named(name, args.seed, own_loss is not None)
     if peft_config is not None:
         model = with_adapter(model, peft_config, args.seed)
     texts = TextRows(

@@ -116,5 +116,15 @@ class PublishingTrainer(PredictingTrainer):
         private = self.args.hub_private_repo is not False
         return hub.push(self.output_dir, repo, token=token, private=private)
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As in Trainer; a metric that is not there is a mistake of the settings."""
+        try:
+            return super()._determine_best_metric(metrics, trial)
+        except KeyError as error:
+            raise ValueError(
+                f"metric_for_best_model={self.args.metric_for_best_model!r} is none of the metrics of "
+                f"evaluation: {', '.join(metrics)}."
+            ) from error
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Does nothing: checkpoints hold more than may be shipped; `push_to_hub` uses an allow list."""

@@ -100,7 +100,7 @@ def check_ranges(config: Any) -> None:
         value = getattr(config, name)
         if value is not None or name in needed:
             _check(name, value, allowed)
-            if allowed is _COUNT:
+            if allowed is _COUNT or name == "num_directions":
                 setattr(config, name, int(value))
     if config.max_steps == -1:
         _check("num_train_epochs", config.num_train_epochs, _POSITIVE)

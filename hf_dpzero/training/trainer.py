@@ -114,8 +114,8 @@ class DPZeroMixin(PublishingTrainer):
         if noise is not None and not isinstance(noise, NoiseSource):
             raise ValueError(f"noise is a {type(noise).__name__}: pass a NoiseSource, or leave it out.")
         settings = by_name(type(self), positional, settings)
-        has_loss = compute_per_example_loss is not None
-        model, self._texts = prepare(type(self), model, args, settings, has_loss)
+        own_loss = compute_per_example_loss
+        model, self._texts = prepare(type(self), model, args, settings, own_loss)
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
             validation.check_placement(model)
             model = unwrapped(model)

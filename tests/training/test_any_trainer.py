@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
+from tiny_language_models import save_causal_lm
 from tiny_runs import build, config, same, tiny_data, tiny_model, weights
 from transformers import (
     BartConfig,
@@ -158,3 +160,98 @@ def test_evaluation_generates_after_private_steps(tmp_path, method):
     assert report.private and report.steps == 2
     with pytest.raises(ValueError, match="private"):
         trainer.predict(trainer.train_dataset)
+
+
+# ---------------------------------------------------------------- names, adapters and texts
+
+
+class PassingTrainer(Trainer):
+    """A script's trainer that passes everything on and adds an argument of its own."""
+
+    def __init__(self, model: Any = None, args: Any = None, *rest: Any, tag: str = "", **more: Any):
+        super().__init__(model, args, *rest, **more)
+        self.tag = tag
+
+
+class PrivatePassingTrainer(DPZeroMixin, PassingTrainer):
+    pass
+
+
+def prompts(rows: int, seed: int = 0) -> list[dict[str, str]]:
+    return [{"prompt": f"red {seed} {i}:", "completion": " great"} for i in range(rows)]
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory) -> str:
+    """A folder of a causal language model with its tokenizer."""
+    return str(save_causal_lm(tmp_path_factory.mktemp("named")))
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def seq2seq_config(tmp_path: Any, **settings: Any) -> DPZeroSeq2SeqConfig:
+    return DPZeroSeq2SeqConfig(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, target_epsilon=8,
+        save_strategy="no", expected_batch_size=8, microbatch_size=4, max_steps=2, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [PrivatePassingTrainer, DPZeroSeq2SeqTrainer])
+def test_names_adapters_and_texts_work_under_the_mixin(tmp_path, named, kind):
+    sequences = kind is DPZeroSeq2SeqTrainer
+    trainer = kind(
+        model=named,
+        args=seq2seq_config(tmp_path) if sequences else config(tmp_path, max_steps=2),
+        train_dataset=Dataset.from_list(prompts(40)),
+        eval_dataset=prompts(8, seed=1),
+        peft_config=lora(),
+        **({} if sequences else {"tag": "mine"}),
+    )
+    assert trainer.processing_class is not None
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert len(trainer.train_dataset) == 40 and trainer.args.rows_are == "examples"
+    trainer.train()
+    assert trainer.privacy_report().steps == 2
+    assert torch.isfinite(torch.tensor(trainer.evaluate(prompts(8, seed=2))["eval_loss"]))
+    with pytest.raises(ValueError, match="private"):
+        trainer.evaluate(prompts(8))
+
+
+def test_arguments_without_a_name_are_those_of_the_trainer_beneath(tmp_path, named):
+    settings = config(tmp_path, max_steps=2)
+    trainer = PrivatePassingTrainer(named, settings, None, prompts(20), prompts(8, seed=1))
+    assert set(trainer.train_dataset[0]) == {"input_ids", "labels"}
+    with pytest.raises(TypeError, match="PrivatePassingTrainer takes"):
+        PrivatePassingTrainer(named, settings, None, prompts(20), train_dataset=prompts(20))
+
+
+def test_texts_for_an_encoder_decoder_are_refused_at_construction(tmp_path):
+    with pytest.raises(ValueError, match="BartForConditionalGeneration does not take.*Tokenise"):
+        DPZeroSeq2SeqTrainer(model=bart(), args=seq2seq_config(tmp_path), train_dataset=prompts(20))
+
+
+class TokenisingTrainer(Trainer):
+    """One that names `peft_config`, so that it loads and tokenises by itself."""
+
+    def __init__(self, model: Any, args: Any, train_dataset: Any = None, peft_config: Any = None):
+        self.got = model, peft_config
+        super().__init__(tiny_model(), args, train_dataset=[*tiny_data()])
+
+
+class PrivateTokenisingTrainer(DPZeroMixin, TokenisingTrainer):
+    pass
+
+
+class Untouched(DPZeroMixin, PassingTrainer):
+    prepares_inputs = False
+
+
+def test_trainers_that_prepare_by_themselves_get_what_was_given(tmp_path):
+    rows, settings = [{"text": "a"}] * len(tiny_data()), config(tmp_path)
+    trainer = PrivateTokenisingTrainer("name", settings, train_dataset=rows, peft_config="mine")
+    assert trainer.got == ("name", "mine")
+    left = Untouched(model=tiny_model(), args=settings, train_dataset=rows)
+    assert left.train_dataset is rows

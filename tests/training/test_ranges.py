@@ -27,7 +27,7 @@ BAD = {
     "clip_groups": (0, 1.5),
     "expected_batch_size": (0, -1, NAN, INF),
     "noise_multiplier": (-1.0, NAN, INF),
-    "num_directions": (0, 1.5, INF, NAN),
+    "num_directions": (0, 1.5, INF, NAN, 10**8),
     "microbatch_size": (0, -1, 1.5),
     "max_length": (0, -1, 1.5),
     "max_batch_size": (0, 1.5),
@@ -42,6 +42,11 @@ BAD = {
     "adam_beta2": (1.0, NAN),
     "adam_epsilon": (-1e-8,),
     "label_smoothing_factor": (-0.1, 1.0, NAN),
+    "eval_steps": (0, -5, 1.5),
+    "save_steps": (0, -1),
+    "logging_steps": (-1, 1.5),
+    "eval_delay": (-1,),
+    "save_total_limit": (0, -3, 1.5),
     "target_delta": (0.0, 1.0, -1.0, NAN),
 }
 CASES = [(name, value) for name, values in BAD.items() for value in values]

@@ -481,3 +481,54 @@ def test_evaluation_data_may_be_a_stream_of_texts(tmp_path, folder):
     assert torch.isfinite(torch.tensor(trainer.evaluate(stream)["eval_loss"]))
     with pytest.raises(ValueError, match="private"):
         trainer.evaluate(Dataset.from_list(prompts(20)).to_iterable_dataset())
+
+
+# ---------------------------------------------------------------- a formatting function
+
+
+QUESTIONS = [{"ask": f"red {i}:", "reply": "great"} for i in range(40)]
+
+
+def formatted(row: Any) -> str:
+    return f"{row['ask']} {row['reply']}"
+
+
+def test_a_formatting_function_writes_the_text_of_one_row(tmp_path, folder):
+    public = [{"ask": f"river {i}:", "reply": "bad"} for i in range(8)]
+    for number, rows in enumerate((QUESTIONS, Dataset.from_list(QUESTIONS))):
+        trainer = trainer_of(
+            tmp_path / str(number), folder, rows, eval_dataset=public, formatting_func=formatted
+        )
+        written = [{"text": formatted(row)} for row in QUESTIONS]
+        plain = trainer_of(tmp_path / "plain", folder, written)
+        assert [row["input_ids"] for row in trainer.train_dataset] == [
+            row["input_ids"] for row in plain.train_dataset
+        ]
+        trainer.train()
+        assert torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
+        with pytest.raises(ValueError, match="private"):
+            trainer.evaluate(QUESTIONS[:4])
+        with pytest.raises(ValueError, match="private"):
+            trainer.evaluate(trainer.train_dataset)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda row: [formatted(row)], "returns a list for row 0 of train_dataset.*one text"),
+        (lambda row: row["secret"], r"fails on row 0 of train_dataset \(KeyError\)"),
+        ("{ask}", "formatting_func is a str"),
+    ],
+)
+def test_formatting_functions_that_do_not_keep_one_row_one_text_are_refused(
+    tmp_path, folder, function, message
+):
+    with pytest.raises(ValueError, match=message) as refusal:
+        trainer_of(tmp_path, folder, QUESTIONS, formatting_func=function)
+    assert "red" not in str(refusal.value)
+
+
+def test_a_formatting_function_for_tokenised_rows_is_refused(tmp_path, folder):
+    rows = [{"input_ids": [5, 6], "labels": [5, 6]}] * 20
+    with pytest.raises(ValueError, match="formatting_func was given.*input_ids already"):
+        trainer_of(tmp_path, folder, rows, formatting_func=formatted)

@@ -1,0 +1,168 @@
+"""Values and arguments of another kind, and settings without effect: refused or named, never silent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+from datasets import Dataset
+from tiny_runs import KEY, build, config, tiny_data, tiny_model
+from transformers import BertForSequenceClassification, EarlyStoppingCallback
+from transformers.utils import logging
+
+from hf_dpzero import DPZeroTrainer
+
+OF_ANOTHER_KIND = [
+    *[(name, "false") for name in ("log_private_diagnostics", "base_is_public")],
+    *[(name, value) for name in ("reuse_frozen_prefix", "defer_updates") for value in ("no", None)],
+    *[("seed", value) for value in ("a", 1.5, None, -1, 1 << 32, True)],
+    *[("direction_key", value) for value in ("a", 1.5, -1, 1 << 128)],
+    *[("insecure_noise_seed", value) for value in ("x", -1)],
+    *[("trainable", value) for value in (["classifier"], 3, "")],
+    *[("extends_run", value) for value in (3, "")],
+    ("output_dir", 5),
+    *[("accountant", value) for value in ("gdp", None)],
+    ("neighboring_relation", "add_remove"),
+    ("noise_distribution", "cauchy"),
+    *[(name, None) for name in ("smoothing", "expected_batch_size", "max_steps", "weight_decay")],
+    *[("num_directions", value) for value in (10**8, "4")],
+    ("include_for_metrics", ["nosuch"]),
+    ("lr_scheduler_kwargs", ["power"]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OF_ANOTHER_KIND)
+def test_values_of_another_kind_are_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=rf"^{name}=") as refusal:
+        config(tmp_path, **{name: value})
+    assert str(refusal.value).count("\n") == 0
+
+
+@pytest.mark.parametrize("key", ["zz", KEY[1:], 5])
+def test_a_sampler_key_is_refused_and_not_shown(tmp_path, key):
+    with pytest.raises(ValueError, match="sampler_key must be 64 hex digits") as refusal:
+        config(tmp_path, sampler_key=key)
+    assert str(key) not in str(refusal.value).replace("64", "")
+
+
+def test_whole_floats_are_counts(tmp_path):
+    made = config(tmp_path, num_directions=2.0, microbatch_size=4.0)
+    assert (made.num_directions, made.microbatch_size) == (2, 4)
+    assert isinstance(made.num_directions, int)
+
+
+def test_scheduler_settings_that_it_does_not_take_are_refused(tmp_path):
+    settings = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"powr": 2}}
+    with pytest.raises(ValueError, match="'powr'.*'polynomial' takes lr_end, power"):
+        config(tmp_path, **settings)
+    config(tmp_path, **{**settings, "lr_scheduler_kwargs": {"power": 2}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "used"),
+    [
+        ({"eval_steps": 5}, {"eval_strategy": "steps"}),
+        ({"eval_delay": 5}, {"eval_strategy": "steps", "eval_steps": 2}),
+        ({"metric_for_best_model": "loss"}, {"eval_strategy": "steps", "eval_steps": 2}),
+        ({"save_steps": 5}, {"save_strategy": "steps"}),
+        ({"save_total_limit": 2}, {"save_strategy": "steps"}),
+        ({"logging_strategy": "no", "logging_steps": 3}, {"logging_strategy": "steps"}),
+        ({"num_train_epochs": 5}, {"max_steps": -1}),
+        ({"sampling": "full_batch", "expected_batch_size": 12}, {"sampling": "poisson"}),
+    ],
+)
+def test_settings_whose_strategy_is_off_are_named(tmp_path, caplog, monkeypatch, settings, used):
+    monkeypatch.setattr(logging.logging.getLogger("transformers"), "propagate", True)
+    logging.logging.Logger.warning_once.cache_clear()
+    name, value = list(settings.items())[-1]
+    config(tmp_path, **settings)
+    assert "no effect" in caplog.text and f"{name}={value!r}" in caplog.text
+    caplog.clear()
+    config(tmp_path, **{**settings, **used})
+    assert f"{name}={value!r}" not in caplog.text
+
+
+def test_a_rate_of_zero_is_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.logging.getLogger("transformers"), "propagate", True)
+    config(tmp_path, learning_rate=0.0)
+    assert "learning_rate=0: no step moves the weights" in caplog.text
+
+
+# ---------------------------------------------------------------- what a trainer is given
+
+
+def given(tmp_path: Path, **arguments: Any) -> DPZeroTrainer:
+    settings = {"model": tiny_model(), "train_dataset": tiny_data(), **arguments}
+    return DPZeroTrainer(args=config(tmp_path, max_steps=1), **settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": BertForSequenceClassification}, "model is BertForSequenceClassification: pass"),
+        ({"model": {"a": 1}}, "model is a dict"),
+        ({"train_dataset": "rows.csv"}, "train_dataset='rows.csv' is a text"),
+        ({"train_dataset": pandas.DataFrame({"a": [1]})}, "from_pandas"),
+        ({"eval_dataset": "rows.csv"}, "eval_dataset='rows.csv'.*load_dataset"),
+        ({"processing_class": "bert"}, "processing_class='bert'.*from_pretrained"),
+        ({"tokenizer": "bert"}, "tokenizer= is called processing_class="),
+        ({"data_collator": "pad"}, "data_collator is a str"),
+        ({"compute_metrics": "accuracy"}, "compute_metrics is a str"),
+        ({"compute_per_example_loss": "ce"}, "compute_per_example_loss is a str"),
+        ({"preprocess_logits_for_metrics": 3}, "preprocess_logits_for_metrics is a int"),
+        ({"noise": 3}, "noise is a int"),
+        ({"callbacks": [EarlyStoppingCallback(2)]}, "EarlyStoppingCallback.*eval_strategy"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_at_construction(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        given(tmp_path, **arguments)
+
+
+def rows_with(**columns: Any) -> Dataset:
+    rows = [{**row, **{n: f(i) for n, f in columns.items()}} for i, row in enumerate(tiny_data())]
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (lambda: rows_with(labels=lambda i: float(i % 2)), "labels of shape.*num_labels=1"),
+        (lambda: rows_with(labels=lambda i: [0, 1, 1]), "labels of shape.*for 2 logits"),
+        (lambda: rows_with(input_ids=lambda i: [99] * 8), "row 0 of train_dataset.*IndexError"),
+        (lambda: rows_with(input_ids=lambda i: [1.5] * 8), "row 0 of train_dataset"),
+        (
+            lambda: rows_with(input_ids=lambda i: [7] * 30, attention_mask=lambda i: [1] * 30),
+            "row 0 of train_dataset.*length",
+        ),
+        (lambda: [(1, 2)] * 20, "row 0 of train_dataset cannot be collated"),
+        (lambda: torch.utils.data.TensorDataset(torch.zeros(20, 3)), "row 0 of train_dataset"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused_before_step_0(tmp_path, rows, message):
+    trainer = given(tmp_path, train_dataset=rows())
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert not (tmp_path / "trajectory.ledger").exists()
+
+
+def test_what_fails_in_a_loss_of_the_users_own_is_said(tmp_path):
+    trainer = given(tmp_path, compute_per_example_loss=lambda model, inputs: inputs["nosuch"])
+    with pytest.raises(ValueError, match="KeyError.*compute_per_example_loss") as refusal:
+        trainer.train()
+    assert isinstance(refusal.value.__cause__, KeyError)
+
+
+def test_a_checkpoint_that_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="resume_from_checkpoint='nowhere' is no folder"):
+        build(tmp_path).train(resume_from_checkpoint="nowhere")
+
+
+def test_a_best_metric_that_is_not_measured_is_refused(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best"}
+    trainer = build(tmp_path, metric_for_best_model="nosuch", **settings)
+    with pytest.raises(ValueError, match="metric_for_best_model='nosuch'.*eval_loss"):
+        trainer.train()
