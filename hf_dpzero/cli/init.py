@@ -49,7 +49,9 @@ def run(arguments: Init) -> None:
 
 def _check_numbers(arguments: Init) -> None:
     if not math.isfinite(arguments.target_epsilon):
-        raise ValueError(f"target_epsilon={arguments.target_epsilon} must be a finite number above 0.")
+        raise ValueError(
+            f"target_epsilon={arguments.target_epsilon} must be a finite number above 0."
+        )
     if arguments.target_delta is not None and arguments.target_delta >= 1:
         raise ValueError(
             f"target_delta={arguments.target_delta} must be a number in (0, 1), e.g. 1e-5."

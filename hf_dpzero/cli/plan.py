@@ -18,7 +18,6 @@ from hf_dpzero.values import encode
 if TYPE_CHECKING:
     from hf_dpzero.experiments.plan import Overview
     from hf_dpzero.recipes.recipe import Recipe
-    from hf_dpzero.training.config import DPZeroConfig
 
 RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
 
@@ -108,8 +107,8 @@ def _recipe_facts(recipe: Recipe, known: Overview) -> dict[str, Any]:
     return {**head, **facts, **_chosen(args, known.plan)}
 
 
-def _chosen(config: DPZeroConfig, plan: PrivacyPlan) -> dict[str, Any]:
-    """`chosen`, the settings that are chosen for the run, and the rate of its first step if that is one."""
+def _chosen(config: Any, plan: PrivacyPlan) -> dict[str, Any]:
+    """`chosen`: which settings are chosen for the run; and its first rate, if that is one of them."""
     from hf_dpzero.training.defaults import learning_rate
 
     if not config.chosen:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers.utils import logging
-
 from hf_dpzero.cli.options import Train
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
@@ -20,8 +18,6 @@ from hf_dpzero.reporting.redaction import RECIPE_FILE
 
 if TYPE_CHECKING:
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
-
-logger = logging.get_logger(__name__)
 
 
 def run(arguments: Train) -> None:
@@ -44,7 +40,9 @@ def run(arguments: Train) -> None:
             "stays spent either way."
         )
     if unused := unused_settings(recipe):
-        logger.warning(unused)
+        from transformers.utils import logging
+
+        logging.get_logger(__name__).warning(unused)
     trainer = build_trainer(recipe)
     _train(trainer, recipe, resume)
     if trainer.is_world_process_zero():

@@ -95,9 +95,9 @@ def _check_one_target(labels: Tensor, logits: Tensor, kind: str | None) -> None:
     if labels.numel() == rows and (kind == "single_label_classification" or (classes and not kind)):
         return
     raise ValueError(
-        f"labels of shape {list(labels.shape)} and {labels.dtype} for {outputs} logits: one integer a row "
-        f"is a class, {outputs} numbers a row are several labels, and one number a row needs a model with "
-        "num_labels=1."
+        f"labels of shape {list(labels.shape)} and {labels.dtype} for {outputs} logits: one integer "
+        f"a row is a class, {outputs} numbers a row are several labels, and one number a row needs a "
+        "model with num_labels=1."
     )
 
 

@@ -94,11 +94,15 @@ def detect_columns(
 def _check_held(rows: datasets.Dataset, texts: Sequence[str], label: str) -> None:
     """Refuses texts that are none, a label that is a text too, and labels that are no classes."""
     if label in texts:
-        raise ValueError(f"{label!r} is both text and label: say which, --text_column, --label_column.")
+        raise ValueError(
+            f"{label!r} is both text and label: say which, --text_column, --label_column."
+        )
     for name in texts:
         held = str(getattr(rows.features[name], "dtype", "lists"))
         if held not in ("string", "large_string", "string_view"):
-            raise ValueError(f"the column {name!r} holds {held}, no text: choose another --text_column.")
+            raise ValueError(
+                f"the column {name!r} holds {held}, no text: choose another --text_column."
+            )
     if str(getattr(rows.features[label], "dtype", "")).startswith(("float", "double")):
         raise ValueError(
             f"the label column {label!r} holds floats or has empty rows: classes are integers from 0 or "

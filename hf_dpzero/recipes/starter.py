@@ -132,7 +132,9 @@ class Starter:
             f"#   hf-dpzero plan --recipe {name}     # the noise and the memory, before any download",
             f"#   hf-dpzero train {name}",
         ]
-        shown = f"`hf-dpzero plan --recipe {name}` shows what is chosen; what you write down counts."
+        shown = (
+            f"`hf-dpzero plan --recipe {name}` shows what is chosen; what you write down counts."
+        )
         chosen = [f"# {line}" for line in (*_CHOSEN, shown)]
         for title, settings in parts.items():
             about = chosen if title.startswith("Zeroth order") else []

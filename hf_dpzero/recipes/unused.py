@@ -31,10 +31,6 @@ def unused_settings(recipe: Recipe) -> str:
         ),
         "dataset_name": (data.train_file is None, "train_file goes first"),
         "dataset_config_name": (data.train_file is None, "train_file goes first"),
-        "allow_fewer_per_class": (
-            data.num_examples_per_class is not None,
-            "it is for num_examples_per_class",
-        ),
         "max_new_tokens": (data.prompt is not None, "it is for a prompt"),
         "do_train": (False, "the command says what is done"),
         "do_eval": (False, "the command says what is done"),
@@ -50,4 +46,4 @@ def unused_settings(recipe: Recipe) -> str:
 
 def _means_nothing(name: str, value: object) -> bool:
     """Whether a value says what happens anyhow."""
-    return value is (name in ("do_train", "do_eval")) and name.startswith(("do_", "allow_"))
+    return name.startswith("do_") and value is (name != "do_predict")

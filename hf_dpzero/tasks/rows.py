@@ -91,7 +91,8 @@ def read_rows(path: Path) -> datasets.Dataset:
     """The rows of a local file.
 
     Raises:
-      ValueError: another kind of file, a column's name twice, one that cannot be parsed, or without rows; quotes no row.
+      ValueError: another kind of file, a column's name twice, one that cannot be parsed, or without
+        rows; quotes no row.
       FileNotFoundError: no such file.
       IsADirectoryError: a folder.
     """
@@ -138,7 +139,10 @@ def _check_encoding(path: Path, kind: str) -> None:
 
 def _check_header(path: Path) -> None:
     """Refuses a header with one name twice, of which only the first column would be read."""
-    with contextlib.suppress(UnicodeDecodeError), path.open(encoding="utf-8-sig", newline="") as file:
+    with (
+        contextlib.suppress(UnicodeDecodeError),
+        path.open(encoding="utf-8-sig", newline="") as file,
+    ):
         names = next(csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","), [])
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

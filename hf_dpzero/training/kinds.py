@@ -1,4 +1,4 @@
-"""Kinds of the values in a `DPZeroConfig` that are no numbers with a range: truth values, texts, seeds."""
+"""Kinds of those values in a `DPZeroConfig` that have no range: truth values, texts, seeds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_scheduler_settings(config: Any) -> None:
     """
     given, kind = config.lr_scheduler_kwargs or {}, config.lr_scheduler_type
     _check(config, "lr_scheduler_kwargs", isinstance(given, Mapping), "a mapping, {name: value}")
-    schedule = TYPE_TO_SCHEDULER_FUNCTION.get(kind)
+    schedule: Any = TYPE_TO_SCHEDULER_FUNCTION.get(kind)
     if schedule is None or not given:
         return
     parameters = inspect.signature(schedule).parameters.values()

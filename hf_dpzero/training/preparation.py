@@ -133,4 +133,6 @@ def _check_kinds(kind: type, model: Any, settings: Mapping[str, Any]) -> None:
             instead = "load_dataset" if name == "eval_dataset" else "AutoTokenizer.from_pretrained"
             raise ValueError(f"{name}={settings[name]!r} is a text: load it first, {instead}(...).")
     if "tokenizer" in settings and not any("tokenizer" in _parameters(p) for p in _beneath(kind)):
-        raise ValueError("tokenizer= is called processing_class= in a Trainer: rename the argument.")
+        raise ValueError(
+            "tokenizer= is called processing_class= in a Trainer: rename the argument."
+        )

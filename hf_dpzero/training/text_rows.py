@@ -104,7 +104,7 @@ class TextRows:
     def _formatted(self, dataset: Any, name: str) -> Any:
         """Rows with the one column `text`, where a formatting function was given."""
         row = None if self.formatting is None else _first(dataset)
-        if row is None:
+        if row is None or self.formatting is None:
             return dataset
         if isinstance(row, Mapping) and "input_ids" in row:
             if name == "eval_dataset":  # rows that were tokenised before, this trainer's own say

@@ -112,7 +112,9 @@ class DPZeroMixin(PublishingTrainer):
         if settings.get("model_init") is not None:
             raise ValueError(_MODEL_INIT)
         if noise is not None and not isinstance(noise, NoiseSource):
-            raise ValueError(f"noise is a {type(noise).__name__}: pass a NoiseSource, or leave it out.")
+            raise ValueError(
+                f"noise is a {type(noise).__name__}: pass a NoiseSource, or leave it out."
+            )
         settings = by_name(type(self), positional, settings)
         own_loss = compute_per_example_loss
         model, self._texts = prepare(type(self), model, args, settings, own_loss)
@@ -123,7 +125,7 @@ class DPZeroMixin(PublishingTrainer):
                 select_objective(model)  # refuses a head without an objective
         given = data_checks.passed_rows(super().__init__, (), settings)
         data_checks.check_rows(given)
-        super().__init__(model, args, **settings)
+        super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)
         if self.model is not None:
             resolve(args, self.model)

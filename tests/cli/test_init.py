@@ -12,6 +12,7 @@ import pytest
 from tiny_language_models import save_causal_lm
 
 from hf_dpzero.cli import main
+from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import load_recipe
 from hf_dpzero.tasks import build_task
 
@@ -100,6 +101,35 @@ def test_a_starter_of_a_classification_trains(bert_checkpoint, capsys):
     init(capsys, *words)
     assert main.main(["train", "mine.yaml", *TINY]) == 0
     assert json.loads(Path("out/mine/privacy_report.json").read_text())["steps"] == 2
+
+
+def test_rate_clip_and_directions_of_a_starter_are_chosen_and_the_plan_shows_them(
+    bert_checkpoint, capsys
+):
+    train = write(Path("mine.csv"), rows_of("text", 24))
+    public = write(Path("public.csv"), rows_of("text", 6, 100))
+    words = ["--train_file", train, "--validation_file", public, "--model", bert_checkpoint]
+    init(capsys, *words)
+    assert load_recipe("mine.yaml").training.chosen == {"learning_rate", "num_directions"}
+    text = Path("mine.yaml").read_text()
+    assert "hf-dpzero plan --recipe mine.yaml` shows what is chosen" in text
+    changes = ["--max_steps=2", "--max_seq_length=32", "--use_cpu"]
+    assert main.main(["plan", "--recipe", "mine.yaml", "--json", *changes]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["chosen"] == ["learning_rate", "num_directions"]
+    quick = [*changes, "--disable_tqdm", "--logging_steps=1", "--lr_scheduler_type=constant"]
+    assert main.main(["plan", "--recipe", "mine.yaml", "--json", *quick]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    recipe = load_recipe("mine.yaml", [*quick, "--output_dir=out/x"])
+    trainer = build_trainer(recipe)
+    trainer.train()
+    first = trainer.state.log_history[0]["learning_rate"]
+    assert first == pytest.approx(plan["learning_rate"], rel=1e-6)
+    assert recipe.training.num_directions == plan["num_directions"] == 32
+    capsys.readouterr()
+    rate = ["--learning_rate=1e-3", "--clip=2"]
+    assert main.main(["plan", "--recipe", "mine.yaml", "--json", *quick, *rate]) == 0
+    assert "chosen" not in json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("kind", ["answers", "completion"])

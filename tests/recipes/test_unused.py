@@ -34,7 +34,6 @@ def told(tmp_path: Any, **settings: Any) -> str:
             ["a", "b"],
             {"head_init": "label_text", "architecture": "sentence_classifier"},
         ),
-        ("allow_fewer_per_class", True, {"num_examples_per_class": 4}),
         ("max_new_tokens", 5, {"prompt": "causal_lm"}),
         ("do_train", False, None),
         ("do_eval", False, None),
@@ -51,7 +50,7 @@ def test_a_setting_without_effect_is_named(tmp_path, name, value, used):
 
 
 def test_what_happens_anyhow_is_not_named(tmp_path):
-    assert told(tmp_path, do_train=True, do_eval=True, allow_fewer_per_class=False) == ""
+    assert told(tmp_path, do_train=True, do_eval=True, do_predict=False) == ""
     assert "model_revision" in told(
         tmp_path, model_name_or_path=str(tmp_path), model_revision="main"
     )
