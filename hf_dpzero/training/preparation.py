@@ -128,7 +128,11 @@ def _check_kinds(kind: type, model: Any, settings: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} is a {type(settings[name]).__name__}, {settings[name]!r}: pass a function."
             )
+    if not isinstance(settings.get("callbacks", []), (list, tuple, type(None))):
+        raise ValueError(f"callbacks={settings['callbacks']!r} is no list: pass callbacks=[...].")
     for name in ("eval_dataset", "processing_class"):
+        if isinstance(settings.get(name), bool):
+            raise ValueError(f"{name}={settings[name]} is no {name}: leave it out.")
         if isinstance(settings.get(name), str):
             instead = "load_dataset" if name == "eval_dataset" else "AutoTokenizer.from_pretrained"
             raise ValueError(f"{name}={settings[name]!r} is a text: load it first, {instead}(...).")

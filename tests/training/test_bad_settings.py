@@ -65,6 +65,10 @@ def test_scheduler_settings_that_it_does_not_take_are_refused(tmp_path):
     ("settings", "used"),
     [
         ({"eval_steps": 5}, {"eval_strategy": "steps"}),
+        (
+            {"eval_strategy": "steps", "max_steps": 6, "eval_steps": 9},
+            {"max_steps": 20},
+        ),
         ({"eval_delay": 5}, {"eval_strategy": "steps", "eval_steps": 2}),
         ({"metric_for_best_model": "loss"}, {"eval_strategy": "steps", "eval_steps": 2}),
         ({"save_steps": 5}, {"save_strategy": "steps"}),
@@ -114,6 +118,8 @@ def given(tmp_path: Path, **arguments: Any) -> DPZeroTrainer:
         ({"compute_per_example_loss": "ce"}, "compute_per_example_loss is a str"),
         ({"preprocess_logits_for_metrics": 3}, "preprocess_logits_for_metrics is a int"),
         ({"noise": 3}, "noise is a int"),
+        ({"callbacks": "early"}, "callbacks='early' is no list"),
+        ({"eval_dataset": False}, "eval_dataset=False is no eval_dataset"),
         ({"callbacks": [EarlyStoppingCallback(2)]}, "EarlyStoppingCallback.*eval_strategy"),
     ],
 )
