@@ -358,9 +358,9 @@ def _own_unused(config: Any) -> Iterator[tuple[str, str]]:
             for name in names.split():
                 if getattr(config, name) not in (None, defaults[name]):
                     yield name, f"it is for {setting}={_one_of(values)}"
-    if "steps" == getattr(config.eval_strategy, "value", config.eval_strategy):
-        if 0 < config.max_steps < (config.eval_steps or 0):
-            yield "eval_steps", f"the run has {config.max_steps} steps"
+    evaluates = getattr(config.eval_strategy, "value", config.eval_strategy) == "steps"
+    if evaluates and 0 < config.max_steps < (config.eval_steps or 0):
+        yield "eval_steps", f"the run has {config.max_steps} steps"
     if config.max_steps > 0 and config.num_train_epochs != defaults["num_train_epochs"]:
         yield "num_train_epochs", "max_steps is set, which goes first"
 

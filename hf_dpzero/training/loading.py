@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 
 from hf_dpzero.objectives.heads import select_objective
@@ -25,6 +24,8 @@ def load_named(name: str, seed: int, has_loss: bool = False) -> nn.Module:
     Raises:
       ValueError: transformers does not have that class, or it is a base without a head.
     """
+    from safetensors import SafetensorError
+
     config = transformers.AutoConfig.from_pretrained(name)
     names = getattr(config, "architectures", None) or [None]
     kind = getattr(transformers, str(names[0]), None)
