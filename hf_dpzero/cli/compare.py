@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from hf_dpzero.cli.options import Compare
+from hf_dpzero.experiments.aggregate import JSON_FILE
 from hf_dpzero.experiments.compare import compare
 from hf_dpzero.experiments.grid import build_grid
+from hf_dpzero.experiments.plots import PLOT_FILE
 from hf_dpzero.experiments.tables import TABLE_FILE, merge, table
 from hf_dpzero.values import listed
 
@@ -55,7 +57,8 @@ def run(arguments: Compare) -> None:
     failed = sum(not row.done for row in record.rows)
     if failed:
         print(f"{failed} of {len(record.rows)} runs do not count; {folder / TABLE_FILE} says why.")
-    print(f"written: {folder}/comparison.json, .md and .png")
+    names = (JSON_FILE, TABLE_FILE, PLOT_FILE)  # no plot without matplotlib or a finished run
+    print("written:", *(str(folder / name) for name in names if (folder / name).is_file()))
 
 
 def _listed(name: str, words: list[str] | None, kind: Callable[[str], _T]) -> list[_T]:

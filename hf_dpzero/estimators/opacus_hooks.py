@@ -55,7 +55,8 @@ def hooks_class() -> Any:
         from opacus.grad_sample.grad_sample_module import GradSampleHooks
     except ImportError:
         raise ImportError(
-            "per-example gradients need opacus: pip install -c constraints.txt '.[first-order]'."
+            "per-example gradients need opacus, which is not installed; run "
+            "pip install 'hf-dpzero[first-order]'"
         ) from None
 
     class Hooks(GradSampleHooks):

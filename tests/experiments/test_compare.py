@@ -744,6 +744,26 @@ def test_the_command_refuses_in_one_line(words, message, tmp_path, capsys, monke
     assert not (tmp_path / "out" / "compare-tiny-dpzero" / "rows.jsonl").exists()
 
 
+def test_the_command_names_only_the_files_it_wrote(tmp_path, capsys, monkeypatch):
+    """A run that was refused leaves nothing to draw, and without matplotlib nothing is drawn."""
+    start = lambda jobs, lock: Fake(status=lambda attempt: 2)  # noqa: E731
+    monkeypatch.setattr("hf_dpzero.experiments.runner.train_in_process", start)
+    out = tmp_path / "out"
+    words = [
+        "compare",
+        write_recipe(tmp_path),
+        "--methods",
+        "dpzero",
+        "--seeds",
+        "1",
+        "--output_dir",
+        out,
+    ]
+    assert main.main([str(word) for word in words]) == 0
+    written = capsys.readouterr().out.strip().splitlines()[-1]
+    assert written == f"written: {out / 'comparison.json'} {out / 'comparison.md'}"
+
+
 @pytest.mark.slow
 def test_compare_from_the_command_line(tmp_path, bert_checkpoint, capsys):
     """dpzero and mezo in real processes; a second call has nothing left to do."""
