@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 import sys
@@ -261,7 +262,7 @@ def test_every_argument_is_documented():
         names = [field.name for field in dataclasses.fields(owner)]
         assert names
         for name in names:
-            assert f"\n      {name}: " in (owner.__doc__ or ""), name
+            assert f"\n  {name}: " in (inspect.getdoc(owner) or ""), name
 
 
 @pytest.mark.parametrize(
