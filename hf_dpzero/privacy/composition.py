@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from hf_dpzero.privacy.accounting import (
 )
 from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack, discretisation_slack
 from hf_dpzero.privacy.events import StepSpec, accountant_used, library_relation, step_event
+from hf_dpzero.privacy.heterogeneous import composed_epsilon
 
 Part = tuple[StepSpec, int]
 """A run as the accounting sees it: one step, and how many of them were taken."""
@@ -142,6 +144,8 @@ def _pld(parts: Sequence[Part], delta: float) -> float:
 
 def _pld_on_fitted_grid(parts: Sequence[Part], delta: float, smaller: bool) -> float:
     """As `accounting._pld_on_fitted_grid`: a coarse pass for the size of the answer, then a fine one."""
+    if _together(parts):
+        return _many_levels(parts, delta)
     widest = max(largest_loss(spec) for spec, _ in parts)
     rough = max(min(coarse_grid(spec) for spec, _ in parts), widest / 2**15)
     coarse = _pld_on_grid(parts, delta, smaller, rough)
@@ -149,6 +153,31 @@ def _pld_on_fitted_grid(parts: Sequence[Part], delta: float, smaller: bool) -> f
     fine = min(min(typical_loss(spec) for spec, _ in parts) / 64, 1e-3)
     grid = max(fine, widest / 2**18, total / 2**17, 1e-10)
     return min(coarse, _pld_on_grid(parts, delta, smaller, grid))
+
+
+def composes_at_once(spec: StepSpec) -> bool:
+    """Whether `heterogeneous` knows a step: a Gaussian sum that an example moves by its bound once."""
+    plain = spec.sampling in ("poisson", "full_batch") and spec.distribution == "gaussian"
+    return plain and spec.sensitivity == 1
+
+
+def _together(parts: Sequence[Part]) -> bool:
+    same = len({spec.probability for spec, _ in parts}) == 1
+    return same and all(composes_at_once(spec) for spec, _ in parts)
+
+
+def _many_levels(parts: Sequence[Part], delta: float) -> float:
+    """On a grid of a 64th of the typical loss of a step, but of at most 2^18 points in all."""
+    levels = [(spec.noise_multiplier, steps) for spec, steps in parts]
+    steps = sum(count for _, count in levels)
+    typical = math.sqrt(sum(typical_loss(spec) ** 2 * count for spec, count in parts) / steps)
+    widest = max(largest_loss(spec) for spec, _ in parts)
+    q = parts[0][0].probability
+    rough = max(typical / 4, widest / 2**14, 1e-10)
+    coarse = composed_epsilon(levels, q, delta, rough)
+    total = coarse if math.isfinite(coarse) else 0.0
+    grid = max(min(typical / 64, 1e-3), widest / 2**17, total / 2**17, 1e-10)
+    return coarse if grid >= rough else min(coarse, composed_epsilon(levels, q, delta, grid))
 
 
 def _pld_on_grid(parts: Sequence[Part], delta: float, smaller: bool, grid: float) -> float:
@@ -178,7 +207,7 @@ _ACCOUNTS = {"gaussian_exact": _gaussian, "pld": _pld, "rdp": _rdp}
 
 def calibrated_after(
     before: tuple[Part, ...],
-    at: Callable[[float], Part],
+    at: Callable[[float], tuple[Part, ...]],
     *,
     epsilon: float,
     delta: float,
@@ -187,8 +216,8 @@ def calibrated_after(
     """The smallest noise multiplier of a new run with which all runs together keep to `epsilon`.
 
     Args:
-      before: the earlier runs.
-      at: noise multiplier -> the new run.
+      before: the earlier runs; none is allowed.
+      at: noise multiplier -> the new run, perhaps of several kinds of steps.
       epsilon: of all runs together, > 0.
       delta: as in `epsilon_together`.
       tolerance: relative distance to the smallest multiplier.
@@ -213,8 +242,9 @@ def calibrated_after(
         return math.sqrt(max(total**2 - spent**2, 0.0))
 
     def beyond(sigma: float) -> float:
-        return excess(epsilon_together((*before, at(sigma)), delta))
+        return excess(epsilon_together((*before, *at(sigma)), delta))
 
-    spec, steps = at(1.0)
-    start = first_guess(spec, steps, excess(epsilon), delta)
+    new = at(1.0)
+    steps = sum(count for _, count in new)
+    start = first_guess(replace(new[0][0], noise_multiplier=1.0), steps, excess(epsilon), delta)
     return smallest_argument(beyond, excess(epsilon), start, tolerance)

@@ -8,28 +8,46 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hf_dpzero.privacy.accounting import calibrated_noise_multiplier
 from hf_dpzero.privacy.composition import (
     Part,
     calibrated_after,
     common_accountant,
+    composes_at_once,
     epsilon_together,
 )
 from hf_dpzero.privacy.events import (
     Accountant,
     StepSpec,
+    accountant_used,
     check_sound,
     step_event,
 )
+from hf_dpzero.privacy.heterogeneous import MOST_LEVELS, grouped
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from hf_dpzero.privacy.sampling import Sampler, TruncatedPoissonSampler, sampler_from_dict
+from hf_dpzero.privacy.schedules import (
+    Factors,
+    NoiseSchedule,
+    check_span,
+    factors_from_dict,
+    noise_schedule_from_dict,
+)
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+FEW_LEVELS, ALL_LEVELS = 24, 4096
+"""Different noise multipliers that are told apart: where dp-accounting composes one after another; where
+a full batch makes them one Gaussian."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +65,8 @@ class PrivacyPlan:
         full batch and replace_one only).
       after: earlier runs on the same data that this one continues from, oldest first: (plan, steps
         completed) each. Every epsilon of the plan is then that of all of them together.
+      noise_schedule: the noise multiplier of each step; None for one that stays.
+      clip_schedule: factor of the clip in each step; None for one that stays. It costs nothing.
 
     Raises:
       ValueError: sampler and mechanism disagree on the batch size, `steps` < 1, or the combination
@@ -71,6 +91,8 @@ class PrivacyPlan:
     relation: Relation = "add_or_remove_one"
     accountant: Accountant = "pld"
     after: tuple[tuple[PrivacyPlan, int], ...] = ()
+    noise_schedule: NoiseSchedule | None = None
+    clip_schedule: Factors | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
@@ -83,8 +105,83 @@ class PrivacyPlan:
             )
         if not isinstance(self.mechanism, NotNoised):
             check_sound(self.spec)
+        self._check_schedules()
         if self.after:
             self._check_earlier()
+
+    def _check_schedules(self) -> None:
+        if self.clip_schedule is not None and isinstance(self.mechanism, AdaptiveClipping):
+            raise ValueError(
+                f"clip_schedule={self.clip_schedule} with adaptive clipping: the clip follows the "
+                "releases already; use clipping='fixed', or no clip_schedule."
+            )
+        for name in ("noise_schedule", "clip_schedule"):
+            if getattr(self, name) is not None and isinstance(self.mechanism, NotNoised):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has nothing to act on: method "
+                    f"{self.mechanism.name!r} neither clips nor adds noise. Leave it out."
+                )
+        if self.noise_schedule is None:
+            if self.clip_schedule is not None:
+                self.clip_schedule.factors(self.steps)
+            return
+        if self.accountant == "advanced_composition":
+            raise ValueError(
+                f"noise_schedule={self.noise_schedule}: accountant='advanced_composition' knows equal "
+                "steps only; use accountant='pld'."
+            )
+        if self.private:
+            check_span(self.multipliers, self.noise_schedule)
+
+    @cached_property
+    def multipliers(self) -> np.ndarray:
+        """Noise multiplier of each step, in the mechanism's terms, float64 [T]."""
+        scale = float(getattr(self.mechanism, "noise_multiplier", 0.0))
+        if self.noise_schedule is None or not scale:
+            return np.full(self.steps, scale)
+        return self.noise_schedule.multipliers(scale, self.log_influence)
+
+    @cached_property
+    def log_influence(self) -> np.ndarray:
+        """log(q_t C_t^2) up to a constant: how much the noise of each step counts, float64 [T]."""
+        influence = np.zeros(self.steps)
+        if self.noise_schedule is not None:
+            influence = influence + self.noise_schedule.log_influence(self.steps)
+        return influence + 2 * np.log(self._clip_factors)
+
+    @cached_property
+    def _clip_factors(self) -> np.ndarray:
+        return (
+            np.ones(self.steps)
+            if self.clip_schedule is None
+            else self.clip_schedule.factors(self.steps)
+        )
+
+    @property
+    def scheduled(self) -> Callable[[int], Mechanism] | None:
+        """`mechanism_at`, or None where every step has the plan's own mechanism."""
+        constant = self.noise_schedule is None and self.clip_schedule is None
+        return None if constant else self.mechanism_at
+
+    def mechanism_at(self, step: int) -> Mechanism:
+        """The mechanism of one step: the plan's with the schedules' noise multiplier and clip.
+
+        Args:
+          step: 0 <= step < steps.
+
+        Returns:
+          The plan's own mechanism where nothing is scheduled. An adaptive clip is still the first one.
+        """
+        mechanism: Any = self.mechanism
+        changed: dict[str, float] = {}
+        if self.noise_schedule is not None:
+            changed["noise_multiplier"] = float(self.multipliers[step])
+        if self.clip_schedule is not None:
+            changed["clip"] = mechanism.clip * float(self._clip_factors[step])
+        if changed and isinstance(mechanism, AdaptiveClipping) and mechanism.private:
+            ratio = changed["noise_multiplier"] / mechanism.noise_multiplier
+            changed["clip_count_noise"] = mechanism.clip_count_noise * ratio
+        return replace(mechanism, **changed) if changed else self.mechanism
 
     def _check_earlier(self) -> None:
         for plan, steps in self.after:
@@ -175,7 +272,30 @@ class PrivacyPlan:
         return min(part, whole)
 
     def _parts(self, count: int) -> tuple[Part, ...]:
-        return (*((plan.spec, steps) for plan, steps in self.after), (self.spec, count))
+        earlier = [part for plan, steps in self.after for part in plan.own_parts(steps)]
+        return (*earlier, *self.own_parts(count))
+
+    def own_parts(self, count: int | None = None) -> tuple[Part, ...]:
+        """The first `count` steps of this run alone (default: all) as the accounting sees them.
+
+        Steps of different noise are grouped, each counted with no more noise than it has
+        (`heterogeneous.grouped`).
+        """
+        count = self._count(count)
+        if self.noise_schedule is None or not self.private:
+            return ((self.spec, count),)
+        return _scheduled(
+            self.spec, self.multipliers[:count] / self.mechanism.sensitivity_add_remove
+        )
+
+    def _all_steps(self, effective: float) -> tuple[Part, ...]:
+        """`own_parts` of the same plan with another effective noise multiplier."""
+        if self.noise_schedule is None:
+            return ((replace(self.spec, noise_multiplier=effective), self.steps),)
+        scaled = self.noise_schedule.multipliers(
+            effective * self.mechanism.sensitivity_add_remove, self.log_influence
+        )
+        return _scheduled(self.spec, scaled / self.mechanism.sensitivity_add_remove)
 
     def calibrate(self, *, epsilon: float, delta: float) -> PrivacyPlan:
         """The same plan with the smallest noise multiplier, to 4e-4, that keeps to the target.
@@ -199,24 +319,25 @@ class PrivacyPlan:
                 f"target epsilon={epsilon} with method {mechanism.name!r}, which has no noise to "
                 f"calibrate; use method {mechanism.private_counterpart!r}, or drop the target."
             )
-        if self.after:
-            earlier = self._parts(0)[:-1]
+        if self.after or self.noise_schedule is not None:
+            earlier = self._parts(0) if self.after else ()
 
-            def at(sigma: float) -> Part:
-                return replace(self.spec, noise_multiplier=sigma), self.steps
-
-            effective = calibrated_after(earlier, at, epsilon=epsilon, delta=delta)
+            effective = calibrated_after(earlier, self._all_steps, epsilon=epsilon, delta=delta)
         else:
             effective = calibrated_noise_multiplier(
                 self.spec, self.steps, epsilon=epsilon, delta=delta
             )
-        sigma = mechanism.sensitivity_add_remove * effective
-        plan = replace(self, mechanism=replace(mechanism, noise_multiplier=sigma))
+        plan = self._with_noise(mechanism.sensitivity_add_remove * effective)
         assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
         return plan
 
+    def _with_noise(self, noise_multiplier: float) -> PrivacyPlan:
+        mechanism: Any = self.mechanism
+        return replace(self, mechanism=replace(mechanism, noise_multiplier=noise_multiplier))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe description; `from_dict` reads it back."""
+        schedules = {name: getattr(self, name) for name in ("noise_schedule", "clip_schedule")}
         earlier = [{"plan": plan.to_dict(), "steps": steps} for plan, steps in self.after]
         return {
             "sampler": self.sampler.to_dict(),
@@ -225,17 +346,21 @@ class PrivacyPlan:
             "relation": self.relation,
             "accountant": self.accountant,
             **({"after": earlier} if earlier else {}),
+            **{name: value.to_dict() for name, value in schedules.items() if value is not None},
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
         """Inverse of `to_dict`; unknown and missing keys are errors."""
-        known = {"sampler", "mechanism", "steps", "relation", "accountant", "after"}
+        readers = {"noise_schedule": noise_schedule_from_dict, "clip_schedule": factors_from_dict}
+        known = {"sampler", "mechanism", "steps", "relation", "accountant", "after", *readers}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"PrivacyPlan has no fields {unknown}; it has {sorted(known)}.")
         if missing := sorted({"sampler", "mechanism", "steps"} - set(values)):
             raise ValueError(f"PrivacyPlan needs {missing}; the description has {sorted(values)}.")
-        rest = {k: v for k, v in values.items() if k not in ("sampler", "mechanism", "after")}
+        own = ("sampler", "mechanism", "after", *readers)
+        rest = {k: v for k, v in values.items() if k not in own}
+        rest |= {name: read(values[name]) for name, read in readers.items() if name in values}
         return cls(
             after=tuple((cls.from_dict(v["plan"]), v["steps"]) for v in values.get("after", ())),
             sampler=sampler_from_dict(values["sampler"]),
@@ -253,3 +378,16 @@ class PrivacyPlan:
         if not 0 <= count <= self.steps:
             raise ValueError(f"at={at} is outside 0..{self.steps}, the planned steps.")
         return count
+
+
+def _scheduled(spec: StepSpec, effective: np.ndarray) -> tuple[Part, ...]:
+    """Parts of steps whose effective noise multipliers are these; as few as the accountant needs."""
+    if not len(effective):
+        return ()
+    most = FEW_LEVELS
+    if accountant_used(spec) == "gaussian_exact":
+        most = ALL_LEVELS
+    elif accountant_used(spec) == "pld" and composes_at_once(spec):
+        most = MOST_LEVELS
+    levels = grouped(effective, most)
+    return tuple((replace(spec, noise_multiplier=sigma), count) for sigma, count in levels)

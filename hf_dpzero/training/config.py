@@ -29,6 +29,7 @@ from hf_dpzero.training.kinds import check_scheduler_settings
 from hf_dpzero.training.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
 from hf_dpzero.training.ranges import check_ranges, check_warmup
 from hf_dpzero.training.released_signal import ON_NO_SIGNAL
+from hf_dpzero.training.schedule_settings import factors_of, noise_schedule_of
 from hf_dpzero.values import nearest
 
 logger = logging.get_logger(__name__)
@@ -97,6 +98,18 @@ class DPZeroConfig(TrainingArguments):
         "first order: dense, ghost (norms first, then one weighted sum of what was seen) or auto",
     )
     smoothing: float = _setting(1e-3, "lambda, the size of the perturbation, > 0")
+    noise_schedule: str | None = _setting(
+        None,
+        "noise of each step within the same budget: exp(gamma=..), gd(kappa=..), momentum(kappa=.., "
+        "beta=..), learning_rate(gamma=..), subsampled(gamma=..), a list or a file; default constant",
+    )
+    clip_schedule: str | None = _setting(
+        None,
+        "clip of each step: linear(END), exp(END), END the last step's factor; a list or a file",
+    )
+    smoothing_schedule: str | None = _setting(
+        None, "smoothing of each step, written like clip_schedule, factors of at most 1"
+    )
     direction: str = _setting("rademacher", "rademacher, gaussian or sphere")
     num_directions: int = _setting(
         None,
@@ -360,10 +373,16 @@ class DPZeroConfig(TrainingArguments):
             relation=self.neighboring_relation,  # type: ignore[arg-type]
             accountant=self.accountant,  # type: ignore[arg-type]
             after=earlier_plans(self.extends_run),
+            noise_schedule=noise_schedule_of(self, self.steps(num_examples)),
+            clip_schedule=factors_of("clip_schedule", self.clip_schedule),
         )
         if self.target_epsilon is None or self.not_private:
             return plan
         return plan.calibrate(epsilon=self.target_epsilon, delta=self.delta(num_examples))
+
+    def _smoothing_schedule(self) -> dict[str, Any]:
+        schedule = factors_of("smoothing_schedule", self.smoothing_schedule)
+        return {} if schedule is None else {"smoothing_schedule": schedule.to_dict()}
 
     @property
     def privacy_unit(self) -> str:
@@ -378,6 +397,7 @@ class DPZeroConfig(TrainingArguments):
             "direction": self.direction,
             "num_directions": self.num_directions,
             "smoothing": self.smoothing,
+            **self._smoothing_schedule(),
             "update_rule": self._update_rule().to_dict(),
             "subspace": self._subspace().to_dict(),
         }

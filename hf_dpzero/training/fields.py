@@ -264,8 +264,14 @@ _DEFAULTS = {
 } | {"hub_strategy": "end", "hub_private_repo": True, "max_grad_norm": 0.0}
 
 NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("smoothing direction num_directions subspace perturbation_strategy", "method", ZEROTH_ORDER),
-    ("target_epsilon target_delta noise_multiplier", "method", PRIVATE),
+    (
+        "smoothing smoothing_schedule direction num_directions subspace perturbation_strategy",
+        "method", ZEROTH_ORDER,
+    ),
+    (
+        "target_epsilon target_delta noise_multiplier noise_schedule clip_schedule",
+        "method", PRIVATE,
+    ),
     ("per_example_gradients", "method", ("dp-sgd", "dp-adamw")),
     ("clip_quantile clip_learning_rate clip_count_noise", "clipping", ("adaptive",)),
     ("clip_stability", "clipping", ("automatic",)),

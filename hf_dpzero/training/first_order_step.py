@@ -150,6 +150,7 @@ class FirstOrderStep:
         `HookedGradients`, `PlainGradients` or `GroupMeans`.
       noise: drawn once for each step, on rank 0.
       trajectory: the ledger.
+      mechanism_at: step -> the mechanism that the plan's schedules give it; None without schedules.
       signal: what the noised means are added to, a statistic of releases; None for none.
     """
 
@@ -158,6 +159,7 @@ class FirstOrderStep:
     noise: NoiseSource
     trajectory: Trajectory
     signal: ReleasedSignal | None = None
+    mechanism_at: Callable[[int], Any] | None = None
 
     def __post_init__(self) -> None:
         check_dimension(self.mechanism, sum(p.numel() for p in self.gradients.parameters))
@@ -206,7 +208,7 @@ class FirstOrderStep:
 
     @functools.cached_property
     def _schedule(self) -> MechanismSchedule[Any]:
-        return MechanismSchedule(self.mechanism)
+        return MechanismSchedule(self.mechanism, self.mechanism_at)
 
     def _refuse_backward_hooks(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Refuses hooks that would see gradients before they are clipped and noised.

@@ -35,6 +35,7 @@ from hf_dpzero.training.public_rows import (
 )
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.run_files import discard_unused
+from hf_dpzero.training.schedule_settings import smoothing_of_steps
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
@@ -123,6 +124,8 @@ class ZerothOrderMethod(TrainingMethod):
             noise=trainer.noise,
             trajectory=trainer.trajectory,
             follow_clip=steps_that_follow(args, trainer.plan.steps),
+            mechanism_at=trainer.plan.scheduled,
+            smoothing_at=smoothing_of_steps(args, trainer.plan.steps),
             defer=args.defer_updates and all_known(readers) and not is_compiled(trainer.model),
         )
         self.reads = WeightReads(trainer.model, self.space)
@@ -162,6 +165,7 @@ class FirstOrderMethod(TrainingMethod):
             gradients=self._gradients(trainer.evaluated_objective()),
             noise=trainer.noise,
             trajectory=trainer.trajectory,
+            mechanism_at=trainer.plan.scheduled,
             signal=trainer.watch.signal,
         )
 

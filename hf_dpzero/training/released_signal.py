@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,17 +151,25 @@ class ReleasedScalars:
       mechanism: the plan's.
       num_directions: K; a record's further values, such as an adaptive clip's count, are left out.
       signal: that they are added to.
+      mechanism_at: as in `ZerothOrderStep`.
     """
 
-    def __init__(self, mechanism: Any, num_directions: int, signal: ReleasedSignal) -> None:
+    def __init__(
+        self,
+        mechanism: Any,
+        num_directions: int,
+        signal: ReleasedSignal,
+        mechanism_at: Callable[[int], Any] | None = None,
+    ) -> None:
         self.num_directions, self.signal = num_directions, signal
-        self._schedule: MechanismSchedule[Any] = MechanismSchedule(mechanism)
-        self._adapts, self._seen = isinstance(mechanism, AdaptiveClipping), 0
+        self._schedule: MechanismSchedule[Any] = MechanismSchedule(mechanism, mechanism_at)
+        self._changes = isinstance(mechanism, AdaptiveClipping) or mechanism_at is not None
+        self._seen = 0
 
     def follow(self, releases: Sequence[Release]) -> None:
         """Adds the releases that are new since the last call, of a list that only grows."""
         for step in range(self._seen, len(releases)):
-            before = releases[:step] if self._adapts else ()
+            before = releases[:step] if self._changes else ()
             variance = noise_variance(self._schedule.after(before))
             values = releases[step].values[: self.num_directions]
             self.signal.add(math.fsum(v * v for v in values), len(values), variance)

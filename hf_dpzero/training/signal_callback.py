@@ -54,7 +54,9 @@ class SignalCallback(TrainerCallback):
         mechanism = self.trainer.plan.mechanism
         self.signal, self._scalars, self._said_large = signal_of(mechanism), None, False
         if mechanism.replayable:
-            self._scalars = ReleasedScalars(mechanism, mechanism.num_directions, self.signal)
+            self._scalars = ReleasedScalars(
+                mechanism, mechanism.num_directions, self.signal, self.trainer.plan.scheduled
+            )
 
     def logs(self) -> dict[str, float]:
         """`released_signal`, where there is one."""
@@ -110,7 +112,11 @@ class SignalCallback(TrainerCallback):
             terms = self.trainer.trajectory.update_terms(release.step)
             return root * math.hypot(*(term.coefficient for term in terms))
         if not args.first_order:
-            return rate * root * math.sqrt(noise_variance(self.trainer.plan.mechanism))
+            return (
+                rate
+                * root
+                * math.sqrt(noise_variance(self.trainer.plan.mechanism_at(release.step)))
+            )
         norm = self.signal.last_norm
         if args.optim_name != "sgd":
             return rate * root if math.isfinite(norm) else norm

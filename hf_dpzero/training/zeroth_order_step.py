@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ class ZerothOrderStep:
 
     Attributes:
       mechanism: the plan's: clipping norm, noise, expected batch size.
+      mechanism_at: step -> the mechanism that the plan's schedules give it; None without schedules.
+      smoothing_at: step -> lambda of that step; None for one that stays.
       space: the trainable parameters.
       differences: finite differences of the losses along directions.
       noise: drawn once a step, on rank 0.
@@ -64,6 +66,8 @@ class ZerothOrderStep:
     trajectory: Trajectory
     follow_clip: int = 0
     defer: bool = False
+    mechanism_at: Callable[[int], Any] | None = None
+    smoothing_at: Callable[[int], float] | None = None
 
     def __call__(
         self, step: int, microbatches: Sequence[Microbatch], learning_rate: float
@@ -86,12 +90,14 @@ class ZerothOrderStep:
             self._repeat(recorded)
             return None
         directions = directions_of(step, self.trajectory.header)
+        if self.smoothing_at is not None:
+            self.differences.smoothing = self.smoothing_at(step)
         with isolated_randomness():
             x = self.differences(microbatches, directions)
-        if isinstance(self.mechanism, VectorMechanism):
-            self._release_vector(self.mechanism, step, directions, x, learning_rate)
-            return x
         mechanism = self._schedule.after(self.trajectory.releases)
+        if isinstance(mechanism, VectorMechanism):
+            self._release_vector(mechanism, step, directions, x, learning_rate)
+            return x
         total: list[Any] = sum_over_processes(mechanism.clip_sum(x))
         values = shared_from_main(lambda: mechanism.release(total, step, self.noise))
         learning_rate *= self._rate_for(mechanism, step)
@@ -108,11 +114,12 @@ class ZerothOrderStep:
     @functools.cached_property
     def _held(self) -> Any:
         """The mechanism of the last step whose clip the learning rate follows."""
-        return MechanismSchedule(self.mechanism).after(self.trajectory.releases[: self.follow_clip])
+        schedule = MechanismSchedule(self.mechanism, self.mechanism_at)
+        return schedule.after(self.trajectory.releases[: self.follow_clip])
 
     @functools.cached_property
     def _schedule(self) -> MechanismSchedule[Any]:
-        return MechanismSchedule(self.mechanism)
+        return MechanismSchedule(self.mechanism, self.mechanism_at)
 
     def _release_vector(
         self,

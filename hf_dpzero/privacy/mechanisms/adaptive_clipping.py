@@ -46,7 +46,7 @@ multipliers are at least z, so the slack at z for all K + 1 draws is an upper bo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Generic, TypeVar
@@ -313,16 +313,17 @@ class AdaptiveDPAdamW(AdaptiveGradientMechanism):
 
 
 class MechanismSchedule(Generic[M]):
-    """The mechanism of each step of a run: the plan's, its clip adapted to the releases so far.
+    """The mechanism of each step of a run: the plan's for that step, its clip adapted to the releases.
 
     A call costs time in proportion to the releases since the last one.
 
     Args:
-      mechanism: the plan's; one that does not adapt is every step's.
+      mechanism: the plan's; one that does not adapt is every step's, but for its schedules.
+      at: step -> the mechanism that the plan's schedules give it; None where nothing is scheduled.
     """
 
-    def __init__(self, mechanism: M) -> None:
-        self.mechanism = mechanism
+    def __init__(self, mechanism: M, at: Callable[[int], M] | None = None) -> None:
+        self.mechanism, self.at = mechanism, at
         self._steps, self._total = 0, Fraction(0)
 
     def after(self, releases: Sequence[Any]) -> M:
@@ -331,8 +332,9 @@ class MechanismSchedule(Generic[M]):
         Raises:
           ValueError: the list is shorter than it was.
         """
-        if not isinstance(self.mechanism, AdaptiveClipping):
-            return self.mechanism
+        scheduled = self.mechanism if self.at is None else self.at(len(releases))
+        if not isinstance(scheduled, AdaptiveClipping):
+            return scheduled
         if len(releases) < self._steps:
             raise ValueError(
                 f"{len(releases)} releases after {self._steps} were seen: follow another run with a "
@@ -340,4 +342,4 @@ class MechanismSchedule(Generic[M]):
             )
         self._total += sum((Fraction(r.values[-1]) for r in releases[self._steps :]), Fraction(0))
         self._steps = len(releases)
-        return self.mechanism.after_fractions(float(self._total), self._steps)
+        return scheduled.after_fractions(float(self._total), self._steps)

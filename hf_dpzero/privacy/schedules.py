@@ -1,0 +1,408 @@
+r"""Schedules: how noise, clip and smoothing change over a run, fixed before it starts.
+
+A schedule depends on nothing but public numbers, so it costs no privacy beside what its noise spends,
+and the accounting composes the steps as they are.
+
+*Noise.* Hong, Wang and Zhou 2022 ("Dynamic privacy budget allocation improves data efficiency of
+differentially private gradient descent", FAccT) bound the excess loss after T steps by a sum in which
+the noise of step t counts with an influence q_t: sum_t q_t sigma_t^2. Under a full batch the budget
+is R = sum_t sigma_t^-2, and the best multipliers are sigma_t^2 = sum_i sqrt(q_i / q_t) / R (their
+Lemma 4.4), that is sigma_t ~ q_t^(-1/4). With a sampling probability p well below 1 a step costs
+about p^2 (e^(1/sigma^2) - 1) or more, which calls for flatter schedules (`Subsampled`). Which q_t is
+right depends on the loss: they assume a smooth one with the Polyak-Lojasiewicz inequality, of
+condition number kappa.
+
+A schedule turns one scale s, the run's `noise_multiplier`, into the multipliers of all steps. Where it
+only has a shape, s is the multiplier of a constant run with the same sum of sigma_t^-2.
+
+*Influence of a learning rate that decays*: eta_t^2 prod_{i > t} (1 - 2 mu eta_i (1 - M eta_i / 2)), for
+small steps proportional to r_t^2 prod_{i > t} (1 - (1 - gamma) r_i) with r_t = eta_t / eta_max.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from scipy.special import logsumexp, wrightomega
+
+MAX_SPAN = 2.0**20
+"""A schedule's largest noise multiplier is at most so many times its smallest."""
+
+LEARNING_RATES = ("constant", "constant_with_warmup", "linear", "cosine")
+"""Learning-rate schedules whose influence is known here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseSchedule:
+    """Base: the noise multiplier of each step. Immutable, and independent of any data.
+
+    Attributes:
+      name: as in settings and in a plan's JSON.
+    """
+
+    name: ClassVar[str]
+
+    def log_influence(self, steps: int) -> np.ndarray:
+        """log q_t of the steps 0..T-1, up to a constant, float64 [T]."""
+        raise NotImplementedError
+
+    def multipliers(self, scale: float, log_influence: np.ndarray) -> np.ndarray:
+        """sigma_t of all steps.
+
+        Args:
+          scale: s > 0, the run's noise multiplier.
+          log_influence: [T], of this schedule, perhaps weighed with the clip of each step.
+
+        Returns:
+          float64 [T]; rising with s in every step.
+        """
+        return scale * shape(log_influence)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and parameters, JSON-safe; `noise_schedule_from_dict` reads it back."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
+        return f"{self.name}({values})"
+
+
+def shape(log_influence: np.ndarray) -> np.ndarray:
+    """q_t^(-1/4), such that the mean of shape^-2 is 1 (Lemma 4.4).
+
+    Args:
+      log_influence: log q_t, float64 [T].
+
+    Returns:
+      float64 [T].
+
+    >>> shape(np.log([1.0, 16.0])).round(4)
+    array([1.5811, 0.7906])
+    """
+    half = log_influence / 2
+    return np.asarray(np.exp((logsumexp(half) - math.log(len(half)) - half) / 2))
+
+
+def _rate(name: str, value: float, low: float = 0.0) -> float:
+    if not (isinstance(value, int | float) and low < value <= 1):
+        raise ValueError(f"{name}={value} must be in ({low:g}, 1]; 1 is a constant schedule.")
+    return float(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exponential(NoiseSchedule):
+    """q_t = gamma^(T-t): the noise falls by gamma^(1/4) a step (their Theorem 4.5 and *exp*).
+
+    Attributes:
+      gamma: in (0, 1]; 1 - 1/kappa for gradient descent with the rate 1/M.
+    """
+
+    gamma: float
+
+    name: ClassVar[str] = "exp"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gamma", _rate("gamma", self.gamma))
+
+    def log_influence(self, steps: int) -> np.ndarray:
+        """(T - t) log gamma."""
+        return math.log(self.gamma) * np.arange(steps - 1, -1, -1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Momentum(NoiseSchedule):
+    """Their Theorem 4.8, for momentum beta with bias correction: the noise rises, then falls.
+
+    Attributes:
+      gamma: 1 - 1/kappa, in (0, 1).
+      beta: in [0, gamma).
+    """
+
+    gamma: float
+    beta: float = 0.9
+
+    name: ClassVar[str] = "momentum"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gamma", _rate("gamma", self.gamma))
+        if not 0 <= self.beta < self.gamma < 1:
+            raise ValueError(
+                f"beta={self.beta}, gamma={self.gamma}: the momentum schedule is known for "
+                "0 <= beta < gamma < 1; use 'exp' otherwise."
+            )
+
+    @property
+    def turn(self) -> int:
+        """That, the last step (from 1) before influence rises again: the noise is largest there."""
+        gamma, beta, t = self.gamma, self.beta, 1
+        while gamma**t * (1 - beta ** (t + 1)) >= 1 - beta:
+            t += 1
+        return t
+
+    def log_influence(self, steps: int) -> np.ndarray:
+        """Up to the turn c1 gamma^(T+t), then gamma^(That-1) c2 gamma^(T-t)."""
+        t, turn, log = np.arange(1.0, steps + 1), self.turn, math.log(self.gamma)
+        rest = math.log(self.gamma - self.beta**2)
+        before = math.log(2) - log - rest + (steps + t) * log
+        after = (turn - 1) * log + 2 * turn * log - rest + (steps - t) * log
+        return np.where(t <= turn, before, after)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateAware(NoiseSchedule):
+    """The influence of a run whose learning rate decays, see the module.
+
+    Attributes:
+      gamma: contraction of a step at the largest learning rate, in (0, 1].
+      learning_rate: one of `LEARNING_RATES`.
+      warmup_steps: of it.
+    """
+
+    gamma: float
+    learning_rate: str = "constant"
+    warmup_steps: int = 0
+
+    name: ClassVar[str] = "learning_rate"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gamma", _rate("gamma", self.gamma))
+        if self.learning_rate not in LEARNING_RATES:
+            raise ValueError(
+                f"lr_scheduler_type={self.learning_rate!r}: its influence is not known here; use one of "
+                f"{', '.join(LEARNING_RATES)}, or give the noise of all steps as a list or file."
+            )
+
+    def log_influence(self, steps: int) -> np.ndarray:
+        """2 log r_t + sum_{i > t} log(1 - (1 - gamma) r_i); where r_t = 0, as in the step nearest."""
+        rates = rate_factors(self.learning_rate, self.warmup_steps, steps)
+        rates = np.maximum(rates, rates[rates > 0].min())
+        decay = np.log1p(-(1 - self.gamma) * rates * (1 - 1e-12))
+        return np.asarray(2 * np.log(rates) + np.cumsum(decay[::-1])[::-1] - decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subsampled(LearningRateAware):
+    """The same influence, spent as is best where steps see a small part of the data.
+
+    q_t sigma_t^4 e^(-order/sigma_t^2) is constant, which is best if a step costs e^(order/sigma^2) - 1.
+    To second order in the sampling probability that holds with order = 1, for Renyi divergences; but
+    delta is spent by rare large losses, in which the third moment of the likelihood ratio, with its
+    e^(3/sigma^2), counts. s is the multiplier at the mean of log q_t.
+
+    Attributes:
+      order: > 0; larger ones are nearer to constant noise.
+    """
+
+    order: float = 3.0
+
+    name: ClassVar[str] = "subsampled"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "order", _levels("order", [self.order])[0])
+
+    def multipliers(self, scale: float, log_influence: np.ndarray) -> np.ndarray:
+        """With u = sigma^-2: 2 log u + order u = log q_t + const, by Wright's omega function."""
+        centred = log_influence - log_influence.mean()
+        target = centred + self.order * scale**-2.0 - 4 * math.log(scale)
+        u = 2 / self.order * wrightomega(target / 2 - math.log(2 / self.order))
+        return np.asarray(np.maximum(u, 1e-300) ** -0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(NoiseSchedule):
+    """Relative noise of each step, as a user gives it; only ratios matter.
+
+    Attributes:
+      levels: one number > 0 a step.
+    """
+
+    levels: tuple[float, ...]
+
+    name: ClassVar[str] = "given"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", _levels("noise_schedule", self.levels))
+
+    def log_influence(self, steps: int) -> np.ndarray:
+        """The influence that these levels are best for: level^-4."""
+        return -4 * np.log(_all_steps("noise_schedule", self.levels, steps))
+
+    def __str__(self) -> str:
+        return f"given ({len(self.levels)} levels)"
+
+
+NOISE_SCHEDULES: dict[str, type[NoiseSchedule]] = {
+    cls.name: cls for cls in (Exponential, Momentum, LearningRateAware, Subsampled, Given)
+}
+
+
+def noise_schedule_from_dict(values: Mapping[str, Any]) -> NoiseSchedule:
+    """Inverse of `NoiseSchedule.to_dict`.
+
+    Raises:
+      ValueError: an unknown name or parameter, or one that is missing or out of range.
+    """
+    return _made(NOISE_SCHEDULES, "noise_schedule", dict(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """Base: by what a setting is multiplied in each step (clip, smoothing)."""
+
+    name: ClassVar[str]
+
+    def factors(self, steps: int) -> np.ndarray:
+        """float64 [T], > 0."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and parameters, JSON-safe; `factors_from_dict` reads it back."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
+        return f"{self.name}({values})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearFactors(Factors):
+    """From 1 in the first step to `end` in the last, by equal differences."""
+
+    end: float
+
+    name: ClassVar[str] = "linear"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "end", _levels(f"{self.name} schedule", [self.end])[0])
+
+    def factors(self, steps: int) -> np.ndarray:
+        """1, .., end."""
+        return np.linspace(1.0, self.end, steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExponentialFactors(LinearFactors):
+    """From 1 in the first step to `end` in the last, by equal ratios."""
+
+    name: ClassVar[str] = "exp"
+
+    def factors(self, steps: int) -> np.ndarray:
+        """1, .., end."""
+        return np.geomspace(1.0, self.end, steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenFactors(Factors):
+    """As a user gives them, one a step."""
+
+    levels: tuple[float, ...]
+
+    name: ClassVar[str] = "given"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", _levels("schedule", self.levels))
+
+    def factors(self, steps: int) -> np.ndarray:
+        """The levels."""
+        return _all_steps("schedule", self.levels, steps)
+
+    def __str__(self) -> str:
+        return f"given ({len(self.levels)} factors)"
+
+
+FACTORS: dict[str, type[Factors]] = {
+    cls.name: cls for cls in (LinearFactors, ExponentialFactors, GivenFactors)
+}
+
+
+def factors_from_dict(values: Mapping[str, Any]) -> Factors:
+    """Inverse of `Factors.to_dict`.
+
+    Raises:
+      ValueError: an unknown name or parameter, or one that is missing or out of range.
+    """
+    return _made(FACTORS, "schedule", dict(values))
+
+
+def _made(kinds: Mapping[str, Any], what: str, values: dict[str, Any]) -> Any:
+    name = values.pop("name", None)
+    if name not in kinds:
+        raise ValueError(f"{what}={name!r} is unknown; use one of {', '.join(kinds)}.")
+    known = {field.name for field in dataclasses.fields(kinds[name])}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(
+            f"{what} {name!r} has no {unknown[0]!r}; it has {', '.join(sorted(known))}."
+        )
+    if isinstance(values.get("levels"), list):
+        values["levels"] = tuple(values["levels"])
+    try:
+        return kinds[name](**values)
+    except TypeError:
+        needed = [
+            f.name for f in dataclasses.fields(kinds[name]) if f.default is dataclasses.MISSING
+        ]
+        raise ValueError(f"{what} {name!r} needs {', '.join(needed)}.") from None
+
+
+def rate_factors(learning_rate: str, warmup_steps: int, steps: int) -> np.ndarray:
+    """Learning rate over its maximum in each step, as transformers' schedules have it.
+
+    Args:
+      learning_rate: one of `LEARNING_RATES`.
+      warmup_steps: linear from 0; "constant" has none.
+      steps: T.
+
+    Returns:
+      float64 [T], >= 0, some above 0.
+    """
+    t, warmup = (
+        np.arange(steps, dtype=np.float64),
+        0 if learning_rate == "constant" else warmup_steps,
+    )
+    left = (t - warmup) / max(1, steps - warmup)
+    after = {
+        "linear": 1 - left,
+        "cosine": 0.5 * (1 + np.cos(math.pi * left)),
+    }.get(learning_rate, np.ones(steps))
+    rates = np.where(t < warmup, t / max(1, warmup), np.clip(after, 0.0, 1.0))
+    return rates if rates.any() else np.ones(steps)
+
+
+def check_span(multipliers: np.ndarray, schedule: NoiseSchedule) -> None:
+    """Refuses a schedule whose early or late steps would be nothing but noise.
+
+    Raises:
+      ValueError: the largest multiplier is more than `MAX_SPAN` times the smallest.
+    """
+    span = float(multipliers.max() / multipliers.min())
+    if not span <= MAX_SPAN:
+        raise ValueError(
+            f"noise_schedule={schedule} has noise that differs by a factor of {span:.3g} over "
+            f"{len(multipliers)} steps, more than {MAX_SPAN:.3g}: most steps would be noise alone. "
+            "Use a gamma nearer to 1 (a larger kappa), or fewer steps."
+        )
+
+
+def _levels(what: str, values: Sequence[float]) -> tuple[float, ...]:
+    for i, value in enumerate(values):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{what}: entry {i} is {value!r}; give finite numbers above 0.")
+    if not values:
+        raise ValueError(f"{what} is empty; give one number for each step.")
+    return tuple(float(value) for value in values)
+
+
+def _all_steps(what: str, levels: Sequence[float], steps: int) -> np.ndarray:
+    if len(levels) != steps:
+        raise ValueError(
+            f"{what} has {len(levels)} levels for {steps} steps; give one for each step (or set "
+            f"max_steps={len(levels)})."
+        )
+    return np.asarray(levels, dtype=np.float64)

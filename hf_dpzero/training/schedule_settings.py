@@ -1,0 +1,169 @@
+"""Schedules as settings write them: `exp(gamma=0.99)`, a list, or a file of numbers.
+
+    uniform                        constant noise, the default
+    exp(gamma=0.99)                noise falls by gamma^(1/4) a step
+    gd(kappa=20)                   the same with gamma = 1 - 1/kappa (any schedule takes kappa or gamma)
+    momentum(kappa=20, beta=0.9)   for updates with momentum
+    learning_rate(gamma=0.99)      for the run's own learning-rate schedule
+    subsampled(gamma=0.99)         the same, where steps see a small part of the data
+    1.2,1.1,1.0 or levels.json     relative noise of each step
+
+Clips and smoothings: `linear(0.1)` and `exp(0.1)` go from the setting to a tenth of it, or one factor
+for each step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_dpzero.privacy.schedules import (
+    Factors,
+    NoiseSchedule,
+    factors_from_dict,
+    noise_schedule_from_dict,
+)
+from hf_dpzero.values import listed
+
+_CALL = re.compile(r"\s*([a-z_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+_SUFFIXES = (".json", ".csv", ".txt", ".yaml", ".yml")
+_FOLLOW_RATE = ("learning_rate", "subsampled")
+
+
+def noise_schedule_of(config: Any, steps: int) -> NoiseSchedule | None:
+    """The schedule that `config.noise_schedule` names.
+
+    Args:
+      config: a `DPZeroConfig`; `lr_scheduler_type` and the warm-up belong to schedules that follow them.
+      steps: T.
+
+    Returns:
+      None for constant noise.
+
+    Raises:
+      ValueError: it cannot be read, or its parameters are out of range.
+    """
+    values = _values("noise_schedule", config.noise_schedule)
+    if values is None or values["name"] == "uniform":
+        return None
+    if values["name"] == "gd":
+        values["name"] = "exp"
+    if "kappa" in values:
+        values["gamma"] = _gamma(values.pop("kappa"), values)
+    if values["name"] in _FOLLOW_RATE:
+        values["learning_rate"] = str(
+            getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type)
+        )
+        values["warmup_steps"] = config.get_warmup_steps(steps)
+    return noise_schedule_from_dict(values)
+
+
+def factors_of(name: str, text: str | None) -> Factors | None:
+    """The schedule that a setting such as `clip_schedule` names; None for a constant.
+
+    Raises:
+      ValueError: it cannot be read, or its numbers are out of range.
+    """
+    values = _values(name, text)
+    if values is None or values["name"] in ("constant", "uniform"):
+        return None
+    try:
+        return factors_from_dict(values)
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r}: {error}") from None
+
+
+def smoothing_of_steps(config: Any, steps: int) -> Callable[[int], float] | None:
+    """lambda of each step.
+
+    Args:
+      config: a `DPZeroConfig`.
+      steps: T.
+
+    Returns:
+      step -> lambda; None for one that stays.
+
+    Raises:
+      ValueError: a factor above 1, or not one for each step.
+    """
+    schedule = factors_of("smoothing_schedule", config.smoothing_schedule)
+    if schedule is None:
+        return None
+    sizes = (config.smoothing * schedule.factors(steps)).tolist()
+    if max(sizes) > config.smoothing:
+        raise ValueError(
+            f"smoothing_schedule={config.smoothing_schedule!r} raises the smoothing to {max(sizes):g}: "
+            "set smoothing to the largest value, and give factors of at most 1."
+        )
+    return sizes.__getitem__
+
+
+def _gamma(kappa: float, values: dict[str, Any]) -> float:
+    if "gamma" in values:
+        raise ValueError("noise_schedule has both kappa and gamma = 1 - 1/kappa; give one.")
+    if not kappa > 1:
+        raise ValueError(
+            f"noise_schedule has kappa={kappa}: a condition number above 1 is needed (at 1 each step "
+            "forgets all noise before it)."
+        )
+    return 1 - 1 / kappa
+
+
+def _values(name: str, text: Any) -> dict[str, Any] | None:
+    """Name and parameters as a plan's JSON has them."""
+    if text is None:
+        return None
+    if isinstance(text, list | tuple):
+        return {"name": "given", "levels": tuple(text)}
+    text = str(text).strip()
+    if text.endswith(_SUFFIXES):
+        return {"name": "given", "levels": _from_file(name, Path(text))}
+    call = _CALL.fullmatch(text)
+    if call is None:
+        return {"name": "given", "levels": _numbers(name, text)}
+    return {"name": call[1], **_parameters(name, text, call[2] or "")}
+
+
+def _parameters(name: str, text: str, inside: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for i, part in enumerate(filter(None, map(str.strip, inside.split(",")))):
+        key, equals, value = part.partition("=")
+        if not equals and i == 0:
+            key, value = ("end" if name != "noise_schedule" else "gamma"), part
+        try:
+            found[key.strip()] = float(value)
+        except ValueError:
+            raise ValueError(
+                f"{name}={text!r}: {part!r} is no number; write it as exp(gamma=0.99)."
+            ) from None
+    return found
+
+
+def _from_file(name: str, path: Path) -> tuple[Any, ...]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}={str(path)!r} cannot be read: {error}") from None
+    if path.suffix == ".json":
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{name}={str(path)!r} is not valid JSON: {error}") from None
+        if not isinstance(values, list):
+            raise ValueError(f"{name}={str(path)!r} must hold a list of numbers.")
+        return tuple(values)
+    lines = [line.strip("-[], \t") for line in text.splitlines()]
+    return _numbers(name, ",".join(line for line in lines if line))
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(item) for item in listed(text))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name}={text[:80]!r} is no schedule: write exp(gamma=0.99), one number for each step "
+            "between commas, or the name of a file with them."
+        ) from None
