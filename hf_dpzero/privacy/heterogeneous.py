@@ -28,8 +28,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.fft import irfft, next_fast_len, rfft
-from scipy.special import ndtr
 
 MOST_LEVELS = 256
 """So many different noise multipliers are told apart; with 10^4 in truth, epsilon rises by below 1 %."""
@@ -130,6 +128,8 @@ def composed_epsilon(levels: Sequence[Level], q: float, delta: float, grid: floa
 
 def _losses(sigma: float, q: float, grid: float) -> tuple[_Loss, _Loss]:
     """Loss of (1-q) N(0) + q N(1) against N(0), and of N(0) against the mixture; noise sigma."""
+    from scipy.special import ndtr
+
     tail = _DEVIATIONS * sigma
     ends = [_log_ratio(x, sigma, q) for x in (-tail, 1 + tail)]
     first, last = math.ceil(ends[0] / grid), math.ceil(ends[1] / grid)
@@ -170,6 +170,8 @@ def _where(losses: np.ndarray, sigma: float, q: float) -> np.ndarray:
 
 def _mass_between(z: np.ndarray) -> np.ndarray:
     """Standard normal mass between neighbouring points, computed in the smaller tail."""
+    from scipy.special import ndtr
+
     lower, upper = ndtr(z), ndtr(-z)
     return np.where(z[:-1] > 0, upper[:-1] - upper[1:], lower[1:] - lower[:-1])
 
@@ -191,6 +193,8 @@ def _split(
 
 def _epsilon(losses: Sequence[tuple[_Loss, int]], delta: float, grid: float) -> float:
     """Epsilon of the composition of discretised losses, `count` of each."""
+    from scipy.fft import irfft, next_fast_len, rfft
+
     infinite = -math.expm1(math.fsum(n * math.log1p(-loss.infinite) for loss, n in losses))
     low, high = _window(losses, delta, grid)
     size = next_fast_len(high - low + 1, real=True)

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.special import logsumexp, wrightomega
 
 MAX_SPAN = 2.0**20
 """A schedule's largest noise multiplier is at most so many times its smallest."""
@@ -84,6 +83,8 @@ def shape(log_influence: np.ndarray) -> np.ndarray:
     >>> shape(np.log([1.0, 16.0])).round(4)
     array([1.5811, 0.7906])
     """
+    from scipy.special import logsumexp
+
     half = log_influence / 2
     return np.asarray(np.exp((logsumexp(half) - math.log(len(half)) - half) / 2))
 
@@ -208,6 +209,8 @@ class Subsampled(LearningRateAware):
 
     def multipliers(self, scale: float, log_influence: np.ndarray) -> np.ndarray:
         """With u = sigma^-2: 2 log u + order u = log q_t + const, by Wright's omega function."""
+        from scipy.special import wrightomega
+
         centred = log_influence - log_influence.mean()
         target = centred + self.order * scale**-2.0 - 4 * math.log(scale)
         u = 2 / self.order * wrightomega(target / 2 - math.log(2 / self.order))

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.privacy.schedule_gain import schedule_words
+
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
 
@@ -56,6 +58,7 @@ def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
         "clip": getattr(mechanism, "clip", math.inf),
         "num_directions": getattr(mechanism, "num_directions", 1),
         "method": mechanism.name,
+        "schedules": schedule_words(plan),
     }
 
 

@@ -72,6 +72,8 @@ class PrivacyReport:
       planned_steps: steps the plan allowed.
       noise_multiplier: noise scale on the sum, in units of `clip`.
       clip: bound C on one example's contribution, in loss units per unit of smoothing; inf if none.
+      schedules: what changes over the steps, in words, by "noise" and "clip"; empty where nothing does,
+        and `noise_multiplier` and `clip` are of every step.
       direction: distribution of the public directions; "none" for first-order methods.
       num_directions: K, directions in a step.
       noise_source: where the noise came from.
@@ -118,6 +120,7 @@ class PrivacyReport:
     planned_steps: int
     noise_multiplier: float
     clip: float
+    schedules: dict[str, str]
     direction: str
     num_directions: int
     noise_source: str

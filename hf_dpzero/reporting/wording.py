@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.privacy.schedules import Given, GivenFactors
+
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
 
@@ -163,9 +165,14 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
         f"{relation_words(facts['neighboring_relation'], facts['privacy_unit'])}: "
         f"{trials}{facts['steps']} steps of {facts['method']} with "
         f"{sampling.format(q=number(facts['sampling_probability']))}, {distribution} noise of "
-        f"multiplier {number(facts['noise_multiplier'])}, accountant {facts['accountant']}."
+        f"multiplier {number(facts['noise_multiplier'])}{_scheduled(facts)}, accountant "
+        f"{facts['accountant']}."
         f"{afterword}{_leaky_base(facts['earlier_runs'])}"
     )
+
+
+def _scheduled(facts: Mapping[str, Any]) -> str:
+    return "".join(f" ({name} schedule {text})" for name, text in facts["schedules"].items())
 
 
 def _tuning_phrases(tuning: Any) -> tuple[str, str, str]:
@@ -288,6 +295,10 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
             f"Training stopped after {facts['steps']} of {facts['planned_steps']} steps. The spent "
             "epsilon holds if the decision to stop did not depend on released values or metrics; "
             f"otherwise claim the epsilon of the whole plan, {planned}."
+        )
+    if isinstance(plan.noise_schedule, Given) or isinstance(plan.clip_schedule, GivenFactors):
+        own.append(
+            "The schedule of noise or clip was given as numbers, which must not depend on the data."
         )
     own += [
         f"The run in {part['folder']} counts with the {part['steps']} of {part['planned_steps']} steps "
