@@ -144,10 +144,11 @@ class PrivacyPlan:
     @cached_property
     def log_influence(self) -> np.ndarray:
         """log(q_t C_t^2) up to a constant: how much the noise of each step counts, float64 [T]."""
-        influence = np.zeros(self.steps)
-        if self.noise_schedule is not None:
-            influence = influence + self.noise_schedule.log_influence(self.steps)
-        return influence + 2 * np.log(self._clip_factors)
+        clips = 2 * np.log(self._clip_factors)
+        if self.noise_schedule is None:
+            return clips
+        influence = self.noise_schedule.log_influence(self.steps)
+        return influence + clips if self.noise_schedule.weighs_clips else influence
 
     @cached_property
     def _clip_factors(self) -> np.ndarray:

@@ -42,9 +42,11 @@ class NoiseSchedule:
 
     Attributes:
       name: as in settings and in a plan's JSON.
+      weighs_clips: whether a scheduled clip changes what is best; not where all levels are given.
     """
 
     name: ClassVar[str]
+    weighs_clips: ClassVar[bool] = True
 
     def log_influence(self, steps: int) -> np.ndarray:
         """log q_t of the steps 0..T-1, up to a constant, float64 [T]."""
@@ -228,6 +230,7 @@ class Given(NoiseSchedule):
     levels: tuple[float, ...]
 
     name: ClassVar[str] = "given"
+    weighs_clips: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", _levels("noise_schedule", self.levels))
