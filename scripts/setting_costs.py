@@ -120,6 +120,15 @@ _PRIVACY = {
             none="B / 20, or the step's noise multiplier where that is larger",
             unit="examples",
         ),
+        "clip_schedule": Cost(
+            "nothing: it is fixed before the run, and the noise follows the clip",
+            none="a clip that stays",
+        ),
+        "noise_schedule": Cost(
+            "nothing: more noise in some steps pays for less in others, at the same epsilon",
+            "seconds of calibration; nothing in a step",
+            none="the same noise in every step",
+        ),
         "clip_stability": Cost(NOTHING, unit="norm of a gradient"),
         "clip_groups": Cost(NOTHING, "one backward pass for each group", unit="groups"),
         "per_example_gradients": Cost(
@@ -137,6 +146,7 @@ _OPTIMISATION = {
             none="of dpzero with Gaussian noise and `update_rule: sgd`: from noise, clip, B and T; else "
             "5e-5",
         ),
+        "smoothing_schedule": Cost(NOTHING, none="a smoothing that stays"),
         "smoothing": Cost(NOTHING, unit="units of a parameter"),
         "direction": Cost(
             NOTHING, "gaussian takes longer to generate: 1.23 against 1.06 (docs/performance.md)"

@@ -94,6 +94,9 @@ class Plan(Options):
     )
     accountant: str | None = _option("pld (default), rdp or advanced_composition")
     noise_distribution: str | None = _option("gaussian (default) or laplace")
+    noise_schedule: str | None = _option(
+        "noise of each step, such as exp(gamma=0.99); see the guide"
+    )
     json: bool = _option("print JSON instead of a table", False)
 
 

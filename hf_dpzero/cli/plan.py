@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.cli.options import Plan
 from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.schedule_gain import gain_against_uniform, schedule_words
 from hf_dpzero.values import encode
 
 if TYPE_CHECKING:
@@ -141,8 +142,19 @@ def _facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dic
         "delta": delta,
         "neighboring_relation": plan.relation,
         "accountant": plan.accountant_used,
+        **_schedules(plan, delta),
         "epsilon_by_relation": {name: _epsilon_under(plan, name, delta) for name in RELATIONS},
     }
+
+
+def _schedules(plan: PrivacyPlan, delta: float) -> dict[str, Any]:
+    """What changes over the steps, what that is worth, and what is spent after each quarter of them."""
+    words = {f"{name}_schedule": text for name, text in schedule_words(plan).items()}
+    if plan.noise_schedule is None:
+        return words
+    quarters = {round(plan.steps * part / 4): part for part in (1, 2, 3)}
+    spent = {f"epsilon_after_{steps}_steps": plan.epsilon(delta, at=steps) for steps in quarters}
+    return {**words, "gain_against_uniform": gain_against_uniform(plan, delta), **spent}
 
 
 def _setting(plan: PrivacyPlan) -> dict[str, Any]:

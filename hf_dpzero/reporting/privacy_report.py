@@ -377,6 +377,7 @@ class PrivacyReport:
         return [
             ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
             ("mechanism", mechanism),
+            *((f"{name} plan", text) for name, text in self.schedules.items()),
             ("sampling", sampling),
             ("steps", f"{self.steps} of {self.planned_steps} planned"),
             *(("of that", part_words(part)) for part in self.parts),

@@ -17,7 +17,6 @@ from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
-from hf_dpzero.privacy.schedule_gain import gain_against_uniform
 from hf_dpzero.training import data_checks, distributed, public_rows, validation
 from hf_dpzero.training.defaults import learning_rate
 from hf_dpzero.training.fixed_shapes import (
@@ -38,6 +37,7 @@ from hf_dpzero.training.independence_check import (
 )
 from hf_dpzero.training.precision import check_mixed_precision, check_precision, compile_
 from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.schedule_settings import judge_schedule
 
 logger = logging.get_logger(__name__)
 
@@ -83,7 +83,8 @@ def check_before_training(trainer: Any) -> None:
             rows = trainer.training_rows()
             data_checks.check_unit(model, rows.collate_rows, len(trainer.train_dataset))
     args.max_steps = trainer.plan.steps
-    _judge_schedule(trainer)
+    if trainer.is_world_process_zero():
+        judge_schedule(trainer.plan, trainer.delta)
     if "learning_rate" in args.chosen:
         args.learning_rate = learning_rate(trainer.plan, args.lr_scheduler_type)
     trainer.shapes = _run_shapes(trainer)
@@ -109,24 +110,6 @@ def _first_row(done: str) -> Iterator[None]:
             "labels are what its head takes; and at data_collator and compute_per_example_loss, if "
             "these are yours."
         ) from error
-
-
-def _judge_schedule(trainer: Any) -> None:
-    """Logs what the noise schedule is worth; a warning where constant noise would be better."""
-    plan = trainer.plan
-    if plan.noise_schedule is None or not plan.private or not trainer.is_world_process_zero():
-        return
-    gain = gain_against_uniform(plan, trainer.delta)
-    words = (
-        f"noise_schedule={plan.noise_schedule}: its noise counts 1/{gain:.3g} of constant noise's"
-    )
-    if gain < 1:
-        logger.warning(
-            f"{words}, which is more, at sampling probability {plan.sampler.sampling_probability:.3g}: "
-            "use noise_schedule='subsampled(gamma=..)', a larger batch, or no schedule."
-        )
-    else:
-        logger.info(words)
 
 
 def _run_shapes(trainer: Any) -> FixedShapes | None:

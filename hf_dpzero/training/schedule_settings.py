@@ -20,6 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging
+
+from hf_dpzero.privacy.schedule_gain import gain_against_uniform
 from hf_dpzero.privacy.schedules import (
     Factors,
     NoiseSchedule,
@@ -27,6 +30,8 @@ from hf_dpzero.privacy.schedules import (
     noise_schedule_from_dict,
 )
 from hf_dpzero.values import listed
+
+logger = logging.get_logger(__name__)
 
 _CALL = re.compile(r"\s*([a-z_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _SUFFIXES = (".json", ".csv", ".txt", ".yaml", ".yml")
@@ -99,6 +104,23 @@ def smoothing_of_steps(config: Any, steps: int) -> Callable[[int], float] | None
             "set smoothing to the largest value, and give factors of at most 1."
         )
     return sizes.__getitem__
+
+
+def judge_schedule(plan: Any, delta: float) -> None:
+    """Logs what a plan's noise schedule is worth; a warning where constant noise would be better."""
+    if plan.noise_schedule is None or not plan.private:
+        return
+    gain = gain_against_uniform(plan, delta)
+    words = (
+        f"noise_schedule={plan.noise_schedule}: its noise counts {1 / gain:.3g} of constant noise's"
+    )
+    if gain < 1:
+        logger.warning(
+            f"{words}, which is more, at sampling probability {plan.sampler.sampling_probability:.3g}: "
+            "use noise_schedule='subsampled(gamma=..)', a larger batch, or no schedule."
+        )
+    else:
+        logger.info(words)
 
 
 def _gamma(kappa: float, values: dict[str, Any]) -> float:

@@ -32,6 +32,7 @@ FREE_TEXT = {
     *("trainable", "extends_run", "sampler_key", "model_name_or_path", "model_revision", "task"),
     *("dataset_name", "dataset_config_name", "train_file", "validation_file", "text_column"),
     *("text_pair_column", "label_column", "template"),
+    *("noise_schedule", "clip_schedule", "smoothing_schedule"),
 }
 
 

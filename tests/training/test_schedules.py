@@ -235,6 +235,20 @@ def test_bad_settings_are_one_clear_line(settings, message, tmp_path):
         build(tmp_path, **settings).train()
 
 
+def test_the_plan_shows_schedule_gain_and_what_is_spent_when(capsys):
+    from hf_dpzero.cli import main
+
+    words = "--num_examples 1000 --sampling full_batch --max_steps 100 --target_epsilon 2 --json"
+    command = ["plan", *words.split(), "--target_delta", "1e-5", "--noise_schedule", "gd(kappa=20)"]
+    assert main.main(command) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["gain_against_uniform"] == pytest.approx(1.496, rel=0.003)
+    spent = [facts[f"epsilon_after_{steps}_steps"] for steps in (25, 50, 75)]
+    assert 0 < spent[0] < spent[1] < spent[2] < facts["epsilon"] <= 2.0
+    assert spent[1] < 0.5 * facts["epsilon"]
+    assert facts["noise_schedule"].startswith("exp(gamma=0.95): multiplier")
+
+
 def test_factors_have_names():
     assert factors_of("clip_schedule", "linear(0.5)").factors(3).tolist() == [1.0, 0.75, 0.5]
     assert factors_of("clip_schedule", "exp(end=0.25)").factors(3).tolist() == [1.0, 0.5, 0.25]
