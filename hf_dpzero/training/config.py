@@ -38,7 +38,7 @@ CLIPPINGS = {
     "fixed": METHODS,
     "adaptive": ("dpzero", "dp-sgd", "dp-adamw"),
     "automatic": ("dp-sgd", "dp-adamw"),
-    "averaged": ("dp-sgd", "dp-adamw"),
+    "averaged": ("dpzero", "dp-sgd", "dp-adamw"),
 }
 GRADIENTS = ("auto", "dense", "ghost")
 SAMPLINGS = tuple(SAMPLERS)
@@ -81,8 +81,8 @@ class DPZeroConfig(TrainingArguments):
     clipping: str = _setting(
         None,
         "default fixed, or, of dpzero without a given clip, adaptive. fixed; adaptive (private "
-        "quantile, pays from the same budget); automatic (each gradient normalised) or averaged "
-        "(group means clipped) for dp-sgd and dp-adamw",
+        "quantile, pays from the same budget); averaged (group means clipped); automatic (each "
+        "gradient normalised) for dp-sgd and dp-adamw",
     )
     clip_quantile: float = _setting(0.5, "adaptive: share of examples to leave unclipped")
     clip_learning_rate: float = _setting(0.2, "adaptive: rate of the geometric update of C")
@@ -107,9 +107,7 @@ class DPZeroConfig(TrainingArguments):
         None,
         "clip of each step: linear(END), exp(END), END the last step's factor; a list or a file",
     )
-    smoothing_schedule: str | None = _setting(
-        None, "smoothing of each step, written like clip_schedule, factors of at most 1"
-    )
+    smoothing_schedule: str | None = _setting(None, "like clip_schedule, factors of at most 1")
     direction: str = _setting("rademacher", "rademacher, gaussian or sphere")
     num_directions: int = _setting(
         None,
@@ -439,7 +437,8 @@ class DPZeroConfig(TrainingArguments):
         if self.clipping == "automatic":
             values |= {"clipping": "automatic", "clip_stability": self.clip_stability}
         if self.clipping == "averaged":
-            values |= {"clipping": "averaged", "clip_groups": self.clip_groups}
+            own = {"clipping": "averaged"} if self.first_order else {"name": "dpzero-averaged"}
+            values |= {**own, "clip_groups": self.clip_groups}
         return values
 
 

@@ -103,4 +103,4 @@ def learning_rate(plan: PrivacyPlan, schedule: Any) -> float:
     word = str(getattr(schedule, "value", schedule))
     decay = math.sqrt(3) if word.startswith(("linear", "cosine")) else 1.0
     noise = mechanism.noise_multiplier * mechanism.clip**2 * math.sqrt(plan.steps)
-    return NOISE_SHARE * decay * float(mechanism.expected_batch_size) / noise
+    return NOISE_SHARE * decay * float(mechanism.divisor) / noise

@@ -137,7 +137,11 @@ class ZerothOrderMethod(TrainingMethod):
         """As in the base class; settles at once if a callback of others was added since the start."""
         with self.reads.own_step():
             parts = list(map(Filled, batch["microbatches"], batch["examples"]))
-            differences = self.step(batch["step"], parts, learning_rate)
+            groups = None
+            if self.trainer.args.clipping == "averaged":
+                paired = zip(batch["groups"], batch["examples"], strict=True)
+                groups = [group for group, count in paired for _ in range(count)]
+            differences = self.step(batch["step"], parts, learning_rate, groups)
             if self.step.defer and not all_known(self.trainer.callback_handler.callbacks):
                 self.space.settle_()
         return differences

@@ -70,7 +70,11 @@ class ZerothOrderStep:
     smoothing_at: Callable[[int], float] | None = None
 
     def __call__(
-        self, step: int, microbatches: Sequence[Microbatch], learning_rate: float
+        self,
+        step: int,
+        microbatches: Sequence[Microbatch],
+        learning_rate: float,
+        groups: Sequence[int] | None = None,
     ) -> Tensor | None:
         """Takes a step.
 
@@ -81,6 +85,7 @@ class ZerothOrderStep:
           step: its number t, from 0.
           microbatches: this process' share of the sampled batch; none releases noise alone.
           learning_rate: alpha.
+          groups: averaged clipping: the group of each example, in order.
 
         Returns:
           The un-noised differences, float64 [B, K] (private: for opt-in diagnostics only); None for
@@ -98,7 +103,9 @@ class ZerothOrderStep:
         if isinstance(mechanism, VectorMechanism):
             self._release_vector(mechanism, step, directions, x, learning_rate)
             return x
-        total: list[Any] = sum_over_processes(mechanism.clip_sum(x))
+        total: list[Any] = sum_over_processes(
+            mechanism.clip_sum(x, *([] if groups is None else [groups]))
+        )
         values = shared_from_main(lambda: mechanism.release(total, step, self.noise))
         learning_rate *= self._rate_for(mechanism, step)
         release = Release(step, tuple(values), learning_rate)

@@ -16,6 +16,7 @@ from hf_dpzero.privacy.mechanisms import (
     AdaptiveDPAdamW,
     AdaptiveDPSGD,
     AdaptiveScalarMechanism,
+    AveragedScalarMechanism,
     DPAdamW,
     NonPrivateMean,
     PlainAdamW,
@@ -44,6 +45,8 @@ MECHANISM_ROWS = [
         clip=0.1, noise_multiplier=0.5, expected_batch_size=8, num_directions=3,
         distribution="laplace",
     ),
+    AveragedScalarMechanism(clip=3.0, noise_multiplier=1.5, expected_batch_size=8, clip_groups=2,
+                            num_directions=3),
     NonPrivateMean(expected_batch_size=8, num_directions=2),
     VectorMechanism(clip=3.0, noise_multiplier=1.5, expected_batch_size=8),
     VectorMechanism(clip=3.0, noise_multiplier=1.5, expected_batch_size=8, num_directions=3),
@@ -79,6 +82,10 @@ def total(mechanism, x: torch.Tensor) -> list[float]:
     """The clipped sum (and no count) in the units of the rows."""
     if isinstance(mechanism, VectorMechanism):
         return list(mechanism.clip_sum(x, gram=torch.eye(width(mechanism))))
+    if isinstance(mechanism, AveragedScalarMechanism):  # the first 15 rows with numbers, and others
+        before = x.isfinite().all(dim=1).cumsum(0)
+        groups = [int(count > 15) for count in before]
+        return [n * mechanism.granularity for n in mechanism.clip_sum(x, groups)]
     if hasattr(mechanism, "clip_sum"):
         return [n * mechanism.granularity for n in mechanism.clip_sum(x)[: width(mechanism)]]
     return weighted_sum(mechanism, x.double())

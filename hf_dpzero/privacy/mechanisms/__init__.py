@@ -4,6 +4,7 @@
 |---|---|
 | dpzero, mezo, dpgd-0th | `scalar.py` |
 | dp-sgd, dp-adamw, sgd, adamw | `gradient.py` |
+| dpzero-averaged | `groups.py` |
 | dpzero-adaptive, dp-sgd-adaptive, dp-adamw-adaptive | `adaptive_clipping.py` |
 """
 
@@ -21,6 +22,7 @@ from hf_dpzero.privacy.mechanisms.adaptive_clipping import (
 )
 from hf_dpzero.privacy.mechanisms.base import RELATIONS, NoisedSum, NotNoised, Relation
 from hf_dpzero.privacy.mechanisms.gradient import DPSGD, DPAdamW, PlainAdamW, PlainSGD
+from hf_dpzero.privacy.mechanisms.groups import AveragedScalarMechanism
 from hf_dpzero.privacy.mechanisms.scalar import NonPrivateMean, ScalarMechanism, VectorMechanism
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "AdaptiveDPAdamW",
     "AdaptiveDPSGD",
     "AdaptiveScalarMechanism",
+    "AveragedScalarMechanism",
     "DPAdamW",
     "GradientReleases",
     "Mechanism",
@@ -46,7 +49,9 @@ __all__ = [
     "mechanism_from_dict",
 ]
 
-ScalarReleases = ScalarMechanism | AdaptiveScalarMechanism | NonPrivateMean
+ScalarReleases = (
+    ScalarMechanism | AveragedScalarMechanism | AdaptiveScalarMechanism | NonPrivateMean
+)
 """Mechanisms whose releases are scalars along public directions."""
 
 GradientReleases = DPSGD | DPAdamW | AdaptiveDPSGD | AdaptiveDPAdamW | PlainSGD | PlainAdamW
@@ -64,6 +69,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
         DPAdamW,
         PlainSGD,
         PlainAdamW,
+        AveragedScalarMechanism,
         AdaptiveScalarMechanism,
         AdaptiveDPSGD,
         AdaptiveDPAdamW,

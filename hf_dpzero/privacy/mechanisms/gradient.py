@@ -44,8 +44,6 @@ the noised sum is rounded to a grid (`discretization.py`).
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -54,12 +52,11 @@ import torch
 from torch import Tensor
 
 from hf_dpzero.privacy.mechanisms.base import DenseNoise, NotNoised
+from hf_dpzero.privacy.mechanisms.groups import KeyedGroups
 from hf_dpzero.privacy.noise import NoiseSource
 
 Clipping = Literal["fixed", "automatic", "averaged"]
 CLIPPINGS: tuple[Clipping, ...] = ("fixed", "automatic", "averaged")
-
-KEY_BYTES = 32
 
 NORM_PIECE = 1 << 14
 """Coordinates of a row that are held in float64 at a time."""
@@ -112,7 +109,7 @@ def _usable(factors: Tensor, norms: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientMechanism(DenseNoise):
+class GradientMechanism(DenseNoise, KeyedGroups):
     """Base of DP-SGD and DP-AdamW: weigh, sum, noise, divide.
 
     Guarantee: the weighted sum of gradients has L2 sensitivity `sensitivity(relation)` over all
@@ -192,34 +189,6 @@ class GradientMechanism(DenseNoise):
             wide = norms.detach().double()
             return _usable(self.clip * CLIP_MARGIN / (wide + self.clip_stability), wide)
         return clip_factors(norms, self.clip)
-
-    def group_of(self, indices: Sequence[int] | np.ndarray, key: bytes) -> np.ndarray:
-        """The group of each example, in 0..k-1: int64, a function of its index and the key.
-
-        Args:
-          indices: positions in the data set, [B].
-          key: secret (the run's sampler key); see the module's docstring.
-
-        Returns:
-          int64 [B].
-
-        Raises:
-          ValueError: a key that is not 32 bytes long.
-
-        >>> m = DPSGD(clip=1.0, noise_multiplier=1.0, expected_batch_size=8)
-        >>> m.group_of([3, 5], key=bytes(32)).tolist()
-        [0, 0]
-        """
-        if len(key) != KEY_BYTES:
-            raise ValueError(
-                f"group key of {len(key)} bytes given; use the run's sampler key, {KEY_BYTES} bytes."
-            )
-        label = b"hf_dpzero.gradient_groups." + key
-        digests = (
-            hashlib.shake_256(label + int(i).to_bytes(8, "little")).digest(8) for i in indices
-        )
-        words = [int.from_bytes(digest, "little") for digest in digests]
-        return np.array([word % self.clip_groups for word in words], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

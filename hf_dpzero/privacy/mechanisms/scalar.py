@@ -120,7 +120,7 @@ class ScalarMechanism(NoisedSum):
             draw = noise.gaussian if self.distribution == "gaussian" else noise.laplace
             draws = draw(scale, self.num_directions, step)
         noised = [int(n) + z for n, z in zip(total, draws, strict=True)]
-        return float32s(n * self.granularity / self.expected_batch_size for n in noised)
+        return float32s(n * self.granularity / self.divisor for n in noised)
 
 
 @dataclass(frozen=True, kw_only=True)

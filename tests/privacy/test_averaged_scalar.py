@@ -1,0 +1,137 @@
+"""Averaged clipping of finite differences: its sensitivity, its groups, whole runs, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import build, same, tiny_model, weights
+
+from hf_dpzero.ledger.replay import replay
+from hf_dpzero.privacy.mechanisms import AveragedScalarMechanism, ScalarMechanism
+from hf_dpzero.privacy.noise import InsecureSeededNoise
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
+
+UNIT = 2**30
+
+
+def mechanism(groups: int = 1, directions: int = 1, **more) -> AveragedScalarMechanism:
+    settings = {"clip": 2.0, "noise_multiplier": 1.0, "expected_batch_size": 8.0, **more}
+    return AveragedScalarMechanism(clip_groups=groups, num_directions=directions, **settings)
+
+
+def test_the_mean_of_each_group_is_clipped_once():
+    x = torch.tensor([[9.0], [-1.0], [0.5], [1.5], [-40.0]])
+    total = mechanism(3).clip_sum(x, [0, 0, 1, 1, 2])
+    assert total == [UNIT + UNIT // 2 - UNIT]  # means 4, 1, -40 clipped at 2: in units of 2 / 2^30
+
+
+def test_one_example_attains_2c_and_never_exceeds_it():
+    """Among -5 and one that makes the mean +5: from -C to +C."""
+    m = mechanism()
+    without = m.clip_sum(torch.full((9, 1), -5.0), [0] * 9)
+    with_it = m.clip_sum(torch.cat([torch.full((9, 1), -5.0), torch.tensor([[95.0]])]), [0] * 10)
+    assert (with_it[0] - without[0]) == 2 * UNIT
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        k, size = int(generator.integers(1, 5)), int(generator.integers(1, 12))
+        m, of = mechanism(k, 3), generator.integers(0, k, size)
+        x = torch.from_numpy(
+            generator.standard_t(1, (size, 3)) * 10.0 ** generator.integers(-3, 300)
+        )
+        moved = [
+            np.array(m.clip_sum(part, list(groups))) for part, groups in ((x, of), (x[1:], of[1:]))
+        ]
+        apart = [int(v) for v in moved[0] - moved[1]]
+        assert sum(v * v for v in apart) <= (2 * UNIT) ** 2
+
+
+def test_rows_that_are_not_finite_are_left_out():
+    m = mechanism()
+    assert m.clip_sum(torch.tensor([[1.0], [float("nan")]]), [0, 0]) == [UNIT // 2]
+    assert m.clip_sum(torch.tensor([[float("inf")]]), [0]) == [0]
+    assert m.clip_sum(torch.empty(0, 1), []) == [0]
+    assert abs(m.clip_sum(torch.full((3, 1), 1.5e308, dtype=torch.float64), [0] * 3)[0] - UNIT) <= 1
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_release_is_over_groups_and_its_noise_is_what_is_accounted(groups):
+    m = mechanism(groups, noise_multiplier=3.0)
+    noise = InsecureSeededNoise(1)
+    draws = [m.release([0], step, noise)[0] for step in range(4000)]
+    assert float(np.std(draws)) == pytest.approx(3.0 * 2.0 / groups, rel=0.05)
+    assert m.effective_noise_multiplier == 1.5 and m.sensitivity("add_or_remove_one") == 4.0
+
+
+def test_it_costs_as_twice_the_bound_and_under_replacement_no_more():
+    def epsilon(m, relation="add_or_remove_one", full=False):
+        poisson = PoissonSampler(num_examples=64, expected_batch_size=8)
+        whole = FullBatchSampler(num_examples=8, expected_batch_size=8)
+        plan = PrivacyPlan(
+            sampler=whole if full else poisson, mechanism=m, steps=10, relation=relation
+        )
+        return plan.epsilon(1e-5)
+
+    plain = ScalarMechanism(clip=2.0, noise_multiplier=2.0, expected_batch_size=8.0)
+    averaged = mechanism(noise_multiplier=4.0)
+    assert epsilon(averaged) == pytest.approx(epsilon(plain), rel=1e-6)
+    assert epsilon(averaged, "replace_one", full=True) == pytest.approx(
+        epsilon(averaged, full=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"clip_groups": 3}, {"clip_groups": 2, "num_directions": 4}]
+)
+def test_runs_release_clipped_means_of_groups_and_replay(settings, tmp_path):
+    trainer = build(tmp_path, clipping="averaged", clip=5.0, **settings)
+    seen = []
+    original = AveragedScalarMechanism.clip_sum
+
+    def spy(self, x, groups=()):
+        seen.append((x.clone(), list(groups)))
+        return original(self, x, groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AveragedScalarMechanism, "clip_sum", spy)
+        trainer.train()
+    k = settings.get("clip_groups", 1)
+    assert all(len(x) == len(of) and set(of) <= set(range(k)) for x, of in seen)
+    assert k == 1 or len({g for _, of in seen for g in of}) > 1
+    report = trainer.privacy_report()
+    assert report.method == "dpzero-averaged"
+    assert any("half of the stated noise multiplier" in caveat for caveat in report.caveats)
+    base = tiny_model()
+    replay(base, trainer.trajectory)
+    assert same(weights(base), weights(trainer.model))
+
+
+def test_an_example_keeps_its_group_in_every_step(tmp_path):
+    trainer = build(tmp_path, clipping="averaged", clip=5.0, clip_groups=3)
+    groups = trainer.plan.mechanism.group_of(range(120), bytes(32))
+    assert set(groups) == {0, 1, 2}
+    assert (trainer.plan.mechanism.group_of([7, 7, 50], bytes(32)) == groups[[7, 7, 50]]).all()
+    with pytest.raises(ValueError, match="32 bytes"):
+        trainer.plan.mechanism.group_of([1], b"short")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"noise_distribution": "laplace", "target_delta": None}, "use 'gaussian'"),
+        ({"clip_groups": 0}, "clip_groups"),
+        ({"method": "dpgd-0th"}, "clipping='averaged' with method='dpgd-0th'"),
+        ({"method": "mezo", "noise_multiplier": None}, "clipping='averaged' with method='mezo'"),
+    ],
+)
+def test_what_cannot_be_accounted_is_refused(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, clipping="averaged", clip=5.0, **settings).plan  # noqa: B018
+
+
+def test_groups_are_needed_for_each_row():
+    with pytest.raises(ValueError, match="0 groups for 2 rows"):
+        mechanism().clip_sum(torch.zeros(2, 1))
+    with pytest.raises(ValueError, match="averaged clipping"):
+        mechanism(distribution="laplace")
