@@ -28,9 +28,9 @@ from hf_dpzero.experiments.runner import (
     terminated_as_interrupted,
     train_in_process,
 )
+from hf_dpzero.experiments.sweep_budget import CHANGES_EVENT, sweep_budget
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy import private_selection as selection
-from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
 from hf_dpzero.reporting.redaction import public_results
@@ -43,12 +43,6 @@ TUNINGS = ("composed", "public", "not_accounted")
 SELECTIONS = ("random", "all")
 SECRET_FOLDER = "_private"  # Trainer's own Hub upload ignores names that start with "_"
 
-_CHANGES_EVENT = (
-    "changes the privacy event of a run, and all trials of a private selection share one. Fix it, or "
-    "sweep with --selection all or --tuning public. Allowed: learning_rate, clip, smoothing, "
-    "num_directions, direction, update_rule, momentum, weight_decay, lr_scheduler_type and whatever "
-    "else leaves the privacy event of one run alone."
-)
 _NEVER = (
     "output_dir", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_token", "sampler_key",
     "insecure_noise_seed", "log_private_diagnostics", "base_is_public", "extends_run",
@@ -218,7 +212,7 @@ def _check(settings: SweepSettings) -> None:
                 "validation set; fix it."
             )
         elif settings.secret and name in _EVENT:
-            reason = f"it {_CHANGES_EVENT}"
+            reason = f"it {CHANGES_EVENT}"
         else:
             continue
         raise ValueError(f"{name} may not be in a {settings.tuning} grid: {reason}")
@@ -273,92 +267,20 @@ def prepare(settings: SweepSettings) -> Prepared:
     if settings.secret:
         common["report_to"] = ["none"]  # no loser's metrics leave for a tracking service
     if settings.tuning == "composed":
-        return _accounted(settings, common, task, metric)
+        budget = sweep_budget(settings, task)
+        noise = {"target_epsilon": None, "noise_multiplier": budget.noise_multiplier}
+        claim = {"target_delta": budget.delta, "accountant": budget.accountant}
+        return Prepared(
+            extra={**common, **noise, **claim},
+            num_examples=n,
+            metric=metric,
+            tuning=budget.tuning,
+            epsilon=budget.epsilon,
+            epsilon_one_run=budget.epsilon_one_run,
+            delta=budget.delta,
+            noise_multiplier=budget.noise_multiplier,
+        )
     return Prepared(extra=common, num_examples=n, metric=metric, tuning=settings.tuning)
-
-
-def _accounted(settings: SweepSettings, common: dict[str, Any], task: Any, metric: str) -> Prepared:
-    """Composed tuning: one noise multiplier for all trials, and what they cost together."""
-    training = settings.load(settings.points[0]).training
-    delta = training.delta(len(task.splits["train"]))
-    sigma = _noise_of_trials(settings, task, delta)
-    plans = _plans(settings, task, sigma)
-    if settings.secret:
-        chosen = _most_directions(plans)
-        tuning = selection.selection_entry(chosen, settings.trials, list(settings.grid), delta)
-        epsilon = selection.selection_epsilon(chosen, settings.trials, delta)
-    else:
-        tuning = selection.composition_entry(plans, list(settings.grid))
-        epsilon = selection.composed_epsilon(plans, delta)
-    noise = {"target_epsilon": None, "noise_multiplier": sigma, "target_delta": delta}
-    return Prepared(
-        extra={**common, **noise, "accountant": plans[0].accountant},
-        num_examples=plans[0].sampler.num_examples,
-        metric=metric,
-        tuning=tuning,
-        epsilon=epsilon,
-        epsilon_one_run=max(plan.epsilon(delta) for plan in plans),
-        delta=delta,
-        noise_multiplier=sigma,
-    )
-
-
-def _noise_of_trials(settings: SweepSettings, task: Any, delta: float) -> float:
-    """The noise multiplier of every trial: the recipe's own, or what its target_epsilon allows."""
-    training = settings.load(settings.points[0]).training
-    plans, target = (
-        _plans(settings, task, training.noise_multiplier or 1.0),
-        training.target_epsilon,
-    )
-    if not all(plan.private for plan in plans):
-        raise ValueError(
-            f"method={training.method!r} is not private, so there is nothing to account: use "
-            "--tuning public or --tuning not_accounted."
-        )
-    if settings.secret:
-        _refuse_different_events(settings.points, plans)
-    if target is None:
-        calibrated = plans[0]
-    elif settings.secret:
-        goal = {"epsilon": target, "delta": delta}
-        calibrated = selection.calibrate_selection(_most_directions(plans), settings.trials, **goal)
-    else:
-        calibrated = selection.calibrate_composed(plans, epsilon=target, delta=delta)[0]
-    mechanism: Any = calibrated.mechanism
-    return float(mechanism.noise_multiplier)
-
-
-def _plans(settings: SweepSettings, task: Any, noise_multiplier: float) -> list[PrivacyPlan]:
-    """The plans of all points, as their runs will make them from the same settings."""
-    from hf_dpzero.experiments.plan import choose_directions
-
-    plans = []
-    for point in settings.points:
-        recipe = settings.load(
-            point, {"target_epsilon": None, "noise_multiplier": noise_multiplier}
-        )
-        choose_directions(recipe, len(task.label_names))
-        plans.append(recipe.training.plan(len(task.splits["train"])))
-    if settings.secret:
-        plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
-    return plans
-
-
-def _most_directions(plans: Sequence[PrivacyPlan]) -> PrivacyPlan:
-    return max(plans, key=lambda plan: plan.spec.num_directions)
-
-
-def _refuse_different_events(points: Sequence[Point], plans: Sequence[PrivacyPlan]) -> None:
-    """Private selection accounts for trials of one event: refuses a grid whose runs differ in it."""
-    events = [selection.run_event(plan) for plan in plans]
-    if all(event == events[0] for event in events):
-        return
-    names = set()
-    for i, j in itertools.combinations(range(len(points)), 2):
-        changed = [name for name in points[i] if points[i][name] != points[j][name]]
-        if events[i] != events[j] and len(changed) == 1:
-            names.add(changed[0])
-    raise ValueError(f"{', '.join(sorted(names)) or 'the grid'} {_CHANGES_EVENT}")
 
 
 def _open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:

@@ -10,6 +10,7 @@ import functools
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dpzero.objectives.losses import (
@@ -26,7 +27,6 @@ from hf_dpzero.objectives.losses import (
     model_logits,
     model_outputs,
     right_padded,
-    span_losses,
     takes,
     token_losses,
     without_labels,
@@ -73,6 +73,47 @@ def multiple_choice_objective(
     }
     logits = model_logits(model, batch)
     return classification_losses(logits, labels, "single_label_classification", label_smoothing)
+
+
+def span_losses(
+    start_logits: Tensor,
+    end_logits: Tensor,
+    start_positions: Tensor,
+    end_positions: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Per-example mean of the cross entropies of a span's first and last token (Devlin et al. 2019).
+
+    As transformers' `ForQuestionAnsweringLoss`, with a softmax over the example's own tokens: padding
+    takes no part, so that it does not matter how wide a row is padded. Positions below 0 count as 0;
+    those at T or beyond, or on padding, are ignored and contribute 0.
+
+    Args:
+      start_logits, end_logits: `[B, T]`, any floating dtype; computed in float32.
+      start_positions, end_positions: `[B]` or `[B, 1]` integers, columns of the logits.
+      mask: `[B, T]`, 0 on padding; None where there is none.
+
+    Returns:
+      `[B]` float32.
+
+    >>> logits = torch.zeros(2, 4)
+    >>> span_losses(logits, logits, torch.tensor([0, 1]), torch.tensor([3, 9]))
+    tensor([1.3863, 0.6931])
+    """
+    width = start_logits.shape[1]
+    own = torch.ones_like(start_logits, dtype=torch.bool) if mask is None else mask.ne(0)
+
+    def losses(logits: Tensor, positions: Tensor) -> Tensor:
+        positions = positions.reshape(-1).clamp(0, width)
+        column = positions.clamp(max=width - 1)
+        counts = (positions < width) & own.gather(1, column.unsqueeze(1)).squeeze(1)
+        return F.cross_entropy(
+            logits.float().masked_fill(~own, -torch.inf),
+            column.masked_fill(~counts, IGNORE_INDEX),
+            reduction="none",
+        )
+
+    return (losses(start_logits, start_positions) + losses(end_logits, end_positions)) / 2
 
 
 def question_answering_objective(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -121,47 +121,6 @@ def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -
     return torch.stack(losses) if losses else logits.new_zeros(0, dtype=torch.float32)
 
 
-def span_losses(
-    start_logits: Tensor,
-    end_logits: Tensor,
-    start_positions: Tensor,
-    end_positions: Tensor,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Per-example mean of the cross entropies of a span's first and last token (Devlin et al. 2019).
-
-    As transformers' `ForQuestionAnsweringLoss`, with a softmax over the example's own tokens: padding
-    takes no part, so that it does not matter how wide a row is padded. Positions below 0 count as 0;
-    those at T or beyond, or on padding, are ignored and contribute 0.
-
-    Args:
-      start_logits, end_logits: `[B, T]`, any floating dtype; computed in float32.
-      start_positions, end_positions: `[B]` or `[B, 1]` integers, columns of the logits.
-      mask: `[B, T]`, 0 on padding; None where there is none.
-
-    Returns:
-      `[B]` float32.
-
-    >>> logits = torch.zeros(2, 4)
-    >>> span_losses(logits, logits, torch.tensor([0, 1]), torch.tensor([3, 9]))
-    tensor([1.3863, 0.6931])
-    """
-    width = start_logits.shape[1]
-    own = torch.ones_like(start_logits, dtype=torch.bool) if mask is None else mask.ne(0)
-
-    def losses(logits: Tensor, positions: Tensor) -> Tensor:
-        positions = positions.reshape(-1).clamp(0, width)
-        column = positions.clamp(max=width - 1)
-        counts = (positions < width) & own.gather(1, column.unsqueeze(1)).squeeze(1)
-        return F.cross_entropy(
-            logits.float().masked_fill(~own, -torch.inf),
-            column.masked_fill(~counts, IGNORE_INDEX),
-            reduction="none",
-        )
-
-    return (losses(start_logits, start_positions) + losses(end_logits, end_positions)) / 2
-
-
 def last_predictors(labels: Tensor) -> int:
     """Positions from the batch's first label's predictor on, of rows padded on the right.
 

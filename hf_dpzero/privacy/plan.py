@@ -289,8 +289,8 @@ class PrivacyPlan:
             self.spec, self.multipliers[:count] / self.mechanism.sensitivity_add_remove
         )
 
-    def _all_steps(self, effective: float) -> tuple[Part, ...]:
-        """`own_parts` of the same plan with another effective noise multiplier."""
+    def parts_at(self, effective: float) -> tuple[Part, ...]:
+        """`own_parts` of the same plan with another noise multiplier, over the sensitivity."""
         if self.noise_schedule is None:
             return ((replace(self.spec, noise_multiplier=effective), self.steps),)
         scaled = self.noise_schedule.multipliers(
@@ -323,7 +323,7 @@ class PrivacyPlan:
         if self.after or self.noise_schedule is not None:
             earlier = self._parts(0) if self.after else ()
 
-            effective = calibrated_after(earlier, self._all_steps, epsilon=epsilon, delta=delta)
+            effective = calibrated_after(earlier, self.parts_at, epsilon=epsilon, delta=delta)
         else:
             effective = calibrated_noise_multiplier(
                 self.spec, self.steps, epsilon=epsilon, delta=delta

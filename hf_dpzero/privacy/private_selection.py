@@ -40,8 +40,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.accounting import rdp_accountant, smallest_argument
+from hf_dpzero.privacy.composition import Part
 from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack, discretisation_slack
-from hf_dpzero.privacy.events import Accountant, StepSpec, library_relation, step_event
+from hf_dpzero.privacy.events import Accountant, library_relation, step_event
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.trial_count import TrialCount
 
@@ -61,21 +62,39 @@ def run_event(plan: PrivacyPlan) -> DpEvent:
       ValueError: the RDP accountant has no sound event for sampler, noise and relation; the message
         says what to use instead.
     """
-    return _run_event(replace(plan.spec, accountant="rdp"), plan.steps)
+    return _run_event(_parts([plan], "rdp"))
 
 
-def _run_event(spec: StepSpec, steps: int) -> DpEvent:
+def _parts(plans: Sequence[PrivacyPlan], accountant: Accountant) -> tuple[Part, ...]:
+    """All steps of all plans, by kind, for one accountant."""
+    return tuple(
+        part for plan in plans for part in replace(plan, accountant=accountant).own_parts()
+    )
+
+
+def _run_event(parts: Sequence[Part]) -> DpEvent:
     import dp_accounting as dp
 
-    return dp.SelfComposedDpEvent(step_event(spec), steps)
+    events = [dp.SelfComposedDpEvent(step_event(spec), steps) for spec, steps in parts]
+    return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)
 
 
-def selection_event(spec: StepSpec, steps: int, trials: TrialCount) -> DpEvent:
+def _slack(parts: Sequence[Part]) -> float:
+    return math.fsum(
+        discretisation_slack(spec.noise_multiplier, steps * spec.num_directions)
+        for spec, steps in parts
+    )
+
+
+def _dense_draws(parts: Sequence[Part]) -> int:
+    return sum(steps * spec.dense_draws for spec, steps in parts)
+
+
+def selection_event(parts: Sequence[Part], trials: TrialCount) -> DpEvent:
     """The event of "run the steps K times, release the best", for the RDP accountant.
 
     Args:
-      spec: a step of one trial, for that accountant.
-      steps: of one trial.
+      parts: the steps of one trial by kind, for that accountant.
       trials: distribution of K.
 
     Returns:
@@ -84,9 +103,8 @@ def selection_event(spec: StepSpec, steps: int, trials: TrialCount) -> DpEvent:
     import dp_accounting as dp
     from dp_accounting.dp_event import RepeatAndSelectDpEvent, ZCDpEvent
 
-    h = discretisation_slack(spec.noise_multiplier, steps * spec.num_directions)
-    xi = h * (2 * _SMALLEST_ORDER - 1) / (_SMALLEST_ORDER - 1)
-    one = dp.ComposedDpEvent([_run_event(spec, steps), ZCDpEvent(rho=0.0, xi=xi)])
+    xi = _slack(parts) * (2 * _SMALLEST_ORDER - 1) / (_SMALLEST_ORDER - 1)
+    one = dp.ComposedDpEvent([_run_event(parts), ZCDpEvent(rho=0.0, xi=xi)])
     return RepeatAndSelectDpEvent(one, trials.mean, trials.shape)
 
 
@@ -107,19 +125,19 @@ def selection_epsilon(plan: PrivacyPlan, trials: TrialCount, delta: float) -> fl
     _refuse_extended([plan])
     if not plan.private:
         return math.inf
-    return _selection_epsilon(replace(plan.spec, accountant="rdp"), plan.steps, trials, delta)
+    return _selection_epsilon(_parts([plan], "rdp"), trials, delta)
 
 
 @functools.lru_cache(maxsize=1024)
-def _selection_epsilon(spec: StepSpec, steps: int, trials: TrialCount, delta: float) -> float:
+def _selection_epsilon(parts: tuple[Part, ...], trials: TrialCount, delta: float) -> float:
     if not 0 < delta < 1:
         raise ValueError(
             f"delta={delta} must lie in (0, 1): private selection has no pure epsilon."
         )
-    accountant = rdp_accountant(library_relation(spec))
-    accountant.compose(selection_event(spec, steps, trials))
-    epsilon = float(accountant.get_epsilon(delta * (DENSE_DELTA if spec.dense_draws else 1.0)))
-    return epsilon + 2 * dense_slack(trials.most * steps * spec.dense_draws, epsilon, delta)
+    accountant, draws = rdp_accountant(library_relation(parts[0][0])), _dense_draws(parts)
+    accountant.compose(selection_event(parts, trials))
+    epsilon = float(accountant.get_epsilon(delta * (DENSE_DELTA if draws else 1.0)))
+    return epsilon + 2 * dense_slack(trials.most * draws, epsilon, delta)
 
 
 def calibrate_selection(
@@ -142,12 +160,11 @@ def calibrate_selection(
       ValueError: no noise reaches the target, or what `selection_epsilon` refuses.
     """
     plan = replace(plan, accountant="rdp")
-    spec, mechanism = plan.spec, plan.mechanism
 
     def spent(sigma: float) -> float:
-        return _selection_epsilon(replace(spec, noise_multiplier=sigma), plan.steps, trials, delta)
+        return _selection_epsilon(plan.parts_at(sigma), trials, delta)
 
-    sigma = _smallest_noise(plan, spent, epsilon, delta) * mechanism.sensitivity_add_remove
+    sigma = _smallest_noise(plan, spent, epsilon, delta) * plan.mechanism.sensitivity_add_remove
     plan = with_noise(plan, sigma)
     assert selection_epsilon(plan, trials, delta) <= epsilon, "calibrated over the target"
     return plan
@@ -216,13 +233,11 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
     _refuse_extended(plans)
     if not all(plan.private for plan in plans):
         return math.inf
-    if all(step_event(plan.spec) == step_event(plans[0].spec) for plan in plans):
+    constant = all(plan.noise_schedule is None for plan in plans)
+    if constant and all(step_event(plan.spec) == step_event(plans[0].spec) for plan in plans):
         return _as_one_run(plans).epsilon(delta)
-    specs = [(plan.spec, plan.steps) for plan in plans]
-    h = sum(
-        discretisation_slack(s.noise_multiplier, steps * s.num_directions) for s, steps in specs
-    )
-    draws = sum(steps * s.dense_draws for s, steps in specs)
+    parts = _parts(plans, plans[0].accountant)
+    h, draws = _slack(parts), _dense_draws(parts)
     share = DENSE_DELTA if draws else 1.0
     epsilon = _accounted(plans, share * delta * math.exp(-h)) + 2 * h
     return epsilon + 2 * dense_slack(draws, epsilon, delta)
@@ -231,12 +246,12 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
 def _as_one_run(plans: Sequence[PrivacyPlan]) -> PrivacyPlan:
     """T1 + T2 + ... steps; the plan with the most directions has the most discrete noise."""
     largest = max(plans, key=lambda plan: (plan.spec.num_directions, plan.spec.dense_draws))
-    return replace(largest, steps=sum(plan.steps for plan in plans))
+    steps = sum(plan.steps for plan in plans)
+    return replace(largest, steps=steps, noise_schedule=None, clip_schedule=None)
 
 
 def _accounted(plans: Sequence[PrivacyPlan], delta: float) -> float:
     """Epsilon of different events under one accountant that knows them all."""
-    import dp_accounting as dp
     from dp_accounting import pld
 
     relation = library_relation(plans[0].spec)
@@ -246,8 +261,7 @@ def _accounted(plans: Sequence[PrivacyPlan], delta: float) -> float:
         if name == "rdp"
         else pld.PLDAccountant(relation, value_discretization_interval=1e-4)
     )
-    events = [_run_event(replace(plan.spec, accountant=name), plan.steps) for plan in plans]
-    accountant.compose(dp.ComposedDpEvent(events))
+    accountant.compose(_run_event(_parts(plans, name)))
     return float(accountant.get_epsilon(delta))
 
 

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from hf_dpzero.objectives import heads, register_objective, select_objective
-from hf_dpzero.objectives.losses import span_losses
+from hf_dpzero.objectives.heads import span_losses
 
 PADDED = [
     (name, side)

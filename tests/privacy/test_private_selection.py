@@ -136,7 +136,8 @@ def orders_of_accountant() -> list[float]:
 
 
 def event_of(plan: PrivacyPlan, trials: TrialCount) -> Any:
-    return selection_event(dataclasses.replace(plan.spec, accountant="rdp"), plan.steps, trials)
+    part = dataclasses.replace(plan.spec, accountant="rdp"), plan.steps
+    return selection_event([part], trials)
 
 
 def rdp_of(plan: PrivacyPlan, trials: TrialCount) -> dict[float, float]:

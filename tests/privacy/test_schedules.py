@@ -270,14 +270,30 @@ def test_extensions_compose_the_scheduled_steps_that_were_taken():
 
 
 def test_sweeps_compose_scheduled_runs():
-    plan = make_plan(Exponential(gamma=0.9), steps=20)
-    other = make_plan(steps=20)
-    one, both = plan.epsilon(DELTA), composed_epsilon([plan, other], DELTA)
-    assert max(one, other.epsilon(DELTA)) < both < one + other.epsilon(DELTA)
-    twice = composed_epsilon([plan, plan], DELTA)
-    assert one < twice < 2 * one
-    rdp = dataclasses.replace(plan, accountant="rdp").epsilon(DELTA)
-    assert selection_epsilon(plan, TrialCount(mean=4.0, shape=1.0), DELTA) > rdp
+    """Against the RDP of each level, added up; far from what the scale alone would cost."""
+    from dp_accounting import PoissonSampledDpEvent, rdp
+    from dp_accounting.dp_event import GaussianDpEvent, SelfComposedDpEvent
+
+    plan = make_plan(Exponential(gamma=0.5), steps=20)
+    constant = make_plan(steps=20)
+
+    def reference(*plans):
+        accountant = rdp.RdpAccountant()
+        for one in plans:
+            for sigma in one.multipliers:
+                gaussian = GaussianDpEvent(float(sigma))
+                accountant.compose(SelfComposedDpEvent(PoissonSampledDpEvent(0.1, gaussian), 1))
+        return accountant.get_epsilon(DELTA)
+
+    assert composed_epsilon([plan, constant], DELTA) == pytest.approx(
+        reference(plan, constant), rel=1e-3
+    )
+    assert composed_epsilon([plan, plan], DELTA) == pytest.approx(reference(plan, plan), rel=1e-3)
+    rdp_of_one = dataclasses.replace(plan, accountant="rdp").epsilon(DELTA)
+    assert rdp_of_one == pytest.approx(reference(plan), rel=1e-3)
+    assert selection_epsilon(plan, TrialCount(mean=4.0, shape=1.0), DELTA) > rdp_of_one
+    flat = selection_epsilon(constant, TrialCount(mean=4.0, shape=1.0), DELTA)
+    assert selection_epsilon(plan, TrialCount(mean=4.0, shape=1.0), DELTA) > 1.2 * flat
 
 
 # ------------------------------------------------------------------ records
