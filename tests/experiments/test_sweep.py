@@ -21,10 +21,10 @@ from hf_dpzero.experiments.sweep import (
     SweepSettings,
     _draw_points,
     _open_workspace,
-    _refuse_different_events,
     parse_grid,
     trial_count_from,
 )
+from hf_dpzero.experiments.sweep_budget import _refuse_different_events
 from hf_dpzero.experiments.sweep_outputs import _best_row
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
