@@ -183,7 +183,8 @@ def momentum_influence(steps: int, gamma: float, beta: float) -> Floats:
     q_i = sum_{t >= i} gamma^(T-t) ((1-beta) / (1-beta^t))^2 beta^(2(t-i)). Theorem 4.8 bounds it by c1
     gamma^(T+t), then gamma^(That-1) c2 gamma^(T-t), but its last line counts gamma^(That) once too
     often: with the printed c2 the "bound" lies below q right after the turn, by gamma^That, and its
-    schedule is worse than uniform noise. What is returned here is best under Theorem 4.6.
+    schedule is worse than uniform noise. What is returned here is best under Theorem 4.6; as that adds
+    up variances of steps that share noise, `budget_bounds.quadratic_influence` is nearer to the truth.
 
     Args:
       steps: T >= 1.

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_dpzero.papers import budget
+from hf_dpzero.papers.budget_bounds import quadratic_influence
 from hf_dpzero.papers.budget_network import SOURCES, Network, Split, train
 from hf_dpzero.privacy.schedules import Exponential, Momentum
 
@@ -32,7 +33,9 @@ ARMS = {
     "gd_dynamic": "GD-dynamic",
     "momentum_uniform": "momentum, uniform",
     "momentum_dynamic": "momentum-dynamic, as printed",
-    "momentum_exact": "momentum, exact influence",
+    "momentum_exact": "momentum, exact bound",
+    "momentum_exp": "momentum, exp",
+    "momentum_quadratic": "momentum, quadratic",
 }
 """Key -> label. Those with momentum are compared with uniform noise under momentum."""
 BUDGETS = ("zcdp", "tight")
@@ -127,17 +130,24 @@ def ratio_gamma(ratio: float, steps: int) -> float:
 def sigma_of(arm: str, steps: int, total: float, tuned: float, theory: float) -> Floats:
     """An arm's sigma_t, float64 [T].
 
+    "momentum_exact" follows the exact coefficients of Theorem 4.6, "momentum_quadratic" the exact loss
+    on one coordinate whose loss contracts by gamma a step.
+
     Args:
       arm: one of `ARMS`.
       steps: T.
       total: R.
-      tuned: gamma of exp.
+      tuned: gamma of exp and of "momentum_quadratic".
       theory: gamma of the arms that follow a theorem.
     """
     if arm == "momentum_exact":
         return budget.optimal_multipliers(budget.momentum_influence(steps, theory, BETA), total)
+    if arm == "momentum_quadratic":
+        q = quadratic_influence(np.array([1 - math.sqrt(tuned)]), 1.0, steps, BETA)
+        return budget.optimal_multipliers(np.log(q), total)
     schedules = {
         "exp": Exponential(gamma=tuned),
+        "momentum_exp": Exponential(gamma=tuned),
         "gd_dynamic": Exponential(gamma=theory),
         "momentum_dynamic": Momentum(gamma=theory, beta=BETA),
     }

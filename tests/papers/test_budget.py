@@ -231,6 +231,16 @@ def test_under_momentum_exp_beats_the_printed_schedule_on_quadratics():
     assert terms == pytest.approx([2.607, 1.280, 4.213], abs=1e-3)
 
 
+def test_best_noise_under_momentum_where_a_step_contracts_little():
+    """gamma = .985, beta = .9: small at first, as bias correction repeats early noise, and large in the
+    last steps, of which little has arrived when the run ends."""
+    h = np.array([1 - math.sqrt(0.985)])
+    sigma = optimal_multipliers(np.log(quadratic_influence(h, 1.0, 100, 0.9)), 1.0)
+    assert sigma[0] < sigma[5] < sigma[20] > sigma[50] > sigma[80] < sigma[99]
+    plain = np.log(quadratic_influence(h, 1.0, 100))  # without momentum it is exp
+    assert plain - plain[-1] == pytest.approx(Exponential(gamma=0.985).log_influence(100))
+
+
 def test_the_zeroth_order_oracle():
     h = np.linspace(0.1, 1, 10)
     for sphere, expected in ((False, 0.509237), (True, 0.497220)):
