@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Figure 1 of "Dynamic privacy budget allocation" (Hong, Wang and Zhou 2022): uniform against exp noise.
 
-    python scripts/reproduce/budget_fig1.py --output_dir out/budget              # about 10 minutes
+    python scripts/reproduce/budget_fig1.py --output_dir out/budget              # 9 minutes of one core
     python scripts/reproduce/budget_fig1.py --quick --output_dir out/budget-quick
 
 Needs scikit-learn (its small digits, nothing is downloaded) and matplotlib. An interrupted run continues
