@@ -24,11 +24,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few small runs, about 10 seconds")
     parser.add_argument("--seeds", type=int, help="runs of each arm, at least 2")
     parser.add_argument("--hidden", type=int, help="units of the network (default 64; paper: 1000)")
+    parser.add_argument("--steps", type=int, nargs="+", help="T (default 50 100 150, as the paper)")
     parser.add_argument("--output_dir", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.seeds is not None and arguments.seeds < 2:
         parser.error(f"--seeds {arguments.seeds}: a standard error needs at least 2 runs")
-    given = {"seeds": arguments.seeds, "hidden": arguments.hidden}
+    if arguments.steps and min(arguments.steps) < 2:
+        parser.error(
+            f"--steps {min(arguments.steps)}: a schedule that falls needs at least 2 steps"
+        )
+    steps = tuple(arguments.steps) if arguments.steps else None
+    given = {"seeds": arguments.seeds, "hidden": arguments.hidden, "steps": steps}
     changed = {name: value for name, value in given.items() if value is not None}
     study = dataclasses.replace(QUICK if arguments.quick else FULL, **changed)
     try:

@@ -185,7 +185,8 @@ def test_the_command_writes_its_files_and_survives_ctrl_c(tmp_path, monkeypatch,
         "points.jsonl", "rows.json", "table.md", "figure1.png",
     }  # fmt: skip
     assert "GD-dynamic" in capsys.readouterr().out
-    assert call(monkeypatch, "--seeds", "1", *words) == 2
+    for refused in (("--seeds", "1"), ("--steps", "50", "1")):
+        assert call(monkeypatch, *refused, *words) == 2
 
 
 @pytest.mark.slow
