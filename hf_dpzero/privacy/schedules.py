@@ -119,7 +119,10 @@ class Exponential(NoiseSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Momentum(NoiseSchedule):
-    """Their Theorem 4.8, for momentum beta with bias correction: the noise rises, then falls.
+    """Their Theorem 4.8 as printed, for momentum beta with bias correction: the noise rises, then falls.
+
+    Its proof counts gamma^That once too often, and the schedule loses against constant noise on
+    quadratics and networks (docs/papers/budget.md): for reproduction; `Exponential` is better there too.
 
     Attributes:
       gamma: 1 - 1/kappa, in (0, 1).
