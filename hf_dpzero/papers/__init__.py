@@ -1,4 +1,5 @@
 """The algorithms of the papers on explicit objectives, to compare with what the papers report.
 
-Imports `privacy`, never torch. Start at `quadratic`; `quadratic_study` runs its grid and draws.
+Imports `privacy`, never torch itself. Start at `quadratic`; `quadratic_study` runs its grid and draws.
+`averaged_clipping` has the algorithms of the heavy-tails paper, `averaged_clipping_study` its tables.
 """

@@ -1,63 +1,17 @@
-"""Tables and plot of the averaged-clipping study, and what the theorems' parameters give."""
+"""Tables and plot of the averaged-clipping study."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from hf_dpzero.papers import averaged_clipping
-from hf_dpzero.papers.averaged_clipping import Cells, calibrated, true_epsilon
-from hf_dpzero.papers.averaged_clipping_parameters import (
-    Parameters,
-    Problem,
-    constrained,
-    hoelder,
-    paper_calibration,
-    restarted,
-    unconstrained,
-)
 from hf_dpzero.papers.averaged_clipping_study import METHODS, Study
-from hf_dpzero.papers.heavy_tails import DIMENSION, LINEAR, RADIUS, draw, optimum
+from hf_dpzero.papers.averaged_clipping_sweeps import interval, sweep_table, theorem_table
 
 TABLE_FILE, JSON_FILE, PLOT_FILE = "table.md", "table.json", "excess.png"
 Row = dict[str, Any]
-
-
-class Interval(NamedTuple):
-    """Mean over seeds, and half the width of its 95 % confidence interval (Student)."""
-
-    mean: float
-    half_width: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2g} ± {self.half_width:.1g}"
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Mean and 95 % interval.
-
-    Args:
-      values: one a seed.
-
-    Returns:
-      Half width NaN for a single value.
-
-    >>> interval([1.0, 2.0, 3.0])
-    Interval(mean=2.0, half_width=2.484...)
-    """
-    from scipy.stats import t
-
-    k = len(values)
-    if k < 2:
-        return Interval(float(np.mean(values)), math.nan)
-    return Interval(
-        float(np.mean(values)), float(t.ppf(0.975, k - 1) * np.std(values, ddof=1) / math.sqrt(k))
-    )
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
@@ -152,80 +106,6 @@ def tables(rows: Sequence[Row]) -> str:
     return "\n".join(f"## {title}\n\n" + "\n".join(lines) + "\n" for title, lines in parts)
 
 
-def theorem_table(study: Study, noise: str = "laplace", epsilon: float = 1.0) -> str:
-    """What the theorems' parameters ask for and reach, linear regression, constants as published.
-
-    Args:
-      study: n, delta and seeds.
-      noise: a key of `NOISES` with a variance.
-      epsilon: the target.
-
-    Returns:
-      Markdown: parameters, Eq. 9's noise and its true epsilon, the noise needed, and the excess risk of
-      each; or why a theorem's parameters cannot be used.
-    """
-    lines = [
-        "| theorem | N | m | λ | γ | Eq. 9 noise / λ | its true ε | needed noise / λ "
-        "| excess, Eq. 9 | excess, correct |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    problem = linear_problem(study, epsilon)
-    makers: dict[str, Callable[[], Parameters]] = {
-        "3 (CC)": lambda: constrained(problem),
-        "4 (UC)": lambda: unconstrained(problem),
-        "6 (R-AClip)": lambda: restarted(problem, strong_convexity=LINEAR.smoothness),
-        "7 (ν = 1)": lambda: hoelder(problem, 1.0, LINEAR.smoothness, accuracy=0.1),
-    }
-    for name, make in makers.items():
-        try:
-            lines.append(f"| {name} | {_theorem_row(study, make(), noise, epsilon)} |")
-        except ValueError as error:
-            lines.append(f"| {name} | refused: {str(error).split(':')[0]} |" + " |" * 8)
-    return "\n".join(lines) + "\n"
-
-
-def linear_problem(study: Study, epsilon: float) -> Problem:
-    """The constants of linear regression with noise of variance 2.
-
-    sigma^2 at the start: E ||2 xi (<xi, w> - e)||^2 - ||2 w||^2 = 4 (d + 1) R^2 + 8 d, w = x - x*.
-
-    Args:
-      study: n and delta.
-      epsilon: the target.
-    """
-    variance = 4 * (DIMENSION + 1) * RADIUS**2 + 8 * DIMENSION
-    return Problem(
-        smoothness=LINEAR.smoothness,
-        distance=RADIUS,
-        variance=variance,
-        dimension=DIMENSION,
-        num_examples=study.num_examples,
-        epsilon=epsilon,
-        delta=study.delta,
-    )
-
-
-def _theorem_row(study: Study, parameters: Parameters, noise: str, epsilon: float) -> str:
-    descent, rate, clip = parameters
-    n, delta = study.num_examples, study.delta
-    published = paper_calibration(descent, n, epsilon, delta)
-    needed = calibrated(descent, n, epsilon, delta)
-    cells = Cells(*np.array([(rate, clip, published), (rate, clip, needed)]).T)
-    excess = []
-    for seed in study.seeds:
-        data = draw(LINEAR, noise, n, np.random.default_rng([seed, 0]))
-        x = averaged_clipping.run(LINEAR, data, descent, cells, np.random.default_rng([seed, 1]))
-        excess.append(((x - optimum()) ** 2).sum(axis=1).tolist())
-    risks = [str(interval(values)) for values in zip(*excess, strict=True)]
-    spent = true_epsilon(descent, n, published, delta)
-    shown = [
-        str(descent.steps * descent.stages),
-        str(descent.batch_size),
-        *(f"{v:.3g}" for v in (clip, rate, published, spent, needed)),
-    ]
-    return " | ".join(shown + risks)
-
-
 def plot(rows: Sequence[Row], path: Path) -> Path:
     """Excess risk against epsilon with 95 % intervals under correct accounting.
 
@@ -277,21 +157,22 @@ def _draw(axes: Any, rows: Sequence[Row]) -> None:
     axes.grid(alpha=0.3)
 
 
-def write(study: Study, rows: Sequence[Row], output_dir: Path, *, theorems: bool = True) -> str:
+def write(study: Study, rows: Sequence[Row], output_dir: Path, *, sweeps: bool = True) -> str:
     """Writes table.md, table.json and excess.png.
 
     Args:
       study: what was run.
       rows: all or some of its rows.
       output_dir: an existing folder.
-      theorems: adds the theorems' table, which runs for some seconds.
+      sweeps: adds the tables on one problem, which run for a minute.
 
     Returns:
       The text of table.md.
     """
     text = tables(rows)
-    if theorems:
+    if sweeps:
         text += f"\n## Theorems' parameters, linear, Laplace, ε = 1\n\n{theorem_table(study)}"
+        text += f"\n## Groups, batch size and steps, linear, Laplace, ε = 1\n\n{sweep_table(study)}"
     (output_dir / TABLE_FILE).write_text(text, encoding="utf-8")
     values = json.dumps(summary(rows), indent=1)
     (output_dir / JSON_FILE).write_text(values + "\n", encoding="utf-8")

@@ -35,7 +35,7 @@ def main() -> int:
         print(write(study, rows, arguments.output_dir))
     except KeyboardInterrupt:
         rows = read_rows(arguments.output_dir, study)
-        write(study, rows, arguments.output_dir, theorems=False)
+        write(study, rows, arguments.output_dir, sweeps=False)
         print(f"interrupted: {len(rows)} rows kept; the same command continues.", file=sys.stderr)
         return 130
     return 0
