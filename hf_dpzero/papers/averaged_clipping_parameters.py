@@ -87,7 +87,8 @@ def unconstrained(problem: Problem, steps: int | None = None) -> Parameters:
     """Theorem 4: lambda = 4 L R + 2 sqrt(D), m = 162 N^2 sigma^2 / (lambda^2 ln^2(4N/beta)).
 
     gamma = 1/(24 L ln(4N/beta)), and
-    D = 648 gamma L N^3 sigma^2 sqrt(d N ln(4N/beta) ln(1/delta)) / (n eps ln^2(4N/beta)).
+    D = 648 gamma L N^3 sigma^2 sqrt(d N ln(4N^2/beta) ln(1/delta)) / (n eps ln^2(4N/beta)), the proof's
+    constant with the theorem's beta, which is the proof's times N.
 
     Args:
       problem: its constants.
@@ -102,7 +103,8 @@ def unconstrained(problem: Problem, steps: int | None = None) -> Parameters:
     p, count = problem, problem.steps if steps is None else steps
     log = math.log(4 * count / p.beta)
     rate = 1 / (24 * p.smoothness * log)
-    root = math.sqrt(p.dimension * count * log * math.log(1 / p.delta))
+    wide = math.log(4 * count**2 / p.beta)
+    root = math.sqrt(p.dimension * count * wide * math.log(1 / p.delta))
     spread = 648 * rate * p.smoothness * count**3 * p.variance * root
     spread /= p.num_examples * p.epsilon * log**2
     clip = 4 * p.smoothness * p.distance + 2 * math.sqrt(spread)
@@ -113,7 +115,8 @@ def unconstrained(problem: Problem, steps: int | None = None) -> Parameters:
 def restarted(problem: Problem, strong_convexity: float, constant: float = 1.0) -> Parameters:
     """Theorem 6 (Algorithm 2): N0 / ln(4 N0 / beta) >= 768 c^2 L / mu, the rest as in Theorem 4.
 
-    tau = (L/mu) ln n, rounded up; R^t = R 2^{-t/2}. The clip of a stage t is here lambda 2^{-t/2}. The
+    tau = (L/mu) ln n, rounded up; R^t = R 2^{-t/2}. Stage t clips at lambda 2^{-t/2} here (the theorem
+    shrinks only the part 4 L R^t of it) and keeps m (the theorem's grows with 1/lambda^2). The
     accounting composes the steps of all stages, in place of the paper's split of epsilon.
 
     Args:
@@ -154,8 +157,8 @@ def hoelder(problem: Problem, exponent: float, constant: float, accuracy: float)
 
     lambda = 2 M 7^nu R^nu, m = 27 N sigma^2 / (lambda^2 ln(8/beta)), and gamma the least of
     a^{(1-nu)/(1+nu)} / (8 M^{2/(1+nu)}), R / (sqrt(2N) a^{nu/(1+nu)} M^{1/(1+nu)}),
-    R / (2 lambda ln(8/beta)) and lambda R / (2 D N), where D, of constant 1, is
-    N^1.5 sigma^2 sqrt(d ln(8N/beta) ln(1/delta)) / (n eps ln(8/beta)).
+    R / (2 lambda ln(8/beta)) and lambda R / (2 D N), where D is
+    108 N^1.5 sigma^2 sqrt(d ln(8N/beta) ln(1/delta)) / (n eps ln(8/beta)).
 
     Args:
       problem: its constants; L is not used.
@@ -176,7 +179,7 @@ def hoelder(problem: Problem, exponent: float, constant: float, accuracy: float)
     clip = 2 * constant * (7 * p.distance) ** nu
     m = _batch_size(27 * count * p.variance / (clip**2 * log), p.num_examples)
     root = math.sqrt(p.dimension * math.log(8 * count / p.beta) * math.log(1 / p.delta))
-    spread = count**1.5 * p.variance * root / (p.num_examples * p.epsilon * log)
+    spread = 108 * count**1.5 * p.variance * root / (p.num_examples * p.epsilon * log)
     power = accuracy ** (nu / (1 + nu)) * constant ** (1 / (1 + nu))
     rate = min(
         accuracy ** ((1 - nu) / (1 + nu)) / (8 * constant ** (2 / (1 + nu))),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.papers.averaged_clipping_study import METHODS, Study
+from hf_dpzero.papers.averaged_clipping_study import COLUMNS, Study
 from hf_dpzero.papers.averaged_clipping_sweeps import interval, sweep_table, theorem_table
 
 TABLE_FILE, JSON_FILE, PLOT_FILE = "table.md", "table.json", "excess.png"
@@ -78,8 +78,7 @@ def tables(rows: Sequence[Row]) -> str:
     """
     correct = [r for r in rows if r["calibration"] == "correct"]
     paper = [r for r in rows if r["calibration"] == "paper"]
-    methods = list(METHODS)
-    private = [m for m in methods if m not in ("baseline", "DP-GD")]
+    methods = COLUMNS["correct"]
 
     def risk(row: Row) -> str:
         return str(interval(row["excess"]))
@@ -99,7 +98,7 @@ def tables(rows: Sequence[Row]) -> str:
         ("Loss / initial loss, correct accounting", _table(correct, "correct", ratio, methods)),
         (
             "Excess risk under Eq. 9 (not private; true ε in brackets)",
-            _table(paper, "paper", with_epsilon, private),
+            _table(paper, "paper", with_epsilon, COLUMNS["paper"]),
         ),
         ("Chosen: steps x batch, clip, learning rate", _table(correct, "correct", cell, methods)),
     ]
@@ -138,7 +137,7 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
 
 
 def _draw(axes: Any, rows: Sequence[Row]) -> None:
-    for method, marker in zip(METHODS, "*o^vsD", strict=True):
+    for method, marker in zip(COLUMNS["correct"], "*o^vsD", strict=True):
         mine = [r for r in rows if r["method"] == method]
         found = [interval(r["excess"]) for r in mine]
         if method == "baseline":

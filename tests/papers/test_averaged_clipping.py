@@ -140,6 +140,27 @@ def test_eq_9_gives_a_fortieth_of_the_noise_that_is_needed():
     assert spent(1.186) < 1 < spent(1.182) and spent(published) > 5000
 
 
+def test_the_authors_script_gives_dp_sgd_hundreds_of_times_the_noise_it_needs():
+    """TEST.m of github.com/Jchenhan/AClippingDP: ridge regression on Adult at eps = 1.
+
+    n = 28,000, m = 200, 4,200 steps. It squares the deviation of Eq. 9 and passes it to
+    std::normal_distribution, which takes a deviation; the noise is on the mean of the clipped gradients.
+    """
+    n, m, steps, delta = 28_000, 200, 4200, 1 / 28_000
+    averaged = Descent(steps=steps, batch_size=m)
+    eq9 = parameters.paper_calibration(averaged, n, 1.0, delta)
+    clip_uc = math.sqrt(162 * steps**2 / (math.log(4 * steps / 0.01) ** 2 * m)) / 300
+    clip_sgd = 6 / 5 / (0.1 * math.sqrt(steps) ** (2 / 3))
+    assert (round(clip_uc, 2), round(clip_sgd, 2)) == (0.88, 0.74)  # the appendix: 0.87, 0.74
+    uc = (clip_uc * eq9) ** 2 / clip_uc
+    on_mean = (2 * 5.29 * clip_sgd * 24 / m * math.sqrt(1.95) * 2 / 3 * eq9) ** 2
+    sgd = m * on_mean / clip_sgd
+    assert (uc, sgd) == (pytest.approx(1.93, abs=0.01), pytest.approx(456, abs=1))
+    assert 2.4 < averaged_clipping.true_epsilon(averaged, n, uc, delta) < 2.7
+    per_example = Descent(clipping="per_example", steps=steps, batch_size=m)
+    assert averaged_clipping.true_epsilon(per_example, n, 1.76, delta) < 1.0
+
+
 def test_dp_gds_accounting_is_the_gaussian_mechanism_of_its_sensitivity():
     plan = catoni_holland.plan(1000, 25).calibrate(epsilon=1.0, delta=1e-5)
     assert plan.accountant_used == "gaussian_exact"
@@ -403,7 +424,7 @@ def test_parameters_are_the_theorems():
 
     log = math.log(4 * 14 / 0.01)
     made = parameters.unconstrained(p)
-    root = math.sqrt(10 * 14 * log * math.log(1e5))
+    root = math.sqrt(10 * 14 * math.log(4 * 14**2 / 0.01) * math.log(1e5))
     d = 648 * made.rate * 14**3 * root / (1e5 * log**2)
     assert made.rate == 1 / (24 * log) and math.isclose(made.clip, 4 + 2 * math.sqrt(d))
     assert made.descent.batch_size == max(1, math.ceil(162 * 14**2 / (made.clip * log) ** 2))
@@ -412,7 +433,7 @@ def test_parameters_are_the_theorems():
     assert math.isclose(made.clip, 4 * math.sqrt(7))
     log = math.log(800)
     assert made.descent.batch_size == max(1, math.ceil(27 * 14 / (made.clip**2 * log)))
-    d = 14**1.5 * math.sqrt(10 * math.log(8 * 14 / 0.01) * math.log(1e5)) / (1e5 * log)
+    d = 108 * 14**1.5 * math.sqrt(10 * math.log(8 * 14 / 0.01) * math.log(1e5)) / (1e5 * log)
     assert math.isclose(
         made.rate,
         min(
@@ -467,7 +488,7 @@ def quick_accounting(monkeypatch):
 @pytest.mark.usefixtures("quick_accounting")
 def test_a_study_resumes_and_refuses_other_settings(tmp_path, monkeypatch):
     rows = run(SMALL, tmp_path)
-    assert len(rows) == 2 * (1 + 2 * 5) + 2 * 2 * 4
+    assert len(rows) == 2 * (1 + 2 * 5) + 2 * 2 * 5
     path = tmp_path / "rows.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:-2]) + "\n")  # the last method's two epsilons
