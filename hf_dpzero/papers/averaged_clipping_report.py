@@ -129,9 +129,13 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
             _draw(axes, [r for r in rows if (r["objective"], r["noise"]) == (objective, noise)])
             axes.set(xscale="log", yscale="log", title=f"{objective}, {noise}")
         line[0].set_ylabel("excess risk")
+    epsilons = sorted({row["epsilon"] for row in rows if row["epsilon"] is not None})
     for axes in panels[-1]:
         axes.set_xlabel("ε")
-    panels[0][0].legend(fontsize=7)
+        axes.set_xticks(epsilons, [f"{e:g}" for e in epsilons], minor=False)
+        axes.minorticks_off()
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=6, fontsize=8)
     figure.savefig(path, dpi=90)
     return path
 

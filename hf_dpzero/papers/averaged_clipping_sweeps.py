@@ -21,7 +21,15 @@ from hf_dpzero.papers.averaged_clipping_parameters import (
     unconstrained,
 )
 from hf_dpzero.papers.averaged_clipping_study import METHODS, TUNING_SEED, Study
-from hf_dpzero.papers.heavy_tails import DIMENSION, LINEAR, RADIUS, Array, draw, optimum
+from hf_dpzero.papers.heavy_tails import (
+    DIMENSION,
+    LINEAR,
+    RADIUS,
+    Array,
+    draw,
+    generator_of,
+    optimum,
+)
 
 GROUPS = (1, 4, 16, 64)
 
@@ -186,7 +194,7 @@ def _excess(
     seed: int,
 ) -> Array:
     """Excess risk of (rate, clip, noise multiplier) on one draw, [P]."""
-    data = draw(LINEAR, noise, study.num_examples, np.random.default_rng([seed, 0]))
-    generator = np.random.default_rng([seed, 1])
+    data = draw(LINEAR, noise, study.num_examples, generator_of(seed, 0))
+    generator = generator_of(seed, 1)
     x = averaged_clipping.run(LINEAR, data, descent, Cells(*np.array(grid).T), generator)
     return np.asarray(((x - optimum()) ** 2).sum(axis=1))

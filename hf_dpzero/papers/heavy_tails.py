@@ -77,6 +77,16 @@ LOGISTIC = Objective(
 OBJECTIVES = {objective.name: objective for objective in (LINEAR, LOGISTIC)}
 
 
+def generator_of(seed: int, stream: int) -> np.random.Generator:
+    """A generator of its own for each seed and stream.
+
+    Args:
+      seed: of a run.
+      stream: 0 for the data, 1 for batches and noise, 7 for what stands for the population.
+    """
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, stream])))
+
+
 def optimum() -> Array:
     """x* of the data, float64 [d]; the linear loss is least there, the logistic loss is not."""
     return np.full(DIMENSION, RADIUS / math.sqrt(DIMENSION))
@@ -130,7 +140,7 @@ class Yardstick:
           num_examples: in the place of the population.
           seed: of the draw.
         """
-        data = draw(objective, noise, num_examples, np.random.default_rng([seed, 7]))
+        data = draw(objective, noise, num_examples, generator_of(seed, 7))
         return cls(objective, data, optimum() if objective is LINEAR else _newton(data))
 
     def excess(self, x: Array, num_examples: int | None = None) -> Array:
