@@ -128,7 +128,7 @@ QUICK = Study(
     schedules=((300, 200),),
     full_batch_steps=(10,),
 )
-"""20,000 examples and 300 steps of 200: half a minute."""
+"""20,000 examples and 300 steps of 200: a minute."""
 
 
 class Choice(NamedTuple):
