@@ -23,7 +23,7 @@ from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS, Sampler, sampler_from_dict
 from hf_dpzero.reporting.extension import earlier_plans
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
-from hf_dpzero.training import fields
+from hf_dpzero.training import fields, private_only
 from hf_dpzero.training.defaults import fill_in
 from hf_dpzero.training.kinds import check_scheduler_settings
 from hf_dpzero.training.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
@@ -50,7 +50,7 @@ def _setting(default: Any, text: str) -> Any:
 
 
 @dataclass
-class DPZeroConfig(TrainingArguments):
+class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     """Arguments of `DPZeroTrainer`: everything `TrainingArguments` has, and the fields below.
 
     Either `target_epsilon` (the noise is calibrated) or `noise_multiplier` (the epsilon is

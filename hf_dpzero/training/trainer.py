@@ -231,9 +231,11 @@ class DPZeroMixin(PublishingTrainer):
             self.watch.open()
             self._sampler_key = run_files.draw_sampler_key(self.args.sampler_key)
             self._trained_digest = None
+            self.args.trains_privately = True
             output = super().train(resume_from_checkpoint=resume, **settings)
             self._besides.check()
         finally:
+            self.args.trains_privately = False
             self._sampler_key = None
             self._reads.close()
             if self.trajectory is not None:

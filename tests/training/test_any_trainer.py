@@ -255,3 +255,15 @@ def test_trainers_that_prepare_by_themselves_get_what_was_given(tmp_path):
     assert trainer.got == ("name", "mine")
     left = Untouched(model=tiny_model(), args=settings, train_dataset=rows)
     assert left.train_dataset is rows
+
+
+def test_a_trainer_without_the_mixin_refuses_to_train_with_the_configuration(tmp_path):
+    args = config(tmp_path)
+    plain = Trainer(model=tiny_model(), args=args, train_dataset=tiny_data())
+    before = weights(plain.model)
+    with pytest.raises(ValueError, match="DPZeroConfig was given to a Trainer .* without privacy"):
+        plain.train()
+    assert same(before, weights(plain.model))
+    private = build(tmp_path / "private")
+    private.train()
+    assert not private.args.trains_privately
