@@ -18,7 +18,7 @@ from hf_dpzero.reporting.budget import BudgetMeter
 from hf_dpzero.reporting.extension import header_entries, worst_tuning
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import base_origins, earlier_runs
-from hf_dpzero.reporting.wording import NOT_COMPARED
+from hf_dpzero.reporting.wording import NOT_COMPARED, delta_words
 from hf_dpzero.training import data_checks
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.prediction import PredictingTrainer
@@ -46,6 +46,13 @@ class PublishingTrainer(PredictingTrainer):
     def output_dir(self) -> str:
         """Where the run keeps its files."""
         return str(self.args.output_dir)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """As in Trainer, which prints four decimals; delta, mostly smaller than that, in full."""
+        shown = dict(metrics)
+        if isinstance(shown.get("delta"), float):
+            shown["delta"] = delta_words(shown["delta"])
+        super().log_metrics(split, shown)
 
     @property
     def plan(self) -> PrivacyPlan:
