@@ -18,7 +18,7 @@ from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_ex
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.training import data_checks, distributed, public_rows, validation
-from hf_dpzero.training.defaults import learning_rate
+from hf_dpzero.training.defaults import learning_rate, rate_hint
 from hf_dpzero.training.fixed_shapes import (
     FixedShapes,
     context_length,
@@ -87,6 +87,8 @@ def check_before_training(trainer: Any) -> None:
         judge_schedule(trainer.plan, trainer.delta)
     if "learning_rate" in args.chosen:
         args.learning_rate = learning_rate(trainer.plan, args.lr_scheduler_type)
+    elif hint := rate_hint(args, trainer.plan):
+        logger.warning(hint)
     trainer.shapes = _run_shapes(trainer)
     compile_(model, args)
     _try_objective(trainer)

@@ -37,6 +37,9 @@ CLASSIC = {"learning_rate": 5e-5, "clip": 50.0, "clipping": "fixed", "num_direct
 CHEAP, MANY = 1_000_000, 32
 """With so few parameters from the first trainable one on, evaluations are cheap and K is 32."""
 
+FAR = 10.0
+"""A given rate that is off by more than this factor is spoken of."""
+
 
 def fill_in(config: Any) -> None:
     """Puts values where a config has None; notes what `resolve` and `learning_rate` are to choose.
@@ -104,3 +107,23 @@ def learning_rate(plan: PrivacyPlan, schedule: Any) -> float:
     decay = math.sqrt(3) if word.startswith(("linear", "cosine")) else 1.0
     noise = mechanism.noise_multiplier * mechanism.clip**2 * math.sqrt(plan.steps)
     return NOISE_SHARE * decay * float(mechanism.divisor) / noise
+
+
+def rate_hint(config: Any, plan: PrivacyPlan) -> str:
+    """What to say of a given rate beside a chosen clip and K, as a copied first-order script has it.
+
+    Returns:
+      "" if the rate is within a factor of `FAR` of the one that would be chosen, or more was given.
+    """
+    if "num_directions" not in config.chosen or "learning_rate" in config.chosen:
+        return ""
+    if config.update_rule != "sgd" or not config.learning_rate or not plan.mechanism.private:
+        return ""
+    ours = learning_rate(plan, config.lr_scheduler_type)
+    if 1 / FAR <= config.learning_rate / ours <= FAR:
+        return ""
+    return (
+        f"learning_rate={config.learning_rate:g} was given; from the noise, the clip, B and T it would "
+        f"be {ours:.2g}. Rates of training with gradients do not carry over: leave it out, unless it "
+        "was found for this method."
+    )

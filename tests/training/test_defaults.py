@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -103,3 +104,15 @@ def test_with_nothing_given_a_head_learns(tmp_path):
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < 0.9 * before
+
+
+def test_a_rate_from_a_script_with_gradients_is_spoken_of(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        build(tmp_path / "copied", clip=None, learning_rate=5e-5).train()
+    (said,) = [r.getMessage() for r in caplog.records if "do not carry over" in r.getMessage()]
+    assert said.startswith("learning_rate=5e-05 was given") and "leave it out" in said
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        build(tmp_path / "chosen", **GIVEN_NOTHING).train()
+        build(tmp_path / "both", clip=5.0, learning_rate=5e-5).train()
+    assert "do not carry over" not in caplog.text
