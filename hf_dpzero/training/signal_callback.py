@@ -123,10 +123,15 @@ class SignalCallback(TrainerCallback):
         return rate * (min(norm, args.max_grad_norm) if args.max_grad_norm else norm)
 
     def _large(self, release: Release, update: float) -> str:
-        assert self._size is not None
+        chosen = "learning_rate" in self.trainer.args.chosen
+        advice = (
+            "It was chosen from the plan, not by you: give a smaller learning_rate in the next run."
+            if chosen
+            else "Lower it."
+        )
         return (
             f"step {release.step} moved the trained weights by about {update:.2g}, more than their own "
-            f"norm: learning_rate={release.learning_rate:g} is far too large. Lower it."
+            f"norm: learning_rate={release.learning_rate:g} is far too large. {advice}"
         )
 
     def _stop_not_finite(self, state: Any, control: Any) -> None:

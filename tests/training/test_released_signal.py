@@ -208,6 +208,15 @@ def test_an_update_longer_than_the_weights_is_warned_of_once(tmp_path, caplog, m
         build(tmp_path / "large", method=method, learning_rate=30.0, max_steps=3).train()
     (said,) = [r.getMessage() for r in caplog.records if "far too large" in r.getMessage()]
     assert said.startswith("step 0 moved") and "learning_rate=30" in said
+    assert said.endswith("Lower it.")
+
+
+def test_of_a_rate_that_was_chosen_the_warning_says_so(tmp_path, caplog):
+    trainer = build(tmp_path, learning_rate=None, clip=1e-3, max_steps=3)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    (said,) = [r.getMessage() for r in caplog.records if "far too large" in r.getMessage()]
+    assert "It was chosen from the plan, not by you: give a smaller learning_rate" in said
 
 
 class Overflow(TrainerCallback):
