@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PrivateOnly:
-    """A parent of `DPZeroConfig`: a Trainer without `DPZeroMixin`, which knows nothing of privacy, is refused."""  # noqa: E501
+    """A parent of `DPZeroConfig`: refuses a Trainer without `DPZeroMixin`, which knows no privacy."""
 
     trains_privately = False  # DPZeroMixin.train sets it while it runs
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_dpzero.privacy.schedule_gain import gain_against_uniform
@@ -63,7 +64,7 @@ def noise_schedule_of(config: Any, steps: int) -> NoiseSchedule | None:
         values["learning_rate"] = str(
             getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type)
         )
-        values["warmup_steps"] = config.get_warmup_steps(steps)
+        values["warmup_steps"] = TrainingArguments.get_warmup_steps(config, steps)
     return noise_schedule_from_dict(values)
 
 
