@@ -30,6 +30,7 @@ Inputs = Mapping[str, Tensor]
 PerExampleLoss = Callable[[nn.Module, Inputs], Tensor]
 
 IGNORE_INDEX = -100
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 TOKEN_KEYS = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "bbox")
 
 
@@ -62,6 +63,10 @@ def classification_losses(
     tensor([1., 4.])
     """
     logits = logits.float()
+    if problem_type and problem_type not in _PROBLEMS:
+        raise ValueError(
+            f"problem_type={problem_type!r} is unknown; use one of {', '.join(_PROBLEMS)}."
+        )
     _check_one_target(labels, logits, kind := problem_type)
     if not kind:
         several = labels.is_floating_point() or labels.dim() == 2
@@ -70,11 +75,6 @@ def classification_losses(
     if kind == "single_label_classification":
         check_labels_in_range(classes := labels.reshape(-1).long(), logits.shape[1])
         return F.cross_entropy(logits, classes, reduction="none", label_smoothing=label_smoothing)
-    if kind not in ("regression", "multi_label_classification"):
-        raise ValueError(
-            f"problem_type={kind!r} is unknown; use 'regression', 'single_label_classification' or "
-            "'multi_label_classification'."
-        )
     if label_smoothing:
         raise ValueError(
             f"label_smoothing_factor={label_smoothing} with problem_type={kind!r}, whose labels are not "
