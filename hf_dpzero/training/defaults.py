@@ -27,7 +27,7 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 NOISE_SHARE = 0.3
 """Change of an example's loss that the noise of the whole run may make along one direction."""
 
-FOLLOWED = 0.3
+FOLLOWED = 0.15
 """Share of the steps in which the rate follows an adaptive clip (alpha C^2 is constant). Later the clip
 falls because rows are learned, and a rate that followed it would grow without end."""
 
