@@ -65,8 +65,8 @@ def test_the_rate_follows_the_clip_for_the_first_steps_and_then_stays(tmp_path):
     clips = [schedule.after(releases[:t]).clip for t in range(20)]
     assert clips[0] == 50.0 and len(set(clips)) > 10
     first = releases[0].learning_rate
-    for step, release in enumerate(releases):
-        held = clips[min(step, 6)]
+    for step, release in enumerate(releases):  # 15 % of 20 steps follow
+        held = clips[min(step, 3)]
         assert release.learning_rate == pytest.approx(first * (50.0 / held) ** 2)
 
 
