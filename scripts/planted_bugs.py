@@ -83,9 +83,9 @@ BUGS = (
         "The noised sum is divided by the secret size of the sampled batch.",
         "hf_dpzero/training/zeroth_order_step.py",
         "tests/training/test_trainer.py::test_values_are_clipped_sum_plus_noise_over_expected_batch",
-        "total: list[Any] = sum_over_processes(mechanism.clip_sum(x))",
-        "total: list[Any] = sum_over_processes(mechanism.clip_sum(x))\n"
-        "        object.__setattr__(mechanism, 'expected_batch_size', float(max(len(x), 1)))"),
+        "total: list[Any] = sum_over_processes(\n",
+        "object.__setattr__(mechanism, 'expected_batch_size', float(max(len(x), 1)))\n"
+        "        total: list[Any] = sum_over_processes(\n"),
     Bug("empty_batch_skipped",
         "An empty batch releases exact zeros, which tells that nobody was sampled.",
         "hf_dpzero/training/zeroth_order_step.py",
