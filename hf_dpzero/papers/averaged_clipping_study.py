@@ -8,10 +8,9 @@ variants of averaged clipping, and a smaller one for the baselines.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +30,7 @@ from hf_dpzero.papers.heavy_tails import (
     draw,
     generator_of,
 )
+from hf_dpzero.papers.study_rows import append_rows, read_rows
 
 Calibration = Literal["correct", "paper"]
 CALIBRATIONS: tuple[Calibration, ...] = ("correct", "paper")
@@ -294,7 +294,7 @@ def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
     from rich.progress import track
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    rows = read_rows(output_dir, study)
+    rows = read_rows(output_dir / ROWS_FILE, study)
     keys = ("calibration", "objective", "noise", "method")
     done = {tuple(row[key] for key in keys) for row in rows}
     points = [point for point in study.points() if point not in done]
@@ -305,37 +305,10 @@ def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
             made = Yardstick.of(objective, noise, POPULATION, POPULATION_SEED)
             yardsticks[name, noise] = made
         point = Point(study, calibration, objective, noise, method, yardsticks[name, noise])
-        found = [_finite(row) for row in point.rows()]
-        with open(output_dir / ROWS_FILE, "a", encoding="utf-8") as file:
-            file.write("".join(f"{json.dumps(row)}\n" for row in found))
-        rows += found
+        rows += append_rows(output_dir / ROWS_FILE, map(_finite, point.rows()))
     return rows
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
     """JSON knows no infinity: null."""
     return {k: None if v == math.inf else v for k, v in row.items()}
-
-
-def read_rows(output_dir: Path, study: Study) -> list[dict[str, Any]]:
-    """The rows of a folder, whose file begins with the study's settings.
-
-    Args:
-      output_dir: an existing folder.
-      study: whose rows they must be.
-
-    Returns:
-      No rows for a new folder.
-
-    Raises:
-      ValueError: the folder holds rows of another study.
-    """
-    path = output_dir / ROWS_FILE
-    settings = json.loads(json.dumps(asdict(study)))
-    if not path.exists():
-        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
-        return []
-    first, *rows = path.read_text(encoding="utf-8").splitlines()
-    if json.loads(first) != settings:
-        raise ValueError(f"{path} holds rows of a study with other settings: use another folder.")
-    return [json.loads(row) for row in rows]

@@ -8,7 +8,6 @@ accounting for it, on the private data.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from hf_dpzero.papers import budget
 from hf_dpzero.papers.budget_bounds import quadratic_influence
 from hf_dpzero.papers.budget_network import SOURCES, Network, Split, train
+from hf_dpzero.papers.study_rows import append_rows, read_rows
 from hf_dpzero.privacy.schedules import Exponential, Momentum
 
 Floats = NDArray[Any]
@@ -247,33 +247,15 @@ def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
     from rich.progress import track
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    results = _read(output_dir / FILE, study)
+    results = read_rows(output_dir / FILE, study)
     done = {(r["source"], r["examples"], r["steps"]) for r in results}
     points = [point for point in study.points() if point not in done]
     for source, examples, steps in track(points, description=f"{len(points)} points"):
         left, _, name = source.partition("influence of ")
         work = estimate_influence if name else compare_arms
         result = work(study, name or left, examples, steps)
-        results.append(json.loads(json.dumps(result)))
-        with open(output_dir / FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
+        results += append_rows(output_dir / FILE, [result])
     return results
-
-
-def _read(path: Path, study: Study) -> list[dict[str, Any]]:
-    """The points after the first line, which names the study; a line cut short is dropped."""
-    settings = json.loads(json.dumps(study.__dict__))
-    if not path.exists():
-        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    first, *rows = whole.splitlines()
-    if json.loads(first) != settings:
-        raise ValueError(f"{path} holds points of a study with other settings: use another folder.")
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    return [json.loads(row) for row in rows]
 
 
 def summary(

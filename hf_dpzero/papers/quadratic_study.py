@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from hf_dpzero.papers import quadratic
 from hf_dpzero.papers.quadratic import METHODS, SPECTRA, Best, Cell, Quadratic
+from hf_dpzero.papers.study_rows import append_rows, read_rows
 
 ROWS_FILE, TABLE_FILE = "rows.jsonl", "table.md"
 FIGURES = {
@@ -82,15 +82,13 @@ def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
     from rich.progress import track
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    rows = _read_rows(output_dir / ROWS_FILE, study)
+    rows = read_rows(output_dir / ROWS_FILE, study)
     done = {(row["spectrum"], row["dimension"], row["method"]) for row in rows}
     points = [point for point in study.points() if point not in done]
     for spectrum, dimension, method in track(points, description=f"{len(points)} points"):
         best = _run_point(study, spectrum, dimension, method)
         row = {"spectrum": spectrum, "dimension": dimension, "method": method, **best._asdict()}
-        rows.append(json.loads(json.dumps(row)))
-        with open(output_dir / ROWS_FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
+        rows += append_rows(output_dir / ROWS_FILE, [row])
     return rows
 
 
@@ -100,18 +98,6 @@ def _run_point(study: Study, spectrum: str, dimension: int, method: str) -> Best
         problem = Quadratic.draw(SPECTRA[spectrum](dimension), study.num_examples, seed)
         total = total + quadratic.figures(problem, method, cells, seed) / len(study.seeds)
     return quadratic.best(total, cells)
-
-
-def _read_rows(path: Path, study: Study) -> list[dict[str, Any]]:
-    """The rows after the first line, which names the study."""
-    settings = json.loads(json.dumps(study.__dict__))
-    if not path.exists():
-        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
-        return []
-    first, *rows = path.read_text(encoding="utf-8").splitlines()
-    if json.loads(first) != settings:
-        raise ValueError(f"{path} holds rows of a study with other settings: use another folder.")
-    return [json.loads(row) for row in rows]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

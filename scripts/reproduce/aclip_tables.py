@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 from hf_dpzero.papers.averaged_clipping_report import write
-from hf_dpzero.papers.averaged_clipping_study import QUICK, Study, read_rows, run
+from hf_dpzero.papers.averaged_clipping_study import QUICK, ROWS_FILE, Study, run
+from hf_dpzero.papers.study_rows import read_rows
 
 
 def main() -> int:
@@ -34,7 +35,7 @@ def main() -> int:
         rows = run(study, arguments.output_dir)
         print(write(study, rows, arguments.output_dir))
     except KeyboardInterrupt:
-        rows = read_rows(arguments.output_dir, study)
+        rows = read_rows(arguments.output_dir / ROWS_FILE, study)
         write(study, rows, arguments.output_dir, sweeps=False)
         print(f"interrupted: {len(rows)} rows kept; the same command continues.", file=sys.stderr)
         return 130

@@ -20,8 +20,9 @@ from hf_dpzero.papers import averaged_clipping_report as report
 from hf_dpzero.papers import averaged_clipping_study as study_module
 from hf_dpzero.papers import averaged_clipping_sweeps as sweeps
 from hf_dpzero.papers.averaged_clipping import Cells, Descent, averaged_clip, clip_vectors
-from hf_dpzero.papers.averaged_clipping_study import QUICK, Study, read_rows, run
+from hf_dpzero.papers.averaged_clipping_study import QUICK, ROWS_FILE, Study, run
 from hf_dpzero.papers.heavy_tails import LINEAR, LOGISTIC, OBJECTIVES, Data, Yardstick, draw
+from hf_dpzero.papers.study_rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Study(
@@ -494,7 +495,7 @@ def test_a_study_resumes_and_refuses_other_settings(tmp_path, monkeypatch):
     path.write_text("\n".join(lines[:-2]) + "\n")  # the last method's two epsilons
     assert run(SMALL, tmp_path) == rows
     monkeypatch.setattr(study_module, "Point", None)  # nothing is left to run
-    assert run(SMALL, tmp_path) == rows == read_rows(tmp_path, SMALL)
+    assert run(SMALL, tmp_path) == rows == read_rows(tmp_path / ROWS_FILE, SMALL)
     with pytest.raises(ValueError, match="other settings"):
         run(dataclasses.replace(SMALL, seeds=(2, 3)), tmp_path)
     for row in rows:

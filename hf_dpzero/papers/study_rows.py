@@ -1,0 +1,52 @@
+"""The results file of a study that can be interrupted: its settings first, then a row a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def read_rows(path: Path, study: Any) -> list[dict[str, Any]]:
+    """The rows that a study has so far; begins the file where there is none.
+
+    Args:
+      path: JSON lines, the first of them the study's settings; a line that was cut short is dropped.
+      study: a dataclass, whose rows they must be.
+
+    Returns:
+      JSON-safe rows.
+
+    Raises:
+      ValueError: the file holds rows of another study.
+    """
+    settings = json.loads(json.dumps(asdict(study)))
+    if not path.exists():
+        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    first, *rows = whole.splitlines()
+    if json.loads(first) != settings:
+        raise ValueError(f"{path} holds rows of a study with other settings: use another folder.")
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return [json.loads(row) for row in rows]
+
+
+def append_rows(path: Path, rows: Iterable[Any]) -> list[dict[str, Any]]:
+    """Adds rows at the end of the file, in one write.
+
+    Args:
+      path: of `read_rows`.
+      rows: what JSON can hold.
+
+    Returns:
+      The rows as `read_rows` will give them back.
+    """
+    lines = [json.dumps(row) for row in rows]
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+    return [json.loads(line) for line in lines]
