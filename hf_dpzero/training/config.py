@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,20 +15,19 @@ from hf_dpzero.ledger.update_rules import UPDATE_RULES, UpdateRule, make_update_
 from hf_dpzero.perturbation.directions import check_distribution
 from hf_dpzero.perturbation.subspaces import SUBSPACES, Subspace, subspace_from_dict
 from hf_dpzero.privacy.events import ACCOUNTANTS
-from hf_dpzero.privacy.mechanisms import MECHANISMS, mechanism_from_dict
-from hf_dpzero.privacy.mechanisms.base import RELATIONS, DenseNoise
+from hf_dpzero.privacy.mechanisms.base import RELATIONS
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS
-from hf_dpzero.privacy.sampling import SAMPLERS, Sampler, sampler_from_dict
-from hf_dpzero.reporting.extension import earlier_plans
+from hf_dpzero.privacy.sampling import SAMPLERS
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.training import fields, private_only
 from hf_dpzero.training.defaults import fill_in
 from hf_dpzero.training.kinds import check_scheduler_settings
 from hf_dpzero.training.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
+from hf_dpzero.training.plan_settings import plan_of
 from hf_dpzero.training.ranges import check_ranges, check_warmup
 from hf_dpzero.training.released_signal import ON_NO_SIGNAL
-from hf_dpzero.training.schedule_settings import factors_of, noise_schedule_of
+from hf_dpzero.training.schedule_settings import factors_of
 from hf_dpzero.values import nearest
 
 logger = logging.get_logger(__name__)
@@ -344,39 +342,7 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
           ValueError: sampler, mechanism and relation together have no sound accounting, the batch
             is larger than the data, or the target cannot be reached.
         """
-        fixed = self._mechanism_settings(num_examples)
-        if dimension is not None and issubclass(MECHANISMS[self.method], DenseNoise):
-            fixed["dimension"] = dimension
-        plan = self._calibrated(num_examples, fixed)
-        if self.clipping != "adaptive":
-            return plan
-        count_noise = self.clip_count_noise
-        if count_noise is None:  # the total multiplier z does not depend on how it is shared out
-            z = plan.mechanism.effective_noise_multiplier
-            count_noise = max(plan.mechanism.expected_batch_size / 20, z)
-        adaptive = {
-            "name": f"{self.method}-adaptive",
-            "clip_quantile": self.clip_quantile,
-            "clip_learning_rate": self.clip_learning_rate,
-            "clip_count_noise": count_noise,
-        }
-        fixed.pop("distribution", None)
-        return self._calibrated(num_examples, fixed | adaptive)
-
-    def _calibrated(self, num_examples: int, mechanism: Mapping[str, Any]) -> PrivacyPlan:
-        plan = PrivacyPlan(
-            sampler=self._sampler(num_examples),
-            mechanism=mechanism_from_dict(mechanism),
-            steps=self.steps(num_examples),
-            relation=self.neighboring_relation,  # type: ignore[arg-type]
-            accountant=self.accountant,  # type: ignore[arg-type]
-            after=earlier_plans(self.extends_run),
-            noise_schedule=noise_schedule_of(self, self.steps(num_examples)),
-            clip_schedule=factors_of("clip_schedule", self.clip_schedule),
-        )
-        if self.target_epsilon is None or self.not_private:
-            return plan
-        return plan.calibrate(epsilon=self.target_epsilon, delta=self.delta(num_examples))
+        return plan_of(self, num_examples, dimension)
 
     def _smoothing_schedule(self) -> dict[str, Any]:
         schedule = factors_of("smoothing_schedule", self.smoothing_schedule)
@@ -414,32 +380,6 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     def optim_name(self) -> str:
         """The optimizer's name as Hugging Face has it, e.g. "adamw_torch"."""
         return str(getattr(self.optim, "value", self.optim))
-
-    def _sampler(self, num_examples: int) -> Sampler:
-        full, cap = self.sampling == "full_batch", self.max_batch_size
-        settings = {
-            "name": self.sampling,
-            "num_examples": num_examples,
-            "expected_batch_size": num_examples if full else self.expected_batch_size,
-        }
-        return sampler_from_dict(settings | ({} if cap is None else {"max_batch_size": cap}))
-
-    def _mechanism_settings(self, num_examples: int) -> dict[str, Any]:
-        """The method's mechanism by name and fields, for `mechanism_from_dict`; its clip fixed."""
-        batch = self._sampler(num_examples).expected_batch_size
-        values: dict[str, Any] = {"name": self.method, "expected_batch_size": batch}
-        if not self.not_private:
-            values |= {"clip": self.clip, "noise_multiplier": self.noise_multiplier or 0.0}
-        if not self.first_order:
-            values["num_directions"] = self.num_directions
-        if self.method == "dpzero":
-            values["distribution"] = self.noise_distribution
-        if self.clipping == "automatic":
-            values |= {"clipping": "automatic", "clip_stability": self.clip_stability}
-        if self.clipping == "averaged":
-            own = {"clipping": "averaged"} if self.first_order else {"name": "dpzero-averaged"}
-            values |= {**own, "clip_groups": self.clip_groups}
-        return values
 
 
 def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,93 @@
+"""A `DPZeroConfig` as a privacy plan: sampler, mechanism and schedules, calibrated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_dpzero.privacy.mechanisms import MECHANISMS, mechanism_from_dict
+from hf_dpzero.privacy.mechanisms.base import DenseNoise
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
+from hf_dpzero.reporting.extension import earlier_plans
+from hf_dpzero.training.schedule_settings import factors_of, noise_schedule_of
+
+
+def plan_of(config: Any, num_examples: int, dimension: int | None = None) -> PrivacyPlan:
+    """The plan of a run, calibrated if a target was given.
+
+    Args:
+      config: a `DPZeroConfig`.
+      num_examples: n.
+      dimension: d, trainable coordinates; for methods that release d-vectors (`DenseNoise`). None
+        stands for 2^27 there.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: see `DPZeroConfig.plan`.
+    """
+    fixed = _mechanism(config, num_examples)
+    if dimension is not None and issubclass(MECHANISMS[config.method], DenseNoise):
+        fixed["dimension"] = dimension
+    plan = _calibrated(config, num_examples, fixed)
+    if config.clipping != "adaptive":
+        return plan
+    count_noise = config.clip_count_noise
+    if count_noise is None:  # the total multiplier z does not depend on how it is shared out
+        z = plan.mechanism.effective_noise_multiplier
+        count_noise = max(plan.mechanism.expected_batch_size / 20, z)
+    adaptive = {
+        "name": f"{config.method}-adaptive",
+        "clip_quantile": config.clip_quantile,
+        "clip_learning_rate": config.clip_learning_rate,
+        "clip_count_noise": count_noise,
+    }
+    fixed.pop("distribution", None)
+    return _calibrated(config, num_examples, fixed | adaptive)
+
+
+def _calibrated(config: Any, num_examples: int, mechanism: Mapping[str, Any]) -> PrivacyPlan:
+    steps = config.steps(num_examples)
+    plan = PrivacyPlan(
+        sampler=_sampler(config, num_examples),
+        mechanism=mechanism_from_dict(mechanism),
+        steps=steps,
+        relation=config.neighboring_relation,
+        accountant=config.accountant,
+        after=earlier_plans(config.extends_run),
+        noise_schedule=noise_schedule_of(config, steps),
+        clip_schedule=factors_of("clip_schedule", config.clip_schedule),
+    )
+    if config.target_epsilon is None or config.not_private:
+        return plan
+    return plan.calibrate(epsilon=config.target_epsilon, delta=config.delta(num_examples))
+
+
+def _sampler(config: Any, num_examples: int) -> Sampler:
+    full, cap = config.sampling == "full_batch", config.max_batch_size
+    settings = {
+        "name": config.sampling,
+        "num_examples": num_examples,
+        "expected_batch_size": num_examples if full else config.expected_batch_size,
+    }
+    return sampler_from_dict(settings | ({} if cap is None else {"max_batch_size": cap}))
+
+
+def _mechanism(config: Any, num_examples: int) -> dict[str, Any]:
+    """The method's mechanism by name and fields, for `mechanism_from_dict`; its clip fixed."""
+    batch = _sampler(config, num_examples).expected_batch_size
+    values: dict[str, Any] = {"name": config.method, "expected_batch_size": batch}
+    if not config.not_private:
+        values |= {"clip": config.clip, "noise_multiplier": config.noise_multiplier or 0.0}
+    if not config.first_order:
+        values["num_directions"] = config.num_directions
+    if config.method == "dpzero":
+        values["distribution"] = config.noise_distribution
+    if config.clipping == "automatic":
+        values |= {"clipping": "automatic", "clip_stability": config.clip_stability}
+    if config.clipping == "averaged":
+        own = {"clipping": "averaged"} if config.first_order else {"name": "dpzero-averaged"}
+        values |= {**own, "clip_groups": config.clip_groups}
+    return values
