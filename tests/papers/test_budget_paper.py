@@ -30,7 +30,7 @@ from hf_dpzero.papers.budget_bounds import (
     uniform_steps,
     zeroth_order_quadratic,
 )
-from hf_dpzero.privacy.schedules import Exponential, LearningRateAware
+from hf_dpzero.privacy.schedules import Exponential, LearningRateAware, Momentum
 
 CURVATURE = np.linspace(0.1, 1, 20)
 START = np.full(20, 2.0)
@@ -227,9 +227,10 @@ def test_under_momentum_exp_beats_the_printed_schedule_on_quadratics():
     h, gamma = np.linspace(0.05, 1, 20), contraction(20)
     q = quadratic_influence(h, 1.0, 100, 0.9)
     least = q @ optimal_multipliers(np.log(q), 1.0) ** 2
-    schedules = (None, Exponential(gamma=gamma), PrintedMomentum(gamma=gamma, beta=0.9))
+    momenta = (PrintedMomentum(gamma=gamma, beta=0.9), Momentum(gamma=gamma, beta=0.9))
+    schedules = (None, Exponential(gamma=gamma), *momenta)
     terms = [q @ multipliers_for(s, 100, 1.0) ** 2 / least for s in schedules]
-    assert terms == pytest.approx([2.607, 1.280, 4.213], abs=1e-3)
+    assert terms == pytest.approx([2.607, 1.280, 4.213, 1.082], abs=1e-3)
 
 
 def test_best_noise_under_momentum_where_a_step_contracts_little():
