@@ -86,7 +86,8 @@ class Plan(Options):
     clip: float | None = _option("C; only scales the noise that is printed (default 1)")
     num_directions: int | None = _option("K; does not change epsilon (default 1)")
     sampling: str | None = _option(
-        "poisson (default), truncated_poisson, fixed_size_without_replacement or full_batch"
+        "poisson (default), truncated_poisson, fixed_size_without_replacement, full_batch or "
+        "fixed_batches"
     )
     max_batch_size: int | None = _option("cap of a truncated_poisson batch")
     neighboring_relation: str | None = _option(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.cli.options import Plan
+from hf_dpzero.privacy.group_losses import group_words
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedule_gain import gain_against_uniform, schedule_words
 from hf_dpzero.values import encode
@@ -143,6 +144,7 @@ def _facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dic
         "neighboring_relation": plan.relation,
         "accountant": plan.accountant_used,
         **_schedules(plan, delta),
+        **({} if plan.groups is None else {"groups": group_words(plan)}),
         "epsilon_by_relation": {name: _epsilon_under(plan, name, delta) for name in RELATIONS},
     }
 

@@ -118,11 +118,27 @@ class FiniteDifferences:
         Returns:
           x, float64 [B, K] on the CPU; B = 0 gives [0, K] and touches nothing.
         """
+        return self.with_losses(microbatches, directions)[0]
+
+    @torch.no_grad()
+    def with_losses(
+        self, microbatches: Sequence[Microbatch], directions: Sequence[Direction]
+    ) -> tuple[Tensor, Tensor]:
+        """As a call, and each example's loss, the mean over both signs and all directions.
+
+        Args:
+          microbatches: B examples in all, maybe none.
+          directions: u_1, ..., u_K.
+
+        Returns:
+          (x, float64 [B, K]; losses, float64 [B]; both on the CPU).
+        """
         self.space.check_is_of(self.model)
         if not microbatches:
-            return torch.zeros(0, len(directions), dtype=torch.float64)
-        plus, minus = self.losses(microbatches, directions)
-        return (plus.double() - minus.double()) / (2.0 * self.smoothing)
+            nothing = torch.zeros(0, len(directions), dtype=torch.float64)
+            return nothing, nothing.sum(dim=1)
+        plus, minus = (losses.double() for losses in self.losses(microbatches, directions))
+        return (plus - minus) / (2.0 * self.smoothing), (plus + minus).mean(dim=1) / 2
 
     @torch.no_grad()
     def losses(

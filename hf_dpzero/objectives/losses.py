@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,11 +304,12 @@ class Filled(dict[str, Tensor]):
     Args:
       batch: tensors with one leading dimension.
       examples: how many rows count.
+      places: of each example, its place in the list that was asked for; None for all in order.
     """
 
-    def __init__(self, batch: Inputs, examples: int) -> None:
+    def __init__(self, batch: Inputs, examples: int, places: Sequence[int] | None = None) -> None:
         super().__init__(batch)
-        self.examples = examples
+        self.examples, self.places = examples, places
 
 
 def num_examples(microbatch: Inputs) -> int:

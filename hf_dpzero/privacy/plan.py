@@ -30,6 +30,7 @@ from hf_dpzero.privacy.events import (
     check_sound,
     step_event,
 )
+from hf_dpzero.privacy.group_losses import GroupLosses, group_losses_from_dict
 from hf_dpzero.privacy.heterogeneous import MOST_LEVELS, grouped
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
@@ -67,6 +68,7 @@ class PrivacyPlan:
         completed) each. Every epsilon of the plan is then that of all of them together.
       noise_schedule: the noise multiplier of each step; None for one that stays.
       clip_schedule: factor of the clip in each step; None for one that stays. It costs nothing.
+      groups: losses of groups that are released beside the steps, for group-robust training.
 
     Raises:
       ValueError: sampler and mechanism disagree on the batch size, `steps` < 1, or the combination
@@ -93,6 +95,7 @@ class PrivacyPlan:
     after: tuple[tuple[PrivacyPlan, int], ...] = ()
     noise_schedule: NoiseSchedule | None = None
     clip_schedule: Factors | None = None
+    groups: GroupLosses | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
@@ -106,6 +109,8 @@ class PrivacyPlan:
         if not isinstance(self.mechanism, NotNoised):
             check_sound(self.spec)
         self._check_schedules()
+        if self.groups is not None:
+            self.groups.check(self)
         if self.after:
             self._check_earlier()
 
@@ -211,20 +216,38 @@ class PrivacyPlan:
     def spec(self) -> StepSpec:
         """One step as the accounting sees it."""
         cap, mechanism = self.sampler, self.mechanism
+        span = self.sampler.steps_between(
+            self.steps
+        )  # all draws count, though an example is in one of them
         return StepSpec(
-            sampling=self.sampler.name,
+            sampling=self.sampler.accounted_as,
             num_examples=self.sampler.num_examples,
             batch_size=float(self.sampler.expected_batch_size),
             max_batch_size=cap.max_batch_size if isinstance(cap, TruncatedPoissonSampler) else 0,
             distribution=mechanism.distribution,
-            noise_multiplier=mechanism.effective_noise_multiplier,
-            num_directions=mechanism.noise_draws,
-            dense_draws=mechanism.dense_draws,
+            noise_multiplier=mechanism.effective_noise_multiplier * self._kept,
+            num_directions=(mechanism.noise_draws + self._joint_values) * span,
+            dense_draws=mechanism.dense_draws * span,
             relation=self.relation,
             accountant=self.accountant,
             sensitivity_replace=self.mechanism.sensitivity_replace
             // self.mechanism.sensitivity_add_remove,
         )
+
+    @property
+    def _kept(self) -> float:
+        """Multiplier of a step's one Gaussian over that of its weights' part."""
+        return 1.0 if self.groups is None else self.groups.kept
+
+    @property
+    def _joint_values(self) -> int:
+        return self.groups.num_values if self.groups is not None and self.groups.joint else 0
+
+    @property
+    def values_per_release(self) -> int:
+        """Numbers that a step writes to the ledger: the mechanism's, then the groups'."""
+        own = self.mechanism.values_per_release
+        return own if self.groups is None else own + self.groups.num_values
 
     @property
     def private(self) -> bool:
@@ -284,15 +307,22 @@ class PrivacyPlan:
         """
         count = self._count(count)
         if self.noise_schedule is None or not self.private:
-            return ((self.spec, count),)
-        return _scheduled(
-            self.spec, self.multipliers[:count] / self.mechanism.sensitivity_add_remove
-        )
+            return self._constant(self.spec, count)
+        sensitivity = self.mechanism.sensitivity_add_remove
+        return _scheduled(self.spec, self.multipliers[:count] / sensitivity * self._kept)
+
+    def _constant(self, spec: StepSpec, count: int) -> tuple[Part, ...]:
+        """Steps of one kind, as often as an example is in them, and what is released beside them."""
+        parts: tuple[Part, ...] = ((spec, self.sampler.participations(count)),)
+        if self.groups is None or not self.private or not count:
+            return parts
+        beside = self.groups.parts(spec, spec.noise_multiplier, self.sampler, self.steps, count)
+        return parts + beside
 
     def parts_at(self, effective: float) -> tuple[Part, ...]:
         """`own_parts` of the same plan with another noise multiplier, over the sensitivity."""
         if self.noise_schedule is None:
-            return ((replace(self.spec, noise_multiplier=effective), self.steps),)
+            return self._constant(replace(self.spec, noise_multiplier=effective), self.steps)
         scaled = self.noise_schedule.multipliers(
             effective * self.mechanism.sensitivity_add_remove, self.log_influence
         )
@@ -320,15 +350,15 @@ class PrivacyPlan:
                 f"target epsilon={epsilon} with method {mechanism.name!r}, which has no noise to "
                 f"calibrate; use method {mechanism.private_counterpart!r}, or drop the target."
             )
-        if self.after or self.noise_schedule is not None:
+        beside = self.groups is not None and self.groups.num_values and not self.groups.joint
+        if self.after or self.noise_schedule is not None or beside:
             earlier = self._parts(0) if self.after else ()
-
             effective = calibrated_after(earlier, self.parts_at, epsilon=epsilon, delta=delta)
         else:
             effective = calibrated_noise_multiplier(
-                self.spec, self.steps, epsilon=epsilon, delta=delta
+                self.spec, self.sampler.participations(self.steps), epsilon=epsilon, delta=delta
             )
-        plan = self._with_noise(mechanism.sensitivity_add_remove * effective)
+        plan = self._with_noise(mechanism.sensitivity_add_remove * effective / self._kept)
         assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
         return plan
 
@@ -348,12 +378,17 @@ class PrivacyPlan:
             "accountant": self.accountant,
             **({"after": earlier} if earlier else {}),
             **{name: value.to_dict() for name, value in schedules.items() if value is not None},
+            **({} if self.groups is None else {"groups": self.groups.to_dict()}),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
         """Inverse of `to_dict`; unknown and missing keys are errors."""
-        readers = {"noise_schedule": noise_schedule_from_dict, "clip_schedule": factors_from_dict}
+        readers = {
+            "noise_schedule": noise_schedule_from_dict,
+            "clip_schedule": factors_from_dict,
+            "groups": group_losses_from_dict,
+        }
         known = {"sampler", "mechanism", "steps", "relation", "accountant", "after", *readers}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"PrivacyPlan has no fields {unknown}; it has {sorted(known)}.")

@@ -44,6 +44,7 @@ class Sampler(ABC):
 
     Attributes:
       name: the key in `SAMPLERS`.
+      accounted_as: sampling of the events that its steps are to an accountant.
       num_examples: n, the public size of the data set.
       expected_batch_size: B, public; 0 < B <= n. Releases divide by it, whatever was sampled.
 
@@ -66,6 +67,19 @@ class Sampler(ABC):
             raise ValueError(
                 f"expected_batch_size={size} is larger than num_examples={self.num_examples}; lower it."
             )
+
+    @property
+    def accounted_as(self) -> str:
+        """Its own name, where every step is an event of that sampling."""
+        return self.name
+
+    def participations(self, steps: int) -> int:
+        """How many of the first `steps` steps count as events: all of them."""
+        return steps
+
+    def steps_between(self, steps: int) -> int:
+        """Steps for each one that counts as an event: 1."""
+        return 1
 
     @property
     def sampling_probability(self) -> float:
@@ -198,9 +212,63 @@ class FullBatchSampler(Sampler):
         return np.arange(self.num_examples, dtype=np.int64)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FixedBatchSampler(Sampler):
+    """Every example has one of P = ceil(n / B) batches, which follow each other in the same order.
+
+    No amplification: an example is in ceil(T / P) of T steps, P steps apart, and these are what an
+    accountant is told of, as of steps on a full batch. The steps between are the same for both
+    neighbours, whatever came before.
+
+    The batch follows from a keyed hash of the example's index, so batches vary in size (n / P in the
+    mean, B or a little less). With add-or-remove neighbours the others' indices may shift
+    when one is deleted; only the distribution of the assignment stays the same, independent and
+    identical for all examples. Couple the two runs so that every common example keeps its batch; the
+    divergence of two mixtures of runs is at most the largest between their parts (joint convexity).
+    The key must be secret for that, and the same for the whole run: a run that was interrupted has
+    lost it, and cannot go on.
+
+    >>> sampler = FixedBatchSampler(num_examples=9, expected_batch_size=3)
+    >>> sorted(i for step in range(3) for i in sampler.batch(step, bytes(32)).tolist())
+    [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    >>> sampler.participations(4), (sampler.batch(4, bytes(32)) == sampler.batch(1, bytes(32))).all()
+    (2, np.True_)
+    """
+
+    name: ClassVar[str] = "fixed_batches"
+
+    @property
+    def period(self) -> int:
+        """P, steps of one pass."""
+        return math.ceil(self.num_examples / self.expected_batch_size)
+
+    @property
+    def accounted_as(self) -> str:
+        """The full batch's name."""
+        return FullBatchSampler.name
+
+    def participations(self, steps: int) -> int:
+        """ceil(steps / P): so many of the first `steps` steps may have an example."""
+        return -(-steps // self.period)
+
+    def steps_between(self, steps: int) -> int:
+        """P, or T where the run is shorter than one pass."""
+        return min(self.period, steps)
+
+    def _indices(self, step: int, key: bytes) -> np.ndarray:
+        words = _words(self.num_examples, 0, key, b"fixed batches", attempt=0)
+        return np.flatnonzero(words % np.uint64(self.period) == step % self.period).astype(np.int64)
+
+
 SAMPLERS: dict[str, type[Sampler]] = {
     sampler.name: sampler
-    for sampler in (PoissonSampler, TruncatedPoissonSampler, FixedSizeSampler, FullBatchSampler)
+    for sampler in (
+        PoissonSampler,
+        TruncatedPoissonSampler,
+        FixedSizeSampler,
+        FullBatchSampler,
+        FixedBatchSampler,
+    )
 }
 """Every sampler by name."""
 

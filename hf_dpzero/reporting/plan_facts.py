@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.privacy.group_losses import group_words
 from hf_dpzero.privacy.schedule_gain import schedule_words
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
         "num_directions": getattr(mechanism, "num_directions", 1),
         "method": mechanism.name,
         "schedules": schedule_words(plan, delta),
+        "groups": group_words(plan),
     }
 
 

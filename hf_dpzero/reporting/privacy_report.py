@@ -74,6 +74,7 @@ class PrivacyReport:
       clip: bound C on one example's contribution, in loss units per unit of smoothing; inf if none.
       schedules: what changes over the steps, in words, by "noise" and "clip"; empty where nothing does,
         and `noise_multiplier` and `clip` are of every step.
+      groups: of group-robust training, what was released of the groups' losses, in words; else "".
       direction: distribution of the public directions; "none" for first-order methods.
       num_directions: K, directions in a step.
       noise_source: where the noise came from.
@@ -121,6 +122,7 @@ class PrivacyReport:
     noise_multiplier: float
     clip: float
     schedules: dict[str, str]
+    groups: str
     direction: str
     num_directions: int
     noise_source: str
@@ -302,6 +304,7 @@ class PrivacyReport:
         Raises:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
+        values = {"groups": "", **values}  # of reports from before there were groups
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:
@@ -378,6 +381,7 @@ class PrivacyReport:
             ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
             ("mechanism", mechanism),
             *((f"{name} plan", text) for name, text in self.schedules.items()),
+            *([("groups", self.groups)] if self.groups else []),
             ("sampling", sampling),
             ("steps", f"{self.steps} of {self.planned_steps} planned"),
             *(("of that", part_words(part)) for part in self.parts),

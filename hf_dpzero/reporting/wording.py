@@ -22,6 +22,7 @@ SAMPLERS = {
     "truncated_poisson": "Poisson sampling with probability {q}, truncated at a maximum batch size",
     "fixed_size_without_replacement": "batches of a fixed size drawn without replacement",
     "full_batch": "every example in every step",
+    "fixed_batches": "fixed batches, the same in every pass, without amplification",
 }
 EXAMPLE, BLOCK = "example", "block of text"
 """Privacy units: what one row of the training set is."""
@@ -165,7 +166,8 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
         f"{relation_words(facts['neighboring_relation'], facts['privacy_unit'])}: "
         f"{trials}{facts['steps']} steps of {facts['method']} with "
         f"{sampling.format(q=number(facts['sampling_probability']))}, {distribution} noise of "
-        f"multiplier {number(facts['noise_multiplier'])}{_scheduled(facts)}, accountant "
+        f"multiplier {number(facts['noise_multiplier'])}{_scheduled(facts)}{_grouped(facts)}, "
+        "accountant "
         f"{facts['accountant']}."
         f"{afterword}{_leaky_base(facts['earlier_runs'])}"
     )
@@ -173,6 +175,10 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
 
 def _scheduled(facts: Mapping[str, Any]) -> str:
     return "".join(f" ({name} schedule {text})" for name, text in facts["schedules"].items())
+
+
+def _grouped(facts: Mapping[str, Any]) -> str:
+    return f", group losses ({facts['groups']})" if facts["groups"] else ""
 
 
 def _tuning_phrases(tuning: Any) -> tuple[str, str, str]:
@@ -296,6 +302,7 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
             "epsilon holds if the decision to stop did not depend on released values or metrics; "
             f"otherwise claim the epsilon of the whole plan, {planned}."
         )
+    own += [_GROUPS_CAVEAT] if plan.groups is not None else []
     if isinstance(plan.noise_schedule, Given) or isinstance(plan.clip_schedule, GivenFactors):
         own.append(
             "The schedule of noise or clip was given as numbers, which must not depend on the data."
@@ -334,6 +341,13 @@ _CHAIN_CAVEAT = (
     "It assumes that their settings (noise, sampling, number of steps), and whether there would be a "
     "next run, were fixed without looking at what earlier ones released. Of two runs that extend the "
     "same one, each reports its own chain: together they cost more."
+)
+
+_GROUPS_CAVEAT = (
+    "The names of the groups and their shares were given as public (group_shares), from outside of the "
+    "training rows, which nothing here can check; counted on these rows, they would be published "
+    "without "
+    "noise. Which group a row belongs to is private, as the rest of it."
 )
 
 _BLOCKS_CAVEAT = (

@@ -25,6 +25,7 @@ class LogicalBatch(TypedDict):
     microbatches: list[Mapping[str, Tensor]]
     examples: list[int]  # rows of each microbatch that count; the others only fill it up
     groups: list[int]  # averaged clipping: the group of each example that counts; else empty
+    row_groups: list[int]  # group-robust training: the group of each example that counts, in order
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class StepBatches(Dataset):
       rank, world_size: this process takes every world_size-th example.
       paid: steps before this one are replayed: nothing is sampled for them.
       shapes: makes microbatches of fixed shapes; None collates neighbours together.
+      row_groups: group-robust training: the group of each row, int64 [n].
     """
 
     rows: Rows
@@ -135,6 +137,7 @@ class StepBatches(Dataset):
     world_size: int = 1
     paid: int = 0
     shapes: FixedShapes | None = None
+    row_groups: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.plan.steps
@@ -160,12 +163,15 @@ class StepBatches(Dataset):
         return zeroth_order and (self.shapes is None or self.shapes.keeps_order)
 
     def _batch(self, step: int, chosen: Mapping[int, list[int]]) -> LogicalBatch:
-        batch: LogicalBatch = {"step": step, "microbatches": [], "examples": [], "groups": []}
+        batch = LogicalBatch(step=step, microbatches=[], examples=[], groups=[], row_groups=[])
         for group, indices in chosen.items():
             made = self._microbatches(indices)
             batch["microbatches"] += made
             batch["examples"] += map(num_examples, made)
             batch["groups"] += [group] * len(indices)
+            if self.row_groups is not None:
+                rows = [indices[place] for place in places_of(made)]
+                batch["row_groups"] += self.row_groups[rows].tolist()
         return batch
 
     def _microbatches(self, indices: list[int]) -> Sequence[Mapping[str, Tensor]]:
@@ -174,6 +180,15 @@ class StepBatches(Dataset):
         size = self.microbatch_size
         starts = range(0, len(indices), size)
         return [self.rows.collate_rows(indices[start : start + size]) for start in starts]
+
+
+def places_of(microbatches: Sequence[Mapping[str, Tensor]]) -> list[int]:
+    """Places, in the list that was asked for, of the examples of microbatches, as they stand there."""
+    found: list[int] = []
+    for part in microbatches:
+        places = getattr(part, "places", None)
+        found += range(len(found), len(found) + batch_size(part)) if places is None else places
+    return found
 
 
 class StepSampler(Sampler[int]):

@@ -22,6 +22,7 @@ from hf_dpzero.privacy.sampling import SAMPLERS
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.training import fields, private_only
 from hf_dpzero.training.defaults import fill_in
+from hf_dpzero.training.group_settings import GROUP_WEIGHTS, groups_of
 from hf_dpzero.training.kinds import check_scheduler_settings
 from hf_dpzero.training.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
 from hf_dpzero.training.plan_settings import plan_of
@@ -159,6 +160,27 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
         "what to do after a quarter of the steps if the releases cannot be told from noise: "
         + ", ".join(ON_NO_SIGNAL),
     )
+    group_column: str | None = _setting(
+        None,
+        "column of train_dataset with each row's group: trains for the group that is worst off",
+    )
+    group_shares: dict[str, Any] | str | None = _setting(  # noqa: RUF009
+        None, "{name: share} of all groups, public: their shares of the population; add up to 1"
+    )
+    group_weights: str = _setting(
+        "per_step",
+        "what is released of the groups' losses: nothing (balanced), noisy losses of each step "
+        "(per_step), "
+        "prefix sums with correlated noise (prefix_sum), drawn groups (vertex)",
+    )
+    group_loss_bound: float = _setting(
+        2.0, "b: losses are clipped to [0, b] for the groups' weights"
+    )
+    group_rate: float | None = _setting(
+        None, "tau of the groups' multiplicative weights; default sqrt(2 log m / T) / b"
+    )
+    group_budget: float = _setting(0.1, "share of the privacy budget that the groups' losses cost")
+    group_draws: int = _setting(1, "vertex: K, groups drawn in a step")
     log_private_diagnostics: bool = _setting(
         False, "log un-noised training statistics; the report then says NOT PRIVATE"
     )
@@ -222,6 +244,7 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
             _choose("rows_are", self.rows_are, ROWS)
         _choose("accountant", self.accountant, ACCOUNTANTS)
         _choose("neighboring_relation", self.neighboring_relation, RELATIONS)
+        _choose("group_weights", self.group_weights, GROUP_WEIGHTS)
         _choose("noise_distribution", self.noise_distribution, ("gaussian", "laplace"))
         _choose("per_example_gradients", self.per_example_gradients, GRADIENTS)
         self._check_clipping()
@@ -235,6 +258,7 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
                 "give exactly one of them (or method='mezo', 'sgd' or 'adamw' for a run that is not "
                 "private)."
             )
+        groups_of(self)
         if self.sampling == "truncated_poisson" and self.max_batch_size is None:
             raise ValueError("sampling='truncated_poisson' needs max_batch_size, e.g. 2 B.")
         if self.max_batch_size is not None and self.sampling != "truncated_poisson":

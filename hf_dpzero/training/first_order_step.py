@@ -41,6 +41,7 @@ from hf_dpzero.training.distributed import (
     sum_over_processes,
     sum_tensor_,
 )
+from hf_dpzero.training.group_training import GroupWeighting, WeighedLosses
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.released_signal import ReleasedSignal, noise_variance
 
@@ -152,6 +153,7 @@ class FirstOrderStep:
       trajectory: the ledger.
       mechanism_at: step -> the mechanism that the plan's schedules give it; None without schedules.
       signal: what the noised means are added to, a statistic of releases; None for none.
+      weighting: of group-robust training, else None; then `weighed` is the gradients' objective.
     """
 
     mechanism: Mechanism
@@ -160,12 +162,18 @@ class FirstOrderStep:
     trajectory: Trajectory
     signal: ReleasedSignal | None = None
     mechanism_at: Callable[[int], Any] | None = None
+    weighting: GroupWeighting | None = None
+    weighed: WeighedLosses | None = None
 
     def __post_init__(self) -> None:
         check_dimension(self.mechanism, sum(p.numel() for p in self.gradients.parameters))
 
     def __call__(
-        self, step: int, microbatches: Sequence[Any], learning_rate: float
+        self,
+        step: int,
+        microbatches: Sequence[Any],
+        learning_rate: float,
+        row_groups: Sequence[int] = (),
     ) -> Tensor | None:
         """Takes a step.
 
@@ -177,6 +185,7 @@ class FirstOrderStep:
           microbatches: this process' share of the batch (averaged clipping: of each group), maybe
             none.
           learning_rate: written to the ledger.
+          row_groups: group-robust training: the group of each example, in order.
 
         Returns:
           The un-noised gradient norms [B, 1] (private: for opt-in diagnostics only), or None for a
@@ -190,6 +199,9 @@ class FirstOrderStep:
         if self.mechanism.private:
             self._refuse_backward_hooks(named)
         mechanism = self._schedule.after(self.trajectory.releases)
+        if self.weighting is not None and self.weighed is not None:
+            weights = self.weighting.begin()
+            microbatches = self.weighed.weighed(microbatches, row_groups, weights)
         guard = ParameterGuard((name, p) for name, p in named if has_plain_storage(p))
         with isolated_randomness(), guard.watching():
             totals, norms = self.gradients.weighted_sum(microbatches, mechanism.weights)
@@ -197,6 +209,8 @@ class FirstOrderStep:
         if mechanism.values_per_release:  # adaptive clipping: the count of unclipped examples
             count = sum_over_processes(mechanism.count(norms))
             values = shared_from_main(lambda: mechanism.release_count(count, step, self.noise))
+        if self.weighting is not None and self.weighed is not None:
+            values += self.weighting.end(self.weighed.losses, row_groups, mechanism, step)
         self.trajectory.append(Release(step, values, learning_rate))
         means = list(self._noised_means(mechanism, totals, step))
         if self.signal is not None:

@@ -228,14 +228,15 @@ class FixedShapes:
             return list(self._stacked(self.collate_stacked(list(indices)), len(indices)))
         rows = self.collate_each(list(indices)) if indices else []
         if self.slots == 1:  # nothing is beside a row: it stays as it is
-            return [Filled(self._of_kind(row), 1) for row in rows]
+            return [Filled(self._of_kind(row), 1, [place]) for place, row in enumerate(rows)]
         return self.packed([self.in_bucket(row) for row in rows])
 
     def _stacked(self, batch: Row, count: int) -> Iterator[Filled]:
         for start in range(0, count, self.slots):
             stop = min(start + self.slots, count)
             chosen = torch.arange(start, start + self.slots).clamp_(max=stop - 1)
-            yield Filled({name: value[chosen] for name, value in batch.items()}, stop - start)
+            rows = {name: value[chosen] for name, value in batch.items()}
+            yield Filled(rows, stop - start, range(start, stop))
 
     def in_bucket(self, batch: Row, width: int = 0) -> dict[str, Tensor]:
         """A collated row in the fixed width that its own length gives.
@@ -271,18 +272,19 @@ class FixedShapes:
 
     def packed(self, rows: Sequence[Row]) -> list[Filled]:
         """Batches of one -> microbatches of `slots`; rows of one shape keep their order."""
-        groups: dict[Any, list[Row]] = {}
-        for row in rows:
-            groups.setdefault(shape_of(row), []).append(row)
+        groups: dict[Any, list[int]] = {}
+        for place, row in enumerate(rows):
+            groups.setdefault(shape_of(row), []).append(place)
         return [
-            self.filled(group[start : start + self.slots])
+            self.filled([rows[place] for place in chosen], chosen)
             for group in groups.values()
             for start in range(0, len(group), self.slots)
+            for chosen in [group[start : start + self.slots]]
         ]
 
-    def filled(self, rows: Sequence[Row]) -> Filled:
+    def filled(self, rows: Sequence[Row], places: Sequence[int] | None = None) -> Filled:
         """Up to `slots` rows of one shape as one microbatch."""
-        return Filled(repeat_last(rows, self.slots), len(rows))
+        return Filled(repeat_last(rows, self.slots), len(rows), places)
 
 
 def repeat_last(rows: Sequence[Row], count: int) -> dict[str, Tensor]:

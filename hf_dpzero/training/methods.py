@@ -26,6 +26,7 @@ from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
 from hf_dpzero.training.batches import LogicalBatch
 from hf_dpzero.training.defaults import steps_that_follow
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
+from hf_dpzero.training.group_training import WeighedLosses, weighting_of
 from hf_dpzero.training.precision import low_precision, refuse_compiled
 from hf_dpzero.training.public_rows import (
     NOT_TAKEN,
@@ -127,6 +128,7 @@ class ZerothOrderMethod(TrainingMethod):
             mechanism_at=trainer.plan.scheduled,
             smoothing_at=smoothing_of_steps(args, trainer.plan.steps),
             defer=args.defer_updates and all_known(readers) and not is_compiled(trainer.model),
+            weighting=weighting_of(trainer),
         )
         self.reads = WeightReads(trainer.model, self.space)
         trainer.while_training(self.reads)
@@ -138,7 +140,8 @@ class ZerothOrderMethod(TrainingMethod):
         with self.reads.own_step():
             parts = list(map(Filled, batch["microbatches"], batch["examples"]))
             groups = batch["groups"] if self.trainer.args.clipping == "averaged" else None
-            differences = self.step(batch["step"], parts, learning_rate, groups)
+            row_groups = batch["row_groups"]
+            differences = self.step(batch["step"], parts, learning_rate, groups, row_groups)
             if self.step.defer and not all_known(self.trainer.callback_handler.callbacks):
                 self.space.settle_()
         return differences
@@ -161,13 +164,18 @@ class FirstOrderMethod(TrainingMethod):
 
     def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None:
         self.trainer = trainer
+        objective: PerExampleLoss = trainer.evaluated_objective()
+        weighting = weighting_of(trainer)
+        weighed = None if weighting is None else WeighedLosses(objective)
         self.step = FirstOrderStep(
             mechanism=trainer.plan.mechanism,
-            gradients=self._gradients(trainer.evaluated_objective()),
+            gradients=self._gradients(objective if weighed is None else weighed.objective),
             noise=trainer.noise,
             trajectory=trainer.trajectory,
             mechanism_at=trainer.plan.scheduled,
             signal=trainer.watch.signal,
+            weighting=weighting,
+            weighed=weighed,
         )
 
     def _gradients(self, objective: PerExampleLoss) -> Any:
@@ -198,7 +206,7 @@ class FirstOrderMethod(TrainingMethod):
             paired = zip((batch["groups"][end - 1] for end in last), parts, strict=True)
             by_group = itertools.groupby(paired, key=operator.itemgetter(0))
             parts = [[part for _, part in group] for _, group in by_group]
-        return self.step(batch["step"], parts, learning_rate)
+        return self.step(batch["step"], parts, learning_rate, batch["row_groups"])
 
     def settle_(self) -> None:
         """Does nothing: the parameters always hold theta."""

@@ -14,6 +14,7 @@ from hf_dpzero.reporting.extension import check_extended
 from hf_dpzero.reporting.wording import NOT_COMPARED
 from hf_dpzero.training import distributed, run_files
 from hf_dpzero.training.base_weights import check_start, digest_frozen, state_digest
+from hf_dpzero.training.group_training import check_resumed
 from hf_dpzero.training.initial_values import write_initial_values
 
 
@@ -73,14 +74,16 @@ def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
 
     Raises:
       ValueError: the model is not a base that the run may start from.
-      LedgerError: the ledger is missing, damaged, of another run, or there already; or there is no
-        checkpoint, and its releases cannot be made again on this model.
+      LedgerError: the ledger is missing, damaged, of another run, there already, or of a run that lost
+        what it would go on with; or there is no checkpoint, and its releases cannot be made again on
+        this model.
     """
     header = run_files.ledger_header(trainer)
     if not resumes:
         return _start(trainer, header)
     ledger = run_files.continue_ledger(trainer.output_dir, header)
     try:
+        check_resumed(trainer.plan, ledger)
         if checkpoint is not None:
             return Opened(ledger, run_files.load_state(checkpoint, ledger), "")
         _check_replayed(trainer, ledger)

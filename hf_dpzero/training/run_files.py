@@ -39,7 +39,7 @@ def ledger_header(trainer: Any) -> dict[str, Any]:
         "trainable": trainable,
         "decayed": sorted(set(decayed) & set(trainable)),
         "replayable": trainer.plan.mechanism.replayable,
-        "num_values": trainer.plan.mechanism.values_per_release,
+        "num_values": trainer.plan.values_per_release,
         "plan": trainer.plan.to_dict(),
         "target_epsilon": trainer.args.target_epsilon if trainer.plan.private else None,
         "target_delta": trainer.delta,

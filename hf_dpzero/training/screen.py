@@ -17,6 +17,7 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
+from hf_dpzero.privacy.group_losses import group_words
 from hf_dpzero.privacy.schedule_gain import schedule_words
 from hf_dpzero.reporting.wording import delta_words, number, part_words, round_up
 
@@ -203,6 +204,8 @@ def banner(trainer: Any) -> str:
     if not args.first_order:
         along = f"K = {args.num_directions} {args.direction}, smoothing {args.smoothing:g}"
         lines.insert(1, ("directions", along))
+    if plan.groups is not None:
+        lines.append(("groups", group_words(plan)))
     title = "Private training" if plan.private else "Training WITHOUT privacy"
     return "\n".join([title, *(f"  {label:<12}{text}" for label, text in lines)])
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -34,6 +35,8 @@ from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.defaults import resolve
 from hf_dpzero.training.evaluation_data import PrivateRows
 from hf_dpzero.training.fixed_shapes import FixedShapes
+from hf_dpzero.training.group_settings import row_groups
+from hf_dpzero.training.group_training import group_logs
 from hf_dpzero.training.initial_values import copy_initial_values
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
@@ -97,6 +100,7 @@ class DPZeroMixin(PublishingTrainer):
     _compared: Any = None  # the last loader whose rows were
     rows_are_examples = False  # known by their form
     _texts: TextRows | None = None
+    _row_groups: np.ndarray | None = None  # private
 
     def __init__(
         self,
@@ -220,6 +224,9 @@ class DPZeroMixin(PublishingTrainer):
             raise ValueError(_MODEL_INIT)
         resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
         self._besides = validation.SavedBesides(self.model)
+        if self.plan.groups is not None:
+            column = str(self.args.group_column)
+            self._row_groups = row_groups(self.plan.groups, column, self.train_dataset)
         check_before_training(self)
         self._besides.check()
         for caveat in base_caveats(self.earlier_runs):
@@ -270,6 +277,7 @@ class DPZeroMixin(PublishingTrainer):
             world_size=self.args.world_size,
             paid=self.trajectory.next_step,
             shapes=self.shapes,
+            row_groups=self._row_groups,
         )
         return DataLoader(
             batches,
@@ -379,6 +387,7 @@ class DPZeroMixin(PublishingTrainer):
             if last is not None and self.plan.mechanism.replayable:
                 logs["released_value"] = math.hypot(*last.values[: self.args.num_directions])
             logs.update(self.watch.logs())
+            logs.update(group_logs(self.step.weighting))
             logs.update(self._diagnostics)
         super().log(logs)
 

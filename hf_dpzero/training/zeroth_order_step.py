@@ -3,6 +3,7 @@
     S      = sampler.batch(t, secret key)                             sample (training/batches.py)
     u_k    = direction(public key, t, k),   k = 1..K                  perturb
     x_ik   = (f(theta + lambda u_k; xi_i) - f(theta - lambda u_k; xi_i)) / (2 lambda)      evaluate
+    x_i    = w_i x_i, w_i the weight of example i's group (group-robust training only)     weigh
     total  = sum_{i in S} clip_C(x_i)                                 clip, sum
     value  = (total + noise) / B                                      noise
     ledger <- (t, value, alpha)                                       log, before the weights move
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.distributed import shared_from_main, sum_over_processes
+from hf_dpzero.training.group_training import GroupWeighting
 from hf_dpzero.training.random_state import isolated_randomness
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,7 @@ class ZerothOrderStep:
         clip; then the rate stays with the clip of that step (see `training.defaults`).
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
         which is called before anything else reads them (`estimators.deferred_updates`).
+      weighting: of group-robust training, else None.
     """
 
     mechanism: Mechanism
@@ -68,6 +72,7 @@ class ZerothOrderStep:
     defer: bool = False
     mechanism_at: Callable[[int], Any] | None = None
     smoothing_at: Callable[[int], float] | None = None
+    weighting: GroupWeighting | None = None
 
     def __call__(
         self,
@@ -75,6 +80,7 @@ class ZerothOrderStep:
         microbatches: Sequence[Microbatch],
         learning_rate: float,
         groups: Sequence[int] | None = None,
+        row_groups: Sequence[int] = (),
     ) -> Tensor | None:
         """Takes a step.
 
@@ -86,10 +92,11 @@ class ZerothOrderStep:
           microbatches: this process' share of the sampled batch; none releases noise alone.
           learning_rate: alpha.
           groups: averaged clipping: the group of each example, in order.
+          row_groups: group-robust training: the group of each example, in order.
 
         Returns:
-          The un-noised differences, float64 [B, K] (private: for opt-in diagnostics only); None for
-          a step taken from the ledger.
+          The un-noised, weighted differences, float64 [B, K] (private: for opt-in diagnostics only);
+          None for a step taken from the ledger.
         """
         if (recorded := self.trajectory.get(step)) is not None:
             self._repeat(recorded)
@@ -98,7 +105,10 @@ class ZerothOrderStep:
         if self.smoothing_at is not None:
             self.differences.smoothing = self.smoothing_at(step)
         with isolated_randomness():
-            x = self.differences(microbatches, directions)
+            x, losses = self.differences.with_losses(microbatches, directions)
+        if self.weighting is not None:
+            weights = self.weighting.begin()[np.asarray(row_groups, dtype=np.int64)]
+            x = x * torch.from_numpy(weights).unsqueeze(1)
         mechanism = self._schedule.after(self.trajectory.releases)
         if isinstance(mechanism, VectorMechanism):
             self._release_vector(mechanism, step, directions, x, learning_rate)
@@ -107,6 +117,8 @@ class ZerothOrderStep:
             mechanism.clip_sum(x, *([] if groups is None else [groups]))
         )
         values = shared_from_main(lambda: mechanism.release(total, step, self.noise))
+        if self.weighting is not None:
+            values += self.weighting.end(losses, row_groups, mechanism, step)
         learning_rate *= self._rate_for(mechanism, step)
         release = Release(step, tuple(values), learning_rate)
         self.trajectory.append(release)

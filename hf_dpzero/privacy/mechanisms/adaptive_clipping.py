@@ -340,6 +340,11 @@ class MechanismSchedule(Generic[M]):
                 f"{len(releases)} releases after {self._steps} were seen: follow another run with a "
                 "new object."
             )
-        self._total += sum((Fraction(r.values[-1]) for r in releases[self._steps :]), Fraction(0))
+        place = (
+            getattr(scheduled, "values_per_release", 1) - 1
+        )  # other numbers may follow the mechanism's own
+        self._total += sum(
+            (Fraction(r.values[place]) for r in releases[self._steps :]), Fraction(0)
+        )
         self._steps = len(releases)
         return scheduled.after_fractions(float(self._total), self._steps)

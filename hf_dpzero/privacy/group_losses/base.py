@@ -1,0 +1,409 @@
+r"""Losses of groups, released privately: the weights of group-robust training follow from them.
+
+Group-robust training minimises the worst group's loss, min_theta max_{y in simplex} sum_i y_i
+L_i(theta), L_i the mean loss of group i. The y-player takes entropic mirror-descent steps (Algorithm 1
+of the saddle-point paper, for y alone: model weights are not on a simplex, and none of its theorems is
+claimed for them)
+
+    y_i proportional to exp(tau sum_{s<t} g_is),    g_is = (1/B) sum_{z in batch s, group i} l_z / pi_i
+
+and an example of group i counts with the weight y_i / pi_i in the step's sum. The weight is applied
+before the clip, so the sensitivity of the step's sum stays C, whatever the weights are, as long as
+they follow from what was released before. What is new is g.
+
+What is public
+--------------
+The names of the groups and their shares pi are public: they are given by the user, from outside of the
+private rows. A row's membership is private: it is a part of the row, and a row may be replaced by one of
+another group. Counting pi on the private rows would release these counts without noise.
+
+Contributions
+-------------
+An example of group i contributes one number in [-1, 1] to coordinate i, and nothing to the others:
+
+    v = 2 min(max(l, 0), b) / b - 1,        0 if l is NaN or infinite,
+
+and g_i = b / (2 B pi_i) sum v estimates L_i - b/2; the softmax does not see the constant b/2. Under
+add-or-remove one coordinate moves by at most 1; under replacement one by at most 2 (the same group),
+or two by at most 1 each (another group), at most 2 in L2 norm. Each coordinate has a scale of its own,
+b / (2 B pi_i): a large group gets less noise. (Without the shift of b/2, and with the smallest group's
+scale for all, the sensitivity would be b / (B min pi), at least twice as large.)
+
+v is truncated to the grid 2^-30, so that sums, also those of several processes, are exact integers that
+receive discrete Gaussian noise (`discretization.py`).
+
+Three ways to release it
+------------------------
+`PerStepGroups`: g_t with Gaussian noise in every step. One step then releases two things about one
+batch: the weights' part with multiplier z_w, and g with z_g. Given the past they are one vector of which
+an example moves the parts by at most 1/z_w and 1/z_g after division by their scales: one Gaussian
+mechanism of multiplier z, z^-2 = z_w^-2 + z_g^-2, under every sampler and relation of `events.py`,
+amplification by sampling included (as the count of adaptive clipping is, see there). They must not be
+accounted as two sampled mechanisms: the same batch feeds both. Noise is independent over the steps.
+
+`PrefixSumGroups`: prefix sums of g with Toeplitz-correlated noise. `VertexGroups`: groups drawn by the
+exponential mechanism from log-weights that stay hidden. An example's losses enter all later releases of
+these, so no step can be amplified by sampling; both need batches in which an example takes part in known
+steps only (`FixedBatchSampler`, or a full batch), and the weights' part is then not amplified either.
+
+Is it sound to draw Poisson batches, amplify the weights' part and account for the other release without
+amplification? For one step it is, under add-or-remove: with likelihood ratios P and R of the two parts
+of the example's presence the joint ratio is 1 - q + q P R, which, given P, is 1 - q + q P plus
+q P (R - 1), and is below (1 - q + q P) R in convex order, since q P <= 1 - q + q P. But these two ways need
+the sum over steps in all of which the example may have been: the sensitivity is T / E times that of E
+passes over fixed batches. That is why they are refused there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from hf_dpzero.privacy.discretization import GRID_BITS, GRID_RADIUS, float32s
+from hf_dpzero.privacy.mechanisms.base import (
+    MAX_NOISE_MULTIPLIER,
+    MIN_NOISE_MULTIPLIER,
+    NotNoised,
+)
+
+if TYPE_CHECKING:
+    from hf_dpzero.privacy.events import StepSpec
+    from hf_dpzero.privacy.noise import NoiseSource
+    from hf_dpzero.privacy.sampling import Sampler
+
+GROUP_STREAM = 1 << 61
+"""Added to the step for the groups' noise, so that insecure sources give it draws of its own."""
+
+SMALLEST_SHARE = 1e-6
+LARGEST_BOUND = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLosses(ABC):
+    """Base: the public facts about groups, an example's contribution, and weights that follow.
+
+    Attributes:
+      name: the key in `GROUP_LOSSES`, and the value of `group_weights`.
+      names: of the groups, public, in the order of the coordinates.
+      shares: pi, public, each at least 1e-6; they add up to 1.
+      loss_bound: b > 0: losses are clipped to [0, b] before they count.
+      rate: tau > 0 of the multiplicative update, in 1 / loss; None for `default_rate`.
+      joint: whether the release is a part of the step's own Gaussian mechanism.
+      num_values: numbers that a step writes to the ledger.
+
+    Raises:
+      ValueError: no groups, names that are given twice, shares that are no distribution, numbers out of
+        range.
+    """
+
+    names: tuple[str, ...]
+    shares: tuple[float, ...]
+    loss_bound: float = 2.0
+    rate: float | None = None
+
+    name: ClassVar[str]
+    joint: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "shares", tuple(float(share) for share in self.shares))
+        if not self.names or len(set(self.names)) != len(self.names):
+            raise ValueError(
+                f"group names {list(self.names)}: give at least one, and each one once."
+            )
+        if len(self.shares) != len(self.names):
+            raise ValueError(
+                f"{len(self.shares)} shares for {len(self.names)} groups: give one each."
+            )
+        for name, share in zip(self.names, self.shares, strict=True):
+            if not SMALLEST_SHARE <= share <= 1:  # NaN fails every comparison
+                raise ValueError(
+                    f"group {name!r} has the share {share:g}, and shares divide: give each group at "
+                    "least "
+                    f"{SMALLEST_SHARE:g}, or leave out a group that no row may have."
+                )
+        if abs(math.fsum(self.shares) - 1) > 1e-6:
+            raise ValueError(
+                f"the groups' shares add up to {math.fsum(self.shares):.6g}, not 1: they are the "
+                "share of "
+                "each group in the population that the rows come from."
+            )
+        self._check_number("loss_bound", self.loss_bound, LARGEST_BOUND)
+        if self.rate is not None:
+            self._check_number("rate", self.rate, LARGEST_BOUND)
+
+    @staticmethod
+    def _check_number(name: str, value: float, most: float) -> None:
+        if not (1e-9 <= value <= most):
+            raise ValueError(f"{name}={value!r} of the groups must be between 1e-9 and {most:g}.")
+
+    @property
+    def num_groups(self) -> int:
+        """m."""
+        return len(self.names)
+
+    @property
+    def num_values(self) -> int:
+        """m: one number for each group."""
+        return self.num_groups
+
+    @property
+    def kept(self) -> float:
+        """Multiplier of the step's one Gaussian over the weights' part's; 1 where it is not joint."""
+        return 1.0
+
+    def index_of(self, names: Sequence[Any]) -> np.ndarray:
+        """Rows' groups as numbers 0..m-1, int64 [n].
+
+        Args:
+          names: of each row's group; what is not a text is taken by its `str`.
+
+        Raises:
+          ValueError: a row has a group without a share. The row's own value is private and is not shown.
+        """
+        known = {name: i for i, name in enumerate(self.names)}
+        found = [known.get(name if isinstance(name, str) else str(name)) for name in names]
+        if None in found:
+            raise ValueError(
+                f"row {found.index(None) + 1} (counted from 1) has a group that group_shares does not "
+                "name: "
+                f"it names {', '.join(self.names[:8])}{', ...' if self.num_groups > 8 else ''}. Name "
+                "every "
+                "group that a row may have, with its public share; correct or drop other rows."
+            )
+        return np.asarray(found, dtype=np.int64)
+
+    def contributions(self, losses: np.ndarray, groups: Sequence[int] | np.ndarray) -> np.ndarray:
+        """What each example adds to its group's coordinate: integers in [-2^30, 2^30], int64 [B].
+
+        Args:
+          losses: float [B]; one that is NaN or infinite contributes nothing.
+          groups: of each example, [B]; only their number is used.
+
+        Raises:
+          ValueError: not one group for each loss.
+        """
+        wide = np.asarray(losses, dtype=np.float64).reshape(-1)
+        if len(groups) != len(wide):
+            raise ValueError(f"{len(groups)} groups for {len(wide)} losses: give one for each.")
+        finite = np.isfinite(wide)
+        inside = np.clip(np.where(finite, wide, 0.0), 0.0, self.loss_bound) / self.loss_bound
+        return np.where(finite, np.trunc((2 * inside - 1) * GRID_RADIUS), 0).astype(np.int64)
+
+    def total(self, losses: np.ndarray, groups: Sequence[int] | np.ndarray) -> list[int]:
+        """sum v of each group, in units of 2^-30: m integers. A group without an example has 0.
+
+        Guarantee: one example more or less moves one entry by at most 2^30; exact over processes.
+
+        >>> two = PerStepGroups(names=("a", "b"), shares=(0.5, 0.5), loss_bound=2.0)
+        >>> [n / 2**30 for n in two.total(np.array([2.0, 9.0, 0.5]), [0, 0, 1])]
+        [2.0, -0.5]
+        """
+        values = self.contributions(losses, groups)
+        of = np.asarray(groups, dtype=np.int64)
+        return [int(values[of == i].sum()) for i in range(self.num_groups)]
+
+    def scales(self, batch_size: float) -> np.ndarray:
+        """Loss units of a contribution of 1: b / (2 B pi_i), float64 [m].
+
+        Args:
+          batch_size: B, the public expected one.
+        """
+        return self.loss_bound / (2 * batch_size * np.asarray(self.shares))
+
+    def default_rate(self, steps: int) -> float:
+        """sqrt(2 log m / T) / b: what T multiplicative updates with gains in [0, b] are best with."""
+        return math.sqrt(2 * math.log(max(self.num_groups, 2)) / steps) / self.loss_bound
+
+    def softmax(self, sums: np.ndarray, batch_size: float, steps: int) -> np.ndarray:
+        """y after the contributions `sums`, float64 [m] in units of 1: adds up to 1."""
+        rate = self.default_rate(steps) if self.rate is None else self.rate
+        exponents = rate * self.scales(batch_size) * sums
+        odds = np.exp(exponents - exponents.max())
+        return odds / odds.sum()
+
+    def example_weights(self, y: np.ndarray) -> np.ndarray:
+        """y_i / pi_i of each group, float64 [m]: what an example of it counts with."""
+        return np.asarray(y) / np.asarray(self.shares)
+
+    def check(self, plan: Any) -> None:
+        """Refuses what has no account together with the release, or no example to weigh.
+
+        Args:
+          plan: the `PrivacyPlan` that holds this.
+
+        Raises:
+          ValueError: says what to use instead.
+        """
+        mechanism, how = plan.mechanism, f"group_weights={self.name!r}"
+        if isinstance(mechanism, NotNoised):
+            raise ValueError(
+                f"{how} with method {mechanism.name!r}, which weighs no example: use "
+                f"{mechanism.private_counterpart!r} (with noise_multiplier=0 for a run without privacy)."
+            )
+        if mechanism.name == "dpgd-0th":
+            raise ValueError(
+                f"{how} with method 'dpgd-0th', whose release is a whole vector: use 'dpzero'."
+            )
+        if mechanism.distribution != "gaussian" and self.num_values:
+            raise ValueError(
+                f"{how} with {mechanism.distribution} noise has no common account: use "
+                "noise_distribution='gaussian', or group_weights='balanced'."
+            )
+        if getattr(mechanism, "clipping", "fixed") == "averaged":
+            raise ValueError(
+                f"{how} with clipping='averaged', which clips means of several examples, whose weights "
+                "would not stand before the clip: use clipping='fixed' or 'adaptive'."
+            )
+
+    def parts(
+        self, spec: StepSpec, multiplier: float, sampler: Sampler, steps: int, count: int
+    ) -> tuple[tuple[StepSpec, int], ...]:
+        """What the release costs beside the steps' own Gaussians, as the accounting sees it.
+
+        Args:
+          spec: of one step of the run.
+          multiplier: the weights' part's, over the sensitivity; 0 without noise.
+          sampler: of the run.
+          steps: T.
+          count: completed steps.
+
+        Returns:
+          Unamplified Gaussian events; none where it is joint, or costs nothing.
+        """
+        return ()
+
+    @abstractmethod
+    def player(self, plan: Any) -> GroupPlayer:
+        """What keeps the state of a run and makes its releases; `plan` is the `PrivacyPlan`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields and name, JSON-safe; `group_losses_from_dict` reads it back."""
+        fields = dataclasses.asdict(self)
+        return {
+            "name": self.name,
+            **{k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()},
+        }
+
+
+class GroupPlayer(ABC):
+    """The y-player of a run.
+
+    Attributes:
+      losses: the public facts.
+    """
+
+    losses: GroupLosses
+
+    @abstractmethod
+    def begin(self, new: Sequence[Sequence[float]], noise: NoiseSource) -> np.ndarray:
+        """y of the next step, float64 [m]; called once a step, on rank 0.
+
+        Args:
+          new: what the ledger got since the last call: one entry, or of a run that resumes all of them.
+          noise: the source of randomness.
+        """
+
+    @abstractmethod
+    def end(
+        self, total: Sequence[int], multiplier: float, step: int, noise: NoiseSource
+    ) -> tuple[float, ...]:
+        """What the step writes to the ledger, each a float32 number; called once a step, on rank 0.
+
+        Args:
+          total: of `GroupLosses.total`, over all processes.
+          multiplier: of the step's weights' part, over its sensitivity; 0 for no noise.
+          step: t, from 0.
+          noise: the source.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedGroups(GroupLosses):
+    """Base of those whose release costs a share of the run's budget.
+
+    Attributes:
+      budget: s in (0, 1), of the sum of z^-2 (z the multipliers) the groups' share.
+    """
+
+    budget: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1e-6 <= self.budget <= 1 - 1e-6:
+            raise ValueError(
+                f"budget={self.budget!r} of the groups must be in (0, 1): the share of the privacy "
+                "budget "
+                "that their losses cost, e.g. 0.1."
+            )
+
+    @property
+    def odds(self) -> float:
+        """s / (1 - s): precision of the groups' part over that of the weights' part."""
+        return self.budget / (1 - self.budget)
+
+
+def check_multiplier(multiplier: float) -> float:
+    """A noise multiplier of the groups' part that the accounting of discrete noise covers.
+
+    Raises:
+      ValueError: out of [2^-10, 2^25].
+    """
+    if not MIN_NOISE_MULTIPLIER <= multiplier <= MAX_NOISE_MULTIPLIER:
+        raise ValueError(
+            f"the groups' noise multiplier {multiplier:g} is outside [2^-10, 2^25], where discrete "
+            "noise is "
+            "accounted as Gaussian: choose group_budget nearer to 0.5, or another noise."
+        )
+    return multiplier
+
+
+def noised(
+    total: Sequence[int], multiplier: float, step: int, noise: NoiseSource
+) -> tuple[float, ...]:
+    """The totals with discrete Gaussian noise of deviation `multiplier`, in units of 1; float32.
+
+    Args:
+      total: integers in units of 2^-30.
+      multiplier: over the sensitivity of 2^30; 0 for no noise.
+      step: insecure sources use it.
+      noise: the source.
+    """
+    draws = [0] * len(total)
+    if multiplier:
+        scale = math.ldexp(multiplier, GRID_BITS)
+        draws = noise.gaussian(scale, len(total), step + GROUP_STREAM)
+    return float32s(math.ldexp(int(n) + z, -GRID_BITS) for n, z in zip(total, draws, strict=True))
+
+
+def check_participations(groups: GroupLosses, plan: Any) -> None:
+    """Refuses batches that an example may be in at any step, where releases build on all steps before.
+
+    Raises:
+      ValueError: says which sampling to use.
+    """
+    how = f"group_weights={groups.name!r}"
+    if plan.sampler.accounted_as != "full_batch":
+        raise ValueError(
+            f"{how} with sampling={plan.sampler.name!r}: an example's loss stays in all later "
+            "releases of "
+            "the groups, so they are not amplified by sampling, and an example that may be in any batch "
+            "may move all of them. Use sampling='fixed_batches', or group_weights='per_step', which is "
+            "amplified."
+        )
+    if plan.noise_schedule is not None:
+        raise ValueError(
+            f"noise_schedule={plan.noise_schedule} with {how}, whose noise is that of the whole run: "
+            "leave "
+            "it out, or use group_weights='per_step'."
+        )
+    if plan.accountant == "advanced_composition":
+        raise ValueError(
+            f"{how} with accountant='advanced_composition', which knows equal steps only: use 'pld'."
+        )

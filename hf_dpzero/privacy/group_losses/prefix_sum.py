@@ -1,0 +1,138 @@
+r"""Prefix sums of group losses with Toeplitz-correlated Gaussian noise.
+
+The weights of step t need sum_{s<t} g_s only, so noise is added where it cancels in these sums: with
+A = C C (A the lower-triangular ones, C the Toeplitz square root) a step releases
+
+    r_t = (C V)_t + noise_t,       V_s the step's sums of contributions, noise_t independent,
+
+one row of one Gaussian mechanism on C V (Denisov et al. 2022, arXiv:2202.08312; the factorisation:
+Fichtenberger, Henzinger and Upadhyay 2023, arXiv:2202.11205). What is used of it is post-processing:
+A V + C noise = C r, whose rows are the prefix sums, with noise that grows as log t instead of t.
+
+Sensitivity: an example adds a number in [-1, 1] to one coordinate in each step that has it, which are
+E = ceil(T / P) steps, P apart (`FixedBatchSampler`; P = 1 for a full batch). It moves C V by at most
+S = ||sum of these columns of C||, since C has no negative entry; column 0 and those P, 2P, .. behind
+it have the largest sum. Under replacement twice that. Noise of deviation z_g S costs one Gaussian event of
+multiplier z_g, whatever E is; z_g = z_w sqrt((1-s) / (s E)) is the share s of the run's precision, of
+which E / z_w^2 is the weights' part.
+
+Arithmetic: (C V)_t is computed in float64 from exact integers and rounded to an integer in units of
+2^-30. Only the coordinates of the one or two groups that an example is in differ between neighbours. In
+float64 a row's error is at most T 2^-53 sum |V| <= T 2^-23 n E units, so over T rows of both runs and
+rounding the difference grows by at most 2 sqrt(2 T) (T 2^-23 n E + 1) units in L2 norm. `ROOM` covers
+that, 2^-10 of S 2^30 with S >= 1, for T^1.5 n E up to `MOST`; larger runs are refused.
+
+The history V is private and stays in memory: a run that was interrupted cannot go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from hf_dpzero.privacy.correlated_noise.factorization import (
+    Factorization,
+    square_root,
+    toeplitz,
+)
+from hf_dpzero.privacy.correlated_noise.participation import pattern_bound
+from hf_dpzero.privacy.group_losses.base import (
+    BudgetedGroups,
+    GroupPlayer,
+    check_multiplier,
+    check_participations,
+    noised,
+)
+
+if TYPE_CHECKING:
+    from hf_dpzero.privacy.events import StepSpec
+    from hf_dpzero.privacy.noise import NoiseSource
+    from hf_dpzero.privacy.sampling import Sampler
+
+ROOM, MOST = 1.0 + 2.0**-10, 2.0**41
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixSumGroups(BudgetedGroups):
+    """Prefix sums of g with correlated noise; fixed batches or a full batch. See the module."""
+
+    name: ClassVar[str] = "prefix_sum"
+
+    def multiplier(self, weights: float, participations: int) -> float:
+        """z_g for the weights' part's multiplier and E; 0 for 0."""
+        if not weights:
+            return 0.0
+        return check_multiplier(weights / math.sqrt(self.odds * participations))
+
+    def sensitivity(self, sampler: Sampler, steps: int, count: int | None = None) -> float:
+        """Of C V under add-or-remove, after `count` of T steps (default all): S."""
+        released = steps if count is None else count
+        return _sensitivity(steps, sampler.steps_between(steps), released)
+
+    def check(self, plan: Any) -> None:
+        """As in the base class; refuses batches that an example may be in at any step."""
+        super().check(plan)
+        check_participations(self, plan)
+        n, passes = plan.sampler.num_examples, plan.sampler.participations(plan.steps)
+        if plan.steps**1.5 * n * passes > MOST:
+            raise ValueError(
+                f"group_weights='prefix_sum' with {plan.steps} steps on {n} examples: float64 sums of "
+                "so many "
+                "are not covered by the proof; use group_weights='per_step', or fewer steps."
+            )
+
+    def parts(
+        self, spec: StepSpec, multiplier: float, sampler: Sampler, steps: int, count: int
+    ) -> tuple[tuple[StepSpec, int], ...]:
+        """One Gaussian event; of a part of the run with the sensitivity that this part has."""
+        z = self.multiplier(multiplier, sampler.participations(steps))
+        z *= self.sensitivity(sampler, steps) / self.sensitivity(sampler, steps, count)
+        event = replace(
+            spec, noise_multiplier=z, num_directions=steps * self.num_groups, dense_draws=0
+        )
+        return ((event, 1),)
+
+    def player(self, plan: Any) -> GroupPlayer:
+        """One that remembers the sums of all steps."""
+        return _PrefixSums(self, plan.sampler, plan.steps)
+
+
+class _PrefixSums(GroupPlayer):
+    def __init__(self, losses: PrefixSumGroups, sampler: Sampler, steps: int) -> None:
+        self.losses: PrefixSumGroups = losses
+        self._sampler, self._steps = sampler, steps
+        self._column = square_root(steps)
+        self._sums: list[list[int]] = []  # V, private
+        self._released: list[Sequence[float]] = []
+        self._sensitivity = losses.sensitivity(sampler, steps) * ROOM
+
+    def begin(self, new: Sequence[Sequence[float]], noise: NoiseSource) -> np.ndarray:
+        self._released += new
+        known = np.asarray(self._released, dtype=np.float64).reshape(-1, self.losses.num_groups)
+        sums = self._column[: len(known)][::-1] @ known
+        return self.losses.softmax(sums, self._sampler.expected_batch_size, self._steps)
+
+    def end(
+        self, total: Sequence[int], multiplier: float, step: int, noise: NoiseSource
+    ) -> tuple[float, ...]:
+        self._sums.append(list(total))
+        assert len(self._sums) == step + 1, "sums of earlier steps are missing"
+        history = np.asarray(self._sums, dtype=np.float64)
+        row = self._column[: len(history)][::-1] @ history
+        z = self.losses.multiplier(multiplier, self._sampler.participations(self._steps))
+        return noised([round(v) for v in row.tolist()], z * self._sensitivity, step, noise)
+
+
+@lru_cache(maxsize=16)
+def _toeplitz(steps: int) -> Factorization:
+    return toeplitz(steps)
+
+
+@lru_cache(maxsize=256)
+def _sensitivity(steps: int, period: int, count: int) -> float:
+    return math.sqrt(pattern_bound(_toeplitz(steps), np.arange(0, count, period), count))

@@ -1,0 +1,130 @@
+"""Settings of group-robust training: the column with groups, their shares, and what is released."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hf_dpzero.privacy.group_losses import (
+    GROUP_LOSSES,
+    BudgetedGroups,
+    GroupLosses,
+    VertexGroups,
+)
+
+GROUP_WEIGHTS = tuple(GROUP_LOSSES)
+OF_GROUPS = ("group_shares", "group_loss_bound", "group_rate", "group_budget", "group_draws")
+
+
+def groups_of(config: Any) -> GroupLosses | None:
+    """What the settings of a `DPZeroConfig` say of groups.
+
+    Args:
+      config: its fields `group_*`.
+
+    Returns:
+      None without `group_column`.
+
+    Raises:
+      ValueError: a setting that is missing, or of no effect or sense.
+    """
+    if config.group_column is None:
+        if config.group_shares is not None:
+            raise ValueError(
+                "group_shares without group_column: name the column of train_dataset that holds each "
+                "row's "
+                "group, or leave group_shares out."
+            )
+        return None
+    kind = GROUP_LOSSES[config.group_weights]
+    shares = _shares(config)
+    values: dict[str, Any] = {
+        "names": tuple(shares),
+        "shares": tuple(shares.values()),
+        "loss_bound": config.group_loss_bound,
+    }
+    if issubclass(kind, VertexGroups) and config.group_rate is not None:
+        raise ValueError(
+            f"group_rate={config.group_rate} with group_weights='vertex', whose rate follows from the "
+            "budget (each draw costs in proportion to its square): set group_budget, or use another "
+            "group_weights."
+        )
+    if not issubclass(kind, VertexGroups):
+        values["rate"] = config.group_rate
+    if issubclass(kind, BudgetedGroups):
+        values["budget"] = config.group_budget
+    if issubclass(kind, VertexGroups):
+        values["draws"] = config.group_draws
+    return kind(**values)
+
+
+def _shares(config: Any) -> dict[str, float]:
+    """`group_shares` as {name: share}, also where it was given as a text of JSON."""
+    shares = config.group_shares
+    if isinstance(shares, str):
+        try:
+            shares = json.loads(shares)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"group_shares={config.group_shares!r} is no JSON: {error}.") from None
+    if not isinstance(shares, Mapping) or not shares:
+        raise ValueError(
+            f"group_shares={config.group_shares!r} with group_column={config.group_column!r}: give "
+            "every "
+            "group's name and public share, {urban: 0.8, rural: 0.2}, from a source outside of the "
+            "private "
+            "rows (a census, say). Counted on these, both would be published without noise."
+        )
+    for name, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)):
+            raise ValueError(
+                f"group_shares gives {name!r} the share {share!r}: give a number in (0, 1]."
+            )
+    return {str(name): float(share) for name, share in shares.items()}
+
+
+def row_groups(groups: GroupLosses, column: str, dataset: Any) -> np.ndarray:
+    """The group of each row as a number, int64 [n]; private.
+
+    Args:
+      groups: their names.
+      column: of the data set.
+      dataset: rows by number, each {column: value}, or a `datasets.Dataset`.
+
+    Raises:
+      ValueError: no such column, or a row of a group that has no share.
+    """
+    names = column_values(dataset, column)
+    if names is None:
+        raise ValueError(
+            f"group_column={column!r} is no column of train_dataset: keep it where the rows are "
+            "tokenised "
+            "(the trainer takes it away from the model's inputs itself), or name another."
+        )
+    return groups.index_of(names)
+
+
+def column_values(dataset: Any, column: str) -> list[Any] | None:
+    """A column of a map-style data set, class labels by their names; None if it has none."""
+    features = getattr(dataset, "features", None)
+    if features is not None:
+        if column not in features:
+            return None
+        values = list(dataset[column][:])
+        names = getattr(features[column], "names", None)
+        return values if names is None else [names[value] for value in values]
+    rows = (dataset[i] for i in range(len(dataset)))
+    found = [row.get(column) if isinstance(row, Mapping) else None for row in rows]
+    return None if any(value is None for value in found) else found
+
+
+def metric_key(name: str) -> str:
+    """A group's name in the name of a metric.
+
+    >>> metric_key("United Kingdom")
+    'United_Kingdom'
+    """
+    return re.sub(r"\W+", "_", name)

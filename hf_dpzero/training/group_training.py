@@ -1,0 +1,160 @@
+"""The y-player of group-robust training in a run: weights before a step, releases after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, Within, batch_size
+from hf_dpzero.privacy.noise import NoiseSource
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.training.distributed import shared_from_main, sum_over_processes
+from hf_dpzero.training.group_settings import metric_key
+
+WEIGHTS, PLACES = "hf_dpzero_example_weights", "hf_dpzero_example_places"
+"""Of each example of a microbatch: its weight, and its place in the batch."""
+
+
+class GroupWeighting:
+    """Weighs a run's examples by their groups.
+
+    Guarantee: weights follow from releases alone (and, of `vertex`, from draws that are accounted); what
+    `end` returns is all that is made of the losses, and it is what the ledger gets.
+
+    Args:
+      plan: with `groups`.
+      noise: of the run.
+      trajectory: the ledger.
+
+    Attributes:
+      y: of the last step, a function of what was released; None before the first one.
+    """
+
+    y: np.ndarray | None = None
+
+    def __init__(self, plan: PrivacyPlan, noise: NoiseSource, trajectory: Trajectory) -> None:
+        assert plan.groups is not None
+        self.groups, self._noise, self._trajectory = plan.groups, noise, trajectory
+        self._player = plan.groups.player(plan)
+        self._own = plan.mechanism.values_per_release  # the groups' numbers come after these
+        self._seen = 0
+
+    def begin(self) -> np.ndarray:
+        """y_i / pi_i of each group for the next step, float64 [m]."""
+        new = self._trajectory.releases[self._seen :]
+        self._seen += len(new)
+        values = [release.values[self._own :] for release in new]
+        self.y = shared_from_main(lambda: self._player.begin(values, self._noise))
+        return self.groups.example_weights(self.y)
+
+    def end(
+        self, losses: Tensor, of: Sequence[int], mechanism: Any, step: int
+    ) -> tuple[float, ...]:
+        """What the step writes to the ledger of its losses.
+
+        Args:
+          losses: of this process' examples, [B].
+          of: their groups.
+          mechanism: of this step; its noise multiplier is the weights' part's.
+          step: its number.
+        """
+        total = self.groups.total(losses.detach().cpu().double().numpy(), of)
+        total = sum_over_processes(total)
+        multiplier = mechanism.effective_noise_multiplier
+        return shared_from_main(lambda: self._player.end(total, multiplier, step, self._noise))
+
+
+class WeighedLosses:
+    """An objective whose losses are multiplied by weights that come with the inputs, and remembered.
+
+    The gradient of w l is w times the gradient of l, so per-example gradients are weighted before their
+    norms are taken and clipped.
+
+    Attributes:
+      objective: the weighed one; inputs without `WEIGHTS` are evaluated as they are.
+      losses: of the last batch, unweighted, float64 [B] on the CPU.
+    """
+
+    def __init__(self, objective: PerExampleLoss) -> None:
+        self.objective = Within(objective, self._around)
+        self.losses = torch.zeros(0, dtype=torch.float64)
+
+    def _around(self, objective: PerExampleLoss) -> PerExampleLoss:
+        def evaluate(model: nn.Module, inputs: Inputs) -> Tensor:
+            own = {k: v for k, v in inputs.items() if k not in (WEIGHTS, PLACES)}
+            losses = objective(model, own)
+            if WEIGHTS not in inputs:
+                return losses
+            self.losses[inputs[PLACES]] = losses.detach().double().cpu()
+            return losses * inputs[WEIGHTS].to(losses)
+
+        return evaluate
+
+    def weighed(
+        self, microbatches: Sequence[Inputs], of: Sequence[int], weights: np.ndarray
+    ) -> Sequence[Mapping[str, Tensor]]:
+        """The microbatches with each example's weight; forgets the losses of the last batch.
+
+        Args:
+          microbatches: B examples in all.
+          of: their groups, in order.
+          weights: of the groups.
+        """
+        self.losses = torch.full((len(of),), torch.nan, dtype=torch.float64)
+        each, parts, start = torch.from_numpy(weights[np.asarray(of, dtype=np.int64)]), [], 0
+        for part in microbatches:
+            stop = start + batch_size(part)
+            own = {WEIGHTS: each[start:stop], PLACES: torch.arange(start, stop)}
+            parts.append({**part, **own})
+            start = stop
+        return parts
+
+
+def weighting_of(trainer: Any) -> GroupWeighting | None:
+    """The weighting of a `DPZeroTrainer`'s run whose ledger is open; None without groups."""
+    if trainer.plan.groups is None:
+        return None
+    return GroupWeighting(trainer.plan, trainer.noise, trainer.trajectory)
+
+
+def group_logs(weighting: GroupWeighting | None) -> dict[str, float]:
+    """`group_weight_NAME`, y of each group in the last step; none without groups, or where y stays."""
+    if weighting is None or weighting.y is None or not weighting.groups.num_values:
+        return {}
+    keys = map(metric_key, weighting.groups.names)
+    return {f"group_weight_{key}": y for key, y in zip(keys, weighting.y.tolist(), strict=True)}
+
+
+def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
+    """Refuses to go on with a run whose next step depends on what was in the interrupted process alone.
+
+    Args:
+      plan: of the run.
+      ledger: of the interrupted run.
+
+    Raises:
+      LedgerError: steps were taken, and batches, sums or log-weights of them are lost.
+    """
+    lost = []
+    if plan.sampler.name == "fixed_batches":
+        lost.append(
+            "which batch each example is in (sampling='fixed_batches', by a key that is not kept)"
+        )
+    if plan.groups is not None and plan.groups.num_values and not plan.groups.joint:
+        lost.append(f"un-noised sums of losses (group_weights={plan.groups.name!r})")
+    if lost and 0 < ledger.next_step < plan.steps:
+        raise LedgerError(
+            f"{ledger.path} holds {ledger.next_step} of {plan.steps} steps, and the interrupted run "
+            "cannot "
+            f"go on: {' and '.join(lost)} were in its memory alone, and must not be written down. "
+            "Keep its "
+            "last checkpoint as it is, or train in another output_dir with extends_run, which adds "
+            "up the "
+            "budgets; sampling='poisson' with group_weights='per_step' can be resumed."
+        )
