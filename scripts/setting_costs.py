@@ -79,7 +79,8 @@ _PRIVACY = {
         ),
         "sampling": Cost(
             "truncated_poisson: more noise the nearer the cap is to B; fixed_size_without_replacement: "
-            "accounted loosely, so much more; full_batch: no amplification, so a far larger multiplier",
+            "accounted loosely, so much more; full_batch and fixed_batches: no amplification, so a far "
+            "larger multiplier; a run on fixed_batches cannot be resumed",
             "full_batch: every example in every step",
         ),
         "max_batch_size": Cost(
@@ -136,6 +137,32 @@ _PRIVACY = {
             "dense: memory of one gradient for each example of a microbatch; ghost: less where weights "
             "are large and sequences short",
         ),
+    },
+    "Groups": {
+        "group_column": Cost(
+            "`group_budget`; which group a row is in stays private",
+            none="no group-robust training",
+        ),
+        "group_shares": Cost(
+            "published as it is, with the names: it must not be counted on the private rows",
+            none="there is no `group_column`",
+        ),
+        "group_weights": Cost(
+            "balanced: nothing; per_step: shares the amplified budget of the steps; prefix_sum and "
+            "vertex: `sampling='fixed_batches'` or a full batch, without amplification"
+        ),
+        "group_loss_bound": Cost(
+            "nothing: noise on the groups' losses is proportional to it", unit="loss"
+        ),
+        "group_rate": Cost(
+            "nothing; of vertex it follows from `group_budget`",
+            none="sqrt(2 log m / T) / b",
+            unit="1 / loss",
+        ),
+        "group_budget": Cost(
+            "the larger, the more noise on the weights, and the less on the losses"
+        ),
+        "group_draws": Cost("the more, the smaller the rate that the same budget pays for"),
     },
 }
 _OPTIMISATION = {
@@ -279,6 +306,7 @@ _ROWS = {
         "class_names": Cost(
             "the names are published, in config.json", none="those of the validation rows"
         ),
+        "keep_column": Cost(NOTHING, none="`group_column`"),
         "max_seq_length": Cost(NOTHING, "longer texts take longer and more memory", unit="tokens"),
     },
     "Which rows": {

@@ -15,6 +15,7 @@ from hf_dpzero.recipes.build import (
     output_dir,
     refuse_rows_of,
     refuse_training_texts,
+    with_kept_column,
 )
 from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
 from hf_dpzero.recipes.recipe import (
@@ -151,7 +152,8 @@ def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str
 
     model, tokenizer = load_trained(recipe.model, task, base)
     check_context(model, recipe)
-    rows = task.tokenize(tokenizer, recipe.model.pair_features, only="validation")["validation"]
+    encoded = task.tokenize(tokenizer, recipe.model.pair_features, only="validation")
+    rows = with_kept_column(encoded, task, recipe.data.keep_column)["validation"]
     trainer = PredictingTrainer(
         model=model,
         args=recipe.training,

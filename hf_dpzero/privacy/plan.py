@@ -314,7 +314,7 @@ class PrivacyPlan:
     def _constant(self, spec: StepSpec, count: int) -> tuple[Part, ...]:
         """Steps of one kind, as often as an example is in them, and what is released beside them."""
         parts: tuple[Part, ...] = ((spec, self.sampler.participations(count)),)
-        if self.groups is None or not self.private or not count:
+        if self.groups is None or not spec.noise_multiplier or not count:
             return parts
         beside = self.groups.parts(spec, spec.noise_multiplier, self.sampler, self.steps, count)
         return parts + beside

@@ -47,6 +47,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
                 batch_size=recipe.training.per_device_eval_batch_size,
                 device=recipe.training.device,
             )
+    rows = with_kept_column(rows, task, recipe.data.keep_column)
     return DPZeroTrainer(
         model=model,
         args=recipe.training,
@@ -57,6 +58,37 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
         compute_metrics=task.metrics(tokenizer),
         compute_per_example_loss=task.objective(tokenizer),
     )
+
+
+def with_kept_column(rows: Any, task: AnyTask, column: str | None) -> Any:
+    """Encoded rows with the column of their groups; a split that has none is left as it is.
+
+    Args:
+      rows: of `task.tokenize`, a row an example, by split.
+      task: has the rows that they were made of.
+      column: its name, or None.
+
+    Returns:
+      The splits.
+
+    Raises:
+      ValueError: the training rows have no such column.
+    """
+    if column is None:
+        return rows
+    from hf_dpzero.training.group_settings import column_values
+
+    if column not in task.splits["train"].column_names:
+        raise ValueError(
+            f"group_column={column!r} is no column of the training rows that task {task.name!r} keeps: "
+            "name one of theirs (of the label, its own name), or, of a task that is no classification, "
+            "pass a train_dataset with it to DPZeroTrainer."
+        )
+    for split in rows:
+        values = column_values(task.splits[split], column)
+        if values is not None:
+            rows[split] = rows[split].add_column(column, values)
+    return rows
 
 
 def refuse_training_texts(task: AnyTask) -> None:

@@ -109,6 +109,8 @@ def build_recipe(
         values.update(coerce_fields(_with_task_beside(written, file), str(file)))
     values.update(coerce_fields(overrides, COMMAND_LINE))
     model, data, training = recipe_parser().build(values, source)
+    if training.group_column is not None:
+        data = dataclasses.replace(data, keep_column=training.group_column)
     return Recipe(model=model, data=data, training=training, values=values)
 
 

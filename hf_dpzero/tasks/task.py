@@ -75,19 +75,23 @@ class Task:
                 f"columns {', '.join(self.text_columns)}; use pair_features: joint, or set "
                 "text_pair_column."
             )
-        chosen = self.splits if only is None else {only: self.splits[only]}
-        return datasets.DatasetDict(chosen).map(
-            _encode,
-            batched=True,
-            remove_columns=self.splits["validation"].column_names,
-            desc="tokenizing",
-            fn_kwargs={
-                "tokenizer": tokenizer,
-                "columns": self.text_columns,
-                "max_length": self.max_seq_length,
-                "apart": siamese,
-            },
-        )
+        settings = {
+            "tokenizer": tokenizer,
+            "columns": self.text_columns,
+            "max_length": self.max_seq_length,
+            "apart": siamese,
+        }
+        encoded = datasets.DatasetDict()
+        for split in self.splits if only is None else [only]:
+            rows = self.splits[split]
+            encoded[split] = rows.map(
+                _encode,
+                batched=True,
+                remove_columns=rows.column_names,
+                desc="tokenizing",
+                fn_kwargs=settings,
+            )
+        return encoded
 
     def collator(
         self, tokenizer: PreTrainedTokenizerBase

@@ -88,7 +88,8 @@ def classification_task(
     values = _label_values(splits, label, names)
     for split, rows in splits.items():
         indices = _class_indices(values[split], label, names, f"{kept}{split} rows")
-        texts = rows.select_columns([c for c in columns if c in rows.column_names])
+        stay = dict.fromkeys([*columns, *_kept(data, label)])
+        texts = rows.select_columns([c for c in stay if c in rows.column_names])
         labelled[split] = texts.add_column("label", indices).cast_column("label", feature)
     task = Task(
         name=name,
@@ -107,6 +108,17 @@ def classification_task(
             "reads one or two: set prompt to masked_lm or causal_lm."
         )
     return task
+
+
+def _kept(data: DataArguments, label: str) -> list[str]:
+    """The further column that stays, where that is not the label itself."""
+    column = data.keep_column
+    if column == "label" != label:
+        raise ValueError(
+            f"keep_column (group_column) 'label' beside label_column={label!r}, which is called 'label' "
+            "here: rename one of the columns."
+        )
+    return [] if column in (None, "label") else [str(column)]
 
 
 def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:

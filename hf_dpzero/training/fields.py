@@ -278,6 +278,9 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("clip_groups", "clipping", ("averaged",)),
     ("subspace_rank subspace_steps", "subspace", ("low_rank",)),
     ("momentum update_window", "update_rule", ("momentum", "adam")),
+    ("group_budget group_loss_bound group_rate", "group_weights",
+        ("per_step", "prefix_sum", "vertex")),
+    ("group_draws", "group_weights", ("vertex",)),
     ("expected_batch_size", "sampling", tuple(name for name in SAMPLERS if name != "full_batch")),
 )  # fmt: skip
 """Fields of `DPZeroConfig`, the setting that they need, and its values where they have an effect."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -17,7 +18,10 @@ from hf_dpzero.privacy.group_losses import (
 )
 
 GROUP_WEIGHTS = tuple(GROUP_LOSSES)
-OF_GROUPS = ("group_shares", "group_loss_bound", "group_rate", "group_budget", "group_draws")
+OF_GROUPS = (
+    *("group_shares", "group_weights", "group_loss_bound"),
+    *("group_rate", "group_budget", "group_draws"),
+)
 
 
 def groups_of(config: Any) -> GroupLosses | None:
@@ -33,12 +37,7 @@ def groups_of(config: Any) -> GroupLosses | None:
       ValueError: a setting that is missing, or of no effect or sense.
     """
     if config.group_column is None:
-        if config.group_shares is not None:
-            raise ValueError(
-                "group_shares without group_column: name the column of train_dataset that holds each "
-                "row's "
-                "group, or leave group_shares out."
-            )
+        _refuse_alone(config)
         return None
     kind = GROUP_LOSSES[config.group_weights]
     shares = _shares(config)
@@ -60,6 +59,17 @@ def groups_of(config: Any) -> GroupLosses | None:
     if issubclass(kind, VertexGroups):
         values["draws"] = config.group_draws
     return kind(**values)
+
+
+def _refuse_alone(config: Any) -> None:
+    """Refuses settings of groups that have no column to work on."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name in OF_GROUPS:
+        if getattr(config, name) != defaults[name]:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} without group_column: name the column of train_dataset "
+                f"that holds each row's group, or leave {name} out."
+            )
 
 
 def _shares(config: Any) -> dict[str, float]:

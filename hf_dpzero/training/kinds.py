@@ -34,7 +34,7 @@ def check_kinds(config: Any) -> None:
         whole = isinstance(value, Integral) and not isinstance(value, bool)
         holds = (value is None and name != "seed") or (whole and 0 <= value < 1 << bits)
         _check(config, name, holds, f"an integer of at least 0, below 2^{bits}")
-    for name in ("trainable", "extends_run", "output_dir"):
+    for name in ("trainable", "extends_run", "group_column", "output_dir"):
         value = getattr(config, name)
         text = isinstance(value, (str, os.PathLike) if name != "trainable" else str)
         empty = name != "output_dir" and text and not str(value)

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_dpzero.objectives.losses import Inputs, classification_losses
 from hf_dpzero.objectives.prompted import PromptObjective
+from hf_dpzero.training.group_metrics import by_group
 
 
 class PredictingTrainer(Trainer):
@@ -21,6 +23,29 @@ class PredictingTrainer(Trainer):
     """
 
     per_example_loss: Any = None
+    _evaluated: tuple[Any, Any] = (None, None)  # a loader, its rows with the columns of no model
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As in Trainer; notes the rows, for metrics of their groups."""
+        chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = self.eval_dataset[chosen] if isinstance(chosen, str) else chosen  # type: ignore[index]
+        self._evaluated = super().get_eval_dataloader(eval_dataset), rows
+        return self._evaluated[0]
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As in Trainer; notes the rows, for metrics of their groups."""
+        self._evaluated = super().get_test_dataloader(test_dataset), test_dataset
+        return self._evaluated[0]
+
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **settings: Any) -> Any:
+        """As in Trainer, with metrics of each group where `group_column` is set."""
+        compute = self.compute_metrics
+        known, rows = self._evaluated
+        self.compute_metrics = by_group(compute, self.args, rows if dataloader is known else None)
+        try:
+            return super().evaluation_loop(dataloader, *args, **settings)
+        finally:
+            self.compute_metrics = compute
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keeps the columns that only the objective or the collator reads."""

@@ -33,6 +33,7 @@ FREE_TEXT = {
     *("dataset_name", "dataset_config_name", "train_file", "validation_file", "text_column"),
     *("text_pair_column", "label_column", "template"),
     *("noise_schedule", "clip_schedule", "smoothing_schedule"),
+    *("group_column", "group_shares", "keep_column"),
 }
 
 
