@@ -23,6 +23,12 @@ from hf_dpzero.privacy.composition import (
     composes_at_once,
     epsilon_together,
 )
+from hf_dpzero.privacy.correlated_noise.correlation import Correlation, correlation_from_dict
+from hf_dpzero.privacy.correlated_noise.plans import (
+    check_correlated,
+    fixed_batches_part,
+    prefix_part,
+)
 from hf_dpzero.privacy.events import (
     Accountant,
     StepSpec,
@@ -33,7 +39,12 @@ from hf_dpzero.privacy.events import (
 from hf_dpzero.privacy.heterogeneous import MOST_LEVELS, grouped
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
-from hf_dpzero.privacy.sampling import Sampler, TruncatedPoissonSampler, sampler_from_dict
+from hf_dpzero.privacy.sampling import (
+    FixedBatchesSampler,
+    Sampler,
+    TruncatedPoissonSampler,
+    sampler_from_dict,
+)
 from hf_dpzero.privacy.schedules import (
     Factors,
     NoiseSchedule,
@@ -67,6 +78,7 @@ class PrivacyPlan:
         completed) each. Every epsilon of the plan is then that of all of them together.
       noise_schedule: the noise multiplier of each step; None for one that stays.
       clip_schedule: factor of the clip in each step; None for one that stays. It costs nothing.
+      correlation: of the noise of different steps, for fixed batches; None for independent noise.
 
     Raises:
       ValueError: sampler and mechanism disagree on the batch size, `steps` < 1, or the combination
@@ -93,6 +105,7 @@ class PrivacyPlan:
     after: tuple[tuple[PrivacyPlan, int], ...] = ()
     noise_schedule: NoiseSchedule | None = None
     clip_schedule: Factors | None = None
+    correlation: Correlation | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
@@ -103,6 +116,7 @@ class PrivacyPlan:
                 f"divides by {self.mechanism.expected_batch_size}; give both the same "
                 "expected_batch_size."
             )
+        check_correlated(self)
         if not isinstance(self.mechanism, NotNoised):
             check_sound(self.spec)
         self._check_schedules()
@@ -209,9 +223,9 @@ class PrivacyPlan:
 
     @property
     def spec(self) -> StepSpec:
-        """One step as the accounting sees it."""
+        """One step as it is accounted; of fixed batches an epoch, with a correlation the run."""
         cap, mechanism = self.sampler, self.mechanism
-        return StepSpec(
+        step = StepSpec(
             sampling=self.sampler.name,
             num_examples=self.sampler.num_examples,
             batch_size=float(self.sampler.expected_batch_size),
@@ -225,6 +239,14 @@ class PrivacyPlan:
             sensitivity_replace=self.mechanism.sensitivity_replace
             // self.mechanism.sensitivity_add_remove,
         )
+        if isinstance(self.sampler, FixedBatchesSampler):
+            return fixed_batches_part(self, step)
+        return step
+
+    @property
+    def equal_steps(self) -> bool:
+        """Whether every step is the same event, so that runs of T1 and T2 steps are one of T1 + T2."""
+        return self.noise_schedule is None and not isinstance(self.sampler, FixedBatchesSampler)
 
     @property
     def private(self) -> bool:
@@ -283,16 +305,25 @@ class PrivacyPlan:
         (`heterogeneous.grouped`).
         """
         count = self._count(count)
+        if self.correlation is not None and self.private:
+            return ((prefix_part(self, self.spec, count), 1),) if count else ()
         if self.noise_schedule is None or not self.private:
-            return ((self.spec, count),)
+            return ((self.spec, self._events(count)),)
         return _scheduled(
             self.spec, self.multipliers[:count] / self.mechanism.sensitivity_add_remove
         )
 
+    def _events(self, count: int) -> int:
+        """How many events like `spec` the first `count` steps are."""
+        if self.correlation is not None:
+            return min(count, 1)
+        return math.ceil(count / getattr(self.sampler, "batches", 1))
+
     def parts_at(self, effective: float) -> tuple[Part, ...]:
         """`own_parts` of the same plan with another noise multiplier, over the sensitivity."""
         if self.noise_schedule is None:
-            return ((replace(self.spec, noise_multiplier=effective), self.steps),)
+            events = self._events(self.steps)
+            return ((replace(self.spec, noise_multiplier=effective), events),)
         scaled = self.noise_schedule.multipliers(
             effective * self.mechanism.sensitivity_add_remove, self.log_influence
         )
@@ -325,9 +356,8 @@ class PrivacyPlan:
 
             effective = calibrated_after(earlier, self.parts_at, epsilon=epsilon, delta=delta)
         else:
-            effective = calibrated_noise_multiplier(
-                self.spec, self.steps, epsilon=epsilon, delta=delta
-            )
+            ((spec, count),) = self.parts_at(1.0)
+            effective = calibrated_noise_multiplier(spec, count, epsilon=epsilon, delta=delta)
         plan = self._with_noise(mechanism.sensitivity_add_remove * effective)
         assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
         return plan
@@ -348,12 +378,17 @@ class PrivacyPlan:
             "accountant": self.accountant,
             **({"after": earlier} if earlier else {}),
             **{name: value.to_dict() for name, value in schedules.items() if value is not None},
+            **({} if self.correlation is None else {"correlation": self.correlation.to_dict()}),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
         """Inverse of `to_dict`; unknown and missing keys are errors."""
-        readers = {"noise_schedule": noise_schedule_from_dict, "clip_schedule": factors_from_dict}
+        readers: dict[str, Callable[[Any], Any]] = {
+            "noise_schedule": noise_schedule_from_dict,
+            "clip_schedule": factors_from_dict,
+            "correlation": correlation_from_dict,
+        }
         known = {"sampler", "mechanism", "steps", "relation", "accountant", "after", *readers}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"PrivacyPlan has no fields {unknown}; it has {sorted(known)}.")

@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -198,9 +199,53 @@ class FullBatchSampler(Sampler):
         return np.arange(self.num_examples, dtype=np.int64)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FixedBatchesSampler(Sampler):
+    """Every example once an epoch, in the same batch of each epoch; no amplification is claimed.
+
+    A secret uniformly random order fills E = ceil(n / B) batches of B examples, the last one perhaps
+    fewer; step t takes batch t mod E. The order is a function of the key alone, so the key must stay the
+    same for the whole run.
+
+    The order is secret for the sake of add_or_remove_one: a data set without one example leaves a place
+    empty, and where all orders are equally likely the places of the others can be taken to be the same
+    (given the order the runs differ in the batches of one place; divergences of mixtures are at most
+    the largest of their parts). Under replace_one any order would do.
+
+    >>> sampler = FixedBatchesSampler(num_examples=7, expected_batch_size=3)
+    >>> [len(sampler.batch(step, bytes(32))) for step in range(4)]
+    [3, 3, 1, 3]
+    """
+
+    name: ClassVar[str] = "fixed_batches"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expected_batch_size != math.floor(self.expected_batch_size):
+            raise ValueError(
+                f"expected_batch_size={self.expected_batch_size} is not a whole number; fixed batches "
+                "need one (PoissonSampler takes any size)."
+            )
+
+    @property
+    def batches(self) -> int:
+        """E, steps in an epoch."""
+        return math.ceil(self.num_examples / self.expected_batch_size)
+
+    def _indices(self, step: int, key: bytes) -> np.ndarray:
+        size, place = int(self.expected_batch_size), step % self.batches
+        return np.sort(_order(self.num_examples, key)[place * size : (place + 1) * size])
+
+
 SAMPLERS: dict[str, type[Sampler]] = {
     sampler.name: sampler
-    for sampler in (PoissonSampler, TruncatedPoissonSampler, FixedSizeSampler, FullBatchSampler)
+    for sampler in (
+        PoissonSampler,
+        TruncatedPoissonSampler,
+        FixedSizeSampler,
+        FullBatchSampler,
+        FixedBatchesSampler,
+    )
 }
 """Every sampler by name."""
 
@@ -246,6 +291,18 @@ def _subset(n: int, size: int, step: int, key: bytes, domain: bytes) -> np.ndarr
         boundary = np.partition(words, (size - 1, size))
         if boundary[size - 1] != boundary[size]:
             return np.flatnonzero(words <= boundary[size - 1]).astype(np.int64)
+        attempt += 1
+
+
+@lru_cache(maxsize=2)
+def _order(n: int, key: bytes) -> np.ndarray:
+    """A uniform permutation of range(n): the order of its words, drawn again if two are equal."""
+    attempt = 0
+    while True:
+        words = _words(n, 0, key, b"order", attempt)
+        order = np.argsort(words)
+        if (np.diff(words[order]) > 0).all():
+            return order.astype(np.int64)
         attempt += 1
 
 

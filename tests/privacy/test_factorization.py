@@ -68,6 +68,8 @@ def test_what_a_factorization_says_is_what_its_rows_of_noise_are(kind, rounds):
         assert np.allclose(
             factorization.gram(part, count), c[:count, part].T @ c[:count, part], atol=1e-10
         )
+        norm = (c[:count, :count] ** 2).sum(axis=0).max()
+        assert factorization.largest_squared_norm(count) == pytest.approx(norm, rel=1e-12)
     assert factorization.largest_row() >= np.abs(inverse).sum(axis=1).max() - 1e-12
 
 
@@ -96,7 +98,7 @@ def test_a_tree_of_a_thousand_rounds_saves_the_level_that_no_prefix_uses():
 
 @pytest.mark.slow
 def test_the_optimized_factorization_of_a_thousand_rounds():
-    assert optimized(1000, 1e-3).prefix_error == pytest.approx(8.691, rel=1e-3)
+    assert optimized(1000, 1e-3).prefix_error == pytest.approx(8.691, rel=2e-3)
 
 
 def test_the_published_bound_of_the_column_norm_is_below_the_norm():
