@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from hf_dpzero.privacy.accounting import (
     MIN_DELTA,
     coarse_grid,
@@ -27,10 +29,15 @@ from hf_dpzero.privacy.accounting import (
 )
 from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack, discretisation_slack
 from hf_dpzero.privacy.events import StepSpec, accountant_used, library_relation, step_event
-from hf_dpzero.privacy.heterogeneous import composed_epsilon
+from hf_dpzero.privacy.heterogeneous import MOST_LEVELS, composed_epsilon, grouped
 
 Part = tuple[StepSpec, int]
 """A run as the accounting sees it: one step, and how many of them were taken."""
+
+
+FEW_LEVELS, ALL_LEVELS = 24, 4096
+"""Different noise multipliers that are told apart: where dp-accounting composes one after another; where
+a full batch makes them one Gaussian."""
 
 
 @lru_cache(maxsize=4096)
@@ -248,3 +255,16 @@ def calibrated_after(
     steps = sum(count for _, count in new)
     start = first_guess(replace(new[0][0], noise_multiplier=1.0), steps, excess(epsilon), delta)
     return smallest_argument(beyond, excess(epsilon), start, tolerance)
+
+
+def scheduled_parts(spec: StepSpec, effective: np.ndarray) -> tuple[Part, ...]:
+    """Parts of steps whose effective noise multipliers are these; as few as the accountant needs."""
+    if not len(effective):
+        return ()
+    most = FEW_LEVELS
+    if accountant_used(spec) == "gaussian_exact":
+        most = ALL_LEVELS
+    elif accountant_used(spec) == "pld" and composes_at_once(spec):
+        most = MOST_LEVELS
+    levels = grouped(effective, most)
+    return tuple((replace(spec, noise_multiplier=sigma), count) for sigma, count in levels)

@@ -54,6 +54,32 @@ that by the floating-point error of m + z alone, because the grid hides everythi
 
 `dense_slack` returns h': 7e-6 for d = 10^6, T = 1000, epsilon 8, delta 1e-6. The plan evaluates its
 accountant at (1 - 2^-8) delta and adds 2 h'. The grid adds 2^-16 / 12 of the noise's variance at most.
+
+Vectors with noise that is correlated over R steps
+--------------------------------------------------
+Step t releases g round((m_t + s n_t) / g), n = C^{-1} Z, on the grid of s, the deviation of s Z. With
+real numbers that is post-processing of m + s C^{-1} Z, one Gaussian mechanism on C m. What runs differs
+by the floating-point error of m_t / g + n_t s / g alone:
+
+1. A row of C^{-1} has n numbers of sum w (in absolute value). Within 16 deviations of every draw the
+   error of n_t is at most w 2^-46 for the draws, and w 16 (4 ceil(sqrt n) + 4) 2^-53 for a sum in
+   groups; the grid adds two roundings as above. In units of g, which is more than 2^-9 s, that is
+   e = w (2^-37 + (4 ceil(sqrt n) + 6) 2^-40).
+2. Take one coordinate, and any sequence of R cells. The computed cells are these only if n lies in the
+   box of the cells after widening it by a = 2e about its centre, and whenever n lies in the box
+   after narrowing it by a. Widening multiplies the volume by (1 + a)^R <= e^(aR), and moves the density
+   exp(-|C n|^2 / 2) at n by at most exp(a sum_j |<c_j, C n>| / 2^9), the half width of a cell being at
+   most 2^-9. <c_j, Z> is Gaussian of deviation ||c_j|| <= S, beyond 16 S with probability below 2^-188,
+   and changes by at most R S^2 2^-9 inside the box. So the logarithm of the probability of any R cells
+   is within H = 1.01 R a (1 + 2^-9 (16 S + 2^-9 R S^2)) of the ideal one, whatever totals m_t were
+   chosen after seeing earlier cells.
+3. A coordinate is thus an interactive mechanism whose computed and ideal form are H-indistinguishable.
+   d of them run side by side, with totals that depend on all: concurrent composition of such
+   mechanisms is no worse than that of randomised responses (Vadhan and Wang 2021, arXiv:2105.14427),
+   so step 3 above holds with d terms of H in place of T d terms of h.
+
+Where noise begins anew after each R steps there are d such mechanisms a block. `correlated_draws`
+returns the number of independent draws whose slack is at least as large.
 """
 
 from __future__ import annotations
@@ -128,6 +154,33 @@ def dense_slack(draws: int, epsilon: float, delta: float) -> float:
             "proof; train fewer parameters (PEFT), or take fewer steps."
         )
     return slack
+
+
+def correlated_draws(
+    dimension: int, steps: int, block: int, terms: int, row: float, sensitivity: float
+) -> int:
+    """Independent noised coordinates whose slack covers a run with noise correlated over steps.
+
+    See the module's docstring, on vectors with noise that is correlated.
+
+    Args:
+      dimension: d, coordinates of a step.
+      steps: of the run.
+      block: R, steps after which noise begins anew; 1 is independent noise.
+      terms: n, most draws behind one step's noise.
+      row: w, largest sum of absolute values in a row of C^{-1}.
+      sensitivity: S, largest column norm of C.
+
+    Returns:
+      What to pass to `dense_slack` as `draws`; dimension * steps for independent noise.
+    """
+    if block == 1:
+        return dimension * steps
+    error = row * (2.0**-37 + (4 * math.ceil(math.sqrt(terms)) + 6) * 2.0**-40)
+    density = 16 * sensitivity + 2.0**-9 * block * sensitivity**2
+    ratio = 1.01 * block * 2 * error * (1 + 2.0**-9 * density)
+    blocks = math.ceil(steps / block)
+    return math.ceil(dimension * blocks * max(1.0, ratio / DENSE_LOG_RATIO) ** 2 * (1 + 2.0**-10))
 
 
 def dense_grid(scale: float) -> float:

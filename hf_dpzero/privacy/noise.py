@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -33,10 +34,13 @@ class NoiseSource(ABC):
     Attributes:
       name: identifier for the privacy report, e.g. `os_entropy_exact`.
       secure: False if anybody who knows a seed can subtract the noise.
+      base_deviation: of independent draws behind `normals`, where these are sums of several
+        (`correlated_noise`): what they are multiplied by, in noise scales of a mechanism.
     """
 
     name: ClassVar[str]
     secure: ClassVar[bool]
+    base_deviation: float = 1.0
 
     def gaussian(self, scale: float, size: int, step: int) -> list[int]:
         """Discrete Gaussian: P(z) proportional to exp(-z^2 / (2 scale^2)) on the integers.
@@ -152,17 +156,8 @@ class SecureNoise(NoiseSource):
         return np.array([measurement(values) for _ in range(size)], dtype=np.int64)
 
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
-        """As in the base class: a random sign, and the quantile of a uniform number in (0, 1/2)."""
-        words = _random_words(size)
-        uniform = ((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
-        rare = np.flatnonzero(uniform < 2.0**-12)  # needs more bits for a relative 2^-52
-        high, low = _random_words(2 * len(rare)).reshape(2, -1).astype(np.float64)
-        fraction = (high + low * 2.0**-64) * 2.0**-64
-        uniform[rare] = ((words[rare] >> np.uint64(1)).astype(np.float64) + fraction) * 2.0**-64
-        from scipy.special import ndtri
-
-        quantile = ndtri(np.maximum(uniform, 2.0**-192))
-        return np.where(words & np.uint64(1), -quantile, quantile)
+        """As in the base class."""
+        return normal_quantiles(_random_words(size), _random_words)
 
 
 @dataclass(frozen=True)
@@ -201,6 +196,27 @@ class InsecureSeededNoise(NoiseSource):
     def _generator(self, domain: int, step: int, part: int = 0) -> np.random.Generator:
         entropy = np.random.SeedSequence([self.seed, domain, step, part])
         return np.random.Generator(np.random.Philox(entropy))
+
+
+def normal_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Standard normal numbers of uniform bits: a random sign, and a quantile in (0, 1/2).
+
+    Args:
+      words: one a number, uint64 [n].
+      more: count -> further independent words, for numbers so far out that they need more bits.
+
+    Returns:
+      float64 [n], each within 2^-46 of an exactly normal one.
+    """
+    from scipy.special import ndtri
+
+    uniform = ((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
+    rare = np.flatnonzero(uniform < 2.0**-12)  # needs more bits for a relative 2^-52
+    high, low = more(2 * len(rare)).reshape(2, -1).astype(np.float64)
+    fraction = (high + low * 2.0**-64) * 2.0**-64
+    uniform[rare] = ((words[rare] >> np.uint64(1)).astype(np.float64) + fraction) * 2.0**-64
+    quantile = ndtri(np.maximum(uniform, 2.0**-192))
+    return np.where(words & np.uint64(1), -quantile, quantile)
 
 
 def _random_words(size: int) -> np.ndarray:

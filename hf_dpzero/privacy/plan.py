@@ -20,21 +20,30 @@ from hf_dpzero.privacy.composition import (
     Part,
     calibrated_after,
     common_accountant,
-    composes_at_once,
     epsilon_together,
+    scheduled_parts,
+)
+from hf_dpzero.privacy.correlated_noise.correlation import Correlation, correlation_from_dict
+from hf_dpzero.privacy.correlated_noise.plans import (
+    check_correlated,
+    fixed_batches_part,
+    prefix_part,
 )
 from hf_dpzero.privacy.events import (
     Accountant,
     StepSpec,
-    accountant_used,
     check_sound,
     step_event,
 )
 from hf_dpzero.privacy.group_losses import GroupLosses, group_losses_from_dict
-from hf_dpzero.privacy.heterogeneous import MOST_LEVELS, grouped
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
-from hf_dpzero.privacy.sampling import Sampler, TruncatedPoissonSampler, sampler_from_dict
+from hf_dpzero.privacy.sampling import (
+    FixedBatchesSampler,
+    Sampler,
+    TruncatedPoissonSampler,
+    sampler_from_dict,
+)
 from hf_dpzero.privacy.schedules import (
     Factors,
     NoiseSchedule,
@@ -45,10 +54,6 @@ from hf_dpzero.privacy.schedules import (
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
-
-FEW_LEVELS, ALL_LEVELS = 24, 4096
-"""Different noise multipliers that are told apart: where dp-accounting composes one after another; where
-a full batch makes them one Gaussian."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,7 @@ class PrivacyPlan:
         completed) each. Every epsilon of the plan is then that of all of them together.
       noise_schedule: the noise multiplier of each step; None for one that stays.
       clip_schedule: factor of the clip in each step; None for one that stays. It costs nothing.
+      correlation: of the noise of different steps, for fixed batches; None for independent noise.
       groups: losses of groups that are released beside the steps, for group-robust training.
 
     Raises:
@@ -95,6 +101,7 @@ class PrivacyPlan:
     after: tuple[tuple[PrivacyPlan, int], ...] = ()
     noise_schedule: NoiseSchedule | None = None
     clip_schedule: Factors | None = None
+    correlation: Correlation | None = None
     groups: GroupLosses | None = None
 
     def __post_init__(self) -> None:
@@ -106,6 +113,7 @@ class PrivacyPlan:
                 f"divides by {self.mechanism.expected_batch_size}; give both the same "
                 "expected_batch_size."
             )
+        check_correlated(self)
         if not isinstance(self.mechanism, NotNoised):
             check_sound(self.spec)
         self._check_schedules()
@@ -214,25 +222,30 @@ class PrivacyPlan:
 
     @property
     def spec(self) -> StepSpec:
-        """One step as the accounting sees it."""
+        """One step as it is accounted; of fixed batches an epoch, with a correlation the run."""
         cap, mechanism = self.sampler, self.mechanism
-        span = self.sampler.steps_between(
-            self.steps
-        )  # all draws count, though an example is in one of them
-        return StepSpec(
-            sampling=self.sampler.accounted_as,
+        step = StepSpec(
+            sampling=self.sampler.name,
             num_examples=self.sampler.num_examples,
             batch_size=float(self.sampler.expected_batch_size),
             max_batch_size=cap.max_batch_size if isinstance(cap, TruncatedPoissonSampler) else 0,
             distribution=mechanism.distribution,
             noise_multiplier=mechanism.effective_noise_multiplier * self._kept,
-            num_directions=(mechanism.noise_draws + self._joint_values) * span,
-            dense_draws=mechanism.dense_draws * span,
+            num_directions=mechanism.noise_draws + self._joint_values,
+            dense_draws=mechanism.dense_draws,
             relation=self.relation,
             accountant=self.accountant,
             sensitivity_replace=self.mechanism.sensitivity_replace
             // self.mechanism.sensitivity_add_remove,
         )
+        if isinstance(self.sampler, FixedBatchesSampler):
+            return fixed_batches_part(self, step)
+        return step
+
+    @property
+    def equal_steps(self) -> bool:
+        """Whether every step is the same event, so that runs of T1 and T2 steps are one of T1 + T2."""
+        return self.noise_schedule is None and not isinstance(self.sampler, FixedBatchesSampler)
 
     @property
     def _kept(self) -> float:
@@ -306,18 +319,26 @@ class PrivacyPlan:
         (`heterogeneous.grouped`).
         """
         count = self._count(count)
+        if self.correlation is not None and self.private:
+            return ((prefix_part(self, self.spec, count), 1),) if count else ()
         if self.noise_schedule is None or not self.private:
             return self._constant(self.spec, count)
         sensitivity = self.mechanism.sensitivity_add_remove
-        return _scheduled(self.spec, self.multipliers[:count] / sensitivity * self._kept)
+        return scheduled_parts(self.spec, self.multipliers[:count] / sensitivity * self._kept)
 
     def _constant(self, spec: StepSpec, count: int) -> tuple[Part, ...]:
         """Steps of one kind, as often as an example is in them, and what is released beside them."""
-        parts: tuple[Part, ...] = ((spec, self.sampler.participations(count)),)
+        parts: tuple[Part, ...] = ((spec, self._events(count)),)
         if self.groups is None or not spec.noise_multiplier or not count:
             return parts
         beside = self.groups.parts(spec, spec.noise_multiplier, self.sampler, self.steps, count)
         return parts + beside
+
+    def _events(self, count: int) -> int:
+        """How many events like `spec` the first `count` steps are."""
+        if self.correlation is not None:
+            return min(count, 1)
+        return math.ceil(count / getattr(self.sampler, "batches", 1))
 
     def parts_at(self, effective: float) -> tuple[Part, ...]:
         """`own_parts` of the same plan with another noise multiplier, over the sensitivity."""
@@ -326,7 +347,7 @@ class PrivacyPlan:
         scaled = self.noise_schedule.multipliers(
             effective * self.mechanism.sensitivity_add_remove, self.log_influence
         )
-        return _scheduled(self.spec, scaled / self.mechanism.sensitivity_add_remove)
+        return scheduled_parts(self.spec, scaled / self.mechanism.sensitivity_add_remove)
 
     def calibrate(self, *, epsilon: float, delta: float) -> PrivacyPlan:
         """The same plan with the smallest noise multiplier, to 4e-4, that keeps to the target.
@@ -355,9 +376,8 @@ class PrivacyPlan:
             earlier = self._parts(0) if self.after else ()
             effective = calibrated_after(earlier, self.parts_at, epsilon=epsilon, delta=delta)
         else:
-            effective = calibrated_noise_multiplier(
-                self.spec, self.sampler.participations(self.steps), epsilon=epsilon, delta=delta
-            )
+            ((spec, count),) = self.parts_at(1.0)
+            effective = calibrated_noise_multiplier(spec, count, epsilon=epsilon, delta=delta)
         plan = self._with_noise(mechanism.sensitivity_add_remove * effective / self._kept)
         assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
         return plan
@@ -378,15 +398,17 @@ class PrivacyPlan:
             "accountant": self.accountant,
             **({"after": earlier} if earlier else {}),
             **{name: value.to_dict() for name, value in schedules.items() if value is not None},
+            **({} if self.correlation is None else {"correlation": self.correlation.to_dict()}),
             **({} if self.groups is None else {"groups": self.groups.to_dict()}),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
         """Inverse of `to_dict`; unknown and missing keys are errors."""
-        readers = {
+        readers: dict[str, Callable[[Any], Any]] = {
             "noise_schedule": noise_schedule_from_dict,
             "clip_schedule": factors_from_dict,
+            "correlation": correlation_from_dict,
             "groups": group_losses_from_dict,
         }
         known = {"sampler", "mechanism", "steps", "relation", "accountant", "after", *readers}
@@ -414,16 +436,3 @@ class PrivacyPlan:
         if not 0 <= count <= self.steps:
             raise ValueError(f"at={at} is outside 0..{self.steps}, the planned steps.")
         return count
-
-
-def _scheduled(spec: StepSpec, effective: np.ndarray) -> tuple[Part, ...]:
-    """Parts of steps whose effective noise multipliers are these; as few as the accountant needs."""
-    if not len(effective):
-        return ()
-    most = FEW_LEVELS
-    if accountant_used(spec) == "gaussian_exact":
-        most = ALL_LEVELS
-    elif accountant_used(spec) == "pld" and composes_at_once(spec):
-        most = MOST_LEVELS
-    levels = grouped(effective, most)
-    return tuple((replace(spec, noise_multiplier=sigma), count) for sigma, count in levels)

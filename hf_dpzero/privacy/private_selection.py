@@ -233,7 +233,7 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
     _refuse_extended(plans)
     if not all(plan.private for plan in plans):
         return math.inf
-    constant = all(plan.noise_schedule is None for plan in plans)
+    constant = all(plan.equal_steps for plan in plans)
     if constant and all(step_event(plan.spec) == step_event(plans[0].spec) for plan in plans):
         return _as_one_run(plans).epsilon(delta)
     parts = _parts(plans, plans[0].accountant)

@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -44,7 +45,6 @@ class Sampler(ABC):
 
     Attributes:
       name: the key in `SAMPLERS`.
-      accounted_as: sampling of the events that its steps are to an accountant.
       num_examples: n, the public size of the data set.
       expected_batch_size: B, public; 0 < B <= n. Releases divide by it, whatever was sampled.
 
@@ -67,19 +67,6 @@ class Sampler(ABC):
             raise ValueError(
                 f"expected_batch_size={size} is larger than num_examples={self.num_examples}; lower it."
             )
-
-    @property
-    def accounted_as(self) -> str:
-        """Its own name, where every step is an event of that sampling."""
-        return self.name
-
-    def participations(self, steps: int) -> int:
-        """How many of the first `steps` steps count as events: all of them."""
-        return steps
-
-    def steps_between(self, steps: int) -> int:
-        """Steps for each one that counts as an event: 1."""
-        return 1
 
     @property
     def sampling_probability(self) -> float:
@@ -213,51 +200,41 @@ class FullBatchSampler(Sampler):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedBatchSampler(Sampler):
-    """Every example has one of P = ceil(n / B) batches, which follow each other in the same order.
+class FixedBatchesSampler(Sampler):
+    """Every example once an epoch, in the same batch of each epoch; no amplification is claimed.
 
-    No amplification: an example is in ceil(T / P) of T steps, P steps apart, and these are what an
-    accountant is told of, as of steps on a full batch. The steps between are the same for both
-    neighbours, whatever came before.
+    A secret uniformly random order fills E = ceil(n / B) batches of B examples, the last one perhaps
+    fewer; step t takes batch t mod E. The order is a function of the key alone, so the key must stay the
+    same for the whole run.
 
-    The batch follows from a keyed hash of the example's index, so batches vary in size (n / P in the
-    mean, B or a little less). With add-or-remove neighbours the others' indices may shift
-    when one is deleted; only the distribution of the assignment stays the same, independent and
-    identical for all examples. Couple the two runs so that every common example keeps its batch; the
-    divergence of two mixtures of runs is at most the largest between their parts (joint convexity).
-    The key must be secret for that, and the same for the whole run: a run that was interrupted has
-    lost it, and cannot go on.
+    The order is secret for the sake of add_or_remove_one: a data set without one example leaves a place
+    empty, and where all orders are equally likely the places of the others can be taken to be the same
+    (given the order the runs differ in the batches of one place; divergences of mixtures are at most
+    the largest of their parts). Under replace_one any order would do.
 
-    >>> sampler = FixedBatchSampler(num_examples=9, expected_batch_size=3)
-    >>> sorted(i for step in range(3) for i in sampler.batch(step, bytes(32)).tolist())
-    [0, 1, 2, 3, 4, 5, 6, 7, 8]
-    >>> sampler.participations(4), (sampler.batch(4, bytes(32)) == sampler.batch(1, bytes(32))).all()
-    (2, np.True_)
+    >>> sampler = FixedBatchesSampler(num_examples=7, expected_batch_size=3)
+    >>> [len(sampler.batch(step, bytes(32))) for step in range(4)]
+    [3, 3, 1, 3]
     """
 
     name: ClassVar[str] = "fixed_batches"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expected_batch_size != math.floor(self.expected_batch_size):
+            raise ValueError(
+                f"expected_batch_size={self.expected_batch_size} is not a whole number; fixed batches "
+                "need one (PoissonSampler takes any size)."
+            )
+
     @property
-    def period(self) -> int:
-        """P, steps of one pass."""
+    def batches(self) -> int:
+        """E, steps in an epoch."""
         return math.ceil(self.num_examples / self.expected_batch_size)
 
-    @property
-    def accounted_as(self) -> str:
-        """The full batch's name."""
-        return FullBatchSampler.name
-
-    def participations(self, steps: int) -> int:
-        """ceil(steps / P): so many of the first `steps` steps may have an example."""
-        return -(-steps // self.period)
-
-    def steps_between(self, steps: int) -> int:
-        """P, or T where the run is shorter than one pass."""
-        return min(self.period, steps)
-
     def _indices(self, step: int, key: bytes) -> np.ndarray:
-        words = _words(self.num_examples, 0, key, b"fixed batches", attempt=0)
-        return np.flatnonzero(words % np.uint64(self.period) == step % self.period).astype(np.int64)
+        size, place = int(self.expected_batch_size), step % self.batches
+        return np.sort(_order(self.num_examples, key)[place * size : (place + 1) * size])
 
 
 SAMPLERS: dict[str, type[Sampler]] = {
@@ -267,7 +244,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
         TruncatedPoissonSampler,
         FixedSizeSampler,
         FullBatchSampler,
-        FixedBatchSampler,
+        FixedBatchesSampler,
     )
 }
 """Every sampler by name."""
@@ -314,6 +291,18 @@ def _subset(n: int, size: int, step: int, key: bytes, domain: bytes) -> np.ndarr
         boundary = np.partition(words, (size - 1, size))
         if boundary[size - 1] != boundary[size]:
             return np.flatnonzero(words <= boundary[size - 1]).astype(np.int64)
+        attempt += 1
+
+
+@lru_cache(maxsize=2)
+def _order(n: int, key: bytes) -> np.ndarray:
+    """A uniform permutation of range(n): the order of its words, drawn again if two are equal."""
+    attempt = 0
+    while True:
+        words = _words(n, 0, key, b"order", attempt)
+        order = np.argsort(words)
+        if (np.diff(words[order]) > 0).all():
+            return order.astype(np.int64)
         attempt += 1
 
 

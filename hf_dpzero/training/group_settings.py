@@ -67,8 +67,8 @@ def _refuse_alone(config: Any) -> None:
     for name in OF_GROUPS:
         if getattr(config, name) != defaults[name]:
             raise ValueError(
-                f"{name}={getattr(config, name)!r} without group_column: name the column of train_dataset "
-                f"that holds each row's group, or leave {name} out."
+                f"{name}={getattr(config, name)!r} without group_column: name the column of "
+                f"train_dataset that holds each row's group, or leave {name} out."
             )
 
 

@@ -4,12 +4,13 @@
     python scripts/reproduce/group_robust.py --train train.jsonl --validation validation.jsonl \
       --output_dir out/groups
 
-Takes SST-2 as JSON lines with sentence and label (0 negative, 1 positive), and the sentence encoder of
-hf-dpzero[demo]. The training rows are unbalanced on purpose by a public rule: sentences are ordered by the
-SHA-256 of their text, and the first 5,400 positive and 600 negative ones are kept, so that the groups'
-shares 0.9 and 0.1 are known without counting. The validation rows are all kept. Every arm is the recipe
-sst2/minilm-dpzero.yaml with 200 steps; what differs is in ARMS. Encoding takes a minute or two, once; a run
-takes about half a minute on one core. Writes rows.json and table.md, and continues where it stopped.
+Takes SST-2 as JSON lines with sentence and label (0 negative, 1 positive), and the sentence encoder
+of hf-dpzero[demo]. The training rows are unbalanced on purpose by a public rule: sentences are
+ordered by the SHA-256 of their text, and the first 5,400 positive and 600 negative ones are kept, so
+that the groups' shares 0.9 and 0.1 are known without counting. The validation rows are all kept.
+Every arm is the recipe sst2/minilm-dpzero.yaml with 200 steps; what differs is in ARMS. Encoding
+takes a minute or two, once; a run takes about half a minute on one core. Writes rows.json and
+table.md, and continues where it stopped.
 """
 
 from __future__ import annotations

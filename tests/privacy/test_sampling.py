@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 from hf_dpzero.privacy.sampling import (
+    FixedBatchesSampler,
     FixedSizeSampler,
     FullBatchSampler,
     PoissonSampler,
@@ -182,3 +183,29 @@ def test_bad_addresses_and_names_are_refused():
         sampler_from_dict({"name": "shuffle"})
     with pytest.raises(ValueError, match=r"has no fields \['cap'\]"):
         sampler_from_dict({**sampler.to_dict(), "cap": 3})
+
+
+def test_fixed_batches_visit_each_row_once_an_epoch_in_the_same_place():
+    sampler = FixedBatchesSampler(num_examples=23, expected_batch_size=5)
+    epochs = [[sampler.batch(5 * epoch + i, KEY) for i in range(5)] for epoch in range(3)]
+    assert sampler.batches == 5
+    assert [len(batch) for batch in epochs[0]] == [5, 5, 5, 5, 3]
+    assert sorted(np.concatenate(epochs[0]).tolist()) == list(range(23))
+    for epoch in epochs[1:]:
+        assert all(map(np.array_equal, epoch, epochs[0]))
+    other = [sampler.batch(i, bytes(32)).tolist() for i in range(5)]
+    assert other != [batch.tolist() for batch in epochs[0]]
+
+
+def test_the_order_of_fixed_batches_is_uniform():
+    """Each row in each place equally often, over keys: 4 rows in 2 batches of 2, six splits."""
+    sampler = FixedBatchesSampler(num_examples=4, expected_batch_size=2)
+    keys = (i.to_bytes(32, "little") for i in range(3000))
+    counts = Counter(tuple(sampler.batch(0, key).tolist()) for key in keys)
+    assert len(counts) == 6
+    assert stats.chisquare(list(counts.values())).pvalue > 1e-4
+
+
+def test_fixed_batches_need_a_whole_size():
+    with pytest.raises(ValueError, match="whole number"):
+        FixedBatchesSampler(num_examples=4, expected_batch_size=1.5)

@@ -29,300 +29,17 @@ sensitivity, max_r ||c_r||^2 * ||B||_F^2 / R.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from functools import cached_property, lru_cache
-from typing import ClassVar, NamedTuple
+from functools import lru_cache
 
 import numpy as np
 
-MAX_DENSE_ROUNDS = 1024
-"""Rounds of a factorisation that holds matrices of rounds by rounds and takes a minute to optimise."""
-
-
-class NoiseRow(NamedTuple):
-    """What one round's noise is made of: sum_i weights[i] * Z[draws[i]].
-
-    Attributes:
-      draws: rounds whose base noise takes part, increasing, the round itself last; int64 [m].
-      weights: their factors, float64 [m].
-    """
-
-    draws: np.ndarray
-    weights: np.ndarray
-
-
-class Factorization(ABC):
-    """A = B C for R rounds, by rows of C^{-1} and columns of C.
-
-    Attributes:
-      rounds: R >= 1, fixed in advance. Stopping earlier is sound; going on is a new factorisation.
-
-    Raises:
-      ValueError: fewer than 1 round.
-    """
-
-    name: ClassVar[str]
-
-    def __init__(self, rounds: int) -> None:
-        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-            raise ValueError(f"rounds={rounds!r} must be an integer of at least 1.")
-        self.rounds = rounds
-
-    @abstractmethod
-    def noise_row(self, step: int) -> NoiseRow:
-        """Row `step` of C^{-1} without its zeros, 0 <= step < rounds."""
-
-    @property
-    @abstractmethod
-    def squared_column_norms(self) -> np.ndarray:
-        """||c_r||^2 of each round, float64 [R], by exact summation up to float64 rounding."""
-
-    @abstractmethod
-    def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """Inner products of columns of C.
-
-        Args:
-          rounds: m of them, increasing, int64 [m].
-          count: only the first `count` rows of C (and rounds below it); default all.
-
-        Returns:
-          float64 [m, m].
-        """
-
-    @property
-    @abstractmethod
-    def prefix_variances(self) -> np.ndarray:
-        """||b_{r+1}||^2: the noise variance in the sum of rounds 0..r, float64 [R]."""
-
-    @property
-    def sensitivity(self) -> float:
-        """Largest column norm: sensitivity where a record takes part in one round with norm 1."""
-        return math.sqrt(float(self.squared_column_norms.max()))
-
-    @property
-    def lookback(self) -> int:
-        """Most rounds that a row of noise reaches back, its own included."""
-        return self.rounds
-
-    @property
-    def prefix_error(self) -> float:
-        """max_r ||c_r||^2 * ||B||_F^2 / R: what the module's docstring calls the figure of merit.
-
-        >>> round(toeplitz(256).prefix_error, 3), independent(256).prefix_error
-        (7.122, 128.5)
-        """
-        return self.sensitivity**2 * float(self.prefix_variances.mean())
-
-    def largest_row(self) -> float:
-        """max_r of the sum of |weights| of a row of C^{-1}."""
-        return max(float(np.abs(self.noise_row(r).weights).sum()) for r in range(self.rounds))
-
-    def _check_step(self, step: int) -> None:
-        if not 0 <= step < self.rounds:
-            raise ValueError(
-                f"step {step} is outside 0..{self.rounds - 1}: the number of rounds is fixed in advance."
-            )
-
-
-class Toeplitz(Factorization):
-    """C lower triangular and constant along diagonals; C^{-1} is too. Nothing is R by R.
-
-    Args:
-      rounds: R.
-      column: first column of C, float64, at most R numbers; the rest is 0.
-      inverse: first column of C^{-1}, likewise; together they multiply to 1.
-      name: for reports.
-    """
-
-    def __init__(self, rounds: int, column: np.ndarray, inverse: np.ndarray, name: str) -> None:
-        super().__init__(rounds)
-        self.column, self.inverse = _frozen(column[:rounds]), _frozen(inverse[:rounds])
-        self.name = name  # type: ignore[misc]
-
-    @property
-    def lookback(self) -> int:
-        """Numbers in the first column of C^{-1}."""
-        return len(self.inverse)
-
-    def noise_row(self, step: int) -> NoiseRow:
-        """As in the base class."""
-        self._check_step(step)
-        first = max(0, step + 1 - self.lookback)
-        return NoiseRow(np.arange(first, step + 1), self.inverse[: step + 1 - first][::-1])
-
-    def largest_row(self) -> float:
-        """The last row's."""
-        return float(np.abs(self.inverse).sum())
-
-    @cached_property
-    def squared_column_norms(self) -> np.ndarray:
-        """Column r holds the first R - r numbers of the first column."""
-        return np.cumsum(_padded(self.column, self.rounds) ** 2)[::-1]
-
-    def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """As in the base class, by sums of lagged products: O(R) for each different lag."""
-        column = _padded(self.column, count or self.rounds)
-        first, second = np.minimum.outer(rounds, rounds), np.maximum.outer(rounds, rounds)
-        products = np.zeros(first.shape)
-        for lag in np.unique(second - first):
-            sums = np.cumsum(column[lag:] * column[: len(column) - lag])
-            same = second - first == lag
-            products[same] = sums[len(column) - 1 - second[same]]
-        return products
-
-    @cached_property
-    def prefix_variances(self) -> np.ndarray:
-        """B is Toeplitz too, with the running sums of C^{-1}'s first column."""
-        return np.cumsum(np.cumsum(_padded(self.inverse, self.rounds)) ** 2)
-
-
-class Tree(Factorization):
-    """Binary tree: each round draws noise for the node that it completes.
-
-    Prefix 0..r is the sum of the nodes in the binary expansion of r + 1, so its noise has as many draws
-    as r + 1 has one bits. Nodes that no prefix of the R rounds uses are left out of C (of the 2R - 1 in
-    the usual description), which costs nothing at a power of two and saves one level elsewhere.
-    """
-
-    name = "tree"
-
-    def noise_row(self, step: int) -> NoiseRow:
-        """As in the base class: the new node, less the nodes that it replaces."""
-        self._check_step(step)
-        replaced = step - 2 ** np.arange(_trailing_ones(step))[::-1]
-        weights = np.append(np.full(len(replaced), -1.0), 1.0)
-        return NoiseRow(np.append(replaced, step).astype(np.int64), weights)
-
-    def largest_row(self) -> float:
-        """One more than the levels of the tree."""
-        return float(self.rounds.bit_length())
-
-    @property
-    def lookback(self) -> int:
-        """Half of the largest complete tree, and one."""
-        return max(1, 2 ** (self.rounds.bit_length() - 1) // 2 + 1)
-
-    @cached_property
-    def squared_column_norms(self) -> np.ndarray:
-        """How many nodes in use contain the round."""
-        changes = np.zeros(self.rounds + 1)
-        ends = np.arange(1, self.rounds + 1)
-        np.add.at(changes, ends - (ends & -ends), 1.0)
-        np.add.at(changes, ends, -1.0)
-        return np.cumsum(changes)[: self.rounds]
-
-    def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """How many nodes in use contain both rounds."""
-        ends = np.arange(1, (count or self.rounds) + 1)[:, None]
-        inside = ((rounds < ends) & (rounds >= ends - (ends & -ends))).astype(np.float64)
-        return inside.T @ inside
-
-    @cached_property
-    def prefix_variances(self) -> np.ndarray:
-        """One bits of r + 1."""
-        return np.array([(r + 1).bit_count() for r in range(self.rounds)], dtype=np.float64)
-
-
-class Dense(Factorization):
-    """Any lower-triangular C with a positive diagonal, as a matrix.
-
-    Args:
-      strategy: C, float64 [R, R].
-      name: for reports.
-
-    Raises:
-      ValueError: not square, not lower triangular, a diagonal that is not positive, or more rounds than
-        `MAX_DENSE_ROUNDS`.
-    """
-
-    def __init__(self, strategy: np.ndarray, name: str) -> None:
-        super().__init__(len(strategy))
-        _check_dense_rounds(self.rounds, name)
-        square = strategy.shape == (self.rounds, self.rounds)
-        if not square or np.triu(strategy, 1).any() or (np.diag(strategy) <= 0).any():
-            raise ValueError(
-                f"C of shape {strategy.shape} must be square and lower triangular with a positive "
-                "diagonal: a round's noise may not wait for later rounds."
-            )
-        self.strategy, self.name = _frozen(strategy), name  # type: ignore[misc]
-
-    @cached_property
-    def inverse(self) -> np.ndarray:
-        """C^{-1}, float64 [R, R]."""
-        from scipy.linalg import solve_triangular
-
-        return _frozen(np.tril(solve_triangular(self.strategy, np.eye(self.rounds), lower=True)))
-
-    def noise_row(self, step: int) -> NoiseRow:
-        """As in the base class."""
-        self._check_step(step)
-        return NoiseRow(np.arange(step + 1), self.inverse[step, : step + 1])
-
-    @cached_property
-    def squared_column_norms(self) -> np.ndarray:
-        """As in the base class."""
-        return (self.strategy**2).sum(axis=0)
-
-    def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """As in the base class."""
-        columns = self.strategy[: count or self.rounds, rounds]
-        return columns.T @ columns
-
-    @cached_property
-    def prefix_variances(self) -> np.ndarray:
-        """As in the base class."""
-        return (np.cumsum(self.inverse, axis=0) ** 2).sum(axis=1)
-
-
-class Restarted(Factorization):
-    """A factorisation of `block.rounds` rounds, begun anew with fresh noise after each of them.
-
-    Args:
-      block: of each block; the last one may be cut short.
-      rounds: R in all.
-    """
-
-    def __init__(self, block: Factorization, rounds: int) -> None:
-        super().__init__(rounds)
-        self.block, self.name = block, f"{block.name}, restarted"  # type: ignore[misc]
-
-    @property
-    def lookback(self) -> int:
-        """The block's."""
-        return min(self.block.lookback, self.rounds)
-
-    def noise_row(self, step: int) -> NoiseRow:
-        """As in the base class."""
-        self._check_step(step)
-        inside = step % self.block.rounds
-        row = self.block.noise_row(inside)
-        return NoiseRow(row.draws + (step - inside), row.weights)
-
-    def largest_row(self) -> float:
-        """The block's."""
-        return self.block.largest_row()
-
-    @cached_property
-    def squared_column_norms(self) -> np.ndarray:
-        """As in the base class; an upper bound in a last block that is cut short."""
-        return np.resize(self.block.squared_column_norms, self.rounds)
-
-    def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """As in the base class: columns of different blocks are orthogonal."""
-        size = self.block.rounds
-        products = np.zeros((len(rounds), len(rounds)))
-        for block in np.unique(rounds // size):
-            here = np.flatnonzero(rounds // size == block)
-            end = min((count or self.rounds) - block * size, size)
-            products[np.ix_(here, here)] = self.block.gram(rounds[here] - block * size, int(end))
-        return products
-
-    @cached_property
-    def prefix_variances(self) -> np.ndarray:
-        """Those of the whole blocks before, and of the own."""
-        own = self.block.prefix_variances
-        return np.resize(own, self.rounds) + np.arange(self.rounds) // len(own) * own[-1]
+from hf_dpzero.privacy.correlated_noise.matrices import MAX_DENSE_ROUNDS as MAX_DENSE_ROUNDS
+from hf_dpzero.privacy.correlated_noise.matrices import Dense as Dense
+from hf_dpzero.privacy.correlated_noise.matrices import Factorization as Factorization
+from hf_dpzero.privacy.correlated_noise.matrices import NoiseRow as NoiseRow
+from hf_dpzero.privacy.correlated_noise.matrices import Restarted as Restarted
+from hf_dpzero.privacy.correlated_noise.matrices import Toeplitz as Toeplitz
+from hf_dpzero.privacy.correlated_noise.matrices import Tree, check_dense_rounds
 
 
 def independent(rounds: int) -> Factorization:
@@ -380,7 +97,7 @@ def tree_least_squares(rounds: int) -> Factorization:
     C of 2P - 1 rows (P the next power of two) is replaced by the lower-triangular matrix of the same
     Gram matrix: B Z then has the same distribution, and the same sensitivity.
     """
-    _check_dense_rounds(rounds, "tree_least_squares")
+    check_dense_rounds(rounds, "tree_least_squares")
     size = 1 << (rounds - 1).bit_length()
     levels = [np.kron(np.eye(size >> j), np.ones(1 << j)) for j in range(size.bit_length())]
     nodes = np.concatenate(levels)[:, :rounds]
@@ -399,7 +116,7 @@ def optimized(rounds: int, tolerance: float = 1e-6) -> Factorization:
       tolerance: how far a squared column norm may be from 1 when the iteration ends. The norms that are
         accounted are those of the C that comes out.
     """
-    _check_dense_rounds(rounds, "optimized")
+    check_dense_rounds(rounds, "optimized")
     rounds_left = rounds - np.arange(rounds, dtype=np.float64)
     workload = np.minimum.outer(rounds_left, rounds_left)  # A^T A
     v = np.sqrt(np.diag(workload))
@@ -453,25 +170,3 @@ def _checked_bands(rounds: int, bands: int) -> int:
             f"bands={bands!r} must be an integer of at least 1 (1 is independent noise)."
         )
     return min(bands, rounds)
-
-
-def _check_dense_rounds(rounds: int, name: str) -> None:
-    if rounds > MAX_DENSE_ROUNDS:
-        raise ValueError(
-            f"{name} noise for {rounds} rounds needs matrices of rounds by rounds; use at most "
-            f"{MAX_DENSE_ROUNDS} rounds, or the toeplitz or banded factorisation."
-        )
-
-
-def _padded(series: np.ndarray, count: int) -> np.ndarray:
-    return np.append(series, np.zeros(max(0, count - len(series))))[:count]
-
-
-def _trailing_ones(step: int) -> int:
-    return (~step & (step + 1)).bit_length() - 1
-
-
-def _frozen(values: np.ndarray) -> np.ndarray:
-    frozen = np.array(values, dtype=np.float64)
-    frozen.setflags(write=False)
-    return frozen

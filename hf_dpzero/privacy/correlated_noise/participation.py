@@ -49,13 +49,15 @@ def epoch_sensitivity(
             f"rounds_per_epoch={rounds_per_epoch} must be at least 1, and count={count} in "
             f"0..{factorization.rounds}."
         )
-    squared = (
-        pattern_bound(factorization, np.arange(place, released, rounds_per_epoch), released)
-        for place in range(min(rounds_per_epoch, released))
-    )
-    if rounds_per_epoch >= released == factorization.rounds:
-        squared = iter(factorization.squared_column_norms.tolist())
-    return math.sqrt(max(squared, default=0.0)) * ROUNDED_UP
+    if rounds_per_epoch >= released:
+        squared = factorization.largest_squared_norm(released) if released else 0.0
+    else:
+        places = 1 if factorization.first_is_worst else rounds_per_epoch
+        squared = max(
+            pattern_bound(factorization, np.arange(place, released, rounds_per_epoch), released)
+            for place in range(places)
+        )
+    return math.sqrt(squared) * ROUNDED_UP
 
 
 def pattern_bound(factorization: Factorization, rounds: np.ndarray, count: int) -> float:

@@ -44,14 +44,14 @@ accounted as two sampled mechanisms: the same batch feeds both. Noise is indepen
 `PrefixSumGroups`: prefix sums of g with Toeplitz-correlated noise. `VertexGroups`: groups drawn by the
 exponential mechanism from log-weights that stay hidden. An example's losses enter all later releases of
 these, so no step can be amplified by sampling; both need batches in which an example takes part in known
-steps only (`FixedBatchSampler`, or a full batch), and the weights' part is then not amplified either.
+steps only (`FixedBatchesSampler`, or a full batch), and the weights' part is then not amplified either.
 
 Is it sound to draw Poisson batches, amplify the weights' part and account for the other release without
 amplification? For one step it is, under add-or-remove: with likelihood ratios P and R of the two parts
 of the example's presence the joint ratio is 1 - q + q P R, which, given P, is 1 - q + q P plus
-q P (R - 1), and is below (1 - q + q P) R in convex order, since q P <= 1 - q + q P. But these two ways need
-the sum over steps in all of which the example may have been: the sensitivity is T / E times that of E
-passes over fixed batches. That is why they are refused there.
+q P (R - 1), and is below (1 - q + q P) R in convex order, since q P <= 1 - q + q P. But these two ways
+need the sum over steps in all of which the example may have been: the sensitivity is about T / E times
+that of E passes over fixed batches. That is why they are refused there.
 """
 
 from __future__ import annotations
@@ -261,6 +261,11 @@ class GroupLosses(ABC):
                 f"{how} with clipping='averaged', which clips means of several examples, whose weights "
                 "would not stand before the clip: use clipping='fixed' or 'adaptive'."
             )
+        if plan.correlation is not None and self.num_values:
+            raise ValueError(
+                f"{how} with noise_correlation={plan.correlation.kind!r} has no common account: use "
+                "group_weights='balanced', or independent noise."
+            )
 
     def parts(
         self, spec: StepSpec, multiplier: float, sampler: Sampler, steps: int, count: int
@@ -382,6 +387,16 @@ def noised(
     return float32s(math.ldexp(int(n) + z, -GRID_BITS) for n, z in zip(total, draws, strict=True))
 
 
+def passes(sampler: Sampler, count: int) -> int:
+    """E: in how many of the first `count` steps an example may be; fixed batches or a full one."""
+    return math.ceil(count / period(sampler))
+
+
+def period(sampler: Sampler) -> int:
+    """P: steps from one that an example is in to the next; 1 for a full batch."""
+    return int(getattr(sampler, "batches", 1))
+
+
 def check_participations(groups: GroupLosses, plan: Any) -> None:
     """Refuses batches that an example may be in at any step, where releases build on all steps before.
 
@@ -389,7 +404,7 @@ def check_participations(groups: GroupLosses, plan: Any) -> None:
       ValueError: says which sampling to use.
     """
     how = f"group_weights={groups.name!r}"
-    if plan.sampler.accounted_as != "full_batch":
+    if plan.sampler.name not in ("fixed_batches", "full_batch"):
         raise ValueError(
             f"{how} with sampling={plan.sampler.name!r}: an example's loss stays in all later "
             "releases of "

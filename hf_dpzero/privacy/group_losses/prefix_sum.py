@@ -10,10 +10,10 @@ Fichtenberger, Henzinger and Upadhyay 2023, arXiv:2202.11205). What is used of i
 A V + C noise = C r, whose rows are the prefix sums, with noise that grows as log t instead of t.
 
 Sensitivity: an example adds a number in [-1, 1] to one coordinate in each step that has it, which are
-E = ceil(T / P) steps, P apart (`FixedBatchSampler`; P = 1 for a full batch). It moves C V by at most
+E = ceil(T / P) steps, P apart (`FixedBatchesSampler`; P = 1 for a full batch). It moves C V by at most
 S = ||sum of these columns of C||, since C has no negative entry; column 0 and those P, 2P, .. behind
-it have the largest sum. Under replacement twice that. Noise of deviation z_g S costs one Gaussian event of
-multiplier z_g, whatever E is; z_g = z_w sqrt((1-s) / (s E)) is the share s of the run's precision, of
+it have the largest sum. Under replacement twice that. Noise of deviation z_g S costs one Gaussian event
+of multiplier z_g, whatever E is; z_g = z_w sqrt((1-s) / (s E)) is the share s of the run's precision, of
 which E / z_w^2 is the weights' part.
 
 Arithmetic: (C V)_t is computed in float64 from exact integers and rounded to an integer in units of
@@ -47,6 +47,8 @@ from hf_dpzero.privacy.group_losses.base import (
     check_multiplier,
     check_participations,
     noised,
+    passes,
+    period,
 )
 
 if TYPE_CHECKING:
@@ -72,14 +74,14 @@ class PrefixSumGroups(BudgetedGroups):
     def sensitivity(self, sampler: Sampler, steps: int, count: int | None = None) -> float:
         """Of C V under add-or-remove, after `count` of T steps (default all): S."""
         released = steps if count is None else count
-        return _sensitivity(steps, sampler.steps_between(steps), released)
+        return _sensitivity(steps, period(sampler), released)
 
     def check(self, plan: Any) -> None:
         """As in the base class; refuses batches that an example may be in at any step."""
         super().check(plan)
         check_participations(self, plan)
-        n, passes = plan.sampler.num_examples, plan.sampler.participations(plan.steps)
-        if plan.steps**1.5 * n * passes > MOST:
+        n, often = plan.sampler.num_examples, passes(plan.sampler, plan.steps)
+        if plan.steps**1.5 * n * often > MOST:
             raise ValueError(
                 f"group_weights='prefix_sum' with {plan.steps} steps on {n} examples: float64 sums of "
                 "so many "
@@ -90,7 +92,7 @@ class PrefixSumGroups(BudgetedGroups):
         self, spec: StepSpec, multiplier: float, sampler: Sampler, steps: int, count: int
     ) -> tuple[tuple[StepSpec, int], ...]:
         """One Gaussian event; of a part of the run with the sensitivity that this part has."""
-        z = self.multiplier(multiplier, sampler.participations(steps))
+        z = self.multiplier(multiplier, passes(sampler, steps))
         z *= self.sensitivity(sampler, steps) / self.sensitivity(sampler, steps, count)
         event = replace(
             spec, noise_multiplier=z, num_directions=steps * self.num_groups, dense_draws=0
@@ -124,7 +126,7 @@ class _PrefixSums(GroupPlayer):
         assert len(self._sums) == step + 1, "sums of earlier steps are missing"
         history = np.asarray(self._sums, dtype=np.float64)
         row = self._column[: len(history)][::-1] @ history
-        z = self.losses.multiplier(multiplier, self._sampler.participations(self._steps))
+        z = self.losses.multiplier(multiplier, passes(self._sampler, self._steps))
         return noised([round(v) for v in row.tolist()], z * self._sensitivity, step, noise)
 
 

@@ -5,7 +5,7 @@ g_i,s); y is their share among the K. Nothing else leaves: the log-weights are u
 logged, saved or returned (the y-player of Algorithm 1 in the saddle-point paper, which samples
 vertices of the simplex for that reason; Maurey's empirical method gives an unbiased y).
 
-Cost of a draw: in t steps an example has been in at most e = ceil(t / P) (`FixedBatchSampler`; P = 1
+Cost of a draw: in t steps an example has been in at most e = ceil(t / P) (`FixedBatchesSampler`; P = 1
 for a full batch), and moved its group's log-weight by at most tau b / (2 B pi_i) in each. Under
 add-or-remove one log-weight moves by at most e D, D = tau b / (2 B min pi); under replacement one by
 at most 2 e D, or two by at most e D each, perhaps in opposite directions. Log-ratios of probabilities
@@ -48,6 +48,8 @@ from hf_dpzero.privacy.group_losses.base import (
     BudgetedGroups,
     GroupPlayer,
     check_participations,
+    passes,
+    period,
 )
 from hf_dpzero.privacy.mechanisms.base import Relation, sensitivity_factor
 from hf_dpzero.privacy.mechanisms.vertex import ROUNDING, HiddenScores
@@ -102,10 +104,10 @@ class VertexGroups(BudgetedGroups):
         """sum K mu(eta_t)^2 over the first `count` steps at a rate tau."""
         each = rate * float(self.scales(sampler.expected_batch_size).max())
         each *= sensitivity_factor(relation)
-        period = sampler.steps_between(count)
+        steps_between = period(sampler)
         total = 0.0
-        for taken in range(1, sampler.participations(count) + 1):  # e; the first draw sees no step
-            steps = min(taken * period, count - 1) - (taken - 1) * period
+        for taken in range(1, passes(sampler, count) + 1):  # e; the first draw sees no step
+            steps = min(taken * steps_between, count - 1) - (taken - 1) * steps_between
             total += steps * self.draws * gaussian_precision(taken * each * SLACK)
         return total
 
@@ -120,7 +122,7 @@ class VertexGroups(BudgetedGroups):
         """
         if not multiplier:
             return self.default_rate(steps)
-        allowed = self.odds * sampler.participations(steps) * (spec.sensitivity / multiplier) ** 2
+        allowed = self.odds * passes(sampler, steps) * (spec.sensitivity / multiplier) ** 2
         low, high = 0.0, 1.0 / float(self.scales(sampler.expected_batch_size).max())
         while steps > 1 and self.precision(high, sampler, steps, spec.relation) < allowed:
             high *= 2
@@ -147,7 +149,7 @@ class VertexGroups(BudgetedGroups):
         """One that keeps the log-weights."""
         multiplier = plan.mechanism.effective_noise_multiplier
         rate = self.paid_rate(plan.spec, multiplier, plan.sampler, plan.steps)
-        most = plan.sampler.num_examples * plan.sampler.participations(plan.steps)
+        most = plan.sampler.num_examples * passes(plan.sampler, plan.steps)
         return _Draws(self, rate * self.scales(plan.sampler.expected_batch_size), most)
 
 

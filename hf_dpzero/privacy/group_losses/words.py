@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_dpzero.privacy.group_losses.base import BudgetedGroups
+from hf_dpzero.privacy.group_losses.base import BudgetedGroups, passes
 from hf_dpzero.privacy.group_losses.per_step import PerStepGroups
 from hf_dpzero.privacy.group_losses.prefix_sum import PrefixSumGroups
 from hf_dpzero.privacy.group_losses.vertex import VertexGroups
@@ -40,10 +40,10 @@ def group_words(plan: PrivacyPlan) -> str:
         return words
     if isinstance(groups, PerStepGroups):
         return f"{words}, noise multiplier {groups.multiplier(weights):.4g}"
-    passes = plan.sampler.participations(plan.steps)
+    often = passes(plan.sampler, plan.steps)
     if isinstance(groups, PrefixSumGroups):
         return (
-            f"{words}, noise multiplier {groups.multiplier(weights, passes):.4g} for the whole run"
+            f"{words}, noise multiplier {groups.multiplier(weights, often):.4g} for the whole run"
         )
     assert isinstance(groups, VertexGroups)
     rate = groups.paid_rate(plan.spec, weights, plan.sampler, plan.steps)

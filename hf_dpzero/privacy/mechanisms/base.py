@@ -188,13 +188,15 @@ class DenseNoise(NoisedSum):
           part: index of the chunk; only insecure sources use it.
 
         Returns:
-          (total + noise) / divisor, float64 [n]; the numerator is on `dense_grid(noise_scale)`. Without
-          noise the plain mean.
+          (total + noise) / divisor, float64 [n]; the numerator is on `dense_grid` of the deviation of
+          the source's draws. Without noise the plain mean.
         """
         if not self.private:
             return total / self.divisor
         normals = noise.normals(len(total), step, part)
-        return noised_on_grid(total, normals, self.noise_scale) / self.divisor
+        return (
+            noised_on_grid(total, normals, self.noise_scale * noise.base_deviation) / self.divisor
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,134 @@
+"""A run with correlated noise as its accountant sees it: one Gaussian mechanism on C G.
+
+All steps together release C G + Z times constants, so the run is ONE event. With noise multiplier
+sigma the draws Z have deviation sigma S C_clip, where S is the sensitivity of C G in clipping norms with
+the participation of the fixed batches (`participation.py`); so the event's multiplier is sigma, for
+whatever factorisation. A run that stops early releases the first rows, whose sensitivity is smaller.
+
+The sampler must be `FixedBatchesSampler`: an example that is drawn at random may take part in any
+steps, and no amplification by sampling is claimed for noise that is not independent over steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hf_dpzero.privacy.discretization import correlated_draws
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
+from hf_dpzero.privacy.sampling import FixedBatchesSampler
+
+if TYPE_CHECKING:
+    from hf_dpzero.privacy.events import StepSpec
+    from hf_dpzero.privacy.plan import PrivacyPlan
+
+METHODS = ("dp-sgd", "dp-adamw")
+"""Mechanisms whose noise may be correlated over steps."""
+
+
+def check_correlated(plan: PrivacyPlan) -> None:
+    """Refuses a correlation without an account in the plan, and fixed batches with a schedule.
+
+    Raises:
+      ValueError: says what to use instead.
+    """
+    fixed = isinstance(plan.sampler, FixedBatchesSampler)
+    if fixed and plan.noise_schedule is not None:
+        raise ValueError(
+            f"noise_schedule={plan.noise_schedule} with sampling='fixed_batches' is not accounted: an "
+            "example sees the noise of some steps only. Leave it out, or use sampling='poisson'."
+        )
+    if plan.correlation is None:
+        return
+    for applies, message in _refusals(plan, fixed):
+        if applies:
+            raise ValueError(f"noise_correlation={plan.correlation.kind!r} {message}")
+
+
+def _refusals(plan: PrivacyPlan, fixed: bool) -> list[tuple[bool, str]]:
+    mechanism: Any = plan.mechanism
+    return [
+        (
+            not plan.private,
+            f"with method {mechanism.name!r} and no noise: there is nothing to correlate. Leave it out.",
+        ),
+        (
+            not fixed,
+            f"with sampling={plan.sampler.name!r}: its account needs to know in which steps an example "
+            "takes part, and amplification by sampling does not hold for noise that is correlated over "
+            "steps. Use sampling='fixed_batches'.",
+        ),
+        (
+            isinstance(mechanism, AdaptiveClipping),
+            "with adaptive clipping: the clip of a step would scale the noise of others. Use "
+            "clipping='fixed' (or 'automatic').",
+        ),
+        (
+            getattr(mechanism, "clipping", "fixed") == "averaged",
+            "with averaged clipping is not accounted: use clipping='fixed' or 'automatic'.",
+        ),
+        (
+            mechanism.name == "dpzero",
+            "with method 'dpzero' and fresh directions does harm: the noise of a step lies along its "
+            "own directions, nearly orthogonal to those of other steps, so nothing cancels. Set "
+            "hold_direction_for, or use independent noise.",
+        ),
+        (
+            mechanism.name not in METHODS,
+            f"with method {mechanism.name!r} is not accounted: use one of {', '.join(METHODS)}.",
+        ),
+        (
+            plan.noise_schedule is not None or plan.clip_schedule is not None,
+            "with a noise_schedule or clip_schedule is not accounted: the noise of a step is a sum over "
+            "steps of other scales. Leave the schedule out.",
+        ),
+        (
+            plan.accountant == "advanced_composition",
+            "with accountant='advanced_composition', which knows equal steps: use accountant='pld'.",
+        ),
+    ]
+
+
+def sensitivity(plan: PrivacyPlan, count: int | None = None) -> float:
+    """S of the first `count` steps (default all), in clipping norms under add-or-remove."""
+    assert plan.correlation is not None and isinstance(plan.sampler, FixedBatchesSampler)
+    return plan.correlation.sensitivity(plan.steps, plan.sampler.batches, count)
+
+
+def fixed_batches_part(plan: PrivacyPlan, step: StepSpec) -> StepSpec:
+    """What fixed batches are to the accountant: a full batch, once an epoch or, correlated, once a run.
+
+    With independent noise an example is in one step of an epoch, and the other steps are functions of
+    the past and of other examples.
+
+    Args:
+      plan: with fixed batches.
+      step: a step of it, taken alone.
+
+    Returns:
+      An event with room for the discrete or rounded noise of all its steps.
+    """
+    assert isinstance(plan.sampler, FixedBatchesSampler)
+    epoch, whole = plan.sampler.batches, replace(step, sampling="full_batch")
+    if plan.correlation is None:
+        return replace(
+            whole, num_directions=epoch * step.num_directions, dense_draws=epoch * step.dense_draws
+        )
+    factorization = plan.correlation.factorization(plan.steps)
+    draws = correlated_draws(
+        step.dense_draws,
+        plan.steps,
+        1 if factorization.most_terms == 1 else plan.correlation.restart or plan.steps,
+        factorization.most_terms,
+        factorization.largest_row(),
+        factorization.sensitivity,
+    )
+    return replace(whole, dense_draws=draws)
+
+
+def prefix_part(plan: PrivacyPlan, whole: StepSpec, count: int) -> StepSpec:
+    """The first `count` steps: the same draws over a sensitivity that is no larger."""
+    if count == plan.steps:
+        return whole
+    ratio = sensitivity(plan) / sensitivity(plan, count)
+    return replace(whole, noise_multiplier=whole.noise_multiplier * max(1.0, ratio * (1 - 1e-8)))

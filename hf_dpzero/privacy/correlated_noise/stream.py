@@ -1,0 +1,186 @@
+"""The noise of a run's steps from base draws that can be made again: C^{-1} Z, row by row.
+
+Base draws come from a secret key by step, so that no R x d numbers are kept, and a resumed run has the
+draws that its earlier steps used. The key is as secret as the noise: whoever has it can subtract it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from hf_dpzero.privacy.correlated_noise.factorization import Factorization
+from hf_dpzero.privacy.noise import Distribution, NoiseSource, normal_quantiles
+
+KEY_BYTES = 32
+CACHE_BYTES = 1 << 30
+"""Memory that base draws may take; those that do not fit are made again at every step."""
+
+
+def new_noise_key() -> bytes:
+    """32 bytes of operating-system entropy."""
+    return os.urandom(KEY_BYTES)
+
+
+@dataclass(frozen=True)
+class KeyedNoise(NoiseSource):
+    """Normal draws that are a function of (key, step, part), for keys that nobody else knows.
+
+    The bits are SHAKE-256(domain || key || step || part): to anyone without the key they are
+    indistinguishable from independent uniform bits, as the batches of `sampling.py` are.
+
+    Attributes:
+      keys: (first step, key) of each start of the run, in order of steps. A start draws a key of its own
+        for the steps that it adds: two runs that go on from one copied folder then share the noise
+        of the steps that both have behind them, and no other.
+    """
+
+    keys: tuple[tuple[int, bytes], ...] = field(repr=False)
+
+    name: ClassVar[str] = "os_entropy_key_exact"
+    secure: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        first = [step for step, _ in self.keys]
+        lengths = {len(key) for _, key in self.keys}
+        if first[:1] != [0] or first != sorted(first) or lengths != {KEY_BYTES}:
+            raise ValueError(
+                f"keys for steps from {first} of {sorted(lengths)} bytes: give {KEY_BYTES} bytes each, "
+                "in order of steps, the first from step 0."
+            )
+
+    def normals(self, size: int, step: int, part: int) -> np.ndarray:
+        """As in the base class, the same for the same arguments."""
+        key = next(key for first, key in reversed(self.keys) if first <= step)
+        address = key + step.to_bytes(8, "little") + part.to_bytes(8, "little")
+
+        def words(count: int, domain: bytes = b"more") -> np.ndarray:
+            label = b"hf_dpzero.noise." + domain.ljust(16, b"\0")
+            stream = hashlib.shake_256(label + address).digest(8 * count)
+            return np.frombuffer(stream, dtype="<u8")
+
+        return normal_quantiles(words(size, b"normals"), words)
+
+    def _integers(
+        self, distribution: Distribution, scale: float, size: int, step: int
+    ) -> list[int]:
+        raise ValueError(
+            "keyed noise draws no integers: discrete noise is not correlated over steps."
+        )
+
+
+class CorrelatedNoise(NoiseSource):
+    """The noise C^{-1} Z of a run, one step a call, times the sensitivity of C.
+
+    With Z of deviation 1, the noise of step t is `base_deviation` * sum_j (C^{-1})_tj Z_j: times a
+    mechanism's noise scale sigma C it is the noise of ONE Gaussian mechanism of multiplier sigma over
+    all steps of the run (`PrivacyPlan`).
+
+    Args:
+      base: independent draws that are a function of (step, part): `KeyedNoise`, or a seeded source in
+        tests.
+      factorization: of the run's steps.
+      sensitivity: of C G under add-or-remove, in clipping norms.
+      dimension: coordinates of a step, over all parts; says how many draws fit into memory.
+      cache_bytes: memory for draws.
+
+    Raises:
+      ValueError: a sensitivity that is not positive.
+    """
+
+    name: str  # type: ignore[misc]
+    secure: bool  # type: ignore[misc]
+
+    def __init__(
+        self,
+        base: NoiseSource,
+        factorization: Factorization,
+        sensitivity: float,
+        dimension: int,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        if not sensitivity > 0:
+            raise ValueError(f"sensitivity={sensitivity} must be positive.")
+        self.base, self.factorization, self.base_deviation = base, factorization, sensitivity
+        self.name, self.secure = base.name, base.secure
+        most = max(len(factorization.kept(step)) for step in _sample(factorization.rounds))
+        self.held = min(most, cache_bytes // (8 * max(dimension, 1)))
+        self._parts: dict[int, _Draws] = {}
+
+    def normals(self, size: int, step: int, part: int) -> np.ndarray:
+        """Row `step` of C^{-1} Z, float64 [size]; the same for the same arguments.
+
+        Error: each draw is within 2^-46 of an exactly normal one, and sums are in float64, over groups
+        of about the root of their number (`discretization.correlated_draws` counts that in).
+        """
+        row = self.factorization.noise_row(step)
+        draws = self._parts.get(part)
+        if draws is None or draws.size != size:
+            draws = self._parts[part] = _Draws(self.held, size)
+        older = dict(zip(row.draws[:-1].tolist(), row.weights[:-1].tolist(), strict=True))
+        fresh = self.base.normals(size, step, part)
+        total = row.weights[-1] * fresh + draws.weighted(older)
+        missing = sorted(older.keys() - draws.slots.keys())
+        group = math.isqrt(len(missing)) + 1
+        for first in range(0, len(missing), group):
+            partial = np.zeros(size)
+            for draw in missing[first : first + group]:
+                again = self.base.normals(size, draw, part)
+                partial += older[draw] * again
+                draws.put(draw, again)
+            total += partial
+        needed = self.factorization.kept(step)
+        draws.keep(needed)
+        if step in needed:
+            draws.put(step, fresh)
+        return total
+
+    def _integers(
+        self, distribution: Distribution, scale: float, size: int, step: int
+    ) -> list[int]:
+        raise ValueError("correlated noise draws no integers: it is for vectors on a grid.")
+
+
+class _Draws:
+    """Base draws of one part of the coordinates that later rows need: rows of a matrix."""
+
+    def __init__(self, capacity: int, size: int) -> None:
+        self.size = size
+        self.matrix = np.zeros((capacity, size))
+        self.slots: dict[int, int] = {}
+        self.free = list(range(capacity))
+
+    def weighted(self, weights: Mapping[int, float]) -> np.ndarray:
+        """sum_i weights[i] Z[i] over the draws that are held, in groups of rows."""
+        column = np.zeros(len(self.matrix))
+        for draw in weights.keys() & self.slots.keys():
+            column[self.slots[draw]] = weights[draw]
+        total = np.zeros(self.size)
+        group = math.isqrt(len(column)) + 1
+        for first in range(0, len(column), group):
+            if column[first : first + group].any():
+                total += column[first : first + group] @ self.matrix[first : first + group]
+        return total
+
+    def keep(self, draws: Sequence[int]) -> None:
+        """Lets go of all other draws."""
+        for draw in self.slots.keys() - set(draws):
+            self.free.append(self.slots.pop(draw))
+
+    def put(self, draw: int, values: np.ndarray) -> None:
+        """Holds a draw, if there is room."""
+        if self.free:
+            self.slots[draw] = self.free.pop()
+            self.matrix[self.slots[draw]] = values
+
+
+def _sample(rounds: int) -> list[int]:
+    """Steps among which the one that needs most draws afterwards is."""
+    powers = [2**k - 2 for k in range(1, rounds.bit_length() + 1)]
+    return [step for step in {0, rounds - 2, rounds - 1, *powers} if 0 <= step < rounds]

@@ -1,0 +1,399 @@
+"""Noise that is correlated over steps: its law, what it is made of, and what a plan says it costs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+from scipy import stats
+
+from hf_dpzero.privacy.correlated_noise.correlation import KINDS, Correlation
+from hf_dpzero.privacy.correlated_noise.factorization import independent, toeplitz
+from hf_dpzero.privacy.correlated_noise.participation import epoch_sensitivity
+from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNoise, new_noise_key
+from hf_dpzero.privacy.discretization import (
+    DENSE_DELTA,
+    DENSE_LOG_RATIO,
+    correlated_draws,
+    dense_grid,
+    dense_slack,
+)
+from hf_dpzero.privacy.mechanisms import (
+    DPSGD,
+    AdaptiveDPSGD,
+    DPAdamW,
+    PlainSGD,
+    ScalarMechanism,
+    VectorMechanism,
+)
+from hf_dpzero.privacy.noise import SecureNoise
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.private_selection import composed_epsilon
+from hf_dpzero.privacy.sampling import FixedBatchesSampler, FullBatchSampler, PoissonSampler
+from hf_dpzero.privacy.schedules import noise_schedule_from_dict
+
+KEY = bytes(range(32))
+SETTINGS = {kind: {"bands": 4} if kind == "banded" else {} for kind in KINDS}
+
+
+def correlation(kind: str, **settings) -> Correlation:
+    return Correlation(kind=kind, **{**SETTINGS[kind], **settings})
+
+
+def plan_of(kind="toeplitz", n=60, batch=10, steps=18, mechanism=None, **settings) -> PrivacyPlan:
+    return PrivacyPlan(
+        sampler=FixedBatchesSampler(num_examples=n, expected_batch_size=batch),
+        mechanism=mechanism
+        or DPSGD(clip=0.5, noise_multiplier=1.25, expected_batch_size=batch, dimension=7),
+        steps=steps,
+        correlation=correlation(kind),
+        **settings,
+    )
+
+
+def stream(kind: str, steps: int, size: int, keys=((0, KEY),), **settings) -> np.ndarray:
+    """float64 [steps, size]."""
+    factorization = correlation(kind).factorization(steps)
+    noise = CorrelatedNoise(KeyedNoise(keys), factorization, 1.0, size, **settings)
+    return np.stack([noise.normals(size, step, 0) for step in range(steps)])
+
+
+def inverse_of(factorization) -> np.ndarray:
+    inverse = np.zeros((factorization.rounds,) * 2)
+    for step in range(factorization.rounds):
+        row = factorization.noise_row(step)
+        inverse[step, row.draws] = row.weights
+    return inverse
+
+
+def follows(noise: np.ndarray, covariance: np.ndarray) -> bool:
+    """Whether the columns of noise [R, n] have that covariance: the whitened sum of squares, at 1e-4."""
+    white = np.linalg.solve(np.linalg.cholesky(covariance), noise)
+    level = stats.chi2.cdf((white**2).sum(), white.size)
+    lagged = (white[1:] * white[:-1]).sum() / math.sqrt(white[1:].size) if len(white) > 1 else 0.0
+    return 1e-4 < level < 1 - 1e-4 and abs(lagged) < 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_mechanism_releases_has_the_covariance_of_the_factorization(kind):
+    """sigma^2 C^2 S^2 C^{-1} C^{-T}, on the grid; not with another sigma or fresh draws half way."""
+    plan = plan_of(kind)
+    factorization, size = plan.correlation.factorization(plan.steps), 4000
+    sensitivity = plan.correlation.sensitivity(plan.steps, 6)
+    noise = CorrelatedNoise(KeyedNoise(((0, KEY),)), factorization, sensitivity, size)
+    released = np.stack(
+        [plan.mechanism.release_part(np.zeros(size), noise, t, 0) for t in range(plan.steps)]
+    )
+    inverse, scale = inverse_of(factorization), 1.25 * 0.5 * sensitivity / 10
+    covariance = scale**2 * inverse @ inverse.T
+    assert follows(released, covariance)
+    assert not follows(released, covariance * 1.1**2) and not follows(released, covariance / 1.1**2)
+    grid = dense_grid(1.25 * 0.5 * sensitivity)
+    assert (released * 10 / grid == np.rint(released * 10 / grid)).all()
+    if kind != "independent":
+        other = CorrelatedNoise(KeyedNoise(((0, bytes(32)),)), factorization, sensitivity, size)
+        late = [plan.mechanism.release_part(np.zeros(size), other, t, 0) for t in range(9, 18)]
+        assert not follows(np.concatenate([released[:9], late]), covariance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cache_bytes", [0, 3 * 8 * 50, 1 << 30])
+def test_a_source_that_starts_again_has_the_same_draws(kind, cache_bytes):
+    """Whatever fits into memory: all of it, some, or nothing; and step by step, or from the middle."""
+    whole = stream(kind, 13, 50)
+    assert np.allclose(stream(kind, 13, 50, cache_bytes=cache_bytes), whole, rtol=0, atol=1e-13)
+    factorization = correlation(kind).factorization(13)
+    again = CorrelatedNoise(KeyedNoise(((0, KEY),)), factorization, 1.0, 50, cache_bytes)
+    for step in (7, 8, 12, 2):
+        assert np.allclose(again.normals(50, step, 0), whole[step], rtol=0, atol=1e-13)
+
+
+def test_a_resumed_run_keeps_its_draws_and_adds_its_own():
+    first, second = new_noise_key(), new_noise_key()
+    one, two = (
+        stream("toeplitz", 12, 2000, keys) for keys in ([(0, first)], [(0, first), (5, second)])
+    )
+    assert np.array_equal(one[:5], two[:5]) and not np.array_equal(one[5], two[5])
+    inverse = inverse_of(toeplitz(12))
+    assert follows(two, inverse @ inverse.T)
+    fork = stream("toeplitz", 12, 2000, [(0, first), (5, new_noise_key())])
+    apart = (fork - two)[5:]  # of two copies that both go on: as noisy as fresh noise, never 0
+    assert np.allclose((apart**2).mean(axis=1), 2 * (inverse[5:, 5:] ** 2).sum(axis=1), rtol=0.2)
+
+
+def test_parts_have_draws_of_their_own():
+    noise = CorrelatedNoise(KeyedNoise(((0, KEY),)), toeplitz(3), 1.0, 100)
+    assert not np.array_equal(noise.normals(50, 0, 0), noise.normals(50, 0, 1))
+
+
+def test_keyed_draws_are_normal():
+    draws = KeyedNoise(((0, new_noise_key()),)).normals(200_000, 3, 1)
+    assert stats.kstest(draws, "norm").pvalue > 1e-4
+    assert stats.kstest(draws * 1.02, "norm").pvalue < 1e-4
+    assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 0.01
+
+
+def test_the_key_is_not_shown():
+    assert KEY.hex() not in repr(KeyedNoise(((0, KEY),))) and str(KEY) not in repr(
+        KeyedNoise(((0, KEY),))
+    )
+
+
+@pytest.mark.parametrize(
+    "keys", [(), ((1, KEY),), ((0, b"short"),), ((0, KEY), (9, KEY), (4, KEY))]
+)
+def test_keys_that_are_refused(keys):
+    with pytest.raises(ValueError, match="the first from step 0"):
+        KeyedNoise(keys)
+
+
+def test_toeplitz_noise_accumulates_to_a_tenth():
+    """Mean over r of |sum of the noise of steps 0..r|^2 at the same epsilon, in what is released."""
+    accumulated = {}
+    for kind in ("independent", "toeplitz"):
+        plan = plan_of(kind, n=2560, batch=10, steps=256)
+        sensitivity = plan.correlation.sensitivity(256, 256)
+        factorization = plan.correlation.factorization(256)
+        noise = CorrelatedNoise(KeyedNoise(((0, KEY),)), factorization, sensitivity, 500)
+        released = [plan.mechanism.release_part(np.zeros(500), noise, t, 0) for t in range(256)]
+        accumulated[kind] = float((np.cumsum(released, axis=0) ** 2).mean())
+    assert accumulated["toeplitz"] <= accumulated["independent"] / 10
+    expected = toeplitz(256).prefix_error / independent(256).prefix_error
+    found = accumulated["toeplitz"] / accumulated["independent"]
+    assert found == pytest.approx(expected, rel=0.15)
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one", "replace_special"])
+def test_a_plan_costs_one_gaussian(kind, relation):
+    plan = plan_of(kind, relation=relation)
+    sigma = 1.25 / (2 if relation == "replace_one" else 1)
+    exact = float(get_epsilon_gaussian(sigma, 1e-5 * DENSE_DELTA))
+    assert exact <= plan.epsilon(1e-5) <= exact + 2e-3
+    assert plan.accountant_used == "gaussian_exact"
+    assert plan.epsilon(1e-5, at=0) == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_noise_of_a_plan_covers_every_participation(kind):
+    """Deviation of Z is sigma C S, S the sensitivity of three participations, six steps apart."""
+    plan = plan_of(kind)
+    c = np.linalg.inv(inverse_of(plan.correlation.factorization(18)))
+    worst = max(
+        np.abs(c[:, p::6].T @ c[:, p::6]).sum() for p in range(6)
+    )  # at least the squared norm of any signed sum
+    assert plan.correlation.sensitivity(18, 6) == pytest.approx(math.sqrt(worst), rel=1e-8)
+
+
+def test_stopping_early_costs_what_the_first_rows_do():
+    plan = plan_of("toeplitz")
+    factorization = toeplitz(18)
+    for count in (1, 5, 7, 17):
+        sigma = (
+            1.25 * epoch_sensitivity(factorization, 6) / epoch_sensitivity(factorization, 6, count)
+        )
+        exact = float(get_epsilon_gaussian(sigma, 1e-5 * DENSE_DELTA))
+        assert plan.epsilon(1e-5, at=count) == pytest.approx(exact, abs=1e-3)
+    spent = [plan.epsilon(1e-5, at=count) for count in range(19)]
+    assert spent == sorted(spent)
+
+
+def test_calibration_and_json():
+    plan = plan_of("banded", steps=18).calibrate(epsilon=2.0, delta=1e-5)
+    assert 1.99 < plan.epsilon(1e-5) <= 2.0
+    assert PrivacyPlan.from_dict(plan.to_dict()) == plan
+    assert plan.to_dict()["correlation"] == {"kind": "banded", "bands": 4, "restart": 0}
+
+
+def test_a_run_that_extends_another_is_a_new_block():
+    first, second = plan_of("toeplitz"), plan_of("toeplitz", steps=6)
+    both = plan_of("toeplitz", steps=6, after=((first, 18),))
+    exact = float(get_epsilon_gaussian(1.25 / math.sqrt(2), 1e-5 * DENSE_DELTA))
+    assert both.epsilon(1e-5) == pytest.approx(exact, abs=2e-3)
+    assert both.epsilon(1e-5) > second.epsilon(1e-5)
+    poisson = PrivacyPlan(
+        sampler=PoissonSampler(num_examples=60, expected_batch_size=10),
+        mechanism=DPSGD(clip=1.0, noise_multiplier=2.0, expected_batch_size=10, dimension=7),
+        steps=10,
+        after=((first, 18),),
+    )
+    assert poisson.epsilon(1e-5) > first.epsilon(1e-5)
+
+
+def test_independent_noise_on_fixed_batches_is_one_gaussian_an_epoch():
+    """Noise multiplier z of a step: sigma S = z with S = root of the epochs."""
+    assert plan_of("independent").correlation.sensitivity(18, 6) == pytest.approx(math.sqrt(3))
+
+
+def test_one_step():
+    for kind in KINDS:
+        plan = plan_of(kind, n=10, batch=10, steps=1)
+        assert plan.correlation.sensitivity(1, 1) == pytest.approx(1.0)
+        assert plan.epsilon(1e-5) == pytest.approx(
+            float(get_epsilon_gaussian(1.25, 1e-5 * DENSE_DELTA)), abs=1e-4
+        )
+        assert np.isfinite(stream(kind, 1, 4)).all()
+
+
+MECHANISM = {"clip": 0.5, "noise_multiplier": 1.25, "expected_batch_size": 10}
+REFUSED = {
+    "poisson": (
+        {"sampler": PoissonSampler(num_examples=60, expected_batch_size=10)},
+        "Use sampling='fixed_batches'",
+    ),
+    "full batch": (
+        {
+            "sampler": FullBatchSampler(num_examples=60, expected_batch_size=60),
+            "mechanism": DPSGD(clip=1.0, noise_multiplier=1.0, expected_batch_size=60),
+        },
+        "Use sampling='fixed_batches'",
+    ),
+    "adaptive": (
+        {"mechanism": AdaptiveDPSGD(**MECHANISM, clip_count_noise=2.0)},
+        "clipping='fixed'",
+    ),
+    "averaged": (
+        {"mechanism": DPAdamW(**MECHANISM, clipping="averaged", clip_groups=2)},
+        "clipping='fixed'",
+    ),
+    "vectors along directions": ({"mechanism": VectorMechanism(**MECHANISM)}, "use one of dp-sgd"),
+    "fresh directions": ({"mechanism": ScalarMechanism(**MECHANISM)}, "directions"),
+    "no noise": ({"mechanism": PlainSGD(expected_batch_size=10)}, "nothing to correlate"),
+    "schedule": (
+        {"noise_schedule": noise_schedule_from_dict({"name": "exp", "gamma": 0.5})},
+        "Leave it out",
+    ),
+    "lemma": (
+        {"accountant": "advanced_composition", "relation": "replace_one"},
+        "use accountant='pld'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_has_no_account_is_refused(what):
+    changed, message = REFUSED[what]
+    settings = {
+        "sampler": FixedBatchesSampler(num_examples=60, expected_batch_size=10),
+        "mechanism": DPSGD(**MECHANISM),
+        "steps": 18,
+        "correlation": correlation("toeplitz"),
+    }
+    with pytest.raises(ValueError, match=message):
+        PrivacyPlan(**{**settings, **changed})
+
+
+@pytest.mark.parametrize("steps", [1, 6, 7, 18])
+def test_fixed_batches_with_independent_noise_cost_one_gaussian_an_epoch(steps):
+    for mechanism in (
+        DPSGD(**MECHANISM, dimension=9),
+        ScalarMechanism(**MECHANISM, num_directions=4),
+    ):
+        plan = PrivacyPlan(
+            sampler=FixedBatchesSampler(num_examples=60, expected_batch_size=10),
+            mechanism=mechanism,
+            steps=steps,
+        )
+        epochs = math.ceil(steps / 6)
+        exact = float(get_epsilon_gaussian(1.25 / math.sqrt(epochs), 1e-5 * DENSE_DELTA))
+        assert plan.epsilon(1e-5) == pytest.approx(exact, abs=2e-3)
+        spent = [plan.epsilon(1e-5, at=count) for count in range(steps + 1)]
+        assert spent == sorted(spent)
+
+
+def test_runs_on_fixed_batches_are_not_taken_for_one_longer_run():
+    """Two of one step each: two Gaussians, though two steps of one run touch an example once."""
+    sampler = FixedBatchesSampler(num_examples=60, expected_batch_size=10)
+    for settings in ({}, {"correlation": correlation("toeplitz")}):
+        plan = PrivacyPlan(
+            sampler=sampler, mechanism=DPSGD(**MECHANISM, dimension=9), steps=1, **settings
+        )
+        exact = float(get_epsilon_gaussian(1.25 / math.sqrt(2), 1e-5 * DENSE_DELTA))
+        assert composed_epsilon([plan, plan], 1e-5) >= exact
+
+
+def test_a_noise_schedule_on_fixed_batches_is_refused():
+    with pytest.raises(ValueError, match="sampling='poisson'"):
+        PrivacyPlan(
+            sampler=FixedBatchesSampler(num_examples=60, expected_batch_size=10),
+            mechanism=DPSGD(**MECHANISM),
+            steps=18,
+            noise_schedule=noise_schedule_from_dict({"name": "exp", "gamma": 0.5}),
+        )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "other"},
+        {"kind": "banded"},
+        {"kind": "tree", "bands": 3},
+        {"kind": "tree", "restart": -1},
+    ],
+)
+def test_correlations_that_are_refused(settings):
+    with pytest.raises(ValueError, match="noise_correlation|noise_bands|restart"):
+        Correlation(**settings)
+
+
+def test_discrete_noise_is_not_correlated():
+    for noise in (
+        KeyedNoise(((0, KEY),)),
+        CorrelatedNoise(KeyedNoise(((0, KEY),)), toeplitz(2), 1.0, 1),
+    ):
+        with pytest.raises(ValueError, match="no integers"):
+            noise.gaussian(8.0, 1, 0)
+
+
+# ---------------------------------------------------------------- rounding
+
+
+def test_the_error_of_a_sum_is_below_what_the_proof_takes():
+    """Against sums in rational numbers, for draws of up to 16 deviations."""
+    from fractions import Fraction
+
+    steps, size = 400, 40
+    factorization = toeplitz(steps)
+    noise = CorrelatedNoise(_Large(KeyedNoise(((0, KEY),))), factorization, 1.0, size)
+    for step in (steps - 1, 3):
+        row = factorization.noise_row(step)
+        draws = [noise.base.normals(size, int(j), 0) for j in row.draws]
+        found = noise.normals(size, step, 0)
+        for i in range(0, size, 7):
+            terms = (
+                Fraction(float(w)) * Fraction(float(z[i]))
+                for w, z in zip(row.weights, draws, strict=True)
+            )
+            bound = 2 * 16 * (4 * math.ceil(math.sqrt(len(draws))) + 4) * 2.0**-53
+            assert abs(found[i] - float(sum(terms))) <= bound
+
+
+class _Large(SecureNoise):
+    """Draws scaled up to 16 deviations."""
+
+    def __init__(self, base) -> None:
+        object.__setattr__(self, "base", base)
+
+    def normals(self, size: int, step: int, part: int) -> np.ndarray:
+        draws = self.base.normals(size, step, part)
+        return draws * (16 / np.abs(draws).max())
+
+
+def test_the_slack_of_correlated_vectors():
+    assert correlated_draws(1000, 50, 1, 1, 1.0, 1.0) == 50_000
+    error = 2.0 * (2.0**-37 + (4 * 6 + 6) * 2.0**-40)
+    ratio = 1.01 * 100 * 2 * error * (1 + 2.0**-9 * (16 * 1.5 + 2.0**-9 * 100 * 1.5**2))
+    draws = correlated_draws(1000, 100, 100, 32, 2.0, 1.5)
+    assert draws == pytest.approx(1000 * (ratio / DENSE_LOG_RATIO) ** 2, rel=2e-3)
+    blocks = correlated_draws(1000, 400, 100, 32, 2.0, 1.5)
+    assert blocks == pytest.approx(4 * draws, rel=1e-6)
+    # the deviation that d mechanisms of that ratio add up to, as `dense_slack` has it for the draws
+    epsilon, delta = 4.0, 1e-6
+    failure = math.log(1 / delta) + 10 * math.log(2) + epsilon + 1
+    alone = ratio * math.sqrt(2 * 1000 * failure) + 1000 * ratio * math.expm1(ratio)
+    assert alone <= dense_slack(draws, epsilon, delta) <= alone * 1.01
