@@ -101,9 +101,9 @@ class NoiseSource(ABC):
             return np.zeros(size, dtype=np.int64)
         return self._vertices(scores, size, step, part)
 
-    @abstractmethod
     def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
-        """Vertices, checked arguments."""
+        """Vertices, checked arguments; sources of noise alone have none."""
+        raise ValueError(f"the noise source {self.name!r} draws no vertices: use SecureNoise.")
 
     @abstractmethod
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
