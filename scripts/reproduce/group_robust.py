@@ -6,11 +6,11 @@
 
 Takes SST-2 as JSON lines with sentence and label (0 negative, 1 positive), and the sentence encoder
 of hf-dpzero[demo]. The training rows are unbalanced on purpose by a public rule: sentences are
-ordered by the SHA-256 of their text, and the first 5,400 positive and 600 negative ones are kept, so
-that the groups' shares 0.9 and 0.1 are known without counting. The validation rows are all kept.
-Every arm is the recipe sst2/minilm-dpzero.yaml with 200 steps; what differs is in ARMS. Encoding
-takes a minute or two, once; a run takes about half a minute on one core. Writes rows.json and
-table.md, and continues where it stopped.
+ordered by the SHA-256 of their text, and the first 5,400 positive and 600 negative ones are kept
+(--negative takes another share than 0.1), so that the groups' shares are known without counting. The
+validation rows are all kept. Every arm is the recipe sst2/minilm-dpzero.yaml with 200 steps; what
+differs is in ARMS. Encoding takes a minute or two, once; a run takes about half a minute on one core.
+Writes rows.json and table.md, and continues where it stopped.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("negative", "positive")
-COUNTS = {"negative": 600, "positive": 5400}
-SHARES = {name: count / sum(COUNTS.values()) for name, count in COUNTS.items()}
-GROUPS = {"group_column": "group", "group_shares": json.dumps(SHARES)}
+ROWS = 6000
+GROUPS: dict[str, Any] = {"group_column": "group"}
 FIXED = {**GROUPS, "sampling": "fixed_batches"}
 FIRST_ORDER = {"method": "dp-adamw", "clip": 16.0, "learning_rate": 1e-2}
 ARMS: dict[str, dict[str, Any]] = {
@@ -55,12 +54,19 @@ def main() -> int:
     parser.add_argument("--validation", type=Path, required=True)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument(
+        "--negative", type=float, default=0.1, help="their share of the training rows"
+    )
     parser.add_argument("--epsilon", type=float, default=2.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="settings of all arms: --max_steps=100")
     arguments, further = parser.parse_known_args()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    files = prepared(arguments.train, arguments.validation, arguments.output_dir)
+    shares = {"negative": arguments.negative, "positive": 1 - arguments.negative}
+    files = prepared(arguments.train, arguments.validation, shares, arguments.output_dir)
+    GROUPS["group_shares"] = json.dumps(shares)
+    for settings in ARMS.values():
+        settings |= GROUPS if "group_column" in settings else {}
     results = arguments.output_dir / "rows.json"
     rows = json.loads(results.read_text()) if results.exists() else []
     done = {(row["arm"], row["seed"]) for row in rows}
@@ -79,9 +85,11 @@ def main() -> int:
     return 0
 
 
-def prepared(train: Path, validation: Path, folder: Path) -> dict[str, str]:
+def prepared(
+    train: Path, validation: Path, shares: dict[str, float], folder: Path
+) -> dict[str, str]:
     """Writes the unbalanced training rows and the validation rows with their groups; their paths."""
-    kept, left = [], dict(COUNTS)
+    kept, left = [], {name: round(ROWS * share) for name, share in shares.items()}
     for row in sorted(
         _rows(train), key=lambda row: hashlib.sha256(row["sentence"].encode()).digest()
     ):
