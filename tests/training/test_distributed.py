@@ -10,11 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import build, tiny_model
+from tiny_runs import build, tiny_data, tiny_model
 
+_NAMES = ["few" if row % 5 == 0 else "many" for row in range(120)]
+_GROUPS = {
+    "data": tiny_data().add_column("where", _NAMES),
+    "group_column": "where",
+    "group_shares": {"few": 0.2, "many": 0.8},
+    "microbatch_size": 1,
+}
+_FIXED = {**_GROUPS, "sampling": "fixed_batches"}
 RUNS = {
     "dpzero": {"microbatch_size": 1, "num_directions": 2},
     "secret": {"microbatch_size": 1, "insecure_noise_seed": None},
+    "groups": _GROUPS,
+    "groups-prefix": {**_FIXED, "group_weights": "prefix_sum"},
+    "groups-vertex": {**_FIXED, "group_weights": "vertex", "group_draws": 2},
     "dp-sgd": {"microbatch_size": 4, "method": "dp-sgd", "clip": 0.5, "learning_rate": 0.1},
 }
 
@@ -71,10 +82,11 @@ def trained(runs: dict[int, Path], name: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_one_process_equals_two_bit_for_bit(runs):
-    one, *both = trained(runs, "dpzero")
+@pytest.mark.parametrize("name", ["dpzero", "groups", "groups-prefix", "groups-vertex"])
+def test_one_process_equals_two_bit_for_bit(runs, name):
+    one, *both = trained(runs, name)
     assert torch.equal(one, both[0]) and torch.equal(*both)
-    ledgers = [(runs[n] / "dpzero" / "trajectory.ledger").read_bytes() for n in (1, 2)]
+    ledgers = [(runs[n] / name / "trajectory.ledger").read_bytes() for n in (1, 2)]
     assert ledgers[0].split(b"\n", 1)[1] == ledgers[1].split(b"\n", 1)[1]
 
 

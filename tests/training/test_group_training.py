@@ -1,0 +1,454 @@
+"""Group-robust training in the trainer: weights, releases, replay, resume, reports, metrics of groups."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tiny_runs import KEY, build, config, same, tiny_data, tiny_model, weights
+
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import evaluation_mode
+from hf_dpzero.privacy.noise import SecureNoise
+from hf_dpzero.reporting.hub import write_model_card
+from hf_dpzero.reporting.privacy_report import PrivacyReport
+from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.training.group_settings import column_values, metric_key, row_groups
+from hf_dpzero.training.screen import banner
+
+SHARES = {"few": 0.2, "many": 0.8}
+GROUPS = {"group_column": "where", "group_shares": SHARES}
+FIXED = {"sampling": "fixed_batches"}
+WAYS = {
+    "balanced": {},
+    "per_step": {},
+    "prefix_sum": FIXED,
+    "vertex": {**FIXED, "group_draws": 3},
+}
+
+
+def with_groups(data: Dataset | None = None, every: int = 5) -> Dataset:
+    data = tiny_data() if data is None else data
+    names = ["few" if i % every == 0 else "many" for i in range(len(data))]
+    return data.add_column("where", names)
+
+
+def made(tmp_path, **settings):
+    defaults = {"data": with_groups(), **GROUPS}
+    return build(tmp_path, **{**defaults, **settings})
+
+
+def losses_of(trainer) -> torch.Tensor:
+    rows = trainer.training_rows().collate_rows(list(range(len(trainer.train_dataset))))
+    with torch.no_grad(), evaluation_mode(trainer.model):
+        return select_objective(trainer.model)(trainer.model, rows).double()
+
+
+# ---------------------------------------------------------------- what a step does
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_replays_to_its_weights(tmp_path, way):
+    trainer = made(tmp_path, group_weights=way, num_directions=2, **WAYS[way])
+    base = weights(trainer.model)
+    trainer.train()
+    trainer.save_model()
+    log = Trajectory.load(tmp_path / LEDGER_NAME)
+    assert len(log.releases) == 6
+    assert log.num_values == 2 + (0 if way == "balanced" else 2)
+    fresh = tiny_model()
+    replay(fresh, log)
+    assert same(weights(fresh), weights(trainer.model)) and not same(base, weights(fresh))
+    report = PrivacyReport.load(tmp_path)
+    assert (way in report.groups and "group losses" in report.statement) or not report.private
+    assert any("group_shares" in caveat for caveat in report.caveats)
+    assert f"groups      {way}" in banner(trainer)
+
+
+def test_without_noise_a_step_is_what_the_formulas_say(tmp_path):
+    """Full batch, rows of several lengths: fixed shapes reorder them, and groups follow their rows."""
+    data = with_groups(tiny_data(30), every=3)
+    lengths = [3 + i % 6 for i in range(30)]
+    mask = [[1] * n + [0] * (8 - n) for n in lengths]
+    data = data.remove_columns("attention_mask").add_column("attention_mask", mask)
+    settings = {"noise_multiplier": 0.0, "sampling": "full_batch", "max_steps": 3, "clip": 1e6}
+    shares = {"few": 1 / 3, "many": 2 / 3}
+    run = made(
+        tmp_path / "run",
+        data=data,
+        group_shares=shares,
+        group_rate=4.0,
+        group_loss_bound=1.5,
+        expected_batch_size=30,
+        learning_rate=1.0,
+        trainer_settings={"eval_dataset": None},
+        **settings,
+    )
+    losses = losses_of(run)
+    run.train()
+    first, second, _ = run.trajectory.releases
+    of = np.array([0 if i % 3 == 0 else 1 for i in range(30)])
+    centred = (losses.clamp(0, 1.5) / 0.75 - 1).numpy()
+    expected = [centred[of == i].sum() for i in (0, 1)]
+    assert first.values[1:] == pytest.approx(expected, abs=1e-3)  # smoothing moves the losses
+    g = np.array(first.values[1:]) * 1.5 / (2 * 30 * np.array([1 / 3, 2 / 3]))
+    odds = np.exp(4.0 * g)
+    y = odds / odds.sum()
+    assert run.step.weighting.groups.softmax(np.array(first.values[1:]), 30, 3) == pytest.approx(y)
+    assert run.step.weighting.groups.example_weights(y) == pytest.approx([y[0] * 3, y[1] * 1.5])
+    plain = build(
+        tmp_path / "plain",
+        data=data,
+        expected_batch_size=30,
+        learning_rate=1.0,
+        trainer_settings={"eval_dataset": None},
+        **settings,
+    )
+    plain.train()
+    # y = (1/2, 1/2) in the first step: the value is the mean of the two groups' mean differences
+    assert len(plain.trajectory.releases[0].values) == 1
+    assert second.values[0] != plain.trajectory.releases[1].values[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_group_is_the_plain_method(tmp_path, way):
+    """All rows of one group of share 1 weigh 1: the same numbers along the same directions."""
+    data = tiny_data().add_column("where", ["all"] * 120)
+    one = {"data": data, "group_shares": {"all": 1.0}, "group_weights": way, **WAYS[way]}
+    robust = made(tmp_path / "robust", **one)
+    plain = build(tmp_path / "plain", **(FIXED if "sampling" in WAYS[way] else {}))
+    robust.train(), plain.train()
+    values = [release.values[:1] for release in robust.trajectory.releases]
+    assert values == [release.values for release in plain.trajectory.releases]
+    assert same(weights(robust.model), weights(plain.model))
+
+
+@pytest.mark.parametrize("gradients", ["dense", "ghost"])
+def test_first_order_weights_stand_before_the_clip(tmp_path, gradients):
+    """Each example's gradient times its weight, clipped; the groups' losses are those of that pass."""
+    data = with_groups(tiny_data(20), every=4)
+    shares = {"few": 0.25, "many": 0.75}
+    trainer = made(
+        tmp_path,
+        data=data,
+        group_shares=shares,
+        method="dp-sgd",
+        noise_multiplier=0.0,
+        sampling="full_batch",
+        expected_batch_size=20,
+        max_steps=1,
+        clip=0.7,
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        per_example_gradients=gradients,
+        trainer_settings={"eval_dataset": None},
+    )
+    losses = losses_of(trainer)
+    before = weights(trainer.model)
+    rows, total = trainer.training_rows(), {}
+    scaled = []
+    with evaluation_mode(trainer.model):
+        for i in range(20):
+            loss = select_objective(trainer.model)(trainer.model, rows.collate_rows([i])).sum()
+            parameters = dict(trainer.model.named_parameters())
+            own = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            weight = 0.5 / (0.25 if i % 4 == 0 else 0.75)
+            own = [torch.zeros(()) if g is None else weight * g for g in own]
+            norm = math.sqrt(sum(float(g.square().sum()) for g in own))
+            scaled.append(norm)
+            factor = min(1.0, 0.7 / norm)
+            for name, g in zip(parameters, own, strict=True):
+                total[name] = total.get(name, 0) + factor * g
+    assert min(scaled) < 0.7 < max(scaled), "some are clipped, and some are not"
+    trainer.train()
+    for name, value in weights(trainer.model).items():
+        assert torch.allclose(before[name] - value, total[name] / 20, atol=2e-5), name
+    centred = (losses.clamp(0, 2) - 1).numpy()
+    few = np.arange(20) % 4 == 0
+    released = trainer.trajectory.releases[0].values
+    assert released == pytest.approx([centred[few].sum(), centred[~few].sum()], abs=1e-5)
+
+
+def test_losses_and_differences_that_are_no_numbers_count_nothing(tmp_path):
+    def broken(model, inputs):
+        losses = torch.nn.functional.cross_entropy(
+            model(**{k: v for k, v in inputs.items() if k != "labels"}).logits,
+            inputs["labels"],
+            reduction="none",
+        )
+        first = inputs["input_ids"][:, 0]
+        return torch.where(first > 40, losses * torch.nan, losses)
+
+    trainer = made(
+        tmp_path, trainer_settings={"compute_per_example_loss": broken, "eval_dataset": None}
+    )
+    trainer.train()
+    assert all(math.isfinite(v) for r in trainer.trajectory.releases for v in r.values)
+
+
+def test_empty_batches_release_noise_alone(tmp_path):
+    trainer = made(tmp_path, data=with_groups(tiny_data(40)), expected_batch_size=0.05)
+    trainer.train()
+    values = [v for r in trainer.trajectory.releases for v in r.values]
+    assert len(values) == 18 and all(values)
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-adamw"])
+def test_adaptive_clipping_keeps_its_fraction_apart_from_the_groups(tmp_path, method):
+    trainer = made(tmp_path, method=method, clipping="adaptive", max_steps=8)
+    trainer.train()
+    own = 2 if method == "dpzero" else 1
+    fractions = [release.values[own - 1] for release in trainer.trajectory.releases]
+    assert all(len(release.values) == own + 2 for release in trainer.trajectory.releases)
+    after = trainer.step._schedule.after(trainer.trajectory.releases)
+    moved = -0.2 * (math.fsum(fractions) - 8 * 0.5)
+    assert after.clip == pytest.approx(5.0 * math.exp(moved))
+
+
+# ---------------------------------------------------------------- resume, processes
+
+
+def test_a_resumed_run_of_noisy_losses_is_a_straight_one(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    straight = made(tmp_path / "straight", **settings)
+    straight.train()
+
+    class Crash(Exception):
+        pass
+
+    broken = made(tmp_path / "broken", **settings)
+    take = broken.training_step
+
+    def training_step(*args, **kwargs):
+        if broken.trajectory.next_step == 4:
+            raise Crash
+        return take(*args, **kwargs)
+
+    broken.training_step = training_step
+    with pytest.raises(Crash):
+        broken.train()
+    again = made(tmp_path / "broken", **settings)
+    again.train(resume_from_checkpoint=True)
+    assert again.trajectory.releases == straight.trajectory.releases
+    assert same(weights(again.model), weights(straight.model))
+
+
+@pytest.mark.parametrize("way", ["prefix_sum", "vertex"])
+@pytest.mark.parametrize("sampling", ["fixed_batches", "full_batch"])
+def test_runs_whose_state_is_secret_cannot_be_resumed(tmp_path, way, sampling):
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "group_weights": way,
+        "sampling": sampling,
+        "expected_batch_size": 120 if sampling == "full_batch" else 12,
+    }
+    first = made(tmp_path, **settings)
+    take = first.training_step
+    first.training_step = lambda *a, **k: (
+        (_ for _ in ()).throw(KeyboardInterrupt)
+        if first.trajectory.next_step == 4
+        else take(*a, **k)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    with pytest.raises(LedgerError, match="cannot go on.*must not be written down"):
+        made(tmp_path, **settings).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("way", ["prefix_sum", "vertex"])
+def test_hidden_state_is_in_no_file(tmp_path, way):
+    """What a run leaves has the released numbers, and no other that its un-noised sums would match."""
+    trainer = made(tmp_path, group_weights=way, save_strategy="steps", save_steps=3, **WAYS[way])
+    seen = []
+    player = None
+
+    def remember(*args, **kwargs):
+        nonlocal player
+        player = trainer.step.weighting._player
+        seen.append(trainer.step.weighting.groups)
+        return original(*args, **kwargs)
+
+    original = trainer.training_step
+    trainer.training_step = remember
+    trainer.train()
+    trainer.save_model()
+    assert len(seen) == 6
+    state = json.dumps(
+        [json.loads(p.read_text()) for p in Path(tmp_path).rglob("*.json")], default=str
+    )
+    for name in ("_sums", "scores", "log_weights", "row_groups"):
+        assert name not in state
+    if way == "prefix_sum":
+        numbers = [n for row in player._sums for n in row if n]
+        assert numbers and not any(str(n) in state for n in numbers)
+    assert "few" in state, "names and shares are public"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"group_shares": None}, "outside of the private rows"),
+        ({"group_shares": {"few": 0.5, "many": 0.4}}, "add up to 0.9"),
+        ({"group_shares": {"few": 0.0, "many": 1.0}}, "shares divide"),
+        ({"group_shares": {"few": "a fifth", "many": 0.8}}, "a number"),
+        ({"group_shares": "{few"}, "no JSON"),
+        ({"group_weights": "other"}, "group_weights='other'"),
+        ({"group_budget": 1.0}, "group_budget"),
+        ({"group_rate": 0.0}, "group_rate"),
+        ({"group_weights": "vertex", "group_rate": 0.1, **FIXED}, "follows from the budget"),
+        ({"group_draws": 0, "group_weights": "vertex", **FIXED}, "group_draws"),
+        ({"group_column": 3}, "group_column"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path, settings, words):
+    with pytest.raises(ValueError, match=words):
+        config(tmp_path, **{**GROUPS, **settings}).plan(120)
+
+
+@pytest.mark.parametrize(
+    "alone", [{"group_shares": SHARES}, {"group_budget": 0.2}, {"group_weights": "vertex"}]
+)
+def test_settings_of_groups_without_a_column_are_refused(tmp_path, alone):
+    with pytest.raises(ValueError, match="without group_column"):
+        config(tmp_path, **alone)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"method": "mezo", "noise_multiplier": None}, "'dpzero' .with noise_multiplier=0"),
+        ({"method": "dpgd-0th"}, "use 'dpzero'"),
+        ({"method": "sgd", "noise_multiplier": None}, "'dp-sgd'"),
+        ({"clipping": "averaged"}, "clipping='fixed'"),
+        ({"noise_distribution": "laplace"}, "noise_distribution='gaussian'"),
+        ({"group_weights": "prefix_sum"}, "sampling='fixed_batches'"),
+        ({"group_weights": "vertex"}, "sampling='fixed_batches'"),
+    ],
+)
+def test_combinations_without_an_account_are_refused(tmp_path, settings, words):
+    with pytest.raises(ValueError, match=words):
+        config(tmp_path, **GROUPS, **settings).plan(120)
+
+
+def test_shares_may_be_a_text_of_json(tmp_path):
+    plan = config(tmp_path, **{**GROUPS, "group_shares": json.dumps(SHARES)}).plan(120)
+    assert plan.groups.names == ("few", "many") and plan.groups.shares == (0.2, 0.8)
+
+
+def test_a_missing_column_is_said_before_training(tmp_path):
+    with pytest.raises(ValueError, match="group_column='where' is no column of train_dataset"):
+        made(tmp_path, data=tiny_data()).train()
+    assert not (tmp_path / LEDGER_NAME).exists()
+
+
+def test_rows_of_other_groups_are_refused_without_their_names(tmp_path):
+    data = tiny_data().add_column("where", ["few", *["a private place"] * 119])
+    with pytest.raises(ValueError, match=r"row 2 \(counted from 1\)") as error:
+        made(tmp_path, data=data).train()
+    assert "private place" not in str(error.value)
+    assert not (tmp_path / LEDGER_NAME).exists()
+
+
+def test_a_group_that_no_row_has_is_allowed(tmp_path):
+    """Whether a declared group has rows is private: it may not be said."""
+    shares = {"few": 0.1, "many": 0.8, "none": 0.1}
+    trainer = made(tmp_path, group_shares=shares)
+    trainer.train()
+    assert all(len(r.values) == 4 for r in trainer.trajectory.releases)
+
+
+def test_columns_of_lists_of_rows_and_of_class_labels():
+    from datasets import ClassLabel
+
+    rows = [{"where": "few", "x": 1}, {"where": "many", "x": 2}]
+    assert column_values(rows, "where") == ["few", "many"]
+    assert column_values(rows, "there") is None
+    labelled = Dataset.from_dict({"where": [1, 0]}).cast_column(
+        "where", ClassLabel(names=["few", "many"])
+    )
+    assert column_values(labelled, "where") == ["many", "few"]
+    from hf_dpzero.privacy.group_losses import PerStepGroups
+
+    groups = PerStepGroups(names=("few", "many"), shares=(0.2, 0.8))
+    assert row_groups(groups, "where", labelled).tolist() == [1, 0]
+    assert metric_key("north-west 2") == "north_west_2"
+
+
+# ---------------------------------------------------------------- reports, logs, metrics
+
+
+def test_logs_show_released_weights_and_the_report_binds_them(tmp_path):
+    trainer = made(tmp_path, insecure_noise_seed=None, sampler_key=None, num_directions=2)
+    trainer.train()
+    trainer.save_model()
+    logged = [entry for entry in trainer.state.log_history if "group_weight_few" in entry]
+    assert len(logged) == 3
+    assert all(e["group_weight_few"] + e["group_weight_many"] == pytest.approx(1) for e in logged)
+    report = PrivacyReport.load(tmp_path)
+    assert report.private and "noise multiplier 3" in report.groups
+    assert "few 0.2, many 0.8" in report.statement
+    assert bound_to(report, tmp_path) == report
+    card = write_model_card(tmp_path).read_text() if write_model_card(tmp_path) else ""
+    card = card or (tmp_path / "README.md").read_text()
+    assert "per_step" in card
+    older = {k: v for k, v in report.to_dict().items() if k != "groups"}
+    assert PrivacyReport.from_dict(older).groups == ""
+
+
+def accuracy(prediction) -> dict[str, float]:
+    chosen = np.argmax(prediction.predictions, axis=-1)
+    return {"accuracy": float((chosen == prediction.label_ids).mean())}
+
+
+def test_metrics_of_each_group_and_of_the_worst(tmp_path):
+    evaluation = with_groups(tiny_data(40, seed=2), every=4)
+    trainer = made(
+        tmp_path, trainer_settings={"eval_dataset": evaluation, "compute_metrics": accuracy}
+    )
+    metrics = trainer.evaluate()
+    few, many = metrics["eval_accuracy_of_few"], metrics["eval_accuracy_of_many"]
+    assert (10 * few + 30 * many) / 40 == pytest.approx(metrics["eval_accuracy"])
+    assert metrics["eval_worst_group_accuracy"] == min(few, many)
+    own = trainer.evaluate(evaluation.select(range(0, 40, 4)), metric_key_prefix="few")
+    assert own["few_accuracy"] == few and "few_accuracy_of_many" not in own
+    assert trainer.compute_metrics is accuracy
+    tested = trainer.predict(evaluation).metrics
+    assert tested["test_worst_group_accuracy"] == min(few, many)
+
+
+def test_evaluation_data_without_groups_has_the_usual_metrics(tmp_path, caplog):
+    trainer = made(tmp_path, trainer_settings={"compute_metrics": accuracy})
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        metrics = trainer.evaluate()
+    assert "eval_accuracy" in metrics and not any("_of_" in name for name in metrics)
+
+
+def test_fixed_batches_without_groups_train_and_refuse_to_resume(tmp_path):
+    trainer = build(tmp_path, **FIXED, noise_multiplier=None, target_epsilon=2.0)
+    trainer.train()
+    assert trainer.plan.epsilon(1e-3) <= 2.0
+    rows = [i for step in range(10) for i in trainer.plan.sampler.batch(step, bytes.fromhex(KEY))]
+    assert sorted(rows) == list(range(120))
+
+
+def test_noise_of_the_groups_is_secret_and_independent_of_the_direction_key(tmp_path):
+    values = []
+    for name in ("a", "b"):
+        trainer = made(tmp_path / name, insecure_noise_seed=None)
+        assert isinstance(trainer.noise, SecureNoise)
+        trainer.train()
+        values.append([release.values[1:] for release in trainer.trajectory.releases])
+    assert values[0] != values[1]
