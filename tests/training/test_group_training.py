@@ -1,4 +1,4 @@
-"""Group-robust training in the trainer: weights, releases, replay, resume, reports, metrics of groups."""
+"""Group-robust training in the trainer: weights, releases, replay, resume, reports and metrics."""
 
 from __future__ import annotations
 
