@@ -422,14 +422,21 @@ def test_prefix_sums_without_noise_are_the_sums():
     assert abs(a - 1 / 3).max() > 0.05  # they have moved
 
 
-def test_correlated_noise_is_smaller_in_the_sums():
-    """Theory: S^2 ||rows of C||^2 against the number of steps, one pass each, at equal multipliers."""
-    steps = 200
-    sampler = FixedBatchesSampler(num_examples=20_000, expected_batch_size=100)
-    groups = PrefixSumGroups(**THREE)
+@pytest.mark.parametrize(("batches", "noise"), [(200, 2.75), (12, 5.71), (1, 18.74)])
+def test_correlated_noise_is_smaller_in_the_sums_of_few_passes(batches, noise):
+    """Deviation of the last prefix sum over the weights' multiplier; independent noise: sqrt(200)."""
+    steps, groups = 200, PrefixSumGroups(**THREE, budget=0.5)
+    sampler = (
+        FixedBatchesSampler(num_examples=100 * batches, expected_batch_size=100)
+        if batches > 1
+        else FullBatchSampler(num_examples=100, expected_batch_size=100)
+    )
     column = np.cumprod([1.0, *(1 - 0.5 / k for k in range(1, steps))])
-    correlated = groups.sensitivity(sampler, steps) ** 2 * float((column**2).sum())
-    assert correlated < steps / 20  # independent noise in each step, one pass
+    scale = groups.multiplier(1.0, math.ceil(steps / batches)) * groups.sensitivity(sampler, steps)
+    assert scale * float(np.linalg.norm(column)) == pytest.approx(noise, rel=2e-3)
+    assert PerStepGroups(**THREE, budget=0.5).multiplier(1.0) * math.sqrt(200) == pytest.approx(
+        14.142, rel=1e-3
+    )
 
 
 def test_draws_follow_the_weights_and_the_rate_follows_the_budget():
