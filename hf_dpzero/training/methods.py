@@ -121,7 +121,7 @@ class ZerothOrderMethod(TrainingMethod):
             mechanism=trainer.plan.mechanism,
             space=self.space,
             differences=differences,
-            noise=trainer.noise,
+            noise=trainer.step_noise(),
             trajectory=trainer.trajectory,
             follow_clip=steps_that_follow(args, trainer.plan.steps),
             mechanism_at=trainer.plan.scheduled,
@@ -167,7 +167,7 @@ class FirstOrderMethod(TrainingMethod):
         self.step = FirstOrderStep(
             mechanism=trainer.plan.mechanism,
             gradients=self._gradients(trainer.evaluated_objective()),
-            noise=trainer.noise,
+            noise=trainer.step_noise(),
             trajectory=trainer.trajectory,
             mechanism_at=trainer.plan.scheduled,
             signal=trainer.watch.signal,
