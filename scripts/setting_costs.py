@@ -80,7 +80,7 @@ _PRIVACY = {
         "sampling": Cost(
             "truncated_poisson: more noise the nearer the cap is to B; fixed_size_without_replacement: "
             "accounted loosely, so much more; full_batch and fixed_batches: no amplification, so a far "
-            "larger multiplier; a run on fixed_batches cannot be resumed",
+            "larger multiplier, which `noise_correlation` pays for in a long run",
             "full_batch: every example in every step",
         ),
         "max_batch_size": Cost(
@@ -129,6 +129,17 @@ _PRIVACY = {
             "nothing: more noise in some steps pays for less in others, at the same epsilon",
             "seconds of calibration; nothing in a step",
             none="the same noise in every step",
+        ),
+        "noise_correlation": Cost(
+            "nothing: one Gaussian for the whole run, whose noise cancels in sums over steps; their "
+            "number is fixed in advance",
+            "toeplitz and optimized: draws of all steps so far in memory, or made again in each step",
+        ),
+        "noise_bands": Cost(
+            "nothing; more bands leave less noise in sums over steps, up to a point",
+            "8 bytes a trained coordinate and band",
+            none="32",
+            unit="draws",
         ),
         "clip_stability": Cost(NOTHING, unit="norm of a gradient"),
         "clip_groups": Cost(NOTHING, "one backward pass for each group", unit="groups"),
@@ -184,6 +195,11 @@ _OPTIMISATION = {
             "2 K forward passes a step, of what follows the first trained parameter",
             none="32 of dpzero without a given `clip`, where at most a million parameters follow the "
             "first trained one; else 1",
+        ),
+        "hold_direction_for": Cost(
+            "nothing; with `noise_correlation` the noise cancels within so many steps",
+            "the run sees fewer directions",
+            unit="steps",
         ),
         "direction_key": Cost("nothing: it is public", none="drawn at random"),
         "subspace": Cost("nothing: it depends on no data", "low_rank: small matrices only"),

@@ -20,6 +20,7 @@ from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.training.config import CLIPPINGS, GRADIENTS, ROWS, SAMPLINGS, DPZeroConfig
+from hf_dpzero.training.correlation_settings import CORRELATIONS
 from hf_dpzero.training.fields import NEEDS
 from hf_dpzero.training.group_settings import GROUP_WEIGHTS
 from hf_dpzero.training.method_names import METHODS
@@ -39,6 +40,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "subspace": tuple(SUBSPACES), "update_rule": tuple(UPDATE_RULES), "tuning": WORDS,
     "perturbation_strategy": STRATEGIES, "rows_are": ROWS, "on_no_signal": ON_NO_SIGNAL,
     "group_weights": GROUP_WEIGHTS,
+    "noise_correlation": CORRELATIONS,
     "torch_dtype": ("float32", "bfloat16", "float16", "auto"), "hub_strategy": ("end",),
 }  # fmt: skip
 LOWEST: Mapping[str, str] = {

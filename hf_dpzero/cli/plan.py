@@ -152,6 +152,8 @@ def _facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dic
 def _schedules(plan: PrivacyPlan, delta: float) -> dict[str, Any]:
     """What changes over the steps, what that is worth, and what is spent after each quarter of them."""
     words = {f"{name}_schedule": text for name, text in schedule_words(plan).items()}
+    if "correlation_schedule" in words:
+        words["noise_correlation"] = words.pop("correlation_schedule")
     if plan.noise_schedule is None:
         return words
     quarters = {round(plan.steps * part / 4): part for part in (1, 2, 3)}

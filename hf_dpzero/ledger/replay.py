@@ -42,13 +42,18 @@ def directions_of(step: int, header: Mapping[str, Any]) -> list[Direction]:
 
     Args:
       step: from 0.
-      header: of the trajectory; holds the direction key and K.
+      header: of the trajectory; holds the direction key, K, and how many steps directions are held for.
 
     Returns:
-      K directions.
+      K directions, numbered by step // hold.
     """
-    key = int(header["direction_key"], 16)
-    return [Direction(key, step, k) for k in range(int(header["num_directions"]))]
+    key, number = int(header["direction_key"], 16), step // held_for(header)
+    return [Direction(key, number, k) for k in range(int(header["num_directions"]))]
+
+
+def held_for(header: Mapping[str, Any]) -> int:
+    """Steps that share their directions; 1 where a header says nothing."""
+    return int(header["hold_direction_for"]) if "hold_direction_for" in header else 1
 
 
 def apply_release(
@@ -66,10 +71,14 @@ def apply_release(
       defer: as in `ParameterSpace.step_`.
     """
     header = trajectory.header
-    terms = trajectory.update_terms(release.step)
+    terms, hold = trajectory.update_terms(release.step), held_for(header)
     key, decay = int(header["direction_key"], 16), release.learning_rate * header["weight_decay"]
-    directions = [Direction(key, term.step, term.query) for term in terms]
-    space.step_(directions, [term.coefficient for term in terms], decay=decay, defer=defer)
+    update: dict[Direction, float] = {}
+    for term in terms:  # steps that share a direction add up along it
+        direction = Direction(key, term.step // hold, term.query)
+        update[direction] = update.get(direction, 0.0) + term.coefficient
+    ages = None if hold == 1 else [release.step - hold * u.step for u in update]
+    space.step_(list(update), list(update.values()), decay=decay, defer=defer, ages=ages)
 
 
 def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) -> None:

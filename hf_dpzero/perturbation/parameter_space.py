@@ -70,6 +70,7 @@ class ParameterSpace(Coordinates):
         self.decayed = set(self.names if decayed is None else decayed)
         self._last_update: dict[Direction, float] = {}
         self._pending: dict[Direction, float] = {}
+        self._ages: dict[Direction, int] = {}  # of the update that waits
         self.position: Position = ()
         self._failed = False
         self.traffic = 0
@@ -129,9 +130,9 @@ class ParameterSpace(Coordinates):
         self._get_ready_()
         self._check_position(position)
         old, new, update = dict(self.position), dict(position), self._pending
-        present = max((u.step for u, c in update.items() if c), default=0)
+        ages, present = self._ages, max((u.step for u, c in update.items() if c), default=0)
         changes = [
-            Change(self.stream(u), *move, age=present - u.step if move[2] else 0)
+            Change(self.stream(u), *move, age=ages.get(u, present - u.step) if move[2] else 0)
             for u in sorted({**update, **old, **new})  # the same order whatever the history
             if any(move := (old.get(u, 0.0), new.get(u, 0.0), update.get(u, 0.0)))
         ]
@@ -276,6 +277,7 @@ class ParameterSpace(Coordinates):
         coefficients: Sequence[float],
         decay: float = 0.0,
         defer: bool = False,
+        ages: Sequence[int] | None = None,
     ) -> None:
         """theta <- (1 - decay) theta + sum_k c_k u_k, at once with the restore of the position.
 
@@ -285,6 +287,8 @@ class ParameterSpace(Coordinates):
           decay: learning_rate * weight_decay; 0 skips the decay.
           defer: leave restore and update to the next `move_to_` or `settle_`, with the same result to
             the last bit. Until then the tensors may not be read.
+          ages: for each direction, how many steps have moved along it before: the update is then
+            rounded with other public bits than those. Default: the newest step less the direction's.
 
         Raises:
           ValueError: a coefficient that is not finite or absurdly large, a decay outside [0, 1];
@@ -315,6 +319,7 @@ class ParameterSpace(Coordinates):
             for segment in self._grids:
                 segment.make_room_(*wanted)
             self._pending = dict(zip(directions, coefficients, strict=True))
+            self._ages = dict(zip(directions, ages or (), strict=ages is not None))
         if not defer:
             self.settle_()
 

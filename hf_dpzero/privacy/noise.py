@@ -34,6 +34,7 @@ class NoiseSource(ABC):
     Attributes:
       name: identifier for the privacy report, e.g. `os_entropy_exact`.
       secure: False if anybody who knows a seed can subtract the noise.
+      correlated: whether the noise of a step depends on that of others; discrete noise never does.
       base_deviation: of independent draws behind `normals`, where these are sums of several
         (`correlated_noise`): what they are multiplied by, in noise scales of a mechanism.
     """
@@ -41,6 +42,7 @@ class NoiseSource(ABC):
     name: ClassVar[str]
     secure: ClassVar[bool]
     base_deviation: float = 1.0
+    correlated: ClassVar[bool] = False
 
     def gaussian(self, scale: float, size: int, step: int) -> list[int]:
         """Discrete Gaussian: P(z) proportional to exp(-z^2 / (2 scale^2)) on the integers.
@@ -104,6 +106,10 @@ class NoiseSource(ABC):
     def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
         """Vertices, checked arguments; sources of noise alone have none."""
         raise ValueError(f"the noise source {self.name!r} draws no vertices: use SecureNoise.")
+
+    def variance(self, step: int) -> float:
+        """Variance of a step's noise, in squared noise scales of a mechanism."""
+        return self.base_deviation**2
 
     @abstractmethod
     def normals(self, size: int, step: int, part: int) -> np.ndarray:

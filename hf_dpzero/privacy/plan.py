@@ -245,7 +245,9 @@ class PrivacyPlan:
     @property
     def equal_steps(self) -> bool:
         """Whether every step is the same event, so that runs of T1 and T2 steps are one of T1 + T2."""
-        return self.noise_schedule is None and not isinstance(self.sampler, FixedBatchesSampler)
+        beside = self.groups is not None and self.groups.num_values and not self.groups.joint
+        fixed = isinstance(self.sampler, FixedBatchesSampler)
+        return self.noise_schedule is None and not fixed and not beside
 
     @property
     def _kept(self) -> float:
@@ -371,8 +373,7 @@ class PrivacyPlan:
                 f"target epsilon={epsilon} with method {mechanism.name!r}, which has no noise to "
                 f"calibrate; use method {mechanism.private_counterpart!r}, or drop the target."
             )
-        beside = self.groups is not None and self.groups.num_values and not self.groups.joint
-        if self.after or self.noise_schedule is not None or beside:
+        if self.after or len(self.parts_at(1.0)) > 1:
             earlier = self._parts(0) if self.after else ()
             effective = calibrated_after(earlier, self.parts_at, epsilon=epsilon, delta=delta)
         else:

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from hf_dpzero.privacy.correlated_noise.plans import gain_against_independent, sensitivity
 from hf_dpzero.privacy.plan import PrivacyPlan
+
+LABELS = {"noise": "noise plan", "clip": "clip plan", "correlation": "correlated"}
+"""Of `schedule_words` on screens."""
 
 
 @functools.lru_cache(maxsize=8)  # one calibration, which reports ask for again and again
@@ -61,6 +65,8 @@ def schedule_words(plan: PrivacyPlan, delta: float | None = None) -> dict[str, s
         words["clip"] = (
             f"{plan.clip_schedule}: times {factors[0]:.4g} at first, {factors[-1]:.4g} at last"
         )
+    if plan.correlation is not None:
+        words["correlation"] = correlation_words(plan)
     return words
 
 
@@ -74,3 +80,13 @@ def schedule_curves(plan: PrivacyPlan) -> dict[str, list[float]]:
         factors = plan.clip_schedule.factors(plan.steps)
         curves["clip"] = (mechanism.clip * factors).tolist()
     return curves
+
+
+def correlation_words(plan: PrivacyPlan) -> str:
+    """The plan's correlation, how far it is from independent noise, and its sensitivity, in words."""
+    assert plan.correlation is not None
+    gain, clips = gain_against_independent(plan), sensitivity(plan)
+    return (
+        f"{plan.correlation.words()}; sensitivity {clips:.4g} C; noise variance of sums over steps "
+        f"{1 / gain:.3g} of what independent noise gives"
+    )

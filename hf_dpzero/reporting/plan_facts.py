@@ -22,10 +22,13 @@ def noise_name(plan: PrivacyPlan, source: str) -> str:
       source: the noise source's own name.
 
     Returns:
-      "none" for a run without noise, else `source`, with "_on_grid" for noise on d-vectors.
+      "none" for a run without noise, else `source`, with "_on_grid" for noise on d-vectors, and "_key"
+      for noise that is made again from a secret key.
     """
     if not plan.private:
         return "none"
+    if plan.correlation is not None:
+        return source.replace("_exact", "_key_on_grid")
     return source if plan.mechanism.replayable else source.replace("_exact", "_on_grid")
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
+from hf_dpzero.privacy.schedule_gain import LABELS
 from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
 from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
@@ -380,7 +381,7 @@ class PrivacyReport:
         return [
             ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
             ("mechanism", mechanism),
-            *((f"{name} plan", text) for name, text in self.schedules.items()),
+            *((LABELS.get(name, name), text) for name, text in self.schedules.items()),
             *([("groups", self.groups)] if self.groups else []),
             ("sampling", sampling),
             ("steps", f"{self.steps} of {self.planned_steps} planned"),

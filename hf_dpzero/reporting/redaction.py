@@ -36,11 +36,12 @@ OWN_SETTINGS = frozenset(
     clip_groups clip_learning_rate clip_quantile clip_schedule clip_stability clipping
     dataset_config_name dataset_name defer_updates direction direction_key expected_batch_size
     extends extends_run group_budget group_column group_draws group_loss_bound group_rate
-    group_shares group_weights head_init init_seed insecure_noise_seed keep_column label_column
-    label_texts label_words load_in_4bit load_in_8bit log_private_diagnostics logit_scale lora_alpha
-    lora_r lora_target_modules max_batch_size max_eval_samples max_length max_new_tokens
-    max_seq_length max_train_samples method microbatch_size model_name_or_path model_revision
-    momentum neighboring_relation noise_distribution noise_multiplier noise_schedule normalize
+    group_shares group_weights head_init hold_direction_for init_seed insecure_noise_seed
+    keep_column label_column label_texts label_words load_in_4bit load_in_8bit
+    log_private_diagnostics logit_scale lora_alpha lora_r lora_target_modules max_batch_size
+    max_eval_samples max_length max_new_tokens max_seq_length max_train_samples method
+    microbatch_size model_name_or_path model_revision momentum neighboring_relation noise_bands
+    noise_correlation noise_distribution noise_multiplier noise_schedule normalize
     num_demonstrations num_directions num_examples_per_class num_virtual_tokens objective
     on_no_signal pair_features peft_method per_example_gradients perturbation_strategy pooling
     precompute_features prompt reuse_frozen_prefix rows_are sampler_key sampling smoothing

@@ -22,7 +22,7 @@ SAMPLERS = {
     "truncated_poisson": "Poisson sampling with probability {q}, truncated at a maximum batch size",
     "fixed_size_without_replacement": "batches of a fixed size drawn without replacement",
     "full_batch": "every example in every step",
-    "fixed_batches": "fixed batches, the same in every pass, without amplification",
+    "fixed_batches": "fixed batches, each example once an epoch",
 }
 EXAMPLE, BLOCK = "example", "block of text"
 """Privacy units: what one row of the training set is."""
@@ -174,7 +174,11 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
 
 
 def _scheduled(facts: Mapping[str, Any]) -> str:
-    return "".join(f" ({name} schedule {text})" for name, text in facts["schedules"].items())
+    words = {name: f"{name} schedule {text}" for name, text in facts["schedules"].items()}
+    if "correlation" in words:
+        kind = facts["schedules"]["correlation"].partition(";")[0]
+        words["correlation"] = f"correlated over steps: {kind}"
+    return "".join(f" ({text})" for text in words.values())
 
 
 def _grouped(facts: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.training import fields, private_only
+from hf_dpzero.training.correlation_settings import CORRELATIONS, check_correlation
 from hf_dpzero.training.defaults import fill_in
 from hf_dpzero.training.group_settings import GROUP_WEIGHTS, groups_of
 from hf_dpzero.training.kinds import check_scheduler_settings
@@ -107,6 +108,14 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
         "clip of each step: linear(END), exp(END), END the last step's factor; a list or a file",
     )
     smoothing_schedule: str | None = _setting(None, "like clip_schedule, factors of at most 1")
+    noise_correlation: str = _setting(
+        "none",
+        "noise that cancels over steps; needs sampling fixed_batches, dpzero hold_direction_for. "
+        + ", ".join(CORRELATIONS),
+    )
+    noise_bands: int | None = _setting(
+        None, "banded: draws that a step's noise is made of; default 32"
+    )
     direction: str = _setting("rademacher", "rademacher, gaussian or sphere")
     num_directions: int = _setting(
         None,
@@ -125,6 +134,9 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     accountant: str = _setting("pld", "pld, rdp or advanced_composition (the paper's Lemma 2.2)")
     noise_distribution: str = _setting(
         "gaussian", "gaussian, or laplace for pure epsilon (delta 0)"
+    )
+    hold_direction_for: int = _setting(
+        1, "zeroth order: steps that share their directions; noise may be correlated within them"
     )
     direction_key: int | None = _setting(
         None, "128-bit public key of the directions; default random"
@@ -247,6 +259,8 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
         _choose("group_weights", self.group_weights, GROUP_WEIGHTS)
         _choose("noise_distribution", self.noise_distribution, ("gaussian", "laplace"))
         _choose("per_example_gradients", self.per_example_gradients, GRADIENTS)
+        _choose("noise_correlation", self.noise_correlation, CORRELATIONS)
+        check_correlation(self)
         self._check_clipping()
         self._check_direction_settings()
         check_ranges(self)
@@ -332,8 +346,10 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
         """T: max_steps, or num_train_epochs worth of expected batches."""
         if self.max_steps > 0:
             return int(self.max_steps)
-        passes = self.num_train_epochs * num_examples
-        steps = max(1, math.ceil(passes / self.expected_batch_size))
+        epoch = num_examples / self.expected_batch_size
+        if self.sampling == "fixed_batches":
+            epoch = math.ceil(epoch)
+        steps = max(1, math.ceil(self.num_train_epochs * epoch))
         check_warmup(self, steps)
         return steps
 
@@ -386,6 +402,11 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
             "num_directions": self.num_directions,
             "smoothing": self.smoothing,
             **self._smoothing_schedule(),
+            **(
+                {}
+                if self.hold_direction_for == 1
+                else {"hold_direction_for": self.hold_direction_for}
+            ),
             "update_rule": self._update_rule().to_dict(),
             "subspace": self._subspace().to_dict(),
         }

@@ -265,17 +265,20 @@ _DEFAULTS = {
 
 NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
-        "smoothing smoothing_schedule direction num_directions subspace perturbation_strategy",
+        "smoothing smoothing_schedule direction num_directions subspace perturbation_strategy "
+        "hold_direction_for",
         "method", ZEROTH_ORDER,
     ),
     (
-        "target_epsilon target_delta noise_multiplier noise_schedule clip_schedule",
+        "target_epsilon target_delta noise_multiplier noise_schedule clip_schedule "
+        "noise_correlation",
         "method", PRIVATE,
     ),
     ("per_example_gradients", "method", ("dp-sgd", "dp-adamw")),
     ("clip_quantile clip_learning_rate clip_count_noise", "clipping", ("adaptive",)),
     ("clip_stability", "clipping", ("automatic",)),
     ("clip_groups", "clipping", ("averaged",)),
+    ("noise_bands", "noise_correlation", ("banded",)),
     ("subspace_rank subspace_steps", "subspace", ("low_rank",)),
     ("momentum update_window", "update_rule", ("momentum", "adam")),
     ("group_budget group_loss_bound group_rate", "group_weights",

@@ -216,7 +216,8 @@ class FirstOrderStep:
         if self.signal is not None:
             parts = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float64) for m in means])
             dimension = sum(mean.numel() for mean in means)
-            self.signal.add(float(parts.square().sum()), dimension, noise_variance(mechanism))
+            variance = noise_variance(mechanism) * self.noise.variance(step)
+            self.signal.add(float(parts.square().sum()), dimension, variance)
         self._hand_on(means)
         return norms.unsqueeze(1)
 

@@ -139,22 +139,15 @@ def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
       ledger: of the interrupted run.
 
     Raises:
-      LedgerError: steps were taken, and batches, sums or log-weights of them are lost.
+      LedgerError: steps were taken, and their un-noised sums of losses are lost.
     """
-    lost = []
-    if plan.sampler.name == "fixed_batches":
-        lost.append(
-            "which batch each example is in (sampling='fixed_batches', by a key that is not kept)"
-        )
-    if plan.groups is not None and plan.groups.num_values and not plan.groups.joint:
-        lost.append(f"un-noised sums of losses (group_weights={plan.groups.name!r})")
-    if lost and 0 < ledger.next_step < plan.steps:
+    groups = plan.groups
+    hidden = groups is not None and groups.num_values and not groups.joint
+    if groups is not None and hidden and 0 < ledger.next_step < plan.steps:
         raise LedgerError(
             f"{ledger.path} holds {ledger.next_step} of {plan.steps} steps, and the interrupted run "
-            "cannot "
-            f"go on: {' and '.join(lost)} were in its memory alone, and must not be written down. "
-            "Keep its "
-            "last checkpoint as it is, or train in another output_dir with extends_run, which adds "
-            "up the "
-            "budgets; sampling='poisson' with group_weights='per_step' can be resumed."
+            f"cannot go on: group_weights={groups.name!r} needs un-noised sums of its losses, which "
+            "were in its memory alone and must not be written down. Keep its last checkpoint as it is, or "
+            "train in another output_dir (extends_run adds up the budgets of two runs that ended); "
+            "group_weights='per_step' can be resumed."
         )

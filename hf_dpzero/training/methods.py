@@ -122,7 +122,7 @@ class ZerothOrderMethod(TrainingMethod):
             mechanism=trainer.plan.mechanism,
             space=self.space,
             differences=differences,
-            noise=trainer.noise,
+            noise=trainer.step_noise(),
             trajectory=trainer.trajectory,
             follow_clip=steps_that_follow(args, trainer.plan.steps),
             mechanism_at=trainer.plan.scheduled,
@@ -170,7 +170,7 @@ class FirstOrderMethod(TrainingMethod):
         self.step = FirstOrderStep(
             mechanism=trainer.plan.mechanism,
             gradients=self._gradients(objective if weighed is None else weighed.objective),
-            noise=trainer.noise,
+            noise=trainer.step_noise(),
             trajectory=trainer.trajectory,
             mechanism_at=trainer.plan.scheduled,
             signal=trainer.watch.signal,

@@ -10,6 +10,7 @@ from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
 from hf_dpzero.reporting.extension import earlier_plans
+from hf_dpzero.training.correlation_settings import correlation_of
 from hf_dpzero.training.group_settings import groups_of
 from hf_dpzero.training.schedule_settings import factors_of, noise_schedule_of
 
@@ -60,6 +61,7 @@ def _calibrated(config: Any, num_examples: int, mechanism: Mapping[str, Any]) ->
         after=earlier_plans(config.extends_run),
         noise_schedule=noise_schedule_of(config, steps),
         clip_schedule=factors_of("clip_schedule", config.clip_schedule),
+        correlation=correlation_of(config),
         groups=groups_of(config),
     )
     if config.target_epsilon is None or config.not_private:

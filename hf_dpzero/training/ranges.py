@@ -60,6 +60,8 @@ RANGES: Mapping[str, Range] = {
     "microbatch_size": _COUNT,
     "max_length": _COUNT,
     "max_batch_size": _COUNT,
+    "noise_bands": _COUNT,
+    "hold_direction_for": _COUNT,
     "momentum": _BELOW_ONE,
     "update_window": _COUNT,
     "subspace_rank": _COUNT,

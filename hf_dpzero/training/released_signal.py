@@ -152,6 +152,7 @@ class ReleasedScalars:
       num_directions: K; a record's further values, such as an adaptive clip's count, are left out.
       signal: that they are added to.
       mechanism_at: as in `ZerothOrderStep`.
+      factor_at: step -> variance of its noise, in squared noise scales; default 1.
     """
 
     def __init__(
@@ -160,7 +161,9 @@ class ReleasedScalars:
         num_directions: int,
         signal: ReleasedSignal,
         mechanism_at: Callable[[int], Any] | None = None,
+        factor_at: Callable[[int], float] = lambda step: 1.0,
     ) -> None:
+        self.factor_at = factor_at
         self.num_directions, self.signal = num_directions, signal
         self._schedule: MechanismSchedule[Any] = MechanismSchedule(mechanism, mechanism_at)
         self._changes = isinstance(mechanism, AdaptiveClipping) or mechanism_at is not None
@@ -170,7 +173,7 @@ class ReleasedScalars:
         """Adds the releases that are new since the last call, of a list that only grows."""
         for step in range(self._seen, len(releases)):
             before = releases[:step] if self._changes else ()
-            variance = noise_variance(self._schedule.after(before))
+            variance = noise_variance(self._schedule.after(before)) * self.factor_at(step)
             values = releases[step].values[: self.num_directions]
             self.signal.add(math.fsum(v * v for v in values), len(values), variance)
         self._seen = len(releases)

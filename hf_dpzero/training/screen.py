@@ -18,7 +18,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpzero.privacy.group_losses import group_words
-from hf_dpzero.privacy.schedule_gain import schedule_words
+from hf_dpzero.privacy.schedule_gain import LABELS, schedule_words
 from hf_dpzero.reporting.wording import delta_words, number, part_words, round_up
 
 _TIMED_STEPS = 3
@@ -200,7 +200,7 @@ def banner(trainer: Any) -> str:
             f"multiplier {number(mechanism.noise_multiplier)}, clip C = {number(mechanism.clip)}"
         )
         lines.insert(4, ("noise", noise))
-        lines[5:5] = [(f"{name} plan", text) for name, text in schedule_words(plan).items()]
+        lines[5:5] = [(LABELS[name], text) for name, text in schedule_words(plan).items()]
     if not args.first_order:
         along = f"K = {args.num_directions} {args.direction}, smoothing {args.smoothing:g}"
         lines.insert(1, ("directions", along))

@@ -55,7 +55,11 @@ class SignalCallback(TrainerCallback):
         self.signal, self._scalars, self._said_large = signal_of(mechanism), None, False
         if mechanism.replayable:
             self._scalars = ReleasedScalars(
-                mechanism, mechanism.num_directions, self.signal, self.trainer.plan.scheduled
+                mechanism,
+                mechanism.num_directions,
+                self.signal,
+                self.trainer.plan.scheduled,
+                self.trainer.step_noise().variance,
             )
 
     def logs(self) -> dict[str, float]:

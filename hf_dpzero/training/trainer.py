@@ -27,7 +27,15 @@ from hf_dpzero.reporting.budget import budget_metrics
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import base_caveats
-from hf_dpzero.training import data_checks, distributed, opening, run_files, screen, validation
+from hf_dpzero.training import (
+    data_checks,
+    distributed,
+    noise_keys,
+    opening,
+    run_files,
+    screen,
+    validation,
+)
 from hf_dpzero.training.base_weights import check_frozen, mark_as_trained, state_digest
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.before_training import check_before_training
@@ -144,7 +152,7 @@ class DPZeroMixin(PublishingTrainer):
         self.trajectory: Trajectory | None = None
         self._method_state: Mapping[str, Any] | None = None
         self.shapes: FixedShapes | None = None
-        self._sampler_key: bytes | None = None
+        self._keys: noise_keys.RunKeys | None = None
         self._diagnostics: dict[str, float] = {}
         self._besides: validation.SavedBesides | None = None
         self._started_from = ""  # digest of the model; of a resumed run's it is not known
@@ -235,15 +243,17 @@ class DPZeroMixin(PublishingTrainer):
             opened = opening.open_run(self, resume, resumes=bool(resume_from_checkpoint))
             self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this ledger
             self.trajectory, self._method_state, self._started_from = opened
+            self._keys = noise_keys.open_keys(self)
             self.watch.open()
-            self._sampler_key = run_files.draw_sampler_key(self.args.sampler_key)
             self._trained_digest = None
             self.args.trains_privately = True
             output = super().train(resume_from_checkpoint=resume, **settings)
             self._besides.check()
+            if self.trajectory.next_step == self.plan.steps:
+                self._keys.forget()
         finally:
             self.args.trains_privately = False
-            self._sampler_key = None
+            self._keys = None
             self._reads.close()
             if self.trajectory is not None:
                 self.trajectory.close()
@@ -267,11 +277,11 @@ class DPZeroMixin(PublishingTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Logical batches of this process, one item per step, split into microbatches."""
-        assert self._sampler_key and self.trajectory, "batches are drawn inside train() only"
+        assert self._keys and self.trajectory, "batches are drawn inside train() only"
         batches = StepBatches(
             rows=self.training_rows(),
             plan=self.plan,
-            key=self._sampler_key,
+            key=self._keys.sampler,
             microbatch_size=self.args.physical_batch_size,
             rank=self.args.process_index,
             world_size=self.args.world_size,
@@ -331,6 +341,11 @@ class DPZeroMixin(PublishingTrainer):
     def step(self) -> Any:
         """The run's `ZerothOrderStep` or `FirstOrderStep`."""
         return self.method.step
+
+    def step_noise(self) -> NoiseSource:
+        """What steps draw from; with correlated noise a source that knows earlier draws."""
+        assert self._keys is not None
+        return noise_keys.noise_of_steps(self, self._keys)
 
     def while_training(self, context: contextlib.AbstractContextManager[Any]) -> None:
         """Enters `context` until `train` returns or raises."""

@@ -31,6 +31,8 @@ BAD = {
     "microbatch_size": (0, -1, 1.5),
     "max_length": (0, -1, 1.5),
     "max_batch_size": (0, 1.5),
+    "noise_bands": (0, 1.5),
+    "hold_direction_for": (0, -1, 1.5),
     "per_device_train_batch_size": (0,),
     "per_device_eval_batch_size": (0,),
     "max_grad_norm": (-1.0, NAN),

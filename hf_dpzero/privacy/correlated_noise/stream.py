@@ -94,6 +94,7 @@ class CorrelatedNoise(NoiseSource):
       ValueError: a sensitivity that is not positive.
     """
 
+    correlated: ClassVar[bool] = True
     name: str  # type: ignore[misc]
     secure: bool  # type: ignore[misc]
 
@@ -112,6 +113,11 @@ class CorrelatedNoise(NoiseSource):
         most = max(len(factorization.kept(step)) for step in _sample(factorization.rounds))
         self.held = min(most, cache_bytes // (8 * max(dimension, 1)))
         self._parts: dict[int, _Draws] = {}
+
+    def variance(self, step: int) -> float:
+        """As in the base class: the squared row of C^{-1} counts too."""
+        weights = self.factorization.noise_row(step).weights
+        return self.base_deviation**2 * float(weights @ weights)
 
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
         """Row `step` of C^{-1} Z, float64 [size]; the same for the same arguments.

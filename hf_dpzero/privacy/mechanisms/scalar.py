@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from hf_dpzero.privacy.discretization import GRID_BITS, finite_rows, float32s, on_grid
+from hf_dpzero.privacy.discretization import (
+    GRID_BITS,
+    finite_rows,
+    float32s,
+    noised_on_grid,
+    on_grid,
+)
 from hf_dpzero.privacy.mechanisms.base import DenseNoise, NoisedSum, NotNoised
 from hf_dpzero.privacy.noise import NoiseSource
 
@@ -114,6 +120,8 @@ class ScalarMechanism(NoisedSum):
           K floats that float32 represents exactly: the only private quantity that may leave.
         """
         self._check_total(total, self.num_directions)
+        if self.private and noise.correlated:
+            return self._release_rounded(total, step, noise)
         draws = [0] * self.num_directions
         if self.private:
             scale = math.ldexp(self.noise_multiplier, GRID_BITS)
@@ -121,6 +129,15 @@ class ScalarMechanism(NoisedSum):
             draws = draw(scale, self.num_directions, step)
         noised = [int(n) + z for n, z in zip(total, draws, strict=True)]
         return float32s(n * self.granularity / self.divisor for n in noised)
+
+    def _release_rounded(
+        self, total: Sequence[int], step: int, noise: NoiseSource
+    ) -> tuple[float, ...]:
+        """As `release`, with Gaussian noise that is rounded to a grid (see `discretization`)."""
+        scale = math.ldexp(self.noise_multiplier, GRID_BITS) * noise.base_deviation
+        normals = noise.normals(self.num_directions, step, 0)
+        noised = noised_on_grid(np.array(total, dtype=np.float64), normals, scale)
+        return float32s(n * self.granularity / self.divisor for n in noised.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,122 @@
+"""Secret keys of a run on fixed batches: the order of its rows, and its correlated noise.
+
+A resumed run needs both again: with another order a row would take part twice in an epoch, and with
+other noise nothing cancels. So they are kept while the run is not finished, in a folder that nothing
+ships and that no checkpoint holds, readable by its owner alone. A run that has taken all its steps
+removes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.privacy.correlated_noise.plans import sensitivity
+from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNoise, new_noise_key
+from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key
+from hf_dpzero.training import distributed, run_files
+
+FOLDER, FILE = "_private", "noise_keys.json"
+
+
+class RunKeys(NamedTuple):
+    """The secrets of one call of `train`.
+
+    Attributes:
+      sampler: 32 bytes; fixed batches keep theirs for the whole run.
+      noise: (first step, key) of each start of a run with correlated noise; of use on rank 0 alone.
+      file: where they are kept; None where nothing is.
+    """
+
+    sampler: bytes
+    noise: tuple[tuple[int, bytes], ...] = ()
+    file: Path | None = None
+
+    def forget(self) -> None:
+        """Removes the file, on rank 0."""
+        if self.file is not None and distributed.is_main():
+            self.file.unlink(missing_ok=True)
+
+
+def open_keys(trainer: Any) -> RunKeys:
+    """The keys of a `DPZeroTrainer` whose ledger is open; fresh ones for what is new.
+
+    Raises:
+      LedgerError: steps were released and their keys are not there, or are another run's.
+    """
+    given = trainer.args.sampler_key
+    if not isinstance(trainer.plan.sampler, FixedBatchesSampler):
+        return RunKeys(run_files.draw_sampler_key(given))
+    file = Path(trainer.output_dir) / FOLDER / FILE
+    taken: int = trainer.trajectory.next_step
+    run: str = trainer.trajectory.header["direction_key"]
+
+    def on_main() -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
+        started = 0 < taken < trainer.plan.steps  # a run that has ended needs no keys
+        stored: dict[str, Any] = _read(file, run) if started else {"order": new_sampler_key().hex()}
+        noise = [entry for entry in stored.get("noise", ()) if entry[0] < taken]
+        noise.append([taken if started else 0, new_noise_key().hex()])
+        _write(file, {"run": run, "order": stored["order"], "noise": noise})
+        keys = tuple((int(first), bytes.fromhex(key)) for first, key in noise)
+        return bytes.fromhex(given or stored["order"]), keys
+
+    order, keys = distributed.on_main(on_main, lambda: (b"", ((0, new_noise_key()),)))
+    return RunKeys(distributed.shared_from_main(lambda: order), keys, file)
+
+
+def noise_of_steps(trainer: Any, keys: RunKeys) -> NoiseSource:
+    """What a run's steps draw from: the trainer's source, or correlated noise from the run's keys.
+
+    Args:
+      trainer: a `DPZeroTrainer`.
+      keys: of `open_keys`.
+
+    Raises:
+      ValueError: a source of the user's own, whose draws cannot be made again.
+    """
+    plan: PrivacyPlan = trainer.plan
+    source: NoiseSource = trainer.noise
+    if plan.correlation is None:
+        return source
+    if not isinstance(source, SecureNoise | InsecureSeededNoise):
+        raise ValueError(
+            f"noise is a {type(source).__name__}, and correlated noise draws from secret keys that it "
+            "can draw from again: leave `noise` out, or noise_correlation."
+        )
+    base = source if isinstance(source, InsecureSeededNoise) else KeyedNoise(keys.noise)
+    factorization = plan.correlation.factorization(plan.steps)
+    return CorrelatedNoise(base, factorization, sensitivity(plan), plan.mechanism.dense_draws)
+
+
+def _read(file: Path, run: str) -> dict[str, Any]:
+    if not file.is_file():
+        raise LedgerError(
+            f"{file} is missing: it held the secret order of the rows and the noise of this run, "
+            "without which a row would be used twice and noise would not cancel. Copy it from where "
+            "the run was (never to where checkpoints are published), or start afresh in another "
+            "output_dir; what was spent stays spent."
+        )
+    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if stored["run"] != run:
+        raise LedgerError(
+            f"{file} is another run's (its ledger began with another direction_key): restore this "
+            "run's, or start afresh in another output_dir."
+        )
+    return stored
+
+
+def _write(file: Path, values: dict[str, Any]) -> None:
+    """Writes the file whole or not at all, for its owner's eyes only."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = file.with_suffix(".new")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        json.dump(values, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(draft, file)

@@ -1,0 +1,275 @@
+"""Correlated noise in the trainer: the stream that ran, its report, killing and resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import build, config, same, tiny_data, tiny_model, weights
+from transformers import TrainerCallback
+
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.privacy.correlated_noise.factorization import banded, toeplitz
+from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise
+from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.reporting.verification import agreeing
+from hf_dpzero.training.noise_keys import FILE, FOLDER
+
+RUN = {
+    "method": "dp-sgd",
+    "sampling": "fixed_batches",
+    "noise_correlation": "toeplitz",
+    "lr_scheduler_type": "constant",
+    "learning_rate": 0.1,
+    "max_steps": 8,
+}
+SECRET = {"sampler_key": None, "insecure_noise_seed": None}
+
+
+class _KilledAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step >= self.step:
+            raise KeyboardInterrupt
+
+
+class _Recorder(TrainerCallback):
+    """The gradient that the optimizer got in each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs) -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        self.seen.append(torch.cat([g.detach().flatten() for g in grads]) if grads else None)
+
+
+def released(tmp_path, data=None, **settings) -> tuple[np.ndarray, object]:
+    """float64 [R, d] that a run released, and its trainer."""
+    recorder = _Recorder()
+    trainer = build(
+        tmp_path, data=data, trainer_settings={"callbacks": [recorder]}, **{**RUN, **settings}
+    )
+    trainer.train()
+    return torch.stack(recorder.seen).double().numpy(), trainer
+
+
+def test_a_run_releases_the_stream_that_its_plan_accounts_for(tmp_path):
+    """Two runs on the same batches at rate 0, with and without noise, differ by C^{-1} Z S sigma C."""
+    still = {"learning_rate": 0.0, "noise_correlation": "banded", "noise_bands": 3}
+    noisy, trainer = released(tmp_path / "a", **still)
+    quiet, _ = released(
+        tmp_path / "b", **{**still, "noise_correlation": "none"}, noise_multiplier=1e-3
+    )
+    factorization, sensitivity = banded(8, 3), trainer.plan.correlation.sensitivity(8, 10)
+    assert sensitivity == pytest.approx(factorization.sensitivity)
+    base, sizes = InsecureSeededNoise(3), [p.numel() for p in tiny_model().parameters()]
+    scale = 1.0 * 5.0 * sensitivity / 12
+    for step in range(8):
+        row = factorization.noise_row(step)
+        expected = sum(
+            weight * np.concatenate([base.normals(n, int(j), part) for part, n in enumerate(sizes)])
+            for j, weight in zip(row.draws, row.weights)
+        )
+        found = (noisy - quiet)[step] / scale
+        assert np.abs(found - expected).max() < 2.0**-8 + 0.02
+
+
+@pytest.mark.parametrize("method", ["dp-sgd", "dp-adamw"])
+def test_the_report_the_banner_and_the_files_say_it(tmp_path, method, capsys):
+    trainer = build(tmp_path, **{**RUN, **SECRET, "method": method, "max_steps": 12})
+    trainer.train()
+    trainer.save_model()
+    report = trainer.privacy_report()
+    assert report.private and report.sampling == "fixed_batches"
+    assert report.noise_source == "os_entropy_key_on_grid"
+    assert report.accountant == "gaussian_exact"
+    assert "correlated over steps: Toeplitz square root" in report.statement
+    assert any(label == "correlated" and "sensitivity" in text for label, text in report.rows())
+    assert "correlated" in capsys.readouterr().out
+    agreed, trajectory = agreeing(report, tmp_path)
+    assert agreed.statement == report.statement
+    assert PrivacyPlan.from_dict(trajectory.header["plan"]) == trainer.plan
+    assert report.epsilon == pytest.approx(trainer.plan.epsilon(1e-3))
+
+
+def text_of(folder) -> bytes:
+    """Everything that is in a folder but its `_private` folder."""
+    files = [p for p in folder.rglob("*") if p.is_file() and FOLDER not in p.parts]
+    assert files
+    return b"".join(path.read_bytes() for path in files)
+
+
+def killed(folder, step=5, **settings):
+    trainer = build(
+        folder,
+        trainer_settings={"callbacks": [_KilledAt(step)]},
+        **{**RUN, **SECRET, "save_strategy": "steps", "save_steps": 2, **settings},
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    return trainer
+
+
+def test_the_keys_are_for_their_owner_alone_until_the_run_ends(tmp_path):
+    killed(tmp_path)
+    file = tmp_path / FOLDER / FILE
+    assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(file.parent).st_mode) == 0o700
+    stored = json.loads(file.read_text())
+    secrets = [stored["order"], *(key for _, key in stored["noise"])]
+    assert len(secrets) == 2
+    shown = text_of(tmp_path)
+    for secret in secrets:
+        assert secret.encode() not in shown and bytes.fromhex(secret) not in shown
+    build(tmp_path, **{**RUN, **SECRET}).train(resume_from_checkpoint=True)
+    assert not file.exists()
+    build(tmp_path, **{**RUN, **SECRET}).train(resume_from_checkpoint=True)  # nothing left to do
+    assert not file.exists()
+
+
+def test_a_killed_run_goes_on_with_its_own_noise_and_order(tmp_path, monkeypatch):
+    """Killed after 6 steps with a checkpoint there: their draws come back, later ones have a new key."""
+    drawn: dict[str, dict[int, np.ndarray]] = {"first": {}, "second": {}}
+    batches: dict[str, dict[int, list[int]]] = {"first": {}, "second": {}}
+    now = "first"
+    normals = CorrelatedNoise.normals
+
+    def recorded(self: CorrelatedNoise, size: int, step: int, part: int) -> np.ndarray:
+        if part == 0:
+            for j in range(step + 1):
+                drawn[now][j] = self.base.normals(8, j, 0)
+            batches[now][step] = trainer.plan.sampler.batch(step, trainer._keys.sampler).tolist()
+        return normals(self, size, step, part)
+
+    monkeypatch.setattr(CorrelatedNoise, "normals", recorded)
+    settings = {**RUN, **SECRET, "save_strategy": "steps", "save_steps": 2, "max_steps": 12}
+    trainer = build(tmp_path, trainer_settings={"callbacks": [_KilledAt(6)]}, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    now, trainer = "second", build(tmp_path, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert sorted(drawn["first"]) == list(range(6)) and sorted(drawn["second"]) == list(range(12))
+    for step in range(6):
+        assert np.array_equal(drawn["first"][step], drawn["second"][step])
+    every = {**batches["first"], **batches["second"]}
+    assert sorted(every) == list(range(12))
+    assert sorted(row for step in range(10) for row in every[step]) == list(range(120))
+    assert every[10] == every[0] and every[11] == every[1]
+
+
+def test_two_copies_of_a_killed_run_share_only_the_noise_behind_them(tmp_path, monkeypatch):
+    """A copy that goes on may not let anyone subtract its releases from the other's."""
+    killed(tmp_path / "a", step=4)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    seen = []
+    for name in "ab":
+        trainer = build(tmp_path / name, **{**RUN, **SECRET})
+        trainer.train(resume_from_checkpoint=True)
+        seen.append(weights(trainer.model))
+    assert not same(*seen)
+    apart = torch.cat([(seen[0][n] - seen[1][n]).flatten() for n in seen[0]])
+    # four steps, each with fresh noise of at least sigma C S / B in either run
+    least = 0.1 * 5.0 * toeplitz(8).sensitivity / 12 * 2**0.5
+    assert float(apart.std()) > least
+
+
+@pytest.mark.parametrize("broken", ["missing", "another run's"])
+def test_a_run_whose_keys_are_lost_is_refused(tmp_path, broken):
+    killed(tmp_path)
+    file = tmp_path / FOLDER / FILE
+    if broken == "missing":
+        file.unlink()
+    else:
+        file.write_text(json.dumps({**json.loads(file.read_text()), "run": "0" * 32}))
+    before = Trajectory.load(tmp_path / "trajectory.ledger").next_step
+    with pytest.raises(LedgerError, match="start afresh in another"):
+        build(tmp_path, **{**RUN, **SECRET}).train(resume_from_checkpoint=True)
+    assert Trajectory.load(tmp_path / "trajectory.ledger").next_step == before
+
+
+def test_a_run_that_goes_on_after_it_ended_early_is_one_run(tmp_path):
+    """The number of rounds was fixed: what is reported after 5 of 8 steps is the cost of 5 rows."""
+    trainer = killed(tmp_path)
+    report = trainer.privacy_report()
+    assert report.steps == 5 and report.epsilon < report.planned_epsilon
+    assert report.epsilon == pytest.approx(trainer.plan.epsilon(1e-3, at=5))
+
+
+class _Own(NoiseSource):
+    name, secure = "own", True
+
+    def normals(self, size, step, part):
+        return SecureNoise().normals(size, step, part)
+
+    def _integers(self, distribution, scale, size, step):
+        return []
+
+
+def test_noise_that_cannot_be_drawn_again_is_refused(tmp_path):
+    trainer = build(tmp_path, trainer_settings={"noise": _Own()}, **RUN)
+    with pytest.raises(ValueError, match="leave `noise` out"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sampling": "poisson"}, "Use sampling='fixed_batches'"),
+        ({"sampling": "truncated_poisson", "max_batch_size": 20}, "Use sampling='fixed_batches'"),
+        ({"sampling": "full_batch"}, "Use sampling='fixed_batches'"),
+        ({"noise_correlation": "topelitz"}, "did you mean 'toeplitz'"),
+        ({"noise_bands": 0, "noise_correlation": "banded"}, "noise_bands=0"),
+    ],
+)
+def test_settings_that_are_refused(tmp_path, changed, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **{**RUN, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"clipping": "adaptive"}, "clipping='fixed'"),
+        ({"clipping": "averaged", "clip_groups": 2}, "clipping='fixed'"),
+        ({"noise_schedule": "exp(gamma=0.9)"}, "Leave it out"),
+        ({"clip_schedule": "linear(0.5)"}, "Leave the schedule out"),
+        ({"method": "dpzero", "clipping": "fixed"}, "hold_direction_for"),
+        ({"method": "dpgd-0th"}, "use one of dp-sgd"),
+        ({"method": "sgd", "noise_multiplier": None}, "nothing to correlate"),
+    ],
+)
+def test_plans_that_are_refused(tmp_path, changed, message):
+    settings = {**RUN, **changed}
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings).plan(120, 100)
+
+
+def test_epochs_of_fixed_batches_are_whole(tmp_path):
+    settings = config(tmp_path, **{**RUN, "max_steps": -1, "num_train_epochs": 3})
+    assert settings.steps(120) == 30 and settings.steps(121) == 33
+    assert settings.plan(121, 10).sampler.batches == 11
+
+
+def test_bands_default_to_thirty_two(tmp_path):
+    plan = config(tmp_path, **{**RUN, "noise_correlation": "banded"}).plan(120, 10)
+    assert plan.correlation.bands == 32
+
+
+def test_the_loss_of_a_run_with_independent_noise_on_fixed_batches(tmp_path):
+    """Without correlation: one Gaussian an epoch, and every row once an epoch."""
+    trainer = build(tmp_path, data=tiny_data(36), **{**RUN, "noise_correlation": "none"})
+    trainer.train()
+    assert trainer.plan.correlation is None
+    assert trainer.privacy_report().noise_source.startswith("INSECURE")
+    assert trainer.plan.sampler.batches == 3 and len(trainer.plan.own_parts()) == 1
+    assert trainer.plan.own_parts()[0][1] == 3  # epochs begun in 8 steps
