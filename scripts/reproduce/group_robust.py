@@ -28,6 +28,7 @@ GROUPS: dict[str, Any] = {"group_column": "group"}
 FIXED = {**GROUPS, "sampling": "fixed_batches"}
 FIRST_ORDER = {"method": "dp-adamw", "clip": 16.0, "learning_rate": 1e-2}
 ARMS: dict[str, dict[str, Any]] = {
+    "zero-shot": {},
     "plain": {},
     "balanced": {**GROUPS, "group_weights": "balanced"},
     "per_step": {**GROUPS, "group_weights": "per_step"},
@@ -118,7 +119,8 @@ def run(arm: str, seed: int, settings: dict[str, Any], folder: Path) -> dict[str
     shutil.rmtree(out, ignore_errors=True)
     own = {**COMMON, "keep_column": "group", **settings, **ARMS[arm], "seed": seed}
     trainer = build_trainer(load_recipe("sst2/minilm-dpzero", {**own, "output_dir": str(out)}))
-    trainer.train()
+    if arm != "zero-shot":
+        trainer.train()
     for name, value in GROUPS.items():  # the metrics of groups, also of arms that train without
         setattr(trainer.args, name, value)
     metrics = trainer.evaluate()
