@@ -98,6 +98,11 @@ class Plan(Options):
     noise_schedule: str | None = _option(
         "noise of each step, such as exp(gamma=0.99); see the guide"
     )
+    noise_correlation: str | None = _option(
+        "toeplitz, banded, optimized or tree, within steps of one direction (--hold_direction_for)"
+    )
+    noise_bands: int | None = _option("draws behind each noise of banded (default 32)")
+    hold_direction_for: int | None = _option("steps that share their directions (default 1)")
     json: bool = _option("print JSON instead of a table", False)
 
 

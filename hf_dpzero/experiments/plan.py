@@ -50,8 +50,10 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     """
     rows = count_rows(recipe.data, num_examples)
     meta, source = shape_of(recipe, rows.labels)
-    resolve(recipe.training, meta.build(peaks.own_dtype(meta)))
-    plan = None if rows.train is None else recipe.training.plan(rows.train)
+    model = meta.build(peaks.own_dtype(meta))
+    resolve(recipe.training, model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    plan = None if rows.train is None else recipe.training.plan(rows.train, trained)
     objective = objective_pass(meta, recipe.data)
     sections = _model_section(meta, source, recipe), _memory_section(objective, recipe)
     return Overview(rows, plan, dict(zip(("model", "memory"), sections, strict=True)))

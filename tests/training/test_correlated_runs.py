@@ -260,6 +260,13 @@ def test_epochs_of_fixed_batches_are_whole(tmp_path):
     assert settings.plan(121, 10).sampler.batches == 11
 
 
+def test_a_target_is_calibrated(tmp_path):
+    settings = {**RUN, "noise_multiplier": None, "target_epsilon": 2.0}
+    for correlation in ("none", "toeplitz", "banded", "tree", "optimized"):
+        plan = config(tmp_path, **{**settings, "noise_correlation": correlation}).plan(120, 500)
+        assert 1.99 < plan.epsilon(1e-3) <= 2.0
+
+
 def test_bands_default_to_thirty_two(tmp_path):
     plan = config(tmp_path, **{**RUN, "noise_correlation": "banded"}).plan(120, 10)
     assert plan.correlation.bands == 32

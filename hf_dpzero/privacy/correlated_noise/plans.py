@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.discretization import correlated_draws
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
+from hf_dpzero.privacy.mechanisms.base import NotNoised
 from hf_dpzero.privacy.sampling import FixedBatchesSampler
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _refusals(plan: PrivacyPlan, fixed: bool) -> list[tuple[bool, str]]:
     assert plan.correlation is not None
     return [
         (
-            not plan.private,
+            isinstance(mechanism, NotNoised),
             f"with method {mechanism.name!r} and no noise: there is nothing to correlate. Leave it out.",
         ),
         (
