@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.cli.options import Plan
+from hf_dpzero.privacy.correlated_noise.plans import step_deviation
 from hf_dpzero.privacy.group_losses import group_words
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedule_gain import gain_against_uniform, schedule_words
@@ -126,13 +127,14 @@ def _facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> dic
     `noise_std` is the standard deviation of the noise on each of the K released means, in loss
     units per unit of smoothing; `noise_std_in_clip_over_batch` is the same in units of C / B, which
     for Gaussian noise is the noise multiplier and for Laplace noise sqrt(2) times it (that
-    multiplier is the scale b / C). `epsilon_by_relation` is what the *same* noise spends under each
-    neighbouring relation; a text there says why it is not accounted.
+    multiplier is the scale b / C); of noise that is correlated over steps, the largest of a step.
+    `epsilon_by_relation` is what the *same* noise spends under each neighbouring relation; a text
+    there says why it is not accounted.
     """
     mechanism: Any = plan.mechanism
     batch = mechanism.expected_batch_size
     laplace = getattr(mechanism, "distribution", "gaussian") == "laplace"
-    std = (math.sqrt(2.0) if laplace else 1.0) * mechanism.noise_multiplier
+    std = (math.sqrt(2.0) if laplace else 1.0) * mechanism.noise_multiplier * step_deviation(plan)
     return {
         **_setting(plan),
         "noise_multiplier": mechanism.noise_multiplier,

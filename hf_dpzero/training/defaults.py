@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from hf_dpzero.perturbation.trainable import is_trained
+from hf_dpzero.privacy.correlated_noise.plans import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
 
 NOISE_SHARE = 0.3
@@ -105,7 +106,7 @@ def learning_rate(plan: PrivacyPlan, schedule: Any) -> float:
     mechanism: Any = plan.mechanism
     word = str(getattr(schedule, "value", schedule))
     decay = math.sqrt(3) if word.startswith(("linear", "cosine")) else 1.0
-    noise = mechanism.noise_multiplier * mechanism.clip**2 * math.sqrt(plan.steps)
+    noise = mechanism.noise_multiplier * mechanism.clip**2 * run_deviation(plan)
     return NOISE_SHARE * decay * float(mechanism.divisor) / noise
 
 

@@ -12,6 +12,11 @@ from scipy import stats
 from hf_dpzero.privacy.correlated_noise.correlation import KINDS, Correlation
 from hf_dpzero.privacy.correlated_noise.factorization import independent, toeplitz
 from hf_dpzero.privacy.correlated_noise.participation import epoch_sensitivity
+from hf_dpzero.privacy.correlated_noise.plans import (
+    gain_against_independent,
+    run_deviation,
+    step_deviation,
+)
 from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNoise, new_noise_key
 from hf_dpzero.privacy.discretization import (
     DENSE_DELTA,
@@ -188,6 +193,17 @@ def test_the_noise_of_a_plan_covers_every_participation(kind):
         np.abs(c[:, p::6].T @ c[:, p::6]).sum() for p in range(6)
     )  # at least the squared norm of any signed sum
     assert plan.correlation.sensitivity(18, 6) == pytest.approx(math.sqrt(worst), rel=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deviations_of_a_step_and_of_the_run(kind):
+    plan, inverse = plan_of(kind), inverse_of(correlation(kind).factorization(18))
+    s = plan.correlation.sensitivity(18, 6)
+    assert step_deviation(plan) == pytest.approx(s * np.sqrt((inverse**2).sum(axis=1).max()))
+    assert run_deviation(plan) == pytest.approx(s * np.linalg.norm(inverse.sum(axis=0)))
+    assert gain_against_independent(plan) == pytest.approx(
+        3 * 9.5 / (s**2 * (np.cumsum(inverse, axis=0) ** 2).sum(axis=1).mean())
+    )
 
 
 def test_stopping_early_costs_what_the_first_rows_do():

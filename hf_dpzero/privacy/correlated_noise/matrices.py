@@ -114,6 +114,11 @@ class Factorization(ABC):
         """max_r of the sum of |weights| of a row of C^{-1}."""
         return max(float(np.abs(self.noise_row(r).weights).sum()) for r in range(self.rounds))
 
+    def largest_squared_row(self) -> float:
+        """max_r of the sum of squared weights of a row of C^{-1}: a step's noise over its draws'."""
+        rows = (self.noise_row(step).weights for step in range(self.rounds))
+        return max(float(row @ row) for row in rows)
+
     def _check_step(self, step: int) -> None:
         if not 0 <= step < self.rounds:
             raise ValueError(
@@ -150,6 +155,10 @@ class Toeplitz(Factorization):
     def largest_row(self) -> float:
         """The last row's."""
         return float(np.abs(self.inverse).sum())
+
+    def largest_squared_row(self) -> float:
+        """The last row's."""
+        return float(self.inverse @ self.inverse)
 
     def largest_squared_norm(self, count: int) -> float:
         """The first column's."""
@@ -347,6 +356,10 @@ class Restarted(Factorization):
     def squared_column_norms(self) -> np.ndarray:
         """As in the base class; an upper bound in a last block that is cut short."""
         return np.resize(self.block.squared_column_norms, self.rounds)
+
+    def largest_squared_row(self) -> float:
+        """The block's."""
+        return self.block.largest_squared_row()
 
     def largest_squared_norm(self, count: int) -> float:
         """The block's."""

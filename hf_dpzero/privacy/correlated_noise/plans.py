@@ -102,6 +102,22 @@ def sensitivity(plan: PrivacyPlan, count: int | None = None) -> float:
     return plan.correlation.sensitivity(plan.steps, plan.sampler.batches, count)
 
 
+def step_deviation(plan: PrivacyPlan) -> float:
+    """Largest deviation of a step's noise on the sum, in sigma C; 1 for independent noise."""
+    if plan.correlation is None:
+        return 1.0
+    factorization = plan.correlation.factorization(plan.steps)
+    return sensitivity(plan) * math.sqrt(factorization.largest_squared_row())
+
+
+def run_deviation(plan: PrivacyPlan) -> float:
+    """Deviation of the noise in the sum of all steps, in sigma C; root of T for independent noise."""
+    if plan.correlation is None:
+        return math.sqrt(plan.steps)
+    variances = plan.correlation.factorization(plan.steps).prefix_variances
+    return sensitivity(plan) * math.sqrt(float(variances[-1]))
+
+
 def gain_against_independent(plan: PrivacyPlan) -> float:
     """Mean noise variance of sums over steps 0..r under independent noise, over that of the plan's.
 
