@@ -120,8 +120,8 @@ def discretisation_slack(noise_multiplier: float, draws: int) -> float:
     >>> discretisation_slack(1.0, 10_000 * 16) < 1e-10
     True
     """
-    scale = math.ldexp(noise_multiplier, GRID_BITS)
-    return draws * (40.0**2 + 2.0) / (12.0 * scale**2)
+    scale = noise_multiplier * 2.0**GRID_BITS
+    return draws * (40.0**2 + 2.0) / (12.0 * scale * scale)
 
 
 def dense_slack(draws: int, epsilon: float, delta: float) -> float:

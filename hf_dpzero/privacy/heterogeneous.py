@@ -180,10 +180,11 @@ def _split(
     first: int, mass: np.ndarray, other: np.ndarray, below: float, grid: float
 ) -> np.ndarray:
     """Puts each interval's mass on its two ends; `other` is its mass under the other distribution."""
-    start = np.exp(np.arange(first, first + len(mass)) * grid)
     with np.errstate(invalid="ignore", over="ignore"):
+        start = np.exp(np.arange(first, first + len(mass)) * grid)
         share = (mass - other * start) / -math.expm1(-grid)
-    right = np.clip(np.nan_to_num(share, nan=0.0), 0.0, mass)
+    # beyond what a float holds all of it counts with the larger loss
+    right = np.where(np.isfinite(start), np.clip(np.nan_to_num(share, nan=0.0), 0.0, mass), mass)
     masses = np.zeros(len(mass) + 1)
     masses[:-1] += mass - right
     masses[1:] += right

@@ -38,6 +38,7 @@ from hf_dpzero.privacy.events import (
 from hf_dpzero.privacy.group_losses import GroupLosses, group_losses_from_dict
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
+from hf_dpzero.privacy.mechanisms.base import MIN_NOISE_MULTIPLIER
 from hf_dpzero.privacy.sampling import (
     FixedBatchesSampler,
     Sampler,
@@ -143,8 +144,8 @@ class PrivacyPlan:
                 f"noise_schedule={self.noise_schedule}: accountant='advanced_composition' knows equal "
                 "steps only; use accountant='pld'."
             )
-        if self.private:
-            check_span(self.multipliers, self.noise_schedule)
+        flattest = self.noise_schedule.multipliers(MIN_NOISE_MULTIPLIER, self.log_influence)
+        check_span(self.multipliers if self.private else flattest, self.noise_schedule)
 
     @cached_property
     def multipliers(self) -> np.ndarray:
@@ -196,6 +197,24 @@ class PrivacyPlan:
             ratio = changed["noise_multiplier"] / mechanism.noise_multiplier
             changed["clip_count_noise"] = mechanism.clip_count_noise * ratio
         return replace(mechanism, **changed) if changed else self.mechanism
+
+    def check_steps(self) -> None:
+        """Refuses schedules that leave the range of a clip or a noise multiplier in some step.
+
+        Raises:
+          ValueError: says which step; nothing was spent yet.
+        """
+        for name, sizes in (
+            ("noise_schedule", self.multipliers),
+            ("clip_schedule", self._clip_factors),
+        ):
+            for step in (int(sizes.argmin()), int(sizes.argmax())):
+                try:
+                    self.mechanism_at(step)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)}, step {step}: {error}"
+                    ) from None
 
     def _check_earlier(self) -> None:
         for plan, steps in self.after:

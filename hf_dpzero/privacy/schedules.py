@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -90,7 +91,8 @@ def shape(log_influence: np.ndarray) -> np.ndarray:
     from scipy.special import logsumexp
 
     half = log_influence / 2
-    return np.asarray(np.exp((logsumexp(half) - math.log(len(half)) - half) / 2))
+    with np.errstate(over="ignore"):  # `check_span` refuses infinity
+        return np.asarray(np.exp((logsumexp(half) - math.log(len(half)) - half) / 2))
 
 
 def _rate(name: str, value: float, low: float = 0.0) -> float:
@@ -395,7 +397,7 @@ def check_span(multipliers: np.ndarray, schedule: NoiseSchedule) -> None:
 def _levels(what: str, values: Sequence[float]) -> tuple[float, ...]:
     for i, value in enumerate(values):
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not (math.isfinite(value) and value > 0):
+        if not number or not 0 < value <= sys.float_info.max:
             raise ValueError(f"{what}: entry {i} is {value!r}; give finite numbers above 0.")
     if not values:
         raise ValueError(f"{what} is empty; give one number for each step.")

@@ -30,6 +30,12 @@ def plan_of(config: Any, num_examples: int, dimension: int | None = None) -> Pri
     Raises:
       ValueError: see `DPZeroConfig.plan`.
     """
+    plan = _plan_of(config, num_examples, dimension)
+    plan.check_steps()
+    return plan
+
+
+def _plan_of(config: Any, num_examples: int, dimension: int | None) -> PrivacyPlan:
     fixed = _mechanism(config, num_examples)
     if dimension is not None and issubclass(MECHANISMS[config.method], DenseNoise):
         fixed["dimension"] = dimension

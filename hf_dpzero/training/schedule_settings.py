@@ -35,6 +35,7 @@ from hf_dpzero.values import listed
 logger = logging.get_logger(__name__)
 
 _CALL = re.compile(r"\s*([a-z_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+_ITEM = re.compile(r"\s*-\s+")  # of a YAML list; a sign has its number right behind it
 _SUFFIXES = (".json", ".csv", ".txt", ".yaml", ".yml")
 _FOLLOW_RATE = ("learning_rate", "subsampled")
 
@@ -60,6 +61,11 @@ def noise_schedule_of(config: Any, steps: int) -> NoiseSchedule | None:
     if "kappa" in values:
         values["gamma"] = _gamma(values.pop("kappa"), values)
     if values["name"] in _FOLLOW_RATE:
+        if own := {"learning_rate", "warmup_steps"} & values.keys():
+            raise ValueError(
+                f"noise_schedule={config.noise_schedule!r} has {min(own)!r}, which it takes from "
+                "lr_scheduler_type and warmup_steps: leave it out."
+            )
         values["learning_rate"] = str(
             getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type)
         )
@@ -178,7 +184,7 @@ def _from_file(name: str, path: Path) -> tuple[Any, ...]:
         if not isinstance(values, list):
             raise ValueError(f"{name}={str(path)!r} must hold a list of numbers.")
         return tuple(values)
-    lines = [line.strip("-[], \t") for line in text.splitlines()]
+    lines = [_ITEM.sub("", line).strip("[], \t") for line in text.splitlines()]
     return _numbers(name, ",".join(line for line in lines if line))
 
 
