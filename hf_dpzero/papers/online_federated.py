@@ -1,14 +1,14 @@
 """Locally private online federated learning with correlated noise (Zhang, Zhu, Fay and Johansson 2024).
 
 n learners see a stream of clients, one record a local step, each record once. In round r a learner
-takes tau local steps from x^r and sends the mean of its gradients plus (b^{r+1} - b^r) xi_i (Algorithm 1);
-the server subtracts etilde = eta eta_g tau times the mean of the messages. b^r are the rows of B in a
-factorisation A = BC of the prefix sums, b^0 = 0, and xi_i is drawn once.
+takes tau local steps from x^r and sends the mean of its gradients plus (b^{r+1} - b^r) xi_i (Algorithm
+1); the server subtracts etilde = eta eta_g tau times the mean of the messages. b^r are the rows of B in
+a factorisation A = BC of the prefix sums, b^0 = 0, and xi_i is drawn once.
 
 Privacy. The learner adds the noise and every message is public; neighbours differ in one record of one
-learner's stream. A record moves one g_i by at most 2 B_g: it may turn its own gradient round, and the later
-local steps of its round start from elsewhere, so the 1/tau of the mean is lost. The release is one Gaussian
-mechanism with sensitivity 2 B_g max_r ||c_col^r|| (Lemma IV.8); nothing is sampled.
+learner's stream. A record moves one g_i by at most 2 B_g: it may turn its own gradient round, and the
+later local steps of its round start from elsewhere, so the 1/tau of the mean is lost. The release is one
+Gaussian mechanism with sensitivity 2 B_g max_r ||c_col^r|| (Lemma IV.8); nothing is sampled.
 
 `local_message` and `learn` follow the algorithm learner by learner. `simulate` runs many cells and seeds
 side by side on the mean of the learners' noise, which is all that the server uses of it. Both simulate
@@ -60,7 +60,6 @@ class Federation:
             if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name}={value} must be positive.")
 
-    @property
     def sensitivity(self) -> float:
         """2 B_g: the largest move of one round's g_i when a record is replaced.
 
@@ -72,6 +71,27 @@ class Federation:
                 "clip=inf: the gradients have no bound, so no noise is private; set it."
             )
         return 2 * self.clip
+
+    def convex_sensitivity(self, etilde: float, smoothness: float) -> float:
+        """2 B_g / tau, where every record's clipped gradient is that of a convex L-smooth loss.
+
+        A local step is then no expansion for eta <= 2 / L: two paths that differ in one record are never
+        further apart than after it, 2 eta B_g. Not in the paper. A logistic loss keeps the property when
+        clipped, as its slope is cut off monotonically (Song, Steinke, Thakkar and Thakurta 2021).
+
+        Args:
+          etilde: the server's step.
+          smoothness: L, for every possible record.
+
+        Raises:
+          ValueError: eta > 2 / L, where steps may expand.
+        """
+        if (rate := self.local_rate(etilde)) * smoothness > 2:
+            raise ValueError(
+                f"eta={rate:g} is above 2 / L = {2 / smoothness:g}: local steps may expand, and the "
+                "sensitivity is 2 clip; use a smaller etilde."
+            )
+        return self.sensitivity() / self.local_steps
 
     def local_rate(self, etilde: Any) -> Any:
         """eta = etilde / (eta_g tau)."""

@@ -1,19 +1,23 @@
-"""Logistic regression on FedProx' synthetic(alpha, beta), the first experiment of the online federated paper.
+"""Logistic regression on FedProx' synthetic(alpha, beta), the first experiment of the online federated
+paper.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith 2020 ("Federated optimization in heterogeneous networks"),
-Section 5.1: learner k has features a ~ N(v_k, Sigma), Sigma_jj = j^{-1.2}, v_k ~ N(B_k, I), B_k of deviation
-beta, and labels argmax(a W_k + c_k) with W_k, c_k ~ N(u_k, 1), u_k of deviation alpha. Here with two
-classes, as the paper's labels are +-1.
+Section 5.1: learner k has features a ~ N(v_k, Sigma), Sigma_jj = j^{-1.2}, v_k ~ N(B_k, I), B_k of
+deviation beta, and labels argmax(a W_k + c_k) with W_k, c_k ~ N(u_k, 1), u_k of deviation alpha. Here
+with two classes, as the paper's labels are +-1.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hf_dpzero.papers.online_federated import clipped
 
 Array = NDArray[Any]
 
@@ -119,11 +123,24 @@ class Logistic:
 
     A local iterate is x less a combination of the round's features, so its margins follow from those of
     x and the Gram matrix of the features.
+
+    Attributes:
+      max_norm: features are scaled to at most this norm first, which bounds the smoothness.
     """
+
+    def __init__(self, max_norm: float = math.inf) -> None:
+        self.max_norm = max_norm
+
+    @property
+    def smoothness(self) -> float:
+        """L = max_norm^2 / 4 of every record's loss, clipped or not."""
+        return self.max_norm**2 / 4
 
     def mean_message(self, x: Array, records: Records, rates: Array, clip: float) -> Array:
         """`Oracle.mean_message`: x [C, S, d] -> [C, S, d]."""
         a, b = records
+        if self.max_norm < math.inf:
+            a = clipped(a, self.max_norm)
         cells, (seeds, learners, tau, d) = len(x), a.shape
         gram = a @ a.swapaxes(-1, -2)
         norms = np.linalg.norm(a, axis=-1)

@@ -1,10 +1,11 @@
-"""A small convolutional network on 8x8 digits, the offline stand-in for MNIST in the online federated paper.
+"""A small convolutional network on 8x8 digits, the offline stand-in for MNIST in the online federated
+paper.
 
-The paper's network has two convolutions of 32 filters 3x3, a 2x2 max-pooling and dense layers of 64, 32 and
-10 units. Here the same layers with `filters`, `hidden` and `second` units, on scikit-learn's digits. There
-are 1,797 digits, not 60,000: a client draws one of the training images of its learner and moves, turns and
-scales it at random, so that every client is another image. The epsilon of the study is about such draws; it
-protects no single image of the 1,797.
+The paper's network has two convolutions of 32 filters 3x3, a 2x2 max-pooling and dense layers of 64, 32
+and 10 units. Here the same layers with `filters`, `hidden` and `second` units, on scikit-learn's digits.
+There are 1,797 digits, not 60,000: a client draws one of the training images of its learner and moves,
+turns and scales it at random, so that every client is another image. The epsilon of the study is about
+such draws; it protects no single image of the 1,797.
 
 Every learner of every run has its own weights and one image at a time. All are float32.
 """
@@ -152,7 +153,7 @@ class Network:
           [C, S, D].
         """
         pixels, labels = records
-        seeds, learners, tau = labels.shape
+        _, learners, tau = labels.shape
         z = np.repeat(x[:, :, None], learners, axis=2)
         for t in range(tau):
             g = self.gradients(z, Images(pixels[None, :, :, t], labels[None, :, :, t]))

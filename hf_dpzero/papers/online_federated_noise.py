@@ -1,11 +1,12 @@
 """Noise of the online federated paper: what is added to the messages, and the epsilon that it buys.
 
-A factorisation A = BC of the prefix sums (A: lower triangular ones) releases A G + B xi. What it costs is
-the largest column norm of C, in units of the sensitivity of one row of G. Where B has as many rows as
+A factorisation A = BC of the prefix sums (A: lower triangular ones) releases A G + B xi. What it costs
+is the largest column norm of C, in units of the sensitivity of one row of G. Where B has as many rows as
 columns and is invertible, C = B^{-1} A: nothing that is not released is paid for.
 
-`calibrated` and `true_epsilon` use the exact Gaussian mechanism (Balle and Wang 2018). Lemma IV.8's formula
-goes through zCDP; it is `paper_deviation`, and Eq. (8)'s bound on the columns `paper_column_bound`.
+`calibrated` and `true_epsilon` use the exact Gaussian mechanism (Balle and Wang 2018). Lemma IV.8's
+formula goes through zCDP; it is `paper_deviation`, and Eq. (8)'s bound on the columns
+`paper_column_bound`.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def independent(rounds: int) -> Noise:
 def tree(rounds: int) -> Noise:
     """(i) The binary tree as in the paper: prefix r sums the log2(R) nodes or fewer that make it up.
 
-    xi holds only the nodes that some prefix reads, one for each round, so R need not be a power of two and
-    a root above R rounds is not paid for; the paper's 2R - 1 nodes count it.
+    xi holds only the nodes that some prefix reads, one for each round, so R need not be a power of two
+    and a root above R rounds is not paid for; the paper's 2R - 1 nodes count it.
     """
     depth = math.floor(math.log2(rounds)) + 1
     return Noise("tree", rounds, rounds, math.sqrt(depth), functools.partial(_tree_increments))
@@ -206,5 +207,5 @@ def paper_deviation(epsilon: float, delta: float, sensitivity: float) -> float:
 
 
 def paper_column_bound(rounds: int) -> float:
-    """sqrt(1 + ln(4R/5) / pi), Eq. (8)'s bound on ||c_col|| of (iii). It is too small: see `toeplitz`."""
+    """sqrt(1 + ln(4R/5) / pi), Eq. (8)'s bound on ||c_col|| of (iii), which is above it."""
     return math.sqrt(max(0.0, 1 + math.log(0.8 * rounds) / math.pi))

@@ -1,8 +1,9 @@
 """Lemma IV.9 of the online federated paper on quadratics, where the expected regret is known exactly.
 
-f_i^{r,t}(x) = (L/2) ||x - theta_i^{r,t}||^2 without clipping: alpha = 1, mu = L, sigma = 0 in the paper's
-assumptions, and f^r has its minimum at the mean of the round's theta. All steps are linear, so the model is
-a path without noise plus a linear image of xi, whose variance follows from a recursion over rows of B.
+f_i^{r,t}(x) = (L/2) ||x - theta_i^{r,t}||^2 without clipping: alpha = 1, mu = L, sigma = 0 in the
+paper's assumptions, and f^r has its minimum at the mean of the round's theta. All steps are linear, so
+the model is a path without noise plus a linear image of xi, whose variance follows from a recursion over
+rows of B.
 """
 
 from __future__ import annotations
