@@ -1,0 +1,180 @@
+"""Factorisations of prefix sums: rows of noise, exact column norms, published errors, participation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from hf_dpzero.privacy.correlated_noise.factorization import (
+    MAX_DENSE_ROUNDS,
+    Dense,
+    Restarted,
+    banded,
+    banded_strategy,
+    independent,
+    optimized,
+    reciprocal,
+    toeplitz,
+    tree,
+    tree_least_squares,
+)
+from hf_dpzero.privacy.correlated_noise.participation import epoch_sensitivity
+
+KINDS = {
+    "independent": independent,
+    "tree": tree,
+    "tree_least_squares": tree_least_squares,
+    "optimized": optimized,
+    "toeplitz": toeplitz,
+    "banded": lambda rounds: banded(rounds, 4),
+    "banded_strategy": lambda rounds: banded_strategy(rounds, 4),
+    "restarted": lambda rounds: Restarted(toeplitz(5), rounds),
+}
+
+
+def matrices(factorization) -> tuple[np.ndarray, np.ndarray]:
+    """(C^{-1} from the rows of noise, C)."""
+    inverse = np.zeros((factorization.rounds, factorization.rounds))
+    for step in range(factorization.rounds):
+        row = factorization.noise_row(step)
+        assert row.draws[-1] == step and (np.diff(row.draws) > 0).all()
+        assert step - row.draws[0] < factorization.lookback
+        inverse[step, row.draws] = row.weights
+    return inverse, np.linalg.inv(inverse)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rounds", [1, 2, 5, 12, 16, 23])
+def test_what_a_factorization_says_is_what_its_rows_of_noise_are(kind, rounds):
+    factorization = KINDS[kind](rounds)
+    inverse, c = matrices(factorization)
+    every = np.arange(rounds)
+    tail = rounds % 5 if kind == "restarted" else 0  # norms of a block cut short are upper bounds
+    exact = every[: rounds - tail]
+    norms = (c**2).sum(axis=0)
+    assert np.allclose(factorization.squared_column_norms[exact], norms[exact], rtol=1e-12)
+    assert (factorization.squared_column_norms >= norms * (1 - 1e-12)).all()
+    b = np.tril(np.ones((rounds, rounds))) @ inverse
+    assert np.allclose(factorization.prefix_variances, (b**2).sum(axis=1), rtol=1e-9)
+    if not tail:
+        assert np.allclose(factorization.gram(every), c.T @ c, atol=1e-10)
+    some = every[:: max(1, rounds // 4)]
+    for count in {1, rounds // 2 + 1, rounds}:
+        part = some[some < count]
+        assert np.allclose(
+            factorization.gram(part, count), c[:count, part].T @ c[:count, part], atol=1e-10
+        )
+    assert factorization.largest_row() >= np.abs(inverse).sum(axis=1).max() - 1e-12
+
+
+GOLDEN = {  # max column norm squared times ||B||_F^2 / R
+    4: (2.5, 3.75, 1.929, 1.719, 1.908),
+    16: (8.5, 10.31, 3.757, 2.854, 3.229),
+    64: (32.5, 21.11, 6.339, 4.409, 4.971),
+    256: (128.5, 36.04, 9.624, 6.373, 7.122),
+}
+
+
+@pytest.mark.parametrize("rounds", GOLDEN)
+def test_prefix_errors_known_from_the_literature(rounds):
+    kinds = (independent, tree, tree_least_squares, optimized, toeplitz)
+    found = [kind(rounds).prefix_error for kind in kinds]
+    assert found == pytest.approx(GOLDEN[rounds], rel=6e-4)
+
+
+def test_a_tree_of_a_thousand_rounds_saves_the_level_that_no_prefix_uses():
+    """The usual account pads to 1,024 rounds, whose root no prefix of 1,000 uses: 11 levels for 10."""
+    assert tree(1000).sensitivity == pytest.approx(math.sqrt(10))
+    assert tree(1000).prefix_error * 11 / 10 == pytest.approx(54.32, rel=1e-3)
+    assert toeplitz(1000).prefix_error == pytest.approx(9.624, rel=1e-3)
+    assert independent(1000).prefix_error == 500.5
+
+
+@pytest.mark.slow
+def test_the_optimized_factorization_of_a_thousand_rounds():
+    assert optimized(1000, 1e-3).prefix_error == pytest.approx(8.691, rel=1e-3)
+
+
+def test_the_published_bound_of_the_column_norm_is_below_the_norm():
+    for rounds in (2, 10, 100, 1000, 10_000):
+        assert toeplitz(rounds).squared_column_norms[0] > 1 + math.log(4 * rounds / 5) / math.pi
+
+
+def test_the_optimum_is_an_optimum():
+    """No small change of C's Gram matrix with columns of norm 1 has a smaller error."""
+    best, generator = optimized(8), np.random.Generator(np.random.Philox(3))
+    assert best.squared_column_norms == pytest.approx(1.0, abs=1e-5)
+    for _ in range(20):
+        nudged = best.strategy + np.tril(generator.normal(size=(8, 8))) * 1e-2
+        nudged = Dense(nudged / np.linalg.norm(nudged, axis=0), "nudged")
+        assert nudged.prefix_error > best.prefix_error * (1 - 1e-6)
+
+
+def test_bands():
+    assert np.array_equal(banded(10, 1).noise_row(7).weights, [1.0])
+    assert banded(10, 99).prefix_error == pytest.approx(toeplitz(10).prefix_error)
+    assert banded(10, 3).noise_row(9).draws.tolist() == [7, 8, 9]
+    assert banded(300, 32).sensitivity != pytest.approx(toeplitz(300).sensitivity, rel=1e-3)
+    gram = banded_strategy(40, 8).gram(np.arange(0, 40, 8))
+    assert not (gram - np.diag(np.diag(gram))).any()  # orthogonal at the distance of the bands
+
+
+def test_reciprocal_of_a_power_series():
+    assert reciprocal(np.array([1.0, -0.5]), 4).tolist() == [1.0, 0.5, 0.25, 0.125]
+
+
+def test_long_runs_hold_no_matrix_of_rounds_by_rounds():
+    tracemalloc.start()
+    for factorization in (toeplitz(100_000), tree(100_000)):
+        factorization.noise_row(99_999)
+        assert factorization.sensitivity < 5
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000 * 8 * 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rounds", "per_epoch"), [(7, 3), (8, 4), (6, 1), (5, 9), (1, 1)])
+def test_participation_is_the_worst_pattern(kind, rounds, per_epoch):
+    """Largest ||sum_i +-c_i|| over places and signs; attained where no inner product is negative."""
+    factorization = KINDS[kind](rounds)
+    _, c = matrices(factorization)
+    worst = 0.0
+    for place in range(min(per_epoch, rounds)):
+        pattern = list(range(place, rounds, per_epoch))
+        for signs in itertools.product((1, -1), repeat=len(pattern)):
+            worst = max(worst, np.linalg.norm(c[:, pattern] @ np.array(signs)))
+    claimed = epoch_sensitivity(factorization, per_epoch)
+    assert claimed >= worst
+    if (np.linalg.inv(matrices(factorization)[0]).T @ c >= -1e-12).all() and kind != "restarted":
+        assert claimed == pytest.approx(worst, rel=1e-8)
+
+
+def test_sensitivity_of_a_part_of_the_rounds():
+    factorization = toeplitz(12)
+    _, c = matrices(factorization)
+    assert epoch_sensitivity(factorization, 12, 1) == pytest.approx(1.0)
+    assert epoch_sensitivity(factorization, 12, 0) == 0.0
+    assert epoch_sensitivity(factorization, 4, 6) == pytest.approx(
+        np.linalg.norm(c[:6, 0] + c[:6, 4])
+    )
+    assert epoch_sensitivity(factorization, 4, 6) < epoch_sensitivity(factorization, 4)
+
+
+def test_what_is_refused():
+    for make, message in (
+        (lambda: toeplitz(0), "rounds=0"),
+        (lambda: banded(4, 0), "bands=0"),
+        (lambda: optimized(MAX_DENSE_ROUNDS + 1), "toeplitz or banded"),
+        (lambda: tree_least_squares(MAX_DENSE_ROUNDS + 1), "rounds by rounds"),
+        (lambda: Dense(np.ones((3, 3)), "x"), "lower triangular"),
+        (lambda: toeplitz(4).noise_row(4), "fixed in advance"),
+        (lambda: epoch_sensitivity(toeplitz(4), 0), "rounds_per_epoch=0"),
+        (lambda: epoch_sensitivity(toeplitz(4), 1, 5), "count=5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
