@@ -20,14 +20,16 @@ from hf_dpzero.papers import online_federated_logistic as logistic
 from hf_dpzero.papers import online_federated_network as network
 from hf_dpzero.papers.online_federated import Cells, Federation, Oracle, Stream, simulate
 from hf_dpzero.papers.online_federated_noise import (
+    DENSE,
     NOISES,
-    Noise,
     calibrated,
+    increments,
     paper_column_bound,
     paper_deviation,
     true_epsilon,
 )
 from hf_dpzero.papers.study_rows import append_rows, read_rows
+from hf_dpzero.privacy.correlated_noise.factorization import MAX_DENSE_ROUNDS, Factorization
 
 Array = NDArray[Any]
 Calibration = Literal["exact", "convex", "paper", "over tau"]
@@ -35,8 +37,6 @@ Calibration = Literal["exact", "convex", "paper", "over tau"]
 ROWS_FILE = "rows.jsonl"
 MAX_NORM = 12.0
 """Of features under the convex calibration: they have norms of 10.2 +- 0.8."""
-MAX_DENSE = 2000
-"""Rounds up to which the optimised factorisation and the best tree are made."""
 EVALUATIONS = 50
 TAIL = 0.8
 
@@ -84,7 +84,7 @@ class Study:
     learners: int = 20
     dimension: int = 100
     heterogeneity: tuple[float, float] = (0.1, 0.1)
-    records: int = 6000
+    records: int = 5000
     widths: tuple[int, int, int] = (4, 16, 10)
     steps: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
     digit_steps: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
@@ -93,7 +93,7 @@ class Study:
     digit_seeds: int = 5
     tuning_seeds: int = 2
     noises: tuple[str, ...] = tuple(NOISES)
-    digit_noises: tuple[str, ...] = ("noiseless", "independent", "tree", "optimised", "toeplitz")
+    digit_noises: tuple[str, ...] = ("noiseless", "independent", "tree", "optimized", "toeplitz")
     targets: tuple[tuple[Calibration, float, float], ...] = (
         ("exact", 0.5, 1e-3),
         ("exact", 2.0, 1e-3),
@@ -136,13 +136,14 @@ QUICK = Study(
 
 
 @functools.lru_cache(maxsize=32)
-def made(name: str, rounds: int) -> Noise:
+def made(name: str, rounds: int) -> Factorization | None:
     """`NOISES`, kept for the next point with as many rounds."""
-    return NOISES[name](rounds)
+    make = NOISES[name]
+    return make(rounds) if make else None
 
 
 class World(NamedTuple):
-    """Data of some seeds: the local steps, the records, x^0 [S, d], and x [C, S, d] -> accuracy [C, S]."""
+    """Data of some seeds: local steps, records, x^0 [S, d], and x [C, S, d] -> accuracy [C, S]."""
 
     oracle: Oracle
     records: Iterator[Any]
@@ -179,10 +180,10 @@ class Setting:
         )
 
     def noises(self) -> list[str]:
-        """Names of what is run: those that need R x R matrices only for R up to `MAX_DENSE`."""
-        study, few = self.study, self.federation.rounds <= MAX_DENSE
+        """Names of what is run: those that need R x R matrices only for few rounds."""
+        study, few = self.study, self.federation.rounds <= MAX_DENSE_ROUNDS
         names = study.noises if self.point.experiment == "logistic" else study.digit_noises
-        return [n for n in names if few or n not in ("optimised", "best tree")]
+        return [name for name in names if few or name not in DENSE]
 
     def sensitivity(self, step: float) -> float:
         """Of one message, under the exact or convex calibration."""
@@ -191,23 +192,23 @@ class Setting:
             return federation.convex_sensitivity(step, logistic.Logistic(MAX_NORM).smoothness)
         return federation.sensitivity()
 
-    def deviation(self, noise: Noise, step: float) -> float:
+    def deviation(self, noise: Factorization | None, step: float) -> float:
         """V by the point's calibration; 0 without noise."""
         _, tau, calibration, epsilon, delta = self.point
-        if not noise.column_norm:
+        if noise is None:
             return 0.0
         if calibration == "paper":
-            norm = noise.column_norm
+            norm = noise.sensitivity
             if noise.name == "toeplitz":
                 norm = paper_column_bound(noise.rounds)
             return paper_deviation(epsilon, delta, self.federation.sensitivity() * norm)
-        v = calibrated(epsilon, delta, self.sensitivity(step) * noise.column_norm)
+        v = calibrated(epsilon, delta, self.sensitivity(step) * noise.sensitivity)
         return v / tau if calibration == "over tau" else v
 
     def true_epsilon(self, cell: Cell) -> float:
         """What the cell really gives, by the exact Gaussian mechanism."""
-        norm = made(cell.noise, self.federation.rounds).column_norm
-        whole = self.sensitivity(cell.step) * norm
+        noise = made(cell.noise, self.federation.rounds)
+        whole = self.sensitivity(cell.step) * noise.sensitivity if noise else 1.0
         return true_epsilon(cell.deviation, self.point.delta, whole)
 
     def grid(self) -> list[Cell]:
@@ -261,14 +262,15 @@ class Setting:
           Rounds at which accuracies were taken, [E], and those, [E, C, S].
         """
         world, federation = self.world(seeds), self.federation
+        rounds = federation.rounds
         names = list(dict.fromkeys(cell.noise for cell in cells))
-        noises = increments([made(n, federation.rounds) for n in names], world.start, seeds)
+        noises = all_increments([made(n, rounds) for n in names], rounds, world.start, seeds)
         columns = Cells(
             np.array([cell.step for cell in cells]),
             np.array([names.index(cell.noise) for cell in cells]),
             np.array([cell.deviation for cell in cells]),
         )
-        every = max(1, federation.rounds // EVALUATIONS)
+        every = max(1, rounds // EVALUATIONS)
         stream, at, found = Stream(world.records), [], []
         models = simulate(federation, world.oracle, stream, noises, columns, world.start)
         for r, x in enumerate(models, start=1):
@@ -317,14 +319,15 @@ class Setting:
         ]
 
 
-def increments(noises: Sequence[Noise], start: Array, seeds: Sequence[int]) -> Array:
+def all_increments(
+    noises: Sequence[Factorization | None], rounds: int, start: Array, seeds: Sequence[int]
+) -> Array:
     """(b^{r+1} - b^r) xi of each noise with one xi ~ N(0, I) a seed: [K, R, S, d]."""
-    width = max(noise.width for noise in noises)
-    found = np.empty((len(noises), noises[0].rounds, *start.shape), np.float32)
+    found = np.empty((len(noises), rounds, *start.shape), np.float32)
     for s, seed in enumerate(seeds):
-        xi = generator_of(seed, 1).standard_normal((width, start.shape[1]), dtype=np.float32)
+        xi = generator_of(seed, 1).standard_normal((rounds, start.shape[1]), dtype=np.float32)
         for k, noise in enumerate(noises):
-            found[k, :, s] = noise.increments(xi[: noise.width])
+            found[k, :, s] = increments(noise, xi)
     return found
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_dpzero.papers.online_federated import Federation
-from hf_dpzero.papers.online_federated_noise import Noise
+from hf_dpzero.papers.online_federated_noise import increments
+from hf_dpzero.privacy.correlated_noise.factorization import Factorization
 
 Array = NDArray[Any]
 
@@ -51,13 +52,13 @@ class Quadratics:
     start: Array
 
     def regret(
-        self, federation: Federation, noise: Noise, deviation: float, etilde: float
+        self, federation: Federation, noise: Factorization | None, deviation: float, etilde: float
     ) -> Regret:
         """Expected dynamic regret of Algorithm 1 without clipping, and the lemma's bound on it.
 
         Args:
           federation: rounds, local steps, learners, server rate; the clip is not used.
-          noise: the factorisation.
+          noise: the factorisation; None for none.
           deviation: V_i of each learner.
           etilde: the server's step.
 
@@ -84,8 +85,8 @@ class Quadratics:
             pull = (weights[:, None] * self.targets[r].mean(axis=1)).sum(axis=0)
             x = x - etilde * (weights.sum() * x - pull)
         centre = best.mean(axis=0)
-        ours = noise.matrix()
-        noise_bound = 24 * curvature * etilde**2 / rounds * float((ours**2).sum()) * variance
+        decoded = float(noise.prefix_variances.mean()) if noise else 0.0
+        noise_bound = 24 * curvature * etilde**2 * decoded * variance
         change = 13 * curvature * ((best - centre) ** 2).sum() / rounds
         drift = (etilde + 1 / (12 * curvature) + 1 / curvature) * 2 * curvature**2
         drift *= (etilde / federation.server_rate) ** 2 * largest
@@ -97,13 +98,14 @@ class Quadratics:
             noise_bound=noise_bound,
         )
 
-    def _spread(self, noise: Noise, etilde: float, pull: float) -> Array:
+    def _spread(self, noise: Factorization | None, etilde: float, pull: float) -> Array:
         """E ||x^r - its mean||^2 over d V^2, for r = 0 .. R-1."""
-        increments = noise.increments(np.eye(noise.width))
-        row, found = np.zeros(noise.width), np.zeros(noise.rounds)
-        for r in range(noise.rounds):
+        rounds = len(self.targets)
+        fresh = increments(noise, np.eye(rounds))
+        row, found = np.zeros(rounds), np.zeros(rounds)
+        for r in range(rounds):
             found[r] = (row**2).sum()
-            row = (1 - etilde * pull) * row - etilde * increments[r]
+            row = (1 - etilde * pull) * row - etilde * fresh[r]
         return found
 
     def _gradient(self, x: Array, r: int, shrink: float, spread: float) -> float:
