@@ -117,3 +117,8 @@ def paper_deviation(epsilon: float, delta: float, sensitivity: float) -> float:
 def paper_column_bound(rounds: int) -> float:
     """sqrt(1 + ln(4R/5) / pi), Eq. (8)'s bound on ||c_col|| of (iii), which is above it."""
     return math.sqrt(1 + math.log(0.8 * rounds) / math.pi)
+
+
+def paper_tree_norm(rounds: int) -> float:
+    """The root of 1 + ceil(log2 R): all 2R - 1 nodes of the tree padded to a power of two."""
+    return math.sqrt((rounds - 1).bit_length() + 1)

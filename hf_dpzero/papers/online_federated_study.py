@@ -26,6 +26,7 @@ from hf_dpzero.papers.online_federated_noise import (
     increments,
     paper_column_bound,
     paper_deviation,
+    paper_tree_norm,
     true_epsilon,
 )
 from hf_dpzero.papers.study_rows import append_rows, read_rows
@@ -48,8 +49,8 @@ class Point(NamedTuple):
       experiment: "logistic" or "digits".
       local_steps: tau.
       calibration: "exact" (Gaussian mechanism, sensitivity 2 B_g), "convex" (the same with 2 B_g / tau,
-        proven for logistic regression), "paper" (Lemma IV.8, Eq. 8 for Toeplitz noise), "over tau"
-        (2 B_g / tau without a proof: not private).
+        proven for logistic regression), "paper" (Lemma IV.8, with Eq. 8 for Toeplitz noise and all
+        nodes of the tree), "over tau" (2 B_g / tau without a proof: not private).
       epsilon, delta: what the calibration is for.
     """
 
@@ -73,7 +74,7 @@ class Study:
       widths: filters, hidden, second of the network.
       steps, digit_steps: grids of etilde, times the clip.
       digit_clip: B_g of the digits; logistic regression has 1.
-      seeds, digit_seeds, tuning_seeds: draws of everything.
+      seeds, digit_seeds, tuning_seeds, digit_tuning_seeds: draws of everything.
       noises, digit_noises: keys of `NOISES`, the noiseless run first.
       targets: (calibration, epsilon, delta) of logistic regression.
       digit_targets: (tau, calibration, epsilon) of the digits, at delta = 1e-3.
@@ -87,11 +88,12 @@ class Study:
     records: int = 5000
     widths: tuple[int, int, int] = (4, 16, 10)
     steps: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-    digit_steps: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+    digit_steps: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
     digit_clip: float = 0.3
     seeds: int = 10
     digit_seeds: int = 5
-    tuning_seeds: int = 2
+    tuning_seeds: int = 10
+    digit_tuning_seeds: int = 1
     noises: tuple[str, ...] = tuple(NOISES)
     digit_noises: tuple[str, ...] = ("noiseless", "independent", "tree", "optimized", "toeplitz")
     targets: tuple[tuple[Calibration, float, float], ...] = (
@@ -128,7 +130,7 @@ QUICK = Study(
     records=300,
     seeds=3,
     digit_seeds=2,
-    tuning_seeds=1,
+    tuning_seeds=2,
     targets=(("exact", 2.0, 1e-3), ("convex", 2.0, 1e-3), ("paper", 2.0, 1e-3)),
     digit_targets=((1, "exact", 16.0), (5, "exact", 16.0), (10, "over tau", 2.0)),
 )
@@ -198,9 +200,10 @@ class Setting:
         if noise is None:
             return 0.0
         if calibration == "paper":
-            norm = noise.sensitivity
-            if noise.name == "toeplitz":
-                norm = paper_column_bound(noise.rounds)
+            norm = {
+                "tree": paper_tree_norm(noise.rounds),
+                "toeplitz": paper_column_bound(noise.rounds),
+            }.get(noise.name, noise.sensitivity)
             return paper_deviation(epsilon, delta, self.federation.sensitivity() * norm)
         v = calibrated(epsilon, delta, self.sensitivity(step) * noise.sensitivity)
         return v / tau if calibration == "over tau" else v
@@ -285,17 +288,16 @@ class Setting:
         `chosen` marks the best step of a noise on the tuning seeds; `shared` the steps that Toeplitz
         noise has chosen, for all noises.
         """
-        cells, study = self.grid(), self.study
-        at, found = self.measure(cells, range(study.tuning_seeds))
-        tuned = found[at >= TAIL * at[-1]].mean(axis=(0, 2))
+        cells, study, digits = self.grid(), self.study, self.point.experiment == "digits"
+        tuning = study.digit_tuning_seeds if digits else study.tuning_seeds
+        at, found = self.measure(cells, range(tuning))
+        tuned = dict(zip(cells, found[at >= TAIL * at[-1]].mean(axis=(0, 2)), strict=True))
         best = {
-            n: max((t, c) for t, c in zip(tuned, cells, strict=True) if c.noise == n)[1]
-            for n in self.noises()
+            n: max((c for c in cells if c.noise == n), key=tuned.__getitem__) for n in self.noises()
         }
         shared = best["toeplitz"].step if "toeplitz" in best else None
-        if self.point.experiment == "logistic":
-            wanted, seeds = cells, study.seeds
-        else:
+        wanted, seeds = cells, study.seeds
+        if digits:
             wanted = [c for c in cells if c in best.values() or c.step == shared]
             seeds = study.digit_seeds
         at, found = self.measure(wanted, range(1000, 1000 + seeds))
