@@ -132,8 +132,8 @@ class Network:
             back = (back @ w.swapaxes(-1, -2)) * (a > 0)
         f, lead = self.filters, h2.shape[:-2]
         blocks = h2.reshape(*lead, 2, 2, 2, 2, f)
-        top = pooled.reshape(*lead, 2, 1, 2, 1, f)
-        back = np.where(blocks == top, back.reshape(top.shape), 0).reshape(*lead, 16, f)
+        back = _unpooled(blocks, pooled.reshape(*lead, 2, 2, f), back.reshape(*lead, 2, 2, f))
+        back = back.reshape(*lead, 16, f)
         parts += [back.sum(axis=-2), p2.swapaxes(-1, -2) @ back]
         back = _unpatched((back @ layers[1][0].swapaxes(-1, -2)).reshape(*lead, 4, 4, 3, 3, f))
         back = back.reshape(h1.shape) * (h1 > 0)
@@ -180,6 +180,20 @@ def _unpatched(patches: Array) -> Array:
         for j in range(3):
             maps[..., i : i + h, j : j + w, :] += patches[..., i, j, :]
     return maps
+
+
+def _unpooled(blocks: Array, top: Array, back: Array) -> Array:
+    """Gives each block's derivative to the first of its pixels that is the largest.
+
+    blocks [..., h, 2, w, 2, f], top and back [..., h, w, f]; blank corners have equal pixels.
+    """
+    found, left = np.zeros_like(blocks), np.ones(top.shape, bool)
+    for i in range(2):
+        for j in range(2):
+            here = left & (blocks[..., i, :, j, :] == top)
+            found[..., i, :, j, :] = back * here
+            left &= ~here
+    return found
 
 
 def digits(generator: np.random.Generator) -> tuple[Images, Images]:
