@@ -88,12 +88,12 @@ class Study:
     records: int = 5000
     widths: tuple[int, int, int] = (4, 16, 10)
     steps: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-    digit_steps: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+    digit_steps: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
     digit_clip: float = 0.3
     seeds: int = 10
     digit_seeds: int = 5
     tuning_seeds: int = 10
-    digit_tuning_seeds: int = 1
+    digit_tuning_seeds: int = 3
     noises: tuple[str, ...] = tuple(NOISES)
     digit_noises: tuple[str, ...] = ("noiseless", "independent", "tree", "optimized", "toeplitz")
     targets: tuple[tuple[Calibration, float, float], ...] = (
@@ -131,6 +131,7 @@ QUICK = Study(
     seeds=3,
     digit_seeds=2,
     tuning_seeds=2,
+    digit_tuning_seeds=1,
     targets=(("exact", 2.0, 1e-3), ("convex", 2.0, 1e-3), ("paper", 2.0, 1e-3)),
     digit_targets=((1, "exact", 16.0), (5, "exact", 16.0), (10, "over tau", 2.0)),
 )

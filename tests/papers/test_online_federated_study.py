@@ -22,7 +22,7 @@ from hf_dpzero.privacy.correlated_noise import factorization as f
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/reproduce/online_federated.py"
 TINY = Study(
     rounds=20, local_steps=2, learners=3, dimension=5, records=12, widths=(2, 3, 3),
-    steps=(0.1, 1.0), digit_steps=(0.1, 1.0), seeds=3, digit_seeds=2, tuning_seeds=1,
+    steps=(0.1, 1.0), digit_steps=(0.1, 1.0), seeds=3, digit_seeds=2, tuning_seeds=1, digit_tuning_seeds=1,
     targets=(("exact", 2.0, 1e-3), ("convex", 2.0, 1e-3), ("paper", 2.0, 1e-3)),
     digit_targets=((2, "exact", 16.0), (3, "over tau", 2.0)),
 )  # fmt: skip
@@ -93,7 +93,7 @@ def test_the_pull_to_the_minimum_forgets_independent_noise():
 
 
 def test_correlated_noise_is_ahead_of_independent_noise_for_small_steps_only():
-    """At (2, 1e-3), R = 256: Toeplitz noise is ahead at .125 and far ahead at .01; the tree not at .125."""
+    """At (2, 1e-3), R = 256: Toeplitz noise is far ahead at .01 only; the tree is behind at .125."""
     federation = Federation(rounds=256, local_steps=5, learners=20)
     problem = drifting(federation, 20, rng(3))
 
@@ -229,7 +229,7 @@ def test_tables_show_gaps_and_the_golden_figures():
 
 @pytest.mark.slow
 def test_the_figures_of_logistic_regression():
-    """5 seeds against a separate implementation's means, whose noise is Lemma IV.8's; spreads are .03."""
+    """5 seeds with the noise of Lemma IV.8 against means of a separate implementation."""
     study = dataclasses.replace(
         Study(), seeds=5, tuning_seeds=1, steps=(0.01, 0.03),
         noises=("noiseless", "independent", "tree", "toeplitz"),
