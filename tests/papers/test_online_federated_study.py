@@ -22,7 +22,8 @@ from hf_dpzero.privacy.correlated_noise import factorization as f
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/reproduce/online_federated.py"
 TINY = Study(
     rounds=20, local_steps=2, learners=3, dimension=5, records=12, widths=(2, 3, 3),
-    steps=(0.1, 1.0), digit_steps=(0.1, 1.0), seeds=3, digit_seeds=2, tuning_seeds=1, digit_tuning_seeds=1,
+    steps=(0.1, 1.0), digit_steps=(0.1, 1.0), seeds=3, digit_seeds=2, tuning_seeds=1,
+    digit_tuning_seeds=1,
     targets=(("exact", 2.0, 1e-3), ("convex", 2.0, 1e-3), ("paper", 2.0, 1e-3)),
     digit_targets=((2, "exact", 16.0), (3, "over tau", 2.0)),
 )  # fmt: skip
@@ -173,7 +174,7 @@ def test_a_study_resumes_and_refuses_other_settings(tmp_path, monkeypatch):
 def few_facts(monkeypatch):
     """The tables that do not depend on the rows, which need seconds."""
     for name in ("noise_table", "column_table", "theory_table"):
-        monkeypatch.setattr(report, name, lambda name=name: name)
+        monkeypatch.setattr(report, name, lambda *_, name=name: name)
 
 
 @pytest.mark.usefixtures("few_facts")
