@@ -66,26 +66,23 @@ class Study:
     """What is run.
 
     Attributes:
-      rounds: R of logistic regression.
-      local_steps: tau of logistic regression.
+      records, digit_records: of each learner; R = records / tau.
       learners, dimension: n and d of logistic regression.
       heterogeneity: (alpha, beta) of the synthetic data.
-      records: of each of the 10 learners of the digits; R = records / tau.
       widths: filters, hidden, second of the network.
       steps, digit_steps: grids of etilde, times the clip.
       digit_clip: B_g of the digits; logistic regression has 1.
       seeds, digit_seeds, tuning_seeds, digit_tuning_seeds: draws of everything.
       noises, digit_noises: keys of `NOISES`, the noiseless run first.
-      targets: (calibration, epsilon, delta) of logistic regression.
+      targets: (tau, calibration, epsilon, delta) of logistic regression.
       digit_targets: (tau, calibration, epsilon) of the digits, at delta = 1e-3.
     """
 
-    rounds: int = 1000
-    local_steps: int = 5
+    records: int = 5000
+    digit_records: int = 5000
     learners: int = 20
     dimension: int = 100
     heterogeneity: tuple[float, float] = (0.1, 0.1)
-    records: int = 5000
     widths: tuple[int, int, int] = (4, 16, 10)
     steps: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
     digit_steps: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
@@ -96,14 +93,20 @@ class Study:
     digit_tuning_seeds: int = 3
     noises: tuple[str, ...] = tuple(NOISES)
     digit_noises: tuple[str, ...] = ("noiseless", "independent", "tree", "optimized", "toeplitz")
-    targets: tuple[tuple[Calibration, float, float], ...] = (
-        ("exact", 0.5, 1e-3),
-        ("exact", 2.0, 1e-3),
-        ("exact", 2.0, 1e-5),
-        ("convex", 0.5, 1e-3),
-        ("convex", 2.0, 1e-3),
-        ("paper", 0.5, 1e-3),
-        ("paper", 2.0, 1e-3),
+    targets: tuple[tuple[int, Calibration, float, float], ...] = (
+        (5, "exact", 0.5, 1e-3),
+        (5, "exact", 2.0, 1e-3),
+        (5, "exact", 2.0, 1e-5),
+        (5, "convex", 0.5, 1e-3),
+        (5, "convex", 2.0, 1e-3),
+        (5, "paper", 0.5, 1e-3),
+        (5, "paper", 2.0, 1e-3),
+        (1, "exact", 0.5, 1e-3),
+        (1, "exact", 2.0, 1e-3),
+        (25, "exact", 0.5, 1e-3),
+        (25, "exact", 2.0, 1e-3),
+        (25, "convex", 0.5, 1e-3),
+        (25, "convex", 2.0, 1e-3),
     )
     digit_targets: tuple[tuple[int, Calibration, float], ...] = (
         (5, "exact", 2.0),
@@ -121,21 +124,21 @@ class Study:
 
     def points(self) -> list[Point]:
         """All settings."""
-        first = [Point("logistic", self.local_steps, *target) for target in self.targets]
+        first = [Point("logistic", *target) for target in self.targets]
         return first + [Point("digits", *target, 1e-3) for target in self.digit_targets]
 
 
 QUICK = Study(
-    rounds=200,
-    records=300,
+    records=1000,
+    digit_records=300,
     seeds=3,
     digit_seeds=2,
     tuning_seeds=2,
     digit_tuning_seeds=1,
-    targets=(("exact", 2.0, 1e-3), ("convex", 2.0, 1e-3), ("paper", 2.0, 1e-3)),
+    targets=((5, "exact", 2.0, 1e-3), (5, "convex", 2.0, 1e-3), (5, "paper", 2.0, 1e-3)),
     digit_targets=((1, "exact", 16.0), (5, "exact", 16.0), (10, "over tau", 2.0)),
 )
-"""200 rounds and 300 images a learner: half a minute."""
+"""1,000 clients a learner in logistic regression, 300 images: half a minute."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -174,9 +177,9 @@ class Setting:
         """Algorithm 1 of the point."""
         study, tau = self.study, self.point.local_steps
         if self.point.experiment == "logistic":
-            return Federation(rounds=study.rounds, local_steps=tau, learners=study.learners)
+            return Federation(rounds=study.records // tau, local_steps=tau, learners=study.learners)
         return Federation(
-            rounds=study.records // tau,
+            rounds=study.digit_records // tau,
             local_steps=tau,
             learners=network.CLASSES,
             clip=study.digit_clip,

@@ -21,10 +21,10 @@ from hf_dpzero.privacy.correlated_noise import factorization as f
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/reproduce/online_federated.py"
 TINY = Study(
-    rounds=20, local_steps=2, learners=3, dimension=5, records=12, widths=(2, 3, 3),
+    records=40, digit_records=12, learners=3, dimension=5, widths=(2, 3, 3),
     steps=(0.1, 1.0), digit_steps=(0.1, 1.0), seeds=3, digit_seeds=2, tuning_seeds=1,
     digit_tuning_seeds=1,
-    targets=(("exact", 2.0, 1e-3), ("convex", 2.0, 1e-3), ("paper", 2.0, 1e-3)),
+    targets=((2, "exact", 2.0, 1e-3), (2, "convex", 2.0, 1e-3), (2, "paper", 2.0, 1e-3)),
     digit_targets=((2, "exact", 16.0), (3, "over tau", 2.0)),
 )  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_correlated_noise_is_ahead_of_independent_noise_for_small_steps_only():
 
 def test_noise_is_calibrated_as_each_point_says():
     def cell(target, name):
-        setting = Setting(TINY, Point("logistic", 2, *target))
+        setting = Setting(TINY, Point("logistic", *target))
         return setting, [c for c in setting.grid() if c.noise == name]
 
     exact, (small, large) = cell(TINY.targets[0], "toeplitz")
@@ -136,7 +136,7 @@ def test_noise_is_calibrated_as_each_point_says():
 
 def test_many_rounds_leave_out_the_dense_factorisations():
     setting = Setting(
-        dataclasses.replace(TINY, rounds=1025), Point("logistic", 2, "exact", 2.0, 1e-3)
+        dataclasses.replace(TINY, records=2050), Point("logistic", 2, "exact", 2.0, 1e-3)
     )
     assert setting.noises() == ["noiseless", "independent", "tree", "toeplitz"]
 
