@@ -244,7 +244,8 @@ def plot(rows: Sequence[Row], experiment: str, path: Path) -> Path:
 
     Args:
       rows: of the study.
-      experiment: whose settings have a panel each, those at delta = 1e-3.
+      experiment: whose settings have a panel each, those at delta = 1e-3; of logistic regression
+        those with the first tau.
       path: of the image.
 
     Returns:
@@ -254,6 +255,8 @@ def plot(rows: Sequence[Row], experiment: str, path: Path) -> Path:
     from matplotlib.figure import Figure
 
     mine = [r for r in rows if r["experiment"] == experiment and r["chosen"] and r["delta"] == 1e-3]
+    if experiment == "logistic":
+        mine = [r for r in mine if r["local_steps"] == mine[0]["local_steps"]]
     order = (lambda k: (k[2], k[3], k[1])) if experiment == "digits" else (lambda k: 0)
     keys = sorted(dict.fromkeys(_key(r) for r in mine), key=order)
     columns = min(3, len(keys))
