@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hf_dpzero.cli.options import Train
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
+from hf_dpzero.privacy.schedule_gain import schedule_curves
 from hf_dpzero.recipes.build import build_trainer, output_dir
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.recipes.unused import unused_settings
@@ -76,7 +77,8 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
         (output_dir(recipe) / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
         try:
             with optional_plot(PLOT_FILE):
-                plot_run(trainer.state.log_history, output_dir(recipe))
+                curves = schedule_curves(trainer.plan)
+                plot_run(trainer.state.log_history, output_dir(recipe), curves)
         except Exception as error:  # the weights and their report are there: a plot is an extra
             print(f"no training curve was drawn: {error}", file=sys.stderr)
     trainer.create_model_card()  # in place of PEFT's empty template

@@ -12,8 +12,8 @@ neighbours that differ by one example more or less (Theorem 3.5; 2G/N, hence 4R,
 alpha = D G^2 / (2 R M N^2 Delta). ERUB is the bound on the expected excess loss over Delta.
 
 *Schedules* are those of `hf_dpzero.privacy.schedules`: uniform is None, their GD-dynamic (Theorem 4.5)
-is Exponential(gamma=1 - 1/kappa), *exp* is Exponential with a tuned gamma, Theorem 4.8 is Momentum;
-`multipliers_for` scales any of them to R.
+is Exponential(gamma=1 - 1/kappa), *exp* is Exponential with a tuned gamma; Theorem 4.8 is
+`PrintedMomentum` here. `multipliers_for` scales any of them to R.
 
 *Corrected here.* Algorithm 1 asks for rho_t < R_t, under which the last step of a schedule that spends
 R exactly never runs: here <= with a tolerance. The inverse of Lemma C.4 is printed with a plus in the
@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,50 @@ Floats = NDArray[Any]
 
 TOLERANCE = 1e-9
 """A step may exceed what is left of the budget by so much of R: rounding of a sum that ends at R."""
+
+
+# ------------------------------------------------------------------ schedules
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrintedMomentum(NoiseSchedule):
+    """Theorem 4.8 as printed, for momentum beta with bias correction: the noise rises, then falls.
+
+    Its proof counts gamma^That once too often, and the schedule loses against constant noise on
+    quadratics and networks; `schedules.Momentum` takes its place in the trainer.
+
+    Attributes:
+      gamma: 1 - 1/kappa, in (0, 1).
+      beta: in [0, gamma).
+    """
+
+    gamma: float
+    beta: float = 0.9
+
+    name: ClassVar[str] = "momentum_as_printed"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < self.gamma < 1:
+            raise ValueError(
+                f"beta={self.beta}, gamma={self.gamma}: the momentum schedule is known for "
+                "0 <= beta < gamma < 1; use 'exp' otherwise."
+            )
+
+    @property
+    def turn(self) -> int:
+        """That, the last step (from 1) before influence rises again: the noise is largest there."""
+        gamma, beta, t = self.gamma, self.beta, 1
+        while gamma**t * (1 - beta ** (t + 1)) >= 1 - beta:
+            t += 1
+        return t
+
+    def log_influence(self, steps: int) -> np.ndarray:
+        """Up to the turn c1 gamma^(T+t), then gamma^(That-1) c2 gamma^(T-t)."""
+        t, turn, log = np.arange(1.0, steps + 1), self.turn, math.log(self.gamma)
+        rest = math.log(self.gamma - self.beta**2)
+        before = math.log(2) - log - rest + (steps + t) * log
+        after = (turn - 1) * log + 2 * turn * log - rest + (steps - t) * log
+        return np.where(t <= turn, before, after)
 
 
 # ------------------------------------------------------------------ privacy

@@ -21,7 +21,7 @@ from hf_dpzero.papers import budget
 from hf_dpzero.papers.budget_bounds import quadratic_influence
 from hf_dpzero.papers.budget_network import SOURCES, Network, Split, train
 from hf_dpzero.papers.study_rows import append_rows, read_rows
-from hf_dpzero.privacy.schedules import Exponential, Momentum
+from hf_dpzero.privacy.schedules import Exponential
 
 Floats = NDArray[Any]
 
@@ -149,7 +149,7 @@ def sigma_of(arm: str, steps: int, total: float, tuned: float, theory: float) ->
         "exp": Exponential(gamma=tuned),
         "momentum_exp": Exponential(gamma=tuned),
         "gd_dynamic": Exponential(gamma=theory),
-        "momentum_dynamic": Momentum(gamma=theory, beta=BETA),
+        "momentum_dynamic": budget.PrintedMomentum(gamma=theory, beta=BETA),
     }
     return budget.multipliers_for(schedules.get(arm), steps, total)
 

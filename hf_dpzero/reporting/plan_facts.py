@@ -58,7 +58,7 @@ def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
         "clip": getattr(mechanism, "clip", math.inf),
         "num_directions": getattr(mechanism, "num_directions", 1),
         "method": mechanism.name,
-        "schedules": schedule_words(plan),
+        "schedules": schedule_words(plan, delta),
     }
 
 

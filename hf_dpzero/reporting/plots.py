@@ -22,14 +22,17 @@ _CURVES = {
 
 
 def plot_run(
-    log_history: Sequence[Mapping[str, Any]], output_dir: str | os.PathLike[str]
+    log_history: Sequence[Mapping[str, Any]],
+    output_dir: str | os.PathLike[str],
+    schedules: Mapping[str, Sequence[float]] | None = None,
 ) -> Path | None:
-    """Draws evaluation metrics and the spent epsilon against steps.
+    """Draws evaluation metrics, the spent epsilon and what is scheduled against steps.
 
     Args:
       log_history: the trainer's; entries without `step`, absent metrics and values that are not
         finite are left out.
       output_dir: folder for `training_curve.png`.
+      schedules: values of each step, from step 1, by name (`privacy.schedule_gain.schedule_curves`).
 
     Returns:
       The file, or None if there is nothing to draw.
@@ -40,12 +43,13 @@ def plot_run(
         points = {row["step"]: row[key] for row in rows if math.isfinite(row[key])}
         if points:
             curves.append((label, sorted(points.items())))
+    curves += [(name, list(enumerate(sizes, 1))) for name, sizes in (schedules or {}).items()]
     if not curves:
         return None
     figure = new_figure(len(curves), 4.0, 3.0)
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
     for axes, (label, curve) in zip(panels, curves, strict=True):
-        axes.plot(*zip(*curve, strict=True), marker=".")
+        axes.plot(*zip(*curve, strict=True), marker="." if len(curve) < 100 else None)
         axes.set(xlabel="step", ylabel=label)
         axes.grid(alpha=0.3)
     target = Path(output_dir) / PLOT_FILE

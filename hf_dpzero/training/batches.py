@@ -24,7 +24,7 @@ class LogicalBatch(TypedDict):
     step: int
     microbatches: list[Mapping[str, Tensor]]
     examples: list[int]  # rows of each microbatch that count; the others only fill it up
-    groups: list[int]  # averaged clipping: the group of each microbatch's examples; else empty
+    groups: list[int]  # averaged clipping: the group of each example that counts; else empty
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,16 @@ class StepBatches(Dataset):
             return self._batch(step, {-1: chosen.tolist()})
         assert self.world_size == 1, "a group's mean is taken in one process"
         of = mechanism.group_of(chosen, self.key)  # type: ignore[union-attr]
+        if self._share_passes():
+            order = np.argsort(of, kind="stable")
+            batch = self._batch(step, {-1: chosen[order].tolist()})
+            return {**batch, "groups": of[order].tolist()}
         return self._batch(step, {int(g): chosen[of == g].tolist() for g in np.unique(of)})
+
+    def _share_passes(self) -> bool:
+        """Whether a forward pass may hold examples of several groups: losses, in the order given."""
+        zeroth_order = self.plan.mechanism.values_per_release > 0
+        return zeroth_order and (self.shapes is None or self.shapes.keeps_order)
 
     def _batch(self, step: int, chosen: Mapping[int, list[int]]) -> LogicalBatch:
         batch: LogicalBatch = {"step": step, "microbatches": [], "examples": [], "groups": []}
@@ -156,7 +165,7 @@ class StepBatches(Dataset):
             made = self._microbatches(indices)
             batch["microbatches"] += made
             batch["examples"] += map(num_examples, made)
-            batch["groups"] += [group] * len(made)
+            batch["groups"] += [group] * len(indices)
         return batch
 
     def _microbatches(self, indices: list[int]) -> Sequence[Mapping[str, Tensor]]:

@@ -212,6 +212,11 @@ class FixedShapes:
     decoder_most: int | None = None
     kind: tuple[Any, ...] | None = None
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether `microbatches` gives the examples in the order of their indices."""
+        return self.slots == 1 or self.collate_stacked is not None
+
     def microbatches(self, indices: Sequence[int]) -> list[Filled]:
         """The examples of `indices` in microbatches; examples of one shape stand together.
 

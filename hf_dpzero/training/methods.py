@@ -137,10 +137,7 @@ class ZerothOrderMethod(TrainingMethod):
         """As in the base class; settles at once if a callback of others was added since the start."""
         with self.reads.own_step():
             parts = list(map(Filled, batch["microbatches"], batch["examples"]))
-            groups = None
-            if self.trainer.args.clipping == "averaged":
-                paired = zip(batch["groups"], batch["examples"], strict=True)
-                groups = [group for group, count in paired for _ in range(count)]
+            groups = batch["groups"] if self.trainer.args.clipping == "averaged" else None
             differences = self.step(batch["step"], parts, learning_rate, groups)
             if self.step.defer and not all_known(self.trainer.callback_handler.callbacks):
                 self.space.settle_()
@@ -197,7 +194,8 @@ class FirstOrderMethod(TrainingMethod):
         """Leaves the noised gradient in the parameters, for the optimizer."""
         parts: Sequence[Any] = batch["microbatches"]
         if self.trainer.args.clipping == "averaged":
-            paired = zip(batch["groups"], parts, strict=True)
+            last = itertools.accumulate(batch["examples"])
+            paired = zip((batch["groups"][end - 1] for end in last), parts, strict=True)
             by_group = itertools.groupby(paired, key=operator.itemgetter(0))
             parts = [[part for _, part in group] for _, group in by_group]
         return self.step(batch["step"], parts, learning_rate)

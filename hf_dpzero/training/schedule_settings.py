@@ -26,7 +26,6 @@ from transformers.utils import logging
 from hf_dpzero.privacy.schedule_gain import gain_against_uniform
 from hf_dpzero.privacy.schedules import (
     Factors,
-    Momentum,
     NoiseSchedule,
     factors_from_dict,
     noise_schedule_from_dict,
@@ -111,12 +110,6 @@ def smoothing_of_steps(config: Any, steps: int) -> Callable[[int], float] | None
 def judge_schedule(plan: Any, delta: float) -> None:
     """Logs what a plan's noise schedule is worth; a warning where constant noise would be better."""
     if plan.noise_schedule is None or not plan.private:
-        return
-    if isinstance(plan.noise_schedule, Momentum):
-        logger.warning(
-            f"noise_schedule={plan.noise_schedule} is the paper's, which loses against constant noise "
-            "where it was measured (docs/papers/budget.md): use exp or subsampled."
-        )
         return
     gain = gain_against_uniform(plan, delta)
     words = (

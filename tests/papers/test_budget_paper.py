@@ -10,6 +10,7 @@ from scipy.stats import norm
 
 from hf_dpzero.papers import budget
 from hf_dpzero.papers.budget import (
+    PrintedMomentum,
     affordable_steps,
     momentum_influence,
     multipliers_for,
@@ -122,7 +123,7 @@ def test_the_gain_is_nearly_x_coth_x(steps, gain):
     [(0.99, 0.9, 230), (0.95, 0.9, 45), (0.9, 0.5, 7), (0.98, 0.5, 35), (0.999, 0.9, 2302)],
 )
 def test_the_momentum_schedule_rises_then_falls(gamma, beta, turn):
-    schedule = Momentum(gamma=gamma, beta=beta)
+    schedule = PrintedMomentum(gamma=gamma, beta=beta)
     assert schedule.turn == turn
     sigma = multipliers_for(schedule, turn + 30, 1.0)
     assert (sigma**-2).sum() == pytest.approx(1.0)
@@ -142,7 +143,7 @@ def test_momentum_influence_is_u_3():
 def test_the_printed_momentum_influence_is_no_upper_bound():
     """Right after the turn it lies below U_3's by gamma^That; its noise is worse than uniform."""
     gamma, beta, steps = 0.95, 0.9, 100
-    schedule = Momentum(gamma=gamma, beta=beta)
+    schedule = PrintedMomentum(gamma=gamma, beta=beta)
     printed, exact = schedule.log_influence(steps), momentum_influence(steps, gamma, beta)
     turn = schedule.turn
     assert (printed[:turn] >= exact[:turn]).all()
@@ -226,9 +227,10 @@ def test_under_momentum_exp_beats_the_printed_schedule_on_quadratics():
     h, gamma = np.linspace(0.05, 1, 20), contraction(20)
     q = quadratic_influence(h, 1.0, 100, 0.9)
     least = q @ optimal_multipliers(np.log(q), 1.0) ** 2
-    schedules = (None, Exponential(gamma=gamma), Momentum(gamma=gamma, beta=0.9))
+    momenta = (PrintedMomentum(gamma=gamma, beta=0.9), Momentum(gamma=gamma, beta=0.9))
+    schedules = (None, Exponential(gamma=gamma), *momenta)
     terms = [q @ multipliers_for(s, 100, 1.0) ** 2 / least for s in schedules]
-    assert terms == pytest.approx([2.607, 1.280, 4.213], abs=1e-3)
+    assert terms == pytest.approx([2.607, 1.280, 4.213, 1.082], abs=1e-3)
 
 
 def test_best_noise_under_momentum_where_a_step_contracts_little():
@@ -378,7 +380,7 @@ def test_long_schedules_do_not_overflow():
         (lambda: uniform_steps(1e-3, 0.0), "kappa=1"),
         (lambda: dynamic_steps(1e-3, 1.5), "gamma=1.5"),
         (lambda: dynamic_steps(0.0, 0.9), "alpha=0"),
-        (lambda: Momentum(gamma=0.9, beta=0.9), "beta < gamma"),
+        (lambda: PrintedMomentum(gamma=0.9, beta=0.9), "beta < gamma"),
         (lambda: Exponential(gamma=0.0), "gamma=0"),
         (lambda: momentum_influence(5, 0.9, 1.0), "beta=1"),
         (lambda: budget.rate_log_influence(np.ones(3), 1.0, 2.0), "mu=2"),
@@ -396,3 +398,30 @@ def test_what_cannot_be_is_refused(call, words):
 def test_kappa_1_with_the_rate_1_over_m_leaves_no_influence():
     with pytest.raises(ValueError, match="without influence"):
         optimal_multipliers(budget.rate_log_influence(np.ones(3), 1.0, 1.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "beta", "turn"),
+    [(0.99, 0.9, 230), (0.95, 0.9, 45), (0.9, 0.5, 7), (0.98, 0.5, 35), (0.999, 0.9, 2302)],
+)
+def test_the_momentum_schedule_turns_where_the_paper_says(gamma, beta, turn):
+    schedule = PrintedMomentum(gamma=gamma, beta=beta)
+    assert schedule.turn == turn
+    assert [gamma ** (t - 1) >= (1 - beta) / (1 - beta**t) for t in (turn, turn + 1)] == [
+        True,
+        False,
+    ]
+    noise = schedule.multipliers(1.0, schedule.log_influence(turn + 50))
+    assert (np.diff(noise[:turn]) > 0).all() and (np.diff(noise[turn:]) < 0).all()
+
+
+def test_printed_momentum_influence_is_the_theorems():
+    gamma, beta, steps = 0.9, 0.5, 20
+    turn = PrintedMomentum(gamma=gamma, beta=beta).turn
+    c1, c2 = 2 / (gamma * (gamma - beta**2)), gamma ** (2 * turn) / (gamma - beta**2)
+    expected = [
+        c1 * gamma ** (steps + t) if t <= turn else gamma ** (turn - 1) * c2 * gamma ** (steps - t)
+        for t in range(1, steps + 1)
+    ]
+    found = np.exp(PrintedMomentum(gamma=gamma, beta=beta).log_influence(steps))
+    assert found == pytest.approx(expected, rel=1e-12)

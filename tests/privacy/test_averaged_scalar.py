@@ -12,6 +12,7 @@ from hf_dpzero.privacy.mechanisms import AveragedScalarMechanism, ScalarMechanis
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
+from hf_dpzero.training.methods import ZerothOrderMethod
 
 UNIT = 2**30
 
@@ -105,6 +106,29 @@ def test_runs_release_clipped_means_of_groups_and_replay(settings, tmp_path):
     base = tiny_model()
     replay(base, trainer.trajectory)
     assert same(weights(base), weights(trainer.model))
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_passes_hold_examples_of_several_groups(size, tmp_path, monkeypatch):
+    """One forward pass needs no group of its own: as many microbatches as without groups."""
+    trainer = build(
+        tmp_path, clipping="averaged", clip=5.0, clip_groups=8, microbatch_size=size, max_steps=1
+    )
+    taken, take = [], ZerothOrderMethod.take
+    monkeypatch.setattr(
+        ZerothOrderMethod,
+        "take",
+        lambda self, batch, lr: taken.append(batch) or take(self, batch, lr),
+    )
+    trainer.train()
+    (batch,) = taken
+    count = sum(batch["examples"])
+    assert len(batch["groups"]) == count and batch["groups"] == sorted(batch["groups"])
+    passes = len(batch["microbatches"])
+    if trainer.shapes.keeps_order:
+        assert passes == -(-count // trainer.shapes.slots)
+    else:  # rows of one length stand together, so each group has passes of its own
+        assert passes >= len(set(batch["groups"]))
 
 
 def test_an_example_keeps_its_group_in_every_step(tmp_path):
