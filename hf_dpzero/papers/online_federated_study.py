@@ -115,8 +115,6 @@ class Study:
         (5, "over tau", 2.0),
         (10, "over tau", 2.0),
         (1, "exact", 16.0),
-        (1, "exact", 128.0),
-        (5, "exact", 128.0),
     )
 
     def points(self) -> list[Point]:
