@@ -198,24 +198,6 @@ class PrivacyPlan:
             changed["clip_count_noise"] = mechanism.clip_count_noise * ratio
         return replace(mechanism, **changed) if changed else self.mechanism
 
-    def check_steps(self) -> None:
-        """Refuses schedules that leave the range of a clip or a noise multiplier in some step.
-
-        Raises:
-          ValueError: says which step; nothing was spent yet.
-        """
-        for name, sizes in (
-            ("noise_schedule", self.multipliers),
-            ("clip_schedule", self._clip_factors),
-        ):
-            for step in (int(sizes.argmin()), int(sizes.argmax())):
-                try:
-                    self.mechanism_at(step)
-                except ValueError as error:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)}, step {step}: {error}"
-                    ) from None
-
     def _check_earlier(self) -> None:
         for plan, steps in self.after:
             if plan.after or not plan.private or not 1 <= steps <= plan.steps:

@@ -12,7 +12,7 @@ from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
 from hf_dpzero.reporting.extension import earlier_plans
 from hf_dpzero.training.correlation_settings import correlation_of
 from hf_dpzero.training.group_settings import groups_of
-from hf_dpzero.training.schedule_settings import factors_of, noise_schedule_of
+from hf_dpzero.training.schedule_settings import check_steps, factors_of, noise_schedule_of
 
 
 def plan_of(config: Any, num_examples: int, dimension: int | None = None) -> PrivacyPlan:
@@ -31,7 +31,7 @@ def plan_of(config: Any, num_examples: int, dimension: int | None = None) -> Pri
       ValueError: see `DPZeroConfig.plan`.
     """
     plan = _plan_of(config, num_examples, dimension)
-    plan.check_steps()
+    check_steps(plan)
     return plan
 
 

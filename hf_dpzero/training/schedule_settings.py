@@ -23,6 +23,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedule_gain import gain_against_uniform
 from hf_dpzero.privacy.schedules import (
     Factors,
@@ -111,6 +112,23 @@ def smoothing_of_steps(config: Any, steps: int) -> Callable[[int], float] | None
             "set smoothing to the largest value, and give factors of at most 1."
         )
     return sizes.__getitem__
+
+
+def check_steps(plan: PrivacyPlan) -> None:
+    """Refuses schedules that leave the range of a clip or a noise multiplier in some step.
+
+    Raises:
+      ValueError: says which step; nothing was spent yet.
+    """
+    sizes = {"noise_schedule": plan.multipliers}
+    if plan.clip_schedule is not None:
+        sizes["clip_schedule"] = plan.clip_schedule.factors(plan.steps)
+    for name, values in sizes.items():
+        for step in (int(values.argmin()), int(values.argmax())):
+            try:
+                plan.mechanism_at(step)
+            except ValueError as error:
+                raise ValueError(f"{name}={getattr(plan, name)}, step {step}: {error}") from None
 
 
 def judge_schedule(plan: Any, delta: float) -> None:
