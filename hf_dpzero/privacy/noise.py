@@ -70,6 +70,37 @@ class NoiseSource(ABC):
         _check(scale, size)
         return self._integers("laplace", float(scale), size, step)
 
+    def vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
+        """Indices j with P(j) proportional to exp(scores_j): draws of the exponential mechanism.
+
+        Args:
+          scores: finite float64 [d], d >= 1; adding a constant to all changes nothing.
+          size: number of independent draws; 0 gives [].
+          step: matters to insecure sources only.
+          part: tells apart the calls of a step; matters to insecure sources only.
+
+        Returns:
+          int64 [size], in 0 .. d - 1.
+
+        Raises:
+          ValueError: no scores, or one that is not finite.
+        """
+        scores = np.asarray(scores, dtype=np.float64)
+        if scores.ndim != 1 or not len(scores) or not np.isfinite(scores).all():
+            raise ValueError(
+                f"scores of shape {scores.shape} must be a vector of at least one finite number; bound "
+                "what is added to them."
+            )
+        if size < 0:
+            raise ValueError(f"size={size} is negative; ask for 0 or more draws.")
+        if len(scores) == 1 or size == 0:
+            return np.zeros(size, dtype=np.int64)
+        return self._vertices(scores, size, step, part)
+
+    @abstractmethod
+    def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
+        """Vertices, checked arguments."""
+
     @abstractmethod
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
         """Standard normal draws, each within 2^-46 of an exact one.
@@ -115,6 +146,11 @@ class SecureNoise(NoiseSource):
     ) -> list[int]:
         return list(_measurement(distribution, scale)([0] * size)) if size else []
 
+    def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
+        """Noisy maximum with exact Gumbel noise: OpenDP compares as many bits as a draw needs."""
+        measurement, values = _noisy_max(), scores.tolist()
+        return np.array([measurement(values) for _ in range(size)], dtype=np.int64)
+
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
         """As in the base class: a random sign, and the quantile of a uniform number in (0, 1/2)."""
         words = _random_words(size)
@@ -153,6 +189,11 @@ class InsecureSeededNoise(NoiseSource):
         draw = generator.standard_normal if distribution == "gaussian" else generator.laplace
         return [round(scale * z) for z in draw(size=size).tolist()]
 
+    def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
+        cumulative = np.cumsum(np.exp(scores - scores.max()))
+        uniform = self._generator(3, step, part).random(size) * cumulative[-1]
+        return np.minimum(np.searchsorted(cumulative, uniform, side="right"), len(scores) - 1)
+
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
         """As in the base class, but a function of (seed, step, part)."""
         return self._generator(2, step, part).standard_normal(size)
@@ -186,3 +227,14 @@ def _measurement(distribution: Distribution, scale: float) -> Any:
     if distribution == "gaussian":
         return dp.m.make_gaussian(domain, dp.l2_distance(T="f64"), scale=scale)
     return dp.m.make_laplace(domain, dp.l1_distance(T="f64"), scale=scale)
+
+
+@lru_cache(maxsize=1)
+def _noisy_max() -> Any:
+    """OpenDP's exponential mechanism (Gumbel noise of scale 1, compared exactly)."""
+    import opendp.prelude as dp
+
+    dp.enable_features("contrib")
+    domain = dp.vector_domain(dp.atom_domain(T="f64", nan=False))
+    distance, measure = dp.linf_distance(T="f64"), dp.zero_concentrated_divergence()
+    return dp.m.make_noisy_max(domain, distance, measure, scale=1.0)

@@ -6,6 +6,8 @@
 | dp-sgd, dp-adamw, sgd, adamw | `gradient.py` |
 | dpzero-averaged | `groups.py` |
 | dpzero-adaptive, dp-sgd-adaptive, dp-adamw-adaptive | `adaptive_clipping.py` |
+
+`vertex.py` stands apart: draws from the exponential mechanism, which no plan of a training run holds.
 """
 
 from __future__ import annotations
