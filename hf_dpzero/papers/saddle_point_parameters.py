@@ -2,7 +2,7 @@
 
 "corrected" takes the largest step size that the plan's own accounting allows. "paper" takes the step
 size that the paper's propositions allow, whatever it really costs: print `plan.epsilon(delta)` beside
-it. The number of steps and vertices are the theorems' in both: T = max(1, floor(.)), K = max(1, ceil(.)),
+it. Steps and vertices are the theorems' in both: T = max(1, floor(.)), K = max(1, ceil(.)) and
 q = max(1, floor(.)); where it says only "of the order of", the constant is 1.
 """
 
@@ -20,7 +20,6 @@ from hf_dpzero.papers.saddle_point_plans import (
     MirrorDescentPlan,
     draw_levels,
 )
-from hf_dpzero.privacy.mechanisms.vertex import zcdp_rho
 
 Calibration = Literal["corrected", "paper"]
 CALIBRATIONS: tuple[Calibration, ...] = ("corrected", "paper")
@@ -153,11 +152,10 @@ def bias_reduced_descent(
 ) -> BiasReducedPlan:
     """Algorithm 3 with the parameters of Theorem 4.3.
 
-    The paper's constants follow from its bounds (scores move by 4.5 tau alpha L0, 6 U draws, advanced
-    composition). "corrected" repeats the calculation with its own: an example moves scores by at most
-    10 tau alpha L0, alpha = 2 U / n, and zCDP rho: 6 U (20 tau alpha L0)^2 / 8 <= rho with tau =
-    sqrt(ell / (G^2 U)) is U = n G sqrt(rho / (1200 ell)) / L0. Then alpha is the smallest with which the
-    levels that were drawn find enough examples, and tau is lowered where the exact account asks for it.
+    The paper's U and alpha follow from its bounds (scores move by 4.5 tau alpha L0, 6 U draws, advanced
+    composition). "corrected" starts at the same U, takes the smallest alpha with which the levels find
+    enough examples, and raises U by tenths while the exact account of the theorem's step size keeps to
+    epsilon; where it does not to begin with, tau is lowered.
 
     Args:
       problem: second-order smooth.
@@ -165,41 +163,51 @@ def bias_reduced_descent(
       calibration: of U, alpha and tau.
 
     Returns:
-      The plan; M = floor(log2 sqrt U).
+      The plan; M = floor(log2 sqrt U), tau = sqrt(ell / U) / G or less.
 
     Raises:
       ValueError: U < 4, too little data for its privacy; or what `Problem.check_paper` refuses.
     """
-    n, ell, l0 = problem.num_examples, problem.log_dimension, problem.lipschitz
-    size = math.sqrt(l0**2 + problem.second_order**2 + ell * problem.smoothness**2)
+    n, ell, log = problem.num_examples, problem.log_dimension, problem.log_delta
+    size, l0 = _gradient_size(problem), problem.lipschitz
+    wanted = n * problem.epsilon * size / (l0 * math.sqrt(4 * 48 * 81 * ell * log))
+    budget = min(wanted, n / 2)
     if calibration == "paper":
         problem.check_paper()
-        budget = (
-            n * problem.epsilon * size / (l0 * math.sqrt(4 * 48 * 81 * ell * problem.log_delta))
-        )
-    else:
-        rho = zcdp_rho(problem.epsilon, problem.delta)
-        budget = n * size * math.sqrt(rho / (1200 * ell)) / l0
-    budget = min(budget, n / 2)
+        move = (math.sqrt(ell / budget) / size * l0) ** 2
+        alpha = (2 * problem.epsilon**2 / (48 * 81 * log * move * n)) ** (1 / 3)
+        return _bias_reduced(problem, budget, generator, alpha)
+    plan = _bias_reduced(problem, budget, generator)
+    while budget < n / 2:
+        budget = min(1.1 * budget, n / 2)
+        larger = _bias_reduced(problem, budget, generator)
+        if larger.epsilon(problem.delta) > problem.epsilon:
+            break
+        plan = larger
+    return plan.calibrated(problem.epsilon, problem.delta)
+
+
+def _gradient_size(problem: Problem) -> float:
+    """G = sqrt(L0^2 + L2^2 + ell L1^2)."""
+    squares = problem.lipschitz**2 + problem.second_order**2
+    return math.sqrt(squares + problem.log_dimension * problem.smoothness**2)
+
+
+def _bias_reduced(
+    problem: Problem, budget: float, generator: np.random.Generator, alpha: float | None = None
+) -> BiasReducedPlan:
+    """The plan of U and alpha; by default the smallest alpha that n allows."""
     max_level = max(0, math.floor(math.log2(max(budget, 1.0)) / 2))
     levels = draw_levels(budget, max_level, generator)
-    step_size = math.sqrt(ell / budget) / size
-    alpha = (
-        (2 * problem.epsilon**2 / (48 * 81 * problem.log_delta * (step_size * l0) ** 2 * n))
-        ** (1 / 3)
-        if calibration == "paper"
-        else _smallest_factor(levels, n)
-    )
-    plan = BiasReducedPlan(
-        num_examples=n,
+    return BiasReducedPlan(
+        num_examples=problem.num_examples,
         dimensions=problem.dimensions,
-        lipschitz=l0,
-        step_size=step_size,
+        lipschitz=problem.lipschitz,
+        step_size=math.sqrt(problem.log_dimension / budget) / _gradient_size(problem),
         levels=levels,
         max_level=max_level,
-        batch_factor=alpha,
+        batch_factor=alpha or _smallest_factor(levels, problem.num_examples),
     )
-    return plan if calibration == "paper" else plan.calibrated(problem.epsilon, problem.delta)
 
 
 def _smallest_factor(levels: tuple[int, ...], num_examples: int) -> float:

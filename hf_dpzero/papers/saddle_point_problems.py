@@ -140,14 +140,10 @@ class LeastSquares:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self.dimensions = (self.dimension, 1)
         self.best = np.zeros(self.dimension)
         self.best[:3] = (0.5, 0.3, 0.2)
         self._generator = np.random.default_rng([self.seed, 4])
-
-    @property
-    def dimensions(self) -> tuple[int, int]:
-        """(d, 1)."""
-        return (self.dimension, 1)
 
     def gradients(self, x: Array, y: Array, examples: NDArray[np.int64]) -> tuple[Array, Array]:
         """(<a, x> - b) a and zeros, [b, d] and [b, 1]."""

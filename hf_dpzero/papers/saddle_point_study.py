@@ -1,7 +1,7 @@
-"""Measurements on the saddle point paper: gaps against n and dimension, Algorithms 3 and 4, synthetic data.
+"""Measurements on the saddle point paper: gaps against n and dimension, DP-SCO, synthetic data.
 
-The runs draw from seeded generators, so that they can be repeated: nothing here is a private release. The
-epsilons are those that the same plans have with secure draws.
+The runs draw from seeded generators, so that they can be repeated: nothing here is a private release.
+The epsilons are those that the same plans have with secure draws.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Study:
     dimensions: tuple[int, ...] = (10, 30, 100, 300, 1000)
     fixed_size: int = 100_000
     smooth_sizes: tuple[int, ...] = (10_000, 100_000, 1_000_000)
-    regression_sizes: tuple[int, ...] = (100_000, 1_000_000, 4_000_000)
+    regression_sizes: tuple[int, ...] = (100_000, 1_000_000)
     query_sizes: tuple[int, ...] = (1_000, 5_000, 20_000, 100_000)
     texts: str = ""
 
@@ -207,7 +207,9 @@ class Point:
 
     def _answers(self, drawn: Callable[[int], Any], num_cells: int) -> Row:
         """Largest error over the queries on the sample, for each seed."""
-        values, uniform, facts = [], [], {}
+        values: list[float] = []
+        uniform: list[float] = []
+        facts: Row = {}
         for seed in self.study.seeds:
             queries, cells = drawn(seed)
             shares = synthetic_data.histogram(cells, num_cells)

@@ -50,8 +50,8 @@ class Table:
           The table of the others.
         """
         keep = [i for i, name in enumerate(self.names) if name not in names]
-        kept = (tuple(values[i] for i in keep) for values in (self.names, self.sizes))
-        return Table(*kept, self.rows[:, keep])  # type: ignore[arg-type]
+        kept = tuple(self.names[i] for i in keep)
+        return Table(kept, tuple(self.sizes[i] for i in keep), self.rows[:, keep])
 
     def marginals(self) -> NDArray[np.float64]:
         """The indicators of all pairs of categories of two attributes, [m, |Z|], values 0 and 1."""
@@ -72,8 +72,8 @@ def text_table(folder: Path) -> Table:
     """The table of a folder's train.jsonl: label, lengths, some words, first letter.
 
     Args:
-      folder: holds train.jsonl, each line an object with an integer label and a sentence or text. The set
-        of labels counts as public.
+      folder: holds train.jsonl, each line an object with an integer label and a sentence or text. The
+        set of labels counts as public.
 
     Returns:
       A row for each line.
