@@ -23,7 +23,7 @@ from hf_dpzero.papers.study_rows import read_rows
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="up to 100,000 examples, two seeds")
-    parser.add_argument("--seeds", type=int, help="repetitions (default 5; quick 2)")
+    parser.add_argument("--seeds", type=int, help="repetitions (default 3; quick 2)")
     parser.add_argument("--texts", default="", help="folder with a train.jsonl of labelled texts")
     parser.add_argument("--output_dir", type=Path, required=True)
     arguments = parser.parse_args()
