@@ -122,13 +122,14 @@ def plot(rows: Sequence[Row], parts: Sequence[str], path: Path) -> Path:
     FigureCanvasAgg(figure)
     for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
         mine = [row for row in rows if row["part"] == part and "values" in row]
-        _draw(axes, mine)
-        axes.set(xscale="log", yscale="log", xlabel="d" if part == "dimension" else "n")
+        axes.set_xlabel("d" if part == "dimension" else "n")
         title, _, label = PARTS[part].partition(": ")
         axes.set_title(title, fontsize=9)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
         if mine:
+            _draw(axes, mine)
+            axes.set(xscale="log", yscale="log")
             axes.legend(fontsize=7)
     figure.savefig(path, dpi=90)
     return path

@@ -666,6 +666,8 @@ def test_gaps_are_zero_at_saddle_points_and_positive_elsewhere():
 SEEDS = (0, 103, 121)
 """Matrices with which uniform play has the gap .409, as in the figures that are checked."""
 
+# The quick ones tell the two step sizes apart: their figures are .12 and .15 from each other.
+
 
 def mean_gap(num_examples, tau, seeds, dimension=50):
     """Of the bilinear game at epsilon = 1."""
@@ -678,7 +680,7 @@ def mean_gap(num_examples, tau, seeds, dimension=50):
     gaps = []
     for seed in seeds:
         game = Bilinear(num_examples, shape, seed)
-        assert game.gap(*np.full((2, dimension), 1 / dimension)) == pytest.approx(0.409, abs=4e-3)
+        assert game.gap(*np.full((2, dimension), 1 / dimension)) == pytest.approx(0.409, abs=1e-3)
         found = solve(game, plan, InsecureSeededNoise(seed))
         gaps.append(game.gap(found.x, found.y))
     return np.mean(gaps)
@@ -709,8 +711,10 @@ def closed_tau(plan):
     ],
 )
 def test_gaps_of_bilinear_games_are_the_known_ones(num_examples, tau, expected):
-    found = mean_gap(num_examples, tau, SEEDS if num_examples < 100_000 else SEEDS[:2])
-    assert found == pytest.approx(expected, abs=0.03, rel=0.1)
+    """One run has a deviation of .036 up to 30,000 examples (.015 with the larger step), less beyond."""
+    small = num_examples < 100_000
+    found = mean_gap(num_examples, tau, SEEDS if small else SEEDS[:2])
+    assert found == pytest.approx(expected, abs=3 * 0.036 / math.sqrt(3) if small else 0.03)
 
 
 @pytest.mark.slow
