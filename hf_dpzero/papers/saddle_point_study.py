@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hf_dpzero.papers import synthetic_data
+from hf_dpzero.papers.heavy_tails import generator_of
 from hf_dpzero.papers.saddle_point import solve
 from hf_dpzero.papers.saddle_point_parameters import (
     Calibration,
@@ -150,7 +151,7 @@ class Point:
             self.size, shape, lipschitz=example.lipschitz, smoothness=4.0, second_order=6.0
         )
         if self.method.startswith("bias-reduced"):
-            levels = np.random.default_rng([self.size, 9])
+            levels = generator_of(self.size, 9)
             try:
                 plan: Plan = bias_reduced_descent(problem, levels, calibration)  # type: ignore[arg-type]
             except ValueError as error:
@@ -192,7 +193,7 @@ class Point:
 
     def _random_queries(self) -> Row:
         def drawn(seed: int) -> tuple[np.ndarray, np.ndarray]:
-            draw = np.random.default_rng([seed, 5])
+            draw = generator_of(seed, 5)
             queries = draw.choice([-1.0, 1.0], (100, 128))
             return queries, draw.choice(128, self.size, p=draw.dirichlet(np.full(128, 0.1)))
 

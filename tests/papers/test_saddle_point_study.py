@@ -23,7 +23,7 @@ SMALL = Study(
     dimension=4,
     dimensions=(3,),
     fixed_size=300,
-    smooth_sizes=(300, 3000),
+    smooth_sizes=(300, 4000),
     regression_sizes=(300,),
     query_sizes=(50, 100),
 )
@@ -76,7 +76,10 @@ def test_tables_and_plots_are_written(rows):
     assert json.loads((folder / "table.json").read_text()) == found
     for name in (report.GAP_PLOT, report.QUERY_PLOT):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
-    report.write(study, found[:1], folder)
+
+
+def test_a_plot_of_nothing_yet_is_empty(tmp_path):
+    assert report.plot([], ("n",), tmp_path / "empty.png").is_file()
 
 
 def test_the_exponent_is_that_of_a_power():
@@ -107,6 +110,7 @@ def script(folder, monkeypatch, *words):
 def test_an_interrupted_command_keeps_its_rows_and_continues(tmp_path, monkeypatch, capsys):
     small = dataclasses.replace(SMALL, smooth_sizes=(), regression_sizes=(), query_sizes=())
     monkeypatch.setattr(study_module, "QUICK", small)
+    monkeypatch.setattr(report, "plot", lambda *_: None)
     whole, left = study_module.Point.row, [3]
 
     def interrupted(point):

@@ -106,7 +106,7 @@ def test_epsilon_is_never_below_the_loss_of_its_draws(step_y):
     for delta in (1e-2, 1e-5):
         exact = exact_epsilon(ratios, delta)
         assert exact <= plan.epsilon(delta)
-        if exact > 0.1:
+        if exact > 0.1 and step_y < 1:  # beyond, this pair loses half of what others may
             assert plan.epsilon(delta) < 2 * exact  # few draws: zCDP is loose
 
 
@@ -147,7 +147,12 @@ def errors(num_examples, calibration, seeds=range(3)):
 
 @pytest.mark.parametrize(
     ("num_examples", "paper", "corrected"),
-    [(1000, 0.559, 0.546), (5000, 0.557, 0.466), (20_000, 0.421, 0.249), (100_000, 0.229, 0.107)],
+    [
+        (1000, 0.559, 0.546),
+        (5000, 0.557, 0.466),
+        (20_000, 0.421, 0.249),
+        pytest.param(100_000, 0.229, 0.107, marks=pytest.mark.slow),
+    ],
 )
 def test_errors_of_random_queries_are_the_known_ones(num_examples, paper, corrected):
     """Relative to the uniform distribution, .543 there. The larger tau_y here is ahead of theirs."""
