@@ -31,6 +31,9 @@ from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
 Array = NDArray[np.float64]
 Pair = tuple[Array, Array]
 
+GRADIENT_GRID = 2.0**-30
+"""Of an example's gradient, over L0: sums of 2^22 examples are exact in double precision."""
+
 
 class Oracle(Protocol):
     """First-order access to f; what a user supplies.
@@ -220,7 +223,8 @@ def batch_gradient(
 ) -> Pair:
     """Means over a batch of the examples' clipped gradients.
 
-    Guarantee: replacing one of b examples moves each coordinate by at most 2 L0 / b.
+    Guarantee: replacing one of b examples moves each coordinate by at most 2 L0 / b. Each example's
+    gradient is rounded to multiples of L0 2^-30 and the sum is exact, so the others' parts cancel.
 
     Args:
       plan: has L0 and the dimensions.
@@ -241,7 +245,9 @@ def batch_gradient(
                 f"gradients of shape {rows.shape} for {len(examples)} examples and {d} vertices: "
                 "return one row for each example, not their mean."
             )
-        means.append(clip_coordinates(rows, plan.lipschitz).sum(axis=0) / len(examples))
+        unit = plan.lipschitz * GRADIENT_GRID
+        total = np.rint(clip_coordinates(rows, plan.lipschitz) / unit).sum(axis=0)
+        means.append(total * unit / len(examples))
     return means[0], means[1]
 
 

@@ -31,6 +31,9 @@ from hf_dpzero.privacy.mechanisms.vertex import (
     zcdp_rho,
 )
 
+MAX_BATCH = 1 << 22
+"""Largest batch; see `saddle_point.batch_gradient`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(ABC):
@@ -62,6 +65,11 @@ class Plan(ABC):
             raise ValueError(
                 f"{len(sizes)} steps ask for {sum(sizes)} fresh examples of num_examples="
                 f"{self.num_examples}: each is used once; take fewer steps."
+            )
+        if max(sizes) > MAX_BATCH:
+            raise ValueError(
+                f"a batch of {max(sizes)} examples is more than {MAX_BATCH}, whose gradients are still "
+                "summed exactly; take more steps."
             )
 
     @property

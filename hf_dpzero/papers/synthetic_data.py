@@ -31,6 +31,10 @@ from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
 Array = NDArray[np.float64]
 
 
+MAX_SIZE = 1 << 32
+"""n |Z|: an answer is off by |Z| 2^-53 at most, which is within 2^-21 of its sensitivity 2 / n."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SyntheticPlan:
     """Algorithm 5 and what its privacy depends on.
@@ -62,6 +66,12 @@ class SyntheticPlan:
         for name in ("step_x", "step_y"):
             if not (math.isfinite(value := getattr(self, name)) and value >= 0):
                 raise ValueError(f"{name}={value} must be finite and >= 0.")
+
+        if self.num_examples * self.num_cells > MAX_SIZE:
+            raise ValueError(
+                f"{self.num_examples} examples on {self.num_cells} cells: the answers' rounding is "
+                f"accounted for up to n |Z| = {MAX_SIZE}; merge cells."
+            )
 
     def draws(self) -> list[tuple[VertexDraw, int]]:
         """One draw a step; the first is from scores without data."""

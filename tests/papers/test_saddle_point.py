@@ -534,6 +534,22 @@ def test_gradients_are_clipped_by_coordinates_and_what_is_not_finite_counts_as_z
     assert np.isfinite(found.x).all() and np.isfinite(found.y).all()
 
 
+def test_what_neighbours_share_cancels_exactly():
+    """Half a million rows, one of them replaced: the means differ by the change over b, to 2^-30."""
+    size, draw = 500_000, np.random.default_rng(0)
+    plan = dataclasses.replace(BASE, num_examples=size, steps=1)
+    rows = draw.uniform(-1, 1, (size, 4))
+
+    def mean(first):
+        given = np.concatenate([[np.full(4, first)], rows[1:]])
+        oracle = Fixed(size, (3, 4), lambda x, y, examples: (given[:, :3], given))
+        return saddle_point.batch_gradient(plan, oracle, np.ones(3), np.ones(4), np.arange(size))[1]
+
+    change = (mean(1.0) - mean(-1.0)) * size / 2
+    assert np.abs(change - 1).max() < 1e-9  # plain sums are off by more, and by the order
+    assert np.abs(mean(0.0) - rows[1:].sum(axis=0) / size).max() < 2.0**-30
+
+
 def test_a_solution_shows_vertices_and_nothing_of_the_iterates():
     found = solve(Fixed(30, (3, 4)), BASE)
     assert {name for name in dir(found) if not name.startswith("_")} == {
@@ -570,6 +586,7 @@ def test_impossible_settings_are_refused():
     for make, message in (
         (lambda: change(BASE, steps=31), "take fewer steps"),
         (lambda: change(BASE, steps=0), "steps=0"),
+        (lambda: change(BASE, num_examples=1 << 23, steps=1), "take more steps"),
         (lambda: change(BASE, vertices=0), "vertices=0"),
         (lambda: change(BASE, vertices=0.5), "vertices=0.5"),
         (lambda: change(BASE, dimensions=(0, 4)), "dimensions"),

@@ -258,6 +258,7 @@ def test_impossible_data_are_refused():
         (lambda: change(PLAN, num_cells=2), "num_cells=2"),
         (lambda: change(PLAN, num_queries=1), "num_queries=1"),
         (lambda: change(PLAN, steps=0), "steps=0"),
+        (lambda: change(PLAN, num_examples=1 << 30), "merge cells"),
         (lambda: change(PLAN, num_examples=0), "num_examples=0"),
         (lambda: change(PLAN, step_y=-1.0), "step_y=-1.0"),
         (lambda: change(PLAN, step_x=math.inf), "step_x=inf"),
