@@ -199,6 +199,17 @@ BUGS = (
         "tests/training/test_distributed.py::test_one_process_equals_two_bit_for_bit",
         "[self.rank :: self.world_size]",
         "[0 :: self.world_size]"),
+    Bug("vertex_range_of_one_score",
+        "A vertex draw is accounted with the move of one score and not with the range of all moves.",
+        "hf_dpzero/privacy/mechanisms/vertex.py", "tests/privacy/test_vertex.py",
+        "(1 if self.one_sided else 2)",
+        "(1 if self.one_sided else 1)"),
+    Bug("vertices_of_one_player",
+        "Only the vertices of one player are counted, as in the paper on saddle points.",
+        "hf_dpzero/papers/saddle_point_plans.py",
+        "tests/papers/test_saddle_point.py::test_vertices_after_a_batch_are_counted_for_both_players",
+        "each = self.players * (self.vertices + 1)",
+        "each = self.vertices + 1"),
 )
 # fmt: on
 

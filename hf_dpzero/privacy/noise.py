@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,6 +104,19 @@ class NoiseSource(ABC):
             return np.zeros(size, dtype=np.int64)
         return self._vertices(scores, size, step, part)
 
+    def uniform(self, below: int, size: int, step: int) -> np.ndarray:
+        """Uniform integers in 0 .. below - 1.
+
+        Args:
+          below: >= 1.
+          size: number of independent draws.
+          step: matters to insecure sources only.
+
+        Returns:
+          int64 [size].
+        """
+        raise ValueError(f"the noise source {self.name!r} draws no integers: use SecureNoise.")
+
     def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
         """Vertices, checked arguments; sources of noise alone have none."""
         raise ValueError(f"the noise source {self.name!r} draws no vertices: use SecureNoise.")
@@ -156,6 +170,10 @@ class SecureNoise(NoiseSource):
     ) -> list[int]:
         return list(_measurement(distribution, scale)([0] * size)) if size else []
 
+    def uniform(self, below: int, size: int, step: int) -> np.ndarray:
+        """As in the base class, without bias."""
+        return np.array([secrets.randbelow(below) for _ in range(size)], dtype=np.int64)
+
     def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
         """Noisy maximum with exact Gumbel noise: OpenDP compares as many bits as a draw needs."""
         measurement, values = _noisy_max(), scores.tolist()
@@ -189,6 +207,10 @@ class InsecureSeededNoise(NoiseSource):
         generator = self._generator(0 if distribution == "gaussian" else 1, step)
         draw = generator.standard_normal if distribution == "gaussian" else generator.laplace
         return [round(scale * z) for z in draw(size=size).tolist()]
+
+    def uniform(self, below: int, size: int, step: int) -> np.ndarray:
+        """As in the base class, but a function of (seed, step)."""
+        return self._generator(4, step).integers(below, size=size)
 
     def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
         cumulative = np.cumsum(np.exp(scores - scores.max()))

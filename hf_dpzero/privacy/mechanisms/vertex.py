@@ -211,7 +211,22 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
     return low
 
 
-class HiddenScores:
+class _Hidden:
+    """Neither copied nor stored."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError("hidden scores are secret: they are neither copied nor stored.")
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("hidden scores are secret: they are neither copied nor stored.")
+
+    def __deepcopy__(self, _memo: object) -> NoReturn:
+        raise TypeError("hidden scores are secret: they are neither copied nor stored.")
+
+
+class HiddenScores(_Hidden):
     """Log-weights of vertices that follow private data: can be added to and drawn from, not read.
 
     Guarantee: with increments that one example moves by at most Delta each coordinate (given the draws),
@@ -274,16 +289,58 @@ class HiddenScores:
         Returns:
           Indices.
         """
-        return noise.vertices(self._levels * self._grid, count, step, part)
+        return noise.vertices(self._values(), count, step, part)
 
     def __repr__(self) -> str:
         return f"HiddenScores(dimension={len(self._levels)})"
 
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        raise TypeError("hidden scores are secret: they are neither copied nor stored.")
+    def _values(self) -> NDArray[np.float64]:
+        return self._levels * self._grid
 
-    def __copy__(self) -> NoReturn:
-        raise TypeError("hidden scores are secret: they are neither copied nor stored.")
 
-    def __deepcopy__(self, _memo: object) -> NoReturn:
-        raise TypeError("hidden scores are secret: they are neither copied nor stored.")
+class HiddenAverage(_Hidden):
+    """The average over time of the softmaxes of hidden scores; hidden itself.
+
+    Guarantee: if one example moves the scores by the same vector, at most Delta in each coordinate, from
+    some time on and not before (given the draws), a draw is a
+    `VertexDraw(sensitivity=Delta, averaged=True)`. The times before count as a vector of zeros, whose
+    ratio 1 lies in the same interval.
+
+    A draw takes a time at random and then a vertex of it, so it is as exact as one from `HiddenScores`.
+    Memory: d numbers a time.
+    """
+
+    __slots__ = ("_times",)
+
+    def __init__(self) -> None:
+        self._times: list[NDArray[np.float64]] = []
+
+    def add_(self, scores: HiddenScores) -> None:
+        """Adds the present softmax of `scores` with the weight of one time."""
+        self._times.append(scores._values())
+
+    def draw(self, count: int, noise: NoiseSource, step: int) -> NDArray[np.int64]:
+        """Independent vertices of the average, int64 [count].
+
+        Args:
+          count: how many.
+          noise: the source.
+          step: matters to insecure sources only.
+
+        Returns:
+          Indices.
+
+        Raises:
+          ValueError: nothing was added yet.
+        """
+        if not self._times:
+            raise ValueError("no scores were added: the average of nothing has no vertices.")
+        times = noise.uniform(len(self._times), count, step)
+        drawn = np.zeros(count, dtype=np.int64)
+        for part, time in enumerate(np.unique(times).tolist(), start=1):
+            at = np.flatnonzero(times == time)
+            drawn[at] = noise.vertices(self._times[time], len(at), step, part)
+        return drawn
+
+    def __repr__(self) -> str:
+        return f"HiddenAverage(times={len(self._times)})"
