@@ -61,10 +61,10 @@ Step t releases g round((m_t + s n_t) / g), n = C^{-1} Z, on the grid of s, the 
 real numbers that is post-processing of m + s C^{-1} Z, one Gaussian mechanism on C m. What runs differs
 by the floating-point error of m_t / g + n_t s / g alone:
 
-1. A row of C^{-1} has n numbers of sum w (in absolute value). Within 16 deviations of every draw the
-   error of n_t is at most w 2^-46 for the draws, and w 16 (4 ceil(sqrt n) + 4) 2^-53 for a sum in
-   groups; the grid adds two roundings as above. In units of g, which is more than 2^-9 s, that is
-   e = w (2^-37 + (4 ceil(sqrt n) + 6) 2^-40).
+1. A row of C^{-1} has a sum w of absolute values. Within 16 deviations of every draw the error of n_t is
+   at most w 2^-46 for the draws, and 16 f 2^-53 for the sum, f of `matrices.summation_error`; the grid
+   adds two roundings as above. In units of g, which is more than 2^-9 s, that is at most
+   e = w (2^-37 + 2 * 2^-40) + 1.01 f 2^-40.
 2. Take one coordinate, and any sequence of R cells. The computed cells are these only if n lies in the
    box of the cells after widening it by a = 2e about its centre, and whenever n lies in the box
    after narrowing it by a. Widening multiplies the volume by (1 + a)^R <= e^(aR), and moves the density
@@ -157,7 +157,7 @@ def dense_slack(draws: int, epsilon: float, delta: float) -> float:
 
 
 def correlated_draws(
-    dimension: int, steps: int, block: int, terms: int, row: float, sensitivity: float
+    dimension: int, steps: int, block: int, rounding: float, row: float, sensitivity: float
 ) -> int:
     """Independent noised coordinates whose slack covers a run with noise correlated over steps.
 
@@ -167,7 +167,7 @@ def correlated_draws(
       dimension: d, coordinates of a step.
       steps: of the run.
       block: R, steps after which noise begins anew; 1 is independent noise.
-      terms: n, most draws behind one step's noise.
+      rounding: f, largest `summation_error` of a row of C^{-1}.
       row: w, largest sum of absolute values in a row of C^{-1}.
       sensitivity: S, largest column norm of C.
 
@@ -176,7 +176,7 @@ def correlated_draws(
     """
     if block == 1:
         return dimension * steps
-    error = row * (2.0**-37 + (4 * math.ceil(math.sqrt(terms)) + 6) * 2.0**-40)
+    error = row * (2.0**-37 + 2.0**-39) + 1.01 * rounding * 2.0**-40
     density = 16 * sensitivity + 2.0**-9 * block * sensitivity**2
     ratio = 1.01 * block * 2 * error * (1 + 2.0**-9 * density)
     blocks = math.ceil(steps / block)

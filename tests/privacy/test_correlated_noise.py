@@ -385,7 +385,7 @@ def test_the_error_of_a_sum_is_below_what_the_proof_takes():
                 Fraction(float(w)) * Fraction(float(z[i]))
                 for w, z in zip(row.weights, draws, strict=True)
             )
-            bound = 2 * 16 * (4 * math.ceil(math.sqrt(len(draws))) + 4) * 2.0**-53
+            bound = 16 * factorization.rounding * 2.0**-53
             assert abs(found[i] - float(sum(terms))) <= bound
 
 
@@ -401,12 +401,12 @@ class _Large(SecureNoise):
 
 
 def test_the_slack_of_correlated_vectors():
-    assert correlated_draws(1000, 50, 1, 1, 1.0, 1.0) == 50_000
-    error = 2.0 * (2.0**-37 + (4 * 6 + 6) * 2.0**-40)
+    assert correlated_draws(1000, 50, 1, 0.0, 1.0, 1.0) == 50_000
+    error = 2.0 * (2.0**-37 + 2 * 2.0**-40) + 1.01 * 12.0 * 2.0**-40
     ratio = 1.01 * 100 * 2 * error * (1 + 2.0**-9 * (16 * 1.5 + 2.0**-9 * 100 * 1.5**2))
-    draws = correlated_draws(1000, 100, 100, 32, 2.0, 1.5)
+    draws = correlated_draws(1000, 100, 100, 12.0, 2.0, 1.5)
     assert draws == pytest.approx(1000 * (ratio / DENSE_LOG_RATIO) ** 2, rel=2e-3)
-    blocks = correlated_draws(1000, 400, 100, 32, 2.0, 1.5)
+    blocks = correlated_draws(1000, 400, 100, 12.0, 2.0, 1.5)
     assert blocks == pytest.approx(4 * draws, rel=1e-6)
     # the deviation that d mechanisms of that ratio add up to, as `dense_slack` has it for the draws
     epsilon, delta = 4.0, 1e-6

@@ -153,8 +153,8 @@ def fixed_batches_part(plan: PrivacyPlan, step: StepSpec) -> StepSpec:
     draws = correlated_draws(
         step.dense_draws or step.num_directions,
         plan.steps,
-        1 if factorization.most_terms == 1 else plan.correlation.restart or plan.steps,
-        factorization.most_terms,
+        1 if factorization.lookback == 1 else plan.correlation.restart or plan.steps,
+        factorization.rounding,
         factorization.largest_row(),
         factorization.sensitivity,
     )

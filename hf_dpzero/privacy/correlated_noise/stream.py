@@ -7,18 +7,20 @@ draws that its earlier steps used. The key is as secret as the noise: whoever ha
 from __future__ import annotations
 
 import hashlib
-import math
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
-from hf_dpzero.privacy.correlated_noise.factorization import Factorization
+from hf_dpzero.privacy.correlated_noise.matrices import Factorization, groups_of
 from hf_dpzero.privacy.noise import Distribution, NoiseSource, normal_quantiles
 
 KEY_BYTES = 32
+BLOCK = 1 << 14
+"""Coordinates whose sums are made at a time."""
 CACHE_BYTES = 1 << 30
 """Memory that base draws may take; those that do not fit are made again at every step."""
 
@@ -122,26 +124,27 @@ class CorrelatedNoise(NoiseSource):
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
         """Row `step` of C^{-1} Z, float64 [size]; the same for the same arguments.
 
-        Error: each draw is within 2^-46 of an exactly normal one, and sums are in float64, over groups
-        of about the root of their number (`discretization.correlated_draws` counts that in).
+        Error: each draw is within 2^-46 of an exactly normal one, and sums are in float64, over the
+        groups of `matrices.groups_of` (`discretization.correlated_draws` counts that in).
         """
-        row = self.factorization.noise_row(step)
+        row, needed = self.factorization.noise_row(step), self.factorization.kept(step)
         draws = self._parts.get(part)
         if draws is None or draws.size != size:
             draws = self._parts[part] = _Draws(self.held, size)
-        older = dict(zip(row.draws[:-1].tolist(), row.weights[:-1].tolist(), strict=True))
-        fresh = self.base.normals(size, step, part)
-        total = row.weights[-1] * fresh + draws.weighted(older)
-        missing = sorted(older.keys() - draws.slots.keys())
-        group = math.isqrt(len(missing)) + 1
-        for first in range(0, len(missing), group):
-            partial = np.zeros(size)
-            for draw in missing[first : first + group]:
-                again = self.base.normals(size, draw, part)
-                partial += older[draw] * again
-                draws.put(draw, again)
-            total += partial
-        needed = self.factorization.kept(step)
+
+        def drawn(draw: int) -> np.ndarray:
+            return self.base.normals(size, draw, part)
+
+        *older, newest = groups_of(len(row.draws))
+        groups = [(row.draws[group].tolist(), row.weights[group]) for group in older]
+        if all(draw in draws.slots for some, _ in groups for draw in some):
+            total = draws.held_sum(groups)
+        else:
+            total = np.zeros(size)
+            for some, weights in groups:
+                total += draws.weighted(some, weights, drawn)
+        fresh = drawn(step)
+        total += row.weights[newest] * fresh
         draws.keep(needed)
         if step in needed:
             draws.put(step, fresh)
@@ -154,36 +157,77 @@ class CorrelatedNoise(NoiseSource):
 
 
 class _Draws:
-    """Base draws of one part of the coordinates that later rows need: rows of a matrix."""
+    """Base draws of one part of the coordinates that later rows need: rows of a matrix.
+
+    Neighbouring draws lie in neighbouring rows where they can, so that they are multiplied at once.
+    """
 
     def __init__(self, capacity: int, size: int) -> None:
         self.size = size
         self.matrix = np.zeros((capacity, size))
         self.slots: dict[int, int] = {}
-        self.free = list(range(capacity))
+        self.taken: dict[int, int] = {}
 
-    def weighted(self, weights: Mapping[int, float]) -> np.ndarray:
-        """sum_i weights[i] Z[i] over the draws that are held, in groups of rows."""
-        column = np.zeros(len(self.matrix))
-        for draw in weights.keys() & self.slots.keys():
-            column[self.slots[draw]] = weights[draw]
+    def held_sum(self, groups: Sequence[tuple[list[int], np.ndarray]]) -> np.ndarray:
+        """Sum of the groups' sums, in order, of draws that are all held.
+
+        Args:
+          groups: (draws, weights float64 [m]) each.
+
+        Returns:
+          float64 [size].
+        """
         total = np.zeros(self.size)
-        group = math.isqrt(len(column)) + 1
-        for first in range(0, len(column), group):
-            if column[first : first + group].any():
-                total += column[first : first + group] @ self.matrix[first : first + group]
+        runs = [self._runs(draws, weights) for draws, weights in groups]
+        for start in range(0, self.size, BLOCK):  # sums stay in the cache
+            block = slice(start, start + BLOCK)
+            for pieces in runs:
+                total[block] += sum(weights @ self.matrix[rows, block] for rows, weights in pieces)
+        return total
+
+    def _runs(self, draws: list[int], weights: np.ndarray) -> list[tuple[slice, np.ndarray]]:
+        """Neighbouring rows and their weights."""
+        slots = np.array([self.slots[draw] for draw in draws])
+        cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+        return [
+            (slice(int(slots[a]), int(slots[a]) + b - a), weights[a:b])
+            for a, b in itertools.pairwise(cuts)
+        ]
+
+    def weighted(
+        self, draws: list[int], weights: np.ndarray, drawn: Callable[[int], np.ndarray]
+    ) -> np.ndarray:
+        """sum_i weights[i] Z[draws[i]]; draws that are not held are made again, held if there is room.
+
+        Args:
+          draws: increasing.
+          weights: float64 [m].
+          drawn: draw -> float64 [size].
+        """
+        total = np.zeros(self.size)
+        for draw, weight in zip(draws, weights.tolist(), strict=True):
+            if draw in self.slots:
+                total += weight * self.matrix[self.slots[draw]]
+            else:
+                again = drawn(draw)
+                total += weight * again
+                self.put(draw, again)
         return total
 
     def keep(self, draws: Sequence[int]) -> None:
         """Lets go of all other draws."""
         for draw in self.slots.keys() - set(draws):
-            self.free.append(self.slots.pop(draw))
+            del self.taken[self.slots.pop(draw)]
 
     def put(self, draw: int, values: np.ndarray) -> None:
         """Holds a draw, if there is room."""
-        if self.free:
-            self.slots[draw] = self.free.pop()
-            self.matrix[self.slots[draw]] = values
+        if draw in self.slots or len(self.taken) == len(self.matrix):
+            return
+        slot = draw % len(self.matrix)
+        while slot in self.taken:
+            slot = (slot + 1) % len(self.matrix)
+        self.slots[draw], self.taken[slot] = slot, draw
+        self.matrix[slot] = values
 
 
 def _sample(rounds: int) -> list[int]:
