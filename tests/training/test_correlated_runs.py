@@ -84,7 +84,7 @@ def test_a_run_releases_the_stream_that_its_plan_accounts_for(tmp_path):
         assert np.abs(found - expected).max() < 2.0**-8 + 0.02
 
 
-@pytest.mark.parametrize("method", ["dp-sgd", "dp-adamw"])
+@pytest.mark.parametrize("method", ["dp-sgd", pytest.param("dp-adamw", marks=pytest.mark.slow)])
 def test_the_report_the_banner_and_the_files_say_it(tmp_path, method, capsys):
     trainer = build(tmp_path, **{**RUN, **SECRET, "method": method, "max_steps": 12})
     trainer.train()
@@ -167,6 +167,7 @@ def test_a_killed_run_goes_on_with_its_own_noise_and_order(tmp_path, monkeypatch
     assert every[10] == every[0] and every[11] == every[1]
 
 
+@pytest.mark.slow
 def test_two_copies_of_a_killed_run_share_only_the_noise_behind_them(tmp_path, monkeypatch):
     """A copy that goes on may not let anyone subtract its releases from the other's."""
     killed(tmp_path / "a", step=4)
@@ -197,6 +198,7 @@ def test_a_run_whose_keys_are_lost_is_refused(tmp_path, broken):
     assert Trajectory.load(tmp_path / "trajectory.ledger").next_step == before
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_after_it_ended_early_is_one_run(tmp_path):
     """The number of rounds was fixed: what is reported after 5 of 8 steps is the cost of 5 rows."""
     trainer = killed(tmp_path)
@@ -272,7 +274,8 @@ def test_bands_default_to_thirty_two(tmp_path):
     assert plan.correlation.bands == 32
 
 
-def test_the_loss_of_a_run_with_independent_noise_on_fixed_batches(tmp_path):
+@pytest.mark.slow
+def test_the_plan_of_a_run_with_independent_noise_on_fixed_batches(tmp_path):
     """Without correlation: one Gaussian an epoch, and every row once an epoch."""
     trainer = build(tmp_path, data=tiny_data(36), **{**RUN, "noise_correlation": "none"})
     trainer.train()

@@ -42,10 +42,12 @@ def test_steps_share_the_directions_of_their_block():
 @pytest.mark.parametrize(
     "settings",
     [
-        HELD,
+        pytest.param(HELD, marks=pytest.mark.slow),
         {**HELD, "update_rule": "momentum", "update_window": 6},
         {**CORRELATED, "direction": "gaussian"},
-        {**CORRELATED, "defer_updates": False, "weight_decay": 0.1},
+        pytest.param(
+            {**CORRELATED, "defer_updates": False, "weight_decay": 0.1}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_is_replayed_bit_for_bit(tmp_path, settings):
@@ -74,6 +76,7 @@ def test_the_weights_move_in_the_span_of_the_blocks_directions(tmp_path):
     assert np.linalg.norm(rest) < 0.02 * np.linalg.norm(moved)  # the start's snap to the grid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [HELD, CORRELATED])
 def test_killing_and_resuming_ends_in_what_its_ledger_says(tmp_path, settings):
     settings = {**settings, **SECRET, "save_strategy": "steps", "save_steps": 3}
