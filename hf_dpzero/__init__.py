@@ -23,6 +23,7 @@ _HOME = {
     "DPZeroSeq2SeqTrainer": "training.seq2seq",
     "DPZeroTrainer": "training.dpzero_trainer",
     "Direction": "perturbation.directions",
+    "FixedBatchesSampler": "privacy.sampling",
     "FixedSizeSampler": "privacy.sampling",
     "FullBatchSampler": "privacy.sampling",
     "InsecureSeededNoise": "privacy.noise",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from hf_dpzero.privacy.noise import InsecureSeededNoise as InsecureSeededNoise
     from hf_dpzero.privacy.noise import SecureNoise as SecureNoise
     from hf_dpzero.privacy.plan import PrivacyPlan as PrivacyPlan
+    from hf_dpzero.privacy.sampling import FixedBatchesSampler as FixedBatchesSampler
     from hf_dpzero.privacy.sampling import FixedSizeSampler as FixedSizeSampler
     from hf_dpzero.privacy.sampling import FullBatchSampler as FullBatchSampler
     from hf_dpzero.privacy.sampling import PoissonSampler as PoissonSampler
