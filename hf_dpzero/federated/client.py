@@ -101,6 +101,15 @@ class LocalClient:
         path = self.folder / LEDGER_NAME
         return Trajectory.open(path, self.contract) if path.exists() else Trajectory.create(path, self.contract)
 
+    def remember_contract(self) -> None:
+        """Leaves the contract in the folder, for the next process of this client.
+
+        Raises:
+          LedgerError: the folder is of another run.
+        """
+        self._known().close()
+        self._ledger().close()
+
     def released(self) -> int:
         """In how many rounds this client released."""
         with self._ledger() as ledger:

@@ -5,7 +5,8 @@ Two ways to take part:
   sampled  each round draws the client's rows afresh by the recipe's sampler, whose key only the client
            knows. A row may take part in every round: the plan composes all rounds the client released in.
   once     round r takes the r-th block of the client's rows, so that a row takes part in one round only
-           (one pass over a stream, as in the online setting of arXiv id in docs/papers). Blocks are
+           (one pass over a stream: the online setting of Zhang, Zhu, Fay and Johansson, "Locally Differentially
+           Private Online Federated Learning With Correlated Noise"). Blocks are
            disjoint and fixed beforehand, so exchanging a row changes one release, whatever the number
            of rounds: parallel composition, one Gaussian release of sensitivity 2C. This compares data sets
            of equal size; under add-or-remove all later blocks would move.
@@ -25,6 +26,10 @@ import numpy as np
 
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler, TruncatedPoissonSampler, new_sampler_key
+
+class PlanError(ValueError):
+    """A client, or a recipe, without a plan; says why, and nothing of any row."""
+
 
 Participation = Literal["sampled", "once"]
 PARTICIPATIONS: tuple[Participation, ...] = ("sampled", "once")
@@ -97,22 +102,22 @@ def check_settings(config: Any) -> None:
       config: a `DPZeroConfig`.
 
     Raises:
-      ValueError: names the setting and what to do instead.
+      PlanError: names the setting and what to do instead.
     """
     if config.method != "dpzero":
-        raise ValueError(
+        raise PlanError(
             f"method={config.method!r}: a client sends K noised numbers along public directions, which "
             "method: dpzero releases and no other does. Use it (noise_multiplier: 0 for a run without "
             "noise)."
         )
     if config.clipping != "fixed":
-        raise ValueError(
+        raise PlanError(
             f"clipping={config.clipping!r}: clients would clip differently, and their mean would be of "
             "different things; use clipping: fixed."
         )
     for name in ("noise_schedule", "clip_schedule", "smoothing_schedule"):
         if getattr(config, name) is not None:
-            raise ValueError(
+            raise PlanError(
                 f"{name}={getattr(config, name)!r}: a client that misses a round has spent other steps "
                 "than the first ones, for which there is no accounting here; leave it out."
             )
@@ -123,7 +128,7 @@ def check_settings(config: Any) -> None:
     }
     for name, why in refused.items():
         if getattr(config, name):
-            raise ValueError(f"{name}={getattr(config, name)!r}: {why}.")
+            raise PlanError(f"{name}={getattr(config, name)!r}: {why}.")
 
 
 def local_plan(
@@ -146,16 +151,16 @@ def local_plan(
       The plan, calibrated if the recipe has a target.
 
     Raises:
-      ValueError: no rows, too few of them, or settings without accounting.
+      PlanError: no rows, too few of them, or settings without accounting.
     """
     check_settings(config)
     if participation not in PARTICIPATIONS:
-        raise ValueError(f"participation={participation!r}; use one of {', '.join(PARTICIPATIONS)}.")
+        raise PlanError(f"participation={participation!r}; use one of {', '.join(PARTICIPATIONS)}.")
     rounds = int(config.max_steps)
     if rounds < 1:
-        raise ValueError(f"max_steps={rounds}: give the number of rounds (--rounds).")
+        raise PlanError(f"max_steps={rounds}: give the number of rounds (--rounds).")
     if num_examples < 1:
-        raise ValueError(
+        raise PlanError(
             "the client has no rows: an empty shard has nothing to take part with, and its messages "
             "would be noise alone. Leave the client out, or give it rows."
         )
@@ -187,12 +192,12 @@ def local_plan(
 
 def _block(config: Any, num_examples: int, rounds: int) -> int:
     if config.neighboring_relation == "add_or_remove_one":
-        raise ValueError(
+        raise PlanError(
             "participation=once with neighboring_relation=add_or_remove_one: one row less moves all "
             "later ones to other rounds; use neighboring_relation: replace_one (sensitivity 2C)."
         )
     if num_examples < rounds:
-        raise ValueError(
+        raise PlanError(
             f"{num_examples} rows for {rounds} rounds with participation=once, where each row takes part "
             f"in one round: use at most {num_examples} rounds, or participation=sampled."
         )

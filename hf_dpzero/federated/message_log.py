@@ -27,6 +27,16 @@ from hf_dpzero.ledger.log_file import (
 FORMAT, VERSION = "hf_dpzero.federated_messages", 1
 
 
+def read_count(path: str | os.PathLike[str]) -> int:
+    """How many whole messages a log holds; reads only, also while another process writes.
+
+    Raises:
+      LedgerError: its header is damaged.
+    """
+    header, body = split_header(Path(path).read_bytes(), path)
+    return len(body) // (12 + 4 * int(header["num_values"]) + 4)
+
+
 class MessageLog:
     """An append-only list of (round, client, values), held by one process while it is open.
 

@@ -159,23 +159,25 @@ class InProcess:
     """Clients in this process, for tests and for the same mechanism without a network.
 
     Args:
-      clients: by address; one that raises is a client that fails, for that round.
+      clients: by name, once they joined; one that raises is a client that fails, for that round.
+      names: of all that can be reached, also their addresses.
       weights: their replica (clients of one process share one: it holds public weights).
       join: address -> its answer to an invitation.
     """
 
     def __init__(
         self,
-        clients: dict[str, LocalClient],
+        clients: Mapping[str, LocalClient],
+        names: Sequence[str],
         weights: Weights,
         join: Callable[[str, bytes], bytes],
     ) -> None:
-        self.clients, self.weights, self.join = clients, weights, join
+        self.clients, self.names, self.weights, self.join = clients, list(names), weights, join
         self.gone: set[str] = set()
 
     def present(self) -> list[str]:
         """Everybody who is not `gone`."""
-        return sorted(set(self.clients) - self.gone)
+        return sorted(set(self.names) - self.gone)
 
     def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> dict[str, Any]:
         """As in `Transport`."""

@@ -12,7 +12,13 @@ import numpy as np
 
 from hf_dpzero.federated.client import LocalClient
 from hf_dpzero.federated.contract import adopt, check_plan, contract_digest, contract_of
-from hf_dpzero.federated.local_plan import LocalPlan, Participation, check_settings, local_plan
+from hf_dpzero.federated.local_plan import (
+    LocalPlan,
+    Participation,
+    PlanError,
+    check_settings,
+    local_plan,
+)
 from hf_dpzero.federated.messages import unpack_json
 from hf_dpzero.federated.replica import Replica
 from hf_dpzero.federated.server import RoundServer, joining
@@ -82,13 +88,13 @@ def shard(num_examples: int, clients: int, client: int) -> np.ndarray:
       Indices, int64, increasing.
 
     Raises:
-      ValueError: more clients than rows, which leaves some without any.
+      PlanError: more clients than rows, which leaves some without any.
 
     >>> shard(7, 3, 1).tolist()
     [1, 4]
     """
     if num_examples < clients:
-        raise ValueError(
+        raise PlanError(
             f"{num_examples} rows in {clients} shards: {clients - num_examples} of them would be empty. "
             f"Use at most {num_examples} clients."
         )
@@ -111,6 +117,7 @@ class Side:
     replica: Replica
     contract: dict[str, Any] | None = None
     clients: dict[str, LocalClient] = field(default_factory=dict)
+    plans: dict[tuple[int, float], LocalPlan] = field(default_factory=dict)
 
     @classmethod
     def build(cls, settings: Settings, output_dir: str | Path) -> Side:
@@ -163,14 +170,16 @@ class Side:
             return np.arange(self.num_examples, dtype=np.int64)
         return shard(self.num_examples, self.settings.clients, client)
 
-    def plan_of(self, rows: np.ndarray, sampling_probability: float) -> LocalPlan:
-        """The plan of a client with these rows."""
-        return local_plan(
-            self.recipe.training,
-            len(rows),
-            sampling_probability=sampling_probability,
-            participation=self.settings.participation,
-        )
+    def plan_of(self, num_examples: int, sampling_probability: float) -> LocalPlan:
+        """The plan of a client with so many rows; calibrated once for each number."""
+        if (num_examples, sampling_probability) not in self.plans:
+            self.plans[num_examples, sampling_probability] = local_plan(
+                self.recipe.training,
+                num_examples,
+                sampling_probability=sampling_probability,
+                participation=self.settings.participation,
+            )
+        return self.plans[num_examples, sampling_probability]
 
     def noise(self, client: int) -> NoiseSource:
         """The operating system's; with insecure_noise_seed, another stream for each client."""
@@ -191,18 +200,35 @@ class Side:
 
         Raises:
           ContractError: the server's run is not this recipe's.
-          ValueError: an empty shard, or no plan for it.
+          PlanError: an empty shard, or no plan for it.
         """
-        offered = adopt(self.own_contract(), unpack_json(invitation)["contract"])
+        made = self._made(name, client, folder, unpack_json(invitation)["contract"])
+        return joining(name, made.local, contract_digest(made.contract), made.noise.name)
+
+    def client(self, name: str, client: int, folder: Path) -> LocalClient:
+        """A client that joined, perhaps in another process, which left the contract in its folder.
+
+        Raises:
+          LedgerError: it did not join.
+        """
+        if name in self.clients:
+            return self.clients[name]
+        if not (folder / LEDGER_NAME).is_file():
+            raise LedgerError(f"client {name} did not join: {folder} has no {LEDGER_NAME}.")
+        return self._made(name, client, folder, _header(folder / LEDGER_NAME))
+
+    def _made(self, name: str, client: int, folder: Path, contract: Any) -> LocalClient:
+        offered = adopt(self.own_contract(), contract)
         rows = self.rows_of(client)
-        local = self.plan_of(rows, float(offered["sampling_probability"]))
+        local = self.plan_of(len(rows), float(offered["sampling_probability"]))
         check_plan(offered, local)
         if self.contract is None:
             self.contract = offered
             self.replica.follow(offered)
         made = LocalClient(name, folder, local, offered, rows, self.noise(client))
+        made.remember_contract()
         self.clients[name] = made
-        return joining(name, local, contract_digest(offered), made.noise.name)
+        return made
 
     def start_server(self, folder: Path, *, resume: bool = False) -> RoundServer:
         """Opens the run's ledgers; the replica follows them.
