@@ -15,6 +15,7 @@ from hf_dpzero.federated.local_plan import LocalPlan, Participation
 from hf_dpzero.federated.messages import DIGEST_BYTES
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import flat
 from hf_dpzero.training.run_files import ledger_header
 
 CHOSEN_BY_SERVER = ("direction_key", "sampling_probability")
@@ -82,7 +83,7 @@ def adopt(own: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
       ContractError: they differ in more than `CHOSEN_BY_SERVER`.
     """
     mine, theirs = (
-        {k: v for k, v in _compared(side).items() if k not in CHOSEN_BY_SERVER}
+        {k: v for k, v in flat(_compared(side)).items() if k not in CHOSEN_BY_SERVER}
         for side in (own, offered)
     )
     if changed := sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)):
