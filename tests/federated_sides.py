@@ -17,7 +17,9 @@ from hf_dpzero.federated.setup import CLIENTS, Settings, Side, learning_rates
 NAMES = ["client-000", "client-001", "client-002"]
 
 
-def side(folder: Path, *, clients: int = 3, rounds: int = 4, data: Any = None, **settings: Any) -> Side:
+def side(
+    folder: Path, *, clients: int = 3, rounds: int = 4, data: Any = None, **settings: Any
+) -> Side:
     """A side with rows of its own model; `settings` are a DPZeroConfig's."""
     own = {name: settings.pop(name) for name in ("participation", "own_rows") if name in settings}
     values = {"sampler_key": None, "insecure_noise_seed": None, "num_directions": 3, **settings}

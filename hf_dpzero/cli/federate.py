@@ -38,6 +38,7 @@ def run(arguments: Federate) -> None:
         return
     from hf_dpzero.federated import flower
 
+    flower.check_flower()
     side = Side.build(settings, folder)
     server = ServerRun(side, folder, resume=arguments.resume)
     stops = flower.random_stops(settings.clients, server.server.rounds, arguments.drop)
@@ -66,9 +67,13 @@ def _settings(arguments: Federate) -> Settings:
     if arguments.drop and arguments.engine != "flower":
         raise ValueError("--drop is for --engine flower; leave it out.")
     if not 0 <= arguments.drop < max(1, arguments.clients):
-        raise ValueError(f"--drop {arguments.drop} of {arguments.clients} clients: leave one at least.")
+        raise ValueError(
+            f"--drop {arguments.drop} of {arguments.clients} clients: leave one at least."
+        )
     return Settings(
-        recipe=os.path.abspath(arguments.recipe) if os.path.exists(arguments.recipe) else arguments.recipe,
+        recipe=os.path.abspath(arguments.recipe)
+        if os.path.exists(arguments.recipe)
+        else arguments.recipe,
         overrides=tuple(arguments.overrides),
         clients=arguments.clients,
         rounds=arguments.rounds,

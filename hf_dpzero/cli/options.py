@@ -192,7 +192,9 @@ class Push(Options):
 class Federate(Options):
     """Train one recipe on clients with their own rows and their own local noise."""
 
-    recipe: str = _option(f"{_RECIPE}; its expected_batch_size is all clients' together", positional=True)
+    recipe: str = _option(
+        f"{_RECIPE}; its expected_batch_size is all clients' together", positional=True
+    )
     clients: int = _option("n; each gets every n-th row", 2)
     rounds: int | None = _option("R; default the recipe's max_steps")
     participation: str = _option(
@@ -200,10 +202,14 @@ class Federate(Options):
         "round, which needs --neighboring_relation replace_one",
         "sampled",
     )
-    output_dir: str | None = _option("the run's folder; default the recipe's with -federated behind it")
+    output_dir: str | None = _option(
+        "the run's folder; default the recipe's with -federated behind it"
+    )
     resume: bool = _option("go on with the ledgers in output_dir", False)
     min_clients: int = _option("wait until so many are there", 1)
-    timeout: float = _option("seconds for the answers of a round; slower clients are left out", 120.0)
+    timeout: float = _option(
+        "seconds for the answers of a round; slower clients are left out", 120.0
+    )
     engine: str = _option(
         "flower (default): clients in other processes; in_process: the same messages without Flower",
         "flower",

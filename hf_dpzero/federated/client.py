@@ -99,7 +99,11 @@ class LocalClient:
     def _known(self) -> Trajectory:
         """The run's public releases as far as this client has them; K numbers a round."""
         path = self.folder / LEDGER_NAME
-        return Trajectory.open(path, self.contract) if path.exists() else Trajectory.create(path, self.contract)
+        return (
+            Trajectory.open(path, self.contract)
+            if path.exists()
+            else Trajectory.create(path, self.contract)
+        )
 
     def remember_contract(self) -> None:
         """Leaves the contract in the folder, for the next process of this client.
@@ -133,7 +137,9 @@ class LocalClient:
         message = unpack(raw, self.local.mechanism.values_per_release)
         check_contract(message, self._digest)
         if message.kind != ASK:
-            raise MessageError(f"a message of kind {message.kind} to a client, which takes asks only.")
+            raise MessageError(
+                f"a message of kind {message.kind} to a client, which takes asks only."
+            )
         known = self._known()
         try:
             return pack(self._answer(weights, known, message))
@@ -147,7 +153,9 @@ class LocalClient:
                     break
                 known.append(release)
             elif before != release:
-                raise MessageError(f"round {release.step} is another one than this client was told before.")
+                raise MessageError(
+                    f"round {release.step} is another one than this client was told before."
+                )
         if known.next_step < ask.round:
             return Message(BEHIND, known.next_step, self._digest)
         with self._ledger() as ledger:

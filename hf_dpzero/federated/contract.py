@@ -87,7 +87,9 @@ def adopt(own: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
         for side in (own, offered)
     )
     if changed := sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)):
-        told = "; ".join(f"{k}: {_short(theirs.get(k))} there, {_short(mine.get(k))} here" for k in changed)
+        told = "; ".join(
+            f"{k}: {_short(theirs.get(k))} there, {_short(mine.get(k))} here" for k in changed
+        )
         raise ContractError(
             f"the server's run is another one than this client's recipe describes ({told}). Use the "
             "same recipe, base model and settings on both sides."
@@ -124,7 +126,11 @@ def check_plan(contract: Mapping[str, Any], local: LocalPlan) -> None:
         pairs["steps"] = (local.rounds, local.plan.steps)
         if abs(mechanism.expected_batch_size - expected) > 1:
             pairs["expected batch"] = (expected, mechanism.expected_batch_size)
-    wrong = [f"{name} {theirs} and not {ours}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+    wrong = [
+        f"{name} {theirs} and not {ours}"
+        for name, (ours, theirs) in pairs.items()
+        if ours != theirs
+    ]
     if wrong:
         raise ContractError(
             f"another plan than the contract's: {'; '.join(wrong)}. Clients of one run share clip, "

@@ -13,7 +13,7 @@ import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.federated.client import RELEASED_NAME
 from hf_dpzero.federated.contract import ContractError
@@ -30,20 +30,31 @@ for _name, _value in (
 ):
     os.environ.setdefault(_name, _value)
 
-try:
-    from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+if TYPE_CHECKING:
+    from flwr.app import Context, Message, RecordDict
     from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid, ServerApp
-except ImportError as error:  # pragma: no cover
-    raise ImportError(
-        "federated runs travel by Flower, which is not installed: pip install 'hf-dpzero[federated]'."
-    ) from error
+    from flwr.serverapp import Grid
 
 logger = logging.getLogger(__name__)
 
 RECORD, PAYLOAD = "hf_dpzero", "payload"
 _TYPES = {"join": "query", "round": "train"}
 _SIDES: dict[Any, Side] = {}
+
+
+def check_flower() -> None:
+    """Refuses to go on without Flower.
+
+    Raises:
+      ImportError: says what to install.
+    """
+    try:
+        import flwr  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "federated runs travel by Flower, which is not installed: pip install 'hf-dpzero[federated]' "
+            "(CPython 3.11 or newer), or use --engine in_process."
+        ) from error
 
 
 class FlowerTransport:
@@ -65,6 +76,8 @@ class FlowerTransport:
 
     def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> dict[str, Any]:
         """As in `Transport`; a client that fails answers with an error and is missing."""
+        from flwr.app import Message
+
         if not payloads:
             return {}
         messages = [
@@ -83,6 +96,8 @@ class FlowerTransport:
 
 def wrapped(payload: bytes) -> RecordDict:
     """A payload as Flower carries it."""
+    from flwr.app import ConfigRecord, RecordDict
+
     return RecordDict({RECORD: ConfigRecord({PAYLOAD: payload})})
 
 
@@ -93,7 +108,9 @@ def unwrapped(message: Message) -> Any:
     return None
 
 
-def client_app(settings: Settings, folder: str, stops: Mapping[int, int] | None = None) -> ClientApp:
+def client_app(
+    settings: Settings, folder: str, stops: Mapping[int, int] | None = None
+) -> ClientApp:
     """The clients of a simulation: partition i is the client with shard i.
 
     Args:
@@ -101,6 +118,8 @@ def client_app(settings: Settings, folder: str, stops: Mapping[int, int] | None 
       folder: the run's output_dir; clients keep their ledgers in folders of their own below it.
       stops: client -> the number of asks after which it is dead, for trials of dropouts.
     """
+    from flwr.clientapp import ClientApp
+
     app = ClientApp()
 
     @app.query()
@@ -124,14 +143,29 @@ def _side(settings: Settings, folder: str) -> Side:
 def _join(settings: Settings, folder: str, message: Message, context: Context) -> Message:
     client = int(context.node_config["partition-id"])
     name = client_name(client)
+    return answer_invitation(settings, folder, name, client, client_folder(folder, name), message)
+
+
+def answer_invitation(
+    settings: Settings, folder: str, name: str, client: int, where: Path, message: Message
+) -> Message:
+    """A client's plan; where it cannot take part, the reason, in words that quote no row.
+
+    Args:
+      settings: of the run.
+      folder: for what the recipe's trainer writes.
+      name: of the client.
+      client: its number, for its shard.
+      where: its own folder.
+      message: the invitation.
+    """
     try:
-        where = client_folder(folder, name)
         payload = _side(settings, folder).join(name, client, where, unwrapped(message))
     except (ContractError, PlanError) as error:  # their words say nothing of any row
         payload = pack_json({"declined": str(error)})
     except Exception:
         return _failed(name, message)
-    return Message(wrapped(payload), reply_to=message)
+    return _reply(payload, message)
 
 
 def _answer(
@@ -140,20 +174,39 @@ def _answer(
     client = int(context.node_config["partition-id"])
     name = client_name(client)
     where = client_folder(folder, name)
+    if client in stops and read_count(where / RELEASED_NAME) >= stops[client]:
+        return _error("dropped out", message)
+    return answer_round(settings, folder, name, client, where, message)
+
+
+def answer_round(
+    settings: Settings, folder: str, name: str, client: int, where: Path, message: Message
+) -> Message:
+    """A client's noised numbers, written down before; arguments as in `answer_invitation`."""
     try:
-        if client in stops and read_count(where / RELEASED_NAME) >= stops[client]:
-            return Message(Error(code=0, reason="dropped out"), reply_to=message)
         side = _side(settings, folder)
         payload = side.client(name, client, where).answer(side.replica, unwrapped(message))
     except Exception:
         return _failed(name, message)
-    return Message(wrapped(payload), reply_to=message)
+    return _reply(payload, message)
 
 
 def _failed(name: str, message: Message) -> Message:
     """An error without its words, which may quote a row: they stay in the client's own log."""
     logger.exception("%s failed", name)
-    return Message(Error(code=0, reason="failed; its own log says why"), reply_to=message)
+    return _error("failed; its own log says why", message)
+
+
+def _error(reason: str, message: Message) -> Message:
+    from flwr.app import Error, Message
+
+    return Message(Error(code=0, reason=reason), reply_to=message)
+
+
+def _reply(payload: bytes, message: Message) -> Message:
+    from flwr.app import Message
+
+    return Message(wrapped(payload), reply_to=message)
 
 
 def client_name(client: int) -> str:
@@ -196,6 +249,7 @@ def simulate(
     Raises:
       Exception: whatever `serve` raised.
     """
+    from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
     failures: list[BaseException] = []

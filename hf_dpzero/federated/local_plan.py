@@ -27,6 +27,7 @@ import numpy as np
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler, TruncatedPoissonSampler, new_sampler_key
 
+
 class PlanError(ValueError):
     """A client, or a recipe, without a plan; says why, and nothing of any row."""
 

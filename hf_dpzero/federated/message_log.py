@@ -76,7 +76,9 @@ class MessageLog:
         raw = self.path.read_bytes()
         own, body = split_header(raw, self.path)
         changed = sorted(
-            name for name in own.keys() | self.header.keys() if own.get(name) != self.header.get(name)
+            name
+            for name in own.keys() | self.header.keys()
+            if own.get(name) != self.header.get(name)
         )
         if changed:
             raise LedgerError(

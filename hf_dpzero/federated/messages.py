@@ -135,7 +135,9 @@ def check_values(values: Sequence[float], most: float) -> None:
       MessageError: not finite, or beyond the bound.
     """
     if not all(map(math.isfinite, values)):
-        raise MessageError(f"not finite: {sum(not math.isfinite(v) for v in values)} of the values.")
+        raise MessageError(
+            f"not finite: {sum(not math.isfinite(v) for v in values)} of the values."
+        )
     largest = max(map(abs, values))
     if largest > most:
         raise MessageError(

@@ -55,7 +55,9 @@ class Replica:
         applied = self.trainer.trajectory
         common = min(self.round, len(releases))
         if common and applied.releases[common - 1] != releases[common - 1]:
-            raise LedgerError(f"round {common - 1} was another one here: these releases are another run's.")
+            raise LedgerError(
+                f"round {common - 1} was another one here: these releases are another run's."
+            )
         for release in releases[self.round :]:
             applied.append(release)
             apply_release(self.method.space, applied, release)
@@ -74,7 +76,9 @@ class Replica:
             parts: list[Any] = list(shapes.microbatches(list(indices)))
         else:
             size = self.trainer.args.physical_batch_size
-            batches = [rows.collate_rows(list(indices[i : i + size])) for i in range(0, len(indices), size)]
+            batches = [
+                rows.collate_rows(list(indices[i : i + size])) for i in range(0, len(indices), size)
+            ]
             parts = [Filled(batch, num_examples(batch)) for batch in batches]
         directions = directions_of(self.round, self.trainer.trajectory.header)
         with self.method.reads.own_step(), isolated_randomness():

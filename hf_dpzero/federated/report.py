@@ -128,7 +128,9 @@ def _client_row(server: RoundServer, member: Member, clients: Path | None) -> di
         "released": released,
         "opened": opened,
         "epsilon": epsilon if epsilon < float("inf") else "inf",
-        "epsilon_is_of": "opened rounds (an upper bound)" if released is None else "released rounds",
+        "epsilon_is_of": "opened rounds (an upper bound)"
+        if released is None
+        else "released rounds",
         "planned_epsilon": _finite(local.epsilon(local.rounds)),
         "delta": local.delta,
         "private": private,
@@ -198,10 +200,16 @@ def save_report(report: Mapping[str, Any], folder: Path, released: Sequence[int]
 def _plot(report: Mapping[str, Any], target: Path, answered: Sequence[int]) -> None:
     names = sorted({k for entry in report["evaluations"] for k in entry} - {"round"})
     panels: list[tuple[str, Callable[[Any], Any]]] = [
-        (name, lambda axes, name=name: axes.plot(  # type: ignore[misc]
-            *zip(*[(e["round"], e[name]) for e in report["evaluations"] if name in e], strict=True),
-            marker=".",
-        ))
+        (
+            name,
+            lambda axes, name=name: axes.plot(  # type: ignore[misc]
+                *zip(
+                    *[(e["round"], e[name]) for e in report["evaluations"] if name in e],
+                    strict=True,
+                ),
+                marker=".",
+            ),
+        )
         for name in names
     ]
     if answered:

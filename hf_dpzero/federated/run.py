@@ -53,7 +53,9 @@ class ServerRun:
         )
         self._evaluate()
         done = False
-        bar = tqdm(total=self.server.rounds, initial=self.server.round, desc="rounds", file=sys.stderr)
+        bar = tqdm(
+            total=self.server.rounds, initial=self.server.round, desc="rounds", file=sys.stderr
+        )
         try:
             with bar:
 

@@ -215,7 +215,9 @@ class RoundServer:
         if message.kind != VALUES:
             raise MessageError(f"malformed: kind {message.kind} to a server.")
         if member.name in self._taken:
-            raise MessageError(f"replayed: client {member.name} has sent round {self.round} already.")
+            raise MessageError(
+                f"replayed: client {member.name} has sent round {self.round} already."
+            )
         check_values(message.values, member.local.largest_value())
         logged = self.log.get(self.round, member.index)
         if logged is None:

@@ -278,5 +278,3 @@ def learning_rates(config: Any) -> list[float]:
         optimizer.step()
         scheduler.step()
     return rates
-
-

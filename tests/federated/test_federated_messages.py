@@ -39,7 +39,9 @@ def test_a_round_costs_less_than_100_and_16_bytes_a_direction(k):
     "message",
     [
         Message(VALUES, 7, DIGEST, values=(1.5, -2.0, 1e-30 * 0)),
-        Message(ASK, 2, DIGEST, (Release(0, (1.0, 2.0, 3.0), 0.1), Release(1, (0.5, 0.0, -1.0), 1e-9))),
+        Message(
+            ASK, 2, DIGEST, (Release(0, (1.0, 2.0, 3.0), 0.1), Release(1, (0.5, 0.0, -1.0), 1e-9))
+        ),
         Message(ASK, 5, DIGEST),
         Message(BEHIND, 3, DIGEST),
         Message(NOTHING, 3, DIGEST),
@@ -68,7 +70,10 @@ GOOD = pack(Message(VALUES, 7, DIGEST, values=(1.0, 2.0, 3.0)))
         (resealed(GOOD[:-8]), "does not fit"),
         (resealed(GOOD[:4] + b"\x09" + GOOD[5:-4]), "does not fit"),
         (pack(Message(VALUES, 7, DIGEST, values=(1.0, 2.0))), "num_directions=3"),
-        (resealed(struct.pack("<4sBBHQ16s", b"dpz1", ASK, 0, 2, 1, DIGEST) + bytes(40)), "2 releases"),
+        (
+            resealed(struct.pack("<4sBBHQ16s", b"dpz1", ASK, 0, 2, 1, DIGEST) + bytes(40)),
+            "2 releases",
+        ),
     ],
 )
 def test_malformed_messages_are_refused(raw, why):

@@ -36,7 +36,9 @@ def test_sampled_rows_pay_for_every_release(tmp_path):
         steps=20,
     )
     assert local.plan == by_hand
-    assert local.epsilon(0) == 0 < local.epsilon(7) == by_hand.epsilon(1e-3, at=7) < local.epsilon(20)
+    assert (
+        local.epsilon(0) == 0 < local.epsilon(7) == by_hand.epsilon(1e-3, at=7) < local.epsilon(20)
+    )
 
 
 def test_a_row_that_takes_part_once_pays_once(tmp_path):
@@ -57,11 +59,15 @@ def test_a_row_that_takes_part_once_pays_once(tmp_path):
 
 
 def test_once_is_calibrated_for_one_release(tmp_path):
-    settings = {"neighboring_relation": "replace_one", "target_epsilon": 1.0, "noise_multiplier": None}
+    settings = {
+        "neighboring_relation": "replace_one",
+        "target_epsilon": 1.0,
+        "noise_multiplier": None,
+    }
     once, sampled = (plan(tmp_path, participation=p, **settings) for p in ("once", "sampled"))
     assert once.epsilon(20) <= 1 and sampled.epsilon(20) <= 1
     assert isinstance(once.plan.sampler, FullBatchSampler) and once.plan.steps == 1
-    assert 0.97 < once.epsilon(20) and 0.97 < sampled.epsilon(20)
+    assert once.epsilon(20) > 0.97 and sampled.epsilon(20) > 0.97
 
 
 def test_batches_are_drawn_anew_in_every_call(tmp_path):
@@ -107,7 +113,11 @@ def test_settings_without_accounting_are_refused(tmp_path, settings, message):
     ("n", "settings", "message"),
     [
         (0, {}, "no rows"),
-        (19, {"participation": "once", "neighboring_relation": "replace_one"}, "19 rows for 20 rounds"),
+        (
+            19,
+            {"participation": "once", "neighboring_relation": "replace_one"},
+            "19 rows for 20 rounds",
+        ),
         (200, {"participation": "once"}, "add_or_remove_one.*replace_one"),
         (200, {"participation": "twice"}, "participation='twice'"),
     ],

@@ -96,7 +96,12 @@ def test_replacing_a_row_moves_a_message_by_2c_over_b_at_most(tmp_path):
     other = data.to_list()
     other[5]["labels"] = 1 - other[5]["labels"]
     sent = []
-    settings = {"sampling": "full_batch", "insecure_noise_seed": 3, "direction_key": 2, "clip": 1e-3}
+    settings = {
+        "sampling": "full_batch",
+        "insecure_noise_seed": 3,
+        "direction_key": 2,
+        "clip": 1e-3,
+    }
     for i, rows in enumerate((data, type(data).from_list(other))):
         made, server = started(tmp_path / str(i), data=rows, clients=1, rounds=1, **settings)
         rounds_of(made, server, NAMES[:1]).run()
@@ -151,7 +156,9 @@ def test_a_late_joiner_catches_up_by_the_numbers_alone(tmp_path):
 
 
 def test_a_killed_server_goes_on_from_its_ledgers(tmp_path):
-    straight, first = started(tmp_path / "a", direction_key=4, insecure_noise_seed=3, sampling="full_batch")
+    straight, first = started(
+        tmp_path / "a", direction_key=4, insecure_noise_seed=3, sampling="full_batch"
+    )
     rounds_of(straight, first).run()
     settings = {"direction_key": 4, "insecure_noise_seed": 3, "sampling": "full_batch"}
     made, server = started(tmp_path / "b", **settings)
@@ -336,7 +343,9 @@ def test_a_declared_plan_is_checked_by_the_server(tmp_path):
             server.join(json.dumps(changed).encode())
     for key in ("name", "plan", "contract_digest"):
         with pytest.raises(MessageError, match="without its plan"):
-            server.join(json.dumps({k: v for k, v in json.loads(answer).items() if k != key}).encode())
+            server.join(
+                json.dumps({k: v for k, v in json.loads(answer).items() if k != key}).encode()
+            )
     server.join(answer)
     changed = json.loads(answer)
     changed["plan"]["plan"]["mechanism"]["noise_multiplier"] = 9.0
@@ -353,7 +362,11 @@ def test_more_clients_than_rows_are_refused():
 
 def test_a_participation_of_once(tmp_path):
     made, server = started(
-        tmp_path, participation="once", neighboring_relation="replace_one", rounds=4, num_directions=2
+        tmp_path,
+        participation="once",
+        neighboring_relation="replace_one",
+        rounds=4,
+        num_directions=2,
     )
     rounds_of(made, server).run()
     (row, *_) = federated_report(server, tmp_path / "clients")["clients"]
