@@ -50,8 +50,8 @@ class LocalClient:
     """Answers a server's messages for one client.
 
     Guarantee: one release a round at most, whatever the server asks, how often, and through how many
-    crashes: the noised values are in `released.ledger` before they are sent, and a round that is there is
-    answered from there. So `local.epsilon(count)` bounds what the server and everybody who reads the
+    crashes: the noised values are in `released.ledger` before they are sent, and a round that is there
+    is answered from there. So `local.epsilon(count)` bounds what the server and everybody who reads the
     messages can learn of a row. No more than the plan's rounds are released.
 
     Args:
@@ -180,7 +180,8 @@ class LocalClient:
         weights.catch_up(known.releases)
         if weights.round != number:
             raise LedgerError(
-                f"the replica is at round {weights.round}, the server at {number}: start this client anew."
+                f"the replica is at round {weights.round}, the server at {number}: start this "
+                "client anew."
             )
         indices = self.rows[self.local.rows(number)].tolist()
         mechanism = self.local.mechanism

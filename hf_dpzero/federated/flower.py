@@ -1,4 +1,4 @@
-"""The thin layer that carries a run's bytes by Flower (https://flower.ai); the only file that imports it.
+"""Carries a run's bytes by Flower (https://flower.ai), which only this file and `app.py` import.
 
 Each payload travels as one bytes entry of a `ConfigRecord`: kind "join" as Flower's message type query,
 kind "round" as train. Flower knows who sent a message; the payload's own checks are in `messages`.
@@ -52,8 +52,8 @@ def check_flower() -> None:
         import flwr  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "federated runs travel by Flower, which is not installed: pip install 'hf-dpzero[federated]' "
-            "(CPython 3.11 or newer), or use --engine in_process."
+            "federated runs travel by Flower, which is not installed: pip install "
+            "'hf-dpzero[federated]' (CPython 3.11 or newer), or use --engine in_process."
         ) from error
 
 

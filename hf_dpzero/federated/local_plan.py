@@ -3,13 +3,14 @@
 Two ways to take part:
 
   sampled  each round draws the client's rows afresh by the recipe's sampler, whose key only the client
-           knows. A row may take part in every round: the plan composes all rounds the client released in.
-  once     round r takes the r-th block of the client's rows, so that a row takes part in one round only
-           (one pass over a stream: the online setting of Zhang, Zhu, Fay and Johansson, "Locally Differentially
-           Private Online Federated Learning With Correlated Noise"). Blocks are
-           disjoint and fixed beforehand, so exchanging a row changes one release, whatever the number
-           of rounds: parallel composition, one Gaussian release of sensitivity 2C. This compares data sets
-           of equal size; under add-or-remove all later blocks would move.
+           knows. A row may take part in every round: the plan composes all rounds in which the client
+           released.
+  once     round r takes the r-th block of the client's rows, so that a row takes part in one round only:
+           one pass over a stream, the online setting of Zhang, Zhu, Fay and Johansson ("Locally
+           Differentially Private Online Federated Learning With Correlated Noise"). Blocks are disjoint
+           and fixed beforehand, so exchanging a row changes one release, whatever the number of rounds:
+           parallel composition, one Gaussian release of sensitivity 2C. This compares data sets of equal
+           size; under add-or-remove all later blocks would move.
 
 The guarantee holds against the server and everybody who reads the messages. It is for one row of one
 client; all rows of a client together are not covered.
@@ -78,8 +79,8 @@ class LocalPlan:
     def largest_value(self) -> float:
         """A bound on each value of an honest message; exceeded with probability below 1e-21.
 
-        (m C + t sigma C) / B with m the largest batch (Bernstein's inequality for Poisson sampling) and t
-        the noise's tail, each at exp(-50). Not a privacy statement: it keeps broken clients out.
+        (m C + t sigma C) / B with m the largest batch (Bernstein's inequality for Poisson sampling) and
+        t the noise's tail, each at exp(-50). Not a privacy statement: it keeps broken clients out.
         """
         mechanism, sampler = self.mechanism, self.plan.sampler
         most, expected = float(sampler.num_examples), float(sampler.expected_batch_size)
@@ -199,7 +200,7 @@ def _block(config: Any, num_examples: int, rounds: int) -> int:
         )
     if num_examples < rounds:
         raise PlanError(
-            f"{num_examples} rows for {rounds} rounds with participation=once, where each row takes part "
-            f"in one round: use at most {num_examples} rounds, or participation=sampled."
+            f"{num_examples} rows for {rounds} rounds with participation=once, where each row takes "
+            f"part in one round: use at most {num_examples} rounds, or participation=sampled."
         )
     return num_examples // rounds

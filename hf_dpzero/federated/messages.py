@@ -1,7 +1,7 @@
 """The bytes that a server and a client exchange, and what is refused about them.
 
-A round's two messages have the same head, little-endian: magic, kind u8, unused u8, count u16, round u64,
-and 16 bytes of the contract's digest; then the body; then a CRC-32 of all that. In numbers, for K values:
+A round's two messages have the same head, little-endian: magic, kind u8, unused u8, count u16, round
+u64, and 16 bytes of the contract's digest; then the body; then a CRC-32 of all that. For K values:
 
     ask     server to client: the releases before `round` that the client lacks, each 8 + 4 K bytes
     values  client to server: K float32, its noised clipped mean

@@ -1,4 +1,4 @@
-"""A copy of the weights that follows a run by its released numbers, and measures along its directions."""
+"""A copy of the weights that follows a run by its released numbers and measures along its directions."""
 
 from __future__ import annotations
 

@@ -176,7 +176,8 @@ def summary(report: Mapping[str, Any]) -> str:
         head,
         f"  rounds      {report['rounds']} of {report['planned_rounds']}, rows take part "
         f"{report['participation']}, {report['neighboring_relation']}",
-        f"  messages    {report['payload_bytes_of_a_client_and_round']} payload bytes for a client and round",
+        f"  messages    {report['payload_bytes_of_a_client_and_round']} payload bytes "
+        "for a client and round",
         "  client            rows  noise/C  applied  released  opened  epsilon",
     ]
     for row in rows:

@@ -131,8 +131,8 @@ class Rounds:
                 return count
             self._invite()
         raise LedgerError(
-            f"no client answered round {self.server.round} in {ATTEMPTS} attempts. The run can be resumed: "
-            "clients answer a round that they released from their ledgers."
+            f"no client answered round {self.server.round} in {ATTEMPTS} attempts. The run can be "
+            "resumed: clients answer a round that they released from their ledgers."
         )
 
     def _ask(self) -> None:

@@ -297,7 +297,7 @@ def test_two_releases_for_one_round_are_noticed(opened, tmp_path):
 
 
 def test_a_round_without_answers_changes_nothing(opened):
-    made, server = opened
+    _, server = opened
     with pytest.raises(LedgerError, match="no client answered"):
         server.close_round(0.1)
     assert server.round == 0
@@ -315,7 +315,7 @@ def test_a_run_without_clients_says_so(tmp_path):
 
 
 def test_a_client_with_another_base_or_plan_does_not_join(tmp_path):
-    made, server = started(tmp_path / "server")
+    _, server = started(tmp_path / "server")
     others = {
         "base_model_digest": side(tmp_path / "a"),
         "clip": side(tmp_path / "b", clip=6.0),
@@ -413,7 +413,7 @@ def test_a_message_log_keeps_whole_records(tmp_path):
 
 
 def test_a_contract_is_named_by_all_but_versions(tmp_path):
-    made, server = started(tmp_path)
+    _, server = started(tmp_path)
     header = dict(server.trajectory.header)
     assert contract_digest({**header, "versions": {}}) == server.digest
     assert contract_digest({**header, "smoothing": 2.0}) != server.digest
