@@ -14,7 +14,7 @@ if sys.version_info < (3, 11):
     pytest.skip("Flower needs CPython 3.11", allow_module_level=True)
 
 from federated_sides import side, started
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
 from hf_dpzero.federated import flower
 from hf_dpzero.federated.app import settings_of
@@ -22,10 +22,16 @@ from hf_dpzero.federated.messages import VALUES, unpack
 from hf_dpzero.federated.setup import Settings
 
 
-def sent(payload: bytes, node: int = 5) -> Message:
-    message = Message(flower.wrapped(payload), dst_node_id=node, message_type="train")
-    message.metadata.__dict__["_message_id"] = "1"
-    return message
+class Message(SimpleNamespace):
+    """What is used of Flower's message, which cannot be made outside of a run of Flower."""
+
+    def __init__(self, content, dst_node_id=0, message_type="train"):
+        node = SimpleNamespace(dst_node_id=dst_node_id, message_type=message_type)
+        super().__init__(content=content, metadata=node)
+
+
+def sent(payload: bytes) -> Message:
+    return Message(flower.wrapped(payload))
 
 
 class Grid:
@@ -39,17 +45,16 @@ class Grid:
         for message in messages:
             node = message.metadata.dst_node_id
             content = flower.wrapped(flower.unwrapped(message).upper())
-            reply = Message(content, dst_node_id=0, message_type="train")
-            error = Error(code=0, reason="no")
             yield SimpleNamespace(
                 metadata=SimpleNamespace(src_node_id=node),
                 has_error=lambda node=node: node == 6,
-                error=error,
-                content=reply.content,
+                error=SimpleNamespace(reason="no"),
+                content=content,
             )
 
 
-def test_a_transport_carries_bytes_and_leaves_out_who_failed(caplog):
+def test_a_transport_carries_bytes_and_leaves_out_who_failed(caplog, monkeypatch):
+    monkeypatch.setattr("flwr.app.Message", Message)
     grid = Grid()
     transport = flower.FlowerTransport(grid, timeout=7.0, join_timeout=9.0)
     assert transport.present() == ["5", "6"]
@@ -62,7 +67,7 @@ def test_a_transport_carries_bytes_and_leaves_out_who_failed(caplog):
 
 def test_a_message_without_a_payload_is_none():
     for content in (RecordDict(), RecordDict({flower.RECORD: ConfigRecord({"other": 1})})):
-        assert flower.unwrapped(Message(content, dst_node_id=1, message_type="train")) is None
+        assert flower.unwrapped(Message(content)) is None
 
 
 def test_a_client_answers_and_its_failures_quote_nothing(tmp_path, monkeypatch):
