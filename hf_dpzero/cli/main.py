@@ -1,4 +1,4 @@
-"""`hf-dpzero`: train, evaluate, plan, replay, push, sweep, compare, recipes, init.
+"""`hf-dpzero`: train, evaluate, plan, replay, push, sweep, compare, federate, recipes, init.
 
 This module only parses words and dispatches; each command's work is a module in `hf_dpzero.cli`,
 imported when it runs, so that `--help` is instant.

@@ -194,7 +194,37 @@ class Push(Options):
     allow_not_private: bool = _option("publish a run whose report says NOT PRIVATE", False)
 
 
+@dataclass(kw_only=True)
+class Federate(Options):
+    """Train one recipe on clients with their own rows and their own local noise."""
+
+    recipe: str = _option(
+        f"{_RECIPE}; its expected_batch_size is all clients' together", positional=True
+    )
+    clients: int = _option("n; each gets every n-th row", 2)
+    rounds: int | None = _option("R; default the recipe's max_steps")
+    participation: str = _option(
+        "sampled (default): each round draws a client's rows anew; once: each row takes part in one "
+        "round, which needs --neighboring_relation replace_one",
+        "sampled",
+    )
+    output_dir: str | None = _option(
+        "the run's folder; default the recipe's with -federated behind it"
+    )
+    resume: bool = _option("go on with the ledgers in output_dir", False)
+    min_clients: int = _option("wait until so many are there", 1)
+    timeout: float = _option(
+        "seconds for the answers of a round; slower clients are left out", 120.0
+    )
+    engine: str = _option(
+        "flower (default): clients in other processes; in_process: the same messages without Flower",
+        "flower",
+    )
+    actors: int = _option("processes that the simulated clients share", 1)
+    drop: int = _option("for trials: so many clients, drawn at random, die in a random round", 0)
+
+
 COMMANDS: dict[str, type[Options]] = {
     options.__name__.lower(): options
-    for options in (Train, Evaluate, Plan, Replay, Push, Sweep, Compare, Recipes, Init)
+    for options in (Train, Evaluate, Plan, Replay, Push, Sweep, Compare, Federate, Recipes, Init)
 }

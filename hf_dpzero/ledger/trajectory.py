@@ -179,8 +179,8 @@ class Trajectory:
 
     def _refuse_other(self, header: Mapping[str, Any], path: Path) -> None:
         wanted = json.loads(json.dumps(header))
-        own = _flat({name: self.header.get(name) for name in wanted})
-        now = _flat(wanted)
+        own = flat({name: self.header.get(name) for name in wanted})
+        now = flat(wanted)
         changed = [
             f"  {name}: {_short(own.get(name))} -> {_short(now.get(name))}"
             for name in sorted(own.keys() | now.keys())
@@ -354,16 +354,16 @@ def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> int:
     return crc
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one, keys joined by dots."""
-    flat: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= (
-            _flat(value, f"{prefix}{name}.")
+        joined |= (
+            flat(value, f"{prefix}{name}.")
             if isinstance(value, Mapping)
             else {f"{prefix}{name}": value}
         )
-    return flat
+    return joined
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,6 @@
+"""The two apps of a federated run, made by the installed package."""
+
+from hf_dpzero.federated.app import client_app, server_app
+
+client = client_app()
+server = server_app()

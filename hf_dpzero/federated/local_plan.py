@@ -1,0 +1,206 @@
+"""A client's own privacy plan: which of its rows take part in a round, and what that costs them.
+
+Two ways to take part:
+
+  sampled  each round draws the client's rows afresh by the recipe's sampler, whose key only the client
+           knows. A row may take part in every round: the plan composes all rounds in which the client
+           released.
+  once     round r takes the r-th block of the client's rows, so that a row takes part in one round only:
+           one pass over a stream, the online setting of Zhang, Zhu, Fay and Johansson ("Locally
+           Differentially Private Online Federated Learning With Correlated Noise"). Blocks are disjoint
+           and fixed beforehand, so exchanging a row changes one release, whatever the number of rounds:
+           parallel composition, one Gaussian release of sensitivity 2C. This compares data sets of equal
+           size; under add-or-remove all later blocks would move.
+
+The guarantee holds against the server and everybody who reads the messages. It is for one row of one
+client; all rows of a client together are not covered.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import PoissonSampler, TruncatedPoissonSampler, new_sampler_key
+
+
+class PlanError(ValueError):
+    """A client, or a recipe, without a plan; says why, and nothing of any row."""
+
+
+Participation = Literal["sampled", "once"]
+PARTICIPATIONS: tuple[Participation, ...] = ("sampled", "once")
+_TAIL = 50.0  # an honest message is refused with probability below 2 exp(-50) = 4e-22
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlan:
+    """One client's plan over all rounds.
+
+    Attributes:
+      plan: the releases that one row may be part of: all rounds (`sampled`), or one (`once`).
+      num_examples: n_i, the client's rows; public.
+      rounds: R, at most so many releases.
+      participation: see the module.
+      delta: at which epsilon is stated.
+    """
+
+    plan: PrivacyPlan
+    num_examples: int
+    rounds: int
+    participation: Participation
+    delta: float
+
+    @property
+    def mechanism(self) -> Any:
+        """Clip, noise and divisor of this client's releases: a `ScalarMechanism`."""
+        return self.plan.mechanism
+
+    def steps_of(self, released: int) -> int:
+        """Releases that a row can have been part of, when the client has made `released` of them."""
+        return min(released, 1) if self.participation == "once" else released
+
+    def epsilon(self, released: int) -> float:
+        """What `released` rounds cost any one row, at `delta`; 0 for none."""
+        return self.plan.epsilon(self.delta, at=self.steps_of(released))
+
+    def rows(self, number: int) -> np.ndarray:
+        """The client's rows in a round, int64 in [0, n_i); drawn with a key that nobody keeps."""
+        if self.participation == "once":
+            block = self.plan.sampler.num_examples
+            return np.arange(number * block, (number + 1) * block, dtype=np.int64)
+        return self.plan.sampler.batch(number, new_sampler_key())
+
+    def largest_value(self) -> float:
+        """A bound on each value of an honest message; exceeded with probability below 1e-21.
+
+        (m C + t sigma C) / B with m the largest batch (Bernstein's inequality for Poisson sampling) and
+        t the noise's tail, each at exp(-50). Not a privacy statement: it keeps broken clients out.
+        """
+        mechanism, sampler = self.mechanism, self.plan.sampler
+        most, expected = float(sampler.num_examples), float(sampler.expected_batch_size)
+        if isinstance(sampler, TruncatedPoissonSampler):
+            most = float(sampler.max_batch_size)
+        elif isinstance(sampler, PoissonSampler):
+            third = _TAIL / 3
+            most = min(most, expected + third + math.sqrt(third**2 + 2 * _TAIL * expected))
+        elif sampler.name == "fixed_size_without_replacement":
+            most = expected
+        tail = _TAIL + math.log(2 * mechanism.num_directions)
+        if mechanism.distribution == "gaussian":
+            tail = math.sqrt(2 * tail)
+        return mechanism.clip * (most + tail * mechanism.noise_multiplier) / expected * (1 + 1e-6)
+
+
+def check_settings(config: Any) -> None:
+    """Refuses settings that rounds of many clients have no accounting for.
+
+    Args:
+      config: a `DPZeroConfig`.
+
+    Raises:
+      PlanError: names the setting and what to do instead.
+    """
+    if config.method != "dpzero":
+        raise PlanError(
+            f"method={config.method!r}: a client sends K noised numbers along public directions, which "
+            "method: dpzero releases and no other does. Use it (noise_multiplier: 0 for a run without "
+            "noise)."
+        )
+    if config.clipping != "fixed":
+        raise PlanError(
+            f"clipping={config.clipping!r}: clients would clip differently, and their mean would be of "
+            "different things; use clipping: fixed."
+        )
+    for name in ("noise_schedule", "clip_schedule", "smoothing_schedule"):
+        if getattr(config, name) is not None:
+            raise PlanError(
+                f"{name}={getattr(config, name)!r}: a client that misses a round has spent other steps "
+                "than the first ones, for which there is no accounting here; leave it out."
+            )
+    refused = {
+        "extends_run": "clients keep ledgers of their own and extend no run; leave it out",
+        "sampler_key": "each client draws its own, which nobody may know; leave it out",
+        "log_private_diagnostics": "un-noised statistics stay on the client; leave it out",
+    }
+    for name, why in refused.items():
+        if getattr(config, name):
+            raise PlanError(f"{name}={getattr(config, name)!r}: {why}.")
+
+
+def local_plan(
+    config: Any,
+    num_examples: int,
+    *,
+    sampling_probability: float,
+    participation: Participation = "sampled",
+) -> LocalPlan:
+    """The plan of a client with so many rows.
+
+    Args:
+      config: the recipe's `DPZeroConfig`; max_steps is R, target_epsilon or noise_multiplier are each
+        client's own.
+      num_examples: n_i.
+      sampling_probability: q, the same on every client; its expected batch is q n_i.
+      participation: see the module.
+
+    Returns:
+      The plan, calibrated if the recipe has a target.
+
+    Raises:
+      PlanError: no rows, too few of them, or settings without accounting.
+    """
+    check_settings(config)
+    if participation not in PARTICIPATIONS:
+        raise PlanError(f"participation={participation!r}; use one of {', '.join(PARTICIPATIONS)}.")
+    rounds = int(config.max_steps)
+    if rounds < 1:
+        raise PlanError(f"max_steps={rounds}: give the number of rounds (--rounds).")
+    if num_examples < 1:
+        raise PlanError(
+            "the client has no rows: an empty shard has nothing to take part with, and its messages "
+            "would be noise alone. Leave the client out, or give it rows."
+        )
+    own, rows = copy.copy(config), num_examples
+    if participation == "once":
+        rows = _block(config, num_examples, rounds)
+        own.sampling, own.expected_batch_size, own.max_batch_size, own.max_steps = (
+            "full_batch",
+            None,
+            None,
+            1,
+        )
+    elif own.sampling != "full_batch":
+        expected = sampling_probability * num_examples
+        if own.sampling == "fixed_size_without_replacement":
+            expected = float(max(1, round(expected)))
+        if own.max_batch_size is not None:
+            cap = own.max_batch_size / float(own.expected_batch_size)
+            own.max_batch_size = max(1, math.ceil(cap * expected))
+        own.expected_batch_size = expected
+    return LocalPlan(
+        plan=own.plan(rows),
+        num_examples=num_examples,
+        rounds=rounds,
+        participation=participation,
+        delta=config.delta(num_examples),
+    )
+
+
+def _block(config: Any, num_examples: int, rounds: int) -> int:
+    if config.neighboring_relation == "add_or_remove_one":
+        raise PlanError(
+            "participation=once with neighboring_relation=add_or_remove_one: one row less moves all "
+            "later ones to other rounds; use neighboring_relation: replace_one (sensitivity 2C)."
+        )
+    if num_examples < rounds:
+        raise PlanError(
+            f"{num_examples} rows for {rounds} rounds with participation=once, where each row takes "
+            f"part in one round: use at most {num_examples} rounds, or participation=sampled."
+        )
+    return num_examples // rounds

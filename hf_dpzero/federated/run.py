@@ -1,0 +1,170 @@
+"""A whole federated run: the server's side from start to report, over a transport."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from hf_dpzero.federated.report import federated_report, private_report, save_report
+from hf_dpzero.federated.rounds import InProcess, Rounds, Transport
+from hf_dpzero.federated.server import Member, RoundServer
+from hf_dpzero.federated.setup import CLIENTS, Settings, Side, learning_rates
+from hf_dpzero.ledger.trajectory import SHIPPING_NAME
+from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
+from hf_dpzero.reporting.privacy_report import REPORT_FILE
+from hf_dpzero.reporting.redaction import RECIPE_FILE
+from hf_dpzero.reporting.verification import bound_to
+
+
+class ServerRun:
+    """The server's side of a run: rounds, evaluations, report and weights.
+
+    Args:
+      side: built from the recipe.
+      folder: output_dir.
+      resume: go on with its ledgers.
+    """
+
+    def __init__(self, side: Side, folder: Path, *, resume: bool = False) -> None:
+        self.side, self.folder = side, folder
+        self.server: RoundServer = side.start_server(folder, resume=resume)
+        self.evaluations: list[dict[str, Any]] = []
+        self.answered: list[int] = []
+
+    def run(self, transport: Transport, *, min_clients: int = 1, patience: float = 60.0) -> None:
+        """Takes the rounds that are left and writes everything; after a failure, the report alone.
+
+        Args:
+          transport: to the clients.
+          min_clients, patience: see `rounds.Rounds`.
+        """
+        rounds = Rounds(
+            self.server,
+            transport,
+            learning_rates(self.side.recipe.training),
+            min_clients=min_clients,
+            patience=patience,
+        )
+        self._evaluate()
+        done = False
+        bar = tqdm(
+            total=self.server.rounds, initial=self.server.round, desc="rounds", file=sys.stderr
+        )
+        try:
+            with bar:
+
+                def on_round(release: Release, count: int) -> None:
+                    self._after(release, count)
+                    bar.update()
+                    bar.set_postfix(clients=count, refresh=False)
+
+                rounds.run(on_round)
+            done = True
+        finally:
+            if self.server.round:
+                self._finish(weights=done)
+
+    def _after(self, release: Release, count: int) -> None:
+        self.answered.append(count)
+        self.side.replica.catch_up(self.server.trajectory.releases)
+        config = self.side.recipe.training
+        every = int(config.eval_steps or 0) if config.eval_strategy == "steps" else 0
+        last = self.server.round == self.server.rounds
+        if last or (every and self.server.round % every == 0):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        metrics = self.side.replica.evaluate()
+        kept = {
+            name: value
+            for name, value in metrics.items()
+            if not name.endswith(("_runtime", "_per_second", "_time")) and name != "epoch"
+        }
+        self.evaluations.append({"round": self.server.round, **kept})
+
+    def report(self) -> dict[str, Any]:
+        """The run's report so far."""
+        return federated_report(self.server, self.folder / CLIENTS, self.evaluations)
+
+    def _finish(self, weights: bool) -> None:
+        report = self.report()
+        save_report(report, self.folder, self.answered)
+        self.server.trajectory.to_safetensors(self.folder / SHIPPING_NAME)
+        recipe = self.side.recipe.to_yaml()
+        (self.folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+        if weights:
+            self._save_weights(report)
+
+    def _save_weights(self, report: dict[str, Any]) -> None:
+        """Model, tokenizer and a `privacy_report.json`: that of the client with the largest epsilon.
+
+        A row is one client's, and all that the run put out follows from the messages, so the largest of
+        the clients' epsilons holds for every row of all of them together.
+        """
+        trainer = self.side.replica.trainer
+        trainer.model.save_pretrained(self.folder)
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(self.folder)
+        worst = max(report["clients"], key=lambda row: (not row["private"], float(row["epsilon"])))
+        member: Member = self.server.members[worst["client"]]
+        counted = worst["opened"] if worst["released"] is None else worst["released"]
+        secure = not member.noise_source.lower().startswith("insecure")
+        own = private_report(
+            member.local,
+            self.side.recipe.training,
+            counted,
+            SecureNoise() if secure else InsecureSeededNoise(0),
+            "not_compared",
+        )
+        caveat = (
+            f"Federated: the numbers are those of {member.name}, whose epsilon is the largest of "
+            f"{len(report['clients'])} clients; {self.folder.name}/federated_report.json has them all."
+        )
+        own = dataclasses.replace(own, caveats=[caveat, *own.caveats])
+        bound_to(own, self.folder).save(self.folder / REPORT_FILE)
+
+    def close(self) -> None:
+        """Lets go of the ledgers and the model."""
+        self.server.close()
+        self.side.replica.close()
+
+
+def in_process(side: Side, folder: Path, names: Sequence[str]) -> InProcess:
+    """Clients in this process on the server's replica, shard i for the i-th name.
+
+    Args:
+      side: of the server, started.
+      folder: the run's.
+      names: of the clients.
+    """
+
+    def join(name: str, invitation: bytes) -> bytes:
+        return side.join(name, names.index(name), folder / CLIENTS / name, invitation)
+
+    return InProcess(side.clients, names, side.replica, join)
+
+
+def run_in_process(settings: Settings, folder: Path, *, resume: bool = False) -> dict[str, Any]:
+    """A run of server and clients in one process: the same messages and ledgers, without a network.
+
+    Args:
+      settings: of the run.
+      folder: output_dir.
+      resume: go on with its ledgers.
+
+    Returns:
+      The report.
+    """
+    run = ServerRun(Side.build(settings, folder), folder, resume=resume)
+    try:
+        names = [f"client-{i:03d}" for i in range(settings.clients)]
+        run.run(in_process(run.side, folder, names))
+        return run.report()
+    finally:
+        run.close()

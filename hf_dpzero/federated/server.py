@@ -1,0 +1,303 @@
+"""The server of a federated run: it takes K noised numbers a client and round, and makes the update.
+
+    v^r = sum_i B_i v_i^r / sum_i B_i            over the clients whose message was taken
+    theta^{r+1} = theta^r - alpha_r sum_k v_k^r u_k^r          (`ledger.replay.apply_release`)
+
+With B_i = q n_i this is the mean over the union of all rows, as on one machine, with the noise of every
+client in it. The server reads no row and draws no noise; what it does is post-processing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_dpzero.federated.contract import ContractError, check_plan, contract_digest
+from hf_dpzero.federated.local_plan import LocalPlan
+from hf_dpzero.federated.message_log import MessageLog
+from hf_dpzero.federated.messages import (
+    ASK,
+    BEHIND,
+    MOST_RELEASES,
+    NOTHING,
+    VALUES,
+    Message,
+    MessageError,
+    check_contract,
+    check_values,
+    pack,
+    pack_json,
+    unpack,
+    unpack_json,
+)
+from hf_dpzero.ledger.log_file import LedgerError, write_atomically
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.privacy.discretization import float32s
+from hf_dpzero.privacy.plan import PrivacyPlan
+
+logger = logging.getLogger(__name__)
+
+MEMBERS_NAME, MESSAGES_NAME = "clients.json", "messages.ledger"
+
+
+@dataclass
+class Member:
+    """A client that joined.
+
+    Attributes:
+      name: how it calls itself; one each.
+      index: its number in `messages.ledger`.
+      local: the plan that it declared.
+      noise_source: where it says its noise comes from.
+      joined: the first round it could take part in.
+      known: rounds whose release it has, as far as the server knows.
+      refused: why messages of it were refused, with how often.
+      sent, received: payload bytes of rounds.
+    """
+
+    name: str
+    index: int
+    local: LocalPlan
+    noise_source: str
+    joined: int
+    known: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    sent: int = 0
+    received: int = 0
+
+
+class RoundServer:
+    """Keeps the run's ledger, its members and their messages; transport-free.
+
+    A message is in `messages.ledger` before it counts, and a round's mean in `trajectory.ledger` before
+    any client hears of it: a server that is killed goes on from its folder (`resume`).
+
+    Args:
+      folder: of the run.
+      contract: `contract.contract_of`, with a direction key.
+      resume: go on with the folder's ledgers, which must be of this contract.
+
+    Raises:
+      LedgerError: the folder holds a run and `resume` is off, or another run.
+    """
+
+    def __init__(self, folder: Path, contract: Mapping[str, Any], *, resume: bool = False) -> None:
+        self.folder, self.digest = folder, contract_digest(contract)
+        path = folder / LEDGER_NAME
+        self.trajectory = (
+            Trajectory.open(path, contract) if resume else Trajectory.create(path, contract)
+        )
+        self.num_values = self.trajectory.num_values
+        header = {"contract_digest": self.digest.hex(), "num_values": self.num_values}
+        self.log = MessageLog(folder / MESSAGES_NAME, header)
+        self.members: dict[str, Member] = {}
+        self.strangers: dict[str, int] = {}
+        if resume and (folder / MEMBERS_NAME).exists():
+            for values in json.loads((folder / MEMBERS_NAME).read_text(encoding="utf-8")):
+                member = _member_from_dict(values)
+                self.members[member.name] = member
+        self._taken: dict[str, tuple[float, ...]] = {}
+
+    @property
+    def round(self) -> int:
+        """The round that is open: so many are in the ledger."""
+        return self.trajectory.next_step
+
+    @property
+    def rounds(self) -> int:
+        """R."""
+        return int(self.trajectory.header["federated"]["rounds"])
+
+    # ------------------------------------------------------------------ joining
+
+    def invitation(self) -> bytes:
+        """What a client gets that wants to join: the contract."""
+        return pack_json({"contract": self.trajectory.header})
+
+    def join(self, raw: Any) -> Member:
+        """Takes a client in, or back after it was away.
+
+        Args:
+          raw: what it answered to the invitation.
+
+        Returns:
+          The member.
+
+        Raises:
+          MessageError: malformed, or the client declined.
+          ContractError: another contract or plan.
+        """
+        answer = unpack_json(raw)
+        if reason := answer.get("declined"):
+            raise ContractError(f"the client declined: {reason}")
+        try:
+            name, digest = str(answer["name"]), bytes.fromhex(answer["contract_digest"])
+            local = plan_from_dict(answer["plan"])
+            source = str(answer["noise_source"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise MessageError(f"malformed: a client joins without its plan ({error!r}).") from None
+        check_contract(Message(VALUES, self.round, digest), self.digest)
+        check_plan(self.trajectory.header, local)
+        if (member := self.members.get(name)) is not None:
+            if member.local != local:
+                raise ContractError(
+                    f"client {name} came back with another plan than it joined with: its ledger is "
+                    "of that one. Put its rows and settings back."
+                )
+            member.known = 0
+            return member
+        member = Member(name, len(self.members), local, source, self.round)
+        self.members[name] = member
+        self._save_members()
+        return member
+
+    def _save_members(self) -> None:
+        members = [_member_to_dict(member) for member in self.members.values()]
+        write_atomically(self.folder / MEMBERS_NAME, json.dumps(members, indent=1))
+
+    # ------------------------------------------------------------------ one round
+
+    def ask(self, name: str) -> bytes:
+        """The open round's message to a member: what it lacks of the releases so far."""
+        member = self.members[name]
+        first = max(member.known, self.round - MOST_RELEASES) if member.known else 0
+        first = max(first, self.round - MOST_RELEASES)
+        lacking = tuple(self.trajectory.releases[first:])
+        payload = pack(Message(ASK, self.round, self.digest, lacking))
+        member.sent += len(payload)
+        return payload
+
+    def take(self, name: str, raw: Any) -> bool:
+        """Takes a member's answer to `ask`.
+
+        Args:
+          name: who sent it, as the transport knows.
+          raw: the payload.
+
+        Returns:
+          True if its values count; False if it is to be asked again with the releases that it lacks, or
+          released nothing in this round.
+
+        Raises:
+          MessageError: refused; it is counted in the report, and the round goes on without it.
+        """
+        if name not in self.members:
+            self.strangers[name] = self.strangers.get(name, 0) + 1
+            raise MessageError(f"unknown client {name!r}: it did not join this run.")
+        member = self.members[name]
+        member.received += len(raw) if isinstance(raw, bytes) else 0
+        try:
+            return self._take(member, unpack(raw, self.num_values))
+        except MessageError as error:
+            kind = str(error).partition(":")[0]
+            member.refused[kind] = member.refused.get(kind, 0) + 1
+            raise
+
+    def _take(self, member: Member, message: Message) -> bool:
+        check_contract(message, self.digest)
+        if message.kind == BEHIND:
+            member.known = min(message.round, self.round)
+            return False
+        if message.round != self.round:
+            raise MessageError(
+                f"replayed or late: it is of round {message.round}, and round {self.round} is open."
+            )
+        if message.kind == NOTHING:
+            member.known = self.round
+            return False
+        if message.kind != VALUES:
+            raise MessageError(f"malformed: kind {message.kind} to a server.")
+        if member.name in self._taken:
+            raise MessageError(
+                f"replayed: client {member.name} has sent round {self.round} already."
+            )
+        check_values(message.values, member.local.largest_value())
+        logged = self.log.get(self.round, member.index)
+        if logged is None:
+            self.log.append(self.round, member.index, message.values)
+        elif logged != message.values:
+            raise MessageError(
+                f"two releases: client {member.name} sent other values for round {self.round} before; "
+                "its ledger was lost or rolled back, and more was spent than it counts."
+            )
+        member.known = self.round
+        self._taken[member.name] = message.values
+        return True
+
+    def taken(self) -> Iterable[str]:
+        """Members whose values count in the open round so far."""
+        return tuple(self._taken)
+
+    def close_round(self, learning_rate: float) -> Release:
+        """Makes the round's update of what was taken; it is on disk on return.
+
+        Raises:
+          LedgerError: nothing was taken.
+        """
+        if not self._taken:
+            raise LedgerError(f"round {self.round} has no values: no client answered it.")
+        weights = {
+            name: float(self.members[name].local.mechanism.expected_batch_size)
+            for name in sorted(self._taken)
+        }
+        total = math.fsum(weights.values())
+        mean = (
+            math.fsum(weight * self._taken[name][k] for name, weight in weights.items()) / total
+            for k in range(self.num_values)
+        )
+        release = Release(self.round, tuple(float32s(mean)), learning_rate)
+        self.trajectory.append(release)
+        self._taken = {}
+        return release
+
+    def applied(self, name: str) -> int:
+        """In how many rounds a member's values are in the update."""
+        index = self.members[name].index
+        return sum(number < self.round and who == index for number, who in self.log.messages)
+
+    def close(self) -> None:
+        """Lets another process go on with the folder."""
+        self._save_members()
+        self.trajectory.close()
+        self.log.close()
+
+
+def joining(name: str, local: LocalPlan, digest: bytes, noise_source: str) -> bytes:
+    """A client's answer to an invitation."""
+    return pack_json(
+        {
+            "name": name,
+            "contract_digest": digest.hex(),
+            "plan": plan_to_dict(local),
+            "noise_source": noise_source,
+        }
+    )
+
+
+def plan_to_dict(local: LocalPlan) -> dict[str, Any]:
+    """JSON-safe; `plan_from_dict` reads it."""
+    return {**_fields(local), "plan": local.plan.to_dict()}
+
+
+def plan_from_dict(values: Mapping[str, Any]) -> LocalPlan:
+    """Inverse of `plan_to_dict`."""
+    return LocalPlan(**{**values, "plan": PrivacyPlan.from_dict(values["plan"])})
+
+
+def _member_to_dict(member: Member) -> dict[str, Any]:
+    return {**_fields(member), "local": plan_to_dict(member.local), "known": 0}
+
+
+def _member_from_dict(values: Mapping[str, Any]) -> Member:
+    return Member(**{**values, "local": plan_from_dict(values["local"])})
+
+
+def _fields(thing: Any) -> dict[str, Any]:
+    return {item.name: getattr(thing, item.name) for item in dataclasses.fields(thing)}

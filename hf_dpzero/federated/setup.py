@@ -1,0 +1,280 @@
+"""From a recipe to the sides of a federated run: shards, a client with its plan, the server's start."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_dpzero.federated.client import LocalClient
+from hf_dpzero.federated.contract import adopt, check_plan, contract_digest, contract_of
+from hf_dpzero.federated.local_plan import (
+    LocalPlan,
+    Participation,
+    PlanError,
+    check_settings,
+    local_plan,
+)
+from hf_dpzero.federated.messages import unpack_json
+from hf_dpzero.federated.replica import Replica
+from hf_dpzero.federated.server import RoundServer, joining
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import LEDGER_NAME
+from hf_dpzero.perturbation.directions import new_key
+from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
+from hf_dpzero.recipes.build import build_trainer
+from hf_dpzero.recipes.recipe import Recipe, load_recipe
+
+CLIENTS = "clients"
+"""Where the clients of a simulation keep their folders, in the run's output_dir."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the sides of a run are made from; plain values, so that it travels to other processes.
+
+    Attributes:
+      recipe: YAML file or name of a shipped recipe; its expected_batch_size is that of all clients
+        together.
+      overrides: of the recipe's fields.
+      clients: n, shards of the recipe's rows.
+      rounds: R, which takes the place of max_steps.
+      participation: see `local_plan`.
+      sampling_probability: q; None for the recipe's expected_batch_size over its rows.
+      own_rows: the recipe's rows on this machine are this client's alone, and not to be sharded.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    clients: int = 2
+    rounds: int | None = None
+    participation: Participation = "sampled"
+    sampling_probability: float | None = None
+    own_rows: bool = False
+
+    def load(self, output_dir: str | Path | None = None) -> Recipe:
+        """The recipe, R in it, checked.
+
+        Raises:
+          ValueError: settings that federated runs have no accounting for.
+        """
+        words = list(self.overrides)
+        if self.rounds is not None:
+            words += ["--max_steps", str(self.rounds)]
+        if output_dir is not None:
+            words += ["--output_dir", str(output_dir)]
+        recipe = load_recipe(self.recipe, words)
+        check_settings(recipe.training)
+        if self.clients < 1:
+            raise ValueError(f"clients={self.clients}; at least one must take part.")
+        if recipe.training.max_steps < 1:
+            raise ValueError("max_steps is missing: give the number of rounds (--rounds).")
+        return recipe
+
+
+def shard(num_examples: int, clients: int, client: int) -> np.ndarray:
+    """The rows of a client: every n-th, so that sizes differ by one at most.
+
+    Args:
+      num_examples: N.
+      clients: n.
+      client: in [0, n).
+
+    Returns:
+      Indices, int64, increasing.
+
+    Raises:
+      PlanError: more clients than rows, which leaves some without any.
+
+    >>> shard(7, 3, 1).tolist()
+    [1, 4]
+    """
+    if num_examples < clients:
+        raise PlanError(
+            f"{num_examples} rows in {clients} shards: {clients - num_examples} of them would be empty. "
+            f"Use at most {num_examples} clients."
+        )
+    return np.arange(client, num_examples, clients, dtype=np.int64)
+
+
+@dataclass
+class Side:
+    """One process of a run: a replica, and what makes its contract and its clients' plans.
+
+    Attributes:
+      settings: of the run.
+      recipe: loaded.
+      replica: on the recipe's rows that are on this machine.
+      contract: None until a server offered one, or this side made one.
+    """
+
+    settings: Settings
+    recipe: Recipe
+    replica: Replica
+    contract: dict[str, Any] | None = None
+    clients: dict[str, LocalClient] = field(default_factory=dict)
+    plans: dict[tuple[int, float], LocalPlan] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, settings: Settings, output_dir: str | Path) -> Side:
+        """Builds the recipe's trainer with passes as large as a client's batches.
+
+        Raises:
+          ValueError, OSError, ImportError: whatever recipe, model, data or checks refuse.
+        """
+        recipe = settings.load(output_dir)
+        args = copy.copy(recipe.training)
+        if args.expected_batch_size is not None and not settings.own_rows:
+            args.expected_batch_size = max(1.0, float(args.expected_batch_size // settings.clients))
+            if args.max_batch_size is not None:
+                args.max_batch_size = max(1, -(-args.max_batch_size // settings.clients))
+        if args.target_epsilon is not None:  # the plan of this trainer is not used: see `LocalPlan`
+            args.target_epsilon, args.noise_multiplier = None, 1.0
+        trainer = build_trainer(dataclasses.replace(recipe, training=args))
+        return cls(settings, recipe, Replica(trainer))
+
+    @property
+    def num_examples(self) -> int:
+        """Rows on this machine."""
+        return len(self.replica.trainer.train_dataset)
+
+    def probability(self) -> float:
+        """q of the recipe, or as it was set."""
+        given, config = self.settings.sampling_probability, self.recipe.training
+        if given is not None:
+            return given
+        if self.settings.participation == "once":
+            return 1.0 / config.max_steps
+        if config.sampling == "full_batch":
+            return 1.0
+        return float(config.expected_batch_size) / self.num_examples
+
+    def own_contract(self) -> dict[str, Any]:
+        """The contract as this side's recipe describes it."""
+        trainer = self.replica.trainer
+        if self.contract is not None:
+            return self.contract
+        return contract_of(
+            trainer,
+            participation=self.settings.participation,
+            sampling_probability=self.probability(),
+        )
+
+    def rows_of(self, client: int) -> np.ndarray:
+        """The rows of a client among those on this machine."""
+        if self.settings.own_rows:
+            return np.arange(self.num_examples, dtype=np.int64)
+        return shard(self.num_examples, self.settings.clients, client)
+
+    def plan_of(self, num_examples: int, sampling_probability: float) -> LocalPlan:
+        """The plan of a client with so many rows; calibrated once for each number."""
+        if (num_examples, sampling_probability) not in self.plans:
+            self.plans[num_examples, sampling_probability] = local_plan(
+                self.recipe.training,
+                num_examples,
+                sampling_probability=sampling_probability,
+                participation=self.settings.participation,
+            )
+        return self.plans[num_examples, sampling_probability]
+
+    def noise(self, client: int) -> NoiseSource:
+        """The operating system's; with insecure_noise_seed, another stream for each client."""
+        seed = self.recipe.training.insecure_noise_seed
+        return SecureNoise() if seed is None else InsecureSeededNoise(seed + 1000 * (client + 1))
+
+    def join(self, name: str, client: int, folder: Path, invitation: bytes) -> bytes:
+        """Answers an invitation for a client of this process, and makes the client.
+
+        Args:
+          name: of the client.
+          client: its number.
+          folder: its own.
+          invitation: `RoundServer.invitation`.
+
+        Returns:
+          Its plan, for `RoundServer.join`; the first client of a process follows the contract.
+
+        Raises:
+          ContractError: the server's run is not this recipe's.
+          PlanError: an empty shard, or no plan for it.
+        """
+        made = self._made(name, client, folder, unpack_json(invitation)["contract"])
+        return joining(name, made.local, contract_digest(made.contract), made.noise.name)
+
+    def client(self, name: str, client: int, folder: Path) -> LocalClient:
+        """A client that joined, perhaps in another process, which left the contract in its folder.
+
+        Raises:
+          LedgerError: it did not join.
+        """
+        if name in self.clients:
+            return self.clients[name]
+        if not (folder / LEDGER_NAME).is_file():
+            raise LedgerError(f"client {name} did not join: {folder} has no {LEDGER_NAME}.")
+        return self._made(name, client, folder, _header(folder / LEDGER_NAME))
+
+    def _made(self, name: str, client: int, folder: Path, contract: Any) -> LocalClient:
+        offered = adopt(self.own_contract(), contract)
+        rows = self.rows_of(client)
+        local = self.plan_of(len(rows), float(offered["sampling_probability"]))
+        check_plan(offered, local)
+        if self.contract is None:
+            self.contract = offered
+            self.replica.follow(offered)
+        made = LocalClient(name, folder, local, offered, rows, self.noise(client))
+        made.remember_contract()
+        self.clients[name] = made
+        return made
+
+    def start_server(self, folder: Path, *, resume: bool = False) -> RoundServer:
+        """Opens the run's ledgers; the replica follows them.
+
+        Raises:
+          LedgerError: see `RoundServer`.
+        """
+        contract = self.own_contract()
+        if resume:
+            if not (folder / LEDGER_NAME).is_file():
+                raise LedgerError(f"{folder} has no {LEDGER_NAME} to resume from.")
+            header = _header(folder / LEDGER_NAME)
+            contract = {**contract, "direction_key": header["direction_key"]}
+        contract = {"direction_key": f"{new_key():032x}", **contract}
+        server = RoundServer(folder, contract, resume=resume)
+        self.contract = dict(server.trajectory.header)
+        self.replica.follow(self.contract)
+        self.replica.catch_up(server.trajectory.releases)
+        return server
+
+
+def _header(path: Path) -> dict[str, Any]:
+    from hf_dpzero.ledger.log_file import split_header
+
+    return split_header(path.read_bytes(), path)[0]
+
+
+def learning_rates(config: Any) -> list[float]:
+    """alpha_r of every round, by the recipe's scheduler."""
+    import torch
+    from transformers import get_scheduler
+
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=config.learning_rate)
+    rounds, config = int(config.max_steps), copy.copy(config)
+    config.trains_privately = True  # a copy, of which only the warm-up is asked
+    scheduler = get_scheduler(
+        config.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=config.get_warmup_steps(rounds),
+        num_training_steps=rounds,
+        scheduler_specific_kwargs=config.lr_scheduler_kwargs or {},
+    )
+    rates = []
+    for _ in range(rounds):
+        rates.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step()
+    return rates

@@ -1,0 +1,101 @@
+"""`hf-dpzero federate`: a run, its files, resuming, refusals; over Ray in the slow suite."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_language_models import save_encoder
+
+from hf_dpzero.cli import main
+from hf_dpzero.ledger.trajectory import Trajectory
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The quickstart's rows with a tiny encoder."""
+    monkeypatch.chdir(tmp_path)
+    values = {
+        "model_name_or_path": str(save_encoder(tmp_path / "model")),
+        "architecture": "sentence_classifier",
+        "precompute_features": True,
+        "task": "quickstart",
+        "max_train_samples": 60,
+        "max_eval_samples": 20,
+        "max_seq_length": 16,
+        "method": "dpzero",
+        "target_epsilon": 2.0,
+        "target_delta": 1e-3,
+        "expected_batch_size": 30,
+        "clip": 4.0,
+        "num_directions": 4,
+        "trainable": "^classifier",
+        "max_steps": 3,
+        "learning_rate": 0.01,
+        "use_cpu": True,
+        "report_to": "none",
+        "output_dir": str(tmp_path / "out"),
+    }
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def run(recipe: Path, *words: str) -> int:
+    return main.main(["federate", str(recipe), *words])
+
+
+def check(folder: Path, clients: int, rounds: int) -> dict:
+    report = json.loads((folder / "federated_report.json").read_text())
+    assert report["rounds"] == rounds and report["private"] and len(report["clients"]) == clients
+    for row in report["clients"]:
+        assert row["applied"] <= row["released"] <= row["opened"] and row["epsilon"] <= 2.0
+    assert len(Trajectory.load(folder / "trajectory.safetensors").releases) == rounds
+    own = json.loads((folder / "privacy_report.json").read_text())
+    assert own["private"] and own["epsilon"] == report["epsilon"]
+    assert (folder / "federated_run.png").is_file() and (folder / "model.safetensors").is_file()
+    return report
+
+
+def test_a_run_writes_its_report_and_can_be_replayed(recipe, tmp_path, capsys):
+    words = ("--clients", "3", "--engine", "in_process")
+    assert run(recipe, *words) == 0
+    folder = tmp_path / "out-federated"
+    assert "epsilon at most" in capsys.readouterr().out
+    report = check(folder, 3, 3)
+    assert 1.9 < report["epsilon"] and report["payload_bytes_of_a_client_and_round"] <= 100 + 16 * 4
+    rebuilt = ["--trajectory", str(folder / "trajectory.safetensors"), "--output_dir", "again"]
+    assert main.main(["replay", "--base", str(recipe), *rebuilt, "--expect", str(folder)]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+    assert run(recipe, *words) == 2 and "go on with --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--clients", "61", "--engine", "in_process"], "1 of them would be empty"),
+        (["--engine", "carrier_pigeon"], "use one of flower, in_process"),
+        (["--clients", "0"], "clients=0"),
+        (["--participation", "once", "--engine", "in_process"], "replace_one"),
+        (["--clipping", "adaptive"], "clipping='adaptive'"),
+        (["--method", "mezo"], "method"),
+        (["--drop", "2", "--clients", "2"], "leave one at least"),
+        (["--resume", "--engine", "in_process"], "to resume from"),
+    ],
+)
+def test_what_cannot_run_is_refused(recipe, capsys, words, why):
+    assert run(recipe, *words) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs CPython 3.11")
+def test_a_simulation_with_dropouts(recipe, tmp_path):
+    words = ("--clients", "4", "--rounds", "3", "--drop", "1", "--actors", "1")
+    assert run(recipe, *words) == 0
+    report = check(tmp_path / "out-federated", 4, 3)
+    assert sorted(row["released"] for row in report["clients"])[1:] == [3, 3, 3]
+    assert min(row["released"] for row in report["clients"]) in (1, 2)

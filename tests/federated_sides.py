@@ -1,0 +1,49 @@
+"""Sides of a federated run on a two-layer BERT, in this process; a round takes some milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tiny_runs import build, tiny_data
+
+from hf_dpzero.federated.replica import Replica
+from hf_dpzero.federated.rounds import Rounds
+from hf_dpzero.federated.run import in_process
+from hf_dpzero.federated.server import RoundServer
+from hf_dpzero.federated.setup import CLIENTS, Settings, Side, learning_rates
+
+NAMES = ["client-000", "client-001", "client-002"]
+
+
+def side(
+    folder: Path, *, clients: int = 3, rounds: int = 4, data: Any = None, **settings: Any
+) -> Side:
+    """A side with rows of its own model; `settings` are a DPZeroConfig's."""
+    own = {name: settings.pop(name) for name in ("participation", "own_rows") if name in settings}
+    values = {"sampler_key": None, "insecure_noise_seed": None, "num_directions": 3, **settings}
+    trainer = build(
+        folder, data=data if data is not None else tiny_data(60), max_steps=rounds, **values
+    )
+    trainer.args.expected_batch_size = settings.get("expected_batch_size", 12)
+    chosen = Settings(recipe="none", clients=clients, rounds=rounds, **own)
+    recipe: Any = SimpleNamespace(training=trainer.args, to_yaml=lambda: "")
+    return Side(chosen, recipe, Replica(trainer))
+
+
+def started(folder: Path, resume: bool = False, **settings: Any) -> tuple[Side, RoundServer]:
+    """A side whose server is open."""
+    made = side(folder, **settings)
+    return made, made.start_server(folder, resume=resume)
+
+
+def rounds_of(made: Side, server: RoundServer, names: list[str] = NAMES, **settings: Any) -> Rounds:
+    """The rounds of a server with clients in this process."""
+    transport = in_process(made, server.folder, names)
+    rates = learning_rates(made.recipe.training)
+    return Rounds(server, transport, rates, **{"patience": 0.0, **settings})
+
+
+def client_folder(folder: Path, name: str) -> Path:
+    return folder / CLIENTS / name
