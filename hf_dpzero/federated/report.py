@@ -34,10 +34,10 @@ CAVEATS = (
     "The other clients, the metrics and the weights know no more than the messages.",
     "It is for one row of one client. All rows of a client together, and whether a client took part at "
     "all, are not covered.",
-    "Sizes of shards and the rounds a client takes part in are public. Being away must not depend on the "
-    "rows.",
-    "The time that an answer takes is not covered: it tells how many rows a round drew, and how long they "
-    "are, to whoever sees when messages travel.",
+    "Sizes of shards and the rounds a client takes part in are public. Being away must not depend on "
+    "the rows.",
+    "The time that an answer takes is not covered: it tells how many rows a round drew, and how long "
+    "they are, to whoever sees when messages travel.",
     "A client that is not honest can spoil the model within its clip; nothing here finds it.",
 )
 
