@@ -104,7 +104,8 @@ def wrapped(payload: bytes) -> RecordDict:
 def unwrapped(message: Message) -> Any:
     """The payload of a message; None if it has none."""
     with contextlib.suppress(KeyError, TypeError):
-        return message.content[RECORD][PAYLOAD]  # type: ignore[index]
+        record: Any = message.content[RECORD]
+        return record[PAYLOAD]
     return None
 
 
