@@ -240,7 +240,7 @@ def test_federated_rounds_in_process(tmp_path, capsys):
     tiny = (
         f"recipe=\"quickstart\", overrides=('--model_name_or_path', {str(model)!r}, "
         "'--use_cpu', 'true', '--max_train_samples', '64', '--max_eval_samples', '16', "
-        "'--expected_batch_size', '16', "
+        "'--expected_batch_size', '16', '--max_seq_length', '16', "
         "'--report_to', 'none', '--num_directions', '2')"
     )
     run(block("federated", "in process", a='recipe="quickstart"', a_=tiny))

@@ -264,7 +264,7 @@ def simulate(
             failures.append(error)
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    backend = {
+    backend: Any = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"num_cpus": actors, "include_dashboard": False, "log_to_driver": False},
     }

@@ -65,6 +65,7 @@ class Rounds:
         self.learning_rates, self.min_clients, self.patience = learning_rates, min_clients, patience
         self.names: dict[str, str] = {}
         self.declined: dict[str, str] = {}
+        self.invited: dict[str, int] = {}
 
     def run(self, on_round: Callable[[Release, int], None] | None = None) -> None:
         """Takes the rounds that are left.
@@ -103,9 +104,12 @@ class Rounds:
             time.sleep(0.2)
 
     def _invite(self) -> None:
-        """Takes in whoever is new; who declined once is not asked again."""
+        """Takes in whoever is new; not again who declined, or gave no answer `ATTEMPTS` times."""
         present = set(self.transport.present())
-        new = sorted(present - self.names.keys() - self.declined.keys())
+        silent = {address for address, count in self.invited.items() if count >= ATTEMPTS}
+        new = sorted(present - self.names.keys() - self.declined.keys() - silent)
+        for address in new:
+            self.invited[address] = self.invited.get(address, 0) + 1
         invitation = self.server.invitation()
         for address, raw in self.transport.exchange("join", dict.fromkeys(new, invitation)).items():
             try:
@@ -122,6 +126,7 @@ class Rounds:
             for old in holders:
                 del self.names[old]
             self.names[address] = member.name
+            self.invited.pop(address)  # it may come back
 
     def _collect(self) -> int:
         """Asks until somebody has answered; returns how many did."""

@@ -235,7 +235,12 @@ class Side:
 
         Raises:
           LedgerError: see `RoundServer`.
+          PlanError: a shard without a plan; nothing is written then.
         """
+        if not self.settings.own_rows:
+            sizes = {len(self.rows_of(client)) for client in range(self.settings.clients)}
+            for size in sizes:
+                self.plan_of(size, self.probability())
         contract = self.own_contract()
         if resume:
             if not (folder / LEDGER_NAME).is_file():
