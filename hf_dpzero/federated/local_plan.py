@@ -123,13 +123,19 @@ def check_settings(config: Any) -> None:
                 f"{name}={getattr(config, name)!r}: a client that misses a round has spent other steps "
                 "than the first ones, for which there is no accounting here; leave it out."
             )
+    if getattr(config, "noise_correlation", "none") not in ("none", "independent", None):
+        raise PlanError(
+            f"noise_correlation={config.noise_correlation!r}: a client that misses a round would break "
+            "the sequence that its noise is accounted for; leave it out."
+        )
     refused = {
+        "group_column": "clients do not know each other's groups; leave it out",
         "extends_run": "clients keep ledgers of their own and extend no run; leave it out",
         "sampler_key": "each client draws its own, which nobody may know; leave it out",
         "log_private_diagnostics": "un-noised statistics stay on the client; leave it out",
     }
     for name, why in refused.items():
-        if getattr(config, name):
+        if getattr(config, name, None):
             raise PlanError(f"{name}={getattr(config, name)!r}: {why}.")
 
 

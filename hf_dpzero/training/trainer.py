@@ -344,7 +344,8 @@ class DPZeroMixin(PublishingTrainer):
 
     def step_noise(self) -> NoiseSource:
         """What steps draw from; with correlated noise a source that knows earlier draws."""
-        assert self._keys is not None
+        if self._keys is None:  # no run of this trainer's own: a replica, which draws nothing
+            return self.noise
         return noise_keys.noise_of_steps(self, self._keys)
 
     def while_training(self, context: contextlib.AbstractContextManager[Any]) -> None:
