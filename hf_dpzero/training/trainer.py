@@ -345,6 +345,7 @@ class DPZeroMixin(PublishingTrainer):
     def step_noise(self) -> NoiseSource:
         """What steps draw from; with correlated noise a source that knows earlier draws."""
         if self._keys is None:  # no run of this trainer's own: a replica, which draws nothing
+            assert self.plan.correlation is None, "correlated noise is drawn inside train() only"
             return self.noise
         return noise_keys.noise_of_steps(self, self._keys)
 
