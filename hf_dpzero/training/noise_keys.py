@@ -35,6 +35,14 @@ LOOKED_AT, TWICE = 10_000, 4
 """Rows whose order is compared, spread evenly; rows that tell whether each access draws them anew."""
 
 
+UPLOADS = {
+    "CometCallback": ("COMET_LOG_ASSETS", ("TRUE",)),
+    "DagsHubCallback": ("HF_DAGSHUB_LOG_ARTIFACTS", ("1", "ON", "YES", "TRUE")),
+    "DVCLiveCallback": ("HF_DVCLIVE_LOG_MODEL", ("ALL",)),
+}
+"""Tracking services that take the whole of output_dir: the variable that says so, and its values."""
+
+
 class RunKeys(NamedTuple):
     """The secrets of one call of `train`.
 
@@ -55,6 +63,29 @@ class RunKeys(NamedTuple):
         """Removes the file, on rank 0."""
         if self.file is not None and distributed.is_main():
             self.file.unlink(missing_ok=True)
+
+
+def check_uploads(trainer: Any) -> None:
+    """Refuses callbacks that would upload the folder with the keys together with everything else.
+
+    Args:
+      trainer: a `DPZeroTrainer`, before training.
+
+    Raises:
+      ValueError: names the callback, and what to set.
+    """
+    if not isinstance(trainer.plan.sampler, FixedBatchesSampler):
+        return
+    for callback in trainer.callback_handler.callbacks:
+        for kind in type(callback).__mro__:
+            variable, values = UPLOADS.get(kind.__name__, ("", ()))
+            chosen = str(getattr(callback, "_log_model", os.environ.get(variable, "")))
+            if variable and chosen.upper() in values:
+                raise ValueError(
+                    f"{kind.__name__} uploads all of output_dir ({variable}), where {FOLDER}/{FILE} "
+                    "holds the secret keys of fixed batches and correlated noise: whoever has them "
+                    f"subtracts the noise. Set {variable}=FALSE; the metrics are still tracked."
+                )
 
 
 def open_keys(trainer: Any) -> RunKeys:
