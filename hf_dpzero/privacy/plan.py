@@ -380,9 +380,13 @@ class PrivacyPlan:
         else:
             ((spec, count),) = self.parts_at(1.0)
             effective = calibrated_noise_multiplier(spec, count, epsilon=epsilon, delta=delta)
-        plan = self._with_noise(mechanism.sensitivity_add_remove * effective / self._kept)
+        plan = self._with_noise(self.stated_multiplier(effective))
         assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
         return plan
+
+    def stated_multiplier(self, effective: float) -> float:
+        """The mechanism's multiplier of a step that is one Gaussian of multiplier `effective`."""
+        return self.mechanism.sensitivity_add_remove * effective / self._kept
 
     def _with_noise(self, noise_multiplier: float) -> PrivacyPlan:
         mechanism: Any = self.mechanism

@@ -164,8 +164,8 @@ def calibrate_selection(
     def spent(sigma: float) -> float:
         return _selection_epsilon(plan.parts_at(sigma), trials, delta)
 
-    sigma = _smallest_noise(plan, spent, epsilon, delta) * plan.mechanism.sensitivity_add_remove
-    plan = with_noise(plan, sigma)
+    effective = _smallest_noise(plan, spent, epsilon, delta)
+    plan = with_noise(plan, plan.stated_multiplier(effective))
     assert selection_epsilon(plan, trials, delta) <= epsilon, "calibrated over the target"
     return plan
 

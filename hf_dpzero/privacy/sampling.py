@@ -203,18 +203,20 @@ class FullBatchSampler(Sampler):
 class FixedBatchesSampler(Sampler):
     """Every example once an epoch, in the same batch of each epoch; no amplification is claimed.
 
-    A secret uniformly random order fills E = ceil(n / B) batches of B examples, the last one perhaps
-    fewer; step t takes batch t mod E. The order is a function of the key alone, so the key must stay the
-    same for the whole run.
+    E = ceil(n / B) batches have B places each; a secret uniformly random order puts the examples into
+    places, and leaves any E B - n of them empty. Step t takes batch t mod E. The order is a function of
+    the key alone, so the key must stay the same for the whole run.
 
-    The order is secret for the sake of add_or_remove_one: a data set without one example leaves a place
-    empty, and where all orders are equally likely the places of the others can be taken to be the same
-    (given the order the runs differ in the batches of one place; divergences of mixtures are at most
-    the largest of their parts). Under replace_one any order would do.
+    The order is secret for the sake of add_or_remove_one: in a data set without one example the others
+    have the same distribution over the same E B places, so their places can be taken to be the same
+    (given these the runs differ in the batches of one place; divergences of mixtures are at most the
+    largest of their parts). Were the last places the empty ones, another example would move into the
+    place that is left, and the runs would differ in two batches. E is public, as n is. Under replace_one
+    any order would do.
 
     >>> sampler = FixedBatchesSampler(num_examples=7, expected_batch_size=3)
-    >>> [len(sampler.batch(step, bytes(32))) for step in range(4)]
-    [3, 3, 1, 3]
+    >>> sum(len(sampler.batch(step, bytes(32))) for step in range(3))
+    7
     """
 
     name: ClassVar[str] = "fixed_batches"
@@ -234,7 +236,8 @@ class FixedBatchesSampler(Sampler):
 
     def _indices(self, step: int, key: bytes) -> np.ndarray:
         size, place = int(self.expected_batch_size), step % self.batches
-        return np.sort(_order(self.num_examples, key)[place * size : (place + 1) * size])
+        there = _order(self.batches * size, key)[place * size : (place + 1) * size]
+        return np.sort(there[there < self.num_examples])
 
 
 SAMPLERS: dict[str, type[Sampler]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -131,7 +131,7 @@ class StepBatches(Dataset):
 
     rows: Rows
     plan: PrivacyPlan
-    key: bytes
+    key: bytes = field(repr=False)
     microbatch_size: int
     rank: int = 0
     world_size: int = 1

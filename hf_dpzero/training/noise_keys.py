@@ -4,14 +4,22 @@ A resumed run needs both again: with another order a row would take part twice i
 other noise nothing cancels. So they are kept while the run is not finished, in a folder that nothing
 ships and that no checkpoint holds, readable by its owner alone. A run that has taken all its steps
 removes them.
+
+Places belong to row numbers, so the rows must be the same in the same order too. A digest of them, which
+needs the secret key of the order, is kept beside it and compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import datasets
+from datasets.fingerprint import Hasher
 
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.privacy.correlated_noise.plans import sensitivity
@@ -20,8 +28,19 @@ from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNois
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key
 from hf_dpzero.training import distributed, run_files
+from hf_dpzero.training.random_state import isolated_randomness
 
 FOLDER, FILE = "_private", "noise_keys.json"
+LOOKED_AT, TWICE = 10_000, 4
+"""Rows whose order is compared, spread evenly; rows that tell whether each access draws them anew."""
+
+
+UPLOADS = {
+    "CometCallback": ("COMET_LOG_ASSETS", ("TRUE",)),
+    "DagsHubCallback": ("HF_DAGSHUB_LOG_ARTIFACTS", ("1", "ON", "YES", "TRUE")),
+    "DVCLiveCallback": ("HF_DVCLIVE_LOG_MODEL", ("ALL",)),
+}
+"""Tracking services that take the whole of output_dir: the variable that says so, and its values."""
 
 
 class RunKeys(NamedTuple):
@@ -37,17 +56,44 @@ class RunKeys(NamedTuple):
     noise: tuple[tuple[int, bytes], ...] = ()
     file: Path | None = None
 
+    def __repr__(self) -> str:
+        return f"RunKeys(file={str(self.file)!r})"  # the keys are secret
+
     def forget(self) -> None:
         """Removes the file, on rank 0."""
         if self.file is not None and distributed.is_main():
             self.file.unlink(missing_ok=True)
 
 
+def check_uploads(trainer: Any) -> None:
+    """Refuses callbacks that would upload the folder with the keys together with everything else.
+
+    Args:
+      trainer: a `DPZeroTrainer`, before training.
+
+    Raises:
+      ValueError: names the callback, and what to set.
+    """
+    if not isinstance(trainer.plan.sampler, FixedBatchesSampler):
+        return
+    for callback in trainer.callback_handler.callbacks:
+        for kind in type(callback).__mro__:
+            variable, values = UPLOADS.get(kind.__name__, ("", ()))
+            chosen = str(getattr(callback, "_log_model", os.environ.get(variable, "")))
+            if variable and chosen.upper() in values:
+                raise ValueError(
+                    f"{kind.__name__} uploads all of output_dir ({variable}), where {FOLDER}/{FILE} "
+                    "holds the secret keys of fixed batches and correlated noise: whoever has them "
+                    f"subtracts the noise. Set {variable}=FALSE; the metrics are still tracked."
+                )
+
+
 def open_keys(trainer: Any) -> RunKeys:
     """The keys of a `DPZeroTrainer` whose ledger is open; fresh ones for what is new.
 
     Raises:
-      LedgerError: steps were released and their keys are not there, or are another run's.
+      LedgerError: steps were released and their keys are not there, or are another run's; or the rows
+        are not those that these steps had, in the same order.
     """
     given = trainer.args.sampler_key
     if not isinstance(trainer.plan.sampler, FixedBatchesSampler):
@@ -59,9 +105,11 @@ def open_keys(trainer: Any) -> RunKeys:
     def on_main() -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
         started = 0 < taken < trainer.plan.steps  # a run that has ended needs no keys
         stored: dict[str, Any] = _read(file, run) if started else {"order": new_sampler_key().hex()}
+        rows = _digest_of(trainer.train_dataset, bytes.fromhex(stored["order"]))
+        _check_rows(file, stored.get("rows", ""), rows)
         noise = [entry for entry in stored.get("noise", ()) if entry[0] < taken]
         noise.append([taken if started else 0, new_noise_key().hex()])
-        _write(file, {"run": run, "order": stored["order"], "noise": noise})
+        _write(file, {"run": run, "order": stored["order"], "rows": rows, "noise": noise})
         keys = tuple((int(first), bytes.fromhex(key)) for first, key in noise)
         return bytes.fromhex(given or stored["order"]), keys
 
@@ -91,6 +139,43 @@ def noise_of_steps(trainer: Any, keys: RunKeys) -> NoiseSource:
     base = source if isinstance(source, InsecureSeededNoise) else KeyedNoise(keys.noise)
     factorization = plan.correlation.factorization(plan.steps)
     return CorrelatedNoise(base, factorization, sensitivity(plan), plan.mechanism.dense_draws)
+
+
+def _digest_of(dataset: Any, key: bytes) -> str:
+    """SHA-256 (hex) of a secret key, the number of rows, and up to `LOOKED_AT` rows in their order.
+
+    Args:
+      dataset: rows by number; of a `datasets.Dataset` what is stored, before any transform.
+      key: 32 bytes.
+
+    Returns:
+      "" where rows are drawn anew at each access, so that nothing can be compared.
+    """
+    if isinstance(dataset, datasets.Dataset):
+        dataset = dataset.with_format(None)
+    digest = hashlib.sha256(key + len(dataset).to_bytes(8, "little"))
+    step = -(-len(dataset) // LOOKED_AT)
+    with isolated_randomness():
+        first = range(len(dataset))[:TWICE]
+        if list(_hashes(dataset, first)) != list(_hashes(dataset, first)):
+            return ""
+        for row in _hashes(dataset, range(0, len(dataset), step)):
+            digest.update(row.encode())
+    return digest.hexdigest()
+
+
+def _hashes(dataset: Any, rows: range) -> Iterator[str]:
+    return (Hasher.hash(dataset[row]) for row in rows)
+
+
+def _check_rows(file: Path, before: str, now: str) -> None:
+    if before and now and before != now:
+        raise LedgerError(
+            "train_dataset does not hold the same rows in the same order as when this run began (an "
+            "unseeded shuffle or train_test_split?): with fixed batches a row could take part twice in "
+            f"an epoch, which epsilon does not cover. Load it as it was ({file} knows it again), or "
+            "start afresh in another output_dir; what was spent stays spent."
+        )
 
 
 def _read(file: Path, run: str) -> dict[str, Any]:

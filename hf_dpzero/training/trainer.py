@@ -235,6 +235,7 @@ class DPZeroMixin(PublishingTrainer):
         if self.plan.groups is not None:
             column = str(self.args.group_column)
             self._row_groups = row_groups(self.plan.groups, column, self.train_dataset)
+        noise_keys.check_uploads(self)
         check_before_training(self)
         self._besides.check()
         for caveat in base_caveats(self.earlier_runs):
