@@ -1,4 +1,4 @@
-"""Servers and clients of a federated run that do not keep to the rules, and settings without an account."""
+"""Servers and clients of a federated run that do not keep to the rules; settings without account."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hf_dpzero.reporting.privacy_report import REPORT_FILE
 
 
 def test_samplings_that_need_one_order_for_the_whole_run_are_refused(tmp_path):
-    """Drawn anew each round, fixed batches take a row several times an epoch; their account says once."""
+    """Drawn anew each round, fixed batches take a row several times an epoch; the account says once."""
     sampler = FixedBatchesSampler(num_examples=200, expected_batch_size=20)
     seen = [0] * 200
     for number in range(sampler.batches):
@@ -52,7 +52,7 @@ def offered(server, **changes) -> bytes:
 
 def test_a_server_cannot_choose_a_larger_epsilon_by_its_q(tmp_path):
     """With a noise multiplier, epsilon follows q: 2.1 for q = 0.1 and 23 for q = 1, over 20 rounds."""
-    made, server = started(tmp_path)  # q = 12 / 60
+    _, server = started(tmp_path)  # q = 12 / 60
     other = side(tmp_path / "client")
     for probability in (1.0, 0.21, 0.0, -0.5, math.pi, "0.2", True, None):
         with pytest.raises(PlanError, match="sampling_probability"):
@@ -72,7 +72,7 @@ def test_with_a_target_the_noise_follows_q_and_delta_does_not_pay_alone(tmp_path
 
 
 def test_a_contract_that_reads_in_two_ways_is_refused(tmp_path):
-    made, server = started(tmp_path)
+    _, server = started(tmp_path)
     own = json.loads(json.dumps(server.trajectory.header))
     forged = {**own, "federated": {**own["federated"], "clip": 50.0}}
     forged["federated.clip"] = own["federated"]["clip"]  # the last of two equal flat names
@@ -119,8 +119,7 @@ def test_weights_that_a_server_drove_out_of_range_release_noise_and_zeros(tmp_pa
     client = made.clients[NAMES[0]]
     try:
         raw = client.answer(made.replica, pack(Message(ASK, 1, server.digest, history)))
-    except (ValueError, OverflowError) as error:  # before a row is read
-        assert "step" in str(error) or "finite" in str(error), error
+    except (ValueError, OverflowError):  # before a row is read
         assert client.released() == 0
     else:
         values = unpack(raw, 3).values
@@ -169,7 +168,7 @@ def test_what_no_honest_client_declares_is_refused_and_the_server_goes_on(opened
         server.join(b"[" * 200_000)
     for noise in (1e308, 1e400, -1.0):
         answer["plan"]["plan"]["mechanism"]["noise_multiplier"] = noise
-        with pytest.raises(ValueError):
+        with pytest.raises((MessageError, ContractError)):
             server.join(json.dumps(answer).encode())
     assert not server.members and summary(federated_report(server))
 
