@@ -94,6 +94,10 @@ def adopt(own: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
             f"the server's run is another one than this client's recipe describes ({told}). Use the "
             "same recipe, base model and settings on both sides."
         )
+    if _rest(own) != _rest(offered):
+        raise ContractError(
+            "the server's contract repeats entries under names with dots, so that it reads in two ways."
+        )
     if missing := [name for name in CHOSEN_BY_SERVER if name not in offered]:
         raise ContractError(f"the server's contract lacks {', '.join(missing)}.")
     return dict(offered)
@@ -141,6 +145,10 @@ def check_plan(contract: Mapping[str, Any], local: LocalPlan) -> None:
 def _compared(contract: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(contract))
     return {k: v for k, v in plain.items() if k not in _NOT_COMPARED}
+
+
+def _rest(side: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in _compared(side).items() if k not in CHOSEN_BY_SERVER}
 
 
 def _short(value: Any) -> str:

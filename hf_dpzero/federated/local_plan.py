@@ -35,6 +35,9 @@ class PlanError(ValueError):
 
 Participation = Literal["sampled", "once"]
 PARTICIPATIONS: tuple[Participation, ...] = ("sampled", "once")
+DRAWN_AFRESH = ("poisson", "truncated_poisson", "fixed_size_without_replacement", "full_batch")
+"""Samplings whose rounds are independent of each other: the key of each round is its own, and rounds
+may be missed."""
 _TAIL = 50.0  # an honest message is refused with probability below 2 exp(-50) = 4e-22
 
 
@@ -123,6 +126,11 @@ def check_settings(config: Any) -> None:
                 f"{name}={getattr(config, name)!r}: a client that misses a round has spent other steps "
                 "than the first ones, for which there is no accounting here; leave it out."
             )
+    if config.sampling not in DRAWN_AFRESH:
+        raise PlanError(
+            f"sampling={config.sampling!r}: clients draw each round afresh and may miss rounds, and its "
+            f"account needs one order for the whole run; use one of {', '.join(DRAWN_AFRESH)}."
+        )
     if getattr(config, "noise_correlation", "none") not in ("none", "independent", None):
         raise PlanError(
             f"noise_correlation={config.noise_correlation!r}: a client that misses a round would break "
@@ -196,6 +204,44 @@ def local_plan(
         participation=participation,
         delta=config.delta(num_examples),
     )
+
+
+def check_probability(config: Any, offered: Any, own: float) -> float:
+    """Refuses a probability that a server may not choose for a client.
+
+    With a target epsilon the noise follows q, so any q will do that leaves it something to hide. With a
+    noise multiplier epsilon follows q, so the client's own q is the most it agreed to.
+
+    Args:
+      config: the client's `DPZeroConfig`.
+      offered: q of the server's contract.
+      own: q of the client's settings; above 1 it counts as 1.
+
+    Returns:
+      q.
+
+    Raises:
+      PlanError: no number in (0, 1], more than the client's own where its noise is fixed, or so small
+        that delta alone would pay for rows that are published without noise.
+    """
+    number = isinstance(offered, int | float) and not isinstance(offered, bool)
+    if not number or not 0 < offered <= 1:
+        raise PlanError(f"the server's sampling_probability={offered!r} is no number in (0, 1].")
+    most = min(1.0, own) * (1 + 1e-9)
+    if config.target_epsilon is None and offered > most:
+        raise PlanError(
+            f"the server's sampling_probability={offered:.6g} is above this client's own {own:.6g}, and "
+            "with a fixed noise_multiplier that costs more than the client agreed to: set "
+            "target_epsilon, or a larger sampling_probability on the client."
+        )
+    delta = config.target_delta
+    if config.target_epsilon is not None and delta and offered * config.max_steps <= delta:
+        raise PlanError(
+            f"the server's sampling_probability={offered:.6g} over {config.max_steps} rounds is below "
+            f"delta={delta:.6g}: the plan would hold without noise, by publishing rows so seldom that "
+            "delta pays for it. Use a larger expected_batch_size."
+        )
+    return float(offered)
 
 
 def _block(config: Any, num_examples: int, rounds: int) -> int:

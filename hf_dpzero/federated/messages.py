@@ -159,7 +159,7 @@ def unpack_json(raw: Any) -> dict[str, Any]:
     """
     try:
         values = json.loads(raw)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise MessageError(f"malformed: no JSON ({error}).") from None
     if not isinstance(values, dict):
         raise MessageError(f"malformed: JSON of a {type(values).__name__}, not of an object.")

@@ -97,7 +97,8 @@ def federated_report(
         "num_directions": header["num_directions"],
         "contract_digest": server.digest.hex(),
         "base_model_digest": header["base_model_digest"],
-        "epsilon": max((row["epsilon"] for row in rows), default=0.0),
+        "epsilon": _finite(max((float(row["epsilon"]) for row in rows), default=0.0)),
+        "delta": max((row["delta"] for row in rows), default=0.0),
         "private": all(row["private"] for row in rows),
         "clients": rows,
         "strangers_refused": dict(server.strangers),
@@ -129,7 +130,7 @@ def _client_row(server: RoundServer, member: Member, clients: Path | None) -> di
         "applied": server.applied(member.name),
         "released": released,
         "opened": opened,
-        "epsilon": epsilon if epsilon < float("inf") else "inf",
+        "epsilon": _finite(epsilon),
         "epsilon_is_of": "opened rounds (an upper bound)"
         if released is None
         else "released rounds",
@@ -169,7 +170,8 @@ def summary(report: Mapping[str, Any]) -> str:
     private = report["private"] and rows
     worst = max((row["epsilon"] for row in rows if row["private"]), default=0.0)
     head = (
-        f"Local differential privacy: epsilon at most {round_up(worst)} for each row of each of "
+        f"Local differential privacy: epsilon at most {round_up(worst)} (delta "
+        f"{delta_words(report['delta'])}) for each row of each of "
         f"{len(rows)} clients"
         if private
         else "NOT PRIVATE: see the clients"

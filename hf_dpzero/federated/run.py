@@ -105,20 +105,31 @@ class ServerRun:
         """Model, tokenizer and a `privacy_report.json`: that of the client with the largest epsilon.
 
         A row is one client's, and all that the run put out follows from the messages, so the largest of
-        the clients' epsilons holds for every row of all of them together.
+        the clients' epsilons holds for every row of all of them together: all at one delta, the largest
+        of theirs, since a smaller client's default delta is larger.
         """
         trainer = self.side.replica.trainer
         trainer.model.save_pretrained(self.folder)
         if trainer.processing_class is not None:
             trainer.processing_class.save_pretrained(self.folder)
-        worst = max(report["clients"], key=lambda row: (not row["private"], float(row["epsilon"])))
-        member: Member = self.server.members[worst["client"]]
-        counted = worst["opened"] if worst["released"] is None else worst["released"]
+        rows = {row["client"]: row for row in report["clients"]}
+        plans = {
+            name: dataclasses.replace(self.server.members[name].local, delta=report["delta"])
+            for name in rows
+        }
+        counts = {
+            name: row["opened"] if row["released"] is None else row["released"]
+            for name, row in rows.items()
+        }
+        worst = max(
+            rows, key=lambda name: (not rows[name]["private"], plans[name].epsilon(counts[name]))
+        )
+        member: Member = self.server.members[worst]
         secure = not member.noise_source.lower().startswith("insecure")
         own = private_report(
-            member.local,
+            plans[worst],
             self.side.recipe.training,
-            counted,
+            counts[worst],
             SecureNoise() if secure else InsecureSeededNoise(0),
             "not_compared",
         )

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,8 +144,9 @@ class RoundServer:
             source = str(answer["noise_source"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MessageError(f"malformed: a client joins without its plan ({error!r}).") from None
+        check_name(name)
         check_contract(Message(VALUES, self.round, digest), self.digest)
-        check_plan(self.trajectory.header, local)
+        _check_declared(self.trajectory.header, local)
         if (member := self.members.get(name)) is not None:
             if member.local != local:
                 raise ContractError(
@@ -267,6 +269,43 @@ class RoundServer:
         self._save_members()
         self.trajectory.close()
         self.log.close()
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that is no plain word: it becomes a folder, and a line of reports and logs.
+
+    Raises:
+      MessageError: other characters, or too long.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise MessageError(
+            f"malformed: the client's name {name[:64]!r} is not 1 to 64 letters, digits, '.', '_' and "
+            "'-', a letter or digit first."
+        )
+
+
+def _check_declared(contract: Mapping[str, Any], local: LocalPlan) -> None:
+    """`check_plan`, and that all that the report will ask of a stranger's plan can be computed.
+
+    Raises:
+      ContractError: see `check_plan`.
+      MessageError: entries of wrong kinds, or out of range.
+    """
+    sizes = (local.num_examples, local.rounds)
+    whole = all(isinstance(size, int) and 0 < size < 2**53 for size in sizes)
+    try:
+        if not whole or not 0 <= local.delta < 1:
+            raise ValueError(f"num_examples, rounds, delta = {(*sizes, local.delta)}")
+        check_plan(contract, local)
+        local.epsilon(local.rounds)
+        if not math.isfinite(local.largest_value()):
+            raise ValueError("its noise is not finite")
+    except ContractError:
+        raise
+    except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError) as error:
+        raise MessageError(
+            f"malformed: the declared plan cannot be accounted ({error!r})."
+        ) from None
 
 
 def joining(name: str, local: LocalPlan, digest: bytes, noise_source: str) -> bytes:

@@ -16,6 +16,7 @@ from hf_dpzero.federated.local_plan import (
     LocalPlan,
     Participation,
     PlanError,
+    check_probability,
     check_settings,
     local_plan,
 )
@@ -220,7 +221,8 @@ class Side:
     def _made(self, name: str, client: int, folder: Path, contract: Any) -> LocalClient:
         offered = adopt(self.own_contract(), contract)
         rows = self.rows_of(client)
-        local = self.plan_of(len(rows), float(offered["sampling_probability"]))
+        probability = self._agreed(offered["sampling_probability"], len(rows))
+        local = self.plan_of(len(rows), probability)
         check_plan(offered, local)
         if self.contract is None:
             self.contract = offered
@@ -229,6 +231,14 @@ class Side:
         made.remember_contract()
         self.clients[name] = made
         return made
+
+    def _agreed(self, offered: Any, num_examples: int) -> float:
+        """The server's q, if this client's settings allow it; `once` draws nothing with it."""
+        config = copy.copy(self.recipe.training)
+        if self.settings.participation == "once":
+            return float(offered)
+        config.target_delta = config.delta(num_examples)
+        return check_probability(config, offered, self.probability())
 
     def start_server(self, folder: Path, *, resume: bool = False) -> RoundServer:
         """Opens the run's ledgers; the replica follows them.
