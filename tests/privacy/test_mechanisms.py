@@ -407,6 +407,8 @@ def test_discretisation_slack_formula():
 class Drawn:
     """Secure draws made in one call, handed out one by one: a call for each costs ten times as much."""
 
+    correlated = False
+
     def __init__(self, distribution: str, scale: float, count: int) -> None:
         self.left = getattr(SecureNoise(), distribution)(scale, count, 0)
         self.scale = scale

@@ -93,14 +93,14 @@ def test_smoothing_is_scheduled_and_costs_nothing(tmp_path):
 
     from hf_dpzero.estimators.finite_differences import FiniteDifferences
 
-    original = FiniteDifferences.__call__
+    original = FiniteDifferences.with_losses
 
     def spy(self, microbatches, directions):
         sizes.append(self.smoothing)
         return original(self, microbatches, directions)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FiniteDifferences, "__call__", spy)
+        patch.setattr(FiniteDifferences, "with_losses", spy)
         trainer.train()
     assert sizes[-6:] == pytest.approx([10 ** (-2 - 0.2 * t) for t in range(6)])
     plain = build(tmp_path / "plain", smoothing=1e-2, **PRIVATE)

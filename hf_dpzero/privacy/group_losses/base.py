@@ -201,6 +201,7 @@ class GroupLosses(ABC):
 
         Guarantee: one example more or less moves one entry by at most 2^30; exact over processes.
 
+        >>> from hf_dpzero.privacy.group_losses import PerStepGroups
         >>> two = PerStepGroups(names=("a", "b"), shares=(0.5, 0.5), loss_bound=2.0)
         >>> [n / 2**30 for n in two.total(np.array([2.0, 9.0, 0.5]), [0, 0, 1])]
         [2.0, -0.5]
