@@ -19,8 +19,8 @@ from hf_dpzero.ledger.trajectory import flat
 from hf_dpzero.training.run_files import ledger_header
 
 CHOSEN_BY_SERVER = ("direction_key", "sampling_probability")
-"""What a client takes from the server: neither weakens its guarantee, which holds along any directions,
-and its noise is calibrated for the probability it is told."""
+"""What a client takes from the server. The guarantee holds along any directions; of probabilities
+`local_plan.check_probability` refuses those that would cost more than the client agreed to."""
 
 _OWN = (  # of a run on one machine's data: not in a contract
     *("plan", "target_epsilon", "target_delta", "tuning", "noise_source", "privacy_unit"),
