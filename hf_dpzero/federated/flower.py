@@ -1,9 +1,4 @@
-"""Carries a run's bytes by Flower (https://flower.ai), which only this file and `app.py` import.
-
-Each payload travels as one bytes entry of a `ConfigRecord`: kind "join" as Flower's message type query,
-kind "round" as train. Flower knows who sent a message; the payload's own checks are in `messages`.
-Telemetry of Flower and usage statistics of Ray are off unless the environment says otherwise.
-"""
+"""Carries a run's bytes by Flower (https://flower.ai), and simulates its clients by Flower on Ray."""
 
 from __future__ import annotations
 
@@ -16,29 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.federated.client import RELEASED_NAME
-from hf_dpzero.federated.contract import ContractError
-from hf_dpzero.federated.local_plan import PlanError
+from hf_dpzero.federated.envelope import TYPES, failure, reply, unwrapped, wrapped
 from hf_dpzero.federated.message_log import read_count
-from hf_dpzero.federated.messages import pack_json
 from hf_dpzero.federated.setup import CLIENTS, Settings, Side
 
-for _name, _value in (
-    ("FLWR_TELEMETRY_ENABLED", "0"),
-    ("FLWR_DISABLE_UPDATE_CHECK", "1"),
-    ("RAY_USAGE_STATS_ENABLED", "0"),
-    ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"),
-):
-    os.environ.setdefault(_name, _value)
-
 if TYPE_CHECKING:
-    from flwr.app import Context, Message, RecordDict
+    from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid
 
 logger = logging.getLogger(__name__)
 
-RECORD, PAYLOAD = "hf_dpzero", "payload"
-_TYPES = {"join": "query", "round": "train"}
 _SIDES: dict[Any, Side] = {}
 
 
@@ -81,32 +64,17 @@ class FlowerTransport:
         if not payloads:
             return {}
         messages = [
-            Message(wrapped(payload), dst_node_id=int(node), message_type=_TYPES[kind])
+            Message(wrapped(payload), dst_node_id=int(node), message_type=TYPES[kind])
             for node, payload in payloads.items()
         ]
         answers = {}
-        for reply in self.grid.send_and_receive(messages, timeout=self.timeouts[kind]):
-            node = str(reply.metadata.src_node_id)
-            if reply.has_error():
-                logger.warning("node %s gave no answer: %s", node, reply.error.reason)
+        for answer in self.grid.send_and_receive(messages, timeout=self.timeouts[kind]):
+            node = str(answer.metadata.src_node_id)
+            if answer.has_error():
+                logger.warning("node %s gave no answer: %s", node, answer.error.reason)
             else:
-                answers[node] = unwrapped(reply)
+                answers[node] = unwrapped(answer)
         return answers
-
-
-def wrapped(payload: bytes) -> RecordDict:
-    """A payload as Flower carries it."""
-    from flwr.app import ConfigRecord, RecordDict
-
-    return RecordDict({RECORD: ConfigRecord({PAYLOAD: payload})})
-
-
-def unwrapped(message: Message) -> Any:
-    """The payload of a message; None if it has none."""
-    with contextlib.suppress(KeyError, TypeError):
-        record: Any = message.content[RECORD]
-        return record[PAYLOAD]
-    return None
 
 
 def client_app(
@@ -143,71 +111,39 @@ def _side(settings: Settings, folder: str) -> Side:
 
 def _join(settings: Settings, folder: str, message: Message, context: Context) -> Message:
     client = int(context.node_config["partition-id"])
-    name = client_name(client)
-    return answer_invitation(settings, folder, name, client, client_folder(folder, name), message)
-
-
-def answer_invitation(
-    settings: Settings, folder: str, name: str, client: int, where: Path, message: Message
-) -> Message:
-    """A client's plan; where it cannot take part, the reason, in words that quote no row.
-
-    Args:
-      settings: of the run.
-      folder: for what the recipe's trainer writes.
-      name: of the client.
-      client: its number, for its shard.
-      where: its own folder.
-      message: the invitation.
-    """
-    try:
-        payload = _side(settings, folder).join(name, client, where, unwrapped(message))
-    except (ContractError, PlanError) as error:  # their words say nothing of any row
-        payload = pack_json({"declined": str(error)})
-    except Exception:
-        return _failed(name, message)
-    return _reply(payload, message)
+    where = (name := client_name(client), client, client_folder(folder, name))
+    return _answered(
+        name, message, lambda side: side.invited(*where, unwrapped(message)), settings, folder
+    )
 
 
 def _answer(
     settings: Settings, folder: str, stops: Mapping[int, int], message: Message, context: Context
 ) -> Message:
     client = int(context.node_config["partition-id"])
-    name = client_name(client)
-    where = client_folder(folder, name)
-    if client in stops and read_count(where / RELEASED_NAME) >= stops[client]:
-        return _error("dropped out", message)
-    return answer_round(settings, folder, name, client, where, message)
+    where = (name := client_name(client), client, client_folder(folder, name))
+    if client in stops and read_count(where[-1] / RELEASED_NAME) >= stops[client]:
+        return failure(message, "dropped out")
+
+    def values(side: Side) -> bytes:
+        return side.client(*where).answer(side.replica, unwrapped(message))
+
+    return _answered(name, message, values, settings, folder)
 
 
-def answer_round(
-    settings: Settings, folder: str, name: str, client: int, where: Path, message: Message
+def _answered(
+    name: str,
+    message: Message,
+    answer: Callable[[Side], bytes],
+    settings: Settings,
+    folder: str,
 ) -> Message:
-    """A client's noised numbers, written down before; arguments as in `answer_invitation`."""
+    """An answer; of an error, only that there was one: its words stay in the client's own log."""
     try:
-        side = _side(settings, folder)
-        payload = side.client(name, client, where).answer(side.replica, unwrapped(message))
+        return reply(answer(_side(settings, folder)), message)
     except Exception:
-        return _failed(name, message)
-    return _reply(payload, message)
-
-
-def _failed(name: str, message: Message) -> Message:
-    """An error without its words, which may quote a row: they stay in the client's own log."""
-    logger.exception("%s failed", name)
-    return _error("failed; its own log says why", message)
-
-
-def _error(reason: str, message: Message) -> Message:
-    from flwr.app import Error, Message
-
-    return Message(Error(code=0, reason=reason), reply_to=message)
-
-
-def _reply(payload: bytes, message: Message) -> Message:
-    from flwr.app import Message
-
-    return Message(wrapped(payload), reply_to=message)
+        logger.exception("%s failed", name)
+        return failure(message)
 
 
 def client_name(client: int) -> str:

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hf_dpzero.federated.messages import MOST_RELEASES
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler, TruncatedPoissonSampler, new_sampler_key
 
@@ -147,6 +148,20 @@ def check_settings(config: Any) -> None:
             raise PlanError(f"{name}={getattr(config, name)!r}: {why}.")
 
 
+def check_rounds(rounds: int) -> int:
+    """R, if a run can have so many rounds.
+
+    Raises:
+      PlanError: none, or more than fit into one message.
+    """
+    if not 1 <= rounds <= MOST_RELEASES:
+        raise PlanError(
+            f"max_steps={rounds}: give a number of rounds (--rounds) from 1 to {MOST_RELEASES}: the "
+            "releases of all rounds must fit into one message to a client that comes late."
+        )
+    return rounds
+
+
 def local_plan(
     config: Any,
     num_examples: int,
@@ -172,9 +187,7 @@ def local_plan(
     check_settings(config)
     if participation not in PARTICIPATIONS:
         raise PlanError(f"participation={participation!r}; use one of {', '.join(PARTICIPATIONS)}.")
-    rounds = int(config.max_steps)
-    if rounds < 1:
-        raise PlanError(f"max_steps={rounds}: give the number of rounds (--rounds).")
+    rounds = check_rounds(int(config.max_steps))
     if num_examples < 1:
         raise PlanError(
             "the client has no rows: an empty shard has nothing to take part with, and its messages "

@@ -34,7 +34,37 @@ def read_count(path: str | os.PathLike[str]) -> int:
       LedgerError: its header is damaged.
     """
     header, body = split_header(Path(path).read_bytes(), path)
-    return len(body) // (12 + 4 * int(header["num_values"]) + 4)
+    return len(body) // (_layout(header).size + 4)
+
+
+def messages_of(path: str | os.PathLike[str]) -> dict[tuple[int, int], tuple[float, ...]]:
+    """The whole messages of a log, by (round, client); reads only, as `read_count`.
+
+    Raises:
+      LedgerError: it is damaged.
+    """
+    header, body = split_header(Path(path).read_bytes(), path)
+    return _messages(body, _layout(header), path)
+
+
+def _layout(header: Mapping[str, Any]) -> struct.Struct:
+    return struct.Struct(f"<QI{int(header['num_values'])}f")
+
+
+def _messages(
+    body: bytes, layout: struct.Struct, path: str | os.PathLike[str]
+) -> dict[tuple[int, int], tuple[float, ...]]:
+    size, messages = layout.size + 4, {}
+    for start in range(0, len(body) // size * size, size):
+        record, crc = body[start : start + size - 4], body[start + size - 4 : start + size]
+        if zlib.crc32(record).to_bytes(4, "little") != crc:
+            raise LedgerError(
+                f"{path}: record {start // size} is corrupt (checksum), so what was spent is "
+                "unknown; restore the file from a copy."
+            )
+        number, client, *values = layout.unpack(record)
+        messages[number, client] = tuple(values)
+    return messages
 
 
 class MessageLog:
@@ -54,7 +84,7 @@ class MessageLog:
     def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self.header = {"format": FORMAT, "version": VERSION, **header}
-        self._record = struct.Struct(f"<QI{int(header['num_values'])}f")
+        self._record = _layout(header)
         self.messages: dict[tuple[int, int], tuple[float, ...]] = {}
         if not self.path.exists():
             self._create()
@@ -89,15 +119,7 @@ class MessageLog:
         whole = len(body) // size * size
         if whole != len(body):  # cut short by a crash, before anything was sent
             os.truncate(self.path, len(raw) - len(body) + whole)
-        for start in range(0, whole, size):
-            record, crc = body[start : start + size - 4], body[start + size - 4 : start + size]
-            if zlib.crc32(record).to_bytes(4, "little") != crc:
-                raise LedgerError(
-                    f"{self.path}: record {start // size} is corrupt (checksum), so what was spent is "
-                    "unknown; restore the file from a copy."
-                )
-            number, client, *values = self._record.unpack(record)
-            self.messages[number, client] = tuple(values)
+        self.messages = _messages(body, self._record, self.path)
 
     def append(self, number: int, client: int, values: Sequence[float]) -> None:
         """Adds a message; on return it is on disk.

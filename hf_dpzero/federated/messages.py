@@ -27,7 +27,7 @@ DIGEST_BYTES = 16
 _HEAD, _RATE = struct.Struct(f"<4sBBHQ{DIGEST_BYTES}s"), struct.Struct("<d")
 _KINDS = {ASK: "ask", VALUES: "values", BEHIND: "behind", NOTHING: "nothing"}
 MOST_RELEASES = 2**16 - 1
-"""Of one ask; who lacks more is brought up to date by several."""
+"""Of one ask, and so of rounds in a run: who comes late is sent all of them at once."""
 
 
 class MessageError(ValueError):

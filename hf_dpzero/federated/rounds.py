@@ -143,8 +143,8 @@ class Rounds:
     def _ask(self) -> None:
         waiting = [a for a in self.transport.present() if a in self.names]
         for _ in range(2):  # once more to those that lack releases
+            before = {a: self.server.knows(self.names[a]) for a in waiting}
             asks = {a: self.server.ask(self.names[a]) for a in waiting}
-            before = {a: self.server.members[self.names[a]].known for a in waiting}
             waiting = []
             for address, raw in self.transport.exchange("round", asks).items():
                 name = self.names.get(address, address)
@@ -153,8 +153,8 @@ class Rounds:
                 except MessageError as error:
                     logger.warning("a message of %s is refused: %s", name, error)
                     continue
-                known = self.server.members[name].known
-                if not done and known < self.server.round and known != before.get(address):
+                known = self.server.knows(name)
+                if not done and known[0] < self.server.round and known != before.get(address):
                     waiting.append(address)
             if not waiting:
                 return

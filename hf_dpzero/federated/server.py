@@ -25,7 +25,6 @@ from hf_dpzero.federated.message_log import MessageLog
 from hf_dpzero.federated.messages import (
     ASK,
     BEHIND,
-    MOST_RELEASES,
     NOTHING,
     VALUES,
     Message,
@@ -59,6 +58,7 @@ class Member:
       noise_source: where it says its noise comes from.
       joined: the first round it could take part in.
       known: rounds whose release it has, as far as the server knows.
+      unsure: its last message went unanswered, or it came back: `known` is a guess.
       refused: why messages of it were refused, with how often.
       sent, received: payload bytes of rounds.
     """
@@ -69,6 +69,7 @@ class Member:
     noise_source: str
     joined: int
     known: int = 0
+    unsure: bool = False
     refused: dict[str, int] = field(default_factory=dict)
     sent: int = 0
     received: int = 0
@@ -153,7 +154,7 @@ class RoundServer:
                     f"client {name} came back with another plan than it joined with: its ledger is "
                     "of that one. Put its rows and settings back."
                 )
-            member.known = 0
+            member.unsure = True
             return member
         member = Member(name, len(self.members), local, source, self.round)
         self.members[name] = member
@@ -167,14 +168,23 @@ class RoundServer:
     # ------------------------------------------------------------------ one round
 
     def ask(self, name: str) -> bytes:
-        """The open round's message to a member: what it lacks of the releases so far."""
+        """The open round's message to a member: what it lacks of the releases so far.
+
+        Whoever left its last message unanswered is sent none of them: it says first which it has
+        (`BEHIND`), so that a client that is gone costs the head of a message in each round.
+        """
         member = self.members[name]
-        first = max(member.known, self.round - MOST_RELEASES) if member.known else 0
-        first = max(first, self.round - MOST_RELEASES)
+        first = self.round if member.unsure else member.known
         lacking = tuple(self.trajectory.releases[first:])
         payload = pack(Message(ASK, self.round, self.digest, lacking))
         member.sent += len(payload)
+        member.unsure = True
         return payload
+
+    def knows(self, name: str) -> tuple[int, bool]:
+        """How many releases a member has, and whether that is a guess."""
+        member = self.members[name]
+        return member.known, member.unsure
 
     def take(self, name: str, raw: Any) -> bool:
         """Takes a member's answer to `ask`.
@@ -204,6 +214,7 @@ class RoundServer:
 
     def _take(self, member: Member, message: Message) -> bool:
         check_contract(message, self.digest)
+        member.unsure = False
         if message.kind == BEHIND:
             member.known = min(message.round, self.round)
             return False
@@ -331,7 +342,8 @@ def plan_from_dict(values: Mapping[str, Any]) -> LocalPlan:
 
 
 def _member_to_dict(member: Member) -> dict[str, Any]:
-    return {**_fields(member), "local": plan_to_dict(member.local), "known": 0}
+    values = {**_fields(member), "local": plan_to_dict(member.local)}
+    return {**values, "known": 0, "unsure": True}
 
 
 def _member_from_dict(values: Mapping[str, Any]) -> Member:

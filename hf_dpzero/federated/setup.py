@@ -11,16 +11,23 @@ from typing import Any
 import numpy as np
 
 from hf_dpzero.federated.client import LocalClient
-from hf_dpzero.federated.contract import adopt, check_plan, contract_digest, contract_of
+from hf_dpzero.federated.contract import (
+    ContractError,
+    adopt,
+    check_plan,
+    contract_digest,
+    contract_of,
+)
 from hf_dpzero.federated.local_plan import (
     LocalPlan,
     Participation,
     PlanError,
     check_probability,
+    check_rounds,
     check_settings,
     local_plan,
 )
-from hf_dpzero.federated.messages import unpack_json
+from hf_dpzero.federated.messages import pack_json, unpack_json
 from hf_dpzero.federated.replica import Replica
 from hf_dpzero.federated.server import RoundServer, joining
 from hf_dpzero.ledger.log_file import LedgerError
@@ -72,8 +79,7 @@ class Settings:
         check_settings(recipe.training)
         if self.clients < 1:
             raise ValueError(f"clients={self.clients}; at least one must take part.")
-        if recipe.training.max_steps < 1:
-            raise ValueError("max_steps is missing: give the number of rounds (--rounds).")
+        check_rounds(int(recipe.training.max_steps))
         return recipe
 
 
@@ -205,6 +211,13 @@ class Side:
         """
         made = self._made(name, client, folder, unpack_json(invitation)["contract"])
         return joining(name, made.local, contract_digest(made.contract), made.noise.name)
+
+    def invited(self, name: str, client: int, folder: Path, invitation: bytes) -> bytes:
+        """As `join`; a client that cannot take part says why, in words that quote no row."""
+        try:
+            return self.join(name, client, folder, invitation)
+        except (ContractError, PlanError) as error:
+            return pack_json({"declined": str(error)})
 
     def client(self, name: str, client: int, folder: Path) -> LocalClient:
         """A client that joined, perhaps in another process, which left the contract in its folder.
