@@ -3,9 +3,10 @@
     python scripts/federated_deployment.py --clients 4 --rounds 8 --kill 1 --output_dir out/deployment
 
 Starts a SuperLink and n SuperNodes on this machine, lets each in by its key, submits
-`configs/federated`, kills `--kill` clients (SuperNode and resident process) in random rounds, `--back` of
-them return, and with `--kill_server` the SuperLink dies once too and the run is submitted again. At the
-end it checks the report against the clients' own ledgers, and the weights against the released numbers.
+`configs/federated`, kills `--kill` clients (SuperNode and resident process) in random rounds, `--back`
+of them return, and with `--kill_server` the SuperLink dies once too and the run is submitted again.
+At the end it checks the report against the clients' own ledgers, and the weights against the released
+numbers.
 """
 
 from __future__ import annotations

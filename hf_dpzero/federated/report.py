@@ -38,7 +38,10 @@ CAVEATS = (
     "the rows.",
     "The time that an answer takes is not covered: it tells how many rows a round drew, and how long "
     "they are, to whoever sees when messages travel.",
-    "A client that is not honest can spoil the model within its clip; nothing here finds it.",
+    "A client that is not honest can spoil the model: it declares its number of rows, which weighs its "
+    "mean, and its noise, which bounds its values; nothing here finds it. The others' guarantee stands.",
+    "A row that is with several clients, or in several runs or output folders, is charged by each of "
+    "them, and the charges add up; nothing here knows of the others.",
 )
 
 

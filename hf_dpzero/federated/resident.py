@@ -22,14 +22,19 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
+
+from hf_dpzero.ledger.log_file import write_for_owner
 
 ADDRESS_NAME, LOG_NAME = "resident.json", "client.log"
 START_SECONDS, WATCH_SECONDS = 120.0, 2.0
 KINDS = {"join": b"J", "round": b"R"}
 ANSWERED, FAILED = b"+", b"-"
+GONE = (OSError, EOFError, AuthenticationError)
+"""What it is to talk to a process that is not there any more, or is not the one that is meant."""
 
 
 class ResidentError(RuntimeError):
@@ -55,7 +60,7 @@ def hand_over(folder: Path, values: Mapping[str, Any], kind: str, payload: bytes
       ResidentError: it failed, or does not start; `client.log` in the folder says why.
     """
     for _ in range(2):  # once more if it is killed meanwhile
-        with contextlib.suppress(OSError, EOFError), _connected(folder, values) as connection:
+        with contextlib.suppress(*GONE), _connected(folder, values) as connection:
             connection.send_bytes(KINDS[kind] + payload)
             answer = connection.recv_bytes()
             if answer[:1] == ANSWERED:
@@ -66,12 +71,12 @@ def hand_over(folder: Path, values: Mapping[str, Any], kind: str, payload: bytes
 
 def _connected(folder: Path, values: Mapping[str, Any]) -> Connection:
     text = json.dumps(dict(values), sort_keys=True)
-    with contextlib.suppress(OSError, EOFError, ValueError, KeyError):
+    with contextlib.suppress(*GONE, ValueError, KeyError):
         return _call(folder, text)
     process = _start(folder, text)
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError, EOFError, ValueError, KeyError):
+        with contextlib.suppress(*GONE, ValueError, KeyError):
             return _call(folder, text)
         time.sleep(0.05)
     process.kill()
@@ -118,11 +123,11 @@ def serve(folder: Path, text: str, watched: int) -> None:
     with Listener(authkey=key) as listener:
         own = {"key": key.hex(), "pid": os.getpid()}
         entry = {"address": listener.address, "values": text, **own}
-        _write_address(folder, entry)
+        write_for_owner(folder / ADDRESS_NAME, json.dumps(entry))
         threading.Thread(target=_watch, args=(folder, entry, watched), daemon=True).start()
         answers = _Answers(folder, json.loads(text))
         while True:
-            with contextlib.suppress(OSError, EOFError), listener.accept() as connection:
+            with contextlib.suppress(*GONE), listener.accept() as connection:
                 connection.send_bytes(answers(connection.recv_bytes()))
 
 
@@ -150,14 +155,6 @@ class _Answers:
         if kind == KINDS["join"]:
             return bytes(self.side.invited(*where, payload))
         return bytes(self.side.client(*where).answer(self.side.replica, payload))
-
-
-def _write_address(folder: Path, entry: Mapping[str, Any]) -> None:
-    """For the owner's eyes only: whoever has the key is answered."""
-    draft = folder / f".{ADDRESS_NAME}.{os.getpid()}"
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(entry, file)
-    os.replace(draft, folder / ADDRESS_NAME)
 
 
 def _watch(folder: Path, entry: Mapping[str, Any], watched: int) -> None:

@@ -29,6 +29,7 @@ from hf_dpzero.federated.local_plan import (
 )
 from hf_dpzero.federated.messages import pack_json, unpack_json
 from hf_dpzero.federated.replica import Replica
+from hf_dpzero.federated.row_blocks import check_same_rows
 from hf_dpzero.federated.server import RoundServer, joining
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
@@ -237,6 +238,8 @@ class Side:
         probability = self._agreed(offered["sampling_probability"], len(rows))
         local = self.plan_of(len(rows), probability)
         check_plan(offered, local)
+        if local.participation == "once":
+            check_same_rows(folder, self.replica.trainer.train_dataset, rows.tolist())
         if self.contract is None:
             self.contract = offered
             self.replica.follow(offered)

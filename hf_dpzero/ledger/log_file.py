@@ -117,3 +117,19 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_for_owner(path: Path, text: str) -> None:
+    """Writes a file that holds a secret: whole or not at all, for its owner's eyes only.
+
+    Args:
+      path: the file; its folder is made, for the owner alone, where there is none.
+      text: its new content.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_suffix(".new")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+        flush(file)
+    os.replace(draft, path)

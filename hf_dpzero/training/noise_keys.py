@@ -11,29 +11,21 @@ needs the secret key of the order, is kept beside it and compared.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
-from datasets.fingerprint import Hasher
-
-from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
 from hf_dpzero.privacy.correlated_noise.plans import sensitivity
 from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNoise, new_noise_key
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key
 from hf_dpzero.training import distributed, run_files
-from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.row_order import digest_of_rows
 
 FOLDER, FILE = "_private", "noise_keys.json"
-LOOKED_AT, TWICE = 10_000, 4
-"""Rows whose order is compared, spread evenly; rows that tell whether each access draws them anew."""
-
 
 UPLOADS = {
     "CometCallback": ("COMET_LOG_ASSETS", ("TRUE",)),
@@ -105,11 +97,12 @@ def open_keys(trainer: Any) -> RunKeys:
     def on_main() -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
         started = 0 < taken < trainer.plan.steps  # a run that has ended needs no keys
         stored: dict[str, Any] = _read(file, run) if started else {"order": new_sampler_key().hex()}
-        rows = _digest_of(trainer.train_dataset, bytes.fromhex(stored["order"]))
+        rows = digest_of_rows(trainer.train_dataset, bytes.fromhex(stored["order"]))
         _check_rows(file, stored.get("rows", ""), rows)
         noise = [entry for entry in stored.get("noise", ()) if entry[0] < taken]
         noise.append([taken if started else 0, new_noise_key().hex()])
-        _write(file, {"run": run, "order": stored["order"], "rows": rows, "noise": noise})
+        kept = {"run": run, "order": stored["order"], "rows": rows, "noise": noise}
+        write_for_owner(file, json.dumps(kept))
         keys = tuple((int(first), bytes.fromhex(key)) for first, key in noise)
         return bytes.fromhex(given or stored["order"]), keys
 
@@ -141,33 +134,6 @@ def noise_of_steps(trainer: Any, keys: RunKeys) -> NoiseSource:
     return CorrelatedNoise(base, factorization, sensitivity(plan), plan.mechanism.dense_draws)
 
 
-def _digest_of(dataset: Any, key: bytes) -> str:
-    """SHA-256 (hex) of a secret key, the number of rows, and up to `LOOKED_AT` rows in their order.
-
-    Args:
-      dataset: rows by number; of a `datasets.Dataset` what is stored, before any transform.
-      key: 32 bytes.
-
-    Returns:
-      "" where rows are drawn anew at each access, so that nothing can be compared.
-    """
-    if isinstance(dataset, datasets.Dataset):
-        dataset = dataset.with_format(None)
-    digest = hashlib.sha256(key + len(dataset).to_bytes(8, "little"))
-    step = -(-len(dataset) // LOOKED_AT)
-    with isolated_randomness():
-        first = range(len(dataset))[:TWICE]
-        if list(_hashes(dataset, first)) != list(_hashes(dataset, first)):
-            return ""
-        for row in _hashes(dataset, range(0, len(dataset), step)):
-            digest.update(row.encode())
-    return digest.hexdigest()
-
-
-def _hashes(dataset: Any, rows: range) -> Iterator[str]:
-    return (Hasher.hash(dataset[row]) for row in rows)
-
-
 def _check_rows(file: Path, before: str, now: str) -> None:
     if before and now and before != now:
         raise LedgerError(
@@ -193,15 +159,3 @@ def _read(file: Path, run: str) -> dict[str, Any]:
             "run's, or start afresh in another output_dir."
         )
     return stored
-
-
-def _write(file: Path, values: dict[str, Any]) -> None:
-    """Writes the file whole or not at all, for its owner's eyes only."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = file.with_suffix(".new")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-        json.dump(values, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(draft, file)

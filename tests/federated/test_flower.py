@@ -16,10 +16,9 @@ if sys.version_info < (3, 11):
 from federated_sides import side, started
 from flwr.app import ConfigRecord, RecordDict
 
-from hf_dpzero.federated import flower
-from hf_dpzero.federated.app import settings_of
+from hf_dpzero.federated import app, envelope, flower
+from hf_dpzero.federated.envelope import FAILED
 from hf_dpzero.federated.messages import VALUES, unpack
-from hf_dpzero.federated.setup import Settings
 
 
 class Message(SimpleNamespace):
@@ -66,32 +65,55 @@ def test_a_transport_carries_bytes_and_leaves_out_who_failed(caplog, monkeypatch
 
 
 def test_a_message_without_a_payload_is_none():
-    for content in (RecordDict(), RecordDict({flower.RECORD: ConfigRecord({"other": 1})})):
+    for content in (RecordDict(), RecordDict({envelope.RECORD: ConfigRecord({"other": 1})})):
         assert flower.unwrapped(Message(content)) is None
 
 
-def test_a_client_answers_and_its_failures_quote_nothing(tmp_path, monkeypatch):
+def in_simulation(tmp_path, monkeypatch):
+    """A client of a simulation on a side in this process; Flower's answers as their payloads."""
     made, server = started(tmp_path / "server")
     settings, folder = made.settings, str(tmp_path)
     monkeypatch.setitem(flower._SIDES, (settings, folder), made)
-    monkeypatch.setattr(flower, "_reply", lambda payload, message: payload)
-    monkeypatch.setattr(flower, "_error", lambda reason, message: reason)
-    where = (settings, folder, "a", 0, tmp_path / "a")
-    answer = flower.answer_invitation(*where, sent(server.invitation()))
-    server.join(answer)
-    values = flower.answer_round(*where, sent(server.ask("a")))
-    assert unpack(values, 3).kind == VALUES and server.take("a", values)
+    monkeypatch.setattr(flower, "reply", lambda payload, message: payload)
+    monkeypatch.setattr(flower, "failure", lambda message, reason=FAILED: reason)
+    context = SimpleNamespace(node_config={"partition-id": 0})
+    return made, server, settings, folder, context
+
+
+def test_a_client_answers_and_its_failures_quote_nothing(tmp_path, monkeypatch):
+    made, server, settings, folder, context = in_simulation(tmp_path, monkeypatch)
+    answer = flower._join(settings, folder, sent(server.invitation()), context)
+    name = server.join(answer).name
+    values = flower._answer(settings, folder, {}, sent(server.ask(name)), context)
+    assert unpack(values, 3).kind == VALUES and server.take(name, values)
 
     def quote(*_):
         raise KeyError("row 3: the patient's name")
 
     monkeypatch.setattr(made.replica, "differences", quote)
     server.close_round(0.1)
-    assert flower.answer_round(*where, sent(server.ask("a"))) == "failed; its own log says why"
+    assert flower._answer(settings, folder, {}, sent(server.ask(name)), context) == FAILED
+    stopped = flower._answer(settings, folder, {0: 1}, sent(server.ask(name)), context)
+    assert stopped == "dropped out"
     other = side(tmp_path / "b", clip=9.0)
     monkeypatch.setitem(flower._SIDES, (settings, folder), other)
-    declined = flower.answer_invitation(*where, sent(server.invitation()))
+    declined = flower._join(settings, folder, sent(server.invitation()), context)
     assert "federated.clip: 5.0 there, 9.0 here" in json.loads(declined)["declined"]
+
+
+def test_an_app_hands_messages_over_and_its_failures_quote_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(app, "reply", lambda payload, message: payload)
+    monkeypatch.setattr(app, "failure", lambda message: FAILED)
+    calls = []
+    monkeypatch.setattr(app, "hand_over", lambda *given: calls.append(given) or b"answer")
+    config = {"name": "north", "output-dir": str(tmp_path)}
+    context = SimpleNamespace(node_config=config)
+    assert app.answered("round", sent(b"ask"), context) == b"answer"
+    assert calls == [(tmp_path, config, "round", b"ask")]
+    assert app.answered("round", Message(RecordDict()), context) == FAILED
+    nameless = SimpleNamespace(node_config={})
+    assert app.answered("join", sent(b"ask"), nameless) == FAILED
+    assert "give each client a name" in caplog.text and len(calls) == 1
 
 
 def test_telemetry_is_off():
@@ -106,19 +128,6 @@ def test_telemetry_is_off():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert told.stdout.split()[-2:] == ["0", "0"]
-
-
-def test_settings_of_a_node():
-    values = {"recipe": "quickstart", "overrides": "--clip 3 --seed '4'", "rounds": 5}
-    assert settings_of({**values, "sampling-probability": 0.25}) == Settings(
-        recipe="quickstart",
-        overrides=("--clip", "3", "--seed", "4"),
-        rounds=5,
-        sampling_probability=0.25,
-        own_rows=True,
-    )
-    with pytest.raises(ValueError, match="recipe is missing"):
-        settings_of({})
 
 
 def test_random_stops_are_of_so_many_clients():
