@@ -101,11 +101,13 @@ class Deployment:
       folder: of everything.
       settings: of the command line.
       processes: by name; each leads a group, so that it can be killed whole.
+      read_up_to: how long a process's log was when it started.
     """
 
     folder: Path
     settings: argparse.Namespace
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    read_up_to: dict[str, int] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         own = {"FLWR_HOME": str(self.folder / "flwr"), "FLWR_TELEMETRY_ENABLED": "0"}
@@ -115,7 +117,9 @@ class Deployment:
         return {**os.environ, **own}
 
     def start(self, name: str, *words: str) -> None:
-        with open(self.folder / f"{name}.log", "ab") as log:
+        path = self.folder / f"{name}.log"
+        self.read_up_to[name] = len(path.read_text(errors="replace")) if path.exists() else 0
+        with open(path, "ab") as log:
             self.processes[name] = subprocess.Popen(
                 words, stdout=log, stderr=log, env=self.environment(), start_new_session=True
             )
@@ -145,15 +149,7 @@ class Deployment:
             *("flower-superlink", "--port", str(self.settings.port), "--enable-supernode-auth"),
             *("--disable-runtime-dependency-installation", *tls),
         )
-        deadline = time.monotonic() + 180
-        while True:
-            try:
-                self.command("flwr", "supernode", "list", CONNECTION)
-                break
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(1.0)
+        self.wait_for("superlink", "Application startup complete")
         for i in tqdm(range(self.settings.clients), desc="registering keys"):
             key = str(self.folder / f"client{i}.pub")
             self.command("flwr", "supernode", "register", key, CONNECTION)
@@ -176,6 +172,15 @@ class Deployment:
             *("--auth-supernode-public-key", f"{key}.pub"),
             *("--port", str(s.port + 1 + i), "--node-config", config),
         )
+        self.wait_for(f"client{i}", "SuperNode ID")
+
+    def wait_for(self, name: str, words: str, seconds: float = 180.0) -> None:
+        """Until the newest process of that name has said so."""
+        log, deadline = self.folder / f"{name}.log", time.monotonic() + seconds
+        while words not in log.read_text(errors="replace")[self.read_up_to.get(name, 0) :]:
+            if self.processes[name].poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{name} does not start: see {log}.")
+            time.sleep(0.2)
 
     def submit(self) -> None:
         s = self.settings
@@ -308,7 +313,7 @@ def main() -> None:
     try:
         run.prepare()
         run.start_server()
-        for i in range(s.clients):
+        for i in tqdm(range(s.clients), desc="starting clients"):
             run.start_client(i)
         run.submit()
         events = follow(run, random.Random(random.SystemRandom().random()))

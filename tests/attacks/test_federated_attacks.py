@@ -111,20 +111,33 @@ def test_a_round_asked_again_with_other_releases_is_refused_and_with_the_same_re
     assert again == first and client.released() == 2
 
 
-def test_weights_that_a_server_drove_out_of_range_release_noise_and_zeros(tmp_path):
-    """Updates of 1e30: losses overflow, rows with NaN count as zero, and no error tells of a row."""
+def test_an_absurd_update_is_refused_before_a_row_is_read(tmp_path):
     made, server = started(tmp_path)
     rounds_of(made, server)._gather()
-    history = (Release(0, (3e38, 3e38, -3e38), 1e30),)
     client = made.clients[NAMES[0]]
-    try:
-        raw = client.answer(made.replica, pack(Message(ASK, 1, server.digest, history)))
-    except (ValueError, OverflowError):  # before a row is read
-        assert client.released() == 0
-    else:
-        values = unpack(raw, 3).values
-        assert all(map(math.isfinite, values))
-        assert max(map(abs, values)) <= client.local.largest_value()
+    history = (Release(0, (3e38, 3e38, -3e38), 1e30),)
+    with pytest.raises(ValueError, match="out of range"):
+        client.answer(made.replica, pack(Message(ASK, 1, server.digest, history)))
+    assert client.released() == 0
+
+
+def test_weights_that_a_server_drove_out_of_range_release_noise_and_zeros(tmp_path):
+    """Weights of 1e29: losses overflow, rows with NaN count as zero, and no error tells of a row."""
+    made, server = started(tmp_path, num_directions=50)
+    rounds_of(made, server)._gather()
+    client = made.clients[NAMES[0]]
+    history = (Release(0, (1.0,) * 50, 1e28),)
+    seen = []
+    measure = made.replica.differences
+    made.replica.differences = lambda rows: seen.append(measure(rows)) or seen[-1]
+    raw = client.answer(made.replica, pack(Message(ASK, 1, server.digest, history)))
+    values = unpack(raw, 50).values
+    assert not seen[0].isfinite().all()  # the rows' losses did overflow
+    mechanism = client.local.mechanism
+    assert not any(mechanism.clip_sum(seen[0]))
+    sigma = mechanism.noise_multiplier * mechanism.clip / mechanism.expected_batch_size
+    ratio = sum((v / sigma) ** 2 for v in values) / 50  # of noise alone: 1, deviation 0.2
+    assert 0.3 < ratio < 2 and max(map(abs, values)) <= client.local.largest_value()
 
 
 # ------------------------------------------------------------------ clients

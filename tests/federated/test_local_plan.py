@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from tiny_runs import config
 
-from hf_dpzero.federated.local_plan import LocalPlan, PlanError, local_plan
+from hf_dpzero.federated.local_plan import LocalPlan, PlanError, check_settings, local_plan
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -102,6 +103,12 @@ def test_honest_values_stay_within_the_bound_and_worst_ones_near_it(tmp_path, sa
         ({"noise_schedule": "exp(gamma=0.99)"}, "noise_schedule"),
         ({"sampler_key": "ab" * 32}, "sampler_key"),
         ({"log_private_diagnostics": True}, "log_private_diagnostics"),
+        (
+            {"noise_correlation": "tree", "hold_direction_for": 5, "sampling": "fixed_batches"},
+            "sampling='fixed_batches'|noise_correlation='tree'",
+        ),
+        ({"group_column": "g", "group_shares": {"a": 0.5, "b": 0.5}}, "group_column='g'"),
+        ({"clip_schedule": "linear(start=2, end=1)"}, "clip_schedule"),
     ],
 )
 def test_settings_without_accounting_are_refused(tmp_path, settings, message):
@@ -120,8 +127,20 @@ def test_settings_without_accounting_are_refused(tmp_path, settings, message):
         ),
         (200, {"participation": "once"}, "add_or_remove_one.*replace_one"),
         (200, {"participation": "twice"}, "participation='twice'"),
+        (70_000, {"max_steps": 65_536}, "max_steps=65536.*from 1 to 65535"),
     ],
 )
 def test_clients_without_a_plan_are_refused(tmp_path, n, settings, message):
     with pytest.raises(PlanError, match=message):
         plan(tmp_path, n, **settings)
+
+
+def test_each_refusal_of_a_setting_stands_alone(tmp_path):
+    """Settings that a config refuses together with others are refused one by one as well."""
+    made = config(tmp_path, sampler_key=None, insecure_noise_seed=None)
+    for name, value in {"noise_correlation": "banded", "extends_run": "out/before"}.items():
+        changed = copy.copy(made)
+        setattr(changed, name, value)
+        with pytest.raises(PlanError, match=f"{name}='{value}'.*leave it out"):
+            check_settings(changed)
+    check_settings(made)

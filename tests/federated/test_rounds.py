@@ -12,6 +12,7 @@ from tiny_runs import build, same, tiny_data, tiny_model, weights
 
 from hf_dpzero.federated.client import RELEASED_NAME
 from hf_dpzero.federated.contract import ContractError, contract_digest
+from hf_dpzero.federated.local_plan import PlanError
 from hf_dpzero.federated.message_log import MessageLog, read_count
 from hf_dpzero.federated.messages import ASK, VALUES, Message, MessageError, pack, unpack
 from hf_dpzero.federated.report import federated_report, private_report, summary
@@ -153,6 +154,56 @@ def test_a_late_joiner_catches_up_by_the_numbers_alone(tmp_path):
     down = [36 + 3 * (8 + 12), 36 + (8 + 12)]  # three missed releases of 3 values, then one
     assert member.sent == sum(down)
     assert federated_report(server)["clients"][2]["opened"] == 2
+
+
+def test_a_silent_client_costs_the_head_of_a_message(tmp_path):
+    """Gone without a word, and still there for the transport: no growing history is sent to it."""
+    made, server = started(tmp_path, rounds=8)
+    rounds = rounds_of(made, server)
+    transport = rounds.transport
+    exchange, silent = transport.exchange, set()
+
+    def some_answer(kind, payloads):
+        return exchange(kind, {a: p for a, p in payloads.items() if a not in silent})
+
+    transport.exchange = some_answer
+    sent = []
+
+    def note(release, count):
+        sent.append(server.members[NAMES[0]].sent)
+        if release.step == 1:
+            silent.add(NAMES[0])
+        if release.step == 6:
+            silent.clear()
+
+    rounds.run(note)
+    down = [after - before for before, after in zip([0, *sent], sent, strict=False)]
+    head, one = 36, 8 + 12  # a release of three values
+    # the first message that is lost still brings a release; then heads; then what it missed, in two
+    assert down == [head, head + one, head + one, *[head] * 4, head + (head + 6 * one)]
+    assert released(tmp_path) == 3 and server.applied(NAMES[0]) == 3
+    report = federated_report(server, tmp_path / "clients")
+    assert report["payload_bytes_of_a_client_and_round"] <= 100 + 16 * 3
+
+
+def test_a_server_that_resumes_asks_what_its_clients_know(tmp_path):
+    made, server = started(tmp_path)
+    rounds = rounds_of(made, server)
+
+    def stop(release, count):
+        if release.step == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rounds.run(stop)
+    before = {n: server.members[n].sent for n in NAMES}
+    server.close()
+    made, server = started(tmp_path, resume=True)
+    rounds_of(made, server).run()
+    head, one = 36, 8 + 12
+    for name in NAMES:  # asked, told the one release it lacks, and told one in the last round
+        assert server.members[name].sent - before[name] == head + 2 * (head + one)
+        assert released(tmp_path, name) == server.applied(name) == 4
 
 
 def test_a_killed_server_goes_on_from_its_ledgers(tmp_path):
@@ -373,6 +424,33 @@ def test_a_participation_of_once(tmp_path):
     local = server.members[NAMES[0]].local
     assert row["released"] == 4 and row["epsilon"] == local.plan.epsilon(1e-3)
     assert local.plan.steps == 1 and row["expected_batch_size"] == 5
+
+
+ONCE = {"participation": "once", "neighboring_relation": "replace_one"}
+
+
+def test_rows_that_come_once_keep_their_order_from_start_to_start(tmp_path):
+    """In another order, a row of block 0 could come again in block 1."""
+    data = tiny_data(24)
+    made, server = started(tmp_path, data=data, clients=1, **ONCE)
+    name, folder = NAMES[0], client_folder(tmp_path, NAMES[0])
+    made.join(name, 0, folder, server.invitation())
+    secret = folder / "_private" / "rows.json"
+    assert secret.stat().st_mode & 0o077 == 0
+    again = side(tmp_path / "again", data=data, clients=1, **ONCE)
+    again.join(name, 0, folder, server.invitation())
+    turned = type(data).from_list(data.to_list()[::-1])
+    other = side(tmp_path / "other", data=turned, clients=1, **ONCE)
+    with pytest.raises(PlanError, match="could take part twice"):
+        other.join(name, 0, folder, server.invitation())
+    other.clients.clear()
+    with pytest.raises(PlanError, match="could take part twice"):
+        other.client(name, 0, folder)  # another process, asked for a round
+    other.join(name, 0, tmp_path / "new", server.invitation())
+    drawn = side(tmp_path / "drawn", data=turned, clients=1)  # drawn afresh, the order is nothing
+    _, open_server = started(tmp_path / "sampled", data=data, clients=1)
+    drawn.join(name, 0, tmp_path / "x", open_server.invitation())
+    assert not (tmp_path / "x" / "_private").exists()
 
 
 def test_an_insecure_seed_is_reported(tmp_path):
