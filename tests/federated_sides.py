@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +22,21 @@ def side(
     folder: Path, *, clients: int = 3, rounds: int = 4, data: Any = None, **settings: Any
 ) -> Side:
     """A side with rows of its own model; `settings` are a DPZeroConfig's."""
-    own = {name: settings.pop(name) for name in ("participation", "own_rows") if name in settings}
+    own = {
+        name: settings.pop(name)
+        for name in ("participation", "own_rows", "sampling_probability")
+        if name in settings
+    }
     values = {"sampler_key": None, "insecure_noise_seed": None, "num_directions": 3, **settings}
+    if own.get("own_rows"):  # as `Side.build`
+        values["expected_batch_size"] = 1
     trainer = build(
         folder, data=data if data is not None else tiny_data(60), max_steps=rounds, **values
     )
-    trainer.args.expected_batch_size = settings.get("expected_batch_size", 12)
+    recipe_args = copy.copy(trainer.args)
+    recipe_args.expected_batch_size = settings.get("expected_batch_size", 12)
     chosen = Settings(recipe="none", clients=clients, rounds=rounds, **own)
-    recipe: Any = SimpleNamespace(training=trainer.args, to_yaml=lambda: "")
+    recipe: Any = SimpleNamespace(training=recipe_args, to_yaml=lambda: "")
     return Side(chosen, recipe, Replica(trainer))
 
 

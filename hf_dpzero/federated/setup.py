@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,10 +137,11 @@ class Side:
         """
         recipe = settings.load(output_dir)
         args = copy.copy(recipe.training)
-        if args.expected_batch_size is not None and not settings.own_rows:
-            args.expected_batch_size = max(1.0, float(args.expected_batch_size // settings.clients))
+        if args.expected_batch_size is not None:
+            all_clients = args.expected_batch_size if settings.own_rows else settings.clients
+            args.expected_batch_size = max(1.0, float(args.expected_batch_size // all_clients))
             if args.max_batch_size is not None:
-                args.max_batch_size = max(1, -(-args.max_batch_size // settings.clients))
+                args.max_batch_size = max(1, math.ceil(args.max_batch_size / all_clients))
         if args.target_epsilon is not None:  # the plan of this trainer is not used: see `LocalPlan`
             args.target_epsilon, args.noise_multiplier = None, 1.0
         trainer = build_trainer(dataclasses.replace(recipe, training=args))
@@ -254,6 +256,15 @@ class Side:
         if self.settings.participation == "once":
             return float(offered)
         config.target_delta = config.delta(num_examples)
+        given = self.settings.sampling_probability
+        drawn = config.sampling != "full_batch"
+        if self.settings.own_rows and given is None and config.target_epsilon is None and drawn:
+            raise PlanError(
+                f"noise_multiplier={config.noise_multiplier!r} and no sampling-probability: with fixed "
+                "noise, epsilon follows the server's sampling_probability, and expected_batch_size is "
+                "all clients' together. Set target_epsilon, or the largest sampling-probability that "
+                "this client agrees to in --node-config."
+            )
         return check_probability(config, offered, self.probability())
 
     def start_server(self, folder: Path, *, resume: bool = False) -> RoundServer:

@@ -60,6 +60,30 @@ def test_a_server_cannot_choose_a_larger_epsilon_by_its_q(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_client_with_fixed_noise_says_which_q_it_agrees_to(tmp_path):
+    """A batch of 12 over its own 6 rows reads as q = 2, which would agree to anything."""
+    data = tiny_data(6)
+    _, server = started(tmp_path)  # q = 12 / 60
+    own = side(tmp_path / "own", data=data, clients=1, own_rows=True)
+    with pytest.raises(
+        PlanError, match="sampling-probability in --node-config|sampling-probability"
+    ):
+        own.join("x", 0, tmp_path / "x", server.invitation())
+    for most, fits in ((0.1, False), (0.2, True)):
+        settings = {"own_rows": True, "sampling_probability": most}
+        said = side(tmp_path / f"said{most}", data=data, clients=1, **settings)
+        if fits:
+            said.join("x", 0, tmp_path / "x", server.invitation())
+        else:
+            with pytest.raises(PlanError, match="above this client's own"):
+                said.join("x", 0, tmp_path / "x", server.invitation())
+    target = {"target_epsilon": 2.0, "noise_multiplier": None}
+    _, server = started(tmp_path / "target", **target)
+    calibrated = side(tmp_path / "calibrated", data=data, clients=1, own_rows=True, **target)
+    calibrated.join("x", 0, tmp_path / "y", server.invitation())
+    assert 1.9 < calibrated.clients["x"].local.epsilon(4) <= 2.0
+
+
 def test_with_a_target_the_noise_follows_q_and_delta_does_not_pay_alone(tmp_path):
     target = {"target_epsilon": 2.0, "noise_multiplier": None}
     _, server = started(tmp_path, **target)
