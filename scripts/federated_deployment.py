@@ -148,8 +148,11 @@ class Deployment:
             "superlink",
             *("flower-superlink", "--port", str(self.settings.port), "--enable-supernode-auth"),
             *("--disable-runtime-dependency-installation", *tls),
+            *("--database", str(self.folder / "superlink.db")),
         )
         self.wait_for("superlink", "Application startup complete")
+
+    def register(self) -> None:
         for i in tqdm(range(self.settings.clients), desc="registering keys"):
             key = str(self.folder / f"client{i}.pub")
             self.command("flwr", "supernode", "register", key, CONNECTION)
@@ -196,12 +199,19 @@ class Deployment:
 
     def kill(self, name: str) -> None:
         """As if the machine lost its power: the whole group, and a client's resident process."""
+        process = self.processes.pop(name)
         with contextlib.suppress(OSError):
-            os.killpg(self.processes.pop(name).pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         if name.startswith("client"):
             entry = self.client_folder(int(name[6:])) / "resident.json"
             with contextlib.suppress(OSError, ValueError, KeyError):
                 os.kill(json.loads(entry.read_text())["pid"], signal.SIGKILL)
+
+    def ended(self) -> list[int]:
+        """Clients whose SuperNode ended without being killed, as a service manager would see."""
+        clients = [(n, p) for n, p in self.processes.items() if n.startswith("client")]
+        return [int(name[6:]) for name, process in clients if process.poll() is not None]
 
     def stop(self) -> None:
         for name in list(self.processes):
@@ -246,6 +256,11 @@ def follow(run: Deployment, chance: random.Random) -> list[str]:
                 run.start_server()
                 run.submit()
                 events.append(f"SuperLink killed in round {done} and the run submitted again")
+            for i in run.ended():
+                run.start_client(i)
+                events.append(
+                    f"client-{i} had ended by itself in round {done} and was started again"
+                )
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not at the end after {s.limit} s: round {done}; {events}")
             time.sleep(0.5)
@@ -313,6 +328,7 @@ def main() -> None:
     try:
         run.prepare()
         run.start_server()
+        run.register()
         for i in tqdm(range(s.clients), desc="starting clients"):
             run.start_client(i)
         run.submit()

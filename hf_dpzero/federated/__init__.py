@@ -3,6 +3,6 @@
 Promise: a client clips and noises on its own machine and writes a release down before it sends it; the
 server sees noised numbers only, and its update is `ledger.replay.apply_release`, so that whoever has the
 numbers has the weights. The mathematics of a round (`client.LocalClient`, `server.RoundServer`,
-`rounds.run_rounds`) knows nothing of a network; `flower.py` and `app.py` carry the bytes by Flower, and
-no other file imports it. Start at `rounds.run_rounds`.
+`rounds.Rounds`) knows nothing of a network; `envelope`, `flower` (simulation) and `app` (SuperLink and
+SuperNodes) carry the bytes by Flower, and no other file imports it. Start at `rounds.Rounds`.
 """
