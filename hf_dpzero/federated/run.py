@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +15,22 @@ from hf_dpzero.federated.report import federated_report, private_report, save_re
 from hf_dpzero.federated.rounds import InProcess, Rounds, Transport
 from hf_dpzero.federated.server import Member, RoundServer
 from hf_dpzero.federated.setup import CLIENTS, Settings, Side, learning_rates
+from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME
 from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 from hf_dpzero.reporting.verification import bound_to
+
+EVALUATIONS_NAME = "evaluations.json"
+
+
+def _evaluations_before(folder: Path, number: int) -> list[dict[str, Any]]:
+    """Those of the processes before this one, up to a round."""
+    path = folder / EVALUATIONS_NAME
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return [entry for entry in found if entry["round"] <= number]
 
 
 class ServerRun:
@@ -34,7 +45,7 @@ class ServerRun:
     def __init__(self, side: Side, folder: Path, *, resume: bool = False) -> None:
         self.side, self.folder = side, folder
         self.server: RoundServer = side.start_server(folder, resume=resume)
-        self.evaluations: list[dict[str, Any]] = []
+        self.evaluations = _evaluations_before(folder, self.server.round) if resume else []
         self.answered: list[int] = []
 
     def run(self, transport: Transport, *, min_clients: int = 1, patience: float = 60.0) -> None:
@@ -51,7 +62,8 @@ class ServerRun:
             min_clients=min_clients,
             patience=patience,
         )
-        self._evaluate()
+        if not self.evaluations or self.evaluations[-1]["round"] < self.server.round:
+            self._evaluate()
         done = False
         bar = tqdm(
             total=self.server.rounds, initial=self.server.round, desc="rounds", file=sys.stderr
@@ -87,6 +99,7 @@ class ServerRun:
             if not name.endswith(("_runtime", "_per_second", "_time")) and name != "epoch"
         }
         self.evaluations.append({"round": self.server.round, **kept})
+        write_atomically(self.folder / EVALUATIONS_NAME, json.dumps(self.evaluations))
 
     def report(self) -> dict[str, Any]:
         """The run's report so far."""

@@ -16,6 +16,7 @@ from hf_dpzero.federated.local_plan import PlanError
 from hf_dpzero.federated.message_log import MessageLog, read_count
 from hf_dpzero.federated.messages import ASK, VALUES, Message, MessageError, pack, unpack
 from hf_dpzero.federated.report import federated_report, private_report, summary
+from hf_dpzero.federated.run import ServerRun, in_process
 from hf_dpzero.federated.server import MESSAGES_NAME
 from hf_dpzero.federated.setup import shard
 from hf_dpzero.ledger.log_file import LedgerError
@@ -232,6 +233,35 @@ def test_a_killed_server_goes_on_from_its_ledgers(tmp_path):
     with pytest.raises(LedgerError, match="earlier run"):
         server.close()
         started(tmp_path / "b", **settings)
+
+
+def test_evaluations_of_a_killed_server_are_not_lost(tmp_path):
+    def run_of(resume=False):
+        made = side(
+            tmp_path / "made",
+            eval_strategy="steps",
+            eval_steps=1,
+        )
+        made.recipe.to_yaml = lambda: ""
+        run = ServerRun(made, tmp_path, resume=resume)
+        return run, in_process(made, tmp_path, NAMES)
+
+    run, transport = run_of()
+    exchange = transport.exchange
+
+    def dies(kind, payloads):
+        if run.server.round == 2:
+            raise KeyboardInterrupt
+        return exchange(kind, payloads)
+
+    transport.exchange = dies
+    with pytest.raises(KeyboardInterrupt):
+        run.run(transport)
+    run.server.close()
+    again, transport = run_of(resume=True)
+    again.run(transport)
+    assert [entry["round"] for entry in again.report()["evaluations"]] == [0, 1, 2, 3, 4]
+    assert again.evaluations[:3] == run.evaluations
 
 
 def test_a_release_that_did_not_arrive_is_sent_again_and_not_drawn_again(tmp_path):
