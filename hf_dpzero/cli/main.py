@@ -63,7 +63,10 @@ def _dispatch(words: list[str]) -> None:
         command == "plan" and values["recipe"] is None
     )
     if overrides and recipeless:
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}{_meant(overrides[0], values)}")
+        hint = _meant(overrides[0], values)
+        if command == "plan" and not hint:
+            hint = "; plan --recipe RECIPE takes every setting of a run"
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}{hint}")
     try:
         importlib.import_module(f"hf_dpzero.cli.{command}").run(arguments)
     except ValueError as error:

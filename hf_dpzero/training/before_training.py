@@ -17,6 +17,7 @@ from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
+from hf_dpzero.privacy.group_losses import group_warning
 from hf_dpzero.training import data_checks, distributed, public_rows, validation
 from hf_dpzero.training.defaults import learning_rate, rate_hint
 from hf_dpzero.training.fixed_shapes import (
@@ -85,6 +86,8 @@ def check_before_training(trainer: Any) -> None:
     args.max_steps = trainer.plan.steps
     if trainer.is_world_process_zero():
         judge_schedule(trainer.plan, trainer.delta)
+        if warning := group_warning(trainer.plan):
+            logger.warning(warning)
     if "learning_rate" in args.chosen:
         args.learning_rate = learning_rate(trainer.plan, args.lr_scheduler_type)
     elif hint := rate_hint(args, trainer.plan):

@@ -2,70 +2,148 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from transformers import EvalPrediction
 from transformers.utils import logging
 
-from hf_dpzero.training.group_settings import column_values, groups_of, metric_key
+from hf_dpzero.privacy.group_losses import metric_keys, places
+from hf_dpzero.training.group_settings import column_values, groups_of
 
 logger = logging.get_logger(__name__)
 
 Metrics = Callable[[EvalPrediction], dict[str, float]]
 
+_SMALLER_IS_BETTER = re.compile(
+    r"(^|_)(loss|nll|perplexity|ppl|error|mse|rmse|mae|wer|cer|brier|ece)(_|$)", re.IGNORECASE
+)
 
-def by_group(compute: Metrics | None, config: Any, dataset: Any) -> Metrics | None:
-    """The metrics of all rows, of each group (`accuracy_of_NAME`) and the least one over groups.
 
-    `worst_group_accuracy` is the smallest accuracy of a group, and so for every metric: larger is taken
-    to be better. Groups without a row are left out.
+@dataclass(frozen=True)
+class RowGroups:
+    """The groups that evaluation data has.
+
+    Attributes:
+      rows: row numbers of each group that has rows, by its name in metrics.
+      count: rows in all, also those of no group.
+    """
+
+    rows: Mapping[str, np.ndarray]
+    count: int
+
+    def losses(self, losses: np.ndarray) -> dict[str, float]:
+        """`loss_of_NAME`, each group's mean, and `worst_group_loss`, the largest of them.
+
+        Args:
+          losses: of each row, float [count].
+
+        Returns:
+          Nothing if there is not one loss for each row.
+        """
+        if len(losses) != self.count:
+            return _unmatched("loss")
+        return _named({k: {"loss": float(losses[own].mean())} for k, own in self.rows.items()})
+
+
+def groups_of_rows(config: Any, dataset: Any) -> RowGroups | None:
+    """Reads the groups of evaluation data from its own `group_column`.
 
     Args:
-      compute: of the trainer, or None.
-      config: its arguments; those without `group_column` change nothing.
-      dataset: the evaluation data, whose own column of groups is read.
+      config: the trainer's arguments.
+      dataset: the evaluation data, or None.
 
     Returns:
-      Metrics; `compute` itself where there are no groups, or no column with them (a warning says so).
-
-    Raises:
-      ValueError: a row of a group that `group_shares` does not name.
+      None without `group_column`, and where no row has a group (a warning says so). Rows of groups that
+      `group_shares` does not name are in none; a warning tells of the first one.
     """
-    column = getattr(config, "group_column", None)
-    if column is None or compute is None or dataset is None or config.batch_eval_metrics:
-        return compute
-    groups = groups_of(config)
+    groups = None if dataset is None or not hasattr(config, "group_column") else groups_of(config)
+    if groups is None:
+        return None
+    column = config.group_column
     values = column_values(dataset, column)
-    if values is None or groups is None:
+    if values is None:
         logger.warning_once(
             f"the evaluation data has no column {column!r} (group_column): no metrics of single groups."
         )
+        return None
+    of = places(values, groups.names)
+    if (of < 0).any():
+        logger.warning_once(
+            f"row {int(np.argmax(of < 0)) + 1} (counted from 1) of the evaluation data, and perhaps "
+            f"others, has in column {column!r} a group that group_shares does not name: these rows "
+            "count in the metrics of all rows, and in those of no group."
+        )
+    keys = dict(enumerate(metric_keys(groups.names)))
+    rows = {key: np.flatnonzero(of == i) for i, key in keys.items() if (of == i).any()}
+    return RowGroups(rows, len(of)) if rows else None
+
+
+def by_group(compute: Metrics | None, groups: RowGroups | None, config: Any) -> Metrics | None:
+    """The metrics of all rows, of each group (`accuracy_of_NAME`) and of the worst one.
+
+    `worst_group_accuracy` is the smallest accuracy of a group, and so for every number that `compute`
+    returns; of names like loss, error or perplexity it is the largest. What is no number, or not finite,
+    is left out. A group whose metrics cannot be computed (the area under a curve of rows of one class)
+    is left out, with a warning.
+
+    Args:
+      compute: of the trainer, or None; called once for all rows and once for each group.
+      groups: of the evaluation data, or None.
+      config: the trainer's arguments.
+
+    Returns:
+      Metrics; `compute` itself where there is nothing to add.
+    """
+    if compute is None or groups is None:
         return compute
-    of, names = groups.index_of(values), groups.names
+    if config.batch_eval_metrics:
+        logger.warning_once("batch_eval_metrics=True: no metrics of single groups (group_column).")
+        return compute
 
     def measured(prediction: EvalPrediction) -> dict[str, float]:
         whole = dict(compute(prediction))
-        if len(of) != _rows(prediction.label_ids):
-            logger.warning_once("not one prediction for each row: no metrics of single groups.")
-            return whole
-        parts = {
-            metric_key(name): compute(_chosen(prediction, np.flatnonzero(of == i)))
-            for i, name in enumerate(names)
-            if (of == i).any()
-        }
+        if groups.count != _rows(prediction.label_ids):
+            return whole | _unmatched("prediction")
+        parts = {key: _tried(compute, prediction, own, key) for key, own in groups.rows.items()}
         return whole | _named(parts)
 
     return measured
 
 
-def _named(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """{group: {metric: value}} as metrics of their own, and the least of each."""
-    metrics = list(next(iter(parts.values())))
-    single = {f"{m}_of_{name}": part[m] for name, part in parts.items() for m in metrics}
-    worst = {f"worst_group_{m}": min(part[m] for part in parts.values()) for m in metrics}
-    return single | worst
+def _unmatched(what: str) -> dict[str, float]:
+    logger.warning_once(f"not one {what} for each row: no metrics of single groups.")
+    return {}
+
+
+def _tried(
+    compute: Metrics, prediction: EvalPrediction, rows: np.ndarray, key: str
+) -> Mapping[str, Any]:
+    """A group's metrics; none where they cannot be computed, as those of all rows could be."""
+    try:
+        return compute(_chosen(prediction, rows))
+    except (ValueError, ArithmeticError, LookupError) as error:
+        kind = type(error).__name__
+        logger.warning_once(f"compute_metrics raised {kind} for group {key!r}: no metrics of it.")
+        return {}
+
+
+def _named(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """{group: {metric: value}} as metrics of their own, and the worst of each."""
+    single: dict[str, float] = {}
+    every: dict[str, list[float]] = {}
+    for name, part in parts.items():
+        for metric, value in part.items():
+            if isinstance(value, Real) and math.isfinite(value):
+                single[f"{metric}_of_{name}"] = value  # type: ignore[assignment]
+                every.setdefault(metric, []).append(value)  # type: ignore[arg-type]
+    worst = {m: max if _SMALLER_IS_BETTER.search(m) else min for m in every}
+    return single | {f"worst_group_{m}": worst[m](values) for m, values in every.items()}
 
 
 def _chosen(prediction: EvalPrediction, rows: np.ndarray) -> EvalPrediction:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,23 +117,23 @@ def row_groups(groups: GroupLosses, column: str, dataset: Any) -> np.ndarray:
 
 
 def column_values(dataset: Any, column: str) -> list[Any] | None:
-    """A column of a map-style data set, class labels by their names; None if it has none."""
+    """A column of a map-style data set, class labels by their names; None if it has none.
+
+    Values that a row lacks are None, class labels of -1 ("no label") too.
+    """
     features = getattr(dataset, "features", None)
     if features is not None:
         if column not in features:
             return None
-        values = list(dataset[column][:])
+        plain = dataset.with_format(None) if hasattr(dataset, "set_transform") else dataset
+        values = list(plain[column][:])
         names = getattr(features[column], "names", None)
-        return values if names is None else [names[value] for value in values]
-    rows = (dataset[i] for i in range(len(dataset)))
-    found = [row.get(column) if isinstance(row, Mapping) else None for row in rows]
-    return None if any(value is None for value in found) else found
-
-
-def metric_key(name: str) -> str:
-    """A group's name in the name of a metric.
-
-    >>> metric_key("United Kingdom")
-    'United_Kingdom'
-    """
-    return re.sub(r"\W+", "_", name)
+        if names is None:
+            return values
+        return [None if value is None or value < 0 else names[value] for value in values]
+    if not hasattr(dataset, "__len__"):  # a stream
+        return None
+    rows = [dataset[i] for i in range(len(dataset))]
+    if not any(isinstance(row, Mapping) and column in row for row in rows):
+        return None
+    return [row.get(column) if isinstance(row, Mapping) else None for row in rows]

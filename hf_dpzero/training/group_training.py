@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, Within, batch_size
+from hf_dpzero.privacy.group_losses import metric_keys
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.training.distributed import shared_from_main, sum_over_processes
-from hf_dpzero.training.group_settings import metric_key
+
+LOGGED = 32
+"""The weights of so many groups are logged one by one."""
 
 WEIGHTS, PLACES = "hf_dpzero_example_weights", "hf_dpzero_example_places"
 """Of each example of a microbatch: its weight, and its place in the batch."""
@@ -124,10 +127,15 @@ def weighting_of(trainer: Any) -> GroupWeighting | None:
 
 
 def group_logs(weighting: GroupWeighting | None) -> dict[str, float]:
-    """`group_weight_NAME`, y of each group in the last step; none without groups, or where y stays."""
+    """`group_weight_NAME`, y of each group in the last step; none without groups, or where y stays.
+
+    Of more than 32 groups only the largest weight: `largest_group_weight`.
+    """
     if weighting is None or weighting.y is None or not weighting.groups.num_values:
         return {}
-    keys = map(metric_key, weighting.groups.names)
+    if weighting.groups.num_groups > LOGGED:
+        return {"largest_group_weight": float(weighting.y.max())}
+    keys = metric_keys(weighting.groups.names)
     return {f"group_weight_{key}": y for key, y in zip(keys, weighting.y.tolist(), strict=True)}
 
 

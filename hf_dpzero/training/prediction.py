@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import Inputs, classification_losses
 from hf_dpzero.objectives.prompted import PromptObjective
-from hf_dpzero.training.group_metrics import by_group
+from hf_dpzero.training.group_metrics import by_group, groups_of_rows
 
 
 class PredictingTrainer(Trainer):
@@ -24,6 +25,9 @@ class PredictingTrainer(Trainer):
 
     per_example_loss: Any = None
     _evaluated: tuple[Any, Any] = (None, None)  # a loader, its rows with the columns of no model
+    _losses: list[Tensor] | None = (
+        None  # of the evaluated rows, where their groups are to be measured
+    )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in Trainer; notes the rows, for metrics of their groups."""
@@ -38,14 +42,26 @@ class PredictingTrainer(Trainer):
         return self._evaluated[0]
 
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **settings: Any) -> Any:
-        """As in Trainer, with metrics of each group where `group_column` is set."""
+        """As in Trainer, with metrics of each group where `group_column` is set.
+
+        Without `compute_metrics` these are the groups' losses, which take a forward pass of their own.
+        """
         compute = self.compute_metrics
         known, rows = self._evaluated
-        self.compute_metrics = by_group(compute, self.args, rows if dataloader is known else None)
+        groups = groups_of_rows(self.args, rows) if dataloader is known else None
+        self.compute_metrics = by_group(compute, groups, self.args)
+        self._losses = [] if groups is not None and compute is None else None
         try:
-            return super().evaluation_loop(dataloader, *args, **settings)
+            output = super().evaluation_loop(dataloader, *args, **settings)
+            if groups is not None and self._losses:
+                prefix = args[3] if len(args) > 3 else settings.get("metric_key_prefix", "eval")
+                found = groups.losses(torch.cat(self._losses).numpy())
+                (output.metrics or {}).update(
+                    {f"{prefix}_{name}": loss for name, loss in found.items()}
+                )
+            return output
         finally:
-            self.compute_metrics = compute
+            self.compute_metrics, self._losses = compute, None
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keeps the columns that only the objective or the collator reads."""
@@ -80,15 +96,28 @@ class PredictingTrainer(Trainer):
         """
         objective = self.per_example_loss
         if not isinstance(objective, PromptObjective):
-            return super().prediction_step(
+            found = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys, **settings
             )
+            if self._losses is not None and found[0] is not None:
+                batch = self._prepare_inputs(dict(inputs))
+                with torch.no_grad(), self.compute_loss_context_manager():
+                    losses_of = objective or select_objective(model)
+                    self._remember(losses_of(model, batch))
+            return found
         batch = self._prepare_inputs(dict(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             predictions = None if prediction_loss_only else objective.predict(model, batch)
             losses = evaluation_losses(objective, model, batch, predictions)
+            self._remember(losses)
         targets = None if prediction_loss_only else batch.get("references", batch["labels"])
         return losses.mean(), predictions, targets
+
+    def _remember(self, losses: Tensor) -> None:
+        """Keeps the losses [B] of all processes for metrics of groups, where these are wanted."""
+        if self._losses is not None:
+            every = self.accelerator.gather_for_metrics(losses.detach())
+            self._losses.append(every.double().cpu())
 
 
 def evaluation_losses(

@@ -18,11 +18,11 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import evaluation_mode
+from hf_dpzero.privacy.group_losses import group_warning
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.reporting.hub import write_model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
-from hf_dpzero.training.group_settings import column_values, metric_key, row_groups
 from hf_dpzero.training.screen import banner
 
 SHARES = {"few": 0.2, "many": 0.8}
@@ -354,6 +354,82 @@ def test_a_missing_column_is_said_before_training(tmp_path):
     assert not (tmp_path / LEDGER_NAME).exists()
 
 
+def test_columns_of_rows_that_are_made_on_access():
+    rows = with_groups(tiny_data(4)).with_transform(lambda batch: {"x": batch["input_ids"]})
+    assert column_values(rows, "where") == ["few", "many", "many", "many"]
+    assert column_values((row for row in [{"where": "few"}]), "where") is None, "a stream"
+
+
+def test_groups_that_are_too_small_for_the_noise_are_told_of(tmp_path, caplog):
+    """After T steps the mean loss of a group has noise of deviation z b / (2 B pi sqrt T)."""
+    z = 1.0 * math.sqrt(0.9 / 0.1)  # the weights' part has 1, of 0.9 of the budget
+    share = z / (12 * math.sqrt(6))  # where that is b / 2
+    for factor, warned in ((0.98, True), (1.02, False)):
+        shares = {"few": share * factor, "many": 1 - share * factor}
+        plan = config(tmp_path, **{**GROUPS, "group_shares": shares}).plan(120)
+        assert ("1 of 2 groups" in group_warning(plan)) == warned
+    tiny = {**GROUPS, "group_shares": {"few": 0.01, "many": 0.99}}
+    for other in ({"group_weights": "balanced"}, {"noise_multiplier": 0.0}):
+        assert group_warning(config(tmp_path, **tiny, **other).plan(120)) == ""
+    assert group_warning(config(tmp_path).plan(120)) == ""
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        made(tmp_path / "run", group_shares=tiny["group_shares"], max_steps=1).train()
+    assert "their weights follow the noise" in caplog.text
+
+
+def test_of_many_groups_the_largest_weight_is_logged(tmp_path):
+    shares = {f"g{i}": 1 / 40 for i in range(40)}
+    data = tiny_data().add_column("where", [f"g{i % 40}" for i in range(120)])
+    trainer = made(tmp_path, data=data, group_shares=shares, max_steps=2)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert all(1 / 40 < entry["largest_group_weight"] <= 1 for entry in logged) and logged
+    assert not any("group_weight_g" in key for entry in logged for key in entry)
+
+
+def test_rows_of_other_groups_are_refused_without_their_names(tmp_path):
+    data = tiny_data().add_column("where", ["few", *["a private place"] * 119])
+    with pytest.raises(ValueError, match=r"row 2 \(counted from 1\)") as error:
+        made(tmp_path, data=data).train()
+    assert "private place" not in str(error.value)
+    assert not (tmp_path / LEDGER_NAME).exists()
+
+
+def test_a_group_that_no_row_has_is_allowed(tmp_path):
+    """Whether a declared group has rows is private: it may not be said."""
+    shares = {"few": 0.1, "many": 0.8, "none": 0.1}
+    trainer = made(tmp_path, group_shares=shares)
+    trainer.train()
+    assert all(len(r.values) == 4 for r in trainer.trajectory.releases)
+
+
+def test_groups_that_are_too_small_for_the_noise_are_told_of(tmp_path, caplog):
+    """After T steps the mean loss of a group has noise of deviation z b / (2 B pi sqrt T)."""
+    z = 1.0 * math.sqrt(0.9 / 0.1)  # the weights' part has 1, of 0.9 of the budget
+    share = z / (12 * math.sqrt(6))  # where that is b / 2
+    for factor, warned in ((0.98, True), (1.02, False)):
+        shares = {"few": share * factor, "many": 1 - share * factor}
+        plan = config(tmp_path, **{**GROUPS, "group_shares": shares}).plan(120)
+        assert ("1 of 2 groups" in group_warning(plan)) == warned
+    tiny = {**GROUPS, "group_shares": {"few": 0.01, "many": 0.99}}
+    for other in ({"group_weights": "balanced"}, {"noise_multiplier": 0.0}):
+        assert group_warning(config(tmp_path, **tiny, **other).plan(120)) == ""
+    assert group_warning(config(tmp_path).plan(120)) == ""
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        made(tmp_path / "run", group_shares=tiny["group_shares"], max_steps=1).train()
+    assert "their weights follow the noise" in caplog.text
+
+
+def test_of_many_groups_the_largest_weight_is_logged(tmp_path):
+    shares = {f"g{i}": 1 / 40 for i in range(40)}
+    data = tiny_data().add_column("where", [f"g{i % 40}" for i in range(120)])
+    trainer = made(tmp_path, data=data, group_shares=shares, max_steps=2)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert all(1 / 40 < entry["largest_group_weight"] <= 1 for entry in logged) and logged
+    assert not any("group_weight_g" in key for entry in logged for key in entry)
+
+
 def test_rows_of_other_groups_are_refused_without_their_names(tmp_path):
     data = tiny_data().add_column("where", ["few", *["a private place"] * 119])
     with pytest.raises(ValueError, match=r"row 2 \(counted from 1\)") as error:
@@ -376,15 +452,16 @@ def test_columns_of_lists_of_rows_and_of_class_labels():
     rows = [{"where": "few", "x": 1}, {"where": "many", "x": 2}]
     assert column_values(rows, "where") == ["few", "many"]
     assert column_values(rows, "there") is None
-    labelled = Dataset.from_dict({"where": [1, 0]}).cast_column(
+    labelled = Dataset.from_dict({"where": [1, 0, -1, None]}).cast_column(
         "where", ClassLabel(names=["few", "many"])
     )
-    assert column_values(labelled, "where") == ["many", "few"]
+    assert column_values(labelled, "where") == ["many", "few", None, None]
     from hf_dpzero.privacy.group_losses import PerStepGroups
 
     groups = PerStepGroups(names=("few", "many"), shares=(0.2, 0.8))
-    assert row_groups(groups, "where", labelled).tolist() == [1, 0]
-    assert metric_key("north-west 2") == "north_west_2"
+    assert row_groups(groups, "where", labelled.select([0, 1])).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="row 2.*class labels by their names.*None"):
+        row_groups(groups, "where", [{"where": "few"}, {"where": None}])
 
 
 # ---------------------------------------------------------------- reports, logs, metrics
@@ -406,34 +483,6 @@ def test_logs_show_released_weights_and_the_report_binds_them(tmp_path):
     assert "per_step" in card
     older = {k: v for k, v in report.to_dict().items() if k != "groups"}
     assert PrivacyReport.from_dict(older).groups == ""
-
-
-def accuracy(prediction) -> dict[str, float]:
-    chosen = np.argmax(prediction.predictions, axis=-1)
-    return {"accuracy": float((chosen == prediction.label_ids).mean())}
-
-
-def test_metrics_of_each_group_and_of_the_worst(tmp_path):
-    evaluation = with_groups(tiny_data(40, seed=2), every=4)
-    trainer = made(
-        tmp_path, trainer_settings={"eval_dataset": evaluation, "compute_metrics": accuracy}
-    )
-    metrics = trainer.evaluate()
-    few, many = metrics["eval_accuracy_of_few"], metrics["eval_accuracy_of_many"]
-    assert (10 * few + 30 * many) / 40 == pytest.approx(metrics["eval_accuracy"])
-    assert metrics["eval_worst_group_accuracy"] == min(few, many)
-    own = trainer.evaluate(evaluation.select(range(0, 40, 4)), metric_key_prefix="few")
-    assert own["few_accuracy"] == few and "few_accuracy_of_many" not in own
-    assert trainer.compute_metrics is accuracy
-    tested = trainer.predict(evaluation).metrics
-    assert tested["test_worst_group_accuracy"] == min(few, many)
-
-
-def test_evaluation_data_without_groups_has_the_usual_metrics(tmp_path, caplog):
-    trainer = made(tmp_path, trainer_settings={"compute_metrics": accuracy})
-    with caplog.at_level(logging.WARNING, logger="transformers"):
-        metrics = trainer.evaluate()
-    assert "eval_accuracy" in metrics and not any("_of_" in name for name in metrics)
 
 
 def test_fixed_batches_without_groups_train_and_refuse_to_resume(tmp_path):

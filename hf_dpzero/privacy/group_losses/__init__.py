@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_dpzero.privacy.group_losses.base import BudgetedGroups, GroupLosses, GroupPlayer
+from hf_dpzero.privacy.group_losses.names import metric_keys, places
 from hf_dpzero.privacy.group_losses.per_step import BalancedGroups, PerStepGroups
 from hf_dpzero.privacy.group_losses.prefix_sum import PrefixSumGroups
 from hf_dpzero.privacy.group_losses.vertex import VertexGroups
-from hf_dpzero.privacy.group_losses.words import group_words
+from hf_dpzero.privacy.group_losses.words import group_warning, group_words
 
 __all__ = [
     "GROUP_LOSSES",
@@ -32,7 +33,10 @@ __all__ = [
     "PrefixSumGroups",
     "VertexGroups",
     "group_losses_from_dict",
+    "group_warning",
     "group_words",
+    "metric_keys",
+    "places",
 ]
 
 GROUP_LOSSES: dict[str, type[GroupLosses]] = {

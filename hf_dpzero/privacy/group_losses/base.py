@@ -66,6 +66,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hf_dpzero.privacy.discretization import GRID_BITS, GRID_RADIUS, float32s
+from hf_dpzero.privacy.group_losses.names import places
 from hf_dpzero.privacy.mechanisms.base import (
     MAX_NOISE_MULTIPLIER,
     MIN_NOISE_MULTIPLIER,
@@ -159,25 +160,24 @@ class GroupLosses(ABC):
         return 1.0
 
     def index_of(self, names: Sequence[Any]) -> np.ndarray:
-        """Rows' groups as numbers 0..m-1, int64 [n].
+        """Rows' groups as numbers 0..m-1, int64 [n]; see `places`.
 
         Args:
-          names: of each row's group; what is not a text is taken by its `str`.
+          names: of each row's group.
 
         Raises:
           ValueError: a row has a group without a share. The row's own value is private and is not shown.
         """
-        known = {name: i for i, name in enumerate(self.names)}
-        found = [known.get(name if isinstance(name, str) else str(name)) for name in names]
-        if None in found:
+        found = places(names, self.names)
+        if (found < 0).any():
             raise ValueError(
-                f"row {found.index(None) + 1} (counted from 1) has a group that group_shares does not "
-                "name: "
-                f"it names {', '.join(self.names[:8])}{', ...' if self.num_groups > 8 else ''}. Name "
-                "every "
-                "group that a row may have, with its public share; correct or drop other rows."
+                f"row {int(np.argmax(found < 0)) + 1} (counted from 1) has a group that group_shares "
+                f"does not name: it names {', '.join(self.names[:8])}"
+                f"{', ...' if self.num_groups > 8 else ''}. Name every group that a row may have, with "
+                "its public share; correct or drop other rows. Names are compared as text, class labels "
+                "by their names, and a missing value is called None."
             )
-        return np.asarray(found, dtype=np.int64)
+        return found
 
     def contributions(self, losses: np.ndarray, groups: Sequence[int] | np.ndarray) -> np.ndarray:
         """What each example adds to its group's coordinate: integers in [-2^30, 2^30], int64 [B].

@@ -48,3 +48,27 @@ def group_words(plan: PrivacyPlan) -> str:
     assert isinstance(groups, VertexGroups)
     rate = groups.paid_rate(plan.spec, weights, plan.sampler, plan.steps)
     return f"{words}, {groups.draws} drawn in a step at rate {rate:.4g}"
+
+
+def group_warning(plan: PrivacyPlan) -> str:
+    """What to say of groups that are too small for the noise on their losses; "" if none is.
+
+    A `per_step` run knows group i's mean loss, over all T steps, with noise of standard deviation
+    z_g b / (2 B pi_i sqrt T). Where that exceeds b / 2, half the range of losses, y follows the noise:
+    the softmax then gives most of its weight to some of the small groups, whatever their losses.
+    Public: a function of the settings alone.
+    """
+    groups = plan.groups
+    if not isinstance(groups, PerStepGroups) or not plan.private:
+        return ""
+    multiplier = groups.multiplier(plan.mechanism.effective_noise_multiplier)
+    deviations = groups.scales(plan.sampler.expected_batch_size) * multiplier / plan.steps**0.5
+    small = int((deviations > groups.loss_bound / 2).sum())
+    if not small:
+        return ""
+    return (
+        f"the noise on the mean loss of {small} of {groups.num_groups} groups is as large as the losses "
+        f"(standard deviation {deviations.max():.3g} over all {plan.steps} steps for the smallest one, "
+        f"losses in [0, {groups.loss_bound:g}]): their weights follow the noise. Join small groups, or "
+        "take a larger expected_batch_size or group_budget, or group_weights='balanced'."
+    )
