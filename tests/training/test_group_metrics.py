@@ -47,6 +47,30 @@ def accuracy(prediction) -> dict[str, float]:
     return {"accuracy": float((chosen == prediction.label_ids).mean())}
 
 
+def test_columns_of_lists_of_rows_and_of_class_labels():
+    from datasets import ClassLabel
+
+    rows = [{"where": "few", "x": 1}, {"where": "many", "x": 2}]
+    assert column_values(rows, "where") == ["few", "many"]
+    assert column_values(rows, "there") is None
+    labelled = Dataset.from_dict({"where": [1, 0, -1, None]}).cast_column(
+        "where", ClassLabel(names=["few", "many"])
+    )
+    assert column_values(labelled, "where") == ["many", "few", None, None]
+    from hf_dpzero.privacy.group_losses import PerStepGroups
+
+    groups = PerStepGroups(names=("few", "many"), shares=(0.2, 0.8))
+    assert row_groups(groups, "where", labelled.select([0, 1])).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="row 2.*class labels by their names.*None"):
+        row_groups(groups, "where", [{"where": "few"}, {"where": None}])
+
+
+def test_columns_of_rows_that_are_made_on_access():
+    rows = with_groups(tiny_data(4)).with_transform(lambda batch: {"x": batch["input_ids"]})
+    assert column_values(rows, "where") == ["few", "many", "many", "many"]
+    assert column_values((row for row in [{"where": "few"}]), "where") is None, "a stream"
+
+
 def test_metrics_of_each_group_and_of_the_worst(tmp_path):
     evaluation = with_groups(tiny_data(40, seed=2), every=4)
     trainer = made(tmp_path, evaluation, accuracy)

@@ -354,12 +354,6 @@ def test_a_missing_column_is_said_before_training(tmp_path):
     assert not (tmp_path / LEDGER_NAME).exists()
 
 
-def test_columns_of_rows_that_are_made_on_access():
-    rows = with_groups(tiny_data(4)).with_transform(lambda batch: {"x": batch["input_ids"]})
-    assert column_values(rows, "where") == ["few", "many", "many", "many"]
-    assert column_values((row for row in [{"where": "few"}]), "where") is None, "a stream"
-
-
 def test_groups_that_are_too_small_for_the_noise_are_told_of(tmp_path, caplog):
     """After T steps the mean loss of a group has noise of deviation z b / (2 B pi sqrt T)."""
     z = 1.0 * math.sqrt(0.9 / 0.1)  # the weights' part has 1, of 0.9 of the budget
@@ -401,67 +395,6 @@ def test_a_group_that_no_row_has_is_allowed(tmp_path):
     trainer = made(tmp_path, group_shares=shares)
     trainer.train()
     assert all(len(r.values) == 4 for r in trainer.trajectory.releases)
-
-
-def test_groups_that_are_too_small_for_the_noise_are_told_of(tmp_path, caplog):
-    """After T steps the mean loss of a group has noise of deviation z b / (2 B pi sqrt T)."""
-    z = 1.0 * math.sqrt(0.9 / 0.1)  # the weights' part has 1, of 0.9 of the budget
-    share = z / (12 * math.sqrt(6))  # where that is b / 2
-    for factor, warned in ((0.98, True), (1.02, False)):
-        shares = {"few": share * factor, "many": 1 - share * factor}
-        plan = config(tmp_path, **{**GROUPS, "group_shares": shares}).plan(120)
-        assert ("1 of 2 groups" in group_warning(plan)) == warned
-    tiny = {**GROUPS, "group_shares": {"few": 0.01, "many": 0.99}}
-    for other in ({"group_weights": "balanced"}, {"noise_multiplier": 0.0}):
-        assert group_warning(config(tmp_path, **tiny, **other).plan(120)) == ""
-    assert group_warning(config(tmp_path).plan(120)) == ""
-    with caplog.at_level(logging.WARNING, logger="transformers"):
-        made(tmp_path / "run", group_shares=tiny["group_shares"], max_steps=1).train()
-    assert "their weights follow the noise" in caplog.text
-
-
-def test_of_many_groups_the_largest_weight_is_logged(tmp_path):
-    shares = {f"g{i}": 1 / 40 for i in range(40)}
-    data = tiny_data().add_column("where", [f"g{i % 40}" for i in range(120)])
-    trainer = made(tmp_path, data=data, group_shares=shares, max_steps=2)
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
-    assert all(1 / 40 < entry["largest_group_weight"] <= 1 for entry in logged) and logged
-    assert not any("group_weight_g" in key for entry in logged for key in entry)
-
-
-def test_rows_of_other_groups_are_refused_without_their_names(tmp_path):
-    data = tiny_data().add_column("where", ["few", *["a private place"] * 119])
-    with pytest.raises(ValueError, match=r"row 2 \(counted from 1\)") as error:
-        made(tmp_path, data=data).train()
-    assert "private place" not in str(error.value)
-    assert not (tmp_path / LEDGER_NAME).exists()
-
-
-def test_a_group_that_no_row_has_is_allowed(tmp_path):
-    """Whether a declared group has rows is private: it may not be said."""
-    shares = {"few": 0.1, "many": 0.8, "none": 0.1}
-    trainer = made(tmp_path, group_shares=shares)
-    trainer.train()
-    assert all(len(r.values) == 4 for r in trainer.trajectory.releases)
-
-
-def test_columns_of_lists_of_rows_and_of_class_labels():
-    from datasets import ClassLabel
-
-    rows = [{"where": "few", "x": 1}, {"where": "many", "x": 2}]
-    assert column_values(rows, "where") == ["few", "many"]
-    assert column_values(rows, "there") is None
-    labelled = Dataset.from_dict({"where": [1, 0, -1, None]}).cast_column(
-        "where", ClassLabel(names=["few", "many"])
-    )
-    assert column_values(labelled, "where") == ["many", "few", None, None]
-    from hf_dpzero.privacy.group_losses import PerStepGroups
-
-    groups = PerStepGroups(names=("few", "many"), shares=(0.2, 0.8))
-    assert row_groups(groups, "where", labelled.select([0, 1])).tolist() == [1, 0]
-    with pytest.raises(ValueError, match="row 2.*class labels by their names.*None"):
-        row_groups(groups, "where", [{"where": "few"}, {"where": None}])
 
 
 # ---------------------------------------------------------------- reports, logs, metrics
