@@ -120,7 +120,9 @@ def check_steps(plan: PrivacyPlan) -> None:
     Raises:
       ValueError: says which step; nothing was spent yet.
     """
-    sizes = {"noise_schedule": plan.multipliers}
+    sizes = {}
+    if plan.noise_schedule is not None:  # a number for each step, of which there may be a billion
+        sizes["noise_schedule"] = plan.multipliers
     if plan.clip_schedule is not None:
         sizes["clip_schedule"] = plan.clip_schedule.factors(plan.steps)
     for name, values in sizes.items():

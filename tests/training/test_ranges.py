@@ -104,6 +104,6 @@ def test_a_billion_steps_are_refused_at_once(tmp_path):
         ValueError, match=f"1000000000 steps are .*{MAX_PLD_STEPS}: use accountant='rdp'"
     ):
         made.plan(10_000)
-    assert time.monotonic() - start < 10
     plan = config(tmp_path, **settings, max_steps=10**9, accountant="rdp").plan(10_000)
     assert plan.epsilon(1e-5) <= 2.0
+    assert time.monotonic() - start < 10
