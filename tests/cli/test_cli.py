@@ -55,7 +55,7 @@ def test_no_command_and_unknown_options_are_refused(capsys):
         (["dance"], "'dance'"),
         (["bench", "step"], "python -m scripts.benchmarks"),
         ([*PLAN, "--target_eps", "2"], "--target_eps"),
-        (wanted, "unrecognized arguments: --colour red"),
+        (wanted, "unrecognized arguments: --colour red; plan --recipe RECIPE takes every setting"),
     ):
         with pytest.raises(SystemExit) as stop:
             main.main(words)

@@ -728,9 +728,12 @@ def closed_tau(plan):
     ],
 )
 def test_gaps_of_bilinear_games_are_the_known_ones(num_examples, tau, expected):
-    """One run has a deviation of .036 up to 30,000 examples (.015 with the larger step), less beyond."""
+    """One run has a deviation of .036 up to 30,000 examples (.015 with the larger step), less beyond.
+
+    Beyond, one run tells: the step sizes' figures are .087 and .166 apart.
+    """
     small = num_examples < 100_000
-    found = mean_gap(num_examples, tau, SEEDS if small else SEEDS[:2])
+    found = mean_gap(num_examples, tau, SEEDS if small else SEEDS[:1])
     assert found == pytest.approx(expected, abs=3 * 0.036 / math.sqrt(3) if small else 0.03)
 
 
@@ -739,8 +742,8 @@ def test_the_gap_falls_like_the_square_root_of_n():
     def corrected(plan):
         return plan.largest_step_size(1.0, DELTA)
 
-    sizes = (10_000, 30_000, 100_000, 300_000)
-    gaps = [mean_gap(n, corrected, SEEDS) for n in sizes]
+    sizes = (10_000, 30_000, 100_000, 300_000)  # the larger, the less a run differs from another
+    gaps = [mean_gap(n, corrected, SEEDS if n < 100_000 else SEEDS[:1]) for n in sizes]
     slope = np.polyfit(np.log(sizes), np.log(gaps), 1)[0]
     assert -0.55 <= slope <= -0.4
 

@@ -96,7 +96,7 @@ def test_with_nothing_given_a_head_learns(tmp_path):
         target_delta=1e-5,
         expected_batch_size=64,
         microbatch_size=64,
-        max_steps=150,
+        max_steps=60,
         trainable="embeddings|classifier",
         trainer_settings={"eval_dataset": tiny_data(400, seed=5)},
     )

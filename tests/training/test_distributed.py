@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -50,29 +53,26 @@ def runs(tmp_path_factory) -> dict[int, Path]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folders[2])],
-            env={
-                **os.environ, **place, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
-            stdout=subprocess.DEVNULL,
-            stderr=(folders[2] / f"errors{rank}").open("w"),
-        )
-        for rank in ("0", "1")
-    ]  # fmt: skip
+    started = subprocess.Popen(
+        [sys.executable, __file__, str(folders[2])],
+        env={
+            **os.environ, **place, "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=(folders[2] / "errors").open("w"),
+        start_new_session=True,
+    )  # fmt: skip
     try:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in the two
         train(folders[1], processes=1)
         torch.set_num_threads(threads)
-        for rank, process in enumerate(started):
-            status = process.wait(timeout=300)
-            assert status == 0, (folders[2] / f"errors{rank}").read_text()[-3000:]
+        status = started.wait(timeout=300)
+        assert status == 0, (folders[2] / "errors").read_text()[-3000:]
     finally:
-        for process in started:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
     return folders
 
 
@@ -107,6 +107,13 @@ def test_gradients_and_noise_of_two_processes_add_up_to_those_of_one(runs):
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), processes=2)
-    torch.distributed.barrier()
-    os._exit(0)  # some builds' gloo threads abort an ordinary interpreter exit
+    second = os.fork()  # before any thread or model: both have imported all that takes seconds
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if second else "1"
+    try:
+        train(Path(sys.argv[1]), processes=2)
+        torch.distributed.barrier()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    failed = second and os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
+    os._exit(1 if failed else 0)  # some builds' gloo threads abort an ordinary interpreter exit

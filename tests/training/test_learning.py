@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 import toy_tasks
+from filelock import FileLock
 from torch import Tensor, nn
 
 from hf_dpzero.recipes.build import build_trainer
@@ -170,17 +172,23 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Callable[[str], Path]:
-    """ "masked_lm" or "causal_lm" -> the folder of the model, which reads on first use."""
-    read: dict[str, Path] = {}
+    """ "masked_lm" or "causal_lm" -> the folder of the model, which reads on first use.
+
+    Processes of one run of the tests share the folders.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
     make = {
         "masked_lm": toy_tasks.pretrained_masked_lm,
         "causal_lm": toy_tasks.pretrained_causal_lm,
     }
 
     def folder(name: str) -> Path:
-        if name not in read:
-            read[name] = make[name](tmp_path_factory.mktemp(name))
-        return read[name]
+        place = shared / f"read-{name}"
+        with FileLock(f"{place}.lock"):
+            if not place.exists():
+                make[name](tmp_path_factory.mktemp(name)).rename(place)
+        return place
 
     return folder
 

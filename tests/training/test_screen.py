@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 import sys
 import types
@@ -129,7 +131,20 @@ def test_a_notebook_shows_epsilon_where_the_loss_was(
     assert not any("Training Loss" in html or "nan" in html.lower() for html in notebook)
 
 
-def test_importing_the_trainer_prints_nothing() -> None:
+def test_importing_the_trainer_prints_nothing_and_flower_sends_nothing() -> None:
+    """In one fresh process, because the imports take seconds."""
+    names = ("FLWR_TELEMETRY_ENABLED", "RAY_USAGE_STATS_ENABLED")
     code = "import hf_dpzero; hf_dpzero.DPZeroTrainer"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+    if importlib.util.find_spec("flwr"):
+        code += f"""
+import os, hf_dpzero.federated.flower
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what flwr prints is not ours
+from flwr.supercore import telemetry
+assert telemetry.FLWR_TELEMETRY_ENABLED == "0", "telemetry"
+assert [os.environ[name] for name in {names}] == ["0", "0"], "environment"
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
