@@ -121,6 +121,26 @@ class NoiseSource(ABC):
         """Vertices, checked arguments; sources of noise alone have none."""
         raise ValueError(f"the noise source {self.name!r} draws no vertices: use SecureNoise.")
 
+    def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
+        """Standard Laplace draws, of density exp(-|x|) / 2; never the same ones twice.
+
+        Args:
+          size: number of independent draws.
+          step: matters to insecure sources only.
+          part: of a long vector; matters to insecure sources only.
+
+        Returns:
+          float64 [size], each within 2^-51 + |x| 2^-50 of an exact one.
+        """
+        raise ValueError(f"the noise source {self.name!r} has no such draws: use SecureNoise.")
+
+    def dither(self, size: int, step: int, part: int) -> np.ndarray | None:
+        """Draws that hide how sums of earlier draws were rounded; None where there are no sums.
+
+        What `discretization.noised_on_grid` takes. The arguments are those of `laplaces`.
+        """
+        return None
+
     def variance(self, step: int) -> float:
         """Variance of a step's noise, in squared noise scales of a mechanism."""
         return self.base_deviation**2
@@ -183,6 +203,10 @@ class SecureNoise(NoiseSource):
         """As in the base class."""
         return normal_quantiles(_random_words(size), _random_words)
 
+    def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
+        """As in the base class."""
+        return laplace_quantiles(_random_words(size), _random_words)
+
 
 @dataclass(frozen=True)
 class InsecureSeededNoise(NoiseSource):
@@ -221,6 +245,10 @@ class InsecureSeededNoise(NoiseSource):
         """As in the base class, but a function of (seed, step, part)."""
         return self._generator(2, step, part).standard_normal(size)
 
+    def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
+        """As in the base class, but a function of (seed, step, part)."""
+        return self._generator(5, step, part).laplace(size=size)
+
     def _generator(self, domain: int, step: int, part: int = 0) -> np.random.Generator:
         entropy = np.random.SeedSequence([self.seed, domain, step, part])
         return np.random.Generator(np.random.Philox(entropy))
@@ -238,13 +266,32 @@ def normal_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np
     """
     from scipy.special import ndtri
 
+    quantile = ndtri(_lower_halves(words, more))
+    return np.where(words & np.uint64(1), -quantile, quantile)
+
+
+def laplace_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Standard Laplace numbers of uniform bits, as `normal_quantiles` has normal ones.
+
+    Args:
+      words: one a number, uint64 [n].
+      more: count -> further independent words.
+
+    Returns:
+      float64 [n], each within 2^-51 + |x| 2^-50 of an exact one.
+    """
+    quantile = np.log(2.0 * _lower_halves(words, more))
+    return np.where(words & np.uint64(1), -quantile, quantile)
+
+
+def _lower_halves(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Uniform numbers in (0, 1/2] of all bits of the words but the last, to a relative 2^-52."""
     uniform = ((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
     rare = np.flatnonzero(uniform < 2.0**-12)  # needs more bits for a relative 2^-52
     high, low = more(2 * len(rare)).reshape(2, -1).astype(np.float64)
     fraction = (high + low * 2.0**-64) * 2.0**-64
     uniform[rare] = ((words[rare] >> np.uint64(1)).astype(np.float64) + fraction) * 2.0**-64
-    quantile = ndtri(np.maximum(uniform, 2.0**-192))
-    return np.where(words & np.uint64(1), -quantile, quantile)
+    return np.maximum(uniform, 2.0**-192)
 
 
 def _random_words(size: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from hf_dpzero.privacy.correlated_noise.matrices import Factorization, groups_of
-from hf_dpzero.privacy.noise import Distribution, NoiseSource, normal_quantiles
+from hf_dpzero.privacy.noise import Distribution, NoiseSource, SecureNoise, normal_quantiles
 
 KEY_BYTES = 32
 BLOCK = 1 << 14
@@ -68,6 +68,10 @@ class KeyedNoise(NoiseSource):
             return np.frombuffer(stream, dtype="<u8")
 
         return normal_quantiles(words(size, b"normals"), words)
+
+    def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
+        """As in the base class: from fresh entropy, never from the key."""
+        return SecureNoise().laplaces(size, step, part)
 
     def _integers(
         self, distribution: Distribution, scale: float, size: int, step: int
@@ -149,6 +153,10 @@ class CorrelatedNoise(NoiseSource):
         if step in needed:
             draws.put(step, fresh)
         return total
+
+    def dither(self, size: int, step: int, part: int) -> np.ndarray | None:
+        """Laplace draws of the base, which no other step has."""
+        return self.base.laplaces(size, step, part)
 
     def _integers(
         self, distribution: Distribution, scale: float, size: int, step: int
