@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,8 +205,8 @@ class SecureNoise(NoiseSource):
         return normal_quantiles(_random_words(size), _random_words)
 
     def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
-        """As in the base class."""
-        return laplace_quantiles(_random_words(size), _random_words)
+        """As in the base class, of the bits of OpenSSL's generator, a tenth of the time."""
+        return laplace_quantiles(_openssl_words(size), _openssl_words)
 
 
 @dataclass(frozen=True)
@@ -266,36 +267,43 @@ def normal_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np
     """
     from scipy.special import ndtri
 
-    quantile = ndtri(_lower_halves(words, more))
-    return np.where(words & np.uint64(1), -quantile, quantile)
-
-
-def laplace_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np.ndarray:
-    """Standard Laplace numbers of uniform bits, as `normal_quantiles` has normal ones.
-
-    Args:
-      words: one a number, uint64 [n].
-      more: count -> further independent words.
-
-    Returns:
-      float64 [n], each within 2^-51 + |x| 2^-50 of an exact one.
-    """
-    quantile = np.log(2.0 * _lower_halves(words, more))
-    return np.where(words & np.uint64(1), -quantile, quantile)
-
-
-def _lower_halves(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np.ndarray:
-    """Uniform numbers in (0, 1/2] of all bits of the words but the last, to a relative 2^-52."""
     uniform = ((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
     rare = np.flatnonzero(uniform < 2.0**-12)  # needs more bits for a relative 2^-52
     high, low = more(2 * len(rare)).reshape(2, -1).astype(np.float64)
     fraction = (high + low * 2.0**-64) * 2.0**-64
     uniform[rare] = ((words[rare] >> np.uint64(1)).astype(np.float64) + fraction) * 2.0**-64
-    return np.maximum(uniform, 2.0**-192)
+    quantile = ndtri(np.maximum(uniform, 2.0**-192))
+    return np.where(words & np.uint64(1), -quantile, quantile)
+
+
+def laplace_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Standard Laplace numbers of uniform bits: the logarithm of a uniform number, with its sign.
+
+    Args:
+      words: one a number, uint64 [n].
+      more: count -> further independent words, for numbers so far out that they need more bits.
+
+    Returns:
+      float64 [n], each within 2^-51 + |x| 2^-50 of an exact one.
+    """
+    signed = words.view(np.int64).astype(np.float64)  # the last bits of large ones are below 2^-52
+    signed *= 2.0**-63
+    uniform = np.abs(signed)
+    rare = np.flatnonzero(uniform < 2.0**-11)
+    low = words[rare].view(np.int64)
+    whole = np.where(low < 0, -(low + 1), low).astype(np.float64)
+    high, deep = more(2 * len(rare)).reshape(2, -1).astype(np.float64)
+    uniform[rare] = (whole + (high + deep * 2.0**-64) * 2.0**-64) * 2.0**-63
+    np.log(np.clip(uniform, 2.0**-190, 1.0, out=uniform), out=uniform)
+    return np.copysign(uniform, signed, out=uniform)
 
 
 def _random_words(size: int) -> np.ndarray:
     return np.frombuffer(os.urandom(8 * size), dtype=np.uint64)
+
+
+def _openssl_words(size: int) -> np.ndarray:
+    return np.frombuffer(ssl.RAND_bytes(8 * size), dtype=np.uint64)
 
 
 def _check(scale: float, size: int) -> None:

@@ -107,7 +107,7 @@ def test_what_a_mechanism_releases_has_the_covariance_of_the_factorization(kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cache_bytes", [0, 3 * 8 * 50, 1 << 30])
+@pytest.mark.parametrize("cache_bytes", [0, 6 * 8 * 50, 1 << 30])
 def test_a_source_that_starts_again_has_the_same_draws(kind, cache_bytes):
     """Whatever fits into memory: all of it, some, or nothing; and step by step, or from the middle."""
     whole = stream(kind, 13, 50)
