@@ -142,10 +142,6 @@ class NoiseSource(ABC):
         """
         return None
 
-    def variance(self, step: int) -> float:
-        """Variance of a step's noise, in squared noise scales of a mechanism."""
-        return self.base_deviation**2
-
     @abstractmethod
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
         """Standard normal draws, each within 2^-46 of an exact one.

@@ -127,11 +127,6 @@ class CorrelatedNoise(NoiseSource):
         self.held = min(most, max(0, fit))
         self._parts: dict[int, _Draws] = {}
 
-    def variance(self, step: int) -> float:
-        """As in the base class: the squared row of C^{-1} counts too."""
-        weights = self.factorization.noise_row(step).weights
-        return self.base_deviation**2 * float(weights @ weights)
-
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
         """Row `step` of C^{-1} Z, float64 [size]; the same for the same arguments.
 
