@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -513,3 +514,26 @@ def test_the_dither_is_fresh_and_its_variance_is_small():
     )
     apart = float(((released[0] - released[1]) ** 2).mean()) / grid**2
     assert apart == pytest.approx(2 * (1 / 8 + 1 / 12), rel=0.1)
+
+
+def test_planning_a_large_model_needs_nothing_of_its_size():
+    """2^27 coordinates are 1 GiB of float64; a plan, its epsilons and those of a sweep take a few MB."""
+
+    def planned(multiplier: float) -> PrivacyPlan:
+        return PrivacyPlan(
+            sampler=FixedBatchesSampler(num_examples=250_000, expected_batch_size=100),
+            mechanism=DPAdamW(
+                clip=1.0, noise_multiplier=multiplier, expected_batch_size=100, dimension=2**27
+            ),
+            steps=10_000,
+            correlation=Correlation(kind="banded", bands=32),
+        )
+
+    planned(3.0).epsilon(1e-6)  # what is imported and kept from then on
+    tracemalloc.start()
+    plan = planned(2.0).calibrate(epsilon=4.0, delta=1e-6)
+    assert plan.epsilon(1e-6, at=5_000) < plan.epsilon(1e-6) <= 4.0
+    assert run_deviation(plan) > step_deviation(plan) > 1
+    assert composed_epsilon([planned(8.0)] * 12, 1e-6) < 4.0
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()
