@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,7 +30,7 @@ from hf_dpzero.papers.heavy_tails import (
     draw,
     generator_of,
 )
-from hf_dpzero.papers.study_rows import append_rows, read_rows
+from hf_dpzero.papers.study_rows import measure_points
 
 Calibration = Literal["correct", "paper"]
 CALIBRATIONS: tuple[Calibration, ...] = ("correct", "paper")
@@ -291,22 +291,18 @@ def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: the folder holds rows of another study.
     """
-    from rich.progress import track
-
-    output_dir.mkdir(parents=True, exist_ok=True)
-    rows = read_rows(output_dir / ROWS_FILE, study)
-    keys = ("calibration", "objective", "noise", "method")
-    done = {tuple(row[key] for key in keys) for row in rows}
-    points = [point for point in study.points() if point not in done]
     yardsticks: dict[tuple[str, str], Yardstick] = {}
-    for calibration, name, noise, method in track(points, description=f"{len(points)} points"):
+
+    def measure(calibration: Any, name: str, noise: Any, method: str) -> Iterator[dict[str, Any]]:
         objective = OBJECTIVES[name]
         if (name, noise) not in yardsticks:
             made = Yardstick.of(objective, noise, POPULATION, POPULATION_SEED)
             yardsticks[name, noise] = made
         point = Point(study, calibration, objective, noise, method, yardsticks[name, noise])
-        rows += append_rows(output_dir / ROWS_FILE, map(_finite, point.rows()))
-    return rows
+        return map(_finite, point.rows())
+
+    fields = ("calibration", "objective", "noise", "method")
+    return measure_points(output_dir / ROWS_FILE, study, study.points(), fields, measure)
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

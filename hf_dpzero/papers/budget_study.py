@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hf_dpzero.papers import budget
 from hf_dpzero.papers.budget_bounds import quadratic_influence
 from hf_dpzero.papers.budget_network import SOURCES, Network, Split, train
-from hf_dpzero.papers.study_rows import append_rows, read_rows
+from hf_dpzero.papers.study_rows import measure_points
 from hf_dpzero.privacy.schedules import Exponential
 
 Floats = NDArray[Any]
@@ -244,18 +244,14 @@ def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: the folder holds points of another study.
     """
-    from rich.progress import track
 
-    output_dir.mkdir(parents=True, exist_ok=True)
-    results = read_rows(output_dir / FILE, study)
-    done = {(r["source"], r["examples"], r["steps"]) for r in results}
-    points = [point for point in study.points() if point not in done]
-    for source, examples, steps in track(points, description=f"{len(points)} points"):
+    def measure(source: str, examples: int, steps: int) -> list[dict[str, Any]]:
         left, _, name = source.partition("influence of ")
         work = estimate_influence if name else compare_arms
-        result = work(study, name or left, examples, steps)
-        results += append_rows(output_dir / FILE, [result])
-    return results
+        return [work(study, name or left, examples, steps)]
+
+    fields = ("source", "examples", "steps")
+    return measure_points(output_dir / FILE, study, study.points(), fields, measure)
 
 
 def summary(

@@ -29,7 +29,7 @@ from hf_dpzero.papers.online_federated_noise import (
     paper_tree_norm,
     true_epsilon,
 )
-from hf_dpzero.papers.study_rows import append_rows, read_rows
+from hf_dpzero.papers.study_rows import measure_points
 from hf_dpzero.privacy.correlated_noise.factorization import MAX_DENSE_ROUNDS, Factorization
 
 Array = NDArray[Any]
@@ -354,13 +354,9 @@ def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: the folder holds rows of another study.
     """
-    from rich.progress import track
 
-    output_dir.mkdir(parents=True, exist_ok=True)
+    def measure(*point: Any) -> list[dict[str, Any]]:
+        return Setting(study, Point(*point)).rows()
+
     path = output_dir / ROWS_FILE
-    rows = read_rows(path, study)
-    done = {Point(*(row[field] for field in Point._fields)) for row in rows}
-    points = [point for point in study.points() if point not in done]
-    for point in track(points, description=f"{len(points)} points"):
-        rows += append_rows(path, Setting(study, point).rows())
-    return rows
+    return measure_points(path, study, study.points(), Point._fields, measure)

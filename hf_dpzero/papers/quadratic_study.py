@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_dpzero.papers import quadratic
 from hf_dpzero.papers.quadratic import METHODS, SPECTRA, Best, Cell, Quadratic
-from hf_dpzero.papers.study_rows import append_rows, read_rows
+from hf_dpzero.papers.study_rows import measure_points
 
 ROWS_FILE, TABLE_FILE = "rows.jsonl", "table.md"
 FIGURES = {
@@ -79,17 +79,13 @@ def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: the folder holds rows of another study.
     """
-    from rich.progress import track
 
-    output_dir.mkdir(parents=True, exist_ok=True)
-    rows = read_rows(output_dir / ROWS_FILE, study)
-    done = {(row["spectrum"], row["dimension"], row["method"]) for row in rows}
-    points = [point for point in study.points() if point not in done]
-    for spectrum, dimension, method in track(points, description=f"{len(points)} points"):
+    def measure(spectrum: str, dimension: int, method: str) -> list[dict[str, Any]]:
         best = _run_point(study, spectrum, dimension, method)
-        row = {"spectrum": spectrum, "dimension": dimension, "method": method, **best._asdict()}
-        rows += append_rows(output_dir / ROWS_FILE, [row])
-    return rows
+        return [{"spectrum": spectrum, "dimension": dimension, "method": method, **best._asdict()}]
+
+    fields = ("spectrum", "dimension", "method")
+    return measure_points(output_dir / ROWS_FILE, study, study.points(), fields, measure)
 
 
 def _run_point(study: Study, spectrum: str, dimension: int, method: str) -> Best:

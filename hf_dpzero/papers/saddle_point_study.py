@@ -7,7 +7,7 @@ The epsilons are those that the same plans have with secure draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from hf_dpzero.papers.saddle_point_parameters import (
 )
 from hf_dpzero.papers.saddle_point_plans import Plan
 from hf_dpzero.papers.saddle_point_problems import Bilinear, LeastSquares, SmoothGame
-from hf_dpzero.papers.study_rows import append_rows, read_rows
+from hf_dpzero.papers.study_rows import measure_points
 from hf_dpzero.papers.text_table import Table, text_table
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 
@@ -262,16 +262,10 @@ def run(study: Study, output_dir: Path) -> list[Row]:
     Raises:
       ValueError: the folder holds rows of another study.
     """
-    from rich.progress import track
 
-    output_dir.mkdir(parents=True, exist_ok=True)
-    rows = read_rows(output_dir / ROWS_FILE, study)
-    left = sorted(_missing(study, rows), key=lambda point: point[1])  # the small ones first
-    for point in track(left, description=f"{len(left)} rows"):
-        rows += append_rows(output_dir / ROWS_FILE, [Point(study, *point).row()])
-    return rows
+    def measure(part: str, size: int, method: str) -> list[Row]:
+        return [Point(study, part, size, method).row()]
 
-
-def _missing(study: Study, rows: list[Row]) -> Iterator[tuple[str, int, str]]:
-    done = {(row["part"], row["size"], row["method"]) for row in rows}
-    return (point for point in study.points() if point not in done)
+    points = sorted(study.points(), key=lambda point: point[1])  # the small ones first
+    fields = ("part", "size", "method")
+    return measure_points(output_dir / ROWS_FILE, study, points, fields, measure, unit="rows")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,3 +50,38 @@ def append_rows(path: Path, rows: Iterable[Any]) -> list[dict[str, Any]]:
     with open(path, "a", encoding="utf-8") as file:
         file.write("".join(f"{line}\n" for line in lines))
     return [json.loads(line) for line in lines]
+
+
+def measure_points(
+    path: Path,
+    study: Any,
+    points: Iterable[Any],
+    fields: Sequence[str],
+    measure: Callable[..., Iterable[Any]],
+    unit: str = "points",
+) -> list[dict[str, Any]]:
+    """Rows for every point of a study; points that the file holds already are not measured again.
+
+    Args:
+      path: of `read_rows`; its folder is made.
+      study: a dataclass.
+      points: tuples, in the order in which they are measured.
+      fields: names in a row of a point's members, in order; they tell which points are done.
+      measure: called with a point's members; its rows, written down before the next point begins.
+      unit: what the progress bar calls points.
+
+    Returns:
+      JSON-safe rows: those that were there, then the new ones.
+
+    Raises:
+      ValueError: the file holds rows of another study.
+    """
+    from rich.progress import track
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = read_rows(path, study)
+    done = {tuple(row[field] for field in fields) for row in rows}
+    left = [point for point in points if tuple(point) not in done]
+    for point in track(left, description=f"{len(left)} {unit}"):
+        rows += append_rows(path, measure(*point))
+    return rows

@@ -55,31 +55,36 @@ that by the floating-point error of m + z alone, because the grid hides everythi
 `dense_slack` returns h': 7e-6 for d = 10^6, T = 1000, epsilon 8, delta 1e-6. The plan evaluates its
 accountant at (1 - 2^-8) delta and adds 2 h'. The grid adds 2^-16 / 12 of the noise's variance at most.
 
-Vectors with noise that is correlated over R steps
---------------------------------------------------
-Step t releases g round((m_t + s n_t) / g), n = C^{-1} Z, on the grid of s, the deviation of s Z. With
-real numbers that is post-processing of m + s C^{-1} Z, one Gaussian mechanism on C m. What runs differs
-by the floating-point error of m_t / g + n_t s / g alone:
+Vectors with noise that is correlated over steps
+------------------------------------------------
+Step t releases g round((m_t + s n_t) / g + b L), n = C^{-1} Z, on the grid of s, the deviation of s Z,
+with a fresh standard Laplace draw L for each number and b = 1/4. With real numbers that is
+post-processing of m + s C^{-1} Z, one Gaussian mechanism on C m. What runs differs by floating-point
+errors. A base draw is in the noise of many steps, so their errors depend on each other; L belongs to one
+step alone. (Without it the bound of a coordinate's R steps is R times that of one, not its root.)
 
-1. A row of C^{-1} has a sum w of absolute values. Within 16 deviations of every draw the error of n_t is
-   at most w 2^-46 for the draws, and 16 f 2^-53 for the sum, f of `matrices.summation_error`; the grid
-   adds two roundings as above. In units of g, which is more than 2^-9 s, that is at most
-   e = w (2^-37 + 2 * 2^-40) + 1.01 f 2^-40.
-2. Take one coordinate, and any sequence of R cells. The computed cells are these only if n lies in the
-   box of the cells after widening it by a = 2e about its centre, and whenever n lies in the box
-   after narrowing it by a. Widening multiplies the volume by (1 + a)^R <= e^(aR), and moves the density
-   exp(-|C n|^2 / 2) at n by at most exp(a sum_j |<c_j, C n>| / 2^9), the half width of a cell being at
-   most 2^-9. <c_j, Z> is Gaussian of deviation ||c_j|| <= S, beyond 16 S with probability below 2^-188,
-   and changes by at most R S^2 2^-9 inside the box. So the logarithm of the probability of any R cells
-   is within H = 1.01 R a (1 + 2^-9 (16 S + 2^-9 R S^2)) of the ideal one, whatever totals m_t were
-   chosen after seeing earlier cells.
-3. A coordinate is thus an interactive mechanism whose computed and ideal form are H-indistinguishable.
-   d of them run side by side, with totals that depend on all: concurrent composition of such
-   mechanisms is no worse than that of randomised responses (Vadhan and Wang 2021, arXiv:2105.14427),
-   so step 3 above holds with d terms of H in place of T d terms of h.
+1. The error of x = (m_t + s n_t) / g before L is added. |Z - Z*| <= 2^-53 (8 |Z*| + 1.4) as above. A sum
+   in the order of `matrices.groups_of` is wrong by 2^-53 sum_j k_tj |w_tj Z_j|, w = C^{-1} and k of
+   `matrices.roundings`; the product with s / g and the sum with the rest of m / g are two roundings
+   more. As s / g < 2^9 the error is at most e_t = 2^-44 sum_j v_tj (|Z*_j| + 1/4), where v_tj =
+   |w_tj| (10 + k_tj).
+2. Let V^2 be the largest sum of v over a row times that over a column. By Cauchy's inequality the sum
+   of e_t^2 is at most 2^-88 V^2 sum_j (|Z*_j| + 1/4)^2. Each of those is at most 5/4 Z*^2 + 5/16, and
+   over N = T d draws sum Z*^2 <= N + 2 sqrt(70 N) + 140 <= 5/4 N + 420 but with probability e^-70
+   (Laurent and Massart 2000, Lemma 1). So the sum of all e_t^2 is at most 2^-88 V^2 (2 N + 525).
+3. Take all Z* as known; they have one law in the computed and in the ideal run. Given them and the past,
+   a cell depends on its L alone. An error e of x changes the probability of a cell by a factor within
+   e^(+-e / b), the density of b L being what it is. x is split into an integer and a rest, exactly; L,
+   the logarithm of a uniform number, is within 2^-51 + |L| 2^-50 of an exact one, and below 128 but with
+   probability 2^-184; the sum with the rest is one rounding of a number below 33. In cells these are at
+   most r = 2^-44, and a cell whose edges are off by r has its probability within e^(+-(2.01 + 1 / b) r).
+4. So the logarithms of a run's N cells are within h_i = e_i / b + 6.01 r of the ideal ones, and the sum
+   of h_i^2 is at most N H^2, H = 4 * 2^-44 V sqrt(2 + 525 / N) + 6.01 * 2^-44. Step 3 above (advanced
+   composition, for terms that differ) holds with H in place of h.
 
-Where noise begins anew after each R steps there are d such mechanisms a block. `correlated_draws`
-returns the number of independent draws whose slack is at least as large.
+`correlated_draws` returns the number of independent draws whose slack is as large; 2^31 coordinates over
+10^4 steps of 32 bands need no more than independent noise does. What L adds to the noise's variance,
+g^2 / 8, does not cancel over steps; with the grid's g^2 / 12 it is at most 2^-18 s^2 a step.
 """
 
 from __future__ import annotations
@@ -100,6 +105,8 @@ DENSE_LOG_RATIO = 2.0**-35
 """h of one coordinate: see the module's docstring on vectors, step 2."""
 DENSE_DELTA = 1.0 - 2.0**-8
 """Share of delta at which a run that releases d-vectors is accounted; the rest pays for the grid."""
+DITHER = 0.25
+"""b, scale of the Laplace draws under noise that is correlated over steps, in cells of the grid."""
 GRID_RADIUS = 2**GRID_BITS
 """C in units of the grid: one example moves the integer total by at most this norm."""
 
@@ -156,9 +163,7 @@ def dense_slack(draws: int, epsilon: float, delta: float) -> float:
     return slack
 
 
-def correlated_draws(
-    dimension: int, steps: int, block: int, rounding: float, row: float, sensitivity: float
-) -> int:
+def correlated_draws(dimension: int, steps: int, rounding: float) -> int:
     """Independent noised coordinates whose slack covers a run with noise correlated over steps.
 
     See the module's docstring, on vectors with noise that is correlated.
@@ -166,21 +171,15 @@ def correlated_draws(
     Args:
       dimension: d, coordinates of a step.
       steps: of the run.
-      block: R, steps after which noise begins anew; 1 is independent noise.
-      rounding: f, largest `summation_error` of a row of C^{-1}.
-      row: w, largest sum of absolute values in a row of C^{-1}.
-      sensitivity: S, largest column norm of C.
+      rounding: V, `Factorization.rounding`.
 
     Returns:
-      What to pass to `dense_slack` as `draws`; dimension * steps for independent noise.
+      What to pass to `dense_slack` as `draws`; at least dimension * steps.
     """
-    if block == 1:
-        return dimension * steps
-    error = row * (2.0**-37 + 2.0**-39) + 1.01 * rounding * 2.0**-40
-    density = 16 * sensitivity + 2.0**-9 * block * sensitivity**2
-    ratio = 1.01 * block * 2 * error * (1 + 2.0**-9 * density)
-    blocks = math.ceil(steps / block)
-    return math.ceil(dimension * blocks * max(1.0, ratio / DENSE_LOG_RATIO) ** 2 * (1 + 2.0**-10))
+    draws = dimension * steps
+    shift = 2.0**-44 * rounding * math.sqrt(2.0 + 525.0 / draws) / DITHER
+    ratio = shift + (2.01 + 1.0 / DITHER) * 2.0**-44
+    return math.ceil(draws * max(1.0, ratio / DENSE_LOG_RATIO) ** 2 * (1 + 2.0**-10))
 
 
 def dense_grid(scale: float) -> float:
@@ -192,7 +191,9 @@ def dense_grid(scale: float) -> float:
     return math.ldexp(1.0, math.frexp(scale)[1] - 1 - DENSE_GRID_BITS)
 
 
-def noised_on_grid(total: np.ndarray, normals: np.ndarray, scale: float) -> np.ndarray:
+def noised_on_grid(
+    total: np.ndarray, normals: np.ndarray, scale: float, dither: np.ndarray | None = None
+) -> np.ndarray:
     """total + scale * normals, rounded to `dense_grid(scale)`.
 
     The guarantee is in the module's docstring, on vectors. A total beyond 2^52 grid units, or one that
@@ -202,6 +203,7 @@ def noised_on_grid(total: np.ndarray, normals: np.ndarray, scale: float) -> np.n
       total: float64 [n], in the units of `scale`.
       normals: standard normal draws [n] of a `NoiseSource`, float64.
       scale: standard deviation > 0.
+      dither: standard Laplace draws, float64 [n], added in units of `DITHER` cells; None for no.
 
     Returns:
       float64 [n], multiples of the grid.
@@ -209,7 +211,11 @@ def noised_on_grid(total: np.ndarray, normals: np.ndarray, scale: float) -> np.n
     grid = dense_grid(scale)
     units = total / grid
     whole = np.rint(units)
-    return (whole + np.rint((units - whole) + normals * (scale / grid))) * grid
+    noised = (units - whole) + normals * (scale / grid)
+    cells = np.rint(noised)
+    if dither is not None:
+        cells += np.rint((noised - cells) + DITHER * dither)
+    return (whole + cells) * grid
 
 
 def finite_rows(x: Tensor, num_directions: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -121,9 +122,25 @@ class NoiseSource(ABC):
         """Vertices, checked arguments; sources of noise alone have none."""
         raise ValueError(f"the noise source {self.name!r} draws no vertices: use SecureNoise.")
 
-    def variance(self, step: int) -> float:
-        """Variance of a step's noise, in squared noise scales of a mechanism."""
-        return self.base_deviation**2
+    def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
+        """Standard Laplace draws, of density exp(-|x|) / 2; never the same ones twice.
+
+        Args:
+          size: number of independent draws.
+          step: matters to insecure sources only.
+          part: of a long vector; matters to insecure sources only.
+
+        Returns:
+          float64 [size], each within 2^-51 + |x| 2^-50 of an exact one.
+        """
+        raise ValueError(f"the noise source {self.name!r} has no such draws: use SecureNoise.")
+
+    def dither(self, size: int, step: int, part: int) -> np.ndarray | None:
+        """Draws that hide how sums of earlier draws were rounded; None where there are no sums.
+
+        What `discretization.noised_on_grid` takes. The arguments are those of `laplaces`.
+        """
+        return None
 
     @abstractmethod
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
@@ -183,6 +200,10 @@ class SecureNoise(NoiseSource):
         """As in the base class."""
         return normal_quantiles(_random_words(size), _random_words)
 
+    def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
+        """As in the base class, of the bits of OpenSSL's generator, a tenth of the time."""
+        return laplace_quantiles(_openssl_words(size), _openssl_words)
+
 
 @dataclass(frozen=True)
 class InsecureSeededNoise(NoiseSource):
@@ -221,6 +242,10 @@ class InsecureSeededNoise(NoiseSource):
         """As in the base class, but a function of (seed, step, part)."""
         return self._generator(2, step, part).standard_normal(size)
 
+    def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
+        """As in the base class, but a function of (seed, step, part)."""
+        return self._generator(5, step, part).laplace(size=size)
+
     def _generator(self, domain: int, step: int, part: int = 0) -> np.random.Generator:
         entropy = np.random.SeedSequence([self.seed, domain, step, part])
         return np.random.Generator(np.random.Philox(entropy))
@@ -247,8 +272,34 @@ def normal_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np
     return np.where(words & np.uint64(1), -quantile, quantile)
 
 
+def laplace_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Standard Laplace numbers of uniform bits: the logarithm of a uniform number, with its sign.
+
+    Args:
+      words: one a number, uint64 [n].
+      more: count -> further independent words, for numbers so far out that they need more bits.
+
+    Returns:
+      float64 [n], each within 2^-51 + |x| 2^-50 of an exact one.
+    """
+    signed = words.view(np.int64).astype(np.float64)  # the last bits of large ones are below 2^-52
+    signed *= 2.0**-63
+    uniform = np.abs(signed)
+    rare = np.flatnonzero(uniform < 2.0**-11)
+    low = words[rare].view(np.int64)
+    whole = np.where(low < 0, -(low + 1), low).astype(np.float64)
+    high, deep = more(2 * len(rare)).reshape(2, -1).astype(np.float64)
+    uniform[rare] = (whole + (high + deep * 2.0**-64) * 2.0**-64) * 2.0**-63
+    np.log(np.clip(uniform, 2.0**-190, 1.0, out=uniform), out=uniform)
+    return np.copysign(uniform, signed, out=uniform)
+
+
 def _random_words(size: int) -> np.ndarray:
     return np.frombuffer(os.urandom(8 * size), dtype=np.uint64)
+
+
+def _openssl_words(size: int) -> np.ndarray:
+    return np.frombuffer(ssl.RAND_bytes(8 * size), dtype=np.uint64)
 
 
 def _check(scale: float, size: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from hf_dpzero.training.distributed import (
 )
 from hf_dpzero.training.group_training import GroupWeighting, WeighedLosses
 from hf_dpzero.training.random_state import isolated_randomness
-from hf_dpzero.training.released_signal import ReleasedSignal, noise_variance
+from hf_dpzero.training.released_signal import ReleasedSignal, noise_variance, some_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -214,10 +215,7 @@ class FirstOrderStep:
         self.trajectory.append(Release(step, values, learning_rate))
         means = list(self._noised_means(mechanism, totals, step))
         if self.signal is not None:
-            parts = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float64) for m in means])
-            dimension = sum(mean.numel() for mean in means)
-            variance = noise_variance(mechanism) * self.noise.variance(step)
-            self.signal.add(float(parts.square().sum()), dimension, variance)
+            _look_at(self.signal, means, step, noise_variance(mechanism))
         self._hand_on(means)
         return norms.unsqueeze(1)
 
@@ -263,3 +261,13 @@ class FirstOrderStep:
     def _hand_on(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.gradients.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+
+def _look_at(signal: ReleasedSignal, means: Sequence[Tensor], step: int, variance: float) -> None:
+    """Adds a noised mean to the statistic; with correlated noise as much of it as is remembered."""
+    parts = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float64) for m in means])
+    squares = float(parts.square().sum())
+    if signal.innovations is None:
+        signal.add(squares, sum(mean.numel() for mean in means), variance)
+    else:
+        signal.add_release(step, some_numbers(means), variance, math.sqrt(squares))

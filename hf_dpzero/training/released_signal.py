@@ -7,6 +7,10 @@ A release v is a clipped mean plus noise of a public variance s^2 = (sigma C_t /
 0 where there is noise alone. `Signal.ratio` is the mean of v^2 / s^2 over n numbers, minus 1. Noise
 alone gives it the deviation sqrt(2 / n) (Gaussian; sqrt(5 / n) for Laplace, whose kurtosis is 6).
 
+Where the noise of a step depends on that of earlier ones, v is what a release holds beyond the noise
+that earlier releases foretell, and s^2 the variance of what is left (`correlated_noise.innovations`):
+numbers that are nearly independent again, and in which a mean that stays shows most.
+
 Privacy: post-processing of what is released, and therefore free. Nothing here sees a batch or a loss.
 """
 
@@ -18,10 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
 from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.privacy.correlated_noise.innovations import Innovations
+from hf_dpzero.privacy.correlated_noise.plans import sensitivity
 from hf_dpzero.privacy.discretization import dense_grid
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping, MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import DenseNoise
+from hf_dpzero.privacy.plan import PrivacyPlan
 
 ON_NO_SIGNAL = ("warn", "stop", "ignore")
 """What `on_no_signal` may be."""
@@ -34,6 +44,9 @@ DEVIATIONS = 2.0
 
 LEAST_STEPS = 20
 """Before so many steps nothing is said of a run."""
+
+REMEMBERED = 1 << 18
+"""Coordinates of a vector with correlated noise that are looked at: 32 MB hold 32 releases of them."""
 
 LEAST_SIZE = 1e-2
 """Root mean square of a coordinate that weights are taken to have at least, for some start at zero."""
@@ -68,12 +81,14 @@ class ReleasedSignal:
     Attributes:
       window: steps that `recent` looks back.
       kurtosis: E[v^4] / E[v^2]^2 of the noise: 3 for Gaussian, 6 for Laplace.
+      innovations: of noise that is correlated over steps; None for independent noise.
       steps: seen so far.
       last_norm: sqrt(sum v^2) of the last step.
     """
 
     window: int = WINDOW
     kurtosis: float = 3.0
+    innovations: Innovations | None = None
     steps: int = 0
     last_norm: float = 0.0
     _squares: float = 0.0
@@ -98,6 +113,24 @@ class ReleasedSignal:
         if len(self._recent) > self.window:
             self._recent.popleft()
 
+    def add_release(
+        self, step: int, values: np.ndarray, variance: float, norm: float | None = None
+    ) -> None:
+        """Adds a step whose noise may be correlated with that of others.
+
+        Args:
+          step: its number.
+          values: released numbers, or of a long vector always the same ones of them, float [n].
+          variance: of a mechanism's noise scale, `noise_variance`.
+          norm: of all numbers; default of these.
+        """
+        rest, factor = np.asarray(values, dtype=np.float64), 1.0
+        norm = float(np.linalg.norm(rest)) if norm is None else norm
+        if self.innovations is not None:
+            rest, factor = self.innovations.of(step, values)
+        self.add(float(rest @ rest), rest.size, variance * factor)
+        self.last_norm = norm
+
     @property
     def whole(self) -> Signal | None:
         """Over all steps seen; None before the first."""
@@ -115,9 +148,13 @@ class ReleasedSignal:
         return Signal(squares / numbers - 1.0, math.sqrt((self.kurtosis - 1.0) / numbers))
 
 
-def signal_of(mechanism: Any) -> ReleasedSignal:
-    """An empty statistic for a mechanism's noise."""
-    return ReleasedSignal(kurtosis=6.0 if mechanism.distribution == "laplace" else 3.0)
+def signal_of(mechanism: Any, plan: PrivacyPlan | None = None) -> ReleasedSignal:
+    """An empty statistic for a mechanism's noise, correlated over steps as the plan says."""
+    innovations = None
+    if plan is not None and plan.correlation is not None:
+        innovations = Innovations(plan.correlation.factorization(plan.steps), sensitivity(plan))
+    kurtosis = 6.0 if mechanism.distribution == "laplace" else 3.0
+    return ReleasedSignal(kurtosis=kurtosis, innovations=innovations)
 
 
 def noise_variance(mechanism: Any) -> float:
@@ -144,6 +181,23 @@ def noise_variance(mechanism: Any) -> float:
     return variance / mechanism.divisor**2
 
 
+def some_numbers(vectors: Sequence[torch.Tensor]) -> np.ndarray:
+    """Of tensors that are one long vector evenly spread coordinates, at most `REMEMBERED`.
+
+    Args:
+      vectors: of any shapes, dtype and device; the same shapes give the same coordinates.
+
+    Returns:
+      float32 [n].
+    """
+    stride = max(1, -(-sum(v.numel() for v in vectors) // REMEMBERED))
+    chosen, start = [], 0
+    for vector in vectors:
+        chosen.append(vector.reshape(-1)[-start % stride :: stride].float().cpu())
+        start += vector.numel()
+    return np.asarray(torch.cat(chosen))
+
+
 class ReleasedScalars:
     """Adds the releases of a zeroth-order run to a statistic, each at the clip of its step.
 
@@ -152,7 +206,6 @@ class ReleasedScalars:
       num_directions: K; a record's further values, such as an adaptive clip's count, are left out.
       signal: that they are added to.
       mechanism_at: as in `ZerothOrderStep`.
-      factor_at: step -> variance of its noise, in squared noise scales; default 1.
     """
 
     def __init__(
@@ -161,9 +214,7 @@ class ReleasedScalars:
         num_directions: int,
         signal: ReleasedSignal,
         mechanism_at: Callable[[int], Any] | None = None,
-        factor_at: Callable[[int], float] = lambda step: 1.0,
     ) -> None:
-        self.factor_at = factor_at
         self.num_directions, self.signal = num_directions, signal
         self._schedule: MechanismSchedule[Any] = MechanismSchedule(mechanism, mechanism_at)
         self._changes = isinstance(mechanism, AdaptiveClipping) or mechanism_at is not None
@@ -173,9 +224,9 @@ class ReleasedScalars:
         """Adds the releases that are new since the last call, of a list that only grows."""
         for step in range(self._seen, len(releases)):
             before = releases[:step] if self._changes else ()
-            variance = noise_variance(self._schedule.after(before)) * self.factor_at(step)
-            values = releases[step].values[: self.num_directions]
-            self.signal.add(math.fsum(v * v for v in values), len(values), variance)
+            variance = noise_variance(self._schedule.after(before))
+            values = np.array(releases[step].values[: self.num_directions])
+            self.signal.add_release(step, values, variance)
         self._seen = len(releases)
 
 

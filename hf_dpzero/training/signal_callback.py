@@ -52,14 +52,14 @@ class SignalCallback(TrainerCallback):
     def open(self) -> None:
         """Starts anew, for a run whose ledger is open."""
         mechanism = self.trainer.plan.mechanism
-        self.signal, self._scalars, self._said_large = signal_of(mechanism), None, False
+        self.signal, self._scalars = signal_of(mechanism, self.trainer.plan), None
+        self._said_large = False
         if mechanism.replayable:
             self._scalars = ReleasedScalars(
                 mechanism,
                 mechanism.num_directions,
                 self.signal,
                 self.trainer.plan.scheduled,
-                self.trainer.step_noise().variance,
             )
 
     def logs(self) -> dict[str, float]:

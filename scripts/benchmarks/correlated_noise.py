@@ -61,7 +61,9 @@ def step_times(dimension: int, bands: int, repeats: int) -> dict[str, float]:
 
 def _draw(source: NoiseSource, dimension: int, step: int) -> None:
     for part, start in enumerate(range(0, dimension, CHUNK)):
-        source.normals(min(CHUNK, dimension - start), step, part)
+        size = min(CHUNK, dimension - start)
+        source.normals(size, step, part)
+        source.dither(size, step, part)
 
 
 class _Sums(TrainerCallback):

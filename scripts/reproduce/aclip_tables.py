@@ -10,36 +10,25 @@ Writes rows.jsonl, table.md, table.json and excess.png.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import sys
-from pathlib import Path
 
 from hf_dpzero.papers.averaged_clipping_report import write
 from hf_dpzero.papers.averaged_clipping_study import QUICK, ROWS_FILE, Study, run
-from hf_dpzero.papers.study_rows import read_rows
+from hf_dpzero.papers.study_command import first_seeds, run_and_write, study_parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="20,000 examples, 300 steps")
-    parser.add_argument("--seeds", type=int, help="draws of the data (default 10; quick 3)")
-    parser.add_argument("--output_dir", type=Path, required=True)
+    parser = study_parser(
+        __doc__, "20,000 examples, 300 steps", "draws of the data (default 10; quick 3)"
+    )
     arguments = parser.parse_args()
     study = QUICK if arguments.quick else Study()
     if arguments.seeds is not None:
-        if arguments.seeds < 2:
-            parser.error(f"--seeds {arguments.seeds}: an interval needs at least 2.")
-        study = dataclasses.replace(study, seeds=tuple(range(1, arguments.seeds + 1)))
-    try:
-        rows = run(study, arguments.output_dir)
-        print(write(study, rows, arguments.output_dir))
-    except KeyboardInterrupt:
-        rows = read_rows(arguments.output_dir / ROWS_FILE, study)
-        write(study, rows, arguments.output_dir, sweeps=False)
-        print(f"interrupted: {len(rows)} rows kept; the same command continues.", file=sys.stderr)
-        return 130
-    return 0
+        study = dataclasses.replace(study, seeds=first_seeds(arguments.seeds))
+    so_far = functools.partial(write, sweeps=False)
+    return run_and_write(study, arguments.output_dir / ROWS_FILE, run, write, so_far)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from scipy import stats
 
 from hf_dpzero.privacy.correlated_noise.correlation import KINDS, Correlation
 from hf_dpzero.privacy.correlated_noise.factorization import independent, toeplitz
+from hf_dpzero.privacy.correlated_noise.matrices import roundings
 from hf_dpzero.privacy.correlated_noise.participation import epoch_sensitivity
 from hf_dpzero.privacy.correlated_noise.plans import (
     gain_against_independent,
@@ -21,6 +24,7 @@ from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNois
 from hf_dpzero.privacy.discretization import (
     DENSE_DELTA,
     DENSE_LOG_RATIO,
+    DITHER,
     correlated_draws,
     dense_grid,
     dense_slack,
@@ -33,7 +37,7 @@ from hf_dpzero.privacy.mechanisms import (
     ScalarMechanism,
     VectorMechanism,
 )
-from hf_dpzero.privacy.noise import SecureNoise
+from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import composed_epsilon
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, FullBatchSampler, PoissonSampler
@@ -104,7 +108,7 @@ def test_what_a_mechanism_releases_has_the_covariance_of_the_factorization(kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cache_bytes", [0, 3 * 8 * 50, 1 << 30])
+@pytest.mark.parametrize("cache_bytes", [0, 6 * 8 * 50, 1 << 30])
 def test_a_source_that_starts_again_has_the_same_draws(kind, cache_bytes):
     """Whatever fits into memory: all of it, some, or nothing; and step by step, or from the middle."""
     whole = stream(kind, 13, 50)
@@ -369,26 +373,6 @@ def test_discrete_noise_is_not_correlated():
 # ---------------------------------------------------------------- rounding
 
 
-def test_the_error_of_a_sum_is_below_what_the_proof_takes():
-    """Against sums in rational numbers, for draws of up to 16 deviations."""
-    from fractions import Fraction
-
-    steps, size = 400, 40
-    factorization = toeplitz(steps)
-    noise = CorrelatedNoise(_Large(KeyedNoise(((0, KEY),))), factorization, 1.0, size)
-    for step in (steps - 1, 3):
-        row = factorization.noise_row(step)
-        draws = [noise.base.normals(size, int(j), 0) for j in row.draws]
-        found = noise.normals(size, step, 0)
-        for i in range(0, size, 7):
-            terms = (
-                Fraction(float(w)) * Fraction(float(z[i]))
-                for w, z in zip(row.weights, draws, strict=True)
-            )
-            bound = 16 * factorization.rounding * 2.0**-53
-            assert abs(found[i] - float(sum(terms))) <= bound
-
-
 class _Large(SecureNoise):
     """Draws scaled up to 16 deviations."""
 
@@ -400,16 +384,156 @@ class _Large(SecureNoise):
         return draws * (16 / np.abs(draws).max())
 
 
+@pytest.mark.parametrize("kind", ["toeplitz", "banded", "tree"])
+def test_the_error_of_a_sum_is_below_what_the_proof_takes(kind):
+    """Against sums in rational numbers, for draws of up to 16 deviations."""
+    steps, size = 400, 40
+    factorization = correlation(kind).factorization(steps)
+    noise = CorrelatedNoise(_Large(KeyedNoise(((0, KEY),))), factorization, 1.0, size)
+    for step in (steps - 1, 255, 3):
+        row = factorization.noise_row(step)
+        draws = np.stack([noise.base.normals(size, int(j), 0) for j in row.draws])
+        met = roundings(len(row.draws)) * np.abs(row.weights)
+        found = noise.normals(size, step, 0)
+        for i in range(0, size, 7):
+            terms = (
+                Fraction(float(w)) * Fraction(float(z))
+                for w, z in zip(row.weights, draws[:, i], strict=True)
+            )
+            error = abs(Fraction(float(found[i])) - sum(terms))
+            assert error <= float(met @ np.abs(draws[:, i])) * 2.0**-53
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("restart", [0, 5])
+def test_rounding_bounds_every_row_and_column(kind, restart):
+    """V^2 of the proof: sum_t (sum_j v_tj y_j)^2 <= V^2 |y|^2 whatever y; tight within 4."""
+    factorization = correlation(kind, restart=restart).factorization(23)
+    sizes = np.zeros((23, 23))
+    for step in range(23):
+        row = factorization.noise_row(step)
+        sizes[step, row.draws] = np.abs(row.weights) * (10 + roundings(len(row.draws)))
+    norm = np.linalg.norm(sizes, 2)
+    assert norm <= factorization.rounding * (1 + 1e-12) and factorization.rounding <= 4 * norm
+
+
+def test_roundings_by_hand():
+    """Of 6 draws: 1 newest, 3, 2: own group's size, and one for the own and each newer group."""
+    assert roundings(6).tolist() == [2 + 3, 2 + 3, 3 + 2, 3 + 2, 3 + 2, 1 + 1]
+
+
 def test_the_slack_of_correlated_vectors():
-    assert correlated_draws(1000, 50, 1, 0.0, 1.0, 1.0) == 50_000
-    error = 2.0 * (2.0**-37 + 2 * 2.0**-40) + 1.01 * 12.0 * 2.0**-40
-    ratio = 1.01 * 100 * 2 * error * (1 + 2.0**-9 * (16 * 1.5 + 2.0**-9 * 100 * 1.5**2))
-    draws = correlated_draws(1000, 100, 100, 12.0, 2.0, 1.5)
-    assert draws == pytest.approx(1000 * (ratio / DENSE_LOG_RATIO) ** 2, rel=2e-3)
-    blocks = correlated_draws(1000, 400, 100, 12.0, 2.0, 1.5)
-    assert blocks == pytest.approx(4 * draws, rel=1e-6)
-    # the deviation that d mechanisms of that ratio add up to, as `dense_slack` has it for the draws
+    """A run of N numbers whose log-ratios have H as their root mean square."""
+    draws = correlated_draws(10**6, 1000, 200.0)
+    ratio = 4 * 2.0**-44 * 200 * math.sqrt(2 + 525e-9) + 6.01 * 2.0**-44
+    assert ratio > DENSE_LOG_RATIO
+    assert draws == pytest.approx(1e9 * (ratio / DENSE_LOG_RATIO) ** 2, rel=2e-3)
+    # the deviation that N numbers of that ratio add up to, as `dense_slack` has it for the draws
     epsilon, delta = 4.0, 1e-6
     failure = math.log(1 / delta) + 10 * math.log(2) + epsilon + 1
-    alone = ratio * math.sqrt(2 * 1000 * failure) + 1000 * ratio * math.expm1(ratio)
+    alone = ratio * math.sqrt(2 * 1e9 * failure) + 1e9 * ratio * math.expm1(ratio)
     assert alone <= dense_slack(draws, epsilon, delta) <= alone * 1.01
+    assert correlated_draws(1000, 50, 0.0) == pytest.approx(50_000, rel=1e-3)
+    assert correlated_draws(1, 1, 300.0) > 200 * correlated_draws(1, 1, 12.0)  # few draws: no mean
+
+
+@pytest.mark.parametrize("bands", [1, 32, 128, 10_000])
+@pytest.mark.parametrize("dimension", [10**5, 2**27, 2**31])
+def test_models_of_billions_of_coordinates_over_ten_thousand_steps_are_accepted(bands, dimension):
+    plan = PrivacyPlan(
+        sampler=FixedBatchesSampler(num_examples=10**6, expected_batch_size=100),
+        mechanism=DPSGD(
+            clip=1.0, noise_multiplier=0.8, expected_batch_size=100, dimension=dimension
+        ),
+        steps=10_000,
+        correlation=Correlation(kind="banded", bands=bands),
+    )
+    exact = float(get_epsilon_gaussian(0.8, 1e-6 * DENSE_DELTA))
+    assert exact <= plan.epsilon(1e-6) <= exact + 0.004
+
+
+def test_a_run_that_the_proof_does_not_cover_is_refused_in_words():
+    plan = plan_of("banded", n=10**8, steps=10**6, mechanism=DPSGD(**MECHANISM, dimension=2**33))
+    with pytest.raises(ValueError, match=r"train fewer parameters \(PEFT\), or take fewer steps"):
+        plan.epsilon(1e-6)
+
+
+class _Shifted(InsecureSeededNoise):
+    """Base draws wrong by so much, the same errors in every step's sum."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__(5)
+        object.__setattr__(self, "shift", shift)
+
+    def normals(self, size: int, step: int, part: int) -> np.ndarray:
+        return np.full(size, self.shift)
+
+    def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
+        return SecureNoise().laplaces(size, step, part)
+
+
+def test_an_error_of_a_draw_changes_cells_by_no_more_than_the_dither_allows():
+    """Step 3 of the proof with an error of 0.1 cells: ratios within e^0.4, and not all within e^0.2."""
+    size, scale = 400_000, 1.25 * 0.5
+    mechanism = DPSGD(clip=0.5, noise_multiplier=1.25, expected_batch_size=1, dimension=size)
+    grid = dense_grid(scale)
+    counts = []
+    for shift in (0.4, 0.5):  # in cells: 0.4 rounds to 0 and 0.5 is an edge
+        source = CorrelatedNoise(_Shifted(shift * grid / scale), independent(1), 1.0, size)
+        cells = mechanism.release_part(np.zeros(size), source, 0, 0) / grid
+        assert (cells == np.rint(cells)).all()
+        counts.append(np.array([(cells == k).sum() for k in (-1, 0, 1, 2)]) / size)
+    near, far = counts
+    b = DITHER
+
+    def beyond(distance: float) -> float:
+        return math.exp(-distance / b) / 2
+
+    expected = [  # P[x + b L in the cell] for x = 0.4 and 0.5
+        [beyond(0.9) - beyond(1.9), 1 - beyond(0.9) - beyond(0.1)],
+        [beyond(1.0) - beyond(2.0), 1 / 2 - beyond(1.0)],
+    ]
+    assert near[:2] == pytest.approx(expected[0], abs=5 * 0.5 / math.sqrt(size))
+    assert far[:2] == pytest.approx(expected[1], abs=5 * 0.5 / math.sqrt(size))
+    ratios = np.abs(np.log(near / far))
+    assert (ratios <= 0.1 / b + 0.05).all() and (ratios > 0.2).any()
+
+
+def test_the_dither_is_fresh_and_its_variance_is_small():
+    """Two sources of one key: the same noise, another dither; g^2 / 8 and g^2 / 12 a step."""
+    size, factorization = 200_000, correlation("banded").factorization(6)
+    plan, released = plan_of("banded"), []
+    for _ in range(2):
+        noise = CorrelatedNoise(KeyedNoise(((0, KEY),)), factorization, 1.0, size)
+        assert not np.array_equal(noise.dither(9, 3, 0), noise.dither(9, 3, 0))
+        released.append(10 * plan.mechanism.release_part(np.zeros(size), noise, 3, 0))
+    grid = dense_grid(1.25 * 0.5)
+    exact = 1.25 * 0.5 * noise.normals(size, 3, 0)
+    assert float(((released[0] - exact) ** 2).mean()) == pytest.approx(
+        grid**2 * (1 / 8 + 1 / 12), rel=0.05
+    )
+    apart = float(((released[0] - released[1]) ** 2).mean()) / grid**2
+    assert apart == pytest.approx(2 * (1 / 8 + 1 / 12), rel=0.1)
+
+
+def test_planning_a_large_model_needs_nothing_of_its_size():
+    """2^27 coordinates are 1 GiB of float64; a plan, its epsilons and those of a sweep take a few MB."""
+
+    def planned(multiplier: float) -> PrivacyPlan:
+        return PrivacyPlan(
+            sampler=FixedBatchesSampler(num_examples=250_000, expected_batch_size=100),
+            mechanism=DPAdamW(
+                clip=1.0, noise_multiplier=multiplier, expected_batch_size=100, dimension=2**27
+            ),
+            steps=10_000,
+            correlation=Correlation(kind="banded", bands=32),
+        )
+
+    planned(3.0).epsilon(1e-6)  # what is imported and kept from then on
+    tracemalloc.start()
+    plan = planned(2.0).calibrate(epsilon=4.0, delta=1e-6)
+    assert plan.epsilon(1e-6, at=5_000) < plan.epsilon(1e-6) <= 4.0
+    assert run_deviation(plan) > step_deviation(plan) > 1
+    assert composed_epsilon([planned(8.0)] * 12, 1e-6) < 4.0
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()

@@ -145,6 +145,40 @@ def test_normals_are_quantiles_of_their_bits_to_a_relative_2_to_the_minus_50(mon
     assert (np.sign(drawn) == signs)[drawn != 0].all() and (drawn != 0).sum() > 200
 
 
+def test_laplaces_are_logarithms_of_their_bits_to_a_relative_2_to_the_minus_50(monkeypatch):
+    """Held against 200-bit arithmetic, whatever the bits that were left out; both signs, both tails."""
+    words = [0, 1, 2, 3, -1, -2, -9, 2**51, -(2**51), 2**52 + 1, -(2**52) - 1, 2**63 - 1, -(2**63)]
+    words += [int(w) for w in SecureNoise().gaussian(2.0**54, 200, 0)]
+    words += [64 * int(w) for w in SecureNoise().gaussian(2.0**54, 200, 0)]
+    bits = np.array(words, dtype=np.int64)
+    extra = np.array([3 * 2**62 + 1] * len(bits), dtype=np.uint64)  # three quarters
+    rare = int((np.abs(bits / 2**63) < 2**-11).sum())
+    given = iter([bits.view(np.uint64), np.repeat(extra[:rare], 2)])
+    monkeypatch.setattr("hf_dpzero.privacy.noise._openssl_words", lambda size: next(given)[:size])
+    drawn = SecureNoise().laplaces(len(bits), 0, 0)
+    assert (np.signbit(drawn) == (bits < 0)).all()
+    with mpmath.workprec(200):
+        for word, x in zip(words, drawn.tolist(), strict=True):
+            whole = word if word >= 0 else -(word + 1)  # |V| 2^63 lies in [whole, whole + 1)
+            for rest in (
+                [mpmath.mpf("0.75")] if abs(word) < 2**52 else [mpmath.mpf("1e-30"), mpmath.mpf(1)]
+            ):
+                exact = -mpmath.log((whole + rest) / 2**63)
+                assert abs(abs(x) - exact) <= mpmath.mpf(2) ** -50 * abs(x) + mpmath.mpf(2) ** -51
+    assert np.abs(drawn).max() > 40
+
+
+@pytest.mark.parametrize("source", [SecureNoise(), InsecureSeededNoise(5)], ids=lambda s: s.name)
+def test_laplaces_are_standard_laplace_draws(source):
+    draws = source.laplaces(100_000, 3, 1)
+    assert stats.kstest(draws, "laplace").pvalue > 1e-4
+    assert stats.kstest(draws * 1.05, "laplace").pvalue < 1e-4
+    again = source.laplaces(100_000, 3, 1)
+    assert np.array_equal(draws, again) == (not source.secure)
+    assert not np.array_equal(draws, source.laplaces(100_000, 3, 2))
+    assert source.dither(4, 3, 1) is None  # independent noise needs none
+
+
 @pytest.mark.parametrize("source", [SecureNoise(), InsecureSeededNoise(5)], ids=lambda s: s.name)
 @pytest.mark.parametrize("method", ["gaussian", "laplace"])
 def test_edges_and_refusals(source, method):

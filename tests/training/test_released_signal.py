@@ -14,15 +14,23 @@ from transformers import TrainerCallback
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.objectives.losses import classification_losses, token_losses
+from hf_dpzero.privacy.correlated_noise.correlation import Correlation
+from hf_dpzero.privacy.correlated_noise.plans import sensitivity
+from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise
 from hf_dpzero.privacy.mechanisms import mechanism_from_dict
+from hf_dpzero.privacy.noise import InsecureSeededNoise
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import FixedBatchesSampler
 from hf_dpzero.training.public_rows import judge_differences
 from hf_dpzero.training.released_signal import (
     ReleasedScalars,
     ReleasedSignal,
+    Signal,
     WeightSize,
     first_look,
     noise_variance,
     signal_of,
+    some_numbers,
 )
 
 SCALAR = {"name": "dpzero", "clip": 6.0, "noise_multiplier": 2.0, "expected_batch_size": 4}
@@ -107,6 +115,143 @@ def test_a_quarter_of_the_steps_and_at_least_twenty():
 def test_weights_that_start_at_zero_have_a_size():
     size = WeightSize(start=0.0, dimension=100)  # 1e-2 for each of 100 coordinates is 0.1
     assert not size.exceeded_by(0.09) and size.exceeded_by(0.2)
+
+
+# ---- noise that is correlated over steps
+
+STEPS, PLAIN_STD = 64, math.sqrt(2 / 64)
+
+
+def correlated_plan(kind="banded", **settings) -> PrivacyPlan:
+    return PrivacyPlan(
+        sampler=FixedBatchesSampler(num_examples=4 * STEPS, expected_batch_size=4),
+        mechanism=mechanism_from_dict(SCALAR | {"name": "dp-sgd", "dimension": 50}),
+        steps=STEPS,
+        correlation=Correlation(kind=kind, bands=32 if kind == "banded" else 0, **settings),
+    )
+
+
+def correlated_releases(plan, size: int, seed: int, mean: float = 0.0) -> np.ndarray:
+    """What the plan's mechanism makes of a gradient in units of independent noise: [T, size]."""
+    factorization = plan.correlation.factorization(STEPS)
+    noise = CorrelatedNoise(InsecureSeededNoise(seed), factorization, sensitivity(plan), size)
+    total = np.full(size, mean * plan.mechanism.noise_scale)
+    return np.stack([plan.mechanism.release_part(total, noise, t, 0) for t in range(STEPS)])
+
+
+def statistic(plan, released, *, correlated: bool) -> Signal:
+    """Of releases [T, n]; or, as if the noise of steps were independent, of variance as it is."""
+    signal = signal_of(plan.mechanism, plan if correlated else None)
+    factorization = plan.correlation.factorization(STEPS)
+    for step, values in enumerate(released):
+        row = factorization.noise_row(step).weights
+        factor = 1.0 if correlated else sensitivity(plan) ** 2 * float(row @ row)
+        signal.add_release(step, values, noise_variance(plan.mechanism) * factor)
+    assert signal.last_norm == pytest.approx(np.linalg.norm(released[-1]))
+    return signal.whole
+
+
+RUNS = 6000
+
+
+def spread(plan, *, correlated: bool) -> np.ndarray:
+    """The statistic of many runs of noise alone with one number a step, float64 [RUNS]."""
+    released = correlated_releases(plan, RUNS, seed=1)
+    innovations = signal_of(plan.mechanism, plan).innovations
+    factorization, ratios = plan.correlation.factorization(STEPS), np.zeros(RUNS)
+    for step, values in enumerate(released):
+        row = factorization.noise_row(step).weights
+        rest, factor = values, sensitivity(plan) ** 2 * float(row @ row)
+        if correlated:
+            rest, factor = innovations.of(step, values)
+        ratios += rest**2 / (factor * noise_variance(plan.mechanism)) / STEPS
+    return ratios - 1
+
+
+@pytest.mark.parametrize("kind", ["toeplitz", "banded", "optimized", "tree"])
+def test_correlated_noise_alone_has_the_stated_spread(kind):
+    """Mean 0, deviation sqrt(2 / T), within 5 standard errors."""
+    ratios = spread(correlated_plan(kind), correlated=True)
+    assert abs(ratios.mean()) < 5 * PLAIN_STD / math.sqrt(RUNS)
+    assert ratios.std() == pytest.approx(PLAIN_STD, rel=5 * math.sqrt(0.6 / RUNS))
+
+
+def test_noise_taken_for_independent_would_have_another_spread():
+    """The test above has power: squares of steps are correlated, the variance is 2 sum rho^2 / T^2."""
+    plan = correlated_plan("toeplitz")
+    factorization = plan.correlation.factorization(STEPS)
+    rows = np.zeros((STEPS, STEPS))
+    for step in range(STEPS):
+        rows[step, : step + 1] = factorization.noise_row(step).weights
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    expected = math.sqrt(2 * ((rows @ rows.T) ** 2).sum()) / STEPS
+    found = spread(plan, correlated=False).std()
+    assert found == pytest.approx(expected, rel=0.05)
+    assert found > PLAIN_STD * (1 + 5 * math.sqrt(0.6 / RUNS))
+
+
+@pytest.mark.parametrize("kind", ["toeplitz", "banded", "optimized"])
+def test_a_mean_that_stays_shows_under_correlated_noise(kind):
+    """Half of the deviation that independent noise has, in 4 numbers: seen, and hidden to the other
+    statistic; C^{-1} takes little of it away, and C adds 64 steps of it up."""
+    plan = correlated_plan(kind)
+    noise = correlated_releases(plan, 4, seed=2)
+    assert not statistic(plan, noise, correlated=True).visible
+    released = correlated_releases(plan, 4, seed=2, mean=0.5)
+    found = statistic(plan, released, correlated=True)
+    assert found.visible and found.ratio > 3 * found.deviation
+    assert not statistic(plan, released, correlated=False).visible
+
+
+def test_noise_of_another_deviation_is_not_taken_for_the_plans():
+    plan = correlated_plan()
+    released = correlated_releases(plan, 2000, seed=3)
+    assert abs(statistic(plan, released, correlated=True).ratio) < 3 * math.sqrt(2 / (2000 * STEPS))
+    for wrong in (1.02, 0.98):
+        found = statistic(plan, wrong * released, correlated=True)
+        assert abs(found.ratio) > 5 * found.deviation
+    bands = correlated_plan("toeplitz")  # whitened by other weights than it was made with
+    assert abs(statistic(bands, released, correlated=True).ratio) > 5 * math.sqrt(
+        2 / (2000 * STEPS)
+    )
+
+
+def test_long_vectors_are_looked_at_in_part(monkeypatch):
+    monkeypatch.setattr("hf_dpzero.training.released_signal.REMEMBERED", 5)
+    parts = [torch.arange(7.0).view(7, 1), torch.arange(7.0, 9.0), torch.arange(9.0, 13.0)]
+    assert some_numbers(parts).tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
+    monkeypatch.setattr("hf_dpzero.training.released_signal.REMEMBERED", 13)
+    assert some_numbers(parts).tolist() == list(range(13))
+
+
+CORRELATED = {
+    "sampling": "fixed_batches",
+    "noise_correlation": "banded",
+    "noise_bands": 3,
+    "max_steps": 10,
+    "clip": 0.01,
+}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"method": "dp-adamw"}, {"hold_direction_for": 4, "num_directions": 2}]
+)
+def test_runs_with_correlated_noise_use_its_covariance(tmp_path, settings):
+    """Of a tiny clip the mean gradient is far below the noise: within 4 deviations of 0."""
+    trainer = build(tmp_path, **CORRELATED, **settings)
+    trainer.train()
+    whole = trainer.watch.signal.whole
+    assert trainer.watch.signal.innovations is not None and trainer.watch.signal.steps == 10
+    numbers = (
+        20
+        if "num_directions" in settings
+        else 10 * sum(p.numel() for p in trainer.model.parameters())
+    )
+    assert whole.deviation == pytest.approx(math.sqrt(2 / numbers))
+    if "method" in settings:
+        assert abs(whole.ratio) < 4 * whole.deviation
+    logged = [row["released_signal"] for row in trainer.state.log_history if "epsilon" in row]
+    assert logged[-1] == pytest.approx(whole.ratio)
 
 
 # ---- in runs

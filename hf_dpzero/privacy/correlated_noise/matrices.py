@@ -44,19 +44,38 @@ def groups_of(count: int) -> list[slice]:
     return [group for group in reversed(groups) if group.start < group.stop]
 
 
-def summation_error(weights: np.ndarray) -> float:
-    """Bound of the rounding error of a sum by `groups_of`, in units of 2^-53 times the largest draw.
+def roundings(count: int) -> np.ndarray:
+    """How many roundings of 2^-53 the product of each draw meets in a sum by `groups_of`.
 
-    m numbers that are multiplied and added in any order are wrong by at most m 2^-53 times the sum of
-    the absolute products, and adding a group to what is older by 2^-53 times the sum of both.
+    Of m numbers that are multiplied and added in any order each meets m at most, and one more
+    whenever a group is added to what is older.
 
     Args:
-      weights: of a row, the newest draw last, float64 [n].
+      count: draws of a row.
+
+    Returns:
+      float64 [count], the newest draw last.
+
+    >>> roundings(6)[-1], roundings(6)[0]
+    (2.0, 5.0)
     """
-    sizes, total = np.abs(weights), 0.0
-    for group in groups_of(len(sizes)):
-        total += len(sizes[group]) * float(sizes[group].sum()) + float(sizes[: group.stop].sum())
-    return total
+    met = np.zeros(count)
+    for group in groups_of(count):
+        met[group] += group.stop - group.start
+        met[: group.stop] += 1
+    return met
+
+
+def error_sizes(weights: np.ndarray) -> np.ndarray:
+    """v_tj of `discretization`: how a draw's error and that of sums enter a row, in 2^-53 of the draw.
+
+    Args:
+      weights: of a row of C^{-1}, the newest draw last, float64 [n].
+
+    Returns:
+      |w| (10 + roundings), float64 [n].
+    """
+    return np.abs(weights) * (10.0 + roundings(len(weights)))
 
 
 class Factorization(ABC):
@@ -80,10 +99,16 @@ class Factorization(ABC):
     def noise_row(self, step: int) -> NoiseRow:
         """Row `step` of C^{-1} without its zeros, 0 <= step < rounds."""
 
-    @property
+    @cached_property
     def rounding(self) -> float:
-        """Largest `summation_error` of a row of noise."""
-        return max(summation_error(self.noise_row(r).weights) for r in range(self.rounds))
+        """V: root of the largest sums of `error_sizes` over a row of C^{-1} and over a column."""
+        rows, columns = np.zeros(self.rounds), np.zeros(self.rounds)
+        for step in range(self.rounds):
+            row = self.noise_row(step)
+            sizes = error_sizes(row.weights)
+            rows[step] = sizes.sum()
+            columns[row.draws] += sizes
+        return math.sqrt(rows.max() * columns.max())
 
     def kept(self, step: int) -> Sequence[int]:
         """Draws up to round `step` that later rounds may use."""
@@ -140,10 +165,6 @@ class Factorization(ABC):
         """
         return self.sensitivity**2 * float(self.prefix_variances.mean())
 
-    def largest_row(self) -> float:
-        """max_r of the sum of |weights| of a row of C^{-1}."""
-        return max(float(np.abs(self.noise_row(r).weights).sum()) for r in range(self.rounds))
-
     def largest_squared_row(self) -> float:
         """max_r of the sum of squared weights of a row of C^{-1}: a step's noise over its draws'."""
         rows = (self.noise_row(step).weights for step in range(self.rounds))
@@ -176,20 +197,16 @@ class Toeplitz(Factorization):
         """Numbers in the first column of C^{-1}."""
         return len(self.inverse)
 
-    @property
+    @cached_property
     def rounding(self) -> float:
-        """The last row's."""
-        return summation_error(self.inverse[::-1])
+        """The last row's: a draw of that age has no larger weight elsewhere, and no more roundings."""
+        return float(error_sizes(self.inverse[::-1]).sum())
 
     def noise_row(self, step: int) -> NoiseRow:
         """As in the base class."""
         self._check_step(step)
         first = max(0, step + 1 - self.lookback)
         return NoiseRow(np.arange(first, step + 1), self.inverse[: step + 1 - first][::-1])
-
-    def largest_row(self) -> float:
-        """The last row's."""
-        return float(np.abs(self.inverse).sum())
 
     def largest_squared_row(self) -> float:
         """The last row's."""
@@ -251,14 +268,11 @@ class Tree(Factorization):
             left &= left - 1
         return ends[::-1]
 
-    def largest_row(self) -> float:
-        """One more than the levels of the tree."""
-        return float(self.rounds.bit_length())
-
-    @property
+    @cached_property
     def rounding(self) -> float:
-        """Of a row with a draw for each level of the tree."""
-        return summation_error(np.ones(self.rounds.bit_length()))
+        """Of a row with a draw for each level of the tree; a draw is in its own and another at most."""
+        sizes = error_sizes(np.ones(self.rounds.bit_length()))
+        return math.sqrt(sizes.sum() * (sizes[-1] + sizes.max()))
 
     @property
     def lookback(self) -> int:
@@ -365,7 +379,7 @@ class Restarted(Factorization):
         """The block's."""
         return self.block.lookback
 
-    @property
+    @cached_property
     def rounding(self) -> float:
         """The block's."""
         return self.block.rounding
@@ -382,10 +396,6 @@ class Restarted(Factorization):
         inside = step % self.block.rounds
         last = inside == self.block.rounds - 1
         return [] if last else [draw + step - inside for draw in self.block.kept(inside)]
-
-    def largest_row(self) -> float:
-        """The block's."""
-        return self.block.largest_row()
 
     @cached_property
     def squared_column_norms(self) -> np.ndarray:

@@ -149,14 +149,10 @@ def fixed_batches_part(plan: PrivacyPlan, step: StepSpec) -> StepSpec:
         return replace(
             whole, num_directions=epoch * step.num_directions, dense_draws=epoch * step.dense_draws
         )
-    factorization = plan.correlation.factorization(plan.steps)
     draws = correlated_draws(
         step.dense_draws or step.num_directions,
         plan.steps,
-        1 if factorization.lookback == 1 else plan.correlation.restart or plan.steps,
-        factorization.rounding,
-        factorization.largest_row(),
-        factorization.sensitivity,
+        plan.correlation.factorization(plan.steps).rounding,
     )
     return replace(whole, dense_draws=draws)
 

@@ -16,13 +16,19 @@ from typing import ClassVar
 import numpy as np
 
 from hf_dpzero.privacy.correlated_noise.matrices import Factorization, groups_of
-from hf_dpzero.privacy.noise import Distribution, NoiseSource, normal_quantiles
+from hf_dpzero.privacy.noise import Distribution, NoiseSource, SecureNoise, normal_quantiles
 
 KEY_BYTES = 32
-BLOCK = 1 << 14
-"""Coordinates whose sums are made at a time."""
+BLOCK = 1 << 12
+"""Coordinates whose sums are made at a time; their draws stay in the processor's cache."""
+AHEAD = 4
+"""Steps whose sums of older draws are made at once: `groups_of` begins a group at that age."""
 CACHE_BYTES = 1 << 30
 """Memory that base draws may take; those that do not fit are made again at every step."""
+
+
+_Group = tuple[list[int], np.ndarray]
+"""Draws, and their weights float64 [m]."""
 
 
 def new_noise_key() -> bytes:
@@ -69,6 +75,10 @@ class KeyedNoise(NoiseSource):
 
         return normal_quantiles(words(size, b"normals"), words)
 
+    def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
+        """As in the base class: from fresh entropy, never from the key."""
+        return SecureNoise().laplaces(size, step, part)
+
     def _integers(
         self, distribution: Distribution, scale: float, size: int, step: int
     ) -> list[int]:
@@ -113,13 +123,9 @@ class CorrelatedNoise(NoiseSource):
         self.base, self.factorization, self.base_deviation = base, factorization, sensitivity
         self.name, self.secure = base.name, base.secure
         most = max(len(factorization.kept(step)) for step in _sample(factorization.rounds))
-        self.held = min(most, cache_bytes // (8 * max(dimension, 1)))
+        fit = cache_bytes // (8 * max(dimension, 1)) - (AHEAD - 1)
+        self.held = min(most, max(0, fit))
         self._parts: dict[int, _Draws] = {}
-
-    def variance(self, step: int) -> float:
-        """As in the base class: the squared row of C^{-1} counts too."""
-        weights = self.factorization.noise_row(step).weights
-        return self.base_deviation**2 * float(weights @ weights)
 
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
         """Row `step` of C^{-1} Z, float64 [size]; the same for the same arguments.
@@ -135,20 +141,49 @@ class CorrelatedNoise(NoiseSource):
         def drawn(draw: int) -> np.ndarray:
             return self.base.normals(size, draw, part)
 
-        *older, newest = groups_of(len(row.draws))
-        groups = [(row.draws[group].tolist(), row.weights[group]) for group in older]
-        if all(draw in draws.slots for some, _ in groups for draw in some):
-            total = draws.held_sum(groups)
-        else:
-            total = np.zeros(size)
-            for some, weights in groups:
-                total += draws.weighted(some, weights, drawn)
+        total = draws.ahead.pop(step, None)
+        if total is None:
+            total = self._older(draws, step, drawn)
+        for some, weights in self._groups(step)[1]:
+            total += draws.weighted(some, weights, drawn)
         fresh = drawn(step)
-        total += row.weights[newest] * fresh
         draws.keep(needed)
         if step in needed:
             draws.put(step, fresh)
+        weight = float(row.weights[-1])
+        total += fresh if weight == 1.0 else weight * fresh
         return total
+
+    def _groups(self, step: int) -> tuple[list[_Group], list[_Group]]:
+        """The groups of a row but its newest draw, in order: those of age `AHEAD` on, and the rest."""
+        row = self.factorization.noise_row(step)
+        count = len(row.draws)
+        older: list[_Group] = []
+        rest: list[_Group] = []
+        for group in groups_of(count)[:-1]:
+            found = (row.draws[group].tolist(), row.weights[group])
+            (older if group.stop <= count - AHEAD else rest).append(found)
+        return older, rest
+
+    def _older(self, draws: _Draws, step: int, drawn: Callable[[int], np.ndarray]) -> np.ndarray:
+        """The sum of a step's older draws; if they are held, those of the next steps with it."""
+        draws.ahead.clear()
+        last = min(step + AHEAD, self.factorization.rounds)
+        jobs = [self._groups(later)[0] for later in range(step, last)]
+        held = [draws.holds(groups) for groups in jobs]
+        if held[0] and jobs[0]:
+            jobs = jobs[: [*held, False].index(False)]
+            first, *others = draws.held_sums(jobs)
+            draws.ahead = dict(enumerate(others, start=step + 1))
+            return first
+        total = np.zeros(draws.size)
+        for some, weights in jobs[0]:
+            total += draws.weighted(some, weights, drawn)
+        return total
+
+    def dither(self, size: int, step: int, part: int) -> np.ndarray | None:
+        """Laplace draws of the base, which no other step has."""
+        return self.base.laplaces(size, step, part)
 
     def _integers(
         self, distribution: Distribution, scale: float, size: int, step: int
@@ -160,30 +195,39 @@ class _Draws:
     """Base draws of one part of the coordinates that later rows need: rows of a matrix.
 
     Neighbouring draws lie in neighbouring rows where they can, so that they are multiplied at once.
+    `ahead` has sums of older draws for steps to come.
     """
 
     def __init__(self, capacity: int, size: int) -> None:
         self.size = size
         self.matrix = np.zeros((capacity, size))
+        self.ahead: dict[int, np.ndarray] = {}
         self.slots: dict[int, int] = {}
         self.taken: dict[int, int] = {}
 
-    def held_sum(self, groups: Sequence[tuple[list[int], np.ndarray]]) -> np.ndarray:
-        """Sum of the groups' sums, in order, of draws that are all held.
+    def holds(self, groups: Sequence[_Group]) -> bool:
+        """Whether all their draws are held."""
+        return all(draw in self.slots for some, _ in groups for draw in some)
+
+    def held_sums(self, jobs: Sequence[Sequence[_Group]]) -> list[np.ndarray]:
+        """For each job the sum of its groups' sums, in order, of draws that are all held.
 
         Args:
-          groups: (draws, weights float64 [m]) each.
+          jobs: groups of (draws, weights float64 [m]) each.
 
         Returns:
-          float64 [size].
+          float64 [size] each.
         """
-        total = np.zeros(self.size)
-        runs = [self._runs(draws, weights) for draws, weights in groups]
-        for start in range(0, self.size, BLOCK):  # sums stay in the cache
+        runs = [[self._runs(draws, weights) for draws, weights in groups] for groups in jobs]
+        totals = [np.zeros(self.size) for _ in jobs]
+        for start in range(0, self.size, BLOCK):
             block = slice(start, start + BLOCK)
-            for pieces in runs:
-                total[block] += sum(weights @ self.matrix[rows, block] for rows, weights in pieces)
-        return total
+            for total, groups in zip(totals, runs, strict=True):
+                for pieces in groups:
+                    total[block] += sum(
+                        weights @ self.matrix[rows, block] for rows, weights in pieces
+                    )
+        return totals
 
     def _runs(self, draws: list[int], weights: np.ndarray) -> list[tuple[slice, np.ndarray]]:
         """Neighbouring rows and their weights."""

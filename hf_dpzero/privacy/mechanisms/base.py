@@ -193,9 +193,9 @@ class DenseNoise(NoisedSum):
         """
         if not self.private:
             return total / self.divisor
-        normals = noise.normals(len(total), step, part)
-        return (
-            noised_on_grid(total, normals, self.noise_scale * noise.base_deviation) / self.divisor
+        scale, place = self.noise_scale * noise.base_deviation, (len(total), step, part)
+        return noised_on_grid(total, noise.normals(*place), scale, noise.dither(*place)) / (
+            self.divisor
         )
 
 

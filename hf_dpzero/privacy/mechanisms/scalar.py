@@ -136,7 +136,8 @@ class ScalarMechanism(NoisedSum):
         """As `release`, with Gaussian noise that is rounded to a grid (see `discretization`)."""
         scale = math.ldexp(self.noise_multiplier, GRID_BITS) * noise.base_deviation
         normals = noise.normals(self.num_directions, step, 0)
-        noised = noised_on_grid(np.array(total, dtype=np.float64), normals, scale)
+        dither = noise.dither(self.num_directions, step, 0)
+        noised = noised_on_grid(np.array(total, dtype=np.float64), normals, scale, dither)
         return float32s(n * self.granularity / self.divisor for n in noised.tolist())
 
 
