@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,6 +84,14 @@ class LocalClient:
         folder.mkdir(parents=True, exist_ok=True)
 
     def _ledger(self) -> MessageLog:
+        """Its own ledger; made before anything else of the run is in the folder, and never again."""
+        path = self.folder / RELEASED_NAME
+        if (self.folder / LEDGER_NAME).exists() and not path.exists():
+            raise LedgerError(
+                f"{path} is missing, which said what this client released: a new one would forget what "
+                "was spent, and draw the open round's noise again. Restore it, or take another "
+                "output-dir; what was spent stays spent."
+            )
         header = {
             "client": self.name,
             "contract_digest": self._digest.hex(),
@@ -94,7 +103,7 @@ class LocalClient:
             "noise_source": self.noise.name,
             "plan": self.local.plan.to_dict(),
         }
-        return MessageLog(self.folder / RELEASED_NAME, header)
+        return MessageLog(path, header)
 
     def _known(self) -> Trajectory:
         """The run's public releases as far as this client has them; K numbers a round."""
@@ -111,8 +120,8 @@ class LocalClient:
         Raises:
           LedgerError: the folder is of another run.
         """
-        self._known().close()
         self._ledger().close()
+        self._known().close()
 
     def released(self) -> int:
         """In how many rounds this client released."""
@@ -140,13 +149,12 @@ class LocalClient:
             raise MessageError(
                 f"a message of kind {message.kind} to a client, which takes asks only."
             )
-        known = self._known()
-        try:
-            return pack(self._answer(weights, known, message))
-        finally:
-            known.close()
+        with self._ledger() as ledger, contextlib.closing(self._known()) as known:
+            return pack(self._answer(weights, known, ledger, message))
 
-    def _answer(self, weights: Weights, known: Trajectory, ask: Message) -> Message:
+    def _answer(
+        self, weights: Weights, known: Trajectory, ledger: MessageLog, ask: Message
+    ) -> Message:
         for release in ask.releases:
             if (before := known.get(release.step)) is None:
                 if release.step > known.next_step:
@@ -158,11 +166,10 @@ class LocalClient:
                 )
         if known.next_step < ask.round:
             return Message(BEHIND, known.next_step, self._digest)
-        with self._ledger() as ledger:
-            if (values := ledger.get(ask.round, 0)) is None:
-                if known.next_step > ask.round or not self._may_release(ledger, ask.round):
-                    return Message(NOTHING, ask.round, self._digest)
-                values = self._release(weights, known, ledger, ask.round)
+        if (values := ledger.get(ask.round, 0)) is None:
+            if known.next_step > ask.round or not self._may_release(ledger, ask.round):
+                return Message(NOTHING, ask.round, self._digest)
+            values = self._release(weights, known, ledger, ask.round)
         return Message(VALUES, ask.round, self._digest, values=values)
 
     def _may_release(self, ledger: MessageLog, number: int) -> bool:

@@ -39,7 +39,8 @@ CAVEATS = (
     "The time that an answer takes is not covered: it tells how many rows a round drew, and how long "
     "they are, to whoever sees when messages travel.",
     "A client that is not honest can spoil the model: it declares its number of rows, which weighs its "
-    "mean, and its noise, which bounds its values; nothing here finds it. The others' guarantee stands.",
+    "mean, its noise, which bounds its values, and its delta: the run's own report is stated at the "
+    "largest of all. Nothing here finds it. The others' guarantee stands.",
     "A row that is with several clients, or in several runs or output folders, is charged by each of "
     "them, and the charges add up; nothing here knows of the others.",
 )

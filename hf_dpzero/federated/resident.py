@@ -7,7 +7,8 @@ the client's ledger.
 
     python -m hf_dpzero.federated.resident FOLDER PID < values.json     # as `hand_over` starts it
 
-What it prints goes to FOLDER/client.log, which may quote rows and stays on the client.
+What it prints goes to FOLDER/client.log, which may quote rows: only its owner reads it, and it stays on
+the client.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _call(folder: Path, text: str) -> Connection:
 def _start(folder: Path, text: str) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADDRESS_NAME).unlink(missing_ok=True)
-    with open(folder / LOG_NAME, "ab") as log:
+    with open(folder / LOG_NAME, "ab", opener=_for_owner) as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "hf_dpzero.federated.resident", str(folder), str(os.getppid())],
             stdin=subprocess.PIPE,
@@ -106,6 +107,14 @@ def _start(folder: Path, text: str) -> subprocess.Popen[bytes]:
         process.stdin.write(text.encode())
         process.stdin.close()
     return process
+
+
+def _for_owner(path: str, flags: int) -> int:
+    """Opens a file that nobody else reads, also where it was readable before."""
+    descriptor = os.open(path, flags, 0o600)
+    if hasattr(os, "fchmod"):
+        os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 # ------------------------------------------------------------------ the resident process

@@ -242,11 +242,13 @@ class Side:
         check_plan(offered, local)
         if local.participation == "once":
             check_same_rows(folder, self.replica.trainer.train_dataset, rows.tolist())
+        if self.contract is not None and contract_digest(self.contract) != contract_digest(offered):
+            raise ContractError("this process follows another server's run: start the client anew.")
+        made = LocalClient(name, folder, local, offered, rows, self.noise(client))
+        made.remember_contract()  # refuses a folder of another run, before the replica follows this one
         if self.contract is None:
             self.contract = offered
             self.replica.follow(offered)
-        made = LocalClient(name, folder, local, offered, rows, self.noise(client))
-        made.remember_contract()
         self.clients[name] = made
         return made
 

@@ -50,7 +50,11 @@ that by the floating-point error of m + z alone, because the grid hides everythi
    to at most h' = h sqrt(2 N log(1 / d')) + N h (e^h - 1), except with probability d' (advanced
    composition, Dwork, Rothblum and Vadhan 2010; either run may be the reference). If the ideal run is
    (eps, (1 - 2^-8) delta)-DP, the computed one is (eps + 2 h', delta)-DP for h' <= 2^-9 and
-   d' = 2^-10 delta e^-(eps + 1); draws beyond 16 s have probability below 2^-188 each.
+   d' = 2^-10 delta e^-(eps + 1), up to events of either run that are not covered: draws beyond 16 s, of
+   probability below 2^-188 each. They cost N 2^-183 e^(eps + 1) at most, also with what correlated noise
+   adds below, and there is 2^-10 delta for them while eps + log(N / delta) <= 118. Beyond that nothing
+   is claimed (h' is infinite): computed noise ends at 16.1 s, and runs that are farther apart do not
+   overlap.
 
 `dense_slack` returns h': 7e-6 for d = 10^6, T = 1000, epsilon 8, delta 1e-6. The plan evaluates its
 accountant at (1 - 2^-8) delta and adds 2 h'. The grid adds 2^-16 / 12 of the noise's variance at most.
@@ -70,8 +74,8 @@ step alone. (Without it the bound of a coordinate's R steps is R times that of o
    |w_tj| (10 + k_tj).
 2. Let V^2 be the largest sum of v over a row times that over a column. By Cauchy's inequality the sum
    of e_t^2 is at most 2^-88 V^2 sum_j (|Z*_j| + 1/4)^2. Each of those is at most 5/4 Z*^2 + 5/16, and
-   over N = T d draws sum Z*^2 <= N + 2 sqrt(70 N) + 140 <= 5/4 N + 420 but with probability e^-70
-   (Laurent and Massart 2000, Lemma 1). So the sum of all e_t^2 is at most 2^-88 V^2 (2 N + 525).
+   over N = T d draws sum Z*^2 <= N + 2 sqrt(256 N) + 512 <= 5/4 N + 1536 but with probability e^-256
+   (Laurent and Massart 2000, Lemma 1). So the sum of all e_t^2 is at most 2^-88 V^2 (2 N + 1920).
 3. Take all Z* as known; they have one law in the computed and in the ideal run. Given them and the past,
    a cell depends on its L alone. An error e of x changes the probability of a cell by a factor within
    e^(+-e / b), the density of b L being what it is. x is split into an integer and a rest, exactly; L,
@@ -79,8 +83,10 @@ step alone. (Without it the bound of a coordinate's R steps is R times that of o
    probability 2^-184; the sum with the rest is one rounding of a number below 33. In cells these are at
    most r = 2^-44, and a cell whose edges are off by r has its probability within e^(+-(2.01 + 1 / b) r).
 4. So the logarithms of a run's N cells are within h_i = e_i / b + 6.01 r of the ideal ones, and the sum
-   of h_i^2 is at most N H^2, H = 4 * 2^-44 V sqrt(2 + 525 / N) + 6.01 * 2^-44. Step 3 above (advanced
-   composition, for terms that differ) holds with H in place of h.
+   of h_i^2 is at most N H^2, H = 4 * 2^-44 V sqrt(2 + 1920 / N) + 6.01 * 2^-44. Given Z* the h_i are
+   fixed numbers, so that step 3 above holds with H in place of h: the deviation is that of Azuma and
+   Hoeffding for terms that differ, and the mean of each term is at most h_i^2 / 2 (Bun and Steinke 2016,
+   Proposition 3.3), in all N H^2 / 2.
 
 `correlated_draws` returns the number of independent draws whose slack is as large; 2^31 coordinates over
 10^4 steps of 32 bands need no more than independent noise does. What L adds to the noise's variance,
@@ -105,6 +111,8 @@ DENSE_LOG_RATIO = 2.0**-35
 """h of one coordinate: see the module's docstring on vectors, step 2."""
 DENSE_DELTA = 1.0 - 2.0**-8
 """Share of delta at which a run that releases d-vectors is accounted; the rest pays for the grid."""
+DENSE_TAILS = 118.0
+"""Largest epsilon + log(draws / delta) for which draws beyond 16 deviations are paid for: step 3."""
 DITHER = 0.25
 """b, scale of the Laplace draws under noise that is correlated over steps, in cells of the grid."""
 GRID_RADIUS = 2**GRID_BITS
@@ -143,7 +151,8 @@ def dense_slack(draws: int, epsilon: float, delta: float) -> float:
       delta: of the run, in (0, 1).
 
     Returns:
-      h' >= 0; 0 for no draws.
+      h' >= 0; 0 for no draws, infinite for an epsilon so large that rare draws are not paid for
+      (above 74 for delta = 1e-6 and 10^13 draws).
 
     Raises:
       ValueError: so many draws that h' exceeds 2^-9.
@@ -153,6 +162,8 @@ def dense_slack(draws: int, epsilon: float, delta: float) -> float:
     """
     if draws == 0 or not math.isfinite(epsilon):
         return 0.0
+    if epsilon + math.log(draws / delta) > DENSE_TAILS:
+        return math.inf
     h, log_failure = DENSE_LOG_RATIO, math.log(1 / delta) + 10 * math.log(2) + epsilon + 1
     slack = h * math.sqrt(2.0 * draws * log_failure) + draws * h * math.expm1(h)
     if slack > 2.0**-9:
@@ -177,7 +188,7 @@ def correlated_draws(dimension: int, steps: int, rounding: float) -> int:
       What to pass to `dense_slack` as `draws`; at least dimension * steps.
     """
     draws = dimension * steps
-    shift = 2.0**-44 * rounding * math.sqrt(2.0 + 525.0 / draws) / DITHER
+    shift = 2.0**-44 * rounding * math.sqrt(2.0 + 1920.0 / draws) / DITHER
     ratio = shift + (2.01 + 1.0 / DITHER) * 2.0**-44
     return math.ceil(draws * max(1.0, ratio / DENSE_LOG_RATIO) ** 2 * (1 + 2.0**-10))
 

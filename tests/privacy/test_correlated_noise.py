@@ -425,7 +425,7 @@ def test_roundings_by_hand():
 def test_the_slack_of_correlated_vectors():
     """A run of N numbers whose log-ratios have H as their root mean square."""
     draws = correlated_draws(10**6, 1000, 200.0)
-    ratio = 4 * 2.0**-44 * 200 * math.sqrt(2 + 525e-9) + 6.01 * 2.0**-44
+    ratio = 4 * 2.0**-44 * 200 * math.sqrt(2 + 1920e-9) + 6.01 * 2.0**-44
     assert ratio > DENSE_LOG_RATIO
     assert draws == pytest.approx(1e9 * (ratio / DENSE_LOG_RATIO) ** 2, rel=2e-3)
     # the deviation that N numbers of that ratio add up to, as `dense_slack` has it for the draws

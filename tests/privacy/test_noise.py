@@ -74,13 +74,19 @@ def test_secure_noise_ignores_steps_and_global_seeds():
     assert not set(draws[0]) & set(draws[1])
 
 
-@pytest.mark.parametrize("method", ["gaussian", "laplace"])
+@pytest.mark.parametrize("method", ["gaussian", "laplace", "normals", "laplaces"])
 def test_a_forked_process_draws_different_noise(method):
     draw = getattr(SecureNoise(), method)
+    if method in ("normals", "laplaces"):
+        draw = _of_a_size(draw)
     draw(2.0**30, 2, 0)  # the generator is in use before the fork
     children = [_drawn_in_a_fork(draw) for _ in range(2)]
     here = " ".join(map(str, draw(2.0**30, 2, 0)))
     assert len({*children, here}) == 3
+
+
+def _of_a_size(draw):
+    return lambda scale, size, step: draw(size, step, 0)
 
 
 def _drawn_in_a_fork(draw) -> str:

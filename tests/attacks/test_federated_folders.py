@@ -1,0 +1,92 @@
+"""A client's folder that its owner, or another user of the machine, meddled with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import pytest
+from federated_sides import NAMES, client_folder, rounds_of, side, started
+from tiny_runs import tiny_data
+
+from hf_dpzero.federated import resident
+from hf_dpzero.federated.client import RELEASED_NAME
+from hf_dpzero.federated.local_plan import PlanError
+from hf_dpzero.federated.messages import ASK, VALUES, Message, pack, pack_json, unpack, unpack_json
+from hf_dpzero.ledger.log_file import LedgerError
+
+ONCE = {"participation": "once", "neighboring_relation": "replace_one"}
+
+
+def test_a_client_whose_ledger_was_deleted_releases_nothing_more(tmp_path):
+    """Else the open round would be drawn anew, and what was spent before would be forgotten."""
+    made, server = started(tmp_path)
+    rounds_of(made, server)._gather()
+    client, folder = made.clients[NAMES[0]], client_folder(tmp_path, NAMES[0])
+    raw = pack(Message(ASK, 0, server.digest))
+    first = client.answer(made.replica, raw)
+    assert unpack(first, 3).kind == VALUES
+    (folder / RELEASED_NAME).unlink()
+    with pytest.raises(LedgerError, match="is missing"):
+        client.answer(made.replica, raw)
+    again = side(tmp_path / "again")
+    with pytest.raises(LedgerError, match="is missing"):
+        again.client(NAMES[0], 0, folder)  # another process
+    with pytest.raises(LedgerError, match="is missing"):
+        again.join(NAMES[0], 0, folder, server.invitation())
+    assert not (folder / RELEASED_NAME).exists()
+
+
+def test_rows_that_come_once_are_not_taken_for_new_where_their_digest_was_deleted(tmp_path):
+    data = tiny_data(24)
+    made, server = started(tmp_path, data=data, clients=1, **ONCE)
+    name, folder = NAMES[0], client_folder(tmp_path, NAMES[0])
+    made.join(name, 0, folder, server.invitation())
+    made.clients[name].answer(made.replica, pack(Message(ASK, 0, server.digest)))
+    shutil.rmtree(folder / "_private")
+    turned = type(data).from_list(data.to_list()[::-1])
+    for rows in (turned, data):
+        other = side(tmp_path / "other", data=rows, clients=1, **ONCE)
+        with pytest.raises(PlanError, match=r"rows\.json.* is missing"):
+            other.join(name, 0, folder, server.invitation())
+
+
+def test_rows_that_come_once_and_cannot_be_compared_are_refused(tmp_path, monkeypatch):
+    """Rows that are drawn anew at each access have no order that a digest could know again."""
+    data = tiny_data(24)
+    made, server = started(tmp_path, data=data, clients=1, **ONCE)
+    monkeypatch.setattr("hf_dpzero.federated.row_blocks.digest_of_rows", lambda *_: "")
+    with pytest.raises(PlanError, match="anew at each access"):
+        made.join(NAMES[0], 0, client_folder(tmp_path, NAMES[0]), server.invitation())
+
+
+def test_an_invitation_that_is_refused_turns_nobody_to_other_directions(tmp_path):
+    """A process that met a strange server first answers its own run along that run's directions."""
+    made, server = started(tmp_path)
+    name, folder = NAMES[0], client_folder(tmp_path, NAMES[0])
+    made.join(name, 0, folder, server.invitation())
+    again = side(tmp_path / "again")  # another process of the same client
+    own = unpack_json(server.invitation())["contract"]
+    strange = pack_json({"contract": {**own, "direction_key": "1" * 32}})
+    with pytest.raises(LedgerError):
+        again.join(name, 0, folder, strange)
+    again.client(name, 0, folder)
+    followed = again.replica.trainer.trajectory.header["direction_key"]
+    assert followed == own["direction_key"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes")
+def test_other_users_do_not_read_a_clients_log(tmp_path, monkeypatch):
+    """It may quote rows; a folder made with the usual umask lets everybody in."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o755)
+    log = folder / resident.LOG_NAME
+    log.write_text("of an earlier release\n", encoding="utf-8")
+    log.chmod(0o644)
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    for target in (folder, tmp_path / "new"):
+        process = resident._start(target, "{}")
+        process.wait()
+        assert (target / resident.LOG_NAME).stat().st_mode & 0o077 == 0
+    assert "earlier" in log.read_text(encoding="utf-8")
