@@ -52,6 +52,7 @@ def federated_report(
         **{name: common[name] for name in ("participation", "neighboring_relation", "clip")},
         "sampling_probability": header["sampling_probability"],
         "num_directions": header["num_directions"],
+        "learning_rate": max((r.learning_rate for r in server.trajectory.releases), default=None),
         "contract_digest": server.digest.hex(),
         "base_model_digest": header["base_model_digest"],
         "epsilon": _finite(max((float(row["epsilon"]) for row in rows), default=0.0)),

@@ -12,10 +12,11 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from hf_dpzero.federated.ending import Start, save_weights
+from hf_dpzero.federated.rates import Rates
 from hf_dpzero.federated.report import federated_report, save_report
 from hf_dpzero.federated.rounds import InProcess, Rounds, Transport
 from hf_dpzero.federated.server import RoundServer
-from hf_dpzero.federated.setup import CLIENTS, Settings, Side, learning_rates
+from hf_dpzero.federated.setup import CLIENTS, Settings, Side
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME
 from hf_dpzero.ledger.update_rules import Release
@@ -57,7 +58,7 @@ class ServerRun:
         rounds = Rounds(
             self.server,
             transport,
-            learning_rates(self.side.recipe.training),
+            Rates(self.side.recipe.training, self.server),
             min_clients=min_clients,
             patience=patience,
         )

@@ -296,27 +296,3 @@ def _header(path: Path) -> dict[str, Any]:
     from hf_dpzero.ledger.log_file import split_header
 
     return split_header(path.read_bytes(), path)[0]
-
-
-def learning_rates(config: Any) -> list[float]:
-    """alpha_r of every round, by the recipe's scheduler."""
-    import torch
-    from transformers import get_scheduler
-
-    weight = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=config.learning_rate)
-    rounds, config = int(config.max_steps), copy.copy(config)
-    config.trains_privately = True  # a copy, of which only the warm-up is asked
-    scheduler = get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=config.get_warmup_steps(rounds),
-        num_training_steps=rounds,
-        scheduler_specific_kwargs=config.lr_scheduler_kwargs or {},
-    )
-    rates = []
-    for _ in range(rounds):
-        rates.append(float(scheduler.get_last_lr()[0]))
-        optimizer.step()
-        scheduler.step()
-    return rates

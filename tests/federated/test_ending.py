@@ -1,4 +1,4 @@
-"""The folder of a finished run: its report and trajectory agree, so that it can be checked and pushed."""
+"""The folder of a finished run: report and trajectory agree, so that it can be checked and pushed."""
 
 from __future__ import annotations
 
