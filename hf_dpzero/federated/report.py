@@ -129,8 +129,8 @@ def summary(report: Mapping[str, Any]) -> str:
     worst = max((row["epsilon"] for row in rows if row["private"]), default=0.0)
     head = (
         f"Local differential privacy: epsilon at most {round_up(worst)} (delta "
-        f"{delta_words(report['delta'])}) for each row of each of "
-        f"{len(rows)} clients"
+        f"{delta_words(report['delta'])}) for each row of "
+        f"{'its client' if len(rows) == 1 else f'each of {len(rows)} clients'}"
         if private
         else "NOT PRIVATE: see the clients"
     )
@@ -150,6 +150,11 @@ def summary(report: Mapping[str, Any]) -> str:
             f"{row['applied']:>8} {released:>9} {row['opened']:>7}  {epsilon}"
             + "".join(f"; {count} refused ({why})" for why, count in row["refused"].items())
         )
+    if any(row["released"] is None for row in rows):
+        lines.append(
+            "  ?: its ledger is on its own machine; epsilon is that of the rounds opened, an upper bound"
+        )
+    lines += [f"  left out    {line}" for line in report.get("left_out", ())]
     return "\n".join(lines)
 
 

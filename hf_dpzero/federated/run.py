@@ -47,6 +47,7 @@ class ServerRun:
         self.server: RoundServer = side.start_server(folder, resume=resume)
         self.evaluations = _evaluations_before(folder, self.server.round) if resume else []
         self.answered: list[int] = []
+        self.rounds: Rounds | None = None
 
     def run(self, transport: Transport, *, min_clients: int = 1, patience: float = 60.0) -> None:
         """Takes the rounds that are left and writes everything; after a failure, the report alone.
@@ -55,7 +56,7 @@ class ServerRun:
           transport: to the clients.
           min_clients, patience: see `rounds.Rounds`.
         """
-        rounds = Rounds(
+        self.rounds = rounds = Rounds(
             self.server,
             transport,
             Rates(self.side.recipe.training, self.server),
@@ -103,7 +104,8 @@ class ServerRun:
 
     def report(self) -> dict[str, Any]:
         """The run's report so far."""
-        return federated_report(self.server, self.folder / CLIENTS, self.evaluations)
+        report = federated_report(self.server, self.folder / CLIENTS, self.evaluations)
+        return {**report, "left_out": self.rounds.left_out() if self.rounds else []}
 
     def _finish(self, weights: bool) -> None:
         report = self.report()
