@@ -9,11 +9,12 @@ from typing import Any
 
 from tiny_runs import build, tiny_data
 
+from hf_dpzero.federated.rates import learning_rates
 from hf_dpzero.federated.replica import Replica
 from hf_dpzero.federated.rounds import Rounds
 from hf_dpzero.federated.run import in_process
 from hf_dpzero.federated.server import RoundServer
-from hf_dpzero.federated.setup import CLIENTS, Settings, Side, learning_rates
+from hf_dpzero.federated.setup import CLIENTS, Settings, Side
 
 NAMES = ["client-000", "client-001", "client-002"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hf_dpzero.federated.envelope import failure, reply, unwrapped
 from hf_dpzero.federated.node import node_of, settings_of
-from hf_dpzero.federated.resident import hand_over
+from hf_dpzero.federated.resident import ResidentError, hand_over
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
@@ -46,6 +46,9 @@ def answered(kind: str, message: Message, context: Context) -> Message:
         if not isinstance(payload, bytes):
             raise ValueError(f"a message without bytes, but {type(payload).__name__}")
         return reply(hand_over(node.folder, node.values, kind, payload), message)
+    except (ResidentError, ValueError) as error:  # what the user can mend
+        logger.error("%s", error)
+        return failure(message)
     except Exception:
         logger.exception("no answer")
         return failure(message)

@@ -11,67 +11,20 @@ Its epsilon is that of `released` where its ledger is at hand, else that of `ope
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_dpzero.federated.client import RELEASED_NAME
-from hf_dpzero.federated.local_plan import LocalPlan
 from hf_dpzero.federated.message_log import read_count
 from hf_dpzero.federated.server import Member, RoundServer
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.privacy.noise import NoiseSource
+from hf_dpzero.reporting.federated_words import CAVEATS
 from hf_dpzero.reporting.plots import new_figure, optional_plot
-from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import delta_words, number, relation_words, round_up
 
 REPORT_NAME, PLOT_NAME = "federated_report.json", "federated_run.png"
-
-CAVEATS = (
-    "Local: the guarantee of each client holds against the server and everybody who reads the messages. "
-    "The other clients, the metrics and the weights know no more than the messages.",
-    "It is for one row of one client. All rows of a client together, and whether a client took part at "
-    "all, are not covered.",
-    "Sizes of shards and the rounds a client takes part in are public. Being away must not depend on "
-    "the rows.",
-    "The time that an answer takes is not covered: it tells how many rows a round drew, and how long "
-    "they are, to whoever sees when messages travel.",
-    "A client that is not honest can spoil the model: it declares its number of rows, which weighs its "
-    "mean, its noise, which bounds its values, and its delta: the run's own report is stated at the "
-    "largest of all. Nothing here finds it. The others' guarantee stands.",
-    "A row that is with several clients, or in several runs or output folders, is charged by each of "
-    "them, and the charges add up; nothing here knows of the others.",
-)
-
-
-def private_report(
-    local: LocalPlan, config: Any, released: int, noise: NoiseSource, base_weights: str
-) -> PrivacyReport:
-    """A client's privacy report, as every run has it.
-
-    Args:
-      local: its plan.
-      config: the recipe's `DPZeroConfig`.
-      released: rounds in its ledger.
-      noise: where its noise came from.
-      base_weights: of the server's contract or "not_compared".
-
-    Returns:
-      The report; its steps are the releases that a row may be part of.
-    """
-    report = PrivacyReport.from_run(
-        local.plan,
-        delta=local.delta,
-        target_epsilon=config.target_epsilon,
-        steps_completed=local.steps_of(released),
-        noise=noise,
-        direction=config.direction,
-        privacy_unit=config.privacy_unit,
-        base_weights=base_weights,
-    ).with_tuning(config.tuning, local.plan)
-    return dataclasses.replace(report, caveats=[*CAVEATS, *report.caveats])
 
 
 def federated_report(
@@ -99,6 +52,7 @@ def federated_report(
         **{name: common[name] for name in ("participation", "neighboring_relation", "clip")},
         "sampling_probability": header["sampling_probability"],
         "num_directions": header["num_directions"],
+        "learning_rate": max((r.learning_rate for r in server.trajectory.releases), default=None),
         "contract_digest": server.digest.hex(),
         "base_model_digest": header["base_model_digest"],
         "epsilon": _finite(max((float(row["epsilon"]) for row in rows), default=0.0)),
@@ -175,8 +129,8 @@ def summary(report: Mapping[str, Any]) -> str:
     worst = max((row["epsilon"] for row in rows if row["private"]), default=0.0)
     head = (
         f"Local differential privacy: epsilon at most {round_up(worst)} (delta "
-        f"{delta_words(report['delta'])}) for each row of each of "
-        f"{len(rows)} clients"
+        f"{delta_words(report['delta'])}) for each row of "
+        f"{'its client' if len(rows) == 1 else f'each of {len(rows)} clients'}"
         if private
         else "NOT PRIVATE: see the clients"
     )
@@ -196,6 +150,11 @@ def summary(report: Mapping[str, Any]) -> str:
             f"{row['applied']:>8} {released:>9} {row['opened']:>7}  {epsilon}"
             + "".join(f"; {count} refused ({why})" for why, count in row["refused"].items())
         )
+    if any(row["released"] is None for row in rows):
+        lines.append(
+            "  ?: its ledger is on its own machine; epsilon is that of the rounds opened, an upper bound"
+        )
+    lines += [f"  left out    {line}" for line in report.get("left_out", ())]
     return "\n".join(lines)
 
 

@@ -150,6 +150,10 @@ class _Answers:
     def __call__(self, request: bytes) -> bytes:
         try:
             return ANSWERED + self._answer(request[:1], request[1:])
+        except (ValueError, OSError, ImportError) as error:  # what the user can mend
+            logging.debug("where it came from", exc_info=True)
+            logging.error("no answer: %s", error)
+            return FAILED
         except Exception:  # nothing of it leaves the client
             logging.exception("no answer")
             return FAILED

@@ -67,6 +67,15 @@ class Rounds:
         self.declined: dict[str, str] = {}
         self.invited: dict[str, int] = {}
 
+    def left_out(self) -> list[str]:
+        """Who was there and is no member, and why, a line for each."""
+        silent = self.invited.keys() - self.names.keys() - self.declined.keys()
+        lines = [f"{who}: {why}" for who, why in sorted(self.declined.items())]
+        return lines + [
+            f"{who}: gave no answer to {self.invited[who]} invitations; its own log says why"
+            for who in sorted(silent)
+        ]
+
     def run(self, on_round: Callable[[Release, int], None] | None = None) -> None:
         """Takes the rounds that are left.
 
@@ -95,7 +104,7 @@ class Rounds:
             if len(here) >= self.min_clients:
                 return
             if time.monotonic() > deadline:
-                declined = "".join(f" {who}: {why}" for who, why in self.declined.items())
+                declined = "".join(f" {line}." for line in self.left_out())
                 raise LedgerError(
                     f"{len(here)} clients are there and min_clients={self.min_clients} after "
                     f"{self.patience:g} s, before round {self.server.round}.{declined} The run can be "
@@ -120,8 +129,11 @@ class Rounds:
                 continue
             holders = [a for a, name in self.names.items() if name == member.name]
             if taken := [a for a in holders if a in present]:
-                self.declined[address] = f"the name {member.name} is taken by another client"
-                logger.warning("%s: %s of %s", address, self.declined[address], taken[0])
+                self.declined[address] = (
+                    f"it joins as {member.name}, the name of {taken[0]}, which is connected: give each "
+                    "client a name of its own"
+                )
+                logger.warning("%s cannot take part: %s", address, self.declined[address])
                 continue
             for old in holders:
                 del self.names[old]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import json
 import sys
 from collections.abc import Sequence
@@ -11,17 +11,16 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from hf_dpzero.federated.report import federated_report, private_report, save_report
+from hf_dpzero.federated.ending import Start, save_weights
+from hf_dpzero.federated.rates import Rates
+from hf_dpzero.federated.report import federated_report, save_report
 from hf_dpzero.federated.rounds import InProcess, Rounds, Transport
-from hf_dpzero.federated.server import Member, RoundServer
-from hf_dpzero.federated.setup import CLIENTS, Settings, Side, learning_rates
+from hf_dpzero.federated.server import RoundServer
+from hf_dpzero.federated.setup import CLIENTS, Settings, Side
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME
 from hf_dpzero.ledger.update_rules import Release
-from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
-from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.redaction import RECIPE_FILE
-from hf_dpzero.reporting.verification import bound_to
 
 EVALUATIONS_NAME = "evaluations.json"
 
@@ -44,9 +43,11 @@ class ServerRun:
 
     def __init__(self, side: Side, folder: Path, *, resume: bool = False) -> None:
         self.side, self.folder = side, folder
+        self.start = Start.of(side.replica.trainer)
         self.server: RoundServer = side.start_server(folder, resume=resume)
         self.evaluations = _evaluations_before(folder, self.server.round) if resume else []
         self.answered: list[int] = []
+        self.rounds: Rounds | None = None
 
     def run(self, transport: Transport, *, min_clients: int = 1, patience: float = 60.0) -> None:
         """Takes the rounds that are left and writes everything; after a failure, the report alone.
@@ -55,10 +56,10 @@ class ServerRun:
           transport: to the clients.
           min_clients, patience: see `rounds.Rounds`.
         """
-        rounds = Rounds(
+        self.rounds = rounds = Rounds(
             self.server,
             transport,
-            learning_rates(self.side.recipe.training),
+            Rates(self.side.recipe.training, self.server),
             min_clients=min_clients,
             patience=patience,
         )
@@ -103,7 +104,8 @@ class ServerRun:
 
     def report(self) -> dict[str, Any]:
         """The run's report so far."""
-        return federated_report(self.server, self.folder / CLIENTS, self.evaluations)
+        report = federated_report(self.server, self.folder / CLIENTS, self.evaluations)
+        return {**report, "left_out": self.rounds.left_out() if self.rounds else []}
 
     def _finish(self, weights: bool) -> None:
         report = self.report()
@@ -112,46 +114,10 @@ class ServerRun:
         recipe = self.side.recipe.to_yaml()
         (self.folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
         if weights:
-            self._save_weights(report)
-
-    def _save_weights(self, report: dict[str, Any]) -> None:
-        """Model, tokenizer and a `privacy_report.json`: that of the client with the largest epsilon.
-
-        A row is one client's, and all that the run put out follows from the messages, so the largest of
-        the clients' epsilons holds for every row of all of them together: all at one delta, the largest
-        of theirs, since a smaller client's default delta is larger.
-        """
-        trainer = self.side.replica.trainer
-        trainer.model.save_pretrained(self.folder)
-        if trainer.processing_class is not None:
-            trainer.processing_class.save_pretrained(self.folder)
-        rows = {row["client"]: row for row in report["clients"]}
-        plans = {
-            name: dataclasses.replace(self.server.members[name].local, delta=report["delta"])
-            for name in rows
-        }
-        counts = {
-            name: row["opened"] if row["released"] is None else row["released"]
-            for name, row in rows.items()
-        }
-        worst = max(
-            rows, key=lambda name: (not rows[name]["private"], plans[name].epsilon(counts[name]))
-        )
-        member: Member = self.server.members[worst]
-        secure = not member.noise_source.lower().startswith("insecure")
-        own = private_report(
-            plans[worst],
-            self.side.recipe.training,
-            counts[worst],
-            SecureNoise() if secure else InsecureSeededNoise(0),
-            "not_compared",
-        )
-        caveat = (
-            f"Federated: the numbers are those of {member.name}, whose epsilon is the largest of "
-            f"{len(report['clients'])} clients; {self.folder.name}/federated_report.json has them all."
-        )
-        own = dataclasses.replace(own, caveats=[caveat, *own.caveats])
-        bound_to(own, self.folder).save(self.folder / REPORT_FILE)
+            config = copy.copy(self.side.recipe.training)
+            if self.side.settings.own_rows:
+                config.target_epsilon = None  # each client has one of its own
+            save_weights(self.server, self.side.replica.trainer, config, report, self.start)
 
     def close(self) -> None:
         """Lets go of the ledgers and the model."""

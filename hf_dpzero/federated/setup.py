@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import logging
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +34,15 @@ from hf_dpzero.federated.local_plan import (
 from hf_dpzero.federated.messages import pack_json, unpack_json
 from hf_dpzero.federated.replica import Replica
 from hf_dpzero.federated.row_blocks import check_same_rows
-from hf_dpzero.federated.server import RoundServer, joining
+from hf_dpzero.federated.server import MEMBERS_NAME, RoundServer, joining
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
+
+logger = logging.getLogger(__name__)
 
 CLIENTS = "clients"
 """Where the clients of a simulation keep their folders, in the run's output_dir."""
@@ -218,9 +223,23 @@ class Side:
     def invited(self, name: str, client: int, folder: Path, invitation: bytes) -> bytes:
         """As `join`; a client that cannot take part says why, in words that quote no row."""
         try:
-            return self.join(name, client, folder, invitation)
+            answer = self.join(name, client, folder, invitation)
         except (ContractError, PlanError) as error:
+            logger.warning("%s does not take part: %s", name, error)
             return pack_json({"declined": str(error)})
+        local = self.clients[name].local
+        logger.info(
+            "%s answers the invitation: %s rows, expected batch %.6g, noise multiplier %.6g, epsilon at "
+            "most %.6g in all %s rounds (delta %.6g)",
+            *(name, local.num_examples, local.mechanism.expected_batch_size),
+            *(
+                local.mechanism.noise_multiplier,
+                local.epsilon(local.rounds),
+                local.rounds,
+                local.delta,
+            ),
+        )
+        return answer
 
     def client(self, name: str, client: int, folder: Path) -> LocalClient:
         """A client that joined, perhaps in another process, which left the contract in its folder.
@@ -269,6 +288,22 @@ class Side:
             )
         return check_probability(config, offered, self.probability())
 
+    def _check_same_shards(self, folder: Path) -> None:
+        """With another number of clients, rows would move to clients that count other rounds."""
+        path = folder / MEMBERS_NAME
+        if self.settings.own_rows or not path.is_file():
+            return
+        n = self.settings.clients
+        for entry in json.loads(path.read_text(encoding="utf-8")):
+            number, rows = _number_of(entry["name"]), entry["local"]["num_examples"]
+            if number is not None and (number >= n or len(self.rows_of(number)) != rows):
+                raise LedgerError(
+                    f"{entry['name']} has {rows} rows in {folder}, and would have "
+                    f"{len(self.rows_of(number)) if number < n else 'none'} of {self.num_examples} with "
+                    f"clients={n}: rows that change between clients would be charged in part only. "
+                    "Resume with the number of clients and the rows that the run was started with."
+                )
+
     def start_server(self, folder: Path, *, resume: bool = False) -> RoundServer:
         """Opens the run's ledgers; the replica follows them.
 
@@ -284,6 +319,7 @@ class Side:
         if resume:
             if not (folder / LEDGER_NAME).is_file():
                 raise LedgerError(f"{folder} has no {LEDGER_NAME} to resume from.")
+            self._check_same_shards(folder)
             header = _header(folder / LEDGER_NAME)
             contract = {**contract, "direction_key": header["direction_key"]}
         contract = {"direction_key": f"{new_key():032x}", **contract}
@@ -294,31 +330,13 @@ class Side:
         return server
 
 
+def _number_of(name: str) -> int | None:
+    """A simulation's client by its name."""
+    found = re.fullmatch(r"client-(\d+)", name)
+    return int(found[1]) if found else None
+
+
 def _header(path: Path) -> dict[str, Any]:
     from hf_dpzero.ledger.log_file import split_header
 
     return split_header(path.read_bytes(), path)[0]
-
-
-def learning_rates(config: Any) -> list[float]:
-    """alpha_r of every round, by the recipe's scheduler."""
-    import torch
-    from transformers import get_scheduler
-
-    weight = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=config.learning_rate)
-    rounds, config = int(config.max_steps), copy.copy(config)
-    config.trains_privately = True  # a copy, of which only the warm-up is asked
-    scheduler = get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=config.get_warmup_steps(rounds),
-        num_training_steps=rounds,
-        scheduler_specific_kwargs=config.lr_scheduler_kwargs or {},
-    )
-    rates = []
-    for _ in range(rounds):
-        rates.append(float(scheduler.get_last_lr()[0]))
-        optimizer.step()
-        scheduler.step()
-    return rates

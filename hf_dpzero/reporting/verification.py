@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.private_selection import total_epsilon
+from hf_dpzero.reporting.federated_words import caveats_of, steps_of
 from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.weights import digest_weights, weight_files
@@ -66,6 +68,7 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
 
     trajectory = Trajectory.load(source / TRAJECTORY_FILE)
     header = trajectory.header
+    steps = steps_of(header, trajectory.next_step)
     plan = PrivacyPlan.from_dict(header["plan"])
     why_not = why_not_private(
         method=plan.mechanism.name,
@@ -74,7 +77,7 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
         log_private_diagnostics=bool(header["log_private_diagnostics"]),
         batches_secret=bool(header["sampler_key_is_secret"]) or not needs_secret_batches(plan),
     )
-    facts = _facts(report, trajectory, plan) | {"private": why_not is None}
+    facts = _facts(report, header, plan, steps) | {"private": why_not is None}
     wrong = [name for name, value in facts.items() if not _same(getattr(report, name), value)]
     if wrong:
         stated = ", ".join(f"{name}: {getattr(report, name)} / {facts[name]}" for name in wrong)
@@ -82,12 +85,15 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
             f"{REPORT_FILE} and {TRAJECTORY_FILE} are not of the same run (report / trajectory): "
             f"{stated}. Write the report again from the run that made the weights."
         )
-    return report.in_words(plan, why_not), trajectory
+    derived = report.in_words(plan, why_not)
+    words = [*caveats_of(header), *derived.caveats]
+    return dataclasses.replace(derived, caveats=words), trajectory
 
 
-def _facts(report: PrivacyReport, trajectory: Trajectory, plan: PrivacyPlan) -> dict[str, Any]:
+def _facts(
+    report: PrivacyReport, header: Mapping[str, Any], plan: PrivacyPlan, steps: int
+) -> dict[str, Any]:
     """What the public plan and the releases say of what the report states."""
-    header, steps = trajectory.header, trajectory.next_step
     facts = plan_facts(plan, report.delta, min(steps, plan.steps)) | {
         "steps": steps,
         "direction": header["direction"],

@@ -104,10 +104,24 @@ def learning_rate(plan: PrivacyPlan, schedule: Any) -> float:
       alpha > 0.
     """
     mechanism: Any = plan.mechanism
+    noise = mechanism.noise_multiplier * mechanism.clip * run_deviation(plan)
+    return rate_of_noise(noise / float(mechanism.divisor), mechanism.clip, schedule)
+
+
+def rate_of_noise(noise: float, clip: float, schedule: Any) -> float:
+    """The rate of the first step, for noise of any origin.
+
+    Args:
+      noise: deviation, > 0, of the sum over the run's steps of what a release adds along one direction.
+      clip: C.
+      schedule: `lr_scheduler_type`, a word or Hugging Face's enumeration.
+
+    Returns:
+      alpha > 0.
+    """
     word = str(getattr(schedule, "value", schedule))
     decay = math.sqrt(3) if word.startswith(("linear", "cosine")) else 1.0
-    noise = mechanism.noise_multiplier * mechanism.clip**2 * run_deviation(plan)
-    return NOISE_SHARE * decay * float(mechanism.divisor) / noise
+    return NOISE_SHARE * decay / (clip * noise)
 
 
 def rate_hint(config: Any, plan: PrivacyPlan) -> str:

@@ -12,10 +12,11 @@ from tiny_runs import build, same, tiny_data, tiny_model, weights
 
 from hf_dpzero.federated.client import RELEASED_NAME
 from hf_dpzero.federated.contract import ContractError, contract_digest
+from hf_dpzero.federated.ending import Start, private_report
 from hf_dpzero.federated.local_plan import PlanError
 from hf_dpzero.federated.message_log import MessageLog, read_count
 from hf_dpzero.federated.messages import ASK, VALUES, Message, MessageError, pack, unpack
-from hf_dpzero.federated.report import federated_report, private_report, summary
+from hf_dpzero.federated.report import federated_report, summary
 from hf_dpzero.federated.run import ServerRun, in_process
 from hf_dpzero.federated.server import MESSAGES_NAME
 from hf_dpzero.federated.setup import shard
@@ -489,11 +490,11 @@ def test_an_insecure_seed_is_reported(tmp_path):
     report = federated_report(server)
     assert not report["private"] and "seeded" in report["clients"][0]["statement"]
     local, config = server.members[NAMES[0]].local, made.recipe.training
-    own = private_report(local, config, 4, InsecureSeededNoise(3), "not_compared")
+    start = Start("not_compared", [])
+    own = private_report(local, config, 4, InsecureSeededNoise(3), start)
     assert not own.private
-    own = private_report(local, config, 3, SecureNoise(), "not_compared")
+    own = private_report(local, config, 3, SecureNoise(), start)
     assert own.private and own.steps == 3 and own.epsilon == local.epsilon(3)
-    assert any("against the server" in caveat for caveat in own.caveats)
 
 
 # ------------------------------------------------------------------ ledgers
