@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from hf_dpzero.federated.client import LocalClient, Weights
@@ -66,6 +66,7 @@ class Rounds:
         self.names: dict[str, str] = {}
         self.declined: dict[str, str] = {}
         self.invited: dict[str, int] = {}
+        self.waits_for: dict[str, str] = {}
 
     def left_out(self) -> list[str]:
         """Who was there and is no member, and why, a line for each."""
@@ -115,11 +116,14 @@ class Rounds:
     def _invite(self) -> None:
         """Takes in whoever is new; not again who declined, or gave no answer `ATTEMPTS` times."""
         present = set(self.transport.present())
+        for address, holder in list(self.waits_for.items()):
+            if holder not in self._answering(present):
+                del self.waits_for[address], self.declined[address]
         silent = {address for address, count in self.invited.items() if count >= ATTEMPTS}
         new = sorted(present - self.names.keys() - self.declined.keys() - silent)
         for address in new:
             self.invited[address] = self.invited.get(address, 0) + 1
-        invitation = self.server.invitation()
+        invitation, before = self.server.invitation(), set(self.server.members)
         for address, raw in self.transport.exchange("join", dict.fromkeys(new, invitation)).items():
             try:
                 member = self.server.join(raw)
@@ -128,7 +132,8 @@ class Rounds:
                 logger.warning("a client cannot take part: %s", error)
                 continue
             holders = [a for a, name in self.names.items() if name == member.name]
-            if taken := [a for a in holders if a in present]:
+            if taken := [a for a in holders if a in self._answering(present)]:
+                self.waits_for[address] = taken[0]
                 self.declined[address] = (
                     f"it joins as {member.name}, the name of {taken[0]}, which is connected: give each "
                     "client a name of its own"
@@ -138,7 +143,13 @@ class Rounds:
             for old in holders:
                 del self.names[old]
             self.names[address] = member.name
+            member.unsure = member.name in before
             self.invited.pop(address)  # it may come back
+
+    def _answering(self, present: Collection[str]) -> set[str]:
+        """Connected members that answered when they were asked last; others may be gone by now."""
+        members = self.server.members
+        return {a for a, name in self.names.items() if a in present and not members[name].unsure}
 
     def _collect(self) -> int:
         """Asks until somebody has answered; returns how many did."""

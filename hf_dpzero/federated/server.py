@@ -154,7 +154,6 @@ class RoundServer:
                     f"client {name} came back with another plan than it joined with: its ledger is "
                     "of that one. Put its rows and settings back."
                 )
-            member.unsure = True
             return member
         member = Member(name, len(self.members), local, source, self.round)
         self.members[name] = member

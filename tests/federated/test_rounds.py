@@ -188,6 +188,40 @@ def test_a_silent_client_costs_the_head_of_a_message(tmp_path):
     assert report["payload_bytes_of_a_client_and_round"] <= 100 + 16 * 3
 
 
+def test_a_client_that_comes_back_under_another_address_is_let_in_once_the_old_one_is_silent(
+    tmp_path,
+):
+    """A restarted SuperNode may have a new id while its old one is still listed as connected."""
+    made, server = started(tmp_path, rounds=6)
+    rounds = rounds_of(made, server)
+    transport = rounds.transport
+    exchange, present = transport.exchange, transport.present
+    new, silent = "new-address", set()
+
+    def carried(kind, payloads):
+        if kind == "round" and new in payloads:
+            payloads = {NAMES[0] if a == new else a: p for a, p in payloads.items()}
+            return {new if a == NAMES[0] else a: p for a, p in exchange(kind, payloads).items()}
+        return exchange(kind, {a: p for a, p in payloads.items() if a not in silent})
+
+    transport.exchange = carried
+    transport.present = lambda: [*present(), new] if server.round >= 1 else present()
+    join = transport.join
+    transport.join = lambda address, raw: join(NAMES[0] if address == new else address, raw)
+    counts = []
+
+    def note(release, count):
+        counts.append(count)
+        if release.step == 1:  # it was declined in this round: the old address answered
+            assert "the name of client-000" in rounds.declined[new]
+            silent.add(NAMES[0])
+
+    rounds.run(note)
+    assert counts == [3, 3, 2, 3, 3, 3]  # out for the round in which the old address fell silent
+    assert rounds.names[new] == NAMES[0] and NAMES[0] not in rounds.names and not rounds.declined
+    assert released(tmp_path) == 5
+
+
 def test_a_server_that_resumes_asks_what_its_clients_know(tmp_path):
     made, server = started(tmp_path)
     rounds = rounds_of(made, server)
