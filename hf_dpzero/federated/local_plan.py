@@ -119,8 +119,8 @@ def check_settings(config: Any) -> None:
     if config.clipping != "fixed":
         raise PlanError(
             f"clipping={config.clipping!r}: clients would clip differently, and their mean would be of "
-            "different things; use clipping: fixed, and give clip and num_directions too, which have other "
-            "defaults there."
+            "different things; use clipping: fixed, and give clip and num_directions too, whose "
+            "defaults are others there."
         )
     for name in ("noise_schedule", "clip_schedule", "smoothing_schedule"):
         if getattr(config, name) is not None:
