@@ -301,8 +301,11 @@ def test_bf16_trains_and_is_near_float32(tmp_path, tiny_bert):
     assert not torch.equal(low, exact)  # autocast was on
     assert torch.allclose(low, exact, rtol=0.1, atol=0.1)
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    several = build(tmp_path / "several", tiny_bert(), bf16=True, expected_batch_size=32)
+    several.train()
+    assert several.shapes.slots == 4
     with pytest.raises(ValueError, match="bf16=True with microbatch_size=4"):
-        build(tmp_path / "coupled", tiny_bert(), bf16=True).train()
+        build(tmp_path / "coupled", tiny_bert(), bf16=True, method="dp-sgd").train()
 
 
 def test_what_is_checked_before_training_runs_in_its_arithmetic(tmp_path, tiny_bert):
@@ -344,7 +347,7 @@ def test_no_copy_of_a_weight_outlives_a_forward_pass(tmp_path, tiny_bert):
 def test_mixed_precision_from_the_launcher_is_seen(tmp_path, tiny_bert, monkeypatch, name, message):
     """`accelerate launch --mixed_precision` sets a variable, not an argument."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
-    trainer = build(tmp_path, tiny_bert())
+    trainer = build(tmp_path, tiny_bert(), method="dp-sgd")
     assert not trainer.args.bf16
     with pytest.raises(ValueError, match=message):
         trainer.train()
