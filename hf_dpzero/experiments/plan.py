@@ -192,7 +192,7 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
     if _couples_examples(recipe, precision):
         notes.append(
             f"training will be refused: microbatch_size={recipe.training.physical_batch_size} in low "
-            f"precision with method={recipe.training.method}, whose gradients are not evaluated in fixed "
+            f"precision with method={recipe.training.method}, whose gradients are not taken in fixed "
             "shapes; set microbatch_size: 1"
         )
     if bits == 8 and recipe.training.physical_batch_size > 1:

@@ -195,13 +195,13 @@ def _try_objective(trainer: Any) -> None:
     watched = validation.parameters_left_alone(trainer.model)
     with watched, evaluation_mode(trainer.model):
         validation.check_evaluation_mode(trainer.model)
-        with _first_row("evaluated"):
+        with _first_row("evaluated"), uncompiled(trainer.model):
             losses_of(objective, first := rows.collate_rows([0]))
         if "start_positions" in first:
             tokens = long_and_short(rows.collate_rows, count)
             data_checks.check_positions(rows.collate_rows, tokens)
         alone = private and (size == 1 or (trainer.shapes and trainer.shapes.slots == 1))
-        with uncompiled():  # none of these shapes is one of the run's
+        with uncompiled(trainer.model):  # none of these shapes is one of the run's
             check_independence(
                 rows.collate_rows,
                 count,
@@ -215,7 +215,7 @@ def _try_objective(trainer: Any) -> None:
         if not private or size == 1:
             return
         if trainer.args.first_order:
-            _try_neighbours(_shapes(trainer, size), count, tried, coarse)
+            _try_neighbours(trainer, _shapes(trainer, size), count, tried, coarse)
         elif trainer.shapes.slots > 1:
             _try_shapes(trainer, count, tried, coarse)
 
@@ -234,7 +234,7 @@ def _try_shapes(trainer: Any, count: int, losses: Losses, coarse: bool) -> None:
             trainer.shapes = dataclasses.replace(trainer.shapes, slots=1)
             logger.warning(f"{OTHER_BITS}: {ONE_BY_ONE}")
             return
-    if not _try_neighbours(trainer.shapes, count, losses, coarse):
+    if not _try_neighbours(trainer, trainer.shapes, count, losses, coarse):
         raise ValueError(
             f"{OTHER_BITS}: set microbatch_size=1, so that every example is evaluated by itself."
         )
@@ -252,13 +252,20 @@ def _holds_on_public_rows(trainer: Any, losses: Losses, coarse: bool) -> bool:
     shapes, count = public
     shapes = dataclasses.replace(shapes, unmasked_apart=mostly_unmasked(shapes, count))
     trainer.shapes = dataclasses.replace(trainer.shapes, unmasked_apart=shapes.unmasked_apart)
-    return _try_neighbours(shapes, count, losses, coarse)
+    return _try_neighbours(trainer, shapes, count, losses, coarse)
 
 
-def _try_neighbours(shapes: FixedShapes, count: int, losses: Losses, coarse: bool) -> bool:
+def _try_neighbours(
+    trainer: Any, shapes: FixedShapes, count: int, losses: Losses, coarse: bool
+) -> bool:
     """`check_fixed_shapes`; False where rows cannot be put into fixed shapes."""
+
+    def alone(row: Mapping[str, Tensor]) -> Tensor:
+        with uncompiled(trainer.model):
+            return losses(row)
+
     try:
         shapes.packed(shapes.collate_each([0]))
     except ValueError:
         return False
-    return check_fixed_shapes(shapes, count, losses, coarse)
+    return check_fixed_shapes(shapes, count, losses, coarse, alone)

@@ -86,20 +86,26 @@ def check_independence(
 
 
 def check_fixed_shapes(
-    shapes: FixedShapes, count: int, losses: Losses, coarse: bool = False
+    shapes: FixedShapes,
+    count: int,
+    losses: Losses,
+    coarse: bool = False,
+    alone: Callable[[Batch], Tensor] | None = None,
 ) -> bool:
     """Tries whether an example's loss depends on its slot in a microbatch, or on its neighbours.
 
     For one row of each of the most common shapes among up to 64 rows: its losses beside copies of
     itself, beside blanks, beside other rows (shorter ones widened) in the first, the middle and the last
-    slot, and beside copies of each of a few others, which fill up whatever has a fixed capacity. Rows are
-    collated once, and generators seeded alike, so that random collators and models are tried as well.
+    slot, and beside copies of each of a few others, which fill up whatever has a fixed capacity. Rows
+    are collated once, and generators seeded alike, so that random collators and models are tried too.
 
     Args:
       shapes: of the run's own microbatches, with more than one slot.
       count: number of rows.
       losses: as in `check_independence`.
       coarse: as in `check_independence`.
+      alone: a batch of one -> its loss [1], where compiled code is for fixed shapes only; None for
+        `losses`.
 
     Returns:
       True if no bit differs.
@@ -111,18 +117,19 @@ def check_fixed_shapes(
     step = max(1, count // SAMPLE)
     plain = shapes.collate_each(list(range(0, count, step)))
     found: dict[Any, list[Batch]] = {}
-    for alone in plain:
-        in_bucket = shapes.in_bucket(alone)
+    for row in plain:
+        in_bucket = shapes.in_bucket(row)
         found.setdefault(shapes.group_of(in_bucket), []).append(in_bucket)
     same = True
     for group, (row, *_) in sorted(found.items(), key=lambda item: -len(item[1]))[:SHAPES]:
         others = [shapes.in_bucket(other, _width(row)) for other in plain]
         others = [o for o in others if shapes.group_of(o) == group and not _equal(o, row)]
         same &= _alike_in_all_slots(shapes, row, others[: shapes.slots], losses, coarse)
-    if torch.equal(losses(plain[0], seed=1).nan_to_num(), losses(plain[0]).nan_to_num()):
-        fixed = _beside_itself(shapes, shapes.in_bucket(plain[0]), losses)[:1]
+    in_first = shapes.in_bucket(plain[0])
+    fixed = _beside_itself(shapes, in_first, losses)
+    if torch.equal(_beside_itself(shapes, in_first, losses, 1).nan_to_num(), fixed.nan_to_num()):
         where = "in a microbatch of fixed shape and in a batch of one"
-        _compare(fixed, losses(plain[0]), where, coarse)
+        _compare(fixed[:1], (alone or losses)(plain[0]), where, coarse)
     return same
 
 

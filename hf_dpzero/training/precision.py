@@ -9,7 +9,7 @@ anew in each call; only Inductor's freezing would fold them into constants, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -107,10 +107,28 @@ def compile_(model: nn.Module, args: Any, one_graph_a_shape: bool = False) -> No
         )
 
 
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Inside, compiled models run uncompiled: for passes of shapes that a run does not have."""
+def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a compiled model runs uncompiled: for passes of shapes that no step has.
+
+    Args:
+      model: compiled, perhaps.
+    """
+    if not is_compiled(model):
+        return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+def evaluated(trainer: Any, loop: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """An evaluation loop's result; without compiled code where each shape would have a graph.
+
+    Args:
+      trainer: its `shapes` tell.
+      loop, args, settings: what is called with what.
+    """
+    one_graph_a_shape = trainer.shapes is not None
+    with uncompiled(trainer.model) if one_graph_a_shape else contextlib.nullcontext():
+        return loop(*args, **settings)
 
 
 def refuse_compiled(model: nn.Module, method: str) -> None:

@@ -242,7 +242,7 @@ def phi() -> Phi3ForSequenceClassification:
             Phi3Config(
                 vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                 num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=1,
-                original_max_position_embeddings=8, initializer_range=0.5, bos_token_id=2, eos_token_id=3,
+                original_max_position_embeddings=8, initializer_range=0.5, bos_token_id=2,
                 rope_parameters={
                     "rope_type": "longrope", "rope_theta": 100.0, **factors,
                     "original_max_position_embeddings": 8,
