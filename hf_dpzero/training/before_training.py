@@ -215,7 +215,8 @@ def _try_objective(trainer: Any) -> None:
         if not private or size == 1:
             return
         if trainer.args.first_order:
-            _try_neighbours(trainer, _shapes(trainer, size), count, tried, coarse)
+            together = dataclasses.replace(_shapes(trainer, size), blanks=False)
+            _try_neighbours(trainer, together, count, tried, coarse)
         elif trainer.shapes.slots > 1:
             _try_shapes(trainer, count, tried, coarse)
 

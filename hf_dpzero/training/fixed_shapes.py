@@ -34,8 +34,6 @@ Row = Mapping[str, Tensor]
 
 NARROWEST = 8
 """Tokens of the narrowest bucket; each further one is twice as wide."""
-MICROBATCHES = 8
-"""Microbatches that an expected batch of texts fills: more of them waste fewer rows."""
 
 _FILL = {
     "labels": IGNORE_INDEX,
@@ -52,7 +50,8 @@ _WITH_FEATURES = ("input_features", "bbox")  # [B, T, ...] where the mask is [B,
 def slots(expected_rows: float, microbatch_size: int, texts: bool) -> int:
     """Rows of every microbatch, at most `microbatch_size`.
 
-    An eighth of the expected batch where texts have several widths; else a little more than all of it,
+    The root of the expected batch where texts have several widths: each width wastes half a microbatch
+    on average, and each pass costs something whatever its rows are. Else a little more than all of it,
     so that one microbatch is nearly always enough.
 
     Args:
@@ -64,9 +63,9 @@ def slots(expected_rows: float, microbatch_size: int, texts: bool) -> int:
       At least 1.
 
     >>> slots(64.0, 16, True), slots(64.0, 4, True), slots(3.0, 16, True), slots(64.0, 512, False)
-    (8, 4, 1, 80)
+    (8, 4, 2, 80)
     """
-    wanted = expected_rows / MICROBATCHES if texts else expected_rows + 2 * math.sqrt(expected_rows)
+    wanted = math.sqrt(expected_rows) if texts else expected_rows + 2 * math.sqrt(expected_rows)
     return max(1, min(microbatch_size, round(wanted)))
 
 

@@ -102,7 +102,12 @@ class Step:
             return self.objective(model, inputs)  # looked up anew: the breakdown puts a clock there
 
         self.differences = FiniteDifferences(
-            model, self.space, objective, SMOOTHING, strategy=bench.strategy
+            model,
+            self.space,
+            objective,
+            SMOOTHING,
+            strategy=bench.strategy,
+            passes=bench.batch_size / bench.slots,
         )
         # One short example; for compiled models the batch, for another shape is compiled anew.
         first = batches(0)[0]

@@ -60,7 +60,8 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     [
         (["--direction", "gaussian", "--num_directions", "3"], "whole_model"),
         (["--method", "mezo", "--direction", "sphere", "--trainable", "classifier"], "whole_model"),
-        (["--dtype", "bfloat16"], "layerwise"),
+        (["--dtype", "bfloat16", "--one_batch"], "layerwise"),
+        (["--dtype", "bfloat16"], "whole_model"),  # two passes of a row each
         (["--dtype", "float16", "--shape", "tiny-opt", "--strategy", "whole_model"], "whole_model"),
         (["--strategy", "layerwise", "--update_at_once", "--autocast", "--attention", "eager"],
          "layerwise"),
@@ -240,7 +241,7 @@ def test_shapes_have_the_published_sizes():
         (["--method", "dp-adamw", "--compile"], "do not work with method=dp-adamw"),
         (["--method", "dp-adamw", "--num_directions", "2"], "it has no directions"),
         (["--method", "dp-adamw", "--strategy", "layerwise"], "it perturbs nothing"),
-        (["--microbatch_size", "1", "--one_batch"], "without one_batch. split their batch"),
+        (["--microbatch_size", "1", "--one_batch"], "split their batch"),
         (["--method", "reference", "--skip_reference"], "nothing would be left to measure"),
         (["--compile", "--strategy", "layerwise"], "strategy=layerwise with compile"),
     ],
@@ -391,16 +392,16 @@ def test_the_table_marks_what_does_not_fit(capsys):
 def test_a_private_step_draws_a_batch_for_every_round_in_fixed_shapes(capsys):
     """By default: Poisson batches, and the yardstick runs the very same microbatches."""
     bench = tiny(batch_size=24, one_batch=False)
-    assert bench.fixed_shapes and bench.slots == 3 and not tiny(method="mezo").fixed_shapes
+    assert bench.fixed_shapes and bench.slots == 5 and not tiny(method="mezo").fixed_shapes
     model, batches = build(bench)
     drawn = [batches(number) for number in range(40)]
     sizes = [sum(part.examples for part in parts) for parts in drawn]
     assert (
         24 - 5 < sum(sizes) / 40 < 24 + 5 and len(set(sizes)) > 8
     )  # standard error 24^0.5 / 40^0.5
-    assert {part["input_ids"].shape for parts in drawn for part in parts} == {(3, 8)}
+    assert {part["input_ids"].shape for parts in drawn for part in parts} == {(5, 8)}
     assert batches(3) is drawn[3]
-    rows = 3 * sum(map(len, drawn))
+    rows = 5 * sum(map(len, drawn))
     assert batches.blank_share() == pytest.approx(1 - sum(sizes) / rows) and rows > sum(sizes)
     calls: list[int] = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -411,12 +412,12 @@ def test_a_private_step_draws_a_batch_for_every_round_in_fixed_shapes(capsys):
     step(5)
     assert len(calls) == 2 * len(drawn[5])
     result = run(capsys, "--batch_size", "8", "--skip_reference")
-    assert result["rows_per_pass"] == 1 and result["blank_share"] == 0.0
+    assert result["rows_per_pass"] == 3 and 0 < result["blank_share"] < 1
     assert isinstance(result["instruction_sets"], list)
 
 
 def test_what_is_being_measured_is_said_while_it_is(capsys):
     assert main([*TINY, "--repeats", "2", "--no_memory", "--batch_size", "16"]) == 0
     printed = capsys.readouterr()
-    assert "passes of 2 rows" in printed.out and "were blanks" in printed.out
+    assert "passes of 4 rows" in printed.out and "were blanks" in printed.out
     assert "building tiny" in printed.err and "round 2 of 3" in printed.err

@@ -111,7 +111,7 @@ def checked(tmp_path, objective: Any, **settings: Any) -> Any:
 
 def test_coupling_as_small_as_rounding_falls_back_to_one_example_a_pass(tmp_path, caplog):
     logging.getLogger("transformers").propagate = True
-    assert checked(tmp_path, sequence_classification_objective).shapes.slots == 5
+    assert checked(tmp_path, sequence_classification_objective).shapes.slots == 6
     assert "one example" not in caplog.text and "by itself" not in caplog.text
     trainer = checked(tmp_path, Coupled(1e-4))
     assert trainer.shapes.slots == 1
@@ -188,7 +188,7 @@ def test_experts_of_a_fixed_capacity_are_refused(tmp_path):
         torch.manual_seed(0)
         model = Experts(capacity=40)
     trainer = build(
-        tmp_path, model, expected_batch_size=100, microbatch_size=32,
+        tmp_path, model, expected_batch_size=144, microbatch_size=32, data=tiny_data(200),
         trainer_settings={"compute_per_example_loss": objective},
     )  # fmt: skip
     with pytest.raises(ValueError, match="depends on the other examples"):
@@ -204,7 +204,7 @@ def test_tf32_set_globally_runs_in_fixed_shapes_and_is_refused_for_gradients(tmp
             torch.backends.cuda.matmul.allow_tf32 = True
         trainer = build(tmp_path, expected_batch_size=40)
         check_before_training(trainer)
-        assert trainer.shapes.slots == 5
+        assert trainer.shapes.slots == 6
         with pytest.raises(ValueError, match="TF32.*microbatch_size=8"):
             check_before_training(build(tmp_path, method="dp-sgd"))
         check_before_training(build(tmp_path, method="dp-sgd", microbatch_size=1))
