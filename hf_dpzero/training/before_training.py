@@ -47,7 +47,7 @@ from hf_dpzero.training.precision import (
     low_precision,
     uncompiled,
 )
-from hf_dpzero.training.public_rows import public_shapes
+from hf_dpzero.training.public_rows import evaluation_rows, public_shapes
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.schedule_settings import judge_schedule
 
@@ -251,8 +251,9 @@ def _holds_on_public_rows(trainer: Any, losses: Losses, coarse: bool) -> bool:
     if (public := public_shapes(trainer)) is None:
         return True
     shapes, count = public
-    shapes = dataclasses.replace(shapes, unmasked_apart=mostly_unmasked(shapes, count))
-    trainer.shapes = dataclasses.replace(trainer.shapes, unmasked_apart=shapes.unmasked_apart)
+    if evaluation_rows(trainer) is not None:  # random tokens say nothing of the lengths of texts
+        shapes = dataclasses.replace(shapes, unmasked_apart=mostly_unmasked(shapes, count))
+        trainer.shapes = dataclasses.replace(trainer.shapes, unmasked_apart=shapes.unmasked_apart)
     return _try_neighbours(trainer, shapes, count, losses, coarse)
 
 

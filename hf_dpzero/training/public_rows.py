@@ -33,7 +33,7 @@ def public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:
     if trainer.shapes is not None:
         shapes = public_shapes(trainer, precision_diagnostics.ROWS)
         return [] if shapes is None else list(shapes[0].microbatches(range(shapes[1])))
-    evaluation, size = _evaluation(trainer), trainer.args.physical_batch_size
+    evaluation, size = evaluation_rows(trainer), trainer.args.physical_batch_size
     if evaluation is not None:
         rows, count = trainer.rows_of(evaluation), min(precision_diagnostics.ROWS, len(evaluation))
         return [
@@ -57,7 +57,7 @@ def public_shapes(trainer: Any, most: int = sys.maxsize) -> tuple[FixedShapes, i
       The shapes and the number of rows; None where no public row can be made.
     """
     of_run = dataclasses.replace(trainer.shapes, collate_stacked=None, kind=None)
-    evaluation = _evaluation(trainer)
+    evaluation = evaluation_rows(trainer)
     if evaluation is not None:
         each = trainer.rows_of(evaluation).collate_each
         return dataclasses.replace(of_run, collate_each=each), min(most, len(evaluation))
@@ -70,7 +70,7 @@ def public_shapes(trainer: Any, most: int = sys.maxsize) -> tuple[FixedShapes, i
     )
 
 
-def _evaluation(trainer: Any) -> Any:
+def evaluation_rows(trainer: Any) -> Any:
     """The evaluation rows, which are public; None where there are none."""
     evaluation = trainer.eval_dataset
     if isinstance(evaluation, Mapping):
