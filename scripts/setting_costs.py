@@ -266,14 +266,13 @@ _MODEL = {
         ),
         "model_revision": Cost(NOTHING, none="the newest"),
         "torch_dtype": Cost(
-            "nothing; half precision in a private run is refused without `microbatch_size: 1`",
-            "half precision: half the memory, one example in each forward pass",
+            "nothing; half precision in dp-sgd and dp-adamw needs `microbatch_size: 1`",
+            "half precision: half the memory",
         ),
-        "load_in_4bit": Cost(
-            "nothing; as half precision", "an eighth of float32's memory, one example in each pass"
-        ),
+        "load_in_4bit": Cost("nothing; as half precision", "an eighth of float32's memory"),
         "load_in_8bit": Cost(
-            "nothing; as half precision", "a quarter of float32's memory, one example in each pass"
+            "nothing; as half precision",
+            "a quarter of float32's memory; one example in each forward pass",
         ),
     },
     "Head": {
@@ -386,7 +385,7 @@ INHERITED: Mapping[str, tuple[str, Cost]] = {
     "weight_decay": ("as in Trainer", Cost(NOTHING)),
     "bf16": (
         "forward passes under autocast",
-        Cost("nothing; needs `microbatch_size: 1` in a private run", "one example in each pass"),
+        Cost("nothing; dp-sgd and dp-adamw need `microbatch_size: 1`"),
     ),
     "eval_strategy": (
         "evaluation on public rows, as in Trainer",

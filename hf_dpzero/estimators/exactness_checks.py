@@ -34,6 +34,7 @@ def make_exact(
     direction: Direction,
     num_directions: int = 1,
     public: bool = True,
+    may_stack: bool = True,
 ) -> list[str]:
     """Tries the strategy and the frozen prefix on a microbatch; turns off what is not exact.
 
@@ -47,6 +48,7 @@ def make_exact(
       num_directions: K of the steps to come; 1 never stacks by itself.
       public: whether the microbatch is. Private rows choose nothing: the bits of all others follow from
         the choice. They may only refuse it, and "auto" does not stack.
+      may_stack: False in low precision, where no trial says how stacked kernels round a row.
 
     Returns:
       What was turned off and why, for a log; [] if nothing was.
@@ -64,7 +66,7 @@ def make_exact(
             raise ValueError(f"strategy={differences.strategy!r} {reason}; use 'whole_model'.")
         messages.append(f"the strategy is whole_model: {differences.strategy} {reason}.")
         differences.use("whole_model")
-    if public:
+    if public and may_stack:
         _stack_if_it_pays(differences, microbatch, direction, num_directions)
     if not prefix_is_exact(differences, microbatch, direction):
         if not public:

@@ -44,6 +44,8 @@ from hf_dpzero.perturbation.trainable import has_plain_storage
 
 Microbatch = Mapping[str, Tensor]
 Strategy = Literal["auto", "whole_model", "layerwise", "stacked"]
+COPIED = 2**30
+"""Bytes of half-precision weights that "auto" keeps twice, where a step has several microbatches."""
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
@@ -60,9 +62,10 @@ class FiniteDifferences:
       strategy: where the perturbation is (see the module). "auto" takes `whole_model` for float32
         parameters, which are moved in place without extra memory, and for compiled models;
         `layerwise` as soon as one trainable tensor is in half precision, whose settled values would
-        otherwise be kept beside it. `exactness_checks.make_exact` goes on from there to `stacked`
-        where little trains along many directions. Many microbatches a step make `whole_model` the
-        faster one in half precision too, at the price of that copy: ask for it.
+        otherwise be kept beside it, unless a step has several `passes` and that copy takes at most
+        `COPIED` bytes: layerwise perturbs anew for each. `exactness_checks.make_exact` goes on from
+        `whole_model` to `stacked` where little trains along many directions.
+      passes: microbatches that a step is expected to have, for each sign and direction.
 
     Attributes:
       strategy: the one in use, never "auto".
@@ -82,6 +85,7 @@ class FiniteDifferences:
         smoothing: float,
         reuse_frozen_prefix: bool = True,
         strategy: str = "auto",
+        passes: float = 1.0,
     ) -> None:
         self.model, self.space, self.objective = model, space, objective
         self.smoothing = smoothing
@@ -89,7 +93,7 @@ class FiniteDifferences:
             (name, p) for name, p in model.named_parameters() if has_plain_storage(p)
         )
         self.chosen_automatically = strategy == "auto"
-        self.use(_resolved(strategy, model, space, objective))
+        self.use(_resolved(strategy, model, space, objective, passes))
         prefix = FrozenPrefix(model)
         reuse = reuse_frozen_prefix and prefix.worthwhile and not is_compiled(model)
         self.prefix = prefix if reuse and single_pass(objective) else None
@@ -220,7 +224,7 @@ class FiniteDifferences:
 
 
 def _resolved(
-    strategy: str, model: nn.Module, space: ParameterSpace, objective: PerExampleLoss
+    strategy: str, model: nn.Module, space: ParameterSpace, objective: PerExampleLoss, passes: float
 ) -> str:
     """The strategy that "auto" stands for, or the one asked for if the model allows it."""
     if strategy not in STRATEGIES:
@@ -237,5 +241,6 @@ def _resolved(
         )
     if strategy != "auto":
         return strategy
-    half = any(tensor.dtype != torch.float32 for tensor in space.tensors)
-    return "layerwise" if half and not is_compiled(model) else "whole_model"
+    copied = sum(t.nbytes for t in space.tensors if t.dtype != torch.float32)
+    worth_a_copy = passes > 1 and copied <= COPIED
+    return "layerwise" if copied and not worth_a_copy and not is_compiled(model) else "whole_model"

@@ -192,7 +192,13 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
     if _couples_examples(recipe, precision):
         notes.append(
             f"training will be refused: microbatch_size={recipe.training.physical_batch_size} in low "
-            "precision, whose rounding would let examples influence each other; set microbatch_size: 1"
+            f"precision with method={recipe.training.method}, whose gradients are not taken in fixed "
+            "shapes; set microbatch_size: 1"
+        )
+    if bits == 8 and recipe.training.physical_batch_size > 1:
+        notes.append(
+            "8-bit layers that look for outliers (llm_int8_threshold) make a private run evaluate every "
+            "example by itself; 4-bit ones do not"
         )
     return {
         "method": recipe.training.method,
@@ -211,7 +217,7 @@ def _couples_examples(recipe: Recipe, precision: str) -> bool:
     args = recipe.training
     low = precision != "float32" or args.bf16
     private = not args.not_private and args.noise_multiplier != 0
-    return low and private and args.physical_batch_size > 1
+    return low and private and args.first_order and args.physical_batch_size > 1
 
 
 def print_sections(sections: Mapping[str, Any]) -> None:

@@ -29,8 +29,9 @@ class ModelArguments:
       model_revision: Hub branch, tag or commit; pin a commit to reproduce a number.
       torch_dtype: "float32" (default), "bfloat16", "float16", or "auto": the one that the checkpoint
         was saved in. Parameters of all three can be trained (half precision is perturbed and updated
-        with unbiased rounding); adapters are float32 in any case. A private run with half-precision
-        or quantised weights takes one example in each forward pass (microbatch_size: 1), for
+        with unbiased rounding); adapters are float32 in any case. Private runs of dpzero and
+        dpgd-0th evaluate losses in batches of fixed shapes, in every precision; dp-sgd and dp-adamw take
+        one example in each pass (microbatch_size: 1) where weights are half-precision or quantised, for
         low-precision rounding depends on what else is in the batch. bfloat16 has float32's range;
         float16 has the finer steps and overflows beyond 65504, and an example whose loss is not
         finite counts as zero.

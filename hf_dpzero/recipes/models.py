@@ -24,8 +24,9 @@ from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.checkpoints import dtype_settings, fetched, load_tokenizer, settle_quantised_
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, label_text_weights
 from hf_dpzero.reporting.provenance import resolve_path
-from hf_dpzero.training.fixed_shapes import context_length, repeat_last, shape_of
-from hf_dpzero.training.precision import low_precision_of
+from hf_dpzero.training.fillers import blank_like, repeat_last, unmasked
+from hf_dpzero.training.fixed_shapes import context_length, shape_of
+from hf_dpzero.training.precision import couples_values
 
 if TYPE_CHECKING:
     import datasets
@@ -300,7 +301,7 @@ def precompute_features(
       collate: pads rows into a batch of tensors, as `Task.collator` does.
       trainable: as in `DPZeroConfig`; applied first.
       batch_size: rows in every forward pass, >= 1, and no more than 32 are taken; 1 where the encoder
-        computes in low precision, or rounds a row by what stands beside it even in a batch of one shape.
+        rounds a row by what stands beside it even in a batch of one shape, or is quantised so.
       device: where the encoder runs; None leaves the model where it is.
 
     Returns:
@@ -331,13 +332,13 @@ def precompute_features(
     embedding = datasets.Sequence(datasets.Value("float32"), length=config.feature_size)
     features = {"labels": dataset.features["labels"], "sentence_embedding": embedding}
     size = min(batch_size, _ENCODED)
-    alone = bool(low_precision_of(classifier)) or not _encodes_in_fixed_shapes(classifier, size)
+    alone = bool(couples_values(classifier)) or not _encodes_in_fixed_shapes(classifier, size)
     size = 1 if alone else size
     settings = (
         config.pooling,
         config.normalize,
         config.pair_features,
-        "alone" if alone else "fixed",
+        "alone" if alone else "filled up with blanks",
     )
 
     @torch.no_grad()
@@ -347,12 +348,13 @@ def precompute_features(
         for i in range(len(rows["input_ids"])):
             batch = right_padded(collate([{name: rows[name][i] for name in rows}]))
             batches.append({key: value for key, value in batch.items() if key != "labels"})
-            alike.setdefault(shape_of(batches[i]), []).append(i)
+            alike.setdefault((shape_of(batches[i]), unmasked(batches[i])), []).append(i)
         embeddings = torch.empty(len(batches), config.feature_size)
         for members in alike.values():
             for start in range(0, len(members), size):
                 chosen = members[start : start + size]
-                filled = repeat_last([batches[i] for i in chosen], size)
+                blank = blank_like(batches[chosen[0]], "right", unmasked(batches[chosen[0]]))
+                filled = repeat_last([*(batches[i] for i in chosen), blank][:size], size)
                 embeddings[chosen] = _embedded(classifier, filled)[: len(chosen)]
         return {"sentence_embedding": embeddings.numpy()}
 

@@ -92,6 +92,9 @@ class PrivacyReport:
       base_weights: what the weights were at the start. "equal_to_named": those of the model that the
         configuration names, wherever that has them; "declared_public": something else, which the user
         declared public; "not_compared": nothing on this machine to compare with.
+      forward_passes: how examples were evaluated. "fixed shapes": several in a batch of a fixed shape,
+        where a trial found no bit of a loss to depend on the others; "one example": each by itself;
+        "": several in batches of any shape, or not known.
       parts: of a run that extends others (`extends_run`), all of them, oldest first and this one last:
         `folder`, `method`, `noise_multiplier`, `steps`, `planned_steps`, the `epsilon` of each alone,
         and for earlier ones what their reports say of `base_weights`, `tuning`, `weights_digest`,
@@ -133,6 +136,7 @@ class PrivacyReport:
     tuning: Any
     earlier_runs: list[dict[str, Any]]
     base_weights: str
+    forward_passes: str
     parts: list[dict[str, Any]]
     weights_digest: str | None
     statement: str
@@ -189,6 +193,7 @@ class PrivacyReport:
         privacy_unit: str = EXAMPLE,
         earlier_runs: Sequence[Mapping[str, Any]] = (),
         base_weights: str = NOT_COMPARED,
+        forward_passes: str = "",
         extends: Sequence[Mapping[str, Any]] = (),
     ) -> PrivacyReport:
         """Reports what `steps_completed` steps of `plan` spent, never more than was run.
@@ -208,7 +213,7 @@ class PrivacyReport:
             saved; a sampled batch that can be known is not amplified.
           privacy_unit: what one row of the training set is.
           earlier_runs: of the base model (`provenance.earlier_runs`).
-          base_weights: see the attribute.
+          base_weights, forward_passes: see the attributes.
           extends: entries of the ledger's header for each plan in `plan.after`.
 
         Returns:
@@ -242,6 +247,7 @@ class PrivacyReport:
             "tuning": "none",
             "earlier_runs": [dict(run) for run in earlier_runs],
             "base_weights": base_weights,
+            "forward_passes": forward_passes,
             "parts": parts_of(plan, delta, steps_completed, extends),
             "weights_digest": None,
         }
@@ -305,7 +311,7 @@ class PrivacyReport:
         Raises:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
-        values = {"groups": "", **values}  # of reports from before there were groups
+        values = {"groups": "", "forward_passes": "", **values}  # of older reports
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:

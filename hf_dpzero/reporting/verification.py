@@ -102,6 +102,7 @@ def _facts(
         "noise_source": noise_name(plan, str(header["noise_source"])),
         "earlier_runs": header.get("earlier_runs", report.earlier_runs),
         "base_weights": header.get("base_weights", NOT_COMPARED),
+        "forward_passes": header.get("forward_passes", ""),
         "parts": parts_of(plan, report.delta, min(steps, plan.steps), header.get("extends", ())),
     }
     if plan.private:

@@ -290,6 +290,7 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
       Sentences; a base model that is not private comes first.
     """
     first, *rest = _COMMON_CAVEATS
+    rest.append(_COUPLING_CAVEATS[facts["forward_passes"]])
     of_base = base_caveats(facts["earlier_runs"])
     leaky = sum(not run["private"] for run in facts["earlier_runs"])
     earlier = facts["parts"][:-1]
@@ -375,7 +376,14 @@ _COMMON_CAVEATS = (
     "progress bars and monitoring files tell when a step ended, which depends on the rows it drew: they "
     "stay on the training machine. Memory use, aborted runs and other side channels are not covered "
     "either.",
-    "An example's loss is assumed not to depend on the others in its microbatch (tried on a few rows "
-    "before training). Zeroth-order runs evaluate them in batches of fixed shapes, so that rounding "
-    "does not couple them where the trial found none; in first-order runs it does, unaccounted.",
 )
+
+_COUPLING_CAVEATS = {
+    "fixed shapes": "An example's loss is assumed not to depend on the others in its microbatch, in no "
+    "bit: this was tried before training, on a few rows, in batches of the shapes that the run has.",
+    "one example": "An example's loss is assumed not to depend on those evaluated before it (tried on "
+    "a few rows before training); each was evaluated by itself.",
+    "": "An example's loss or gradient is assumed not to depend on the others in its microbatch (tried "
+    "on a few rows before training), but for rounding, which couples them, unaccounted.",
+}
+"""By a report's `forward_passes`."""

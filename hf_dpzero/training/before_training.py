@@ -35,16 +35,30 @@ from hf_dpzero.training.independence_check import (
     check_independence,
     check_widths,
     long_and_short,
+    mostly_unmasked,
+    rope_types,
+    takes_blanks,
 )
-from hf_dpzero.training.precision import check_mixed_precision, check_precision, compile_
+from hf_dpzero.training.precision import (
+    check_mixed_precision,
+    check_precision,
+    compile_,
+    couples_values,
+    low_precision,
+    uncompiled,
+)
+from hf_dpzero.training.public_rows import evaluation_rows, public_shapes
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.schedule_settings import judge_schedule
 
 logger = logging.get_logger(__name__)
 
 ONE_BY_ONE = (
-    "an example's loss has other bits beside other examples, even in a batch of the same shape: every "
-    "example is evaluated by itself, which is slower. microbatch_size=1 does the same without the trial."
+    "every example is evaluated by itself, which is slower. microbatch_size=1 does the same without the "
+    "trial."
+)
+OTHER_BITS = (
+    "an example's loss has other bits beside other examples, even in a batch of the same shape"
 )
 UNMASKED = (
     "waveforms without an attention_mask cannot be padded: every example is evaluated by itself. If the "
@@ -77,8 +91,9 @@ def check_before_training(trainer: Any) -> None:
     distributed.check_same_rows(trainer.train_dataset)
     check_mixed_precision(args, args.device.type)
     if trainer.plan.mechanism.private:
-        check_precision(model, args)
-        check_widths(model, args.physical_batch_size)
+        if args.first_order:
+            check_precision(model, args)
+        check_widths(model, args.physical_batch_size, fixed=not args.first_order)
         known = trainer.rows_are_examples or isinstance(trainer.per_example_loss, PromptObjective)
         if args.rows_are is None and not known:
             rows = trainer.training_rows()
@@ -93,7 +108,7 @@ def check_before_training(trainer: Any) -> None:
     elif hint := rate_hint(args, trainer.plan):
         logger.warning(hint)
     trainer.shapes = _run_shapes(trainer)
-    compile_(model, args)
+    compile_(model, args, one_graph_a_shape=trainer.shapes is not None)
     _try_objective(trainer)
     public_rows.check_finite(trainer)
 
@@ -131,6 +146,9 @@ def _run_shapes(trainer: Any) -> FixedShapes | None:
     if is_unmasked_sound(first):
         logger.warning(UNMASKED)
         return shapes
+    if args.physical_batch_size > 1 and (reason := couples_values(trainer.model)):
+        logger.warning(f"{reason}: {ONE_BY_ONE}")
+        return shapes
     rows = slots(expected, args.physical_batch_size, masked_shape(first) is not None)
     return dataclasses.replace(shapes, slots=rows)
 
@@ -150,6 +168,7 @@ def _shapes(trainer: Any, rows: int) -> FixedShapes:
         pad=getattr(config, "pad_token_id", None) if pad is None else pad,
         collate_stacked=private.collate_rows if private.are_stacked() else None,
         decoder_most=decoder_length(model),
+        cut=None if trainer._texts is None else trainer.args.max_length,
     )
 
 
@@ -162,6 +181,8 @@ def _try_objective(trainer: Any) -> None:
 
     rows, objective = trainer.training_rows(), trainer.evaluated_objective()
     private, size = trainer.plan.mechanism.private, trainer.args.physical_batch_size
+    coarse = bool(low_precision(trainer.model, trainer.args))
+    by_width = "longrope" in rope_types(getattr(base_model(trainer.model), "config", None))
     count, entropy = len(trainer.train_dataset), secrets.randbits(100)
 
     def losses_of(objective: PerExampleLoss, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
@@ -174,28 +195,33 @@ def _try_objective(trainer: Any) -> None:
     watched = validation.parameters_left_alone(trainer.model)
     with watched, evaluation_mode(trainer.model):
         validation.check_evaluation_mode(trainer.model)
-        with _first_row("evaluated"):
+        with _first_row("evaluated"), uncompiled(trainer.model):
             losses_of(objective, first := rows.collate_rows([0]))
         if "start_positions" in first:
             tokens = long_and_short(rows.collate_rows, count)
             data_checks.check_positions(rows.collate_rows, tokens)
-        check_independence(
-            rows.collate_rows,
-            count,
-            tried,
-            widths=private and size > 1,
-            pad=_shapes(trainer, 1).pad,
-            one_by_one=private and (size == 1 or (trainer.shapes and trainer.shapes.slots == 1)),
-        )
+        alone = private and (size == 1 or (trainer.shapes and trainer.shapes.slots == 1))
+        with uncompiled(trainer.model):  # none of these shapes is one of the run's
+            check_independence(
+                rows.collate_rows,
+                count,
+                tried,
+                widths=private and size > 1 and not (coarse and alone),
+                pad=_shapes(trainer, 1).pad,
+                one_by_one=alone,
+                coarse=coarse,
+                mixed=not (by_width and trainer.shapes),
+            )
         if not private or size == 1:
             return
         if trainer.args.first_order:
-            _try_neighbours(_shapes(trainer, size), count, tried)
+            together = dataclasses.replace(_shapes(trainer, size), blanks=False)
+            _try_neighbours(trainer, together, count, tried, coarse)
         elif trainer.shapes.slots > 1:
-            _try_shapes(trainer, count, tried)
+            _try_shapes(trainer, count, tried, coarse)
 
 
-def _try_shapes(trainer: Any, count: int, losses: Losses) -> None:
+def _try_shapes(trainer: Any, count: int, losses: Losses, coarse: bool) -> None:
     """Tries the fixed shapes, first on public rows, which may decide how the run computes.
 
     Private rows may only stop it: were they to choose, one row could change all others' rounding.
@@ -203,32 +229,45 @@ def _try_shapes(trainer: Any, count: int, losses: Losses) -> None:
     Raises:
       ValueError: a private row's loss has other bits beside other rows.
     """
-    shapes: FixedShapes = trainer.shapes
-    evaluation = trainer.eval_dataset
-    if isinstance(evaluation, Mapping):
-        evaluation = next(iter(evaluation.values()), None)
-    if hasattr(evaluation, "__getitem__") and hasattr(evaluation, "__len__") and len(evaluation):
-        public = trainer.rows_of(evaluation)
-        rows = dataclasses.replace(
-            shapes, collate_each=public.collate_each, collate_stacked=None, kind=None
-        )
-        # Rows that the loss does not take decide nothing; what is wrong with it shows on private ones.
-        with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):
-            if not _try_neighbours(rows, len(evaluation), losses):
-                trainer.shapes = dataclasses.replace(shapes, slots=1)
-                logger.warning(ONE_BY_ONE)
-                return
-    if not _try_neighbours(shapes, count, losses):
+    # Rows that the loss does not take decide nothing; what is wrong with it shows on private ones.
+    with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):
+        if not _holds_on_public_rows(trainer, losses, coarse):
+            trainer.shapes = dataclasses.replace(trainer.shapes, slots=1)
+            logger.warning(f"{OTHER_BITS}: {ONE_BY_ONE}")
+            return
+    if not _try_neighbours(trainer, trainer.shapes, count, losses, coarse):
         raise ValueError(
-            "an example's loss has other bits beside other examples, even in a batch of the same shape: "
-            "set microbatch_size=1, so that every example is evaluated by itself."
+            f"{OTHER_BITS}: set microbatch_size=1, so that every example is evaluated by itself."
         )
 
 
-def _try_neighbours(shapes: FixedShapes, count: int, losses: Losses) -> bool:
+def _holds_on_public_rows(trainer: Any, losses: Losses, coarse: bool) -> bool:
+    """Whether public rows keep their bits in all places; chooses also what fills up microbatches."""
+    try:
+        blanks = takes_blanks(trainer.shapes, losses)
+    except ValueError:
+        return False  # no row of its own
+    trainer.shapes = dataclasses.replace(trainer.shapes, blanks=blanks)
+    if (public := public_shapes(trainer)) is None:
+        return True
+    shapes, count = public
+    if evaluation_rows(trainer) is not None:  # random tokens say nothing of the lengths of texts
+        shapes = dataclasses.replace(shapes, unmasked_apart=mostly_unmasked(shapes, count))
+        trainer.shapes = dataclasses.replace(trainer.shapes, unmasked_apart=shapes.unmasked_apart)
+    return _try_neighbours(trainer, shapes, count, losses, coarse)
+
+
+def _try_neighbours(
+    trainer: Any, shapes: FixedShapes, count: int, losses: Losses, coarse: bool
+) -> bool:
     """`check_fixed_shapes`; False where rows cannot be put into fixed shapes."""
+
+    def alone(row: Mapping[str, Tensor]) -> Tensor:
+        with uncompiled(trainer.model):
+            return losses(row)
+
     try:
         shapes.packed(shapes.collate_each([0]))
     except ValueError:
         return False
-    return check_fixed_shapes(shapes, count, losses)
+    return check_fixed_shapes(shapes, count, losses, coarse, alone)

@@ -5,8 +5,8 @@ Kernels round a row differently in batches of another shape. A finite difference
 removed. In a fixed shape kernels treat every row alike, whatever it stands beside. So each forward pass
 of a private zeroth-order run has one of a few shapes: a fixed number of rows (`slots`), and a width that
 follows from a row's own length. Rows are collated one by one and widened with masked columns; a
-microbatch that is not full repeats its last row, whose further losses are dropped.
-`independence_check.check_fixed_shapes` tries this bit for bit before training.
+microbatch that is not full is filled up with a constant blank row (`fillers`), whose losses are dropped.
+`independence_check.check_fixed_shapes` tries this bit for bit before training, in the run's precision.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from hf_dpzero.objectives.losses import (
     power_of_two,
     right_padded,
 )
+from hf_dpzero.training.fillers import blank_like, repeat_last, unmasked
 
 Row = Mapping[str, Tensor]
 
 NARROWEST = 8
 """Tokens of the narrowest bucket; each further one is twice as wide."""
-MICROBATCHES = 8
-"""Microbatches that an expected batch of texts fills: more of them waste fewer rows."""
 
 _FILL = {
     "labels": IGNORE_INDEX,
@@ -51,7 +50,8 @@ _WITH_FEATURES = ("input_features", "bbox")  # [B, T, ...] where the mask is [B,
 def slots(expected_rows: float, microbatch_size: int, texts: bool) -> int:
     """Rows of every microbatch, at most `microbatch_size`.
 
-    An eighth of the expected batch where texts have several widths; else a little more than all of it,
+    The root of the expected batch where texts have several widths: each width wastes half a microbatch
+    on average, and each pass costs something whatever its rows are. Else a little more than all of it,
     so that one microbatch is nearly always enough.
 
     Args:
@@ -63,9 +63,9 @@ def slots(expected_rows: float, microbatch_size: int, texts: bool) -> int:
       At least 1.
 
     >>> slots(64.0, 16, True), slots(64.0, 4, True), slots(3.0, 16, True), slots(64.0, 512, False)
-    (8, 4, 1, 80)
+    (8, 4, 2, 80)
     """
-    wanted = expected_rows / MICROBATCHES if texts else expected_rows + 2 * math.sqrt(expected_rows)
+    wanted = math.sqrt(expected_rows) if texts else expected_rows + 2 * math.sqrt(expected_rows)
     return max(1, min(microbatch_size, round(wanted)))
 
 
@@ -91,20 +91,27 @@ def decoder_length(model: nn.Module) -> int | None:
     return next((most for most in found if isinstance(most, int)), None)
 
 
-def bucket(width: int, most: int | None) -> int:
+def bucket(width: int, most: int | None, cut: int | None = None) -> int:
     """The width of the fixed shape for a row: a power of two, at least 8, at most `most`.
+
+    It follows from that row's width and from settings; never from the widths of other rows.
 
     Args:
       width: of the row, as the collator makes it alone.
       most: tokens that the model takes; None for any number.
+      cut: length at which rows of text are cut, the last bucket; None for any number.
 
     Returns:
       At least `width`.
 
     >>> bucket(5, None), bucket(33, None), bucket(33, 48), bucket(50, 48)
     (8, 64, 48, 50)
+    >>> bucket(33, 512, cut=40), bucket(41, 512, cut=40)
+    (40, 64)
     """
     wide = max(NARROWEST, 1 << (width - 1).bit_length())
+    if cut is not None and width <= cut:
+        wide = min(wide, cut)
     return max(width, wide if most is None else min(wide, most))
 
 
@@ -201,6 +208,10 @@ class FixedShapes:
         thousands of stored features); None elsewhere.
       decoder_most: tokens that a decoder takes; None for any number.
       kind: `kind_of` every row; None for any.
+      cut: length at which rows of text are cut (`max_length`); None for any number.
+      blanks: fill up with blank rows; else, where a model does not take these, with the last row.
+      unmasked_apart: rows without padding stand among themselves. Else a blank is put among as many as
+        would fill a microbatch. Public rows decide: it pays where most rows are as wide as their bucket.
     """
 
     collate_each: Callable[[list[int]], list[Mapping[str, Tensor]]]
@@ -211,6 +222,9 @@ class FixedShapes:
     collate_stacked: Callable[[list[int]], Mapping[str, Tensor]] | None = None
     decoder_most: int | None = None
     kind: tuple[Any, ...] | None = None
+    cut: int | None = None
+    blanks: bool = True
+    unmasked_apart: bool = False
 
     @property
     def keeps_order(self) -> bool:
@@ -236,6 +250,10 @@ class FixedShapes:
             stop = min(start + self.slots, count)
             chosen = torch.arange(start, start + self.slots).clamp_(max=stop - 1)
             rows = {name: value[chosen] for name, value in batch.items()}
+            if self.blanks and stop < start + self.slots:
+                blank = blank_like({name: value[:1] for name, value in batch.items()})
+                for name, value in rows.items():
+                    value[stop - start :] = blank[name]
             yield Filled(rows, stop - start, range(start, stop))
 
     def in_bucket(self, batch: Row, width: int = 0) -> dict[str, Tensor]:
@@ -251,7 +269,8 @@ class FixedShapes:
         wide, ids = dict(self._of_kind(batch)), batch.get("input_ids")
         if (shape := masked_shape(batch)) is not None:
             most = None if ids is None else self.most
-            columns = bucket(max(shape[-1], width), most) - shape[-1]
+            cut = None if ids is None else self.cut
+            columns = bucket(max(shape[-1], width), most, cut) - shape[-1]
             wide = widened(batch, self.side, columns, self.pad) or wide
         for name in _DECODER:
             value = batch.get(name)
@@ -274,23 +293,48 @@ class FixedShapes:
         """Batches of one -> microbatches of `slots`; rows of one shape keep their order."""
         groups: dict[Any, list[int]] = {}
         for place, row in enumerate(rows):
-            groups.setdefault(shape_of(row), []).append(place)
+            groups.setdefault(self.group_of(row), []).append(place)
         return [
             self.filled([rows[place] for place in chosen], chosen)
             for group in groups.values()
-            for start in range(0, len(group), self.slots)
-            for chosen in [group[start : start + self.slots]]
+            for chosen in self._portions(group, rows)
         ]
 
+    def group_of(self, row: Row) -> tuple[Any, ...]:
+        """Rows with the same may share a microbatch: their shape, and whether they are unmasked."""
+        apart = self.unmasked_apart or not self.blanks
+        return (*shape_of(row), unmasked(row) if apart else None)
+
+    def may_fill(self, rows: Sequence[Row]) -> bool:
+        """Whether `slots` rows of one group may fill a microbatch, without a blank among them."""
+        if self.slots == 1 or self.unmasked_apart or not self.blanks:
+            return True
+        return not frozenset.intersection(*map(unmasked, rows))
+
+    def _portions(self, group: Sequence[int], rows: Sequence[Row]) -> Iterator[Sequence[int]]:
+        start = 0
+        while start < len(group):
+            chosen = group[start : start + self.slots]
+            if len(chosen) == self.slots and not self.may_fill([rows[i] for i in chosen]):
+                chosen = chosen[:-1]
+            yield chosen
+            start += len(chosen)
+
+    def blank(self, row: Row) -> dict[str, Tensor]:
+        """What fills up a microbatch of such rows, where `blanks`."""
+        return blank_like(row, self.side, unmasked(row) if self.unmasked_apart else ())
+
     def filled(self, rows: Sequence[Row], places: Sequence[int] | None = None) -> Filled:
-        """Up to `slots` rows of one shape as one microbatch."""
-        return Filled(repeat_last(rows, self.slots), len(rows), places)
+        """Up to `slots` rows of one group as one microbatch."""
+        blanks = [self.blank(rows[0])] if self.blanks and len(rows) < self.slots else []
+        return Filled(repeat_last([*rows, *blanks], self.slots), len(rows), places)
 
 
-def repeat_last(rows: Sequence[Row], count: int) -> dict[str, Tensor]:
-    """Rows of one shape as a batch of `count`; what is missing repeats the last one."""
-    repeated = [*rows, *[rows[-1]] * (count - len(rows))]
-    return {name: torch.cat([row[name] for row in repeated]) for name in rows[0]}
+def forward_passes(shapes: FixedShapes | None) -> str:
+    """How a run evaluates examples, for its report: "fixed shapes", "one example", or "" for neither."""
+    if shapes is None:
+        return ""
+    return "fixed shapes" if shapes.slots > 1 else "one example"
 
 
 def shape_of(row: Row) -> tuple[Any, ...]:

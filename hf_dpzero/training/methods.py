@@ -99,13 +99,19 @@ class ZerothOrderMethod(TrainingMethod):
             args.smoothing,
             args.reuse_frozen_prefix,
             args.perturbation_strategy,
+            passes_of(trainer),
         )
         with isolated_randomness():
             direction = directions_of(0, header)[0]
             trial = public_microbatch(trainer)  # what it decides, private rows may not decide
             public = trial is not None or not trainer.plan.mechanism.private
             messages = make_exact(
-                differences, trial or trainer.probe(), direction, args.num_directions, public
+                differences,
+                trial or trainer.probe(),
+                direction,
+                args.num_directions,
+                public,
+                may_stack=not low_precision(trainer.model, args),
             )
         for message in messages:
             logger.warning(message)
@@ -240,6 +246,13 @@ class _LearningRate(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Does nothing: the training step has updated the parameters."""
+
+
+def passes_of(trainer: Any) -> float:
+    """Microbatches that a step is expected to have on this process, by public numbers."""
+    rows = trainer.plan.sampler.expected_batch_size / trainer.args.world_size
+    slots = trainer.shapes.slots if trainer.shapes else trainer.args.physical_batch_size
+    return float(rows / slots)
 
 
 def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:

@@ -14,6 +14,7 @@ from hf_dpzero.reporting.extension import check_extended
 from hf_dpzero.reporting.wording import NOT_COMPARED
 from hf_dpzero.training import distributed, run_files
 from hf_dpzero.training.base_weights import check_start, digest_frozen, state_digest
+from hf_dpzero.training.fixed_shapes import forward_passes
 from hf_dpzero.training.group_training import check_resumed
 from hf_dpzero.training.initial_values import write_initial_values
 
@@ -99,6 +100,7 @@ def _start(trainer: Any, header: dict[str, Any]) -> Opened:
     digest = digest_model(model)
     header["frozen_digest"] = digest_frozen(model)
     header["earlier_runs"] = trainer.earlier_runs
+    header["forward_passes"] = forward_passes(trainer.shapes)
     ledger = run_files.start_ledger(folder, header, digest)
     if args.should_save and trainer.plan.mechanism.replayable:
         write_initial_values(folder, model, compared, digest)

@@ -1,4 +1,4 @@
-"""Arithmetic of the forward passes: autocast, torch.compile, and where low precision is refused.
+"""Arithmetic of the forward passes: autocast, torch.compile, and where low precision couples rows.
 
 Every forward pass must read the perturbed weights, and an example's loss must not depend on others.
 Autocast caches low-precision copies of the weights while its outermost block lasts; a forward pass at
@@ -9,6 +9,7 @@ anew in each call; only Inductor's freezing would fold them into constants, and 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from hf_dpzero.ledger.digests import is_packed
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.trainable import quantised_kind
 
+GRAPHS = 256
+"""Graphs of one function, at most: far more than a run has shapes."""
 PRODUCTS = "float32 products in TF32 or bfloat16 (torch.set_float32_matmul_precision, allow_tf32)"
 
 
@@ -71,27 +74,61 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner
 
 
-def compile_(model: nn.Module, args: Any) -> None:
+def compile_(model: nn.Module, args: Any, one_graph_a_shape: bool = False) -> None:
     """Compiles `model` in place if `torch_compile` is set.
 
     Args:
       model: compiled already, perhaps.
       args: `TrainingArguments`.
+      one_graph_a_shape: compile every shape for itself, and never give up. Otherwise the second shape
+        that comes makes a graph for all further ones, and the ninth runs uncompiled: which graph
+        evaluates a row, and so its rounding, would follow from the rows that came before it.
 
     Raises:
       ValueError: Inductor would fold the weights into constants, which no perturbation reaches.
     """
     if args.torch_compile and not is_compiled(model):
-        model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        dynamic = False if one_graph_a_shape else None
+        backend, mode = args.torch_compile_backend, args.torch_compile_mode
+        model.compile(backend=backend, mode=mode, dynamic=dynamic)
     if not is_compiled(model):
         return
+    import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
+    if one_graph_a_shape:  # also for models that are compiled already
+        dynamo.automatic_dynamic_shapes = False
+        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 64 * GRAPHS)
     if inductor.freezing:
         raise ValueError(
             "torch._inductor.config.freezing is on: compiled code would keep the weights of its first "
             "call, and no perturbation would reach it. Set it (TORCHINDUCTOR_FREEZING) to False."
         )
+
+
+def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a compiled model runs uncompiled: for passes of shapes that no step has.
+
+    Args:
+      model: compiled, perhaps.
+    """
+    if not is_compiled(model):
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def evaluated(trainer: Any, loop: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """An evaluation loop's result; without compiled code where each shape would have a graph.
+
+    Args:
+      trainer: its `shapes` tell.
+      loop, args, settings: what is called with what.
+    """
+    one_graph_a_shape = trainer.shapes is not None
+    with uncompiled(trainer.model) if one_graph_a_shape else contextlib.nullcontext():
+        return loop(*args, **settings)
 
 
 def refuse_compiled(model: nn.Module, method: str) -> None:
@@ -112,14 +149,13 @@ def refuse_compiled(model: nn.Module, method: str) -> None:
 
 
 def check_precision(model: nn.Module, args: Any) -> None:
-    """Refuses low-precision arithmetic where it would let examples influence each other.
+    """Refuses low-precision gradients of several examples at once.
 
-    Matrix kernels round differently for other batch shapes, and the rounding is divided by 2 lambda.
-    In float32 that is negligible; in bfloat16, TF32 or quantised arithmetic it can exceed the
-    clipping norm. A forward pass of one example cannot depend on another.
+    Matrix kernels round differently for other batch shapes, and gradients are not evaluated in fixed
+    shapes, as the losses of zeroth-order runs are. A pass of one example cannot depend on another.
 
     Args:
-      model: to be trained.
+      model: to be trained by a first-order method.
       args: `DPZeroConfig`.
 
     Raises:
@@ -129,8 +165,9 @@ def check_precision(model: nn.Module, args: Any) -> None:
     if causes and args.physical_batch_size > 1:
         raise ValueError(
             f"{causes} with microbatch_size={args.physical_batch_size}: low-precision "
-            "rounding depends on what else is in the microbatch, which the sensitivity does not "
-            "cover. Set microbatch_size=1, or compute in float32."
+            "rounding of gradients depends on what else is in the microbatch, which the sensitivity "
+            "does not cover. Set microbatch_size=1, compute in float32, or use method='dpzero', "
+            "whose losses are evaluated in fixed shapes."
         )
 
 
@@ -182,6 +219,64 @@ def low_precision_of(model: nn.Module) -> str | None:
         if getattr(config, "quantization_config", None) is not None:
             return f"a quantization_config in the configuration of {name or 'the model'}"
     return None
+
+
+_BY_WEIGHTS = ("gptq", "awq", "hqq", "eetq", "aqlm", "spqr", "vptq", "higgs", "bitnet")
+"""Quantisations of weights alone, or of each token's activations by that token's own range."""
+
+
+def couples_values(model: nn.Module) -> str:
+    """Why values, not only shapes, of one row of a batch may change what another row is computed with.
+
+    A fixed shape is of no help there, and a trial on a few rows need not show it. LLM.int8() takes the
+    columns in which any row of the batch has an outlier out of the 8-bit product (Dettmers et al. 2022,
+    arXiv:2208.07339, section 3); dynamic quantisation may scale all activations by the largest. What
+    is not known to quantise weights alone, or each token by itself, counts as such.
+
+    Args:
+      model: judged by its layers, tensors and configurations.
+
+    Returns:
+      The reason in words; "" where there is none.
+    """
+    known = False
+    for name, module in model.named_modules():
+        where = name or "the model"
+        threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
+        if type(module).__name__ == "Linear8bitLt" and threshold > 0:
+            return (
+                f"{where} is 8-bit with llm_int8_threshold={threshold:g}, so an outlier in one row "
+                "moves columns of all rows to half precision (llm_int8_threshold=0 does not)"
+            )
+        if "ao.nn.quantized" in type(module).__module__:
+            return f"{where} quantises activations by the range of the whole batch"
+        settings = getattr(getattr(module, "config", None), "quantization_config", None)
+        if settings is not None:
+            if not _quantises_weights(settings):
+                return f"the quantization_config of {where} is not known to be of weights alone"
+            known = True
+    return "" if known else _unknown_storage(model)
+
+
+def _quantises_weights(settings: Any) -> bool:
+    values = settings if isinstance(settings, Mapping) else settings.to_dict()
+    method = getattr(values.get("quant_method"), "value", values.get("quant_method"))
+    if method == "bitsandbytes":  # 8-bit layers are looked at one by one
+        return True
+    return method in _BY_WEIGHTS or (method == "quanto" and values.get("activations") is None)
+
+
+def _unknown_storage(model: nn.Module) -> str:
+    for name, parameter in model.named_parameters():
+        kind = quantised_kind(parameter)
+        if kind is not None and "Params4bit" not in kind and "Int8Params" not in kind:
+            return f"{name} is quantised ({kind}), and nothing says how activations are"
+    for name, buffer in model.named_buffers():
+        if type(buffer.data) is not Tensor or is_packed(buffer):
+            return (
+                f"{name} looks like packed weights, and nothing says how activations are quantised"
+            )
+    return ""
 
 
 def _convolves_on_cuda(model: nn.Module) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +14,9 @@ from transformers.utils import logging
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
-from hf_dpzero.objectives.losses import evaluation_mode, trial
+from hf_dpzero.objectives.losses import evaluation_mode, num_examples, trial
 from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.random_state import isolated_randomness
 
 logger = logging.get_logger(__name__)
@@ -27,11 +30,11 @@ _ULPS = 4.0  # differences below so many units in the last place of the loss are
 
 def public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:
     """A few rows of eval_dataset, or random tokens, split as the run splits its batches."""
-    evaluation, size = trainer.eval_dataset, trainer.args.physical_batch_size
-    if isinstance(evaluation, dict):
-        evaluation = next(iter(evaluation.values()), None)
-    if hasattr(evaluation, "__len__") and len(evaluation):
-        trainer.refuse_private(evaluation)
+    if trainer.shapes is not None:
+        shapes = public_shapes(trainer, precision_diagnostics.ROWS)
+        return [] if shapes is None else list(shapes[0].microbatches(range(shapes[1])))
+    evaluation, size = evaluation_rows(trainer), trainer.args.physical_batch_size
+    if evaluation is not None:
         rows, count = trainer.rows_of(evaluation), min(precision_diagnostics.ROWS, len(evaluation))
         return [
             rows.collate_rows(list(range(i, min(i + size, count)))) for i in range(0, count, size)
@@ -41,6 +44,55 @@ def public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:
         {name: value[i : i + size] for name, value in batch.items()}
         for i in range(0, precision_diagnostics.ROWS if batch else 0, size)
     ]
+
+
+def public_shapes(trainer: Any, most: int = sys.maxsize) -> tuple[FixedShapes, int] | None:
+    """The run's fixed shapes over public rows: those of eval_dataset, or random tokens.
+
+    Args:
+      trainer: of a run that has fixed shapes.
+      most: rows.
+
+    Returns:
+      The shapes and the number of rows; None where no public row can be made.
+    """
+    of_run = dataclasses.replace(trainer.shapes, collate_stacked=None, kind=None)
+    evaluation = evaluation_rows(trainer)
+    if evaluation is not None:
+        each = trainer.rows_of(evaluation).collate_each
+        return dataclasses.replace(of_run, collate_each=each), min(most, len(evaluation))
+    batch = precision_diagnostics.random_tokens(trainer.probe(), trainer.model)
+    if batch is None:
+        return None
+    rows = _cut(batch)[:most]
+    return dataclasses.replace(of_run, collate_each=lambda chosen: [rows[i] for i in chosen]), len(
+        rows
+    )
+
+
+def evaluation_rows(trainer: Any) -> Any:
+    """The evaluation rows, which are public; None where there are none."""
+    evaluation = trainer.eval_dataset
+    if isinstance(evaluation, Mapping):
+        evaluation = next(iter(evaluation.values()), None)
+    if not hasattr(evaluation, "__getitem__") or not getattr(evaluation, "__len__", int)():
+        return None
+    trainer.refuse_private(evaluation)
+    return evaluation
+
+
+def _cut(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The rows of a batch of tokens, every second one cut to the latter half of its tokens."""
+    shape = batch["input_ids"].shape
+    half = shape[1] - shape[1] // 2 + 1
+    rows = []
+    for i in range(shape[0]):
+        start = shape[1] - half if i % 2 and "start_positions" not in batch else 0
+        along = {
+            n: v[i : i + 1, start:] if v.shape == shape else v[i : i + 1] for n, v in batch.items()
+        }
+        rows.append(along)
+    return rows
 
 
 def public_microbatch(trainer: Any) -> Mapping[str, Tensor] | None:
@@ -70,7 +122,7 @@ def check_finite(trainer: Any) -> None:
     try:
         with isolated_randomness(), evaluation_mode(trainer.model):
             losses = [
-                trainer.evaluated_objective()(trainer.model, part)
+                trainer.evaluated_objective()(trainer.model, part)[: num_examples(part)]
                 for part in public_microbatches(trainer)
             ]
     except ParameterChanged:

@@ -87,6 +87,7 @@ class PublishingTrainer(PredictingTrainer):
             privacy_unit=self.args.privacy_unit,
             earlier_runs=started.get("earlier_runs", self.earlier_runs),
             base_weights=started.get("base_weights", NOT_COMPARED),
+            forward_passes=started.get("forward_passes", ""),
             extends=self._extended,
         ).with_tuning(worst_tuning(self.args.tuning, self._extended), self.plan)
 

@@ -53,7 +53,7 @@ from hf_dpzero.training.methods import (
     private_diagnostics,
 )
 from hf_dpzero.training.overrides import check_overrides
-from hf_dpzero.training.precision import uncached_autocast, unwrapped
+from hf_dpzero.training.precision import evaluated, uncached_autocast, unwrapped
 from hf_dpzero.training.preparation import by_name, prepare
 from hf_dpzero.training.publishing import PublishingTrainer
 from hf_dpzero.training.signal_callback import SignalCallback
@@ -200,7 +200,7 @@ class DPZeroMixin(PublishingTrainer):
         if dataloader is not self._compared:
             rows = getattr(dataloader, "dataset", None)
             self.refuse_private(self.train_dataset if isinstance(rows, StepBatches) else rows)
-        return super().evaluation_loop(dataloader, *args, **settings)
+        return evaluated(self, super().evaluation_loop, dataloader, *args, **settings)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial would spend budget that no report counts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,8 +12,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+_BEGAN = time.monotonic()
+
 TimedStep = Callable[[int], None]
 """Takes the number of the round."""
+
+
+def said(what: str) -> None:
+    """Says on standard error what is being done, and when."""
+    print(f"[{time.monotonic() - _BEGAN:6.1f} s] {what}", file=sys.stderr, flush=True)
 
 
 def synchronize(device: str) -> None:
@@ -26,10 +34,13 @@ def interleaved(
 ) -> list[list[float]]:
     """Seconds of each step in each timed round; they take turns, after `untimed` rounds.
 
-    A step's method `prepare`, if it has one, runs before it off the clock. A terminal shows progress.
+    A step's method `prepare`, if it has one, runs before it off the clock. A terminal shows a bar, and
+    what is no terminal a line for each round.
     """
     rounds = []
     for number in tqdm(range(untimed + repeats), desc="rounds", leave=False, disable=None):
+        if not sys.stderr.isatty():
+            said(f"round {number + 1} of {untimed + repeats}")
         row = []
         for step in steps:
             getattr(step, "prepare", lambda: None)()

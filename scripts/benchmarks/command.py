@@ -37,6 +37,7 @@ def run_step(bench: StepBench) -> dict[str, Any]:
         "settings": asdict(bench),
         "threads": torch.get_num_threads(),
         "machine": _processor(bench.device),
+        "instruction_sets": instruction_sets(),
         "versions": {"python": platform.python_version(), **modules},
     }
 
@@ -49,6 +50,16 @@ def _processor(device: str) -> str:
         if match := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
             return match[1]
     return platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Those of the CPU that decide how fast kernels are, as Linux names them; [] where it does not."""
+    wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "sve",
+              "asimd", "bf16")  # fmt: skip
+    with contextlib.suppress(OSError):
+        if match := re.search(r"(?:flags|Features)\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
+            return [name for name in wanted if name in match[1].split()]
+    return []
 
 
 # ---------------------------------------------------------------- the table of `step`
@@ -73,7 +84,18 @@ def _heading(result: Mapping[str, Any]) -> list[str]:
     return [
         f"{s['shape']} {' '.join(how)}, {s['batch_size']} x {s['seq_length']} tokens, "
         f"{directions}d = {result['dimension']:,}",
-        f"{result['machine']}, {result['threads']} threads, {s['device']}",
+        f"{result['machine']} ({', '.join(result['instruction_sets']) or 'instruction sets unknown'}), "
+        f"{result['threads']} threads, {s['device']}",
+        *_rows(result),
+    ]
+
+
+def _rows(result: Mapping[str, Any]) -> list[str]:
+    if result["settings"]["one_batch"] or result["settings"]["method"] != "dpzero":
+        return []
+    return [
+        f"private settings: Poisson batches in passes of {result['rows_per_pass']} rows, of which "
+        f"{100 * result['blank_share']:.0f} % were blanks; the bare passes run them too"
     ]
 
 

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from hf_dpzero.training import callbacks
+from scripts.benchmarks.clock import said
 from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.shapes import empty_model
 from scripts.benchmarks.timed_steps import FirstOrderStep, Forwards, ReferenceStep, Step, build
@@ -33,6 +34,7 @@ def measure_memory(bench: StepBench) -> dict[str, Any]:
 
     A ratio is None where inference takes no measurable memory.
     """
+    said("measuring peak memory, each phase in a fresh process")
     wanted = ["inference", bench.own_phase, *(["reference"] if bench.with_reference else [])]
     peaks = {phase: in_fresh_process(bench, phase) for phase in phases_of(dict.fromkeys(wanted))}
     base = peaks["inference"]  # a tiny shape may fit into what was resident: no ratio then

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hf_dpzero.experiments.memory.model_on_meta import SHAPES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
+from hf_dpzero.training.fixed_shapes import slots
 from scripts.benchmarks.shapes import PUBLISHED, build_config
 
 SMOOTHING, LEARNING_RATE, CLIP = 1e-3, 1e-6, 50.0
@@ -36,7 +37,8 @@ class StepBench:
         `dp-adamw` (per-example gradients, clipped, summed, noised, AdamW).
       direction: distribution of the directions.
       dtype: of the weights, which are created in it.
-      batch_size, seq_length: of the one microbatch.
+      batch_size: rows that a Poisson batch is expected to have; all of them with `one_batch`.
+      seq_length: tokens of each row, without padding.
       num_directions: K; the yardstick is then 2K forward passes.
       repeats: timed rounds, after one untimed (three if compiled).
       cycles: evaluations without an update after which the weights are compared.
@@ -45,7 +47,11 @@ class StepBench:
       strategy: how the weights are perturbed (see `FiniteDifferences`).
       attention: implementation, `sdpa` or `eager`.
       threads: of torch on the CPU; None leaves them.
-      microbatch_size: examples that dp-adamw differentiates at a time; None for the whole batch.
+      microbatch_size: rows of a forward pass, at most; None for the whole batch. A private step takes
+        fewer, as the trainer does (`training.fixed_shapes.slots`).
+      one_batch: the step evaluates one microbatch of `batch_size` rows, drawn once, in place of what a
+        private run evaluates: a Poisson batch for every round, in fixed shapes filled up with blanks.
+        Always so for methods without privacy and for dp-adamw.
       per_example_gradients: how dp-adamw clips: dense or ghost.
       compile: torch.compile the model, for the yardsticks as well.
       autocast: bfloat16 autocast around every forward pass, the yardsticks' as well.
@@ -75,6 +81,7 @@ class StepBench:
     autocast: bool = False
     update_at_once: bool = False
     skip_reference: bool = False
+    one_batch: bool = False
     memory: bool = True
 
     def __post_init__(self) -> None:
@@ -90,6 +97,19 @@ class StepBench:
     def own_phase(self) -> str:
         """The memory phase, and the kind of work, that `method` stands for."""
         return {"reference": "reference", "dp-adamw": "dp-adamw"}.get(self.method, "step")
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """Whether each round evaluates a Poisson batch in fixed shapes, as a private run does."""
+        return self.method == "dpzero" and not self.one_batch
+
+    @property
+    def slots(self) -> int:
+        """Rows of each forward pass."""
+        if not self.fixed_shapes:
+            return self.batch_size
+        most = self.microbatch_size or self.batch_size
+        return slots(float(self.batch_size), most, texts=True)
 
     @property
     def deferred(self) -> bool:
@@ -139,9 +159,9 @@ def _check_together(bench: StepBench) -> None:
         (not first_order and bench.per_example_gradients != "dense",
          f"per_example_gradients={bench.per_example_gradients} with method={bench.method}: it takes "
          "no gradients."),
-        (not first_order and bench.microbatch_size is not None,
-         f"microbatch_size={bench.microbatch_size} with method={bench.method}: only dp-adamw splits "
-         "its batch."),
+        (not first_order and not bench.fixed_shapes and bench.microbatch_size is not None,
+         f"microbatch_size={bench.microbatch_size} with method={bench.method}: only dp-adamw and a "
+         "private dpzero step (without one_batch) split their batch."),
     ]  # fmt: skip
     for wrong, message in refusals:
         if wrong:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, evaluation_mode
+from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, evaluation_mode, num_examples
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable
@@ -26,30 +26,23 @@ from hf_dpzero.privacy.mechanisms import Mechanism, NonPrivateMean, ScalarMechan
 from hf_dpzero.privacy.mechanisms.gradient import clip_factors
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
+from scripts.benchmarks.drawn import DrawnBatches, random_rows
 from scripts.benchmarks.settings import CLIP, GRADIENT_CLIP, LEARNING_RATE, SMOOTHING, StepBench
 from scripts.benchmarks.shapes import build_config, empty_model, fill_, model_inputs
 
-Batch = Mapping[str, Tensor]
 _KEY = 0x5EED_0F_BE7C4
 _PROBE = 1 << 40  # a step number that no measured step reaches
 
 
-def build(bench: StepBench) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The shape's classifier with random weights, and one microbatch of random tokens, no padding."""
+def build(bench: StepBench) -> tuple[nn.Module, DrawnBatches]:
+    """The shape's classifier with random weights, and microbatches of random tokens, no padding."""
     model = empty_model(bench.shape, bench.dtype, bench.device, bench.attention)
     fill_(model)
     select_trainable(model, bench.trainable)
     if bench.compile:
-        model.compile()
-    generator = torch.Generator().manual_seed(0)
-    size = (bench.batch_size, bench.seq_length)
-    vocabulary = build_config(bench.shape).vocab_size
-    batch = {
-        "input_ids": torch.randint(4, vocabulary, size, generator=generator),
-        "attention_mask": torch.ones(size, dtype=torch.int64),
-        "labels": torch.randint(0, 2, size[:1], generator=generator),
-    }
-    return model, {name: value.to(bench.device) for name, value in batch.items()}
+        model.compile(dynamic=False)
+    rows = random_rows(bench, build_config(bench.shape).vocab_size)
+    return model, DrawnBatches(bench, rows)
 
 
 def _arithmetic(bench: StepBench) -> contextlib.AbstractContextManager[Any]:
@@ -71,22 +64,23 @@ def _objective_of(bench: StepBench, model: nn.Module) -> PerExampleLoss:
 
 
 class Forwards:
-    """The yardstick: 2K bare forward passes at fixed weights, of what the objective runs.
+    """The yardstick: 2K bare forward passes over the same microbatches, at fixed weights.
 
     The objective's model call with its inputs: no labels, no loss, no key-value cache, no_grad,
     eval mode.
     """
 
-    def __init__(self, bench: StepBench, model: nn.Module, batch: Batch) -> None:
-        self.bench, self.model = bench, model
-        self.inputs = model_inputs(model, batch)
+    def __init__(self, bench: StepBench, model: nn.Module, batches: DrawnBatches) -> None:
+        self.bench, self.model, self.batches = bench, model, batches
 
     @torch.no_grad()
     def __call__(self, step: int) -> None:
+        inputs = [model_inputs(self.model, part) for part in self.batches(step)]
         with evaluation_mode(self.model):
             for _ in range(2 * self.bench.num_directions):
-                with _arithmetic(self.bench):
-                    self.model(**self.inputs)
+                for part in inputs:
+                    with _arithmetic(self.bench):
+                        self.model(**part)
 
 
 class Step:
@@ -96,8 +90,8 @@ class Step:
     step before it. The forwards of the yardstick between two steps leave a waiting update alone.
     """
 
-    def __init__(self, bench: StepBench, model: nn.Module, batch: Batch) -> None:
-        self.bench, self.batch = bench, batch
+    def __init__(self, bench: StepBench, model: nn.Module, batches: DrawnBatches) -> None:
+        self.bench, self.batches, self.round = bench, batches, 0
         self.objective = _objective_of(bench, model)
         self.space = ParameterSpace.from_model(
             model, distribution=bench.direction, smoothing=SMOOTHING
@@ -108,11 +102,17 @@ class Step:
             return self.objective(model, inputs)  # looked up anew: the breakdown puts a clock there
 
         self.differences = FiniteDifferences(
-            model, self.space, objective, SMOOTHING, strategy=bench.strategy
+            model,
+            self.space,
+            objective,
+            SMOOTHING,
+            strategy=bench.strategy,
+            passes=bench.batch_size / bench.slots,
         )
         # One short example; for compiled models the batch, for another shape is compiled anew.
-        short = {n: v[:1, :8] if v.dim() > 1 else v[:1] for n, v in batch.items()}
-        self.probe = batch if bench.compile else short
+        first = batches(0)[0]
+        short = {n: v[:1, :8] if v.dim() > 1 else v[:1] for n, v in first.items()}
+        self.probe = first if bench.compile else short
         self.notes = make_exact(self.differences, self.probe, Direction(_KEY, _PROBE))
         self.step = self.of(bench.num_directions)
 
@@ -142,11 +142,12 @@ class Step:
         )
 
     def __call__(self, step: int) -> None:
+        self.round = step
         self.take(self.step)
 
     def take(self, step: ZerothOrderStep) -> None:
-        """The next step of `step`'s ledger on the batch."""
-        step(step.trajectory.next_step, [self.batch], LEARNING_RATE)
+        """The next step of `step`'s ledger on the microbatches of this round."""
+        step(step.trajectory.next_step, self.batches(self.round), LEARNING_RATE)
 
     def restore_errors(self, cycles: int) -> tuple[float, float]:
         """max |theta after evaluations without an update - theta before|: after one, after all.
@@ -181,6 +182,7 @@ class StepAfterItsOwn:
             self.step.take(self.own)
 
     def __call__(self, step: int) -> None:
+        self.step.round = step
         self.step.take(self.own)
 
 
@@ -191,8 +193,8 @@ class ReferenceStep:
     The restore is not exact: run it last.
     """
 
-    def __init__(self, bench: StepBench, model: nn.Module, batch: Batch) -> None:
-        self.model, self.batch, self.count = model, batch, bench.num_directions
+    def __init__(self, bench: StepBench, model: nn.Module, batches: DrawnBatches) -> None:
+        self.model, self.batches, self.count = model, batches, bench.num_directions
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.generator = torch.Generator(device=bench.device)
         self.objective = _objective_of(bench, model)
@@ -203,12 +205,17 @@ class ReferenceStep:
             seed = step * self.count + k
             with evaluation_mode(self.model):
                 self.add(seed, SMOOTHING)
-                plus = self.objective(self.model, self.batch)
+                plus = self.losses(step)
                 self.add(seed, -2 * SMOOTHING)
-                minus = self.objective(self.model, self.batch)
+                minus = self.losses(step)
                 self.add(seed, SMOOTHING)
             value = float((plus - minus).div(2 * SMOOTHING).clamp(-CLIP, CLIP).mean())
             self.add(seed, -LEARNING_RATE * value)
+
+    def losses(self, step: int) -> Tensor:
+        """Of all examples of a round, [B]."""
+        parts = self.batches(step)
+        return torch.cat([self.objective(self.model, p)[: num_examples(p)] for p in parts])
 
     def add(self, seed: int, coefficient: float) -> None:
         """theta <- theta + coefficient * z, a standard normal vector drawn from `seed`."""
@@ -235,7 +242,8 @@ class FirstOrderStep:
     Opacus' own optimizer draws it: numpy's on the CPU would make the yardstick slower than it is.
     """
 
-    def __init__(self, bench: StepBench, model: nn.Module, batch: Batch) -> None:
+    def __init__(self, bench: StepBench, model: nn.Module, batches: DrawnBatches) -> None:
+        (batch,) = batches(0)
         self.bench, self.batch = bench, batch
         size = bench.microbatch_size or bench.batch_size
         self.gradients = per_example_gradients(

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from scripts.benchmarks.clock import Stopwatch, TimedStep, interleaved, quartiles
+from scripts.benchmarks.clock import Stopwatch, TimedStep, interleaved, quartiles, said
 from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.timed_steps import (
     FirstOrderStep,
@@ -28,6 +28,7 @@ def measure_time(bench: StepBench) -> dict[str, Any]:
     Each kind runs in rounds of its own beside bare forward passes, because the published loop and
     AdamW leave weights behind that are not those our step needs; ratios are taken round by round.
     """
+    said(f"building {bench.shape}")
     model, batch = build(bench)
     forwards = Forwards(bench, model, batch)
     result: dict[str, Any] = {"seconds": {}, "all_seconds": {}}
@@ -46,6 +47,7 @@ def measure_time(bench: StepBench) -> dict[str, Any]:
                 result[name] = result[f"reference_{name}"]
     seconds = {name: statistics.median(v) for name, v in result["all_seconds"].items()}
     result["seconds"] = {"two_forwards": next(iter(seconds.values())), **seconds}
+    result |= {"rows_per_pass": bench.slots, "blank_share": batch.blank_share()}
     result["dimension"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return result
 
@@ -59,6 +61,7 @@ def _time_beside(
 ) -> None:
     """Interleaves steps with forwards; notes all seconds, and the ratio of the first step."""
     names = list(steps)
+    said(f"timing {' and '.join(names)} beside bare forward passes, {bench.repeats} rounds")
     untimed = 3 if bench.compile else 1  # a second call may be compiled once more
     beside, *own = interleaved([forwards, *steps.values()], bench.repeats, bench.device, untimed)
     result["all_seconds"][f"two_forwards_beside_{names[0]}"] = beside
@@ -76,6 +79,7 @@ def _measure_step(bench: StepBench, step: Step, forwards: Forwards, result: dict
     _time_beside(bench, steps, forwards, result)
     if bench.num_directions > 1:
         result |= marginal(result["all_seconds"], bench.num_directions)
+    said("timing the parts of a step")
     result["strategy"], result["notes"] = step.differences.strategy, step.notes
     result["breakdown"] = _breakdown(bench, step)
     result["bytes_per_parameter"] = bytes_per_parameter(step)

@@ -428,9 +428,10 @@ def test_directions_are_those_that_training_would_choose(written, capsys):
 @pytest.mark.parametrize(
     ("words", "refused"),
     [
-        (["--torch_dtype", "bfloat16", "--microbatch_size=4"], True),
-        (["--bf16", "--use_cpu", "--microbatch_size=4"], True),
-        (["--torch_dtype", "bfloat16", "--microbatch_size=1"], False),
+        (["--torch_dtype", "bfloat16", "--microbatch_size=4", "--method", "dp-sgd"], True),
+        (["--bf16", "--use_cpu", "--microbatch_size=4", "--method", "dp-adamw"], True),
+        (["--torch_dtype", "bfloat16", "--microbatch_size=1", "--method", "dp-sgd"], False),
+        (["--torch_dtype", "bfloat16", "--microbatch_size=4"], False),
         (["--microbatch_size=4"], False),
         (["--torch_dtype", "bfloat16", "--microbatch_size=4", "--method", "mezo"], False),
     ],

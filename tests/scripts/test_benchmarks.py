@@ -27,7 +27,8 @@ from scripts.benchmarks.timed_steps import (
 
 COMMON = {
     "ratio_to_two_forwards", "ratio_quartiles", "seconds", "all_seconds", "restore_error",
-    "dimension", "settings", "threads", "machine", "versions",
+    "dimension", "settings", "threads", "machine", "versions", "instruction_sets",
+    "rows_per_pass", "blank_share",
 }  # fmt: skip
 REFERENCE = {
     "reference_ratio_to_two_forwards", "reference_ratio_quartiles", "reference_restore_error",
@@ -38,7 +39,14 @@ TINY = ["step", "--shape", "tiny", "--batch_size", "2", "--seq_length", "8"]
 
 
 def tiny(**settings: Any) -> StepBench:
-    plain = {"shape": "tiny", "batch_size": 2, "seq_length": 8, "repeats": 2, "memory": False}
+    plain = {
+        "shape": "tiny",
+        "batch_size": 2,
+        "seq_length": 8,
+        "repeats": 2,
+        "memory": False,
+        "one_batch": True,
+    }
     return StepBench(**{**plain, **settings})
 
 
@@ -52,7 +60,8 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     [
         (["--direction", "gaussian", "--num_directions", "3"], "whole_model"),
         (["--method", "mezo", "--direction", "sphere", "--trainable", "classifier"], "whole_model"),
-        (["--dtype", "bfloat16"], "layerwise"),
+        (["--dtype", "bfloat16", "--one_batch"], "layerwise"),
+        (["--dtype", "bfloat16"], "whole_model"),  # two passes of a row each
         (["--dtype", "float16", "--shape", "tiny-opt", "--strategy", "whole_model"], "whole_model"),
         (["--strategy", "layerwise", "--update_at_once", "--autocast", "--attention", "eager"],
          "layerwise"),
@@ -232,7 +241,7 @@ def test_shapes_have_the_published_sizes():
         (["--method", "dp-adamw", "--compile"], "do not work with method=dp-adamw"),
         (["--method", "dp-adamw", "--num_directions", "2"], "it has no directions"),
         (["--method", "dp-adamw", "--strategy", "layerwise"], "it perturbs nothing"),
-        (["--microbatch_size", "1"], "only dp-adamw splits its batch"),
+        (["--microbatch_size", "1", "--one_batch"], "split their batch"),
         (["--method", "reference", "--skip_reference"], "nothing would be left to measure"),
         (["--compile", "--strategy", "layerwise"], "strategy=layerwise with compile"),
     ],
@@ -378,3 +387,37 @@ def test_the_table_marks_what_does_not_fit(capsys):
     row = json.loads(capsys.readouterr().out)[1]
     assert row["fits"] == {"inference": False, "step": False, "reference": False}
     assert row["estimate"]["step"] > 6.65e9 * 2
+
+
+def test_a_private_step_draws_a_batch_for_every_round_in_fixed_shapes(capsys):
+    """By default: Poisson batches, and the yardstick runs the very same microbatches."""
+    bench = tiny(batch_size=24, one_batch=False)
+    assert bench.fixed_shapes and bench.slots == 5 and not tiny(method="mezo").fixed_shapes
+    model, batches = build(bench)
+    drawn = [batches(number) for number in range(40)]
+    sizes = [sum(part.examples for part in parts) for parts in drawn]
+    assert (
+        24 - 5 < sum(sizes) / 40 < 24 + 5 and len(set(sizes)) > 8
+    )  # standard error 24^0.5 / 40^0.5
+    assert {part["input_ids"].shape for parts in drawn for part in parts} == {(5, 8)}
+    assert batches(3) is drawn[3]
+    rows = 5 * sum(map(len, drawn))
+    assert batches.blank_share() == pytest.approx(1 - sum(sizes) / rows) and rows > sum(sizes)
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    Forwards(bench, model, batches)(5)
+    assert len(calls) == 2 * len(drawn[5])
+    step = Step(bench, model, batches)
+    calls.clear()
+    step(5)
+    assert len(calls) == 2 * len(drawn[5])
+    result = run(capsys, "--batch_size", "8", "--skip_reference")
+    assert result["rows_per_pass"] == 3 and 0 < result["blank_share"] < 1
+    assert isinstance(result["instruction_sets"], list)
+
+
+def test_what_is_being_measured_is_said_while_it_is(capsys):
+    assert main([*TINY, "--repeats", "2", "--no_memory", "--batch_size", "16"]) == 0
+    printed = capsys.readouterr()
+    assert "passes of 4 rows" in printed.out and "were blanks" in printed.out
+    assert "building tiny" in printed.err and "round 2 of 3" in printed.err

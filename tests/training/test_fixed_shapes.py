@@ -37,11 +37,13 @@ def test_microbatches_have_few_shapes_and_rows_of_their_own():
     assert found == [
         ((3, 8), [0, 2, 5], 3),
         ((3, 16), [1, 4, 7], 3),
-        ((3, 32), [3, 3, 3], 1),
-        ((3, 40), [6, 6, 6], 1),
+        ((3, 32), [3, 0, 0], 1),
+        ((3, 40), [6, 0, 0], 1),
     ]
     for m in made:
-        for ids, mask, i in zip(m["input_ids"], m["attention_mask"], m["labels"].tolist()):
+        assert int(m["attention_mask"][m.examples :].sum()) == 3 - m.examples  # blanks
+        examples = zip(m["input_ids"], m["attention_mask"], m["labels"].tolist())
+        for ids, mask, i in list(examples)[: m.examples]:
             alone = collate([3, 9, 8, 20, 10, 2, 33, 16])([i])[0]["input_ids"][0]
             assert torch.equal(ids[mask.bool()], alone)
             assert int(mask.sum()) == len(alone)
@@ -58,7 +60,7 @@ def test_labels_of_tokens_are_masked_and_decoders_have_their_own_width(side):
     }
     (m,) = FixedShapes(lambda _: [row], slots=2, side=side).microbatches([0])
     assert m["attention_mask"][0].tolist() == ([1] * 5 + [0] * 3)[:: 1 if side == "right" else -1]
-    assert m["labels"][1].tolist() == [7] * 9 + [-100] * 7
+    assert m["labels"].tolist() == [[7] * 9 + [-100] * 7, [-100] * 16]
     assert m["decoder_input_ids"].shape == (2, 16)
 
 
@@ -109,7 +111,7 @@ def checked(tmp_path, objective: Any, **settings: Any) -> Any:
 
 def test_coupling_as_small_as_rounding_falls_back_to_one_example_a_pass(tmp_path, caplog):
     logging.getLogger("transformers").propagate = True
-    assert checked(tmp_path, sequence_classification_objective).shapes.slots == 5
+    assert checked(tmp_path, sequence_classification_objective).shapes.slots == 6
     assert "one example" not in caplog.text and "by itself" not in caplog.text
     trainer = checked(tmp_path, Coupled(1e-4))
     assert trainer.shapes.slots == 1
@@ -186,7 +188,7 @@ def test_experts_of_a_fixed_capacity_are_refused(tmp_path):
         torch.manual_seed(0)
         model = Experts(capacity=40)
     trainer = build(
-        tmp_path, model, expected_batch_size=100, microbatch_size=32,
+        tmp_path, model, expected_batch_size=144, microbatch_size=32, data=tiny_data(200),
         trainer_settings={"compute_per_example_loss": objective},
     )  # fmt: skip
     with pytest.raises(ValueError, match="depends on the other examples"):
@@ -194,15 +196,18 @@ def test_experts_of_a_fixed_capacity_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["precision", "allow"])
-def test_tf32_set_globally_is_refused_with_several_rows(tmp_path, setting):
+def test_tf32_set_globally_runs_in_fixed_shapes_and_is_refused_for_gradients(tmp_path, setting):
     try:
         if setting == "precision":
             torch.set_float32_matmul_precision("high")
         else:
             torch.backends.cuda.matmul.allow_tf32 = True
+        trainer = build(tmp_path, expected_batch_size=40)
+        check_before_training(trainer)
+        assert trainer.shapes.slots == 6
         with pytest.raises(ValueError, match="TF32.*microbatch_size=8"):
-            check_before_training(build(tmp_path))
-        check_before_training(build(tmp_path, microbatch_size=1))
+            check_before_training(build(tmp_path, method="dp-sgd"))
+        check_before_training(build(tmp_path, method="dp-sgd", microbatch_size=1))
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_tf32 = False

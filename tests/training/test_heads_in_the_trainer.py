@@ -58,13 +58,13 @@ def check_run(trainer: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "slots"),
     [
-        ("span-bert", 2),  # texts: an eighth of the expected batch
-        ("tokens-distilbert", 2),
-        ("choice-roberta", 2),
-        ("next-bert", 2),
-        ("multilabel-bert", 2),  # six labels, and rows of six tokens
-        ("summary-marian", 2),
-        ("sound-wav2vec2", 2),
+        ("span-bert", 4),  # texts: the root of the expected batch
+        ("tokens-distilbert", 4),
+        ("choice-roberta", 4),
+        ("next-bert", 4),
+        ("multilabel-bert", 4),  # six labels, and rows of six tokens
+        ("summary-marian", 4),
+        ("sound-wav2vec2", 4),
         ("image-vit", 4),  # one shape: as many as microbatch_size allows
         ("spectrogram-ast", 4),
         ("speech-whisper", 4),
@@ -179,7 +179,7 @@ def test_transformers_collators_pad_on_either_side(tmp_path, name: str, side: st
             check_before_training(trainer)
     else:
         check_before_training(trainer)
-        assert trainer.shapes.slots == 2
+        assert trainer.shapes.slots == 4
 
 
 # ---------------------------------------------------------------- shapes

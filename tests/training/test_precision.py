@@ -16,6 +16,7 @@ from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.precision import compile_, uncached_autocast, unwrapped
 
 U = Direction(5, 0, 0)
@@ -32,6 +33,12 @@ INDUCTOR = pytest.param(
 def fresh_dynamo():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    config = torch._dynamo.config
+    names = ("automatic_dynamic_shapes", "recompile_limit", "accumulated_recompile_limit")
+    before = {name: getattr(config, name) for name in names}
+    yield
+    for name, value in before.items():
+        setattr(config, name, value)
 
 
 def graphs() -> int:
@@ -215,6 +222,52 @@ def test_torch_compile_true_reaches_the_steps(tmp_path, tiny_bert):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", INDUCTOR])
+def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend: str):
+    """Which graph evaluates a row must not follow from the shapes that came before.
+
+    By default the second shape makes a graph for all further ones, and the ninth runs uncompiled.
+    """
+    lengths = [3, 8, 12, 20, 33]  # of which 8 fills its bucket
+    generator = torch.Generator().manual_seed(4)
+    ids = [torch.randint(4, 64, (lengths[i % 5],), generator=generator).tolist() for i in range(90)]
+    rows = [
+        {"input_ids": one, "attention_mask": [1] * len(one), "labels": one[0] % 2} for one in ids
+    ]
+
+    def pad(some: list[Any]) -> dict[str, torch.Tensor]:
+        width = max(len(row["input_ids"]) for row in some)
+        more = [width - len(row["input_ids"]) for row in some]
+        made = {
+            n: [r[n] + [0] * m for r, m in zip(some, more)] for n in ("input_ids", "attention_mask")
+        }
+        return {
+            n: torch.tensor(v) for n, v in {**made, "labels": [r["labels"] for r in some]}.items()
+        }
+
+    settings = {"torch_compile": True, "torch_compile_backend": backend, "expected_batch_size": 16}
+    given, rows = {"eval_dataset": rows[60:]}, rows[:60]
+    model = tiny_bert(max_position_embeddings=64)
+    trainer = build(
+        tmp_path, model, data=rows, trainer_settings=given, microbatch_size=2, **settings
+    )
+    trainer.data_collator = pad
+    check_before_training(trainer)
+    assert trainer.shapes.slots == 2
+    after_trial = graphs()
+    widths = {len(m["input_ids"][0]) for m in trainer.shapes.microbatches(range(60))}
+    assert widths == {8, 16, 32, 64}
+    trainer.train()
+    made = trainer.shapes.microbatches(range(60))
+    evaluate = trainer.step.differences.evaluate
+    with torch.no_grad():
+        expected = [evaluate(m) for m in made]
+        again = [evaluate(m) for m in reversed(made)][::-1]
+    assert all(torch.equal(a, b) for a, b in zip(expected, again))
+    assert after_trial == graphs() == len(widths)  # not one recompile in training
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "frozen"),
     [
@@ -301,8 +354,11 @@ def test_bf16_trains_and_is_near_float32(tmp_path, tiny_bert):
     assert not torch.equal(low, exact)  # autocast was on
     assert torch.allclose(low, exact, rtol=0.1, atol=0.1)
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    several = build(tmp_path / "several", tiny_bert(), bf16=True, expected_batch_size=32)
+    several.train()
+    assert several.shapes.slots == 4
     with pytest.raises(ValueError, match="bf16=True with microbatch_size=4"):
-        build(tmp_path / "coupled", tiny_bert(), bf16=True).train()
+        build(tmp_path / "coupled", tiny_bert(), bf16=True, method="dp-sgd").train()
 
 
 def test_what_is_checked_before_training_runs_in_its_arithmetic(tmp_path, tiny_bert):
@@ -344,7 +400,7 @@ def test_no_copy_of_a_weight_outlives_a_forward_pass(tmp_path, tiny_bert):
 def test_mixed_precision_from_the_launcher_is_seen(tmp_path, tiny_bert, monkeypatch, name, message):
     """`accelerate launch --mixed_precision` sets a variable, not an argument."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
-    trainer = build(tmp_path, tiny_bert())
+    trainer = build(tmp_path, tiny_bert(), method="dp-sgd")
     assert not trainer.args.bf16
     with pytest.raises(ValueError, match=message):
         trainer.train()
