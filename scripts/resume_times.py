@@ -119,6 +119,8 @@ def main() -> None:
     taken, plan = given.steps, given.steps + 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
+        warm = argparse.Namespace(**{**vars(given), "shape": "tiny"})
+        timed(warm, Path(name) / "warm", 1, 1, resume=False, save=False)  # imports and compiles
         first = timed(given, folder, plan, taken, resume=False, save=True)
         began = time.perf_counter()
         digest_weights(folder / f"checkpoint-{taken}")

