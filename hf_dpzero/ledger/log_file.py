@@ -11,26 +11,82 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_SECTOR = 512
+
 
 class LedgerError(ValueError):
     """A ledger that is corrupt, truncated or of another run."""
+
+
+class LedgerWriteError(LedgerError, OSError):
+    """A ledger that could not be written: the disk is full, read-only or gone."""
+
+
+def create_whole(path: Path, content: bytes) -> None:
+    """Makes a new file, durable: with all of its content, or not at all.
+
+    Args:
+      path: of the file.
+      content: its bytes.
+
+    Raises:
+      FileExistsError: there is one; it stays as it is.
+      OSError: it cannot be written.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            flush(file)
+        draft.chmod(0o644)
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            if path.exists():
+                raise FileExistsError(str(path)) from None
+            draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    flush_folder(path.parent)
 
 
 def append_whole(path: Path, record: bytes) -> None:
     """Appends to a file and syncs it; if that fails, the file is left as it was.
 
     Args:
-      path: of the file.
+      path: of a file that is there.
       record: bytes to add.
+
+    Raises:
+      OSError: it cannot be written.
     """
-    with open(path, "ab") as file:
-        size = file.tell()
+    with open(
+        path, "r+b", buffering=0
+    ) as file:  # a buffer would be written again when it is closed
+        size = file.seek(0, os.SEEK_END)
         try:
-            file.write(record)
+            while record:
+                record = record[file.write(record) :]
             flush(file)
         except BaseException:
-            os.truncate(path, size)
+            os.ftruncate(file.fileno(), size)
             raise
+
+
+def never_written(raw: bytes, start: int) -> bool:
+    """Whether a last record reads as a loss of power leaves it: zeros from `start` or a sector on.
+
+    A file system may have made the file longer before the sectors were written. Such a record was never
+    synced, so nothing followed from it.
+
+    >>> never_written(b"abc" + bytes(9), 3), never_written(b"abc" + bytes(8) + b"x", 3)
+    (True, False)
+    """
+    sectors = range(-(-start // _SECTOR) * _SECTOR, len(raw), _SECTOR)
+    return any(not any(raw[place:]) for place in (start, *sectors))
 
 
 def flush(file: Any) -> None:
@@ -133,3 +189,4 @@ def write_for_owner(path: Path, text: str) -> None:
         file.write(text)
         flush(file)
     os.replace(draft, path)
+    flush_folder(path.parent)

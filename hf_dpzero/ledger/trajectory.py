@@ -29,11 +29,13 @@ import torch
 
 from hf_dpzero.ledger.log_file import (
     LedgerError,
+    LedgerWriteError,
     append_whole,
+    create_whole,
     flush,
-    flush_folder,
     header_lines,
     locked,
+    never_written,
     split_header,
 )
 from hf_dpzero.ledger.update_rules import Release, Term, UpdateTerms, update_rule_from_dict
@@ -94,21 +96,23 @@ class Trajectory:
           An empty trajectory on that file.
 
         Raises:
-          LedgerError: the file exists already.
+          LedgerError: the file exists already, or cannot be written.
         """
         path = Path(path)
         trajectory = cls(header, path=path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(path, "xb") as file:
-                file.write(header_lines(trajectory.header))
-                flush(file)
-        except FileExistsError:
-            raise LedgerError(
-                f"{path} is the ledger of an earlier run: resume it (resume_from_checkpoint), or "
-                "train into another output_dir. Its privacy budget stays spent either way."
-            ) from None
-        flush_folder(path.parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            create_whole(path, header_lines(trajectory.header))
+        except OSError as error:
+            if path.exists():
+                raise LedgerError(
+                    f"{path} is the ledger of an earlier run: resume it (resume_from_checkpoint), or "
+                    "train into another output_dir. Its privacy budget stays spent either way."
+                ) from None
+            raise LedgerWriteError(
+                f"{path} cannot be written ({error.strerror}), and without a ledger nothing is "
+                "released: make room, or give an output_dir that can be written."
+            ) from error
         trajectory._lock, trajectory._size = locked(path), os.path.getsize(path)
         return trajectory
 
@@ -116,7 +120,8 @@ class Trajectory:
     def open(cls, path: str | os.PathLike, header: Mapping[str, Any] | None = None) -> Trajectory:
         """Opens a ledger to continue it, and holds it for this run.
 
-        A record cut short by a crash at the very end is dropped from the file: no update followed it.
+        A record cut short by a crash at the very end, or never written there though the file was made
+        longer (`never_written`), is dropped from the file: no update followed it.
 
         Args:
           path: of the ledger file.
@@ -169,6 +174,9 @@ class Trajectory:
         for start in range(0, whole, size):
             record, crc = body[start : start + size - 4], body[start + size - 4 : start + size]
             if zlib.crc32(record) != int.from_bytes(crc, "little"):
+                if start + size == len(body) and never_written(raw, len(raw) - size):
+                    whole = start
+                    break
                 raise LedgerError(
                     f"{path}: the record after step {trajectory.next_step - 1} is corrupt (checksum); "
                     "restore the file from a copy. What was spent after that step is unknown."
@@ -257,18 +265,27 @@ class Trajectory:
 
         Raises:
           LedgerError: a step that is not after the last, a wrong number of values, values that
-            the file's float32 could not give back, or a file that was closed or changed.
+            the file's float32 could not give back, or a file that was closed, changed or replaced.
+          LedgerWriteError: the disk is full or read-only, or the file is gone.
         """
         self._refuse_misfit(release)
         if self.path is not None:
             if self._lock is None:
                 raise LedgerError(f"{self.path} was closed: open it again to continue it.")
-            if os.path.getsize(self.path) != self._size:
-                raise LedgerError(
-                    f"{self.path} was changed by somebody else while this run was writing it."
-                )
             record = self._pack(release)
-            append_whole(self.path, record)
+            try:
+                found, held = os.stat(self.path), os.fstat(self._lock.fileno())
+                if found.st_size != self._size or not os.path.samestat(found, held):
+                    raise LedgerError(
+                        f"{self.path} was changed by somebody else while this run was writing it."
+                    )
+                append_whole(self.path, record)
+            except OSError as error:
+                raise LedgerWriteError(
+                    f"{self.path}: step {release.step} could not be written ({error.strerror}), so it "
+                    f"was not released; the {self.next_step} steps before it are. Make room, or bring "
+                    "the folder back as it was, then resume (resume_from_checkpoint=True)."
+                ) from error
             self._size += len(record)
         self.releases.append(release)
 
@@ -315,6 +332,8 @@ class Trajectory:
         metadata = {"header": header, "crc32": str(_checksum(header, tensors))}
         partial = f"{path}.partial"
         save_file(tensors, partial, metadata=metadata)
+        with open(partial, "rb") as file:
+            flush(file)
         os.replace(partial, path)
 
     @classmethod

@@ -90,6 +90,12 @@ def on_main(main: Callable[[], T], others: Callable[[], T]) -> T:
     return result if dist.get_rank() == 0 else others()  # type: ignore[return-value]
 
 
+def wait() -> None:
+    """Returns once every process has come here."""
+    if active():
+        dist.barrier()
+
+
 def check_launch(trainer: Any) -> None:
     """Refuses sharding that `accelerate launch` asks for by environment variables.
 

@@ -64,7 +64,9 @@ def write_initial_values(
         "base_model": Path(name).name if Path(resolve_path(name)).is_dir() else name,
         "base_model_digest": base_digest,
     }
-    save_file(values, path, metadata=metadata)
+    draft = path.with_name(f".{path.name}")
+    save_file(values, draft, metadata=metadata)
+    draft.replace(path)
 
 
 def copy_initial_values(run: str | Path, folder: str | Path) -> None:

@@ -12,7 +12,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.reporting.extension import check_extended
 from hf_dpzero.reporting.wording import NOT_COMPARED
-from hf_dpzero.training import distributed, run_files
+from hf_dpzero.training import checkpoint_files, distributed, run_files
 from hf_dpzero.training.base_weights import check_start, digest_frozen, state_digest
 from hf_dpzero.training.fixed_shapes import forward_passes
 from hf_dpzero.training.group_training import check_resumed
@@ -53,12 +53,13 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
                 "last one in output_dir."
             )
         return resume or None
-    folders = Path(output_dir).glob("checkpoint-*")
-    whole = [path for path in folders if (path / run_files.STATE_NAME).is_file()]
-    if whole:
-        return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2])))
+    if whole := checkpoint_files.whole_checkpoints(Path(output_dir)):
+        return str(whole[-1])
     if not (Path(output_dir) / LEDGER_NAME).is_file():
-        raise ValueError(f"{output_dir} has no checkpoint and no {LEDGER_NAME} to resume from.")
+        raise ValueError(
+            f"{output_dir} has no checkpoint and no {LEDGER_NAME} to resume from: a run that was "
+            "killed before it had a ledger released nothing; start it without resume_from_checkpoint."
+        )
     return None
 
 
@@ -95,16 +96,20 @@ def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
 
 
 def _start(trainer: Any, header: dict[str, Any]) -> Opened:
-    model, folder, args = trainer.model, trainer.output_dir, trainer.args
+    model, folder = trainer.model, trainer.output_dir
     header["base_weights"], compared = _checked_start(trainer)
     digest = digest_model(model)
     header["frozen_digest"] = digest_frozen(model)
     header["earlier_runs"] = trainer.earlier_runs
     header["forward_passes"] = forward_passes(trainer.shapes)
     ledger = run_files.start_ledger(folder, header, digest)
-    if args.should_save and trainer.plan.mechanism.replayable:
-        write_initial_values(folder, model, compared, digest)
+    _keep_initial_values(trainer, compared, digest)
     return Opened(ledger, None, state_digest(model))
+
+
+def _keep_initial_values(trainer: Any, compared: Any, digest: str) -> None:
+    if trainer.args.should_save and trainer.plan.mechanism.replayable:
+        write_initial_values(trainer.output_dir, trainer.model, compared, digest)
 
 
 def _checked_start(trainer: Any) -> Any:
@@ -142,4 +147,5 @@ def _check_replayed(trainer: Any, ledger: Trajectory) -> None:
             "it again, in the same dtype and with the same head and adapters (from the same seed, or by "
             "hf_dpzero.training.initial_values.load_initial_model)."
         )
-    _checked_start(trainer)
+    _, compared = _checked_start(trainer)
+    _keep_initial_values(trainer, compared, ledger.header["base_model_digest"])

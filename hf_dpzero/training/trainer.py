@@ -28,11 +28,11 @@ from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.training import (
+    checkpoint_files,
     data_checks,
     distributed,
     noise_keys,
     opening,
-    run_files,
     screen,
     validation,
 )
@@ -419,12 +419,8 @@ class DPZeroMixin(PublishingTrainer):
         assert self._besides is not None
         self._besides.check()
         self.method.settle_()
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save and folder.exists():
-            state = self.method.state_dict()
-            assert self.trajectory is not None
-            run_files.save_state(folder, self.state.global_step, state, self.trajectory)
+        write = super()._save_checkpoint
+        checkpoint_files.save_whole(self, lambda: write(model, trial))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self._tainted:

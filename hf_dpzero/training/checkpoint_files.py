@@ -1,0 +1,145 @@
+"""Checkpoints that are there whole or not at all: written aside, made durable, then renamed.
+
+Trainer writes into `checkpoint-N` file by file, and removes older ones before the last file is there. A
+crash could so leave none to go on from, which loses a first-order run. Here Trainer writes the same
+files into `.unfinished/checkpoint-N`; that folder is synced and renamed, and only then do older ones go,
+each by one rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_dpzero.ledger.log_file import flush_folder
+from hf_dpzero.training import distributed
+from hf_dpzero.training.run_files import STATE_NAME, save_state
+
+UNFINISHED, REPLACED = ".unfinished", "replaced-"
+
+
+class CheckpointError(OSError):
+    """A checkpoint that could not be written; the ones before it are as they were."""
+
+
+def whole_checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints that were written to their end, oldest step first.
+
+    Args:
+      output_dir: of the run.
+
+    Returns:
+      Their folders; of one that a crash left half replaced, the old one.
+    """
+    aside = (output_dir / UNFINISHED).glob(f"{REPLACED}*")
+    found = [*aside, *output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    return sorted((path for path in found if (path / STATE_NAME).is_file()), key=_step)
+
+
+def save_whole(trainer: Any, write: Callable[[], None]) -> None:
+    """Has a checkpoint written aside and put in place; then removes what `save_total_limit` leaves out.
+
+    Guarantee: at every moment `checkpoint-N` is missing, the old one, or all of the new one, and no
+    other is removed before it is there. Called on all processes.
+
+    Args:
+      trainer: a `DPZeroTrainer`.
+      write: Trainer's `_save_checkpoint`.
+
+    Raises:
+      CheckpointError: a full disk, or a folder that cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    run = str(trainer._get_output_dir(trial=None))
+    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    draft, place = Path(run) / UNFINISHED / name, Path(run) / name
+    saves = trainer.args.should_save
+    if saves:
+        shutil.rmtree(draft, ignore_errors=True)  # a crash may have left it
+    distributed.wait()
+    try:
+        with _writing_to(trainer, draft.parent):
+            write()
+        _name_best(trainer.state, run, name)
+        if saves and draft.is_dir():
+            _complete(trainer, draft)
+        distributed.wait()
+        if saves and draft.is_dir():
+            _put(draft, place)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(
+            f"{place} could not be written ({type(error).__name__}: {error}) and was left out: the "
+            f"checkpoints before it and the ledger with its {trainer.trajectory.next_step} steps are "
+            "whole. Make room (save_total_limit keeps fewer; save_strategy='no' none, which a run of "
+            "released numbers can resume without), then resume_from_checkpoint=True."
+        ) from error
+    if saves:
+        _remove_older(trainer, Path(run), place)
+        shutil.rmtree(draft.parent, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _writing_to(trainer: Any, folder: Path) -> Iterator[None]:
+    """Trainer's run folder is another one for the while, where it also finds none to remove."""
+    trainer._get_output_dir = lambda trial=None: str(folder)
+    try:
+        yield
+    finally:
+        del trainer._get_output_dir
+
+
+def _name_best(state: Any, run: str, name: str) -> None:
+    """The best checkpoint's place, as Trainer notes it, which looked for it among the unfinished."""
+    if state.best_global_step:
+        best = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        if best == name or os.path.isdir(os.path.join(run, best)):
+            state.best_model_checkpoint = os.path.join(run, best)
+
+
+def _complete(trainer: Any, draft: Path) -> None:
+    if (draft / TRAINER_STATE_NAME).is_file():
+        trainer.state.save_to_json(str(draft / TRAINER_STATE_NAME))
+    save_state(draft, trainer.state.global_step, trainer.method.state_dict(), trainer.trajectory)
+    for folder, _, files in os.walk(draft):
+        for file in files:
+            with open(os.path.join(folder, file), "rb") as opened:
+                os.fsync(opened.fileno())
+        flush_folder(Path(folder))
+
+
+def _put(draft: Path, place: Path) -> None:
+    if place.exists():
+        aside = draft.with_name(REPLACED + place.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        place.rename(aside)
+    draft.rename(place)
+    flush_folder(place.parent)
+
+
+def _remove_older(trainer: Any, run: Path, newest: Path) -> None:
+    """As Trainer's rotation, but one is gone at once; those of a later step are an earlier attempt's."""
+    limit = trainer.args.save_total_limit
+    if limit is None or limit <= 0:
+        return
+    kept = {newest, Path(trainer.state.best_model_checkpoint or newest)}
+    found = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
+    found.sort(key=lambda path: (_step(path) <= _step(newest), _step(path)))
+    spare = [path for path in found if path not in kept]
+    for path in spare[: max(0, len(found) - max(limit, len(kept)))]:
+        gone = newest.parent / UNFINISHED / path.name
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+
+
+def _step(path: Path) -> int:
+    number = path.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
