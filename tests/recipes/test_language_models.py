@@ -298,12 +298,14 @@ def test_auto_takes_the_checkpoints_dtype(
 
 
 def test_a_half_precision_language_model_is_trained_whole(load: Loader, tmp_path: Path) -> None:
-    """What the field's documentation says; a private run needs microbatch_size=1."""
+    """What the field's documentation says, several examples a pass and one."""
     model = load("opt", torch_dtype="float16")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     settings = {"max_steps": 2, "smoothing": 0.02}
-    with pytest.raises(ValueError, match="microbatch_size=1"):
-        step(model, tmp_path / "many", microbatch_size=4, **settings)
+    many = step(
+        load("opt", torch_dtype="float16"), tmp_path / "many", microbatch_size=4, **settings
+    )
+    assert many.trajectory.next_step == 2
     trainer = step(model, tmp_path / "one", **settings)
     assert trainer.trajectory.next_step == 2
     assert {p.dtype for p in model.parameters()} == {torch.float16}
@@ -479,8 +481,10 @@ def test_a_private_step_on_a_quantised_base(
     base, before = digest_model(model), losses(model, "opt")
     assert digest_model(load("opt", **settings)) == base
     assert (before - losses(load("opt"), "opt")).abs().max() > 1e-4  # computes with rounded weights
-    with pytest.raises(ValueError, match=r"not float32.*microbatch_size=1"):
-        step(model, tmp_path / "four", microbatch_size=4)
+    several = step(load("opt", **settings), tmp_path / "four", microbatch_size=4)
+    if bits == 8:  # LLM.int8() takes columns with an outlier in any row out of the 8-bit product
+        assert several.shapes.slots == 1
+    assert several.trajectory.header["forward_passes"] in ("fixed shapes", "one example")
     trainer = step(model, tmp_path)
     trainer.save_model()
     assert checksums((n, p) for n, p in model.named_parameters() if n in frozen) == frozen

@@ -395,10 +395,9 @@ def test_half_precision_layer_norms_at_one_are_trained(tmp_path):
     """In bfloat16 the neighbours of 1 are 2^-7 away: rounded to nearest, 1e-3 would do nothing."""
     model = tiny_model().bfloat16()
     assert bool((model.bert.embeddings.LayerNorm.weight == 1).all())
-    settings = {"max_steps": 12, "learning_rate": 4e-3, "microbatch_size": 1}
+    settings = {"max_steps": 12, "learning_rate": 4e-3, "perturbation_strategy": "layerwise"}
     trainer = build(tmp_path, model, expected_batch_size=4, **settings)
     trainer.train()
-    assert trainer.step.differences.strategy == "layerwise"
     assert bool((model.bert.embeddings.LayerNorm.weight != 1).any())
     rebuilt = tiny_model().bfloat16()
     replay(rebuilt, trainer.trajectory)
@@ -548,13 +547,16 @@ def test_data_cannot_move_the_global_generators(tmp_path):
     assert torch.equal(*states)
 
 
-def test_low_precision_needs_one_example_a_pass(tmp_path):
-    model, settings = tiny_model().bfloat16(), {"smoothing": 0.05, "max_steps": 1}
-    with pytest.raises(ValueError, match="microbatch_size=1"):
-        build(tmp_path, model, **settings).train()
-    alone = build(tmp_path / "alone", model, microbatch_size=1, **settings)
+def test_low_precision_runs_in_fixed_shapes_or_one_by_one(tmp_path):
+    settings = {"smoothing": 0.05, "max_steps": 1}
+    several = build(tmp_path / "several", tiny_model().bfloat16(), **settings)
+    several.train()
+    assert several.shapes.slots > 1
+    alone = build(tmp_path / "alone", tiny_model().bfloat16(), microbatch_size=1, **settings)
     alone.train()
-    assert alone.trajectory.next_step == 1
+    assert alone.shapes.slots == 1
+    told = [run.trajectory.header["forward_passes"] for run in (several, alone)]
+    assert told == ["fixed shapes", "one example"]
 
 
 def test_checkpoints_and_ledger_must_belong_together(tmp_path):
@@ -709,7 +711,7 @@ def test_a_frozen_parameter_that_a_later_batch_changes_stops_the_run(tmp_path):
 
     def writing(*args, **kwargs):
         calls.append(1)
-        if len(calls) > 40:  # the trial and the first steps are innocent
+        if len(calls) > 200:  # the trial and the first steps are innocent
             with torch.no_grad():
                 frozen.add_(1.0)
         return forward(*args, **kwargs)

@@ -56,7 +56,7 @@ def roundings(count: int) -> np.ndarray:
     Returns:
       float64 [count], the newest draw last.
 
-    >>> roundings(6)[-1], roundings(6)[0]
+    >>> float(roundings(6)[-1]), float(roundings(6)[0])
     (2.0, 5.0)
     """
     met = np.zeros(count)
