@@ -27,9 +27,11 @@ from hf_dpzero.training.fixed_shapes import (
     is_unmasked_sound,
     kind_of,
     masked_shape,
+    shape_of,
     slots,
 )
 from hf_dpzero.training.independence_check import (
+    CoupledLosses,
     Losses,
     check_fixed_shapes,
     check_independence,
@@ -244,17 +246,23 @@ def _try_shapes(trainer: Any, count: int, losses: Losses, coarse: bool) -> None:
 def _holds_on_public_rows(trainer: Any, losses: Losses, coarse: bool) -> bool:
     """Whether public rows keep their bits in all places; chooses also what fills up microbatches."""
     try:
-        blanks = takes_blanks(trainer.shapes, losses)
+        shape_of(trainer.shapes.collate_each([0])[0])  # of the kind of all rows
     except ValueError:
         return False  # no row of its own
-    trainer.shapes = dataclasses.replace(trainer.shapes, blanks=blanks)
+    trainer.shapes = dataclasses.replace(trainer.shapes, blanks=False)  # needs nothing of the model
     if (public := public_shapes(trainer)) is None:
         return True
     shapes, count = public
+    shapes = dataclasses.replace(shapes, blanks=True)
+    shapes = dataclasses.replace(shapes, blanks=takes_blanks(shapes, losses))
+    trainer.shapes = dataclasses.replace(trainer.shapes, blanks=shapes.blanks)
     if evaluation_rows(trainer) is not None:  # random tokens say nothing of the lengths of texts
         shapes = dataclasses.replace(shapes, unmasked_apart=mostly_unmasked(shapes, count))
         trainer.shapes = dataclasses.replace(trainer.shapes, unmasked_apart=shapes.unmasked_apart)
-    return _try_neighbours(trainer, shapes, count, losses, coarse)
+    try:
+        return _try_neighbours(trainer, shapes, count, losses, coarse)
+    except CoupledLosses:
+        return False
 
 
 def _try_neighbours(

@@ -24,6 +24,10 @@ from hf_dpzero.training.fixed_shapes import FixedShapes, masked_shape, widened
 Batch = Mapping[str, Tensor]
 
 
+class CoupledLosses(ValueError):
+    """An example's loss depends on other examples by more than rounding."""
+
+
 class Losses(Protocol):
     """A batch's per-example losses, float32 [B] on the CPU."""
 
@@ -147,10 +151,10 @@ def mostly_unmasked(shapes: FixedShapes, count: int) -> bool:
 
 
 def takes_blanks(shapes: FixedShapes, losses: Losses) -> bool:
-    """Whether model and loss run on blank rows, alone and beside row 0; some look for a special token.
+    """Whether model and loss run on blank rows, alone and beside a row; some look for a certain token.
 
     Args:
-      shapes: of the run; row 0 of its rows is collated.
+      shapes: of the run, over public rows: what they decide, private rows may not.
       losses: as in `check_independence`.
 
     Returns:
@@ -286,7 +290,7 @@ def _compare(losses: Tensor, expected: Tensor, where: str, coarse: bool = False)
 
 
 def _refuse(where: str) -> NoReturn:
-    raise ValueError(
+    raise CoupledLosses(
         f"an example's loss depends on the other examples of its batch: it differs {where}, so "
         "clipping it would not bound one example's influence. Compute each loss from its own row "
         "only (no batch mean, no in-batch negatives, no batch statistics), with a model that "
