@@ -229,14 +229,18 @@ def _try_shapes(trainer: Any, count: int, losses: Losses, coarse: bool) -> None:
     Private rows may only stop it: were they to choose, one row could change all others' rounding.
 
     Raises:
-      ValueError: a private row's loss has other bits beside other rows.
+      ValueError: a private row's loss has other bits beside other rows, or a public row's another value.
     """
     # Rows that the loss does not take decide nothing; what is wrong with it shows on private ones.
-    with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):
+    try:
         if not _holds_on_public_rows(trainer, losses, coarse):
             trainer.shapes = dataclasses.replace(trainer.shapes, slots=1)
             logger.warning(f"{OTHER_BITS}: {ONE_BY_ONE}")
             return
+    except CoupledLosses:
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError):
+        pass
     if not _try_neighbours(trainer, trainer.shapes, count, losses, coarse):
         raise ValueError(
             f"{OTHER_BITS}: set microbatch_size=1, so that every example is evaluated by itself."
@@ -259,10 +263,7 @@ def _holds_on_public_rows(trainer: Any, losses: Losses, coarse: bool) -> bool:
     if evaluation_rows(trainer) is not None:  # random tokens say nothing of the lengths of texts
         shapes = dataclasses.replace(shapes, unmasked_apart=mostly_unmasked(shapes, count))
         trainer.shapes = dataclasses.replace(trainer.shapes, unmasked_apart=shapes.unmasked_apart)
-    try:
-        return _try_neighbours(trainer, shapes, count, losses, coarse)
-    except CoupledLosses:
-        return False
+    return _try_neighbours(trainer, shapes, count, losses, coarse)
 
 
 def _try_neighbours(
