@@ -304,7 +304,7 @@ class FixedShapes:
         return [
             self.filled([rows[place] for place in chosen], chosen)
             for group in groups.values()
-            for chosen in self._portions(group, rows)
+            for chosen in self.portions(group, rows)
         ]
 
     def group_of(self, row: Row) -> tuple[Any, ...]:
@@ -318,7 +318,8 @@ class FixedShapes:
             return True
         return not frozenset.intersection(*map(unmasked, rows))
 
-    def _portions(self, group: Sequence[int], rows: Sequence[Row]) -> Iterator[Sequence[int]]:
+    def portions(self, group: Sequence[int], rows: Sequence[Row]) -> Iterator[Sequence[int]]:
+        """Places of one group's rows, a microbatch's at a time."""
         start = 0
         while start < len(group):
             chosen = group[start : start + self.slots]
