@@ -380,7 +380,8 @@ _COMMON_CAVEATS = (
 
 _COUPLING_CAVEATS = {
     "fixed shapes": "An example's loss is assumed not to depend on the others in its microbatch, in no "
-    "bit: this was tried before training, on a few rows, in batches of the shapes that the run has.",
+    "bit: this was tried before training, on a few rows, at the initial weights, in batches of the "
+    "shapes that are most common among them.",
     "one example": "An example's loss is assumed not to depend on those evaluated before it (tried on "
     "a few rows before training); each was evaluated by itself.",
     "": "An example's loss or gradient is assumed not to depend on the others in its microbatch (tried "

@@ -27,9 +27,11 @@ from hf_dpzero.training.fixed_shapes import (
     is_unmasked_sound,
     kind_of,
     masked_shape,
+    shape_of,
     slots,
 )
 from hf_dpzero.training.independence_check import (
+    CoupledLosses,
     Losses,
     check_fixed_shapes,
     check_independence,
@@ -227,14 +229,18 @@ def _try_shapes(trainer: Any, count: int, losses: Losses, coarse: bool) -> None:
     Private rows may only stop it: were they to choose, one row could change all others' rounding.
 
     Raises:
-      ValueError: a private row's loss has other bits beside other rows.
+      ValueError: a private row's loss has other bits beside other rows, or a public row's another value.
     """
     # Rows that the loss does not take decide nothing; what is wrong with it shows on private ones.
-    with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):
+    try:
         if not _holds_on_public_rows(trainer, losses, coarse):
             trainer.shapes = dataclasses.replace(trainer.shapes, slots=1)
             logger.warning(f"{OTHER_BITS}: {ONE_BY_ONE}")
             return
+    except CoupledLosses:
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError):
+        pass
     if not _try_neighbours(trainer, trainer.shapes, count, losses, coarse):
         raise ValueError(
             f"{OTHER_BITS}: set microbatch_size=1, so that every example is evaluated by itself."
@@ -244,13 +250,16 @@ def _try_shapes(trainer: Any, count: int, losses: Losses, coarse: bool) -> None:
 def _holds_on_public_rows(trainer: Any, losses: Losses, coarse: bool) -> bool:
     """Whether public rows keep their bits in all places; chooses also what fills up microbatches."""
     try:
-        blanks = takes_blanks(trainer.shapes, losses)
+        shape_of(trainer.shapes.collate_each([0])[0])  # of the kind of all rows
     except ValueError:
         return False  # no row of its own
-    trainer.shapes = dataclasses.replace(trainer.shapes, blanks=blanks)
+    trainer.shapes = dataclasses.replace(trainer.shapes, blanks=False)  # needs nothing of the model
     if (public := public_shapes(trainer)) is None:
         return True
     shapes, count = public
+    shapes = dataclasses.replace(shapes, blanks=True)
+    shapes = dataclasses.replace(shapes, blanks=takes_blanks(shapes, losses))
+    trainer.shapes = dataclasses.replace(trainer.shapes, blanks=shapes.blanks)
     if evaluation_rows(trainer) is not None:  # random tokens say nothing of the lengths of texts
         shapes = dataclasses.replace(shapes, unmasked_apart=mostly_unmasked(shapes, count))
         trainer.shapes = dataclasses.replace(trainer.shapes, unmasked_apart=shapes.unmasked_apart)

@@ -18,16 +18,24 @@ from hf_dpzero.objectives.losses import IGNORE_INDEX
 Row = Mapping[str, Tensor]
 
 MASKS = ("attention_mask", "decoder_attention_mask")
+POSITIONS = "position_ids"
 
 
 def unmasked(row: Row) -> frozenset[str]:
-    """The masks of a batch of one that mask nothing.
+    """The masks of a batch of one that mask nothing, and position_ids that start but once.
+
+    Without an attention mask, transformers reads position_ids that start again as a mask of packed
+    texts, and computes none where no row of the batch has such.
 
     >>> unmasked({"attention_mask": torch.tensor([[1, 1]])})
     frozenset({'attention_mask'})
     """
     given = ((name, row.get(name)) for name in MASKS)
-    return frozenset(name for name, mask in given if mask is not None and bool(mask.ne(0).all()))
+    whole = {name for name, mask in given if mask is not None and bool(mask.ne(0).all())}
+    positions = row.get(POSITIONS)
+    if positions is not None and bool(positions.diff(dim=-1).eq(1).all()):
+        whole.add(POSITIONS)
+    return frozenset(whole)
 
 
 def blank_like(
@@ -38,7 +46,7 @@ def blank_like(
     Args:
       row: a batch of one; its names, shapes and dtypes are read, no value.
       side: of the padding.
-      without_padding: masks of it that attend to all columns.
+      without_padding: masks of it that attend to all columns, positions that start once.
 
     Returns:
       A batch of one, the same for every row of that shape.
@@ -50,6 +58,8 @@ def blank_like(
     labels = blank.get("labels")
     if labels is not None and labels.dim() > 1 and not labels.is_floating_point():
         labels.fill_(IGNORE_INDEX)
+    if POSITIONS in without_padding:
+        blank[POSITIONS] += torch.arange(blank[POSITIONS].shape[-1])
     for name in MASKS:
         if name in without_padding:
             blank[name].fill_(1)

@@ -186,10 +186,17 @@ def is_unmasked_sound(row: Row) -> bool:
 def kind_of(row: Row) -> tuple[Any, ...]:
     """Names, dtypes and numbers of dimensions of a batch of one, and whether a mask covers it.
 
-    How all rows are run follows from those of row 0, so all must have the same.
+    How all rows are run follows from those of row 0, so all must have the same, also in what is no
+    tensor and in tensors that are not of one row.
     """
-    tensors = ((k, v.dtype, v.dim()) for k, v in row.items() if isinstance(v, Tensor))
-    return (masked_shape(row) is not None, *sorted(tensors, key=lambda entry: entry[0]))
+    kinds = ((k, *_kind_of_value(v)) for k, v in row.items())
+    return (masked_shape(row) is not None, *sorted(kinds, key=lambda entry: entry[0]))
+
+
+def _kind_of_value(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Tensor):
+        return (type(value).__name__,)
+    return value.dtype, value.dim(), value.dim() > 0 and value.shape[0] == 1
 
 
 @dataclass(frozen=True)
@@ -297,7 +304,7 @@ class FixedShapes:
         return [
             self.filled([rows[place] for place in chosen], chosen)
             for group in groups.values()
-            for chosen in self._portions(group, rows)
+            for chosen in self.portions(group, rows)
         ]
 
     def group_of(self, row: Row) -> tuple[Any, ...]:
@@ -311,7 +318,8 @@ class FixedShapes:
             return True
         return not frozenset.intersection(*map(unmasked, rows))
 
-    def _portions(self, group: Sequence[int], rows: Sequence[Row]) -> Iterator[Sequence[int]]:
+    def portions(self, group: Sequence[int], rows: Sequence[Row]) -> Iterator[Sequence[int]]:
+        """Places of one group's rows, a microbatch's at a time."""
         start = 0
         while start < len(group):
             chosen = group[start : start + self.slots]

@@ -24,13 +24,17 @@ from hf_dpzero.training.fixed_shapes import FixedShapes, masked_shape, widened
 Batch = Mapping[str, Tensor]
 
 
+class CoupledLosses(ValueError):
+    """An example's loss depends on other examples by more than rounding."""
+
+
 class Losses(Protocol):
     """A batch's per-example losses, float32 [B] on the CPU."""
 
     def __call__(self, batch: Batch, seed: int = 0) -> Tensor: ...
 
 
-SAMPLE, TRIED, SHAPES, CROWDS = 64, 4, 4, 3
+SAMPLE, TRIED, SHAPES, CROWDS, TURNS = 64, 4, 4, 3, 4
 
 
 def check_independence(
@@ -96,7 +100,8 @@ def check_fixed_shapes(
 
     For one row of each of the most common shapes among up to 64 rows: its losses beside copies of
     itself, beside blanks, beside other rows (shorter ones widened) in the first, the middle and the last
-    slot, and beside copies of each of a few others, which fill up whatever has a fixed capacity. Rows
+    slot, and beside copies of each of a few others, which fill up whatever has a fixed capacity. Then
+    all rows of that shape are turned through the slots: two slots may round most rows alike. Rows
     are collated once, and generators seeded alike, so that random collators and models are tried too.
 
     Args:
@@ -125,6 +130,7 @@ def check_fixed_shapes(
         others = [shapes.in_bucket(other, _width(row)) for other in plain]
         others = [o for o in others if shapes.group_of(o) == group and not _equal(o, row)]
         same &= _alike_in_all_slots(shapes, row, others[: shapes.slots], losses, coarse)
+        same = same and _alike_when_turned(shapes, [row, *others], losses)
     in_first = shapes.in_bucket(plain[0])
     fixed = _beside_itself(shapes, in_first, losses)
     if torch.equal(_beside_itself(shapes, in_first, losses, 1).nan_to_num(), fixed.nan_to_num()):
@@ -147,10 +153,10 @@ def mostly_unmasked(shapes: FixedShapes, count: int) -> bool:
 
 
 def takes_blanks(shapes: FixedShapes, losses: Losses) -> bool:
-    """Whether model and loss run on blank rows, alone and beside row 0; some look for a special token.
+    """Whether model and loss run on blank rows, alone and beside a row; some look for a certain token.
 
     Args:
-      shapes: of the run; row 0 of its rows is collated.
+      shapes: of the run, over public rows: what they decide, private rows may not.
       losses: as in `check_independence`.
 
     Returns:
@@ -192,6 +198,22 @@ def _alike_in_all_slots(
         _compare(loss, expected, "beside copies of itself and beside other examples", coarse)
         same &= torch.equal(loss, expected)
     return same
+
+
+def _alike_when_turned(shapes: FixedShapes, rows: Sequence[Batch], losses: Losses) -> bool:
+    """Whether microbatches of rows of one group keep all bits while their rows move on by some slots."""
+    slots = shapes.slots
+    shifts = sorted({*range(min(slots, TURNS)), slots // 2, slots - 1})
+    for chosen in shapes.portions(range(len(rows)), rows):
+        part = [rows[i] for i in chosen]
+        filler = shapes.blank(part[0]) if shapes.blanks else part[-1]
+        part += [filler] * (slots - len(part))
+        turned = [
+            losses(shapes.filled([*part[by:], *part[:by]])).roll(by).nan_to_num() for by in shifts
+        ]
+        if not all(torch.equal(found, turned[0]) for found in turned):
+            return False
+    return True
 
 
 def _loss_in(
@@ -286,7 +308,7 @@ def _compare(losses: Tensor, expected: Tensor, where: str, coarse: bool = False)
 
 
 def _refuse(where: str) -> NoReturn:
-    raise ValueError(
+    raise CoupledLosses(
         f"an example's loss depends on the other examples of its batch: it differs {where}, so "
         "clipping it would not bound one example's influence. Compute each loss from its own row "
         "only (no batch mean, no in-batch negatives, no batch statistics), with a model that "

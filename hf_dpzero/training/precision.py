@@ -225,13 +225,28 @@ _BY_WEIGHTS = ("gptq", "awq", "hqq", "eetq", "aqlm", "spqr", "vptq", "higgs", "b
 """Quantisations of weights alone, or of each token's activations by that token's own range."""
 
 
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_routed_experts",
+    "n_experts",
+)
+_GLOBAL = ("LongformerSelfAttention", "LEDEncoderSelfAttention")
+
+
+def _is_several(count: Any) -> bool:
+    return isinstance(count, int) and count > 1
+
+
 def couples_values(model: nn.Module) -> str:
     """Why values, not only shapes, of one row of a batch may change what another row is computed with.
 
     A fixed shape is of no help there, and a trial on a few rows need not show it. LLM.int8() takes the
     columns in which any row of the batch has an outlier out of the 8-bit product (Dettmers et al. 2022,
     arXiv:2208.07339, section 3); dynamic quantisation may scale all activations by the largest. What
-    is not known to quantise weights alone, or each token by itself, counts as such.
+    is not known to quantise weights alone, or each token by itself, counts as such. So do layers whose
+    products have as many rows as the batch's tokens decide: routed experts, global attention.
 
     Args:
       model: judged by its layers, tensors and configurations.
@@ -242,6 +257,10 @@ def couples_values(model: nn.Module) -> str:
     known = False
     for name, module in model.named_modules():
         where = name or "the model"
+        if any(_is_several(getattr(module, count, None)) for count in _EXPERTS):
+            return f"{where} routes tokens to experts, whose products are as large as all rows make them"
+        if type(module).__name__ in _GLOBAL:
+            return f"{where} has global attention as wide as the row with most of it"
         threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
         if type(module).__name__ == "Linear8bitLt" and threshold > 0:
             return (

@@ -1,0 +1,173 @@
+"""Attacks on fixed shapes: routed experts, restarting positions, rows that choose blanks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import build, tiny_data, tiny_model
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from hf_dpzero.objectives.heads import sequence_classification_objective
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.training.batches import places_of
+from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.training.fixed_shapes import FixedShapes
+from hf_dpzero.training.precision import couples_values
+
+
+def texts(rows: int, seed: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 17, (rows,), generator=generator).tolist()
+    ids = [torch.randint(5, 50, (n,), generator=generator).tolist() for n in lengths]
+    return [{"input_ids": i, "attention_mask": [1] * len(i), "labels": i} for i in ids]
+
+
+def pad(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 1, "attention_mask": 0, "labels": -100}
+    return {
+        n: torch.tensor([row[n] + [v] * (width - len(row[n])) for row in rows])
+        for n, v in fill.items()
+    }
+
+
+def mixtral() -> MixtralForCausalLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=1,
+                initializer_range=0.3, num_local_experts=4, num_experts_per_tok=2,
+            )
+        )  # fmt: skip
+
+
+def differences(trainer: Any, chosen: list[int]) -> dict[int, float]:
+    parts = trainer.shapes.microbatches(chosen)
+    step = trainer.step.differences
+    x = step(parts, [Direction(7, 0)])[:, 0].tolist()
+    step.space.settle_()
+    return dict(zip((chosen[i] for i in places_of(parts)), x, strict=True))
+
+
+def test_routed_experts_see_as_many_tokens_as_all_rows_send_them(tmp_path):
+    """An expert's product has another shape beside others: no bit in the trial, 7 of 522 in the run."""
+    trainer = build(
+        tmp_path, mixtral(), data=texts(60, 4), trainer_settings={"eval_dataset": texts(40, 9)},
+        expected_batch_size=30, microbatch_size=4, max_steps=1, rows_are="examples",
+    )  # fmt: skip
+    trainer.data_collator = pad
+    trainer.train()
+    assert "experts" in couples_values(trainer.model) and trainer.shapes.slots == 1
+    assert trainer.privacy_report().forward_passes == "one example"
+    whole = differences(trainer, list(range(60)))
+    generator = torch.Generator().manual_seed(0)
+    for left_out in range(1, 37, 3):
+        chosen = torch.randperm(60, generator=generator).tolist()[: 60 - left_out]
+        assert differences(trainer, chosen).items() <= whole.items()
+
+
+def test_global_attention_is_as_wide_as_the_row_with_most():
+    LongformerSelfAttention = type("LongformerSelfAttention", (nn.Linear,), {})
+    assert "global attention" in couples_values(nn.Sequential(LongformerSelfAttention(2, 2)))
+    assert not couples_values(tiny_model())
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_positions_that_start_again_change_no_mask_of_other_rows(apart: bool):
+    """Without a mask, transformers makes one where position_ids of any row of the batch start again."""
+    rows = []
+    for i in range(23):
+        positions = [*range(5), *range(3)] if i % 6 == 5 else [*range(8)]
+        rows.append(
+            {"input_ids": torch.full((1, 8), 5 + i), "position_ids": torch.tensor([positions])}
+        )
+
+    def masks(chosen: list[int]) -> dict[int, bool]:
+        shapes = FixedShapes(lambda of: [rows[i] for i in of], 4, unmasked_apart=apart)
+        made = shapes.microbatches(chosen)
+        packed = [bool((m["position_ids"].diff() != 1).any()) for m in made]
+        return {chosen[i]: p for m, p in zip(made, packed, strict=True) for i in m.places}
+
+    whole = masks(list(range(23)))
+    for removed in range(23):
+        rest = masks([i for i in range(23) if i != removed])
+        assert rest.items() <= whole.items()
+
+
+class NoBlankBesideLow(nn.Module):
+    """Takes no blank beside a row that begins with a low token."""
+
+    single_pass = True
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+        first = inputs["input_ids"][:, 0]
+        if bool((first == 0).any()) and bool(((first > 0) & (first < 8)).any()):
+            raise ValueError("no blank here")
+        return sequence_classification_objective(model, inputs)
+
+
+@pytest.mark.parametrize("with_public", [True, False])
+def test_row_0_does_not_choose_what_fills_up_microbatches(tmp_path, with_public: bool):
+    rows = [dict(row) for row in tiny_data(60) if row["input_ids"][0] >= 8]
+    odd = {**rows[0], "input_ids": [5, *rows[0]["input_ids"][1:]]}
+    public = tiny_data(60, 9).filter(lambda row: row["input_ids"][0] >= 8) if with_public else None
+    outcomes = []
+    for number, data in enumerate((rows, [odd, *rows])):
+        objective = {"compute_per_example_loss": NoBlankBesideLow(), "eval_dataset": public}
+        trainer = build(tmp_path / str(number), data=data, trainer_settings=objective)
+        try:
+            check_before_training(trainer)
+        except ValueError:
+            continue  # a private row may stop a run
+        outcomes.append((trainer.shapes.slots, trainer.shapes.blanks))
+    assert outcomes and len(set(outcomes)) == 1
+
+
+class CoupledOnPublic(nn.Module):
+    """Adds the batch's mean where high tokens occur, which only public rows have."""
+
+    single_pass = True
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+        losses = sequence_classification_objective(model, inputs)
+        return losses + losses.mean() * bool((inputs["input_ids"] >= 40).any())
+
+
+def test_coupling_that_public_rows_show_is_not_passed_over(tmp_path):
+    data = tiny_data(400).filter(lambda row: max(row["input_ids"]) < 40)
+    public = tiny_data(60, seed=9)
+    objective = {"compute_per_example_loss": CoupledOnPublic(), "eval_dataset": public}
+    trainer = build(tmp_path, data=data, trainer_settings=objective)
+    with pytest.raises(ValueError, match="depends on the other examples"):
+        check_before_training(trainer)
+
+
+class RoundsOddSlots(nn.Module):
+    """Rounds a fifth of all rows otherwise in odd slots, as products of two rows at a time do."""
+
+    single_pass = True
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+        losses = sequence_classification_objective(model, inputs)
+        odd = torch.arange(len(losses)) % 2 == 1
+        return torch.where(
+            odd & (inputs["input_ids"][:, 1] % 5 == 0), losses * (1 + 2.0**-20), losses
+        )
+
+
+def test_rounding_by_slot_that_most_rows_do_not_show_is_found(tmp_path):
+    """A trial of one row for each shape passed float32 BERT, where 17 of 60 rows differ in odd slots."""
+    data = [
+        row for row in tiny_data(300) if row["input_ids"][1] % 5 or row["input_ids"][0] % 3 == 0
+    ]
+    public = [dict(row) for row in tiny_data(64, seed=9)]
+    public.insert(0, next(row for row in public if row["input_ids"][1] % 5))
+    objective = {"compute_per_example_loss": RoundsOddSlots(), "eval_dataset": public}
+    trainer = build(tmp_path, data=data, trainer_settings=objective)
+    check_before_training(trainer)
+    assert trainer.shapes.slots == 1
