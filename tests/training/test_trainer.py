@@ -707,17 +707,21 @@ def test_a_renormalising_embedding_is_refused_though_frozen(tmp_path):
 def test_a_frozen_parameter_that_a_later_batch_changes_stops_the_run(tmp_path):
     model = tiny_model()
     frozen = model.bert.embeddings.LayerNorm.weight.requires_grad_(False)
-    forward, calls = model.bert.forward, []
+    forward, later = model.bert.forward, []
 
     def writing(*args, **kwargs):
-        calls.append(1)
-        if len(calls) > 200:  # the trial and the first steps are innocent
+        if later:
             with torch.no_grad():
                 frozen.add_(1.0)
         return forward(*args, **kwargs)
 
+    class AfterThreeSteps(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            later.extend([1] * (state.global_step >= 3))
+
     model.bert.forward = writing
     trainer = build(tmp_path, model, max_steps=60, reuse_frozen_prefix=False)
+    trainer.add_callback(AfterThreeSteps())
     with pytest.raises(ParameterChanged, match="LayerNorm.weight was written to"):
         trainer.train()
     with pytest.raises(ValueError, match="un-noised private data"):
