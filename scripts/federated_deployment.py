@@ -332,7 +332,7 @@ def main() -> None:
         for i in tqdm(range(s.clients), desc="starting clients"):
             run.start_client(i)
         run.submit()
-        events = follow(run, random.Random(random.SystemRandom().random()))
+        events = follow(run, random.SystemRandom())
         ended = time.monotonic()
         report = check(run)
     finally:

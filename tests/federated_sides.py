@@ -7,12 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tiny_runs import build, tiny_data
 
 from hf_dpzero.federated.rates import learning_rates
 from hf_dpzero.federated.replica import Replica
-from hf_dpzero.federated.rounds import Rounds
-from hf_dpzero.federated.run import in_process
+from hf_dpzero.federated.rounds import InProcess, Rounds
+from hf_dpzero.federated.run import ServerRun, in_process
 from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.federated.setup import CLIENTS, Settings, Side
 
@@ -56,3 +57,17 @@ def rounds_of(made: Side, server: RoundServer, names: list[str] = NAMES, **setti
 
 def client_folder(folder: Path, name: str) -> Path:
     return folder / CLIENTS / name
+
+
+def interrupted(run: ServerRun, transport: InProcess, at: int) -> None:
+    """Runs a server until Ctrl-C before the messages of a round."""
+    exchange = transport.exchange
+
+    def stops(kind: str, payloads: Any) -> Any:
+        if run.server.round == at:
+            raise KeyboardInterrupt
+        return exchange(kind, payloads)
+
+    transport.exchange = stops  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.run(transport)

@@ -16,7 +16,7 @@ from typing import Any
 from hf_dpzero.federated.local_plan import LocalPlan
 from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
-from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
+from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise, is_seeded
 from hf_dpzero.reporting.federated_words import caveats_of
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
@@ -71,8 +71,7 @@ class Costliest:
             member = server.members[row["client"]]
             local = dataclasses.replace(member.local, delta=report["delta"])
             count = row["opened"] if row["released"] is None else row["released"]
-            seeded = member.noise_source.lower().startswith("insecure")
-            noise = InsecureSeededNoise(0) if seeded else SecureNoise()
+            noise = InsecureSeededNoise(0) if is_seeded(member.noise_source) else SecureNoise()
             found.append((not row["private"], local.epsilon(count), cls(local, count, noise)))
         return max(found, key=lambda entry: entry[:2])[2]
 

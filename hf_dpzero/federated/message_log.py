@@ -7,6 +7,7 @@ from it. Rounds may be missing: a client that was away released nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import zlib
@@ -17,10 +18,10 @@ from typing import Any
 from hf_dpzero.ledger.log_file import (
     LedgerError,
     append_whole,
-    flush,
-    flush_folder,
+    create_whole,
     header_lines,
     locked,
+    never_written,
     split_header,
 )
 
@@ -56,15 +57,18 @@ def _messages(
 ) -> dict[tuple[int, int], tuple[float, ...]]:
     size, messages = layout.size + 4, {}
     for start in range(0, len(body) // size * size, size):
-        record, crc = body[start : start + size - 4], body[start + size - 4 : start + size]
-        if zlib.crc32(record).to_bytes(4, "little") != crc:
+        if not _is_whole(body[start : start + size]):
             raise LedgerError(
                 f"{path}: record {start // size} is corrupt (checksum), so what was spent is "
                 "unknown; restore the file from a copy."
             )
-        number, client, *values = layout.unpack(record)
+        number, client, *values = layout.unpack_from(body, start)
         messages[number, client] = tuple(values)
     return messages
+
+
+def _is_whole(record: bytes) -> bool:
+    return zlib.crc32(record[:-4]).to_bytes(4, "little") == record[-4:]
 
 
 class MessageLog:
@@ -97,10 +101,8 @@ class MessageLog:
 
     def _create(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "xb") as file:
-            file.write(header_lines(self.header))
-            flush(file)
-        flush_folder(self.path.parent)
+        with contextlib.suppress(FileExistsError):  # another process was first; it holds the lock
+            create_whole(self.path, header_lines(self.header))
 
     def _read(self) -> None:
         raw = self.path.read_bytes()
@@ -117,9 +119,13 @@ class MessageLog:
             )
         size = self._record.size + 4
         whole = len(body) // size * size
+        if whole == len(body) > 0 and not _is_whole(body[-size:]):
+            whole -= size * never_written(
+                raw, len(raw) - size
+            )  # another one is corrupt: `_messages`
         if whole != len(body):  # cut short by a crash, before anything was sent
             os.truncate(self.path, len(raw) - len(body) + whole)
-        self.messages = _messages(body, self._record, self.path)
+        self.messages = _messages(body[:whole], self._record, self.path)
 
     def append(self, number: int, client: int, values: Sequence[float]) -> None:
         """Adds a message; on return it is on disk.

@@ -20,6 +20,7 @@ from hf_dpzero.federated.client import RELEASED_NAME
 from hf_dpzero.federated.message_log import read_count
 from hf_dpzero.federated.server import Member, RoundServer
 from hf_dpzero.ledger.log_file import write_atomically
+from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.reporting.federated_words import CAVEATS
 from hf_dpzero.reporting.plots import new_figure, optional_plot
 from hf_dpzero.reporting.wording import delta_words, number, relation_words, round_up
@@ -75,7 +76,7 @@ def _client_row(server: RoundServer, member: Member, clients: Path | None) -> di
     released = None
     if clients is not None and (path := clients / member.name / RELEASED_NAME).is_file():
         released = read_count(path)
-    private = local.plan.private and not member.noise_source.lower().startswith("insecure")
+    private = local.plan.private and not is_seeded(member.noise_source)
     counted = opened if released is None else released
     epsilon = local.epsilon(counted)
     return {

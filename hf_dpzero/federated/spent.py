@@ -13,6 +13,7 @@ from hf_dpzero.federated.client import RELEASED_NAME
 from hf_dpzero.federated.local_plan import LocalPlan
 from hf_dpzero.federated.message_log import read_count
 from hf_dpzero.ledger.log_file import split_header
+from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.wording import delta_words, round_up
 
@@ -49,7 +50,7 @@ def spent(folder: str | Path) -> dict[str, Any]:
         "epsilon": local.epsilon(count),
         "planned_epsilon": local.epsilon(local.rounds),
         "delta": local.delta,
-        "private": plan.private and not header["noise_source"].lower().startswith("insecure"),
+        "private": plan.private and not is_seeded(header["noise_source"]),
     }
 
 

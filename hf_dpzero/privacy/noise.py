@@ -205,6 +205,15 @@ class SecureNoise(NoiseSource):
         return laplace_quantiles(_openssl_words(size), _openssl_words)
 
 
+def is_seeded(source: str) -> bool:
+    """Whether a noise source of that name protects nothing, as a ledger or report names it.
+
+    >>> is_seeded(InsecureSeededNoise.name), is_seeded("os_entropy_exact")
+    (True, False)
+    """
+    return source.lower().startswith("insecure")
+
+
 @dataclass(frozen=True)
 class InsecureSeededNoise(NoiseSource):
     """Reproducible noise for tests: deterministic in (seed, step, part). It protects nothing.

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.privacy.schedules import Given, GivenFactors
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def why_not_private(
         return f"the method {method} neither clips nor adds noise"
     if math.isinf(epsilon):
         return "no finite epsilon bounds what the run released"
-    if noise_source.lower().startswith("insecure"):
+    if is_seeded(noise_source):
         return "the noise came from a seeded generator, so anyone with the seed can subtract it"
     if not batches_secret:
         return "sampler_key was set by hand, so the batches can be known and are not amplified"

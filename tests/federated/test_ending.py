@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from federated_sides import NAMES, side
+from federated_sides import NAMES, interrupted, side
 from tiny_runs import tiny_model
 
 from hf_dpzero.federated.run import ServerRun, in_process
@@ -83,17 +83,7 @@ def test_steps_are_those_of_the_costliest_client(tmp_path):
 def test_a_run_that_did_not_end_says_so(tmp_path):
     made, target = side(tmp_path / "made"), tmp_path / "run"
     run = ServerRun(made, target)
-    transport = in_process(made, target, NAMES)
-    exchange = transport.exchange
-
-    def dies(kind, payloads):
-        if run.server.round == 2:
-            raise KeyboardInterrupt
-        return exchange(kind, payloads)
-
-    transport.exchange = dies
-    with pytest.raises(KeyboardInterrupt):
-        run.run(transport)
+    interrupted(run, in_process(made, target, NAMES), at=2)
     run.close()
     with pytest.raises(ValueError, match="did not end"):
         steps_of(Trajectory.load(target / SHIPPING_NAME).header, 2)

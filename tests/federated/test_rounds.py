@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from federated_sides import NAMES, client_folder, rounds_of, side, started
+from federated_sides import NAMES, client_folder, interrupted, rounds_of, side, started
 from tiny_runs import build, same, tiny_data, tiny_model, weights
 
 from hf_dpzero.federated.client import RELEASED_NAME
@@ -282,16 +282,7 @@ def test_evaluations_of_a_killed_server_are_not_lost(tmp_path):
         return run, in_process(made, tmp_path, NAMES)
 
     run, transport = run_of()
-    exchange = transport.exchange
-
-    def dies(kind, payloads):
-        if run.server.round == 2:
-            raise KeyboardInterrupt
-        return exchange(kind, payloads)
-
-    transport.exchange = dies
-    with pytest.raises(KeyboardInterrupt):
-        run.run(transport)
+    interrupted(run, transport, at=2)
     run.server.close()
     again, transport = run_of(resume=True)
     again.run(transport)
@@ -550,6 +541,9 @@ def test_a_message_log_keeps_whole_records(tmp_path):
         assert log.messages == {(0, 1): (1.5, -2.0)} and log.last_round() == 0
     with pytest.raises(LedgerError, match="contract_digest differ"):
         MessageLog(path, {**header, "contract_digest": "cd"})
+    path.write_bytes(raw[:-24] + bytes(24))  # made longer, and never written: a loss of power
+    with MessageLog(path, header) as log:
+        assert log.messages == {(0, 1): (1.5, -2.0)}
     path.write_bytes(raw[:-10] + b"\x07" + raw[-9:])
     with pytest.raises(LedgerError, match="record 1 is corrupt"):
         MessageLog(path, header)
