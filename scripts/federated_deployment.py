@@ -322,6 +322,8 @@ def main() -> None:
         s.overrides += " --max_train_samples 64 --max_eval_samples 16 --num_directions 4"
         s.overrides += " --expected_batch_size 16"
     s.min_clients = s.clients - s.kill
+    if not __debug__:
+        parser.error("run it without -O: what it checks are assertions.")
     s.output_dir.mkdir(parents=True)
     run = Deployment(s.output_dir.absolute(), s)
     began = time.monotonic()
