@@ -80,7 +80,9 @@ def table(result: Mapping[str, Any]) -> str:
 def _heading(result: Mapping[str, Any]) -> list[str]:
     s = result["settings"]
     directions = f"{s['direction']}, K = {s['num_directions']}, " * (s["method"] != "dp-adamw")
-    how = [s["dtype"], *[word for word in ("autocast", "compile") if s[word]], s["attention"]]
+    words = [word for word in ("load_in_4bit", "autocast", "compile") if s[word]]
+    words += [f"lora_rank={s['lora_rank']}"] * bool(s["lora_rank"])
+    how = [s["dtype"], *words, s["attention"]]
     return [
         f"{s['shape']} {' '.join(how)}, {s['batch_size']} x {s['seq_length']} tokens, "
         f"{directions}d = {result['dimension']:,}",

@@ -49,6 +49,10 @@ class StepBench:
       threads: of torch on the CPU; None leaves them.
       microbatch_size: rows of a forward pass, at most; None for the whole batch. A private step takes
         fewer, as the trainer does (`training.fixed_shapes.slots`).
+      lora_rank: train LoRA adapters (float32) of this rank, where PEFT puts them by default, with the
+        head, in place of the model; 0 for none.
+      load_in_4bit: the model's linear layers in bitsandbytes' NF4, which compute in `dtype`; needs
+        `lora_rank`.
       one_batch: the step evaluates one microbatch of `batch_size` rows, drawn once, in place of what a
         private run evaluates: a Poisson batch for every round, in fixed shapes filled up with blanks.
         Always so for methods without privacy and for dp-adamw.
@@ -77,6 +81,8 @@ class StepBench:
     threads: int | None = None
     microbatch_size: int | None = None
     per_example_gradients: str = "dense"
+    lora_rank: int = 0
+    load_in_4bit: bool = False
     compile: bool = False
     autocast: bool = False
     update_at_once: bool = False
@@ -156,6 +162,9 @@ def _check_together(bench: StepBench) -> None:
          "parameters; use whole_model."),
         (first_order and bench.strategy != "auto",
          f"strategy={bench.strategy} with method=dp-adamw: it perturbs nothing."),
+        (bench.load_in_4bit and not bench.lora_rank,
+         "load_in_4bit without lora_rank: packed weights cannot be trained; set lora_rank=8, say."),
+        (bench.lora_rank < 0, f"lora_rank={bench.lora_rank}: it must be at least 0."),
         (not first_order and bench.per_example_gradients != "dense",
          f"per_example_gradients={bench.per_example_gradients} with method={bench.method}: it takes "
          "no gradients."),

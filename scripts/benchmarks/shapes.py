@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.experiments.memory.model_on_meta import SHAPES
 from hf_dpzero.objectives.losses import base_model
+from hf_dpzero.recipes.checkpoints import settle_quantised_
 
 PUBLISHED = tuple(name for name in SHAPES if not name.startswith("tiny"))
 
@@ -70,3 +71,40 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any
     accepted = inspect.signature(type(base_model(model)).forward).parameters
     cache = {"use_cache": False} if "use_cache" in accepted else {}
     return {**cache, **{name: value for name, value in batch.items() if name != "labels"}}
+
+
+def quantise_(model: nn.Module, dtype: str) -> None:
+    """Puts the linear layers of a classifier's encoder into NF4, as `load_in_4bit` would load them.
+
+    Args:
+      model: with weights, on the device where they are packed; its head stays as it is.
+      dtype: that the layers compute in.
+    """
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    encoder = base_model(model).base_model
+    for parent in list(encoder.modules()):
+        for name, old in list(parent.named_children()):
+            if type(old) is not nn.Linear:
+                continue
+            wide = (old.in_features, old.out_features, old.bias is not None)
+            new = Linear4bit(*wide, compute_dtype=getattr(torch, dtype), device="meta")
+            new.weight = Params4bit(old.weight.detach(), requires_grad=False, quant_type="nf4")
+            new.bias = old.bias
+            setattr(parent, name, new.to(old.weight.device))
+    settle_quantised_(model)
+
+
+def with_lora(model: nn.Module, rank: int) -> nn.Module:
+    """The classifier with LoRA adapters where PEFT puts them by default; they and its head train.
+
+    The adapters are float32, and both of their factors are drawn, so that nothing is zero.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, r=rank))
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.02, generator=generator)
+    return adapted.eval()

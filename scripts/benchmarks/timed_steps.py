@@ -28,7 +28,14 @@ from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 from scripts.benchmarks.drawn import DrawnBatches, random_rows
 from scripts.benchmarks.settings import CLIP, GRADIENT_CLIP, LEARNING_RATE, SMOOTHING, StepBench
-from scripts.benchmarks.shapes import build_config, empty_model, fill_, model_inputs
+from scripts.benchmarks.shapes import (
+    build_config,
+    empty_model,
+    fill_,
+    model_inputs,
+    quantise_,
+    with_lora,
+)
 
 _KEY = 0x5EED_0F_BE7C4
 _PROBE = 1 << 40  # a step number that no measured step reaches
@@ -38,6 +45,10 @@ def build(bench: StepBench) -> tuple[nn.Module, DrawnBatches]:
     """The shape's classifier with random weights, and microbatches of random tokens, no padding."""
     model = empty_model(bench.shape, bench.dtype, bench.device, bench.attention)
     fill_(model)
+    if bench.load_in_4bit:
+        quantise_(model, bench.dtype)
+    if bench.lora_rank:
+        model = with_lora(model, bench.lora_rank)
     select_trainable(model, bench.trainable)
     if bench.compile:
         model.compile(dynamic=False)

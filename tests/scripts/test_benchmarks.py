@@ -219,6 +219,21 @@ def test_weights_are_created_in_their_dtype_and_differ(dtype):
     assert model.bert.embeddings.position_ids[0, :3].tolist() == [0, 1, 2]
 
 
+def test_a_quantised_base_is_packed_and_only_adapters_and_head_train():
+    """NF4 packs two weights into a byte; its losses stay near those of the weights it rounds."""
+    plain: Any = build(tiny(dtype="bfloat16"))[0]
+    model: Any = build(tiny(dtype="bfloat16", load_in_4bit=True, lora_rank=4))[0]
+    packed = {n: p for n, p in model.named_parameters() if p.dtype is torch.uint8}
+    linear = [m for m in plain.bert.modules() if isinstance(m, torch.nn.Linear)]
+    assert sum(p.numel() for p in packed.values()) == sum(m.weight.numel() // 2 for m in linear)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in n or "classifier" in n for n in trained)
+    ids = torch.arange(4, 12)[None]
+    with torch.no_grad():
+        exact, rounded = plain(ids).logits.float(), model(ids).logits.float()
+    assert 0 < float((exact - rounded).abs().max()) < 0.1
+
+
 def test_shapes_have_the_published_sizes():
     """Parameters of the checkpoints' bodies, to 1 % (heads differ), counted without memory."""
     published = {
@@ -244,6 +259,8 @@ def test_shapes_have_the_published_sizes():
         (["--microbatch_size", "1", "--one_batch"], "split their batch"),
         (["--method", "reference", "--skip_reference"], "nothing would be left to measure"),
         (["--compile", "--strategy", "layerwise"], "strategy=layerwise with compile"),
+        (["--load_in_4bit"], "packed weights cannot be trained"),
+        (["--lora_rank", "-1"], "lora_rank=-1: it must be at least 0"),
     ],
 )
 def test_bad_settings_are_refused(words, message, capsys):
