@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,7 +29,6 @@ from hf_dpzero.training.fixed_shapes import (
     kind_of,
     masked_shape,
     shape_of,
-    slots,
 )
 from hf_dpzero.training.independence_check import (
     CoupledLosses,
@@ -41,6 +41,7 @@ from hf_dpzero.training.independence_check import (
     rope_types,
     takes_blanks,
 )
+from hf_dpzero.training.pass_sizes import one_size, pass_cost, pass_sizes
 from hf_dpzero.training.precision import (
     check_mixed_precision,
     check_precision,
@@ -151,8 +152,24 @@ def _run_shapes(trainer: Any) -> FixedShapes | None:
     if args.physical_batch_size > 1 and (reason := couples_values(trainer.model)):
         logger.warning(f"{reason}: {ONE_BY_ONE}")
         return shapes
-    rows = slots(expected, args.physical_batch_size, masked_shape(first) is not None)
-    return dataclasses.replace(shapes, slots=rows)
+    return dataclasses.replace(shapes, **_sizes(trainer, shapes, first, expected))
+
+
+def _sizes(
+    trainer: Any, shapes: FixedShapes, row: Mapping[str, Tensor], expected: float
+) -> dict[str, Any]:
+    """Rows of a microbatch, by width where rows are texts."""
+    most = trainer.args.physical_batch_size
+    if masked_shape(row) is None:
+        return {"slots": one_size(expected, most)}
+    if "input_ids" not in row:  # sounds, whose widths are not tokens
+        return {"slots": max(1, min(most, round(math.sqrt(expected))))}
+    count = sum(p.numel() for p in trainer.model.parameters())
+    coarse = bool(low_precision(trainer.model, trainer.args))
+    cost = pass_cost(trainer.args.device.type, count, coarse)
+    known = [tokens for tokens in (shapes.cut, shapes.most) if tokens is not None]
+    sizes = pass_sizes(expected, most, min(known, default=None), cost)
+    return {"slots": max(sizes.rows.values()), "sizes": sizes}
 
 
 def _shapes(trainer: Any, rows: int) -> FixedShapes:

@@ -3,15 +3,15 @@
 Kernels round a row differently in batches of another shape. A finite difference divides that rounding by
 2 lambda, and over a batch the sum may then move by more than one clipping norm when one example is
 removed. In a fixed shape kernels treat every row alike, whatever it stands beside. So each forward pass
-of a private zeroth-order run has one of a few shapes: a fixed number of rows (`slots`), and a width that
-follows from a row's own length. Rows are collated one by one and widened with masked columns; a
-microbatch that is not full is filled up with a constant blank row (`fillers`), whose losses are dropped.
-`independence_check.check_fixed_shapes` tries this bit for bit before training, in the run's precision.
+of a private zeroth-order run has one of a few shapes: a width that follows from a row's own length, and
+a number of rows that is fixed for that width (`pass_sizes`). Rows are collated one by one and widened
+with masked columns; a microbatch that is not full is filled up with a constant blank row (`fillers`),
+whose losses are dropped. `independence_check.check_fixed_shapes` tries this bit for bit before training,
+in the run's precision.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +29,9 @@ from hf_dpzero.objectives.losses import (
     right_padded,
 )
 from hf_dpzero.training.fillers import blank_like, repeat_last, unmasked
+from hf_dpzero.training.pass_sizes import NARROWEST, PassSizes
 
 Row = Mapping[str, Tensor]
-
-NARROWEST = 8
-"""Tokens of the narrowest bucket; each further one is twice as wide."""
 
 _FILL = {
     "labels": IGNORE_INDEX,
@@ -45,28 +43,6 @@ _FILL = {
 _DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
 _POSITIONS = ("start_positions", "end_positions")
 _WITH_FEATURES = ("input_features", "bbox")  # [B, T, ...] where the mask is [B, T]
-
-
-def slots(expected_rows: float, microbatch_size: int, texts: bool) -> int:
-    """Rows of every microbatch, at most `microbatch_size`.
-
-    The root of the expected batch where texts have several widths: each width wastes half a microbatch
-    on average, and each pass costs something whatever its rows are. Else a little more than all of it,
-    so that one microbatch is nearly always enough.
-
-    Args:
-      expected_rows: B, of one process.
-      microbatch_size: the setting, for memory.
-      texts: whether rows are of several widths.
-
-    Returns:
-      At least 1.
-
-    >>> slots(64.0, 16, True), slots(64.0, 4, True), slots(3.0, 16, True), slots(64.0, 512, False)
-    (8, 4, 2, 80)
-    """
-    wanted = math.sqrt(expected_rows) if texts else expected_rows + 2 * math.sqrt(expected_rows)
-    return max(1, min(microbatch_size, round(wanted)))
 
 
 def context_length(model: nn.Module) -> int | None:
@@ -91,8 +67,8 @@ def decoder_length(model: nn.Module) -> int | None:
     return next((most for most in found if isinstance(most, int)), None)
 
 
-def bucket(width: int, most: int | None, cut: int | None = None) -> int:
-    """The width of the fixed shape for a row: a power of two, at least 8, at most `most`.
+def bucket(width: int, most: int | None, cut: int | None = None, narrowest: int = NARROWEST) -> int:
+    """The width of the fixed shape for a row: a power of two, at least `narrowest`, at most `most`.
 
     It follows from that row's width and from settings; never from the widths of other rows.
 
@@ -100,6 +76,7 @@ def bucket(width: int, most: int | None, cut: int | None = None) -> int:
       width: of the row, as the collator makes it alone.
       most: tokens that the model takes; None for any number.
       cut: length at which rows of text are cut, the last bucket; None for any number.
+      narrowest: width of the first bucket.
 
     Returns:
       At least `width`.
@@ -109,7 +86,7 @@ def bucket(width: int, most: int | None, cut: int | None = None) -> int:
     >>> bucket(33, 512, cut=40), bucket(41, 512, cut=40)
     (40, 64)
     """
-    wide = max(NARROWEST, 1 << (width - 1).bit_length())
+    wide = max(narrowest, 1 << (width - 1).bit_length())
     if cut is not None and width <= cut:
         wide = min(wide, cut)
     return max(width, wide if most is None else min(wide, most))
@@ -203,11 +180,13 @@ def _kind_of_value(value: Any) -> tuple[Any, ...]:
 class FixedShapes:
     """Collates rows into microbatches of fixed shapes.
 
-    Guarantee: a row's tensors are a function of that row alone; every microbatch has `slots` rows.
+    Guarantee: a row's tensors, and the number of rows in its microbatch, are a function of that row
+    alone.
 
     Attributes:
       collate_each: row numbers -> batches of one.
-      slots: rows of every microbatch, b.
+      slots: rows of a microbatch, b; 1 for every example by itself. With `sizes` the most of any width.
+      sizes: rows by width, and the narrowest width; None for `slots` at every width.
       most: tokens that the model takes; None for any number.
       side: of the padding, "right" or "left".
       pad: the pad token, or None.
@@ -223,6 +202,7 @@ class FixedShapes:
 
     collate_each: Callable[[list[int]], list[Mapping[str, Tensor]]]
     slots: int
+    sizes: PassSizes | None = None
     most: int | None = None
     side: str = "right"
     pad: int | None = None
@@ -237,6 +217,13 @@ class FixedShapes:
     def keeps_order(self) -> bool:
         """Whether `microbatches` gives the examples in the order of their indices."""
         return self.slots == 1 or self.collate_stacked is not None
+
+    def slots_of(self, row: Row) -> int:
+        """Rows of a microbatch with such a row, which is in its bucket."""
+        shape = masked_shape(row)
+        if self.sizes is None or shape is None:
+            return self.slots
+        return min(self.slots, self.sizes.of(shape[-1]))
 
     def microbatches(self, indices: Sequence[int]) -> list[Filled]:
         """The examples of `indices` in microbatches; examples of one shape stand together.
@@ -277,7 +264,8 @@ class FixedShapes:
         if (shape := masked_shape(batch)) is not None:
             most = None if ids is None else self.most
             cut = None if ids is None else self.cut
-            columns = bucket(max(shape[-1], width), most, cut) - shape[-1]
+            narrowest = NARROWEST if self.sizes is None else self.sizes.narrowest
+            columns = bucket(max(shape[-1], width), most, cut, narrowest) - shape[-1]
             wide = widened(batch, self.side, columns, self.pad) or wide
         for name in _DECODER:
             value = batch.get(name)
@@ -297,7 +285,7 @@ class FixedShapes:
         return row
 
     def packed(self, rows: Sequence[Row]) -> list[Filled]:
-        """Batches of one -> microbatches of `slots`; rows of one shape keep their order."""
+        """Batches of one -> microbatches; rows of one shape keep their order."""
         groups: dict[Any, list[int]] = {}
         for place, row in enumerate(rows):
             groups.setdefault(self.group_of(row), []).append(place)
@@ -313,17 +301,17 @@ class FixedShapes:
         return (*shape_of(row), unmasked(row) if apart else None)
 
     def may_fill(self, rows: Sequence[Row]) -> bool:
-        """Whether `slots` rows of one group may fill a microbatch, without a blank among them."""
+        """Whether rows of one group may fill a microbatch, without a blank among them."""
         if self.slots == 1 or self.unmasked_apart or not self.blanks:
             return True
         return not frozenset.intersection(*map(unmasked, rows))
 
     def portions(self, group: Sequence[int], rows: Sequence[Row]) -> Iterator[Sequence[int]]:
         """Places of one group's rows, a microbatch's at a time."""
-        start = 0
+        start, slots = 0, self.slots_of(rows[group[0]])
         while start < len(group):
-            chosen = group[start : start + self.slots]
-            if len(chosen) == self.slots and not self.may_fill([rows[i] for i in chosen]):
+            chosen = group[start : start + slots]
+            if len(chosen) == slots and not self.may_fill([rows[i] for i in chosen]):
                 chosen = chosen[:-1]
             yield chosen
             start += len(chosen)
@@ -333,9 +321,10 @@ class FixedShapes:
         return blank_like(row, self.side, unmasked(row) if self.unmasked_apart else ())
 
     def filled(self, rows: Sequence[Row], places: Sequence[int] | None = None) -> Filled:
-        """Up to `slots` rows of one group as one microbatch."""
-        blanks = [self.blank(rows[0])] if self.blanks and len(rows) < self.slots else []
-        return Filled(repeat_last([*rows, *blanks], self.slots), len(rows), places)
+        """Rows of one group, at most as many as a microbatch has, as one."""
+        slots = self.slots_of(rows[0])
+        blanks = [self.blank(rows[0])] if self.blanks and len(rows) < slots else []
+        return Filled(repeat_last([*rows, *blanks], slots), len(rows), places)
 
 
 def forward_passes(shapes: FixedShapes | None) -> str:

@@ -129,7 +129,7 @@ def check_fixed_shapes(
     for group, (row, *_) in sorted(found.items(), key=lambda item: -len(item[1]))[:SHAPES]:
         others = [shapes.in_bucket(other, _width(row)) for other in plain]
         others = [o for o in others if shapes.group_of(o) == group and not _equal(o, row)]
-        same &= _alike_in_all_slots(shapes, row, others[: shapes.slots], losses, coarse)
+        same &= _alike_in_all_slots(shapes, row, others[: shapes.slots_of(row)], losses, coarse)
         same = same and _alike_when_turned(shapes, [row, *others], losses)
     in_first = shapes.in_bucket(plain[0])
     fixed = _beside_itself(shapes, in_first, losses)
@@ -163,10 +163,10 @@ def takes_blanks(shapes: FixedShapes, losses: Losses) -> bool:
       False if something is raised.
     """
     row = shapes.in_bucket(shapes.collate_each([0])[0])
-    blank = shapes.blank(row)
+    blank, slots = shapes.blank(row), shapes.slots_of(row)
     try:
-        losses(shapes.filled([blank] * shapes.slots))
-        losses(shapes.filled([row, *[blank] * (shapes.slots - 1)]))
+        losses(shapes.filled([blank] * slots))
+        losses(shapes.filled([row, *[blank] * (slots - 1)]))
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, LookupError, TypeError, ValueError, AssertionError):
@@ -178,7 +178,7 @@ def _alike_in_all_slots(
     shapes: FixedShapes, row: Batch, others: Sequence[Batch], losses: Losses, coarse: bool
 ) -> bool:
     """Whether a row's loss has the same bits wherever it stands, and whatever stands beside it."""
-    slots = shapes.slots
+    slots = shapes.slots_of(row)
     beside_itself = _beside_itself(shapes, row, losses).nan_to_num()
     tried: list[tuple[int, Sequence[Batch]]] = []
     ends = sorted({0, slots // 2, slots - 1})
@@ -202,7 +202,7 @@ def _alike_in_all_slots(
 
 def _alike_when_turned(shapes: FixedShapes, rows: Sequence[Batch], losses: Losses) -> bool:
     """Whether microbatches of rows of one group keep all bits while their rows move on by some slots."""
-    slots = shapes.slots
+    slots = shapes.slots_of(rows[0])
     shifts = sorted({*range(min(slots, TURNS)), slots // 2, slots - 1})
     for chosen in shapes.portions(range(len(rows)), rows):
         part = [rows[i] for i in chosen]
@@ -233,11 +233,11 @@ def _loss_in(
 
 def _beside_itself(shapes: FixedShapes, row: Batch, losses: Losses, seed: int = 0) -> Tensor:
     """A row's losses [slots] in each slot, all others being copies of it."""
-    copies = [row] * shapes.slots
+    copies = [row] * shapes.slots_of(row)
     if shapes.may_fill(copies):
         return losses(shapes.filled(copies), seed)
     return torch.cat(
-        [_loss_in(slot, copies, shapes, row, losses, seed) for slot in range(shapes.slots)]
+        [_loss_in(slot, copies, shapes, row, losses, seed) for slot in range(len(copies))]
     )
 
 

@@ -251,8 +251,10 @@ class _LearningRate(torch.optim.Optimizer):
 def passes_of(trainer: Any) -> float:
     """Microbatches that a step is expected to have on this process, by public numbers."""
     rows = trainer.plan.sampler.expected_batch_size / trainer.args.world_size
-    slots = trainer.shapes.slots if trainer.shapes else trainer.args.physical_batch_size
-    return float(rows / slots)
+    shapes = trainer.shapes
+    if shapes is not None and shapes.sizes is not None and shapes.slots > 1:
+        return float(shapes.sizes.passes(rows))
+    return float(rows / (shapes.slots if shapes else trainer.args.physical_batch_size))
 
 
 def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.training.fixed_shapes import FixedShapes, context_length, slots
+from hf_dpzero.training.fixed_shapes import FixedShapes, context_length
+from hf_dpzero.training.pass_sizes import pass_cost, pass_sizes
 from scripts.benchmarks.clock import interleaved, quartiles, said
-from scripts.benchmarks.shapes import build_config, empty_model, fill_
+from scripts.benchmarks.shapes import build_config, empty_model, fill_, parameters_of
 
 Row = dict[str, Tensor]
 SLOTS = 8
@@ -108,9 +109,12 @@ def lengths(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = _rows_of(arguments, build_config(arguments.shape).vocab_size)
     expected, most = float(arguments.batch_size), arguments.microbatch_size
     sampler = PoissonSampler(num_examples=len(rows), expected_batch_size=expected)
+    cost = pass_cost("cpu", parameters_of(arguments.shape), arguments.dtype != "float32")
+    sizes = pass_sizes(expected, most, arguments.max_seq_length, cost)
     shapes = FixedShapes(
         lambda chosen: [rows[i] for i in chosen],
-        slots(expected, most, texts=True),
+        max(sizes.rows.values()),
+        sizes=sizes,
         most=context_length(model),
         pad=1,
     )
@@ -127,7 +131,7 @@ def lengths(arguments: argparse.Namespace) -> dict[str, Any]:
     own = sum(row["input_ids"].shape[1] for chosen in drawn for row in (rows[i] for i in chosen))
     return {
         "rows": len(rows),
-        "rows_per_pass": shapes.slots,
+        "rows_per_pass": sizes.rows,
         "mean_tokens": own / sum(map(len, drawn)),
         "padded_tokens_over_own": {"fixed": _tokens(fixed) / own, "free": _tokens(free) / own},
         "fixed_over_free_tokens": _tokens(fixed) / _tokens(free),

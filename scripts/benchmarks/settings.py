@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hf_dpzero.experiments.memory.model_on_meta import SHAPES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
-from hf_dpzero.training.fixed_shapes import slots
-from scripts.benchmarks.shapes import PUBLISHED, build_config
+from hf_dpzero.training.pass_sizes import pass_cost, pass_sizes
+from scripts.benchmarks.shapes import PUBLISHED, build_config, parameters_of
 
 SMOOTHING, LEARNING_RATE, CLIP = 1e-3, 1e-6, 50.0
 """DPZero's settings for RoBERTa-large (Zhang et al. 2024); they do not change what a step costs."""
@@ -48,7 +50,7 @@ class StepBench:
       attention: implementation, `sdpa` or `eager`.
       threads: of torch on the CPU; None leaves them.
       microbatch_size: rows of a forward pass, at most; None for the whole batch. A private step takes
-        fewer, as the trainer does (`training.fixed_shapes.slots`).
+        fewer, as the trainer does (`training.pass_sizes`).
       lora_rank: train LoRA adapters (float32) of this rank, where PEFT puts them by default, with the
         head, in place of the model; 0 for none.
       load_in_4bit: the model's linear layers in bitsandbytes' NF4, which compute in `dtype`; needs
@@ -115,7 +117,9 @@ class StepBench:
         if not self.fixed_shapes:
             return self.batch_size
         most = self.microbatch_size or self.batch_size
-        return slots(float(self.batch_size), most, texts=True)
+        low = self.autocast or self.load_in_4bit or self.dtype != "float32"
+        cost = pass_cost(torch.device(self.device).type, parameters_of(self.shape), low)
+        return pass_sizes(float(self.batch_size), most, self.seq_length, cost).of(self.seq_length)
 
     @property
     def deferred(self) -> bool:

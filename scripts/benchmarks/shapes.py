@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,12 @@ def build_config(shape: str) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.for_model(num_labels=2, **SHAPES[shape])
+
+
+@functools.cache
+def parameters_of(shape: str) -> int:
+    """The number of parameters of a shape's classifier."""
+    return sum(p.numel() for p in empty_model(shape, "float32", "meta").parameters())
 
 
 def empty_model(shape: str, dtype: str, device: str, attention: str = "sdpa") -> nn.Module:

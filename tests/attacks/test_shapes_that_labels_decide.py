@@ -91,7 +91,7 @@ def test_private_rows_stop_a_run_and_do_not_choose_how_it_computes(tmp_path: Any
     }
     trainer = build(tmp_path / "clean", data=clean, **settings)
     check_before_training(trainer)
-    assert trainer.shapes.slots == 6
+    assert trainer.shapes.slots > 1
     with pytest.raises(ValueError, match="set microbatch_size=1"):
         check_before_training(build(tmp_path / "one", data=data, **settings))
 
