@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_dpzero.experiments.memory.live_bytes import FusedAttention, LiveBytes
 from hf_dpzero.ledger.digests import digest_tensors
+from hf_dpzero.training.pass_sizes import pass_cost, pass_sizes
 from scripts.benchmarks import capacity, clock, memory, timing
 from scripts.benchmarks.command import build_parser, main
 from scripts.benchmarks.settings import StepBench
@@ -61,7 +62,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
         (["--direction", "gaussian", "--num_directions", "3"], "whole_model"),
         (["--method", "mezo", "--direction", "sphere", "--trainable", "classifier"], "whole_model"),
         (["--dtype", "bfloat16", "--one_batch"], "layerwise"),
-        (["--dtype", "bfloat16"], "whole_model"),  # two passes of a row each
+        (["--dtype", "bfloat16", "--microbatch_size", "1"], "whole_model"),  # two passes, of a row each
         (["--dtype", "float16", "--shape", "tiny-opt", "--strategy", "whole_model"], "whole_model"),
         (["--strategy", "layerwise", "--update_at_once", "--autocast", "--attention", "eager"],
          "layerwise"),
@@ -408,7 +409,7 @@ def test_the_table_marks_what_does_not_fit(capsys):
 
 def test_a_private_step_draws_a_batch_for_every_round_in_fixed_shapes(capsys):
     """By default: Poisson batches, and the yardstick runs the very same microbatches."""
-    bench = tiny(batch_size=24, one_batch=False)
+    bench = tiny(batch_size=24, one_batch=False, microbatch_size=5)
     assert bench.fixed_shapes and bench.slots == 5 and not tiny(method="mezo").fixed_shapes
     model, batches = build(bench)
     drawn = [batches(number) for number in range(40)]
@@ -428,13 +429,15 @@ def test_a_private_step_draws_a_batch_for_every_round_in_fixed_shapes(capsys):
     calls.clear()
     step(5)
     assert len(calls) == 2 * len(drawn[5])
-    result = run(capsys, "--batch_size", "8", "--skip_reference")
+    result = run(capsys, "--batch_size", "8", "--skip_reference", "--microbatch_size", "3")
     assert result["rows_per_pass"] == 3 and 0 < result["blank_share"] < 1
     assert isinstance(result["instruction_sets"], list)
 
 
 def test_what_is_being_measured_is_said_while_it_is(capsys):
-    assert main([*TINY, "--repeats", "2", "--no_memory", "--batch_size", "16"]) == 0
+    words = ["--repeats", "2", "--no_memory", "--batch_size", "16"]
+    assert main([*TINY, *words]) == 0
     printed = capsys.readouterr()
-    assert "passes of 4 rows" in printed.out and "were blanks" in printed.out
+    rows = pass_sizes(16.0, 16, 8, pass_cost("cpu", 0, low_precision=False)).of(8)
+    assert f"passes of {rows} rows" in printed.out and "were blanks" in printed.out
     assert "building tiny" in printed.err and "round 2 of 3" in printed.err
