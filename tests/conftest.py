@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """Keeps libraries out of garbage collections: accelerate asks for one in every training run."""
+    gc.collect()
+    gc.freeze()
 
 
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0}
