@@ -36,7 +36,8 @@ def uncached_autocast(accelerator: Any) -> contextlib.AbstractContextManager[Non
     if accelerator.autocast_handler is None:
         accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     accelerator.autocast_handler.cache_enabled = False
-    return accelerator.autocast()
+    # Where nothing is cast, finding that out takes accelerate half a millisecond of each forward pass.
+    return accelerator.autocast() if accelerator.native_amp else contextlib.nullcontext()
 
 
 def check_mixed_precision(args: Any, device_type: str) -> None:
