@@ -1,4 +1,7 @@
-"""Peak memory of a phase, measured in a process of its own so that none inherits another's caches."""
+"""Peak memory of a phase: on a CPU in a process of its own, so that none inherits another's caches.
+
+On a GPU only allocated bytes count, not what the allocator keeps: phases take turns in one process.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,13 @@ def measure_memory(bench: StepBench) -> dict[str, Any]:
 
     A ratio is None where inference takes no measurable memory.
     """
-    said("measuring peak memory, each phase in a fresh process")
+    cuda = torch.device(bench.device).type == "cuda"
+    said("measuring peak memory, " + ("in turns" if cuda else "each phase in a fresh process"))
     wanted = ["inference", bench.own_phase, *(["reference"] if bench.with_reference else [])]
-    peaks = {phase: in_fresh_process(bench, phase) for phase in phases_of(dict.fromkeys(wanted))}
+    measure = peak_bytes if cuda else in_fresh_process
+    peaks = {phase: measure(bench, phase) for phase in phases_of(dict.fromkeys(wanted))}
     base = peaks["inference"]  # a tiny shape may fit into what was resident: no ratio then
     over = {phase: peak / base if base > 0 else None for phase, peak in peaks.items()}
-    cuda = torch.device(bench.device).type == "cuda"
     result = {
         "peak_memory_over_inference": over[bench.own_phase],
         "peak_bytes": peaks,
@@ -101,8 +105,9 @@ def peak_bytes(bench: StepBench, phase: str) -> int:
     _two_rounds(tiny, phase)
     empty_model(bench.shape, bench.dtype, "meta")
     gc.collect()
-    before = 0  # on a GPU only torch's own bytes are counted
-    if torch.device(bench.device).type != "cuda":
+    if torch.device(bench.device).type == "cuda":
+        before = torch.cuda.memory_allocated(bench.device)
+    else:
         callbacks.forget_peak(bench.device)
         before = callbacks.peak_bytes(bench.device)
     _two_rounds(bench, phase)

@@ -6,6 +6,7 @@ All run the same model, in eval mode and in the same arithmetic, on the same bat
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.mechanisms import Mechanism, NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.mechanisms.gradient import clip_factors
-from hf_dpzero.privacy.noise import SecureNoise
+from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 from scripts.benchmarks.drawn import DrawnBatches, random_rows
 from scripts.benchmarks.settings import CLIP, GRADIENT_CLIP, LEARNING_RATE, SMOOTHING, StepBench
@@ -72,6 +73,13 @@ def _objective_of(bench: StepBench, model: nn.Module) -> PerExampleLoss:
             return plain(model, inputs)
 
     return objective
+
+
+def noise_source() -> NoiseSource:
+    """The trainer's; where OpenDP is missing, seeded noise: it protects nothing, and takes as long."""
+    if importlib.util.find_spec("opendp") is not None:
+        return SecureNoise()
+    return InsecureSeededNoise(secrets.randbits(63))
 
 
 class Forwards:
@@ -125,6 +133,7 @@ class Step:
         short = {n: v[:1, :8] if v.dim() > 1 else v[:1] for n, v in first.items()}
         self.probe = first if bench.compile else short
         self.notes = make_exact(self.differences, self.probe, Direction(_KEY, _PROBE))
+        self.noise = noise_source()
         self.step = self.of(bench.num_directions)
 
     def of(self, directions: int) -> ZerothOrderStep:
@@ -147,7 +156,7 @@ class Step:
             mechanism=mechanism,
             space=self.space,
             differences=self.differences,
-            noise=SecureNoise(),
+            noise=self.noise,
             trajectory=Trajectory(header),
             defer=self.bench.deferred,
         )

@@ -79,6 +79,7 @@ def _measure_step(bench: StepBench, step: Step, forwards: Forwards, result: dict
     _time_beside(bench, steps, forwards, result)
     if bench.num_directions > 1:
         result |= marginal(result["all_seconds"], bench.num_directions)
+    result["noise"] = step.noise.name
     said("timing the parts of a step")
     result["strategy"], result["notes"] = step.differences.strategy, step.notes
     result["breakdown"] = _breakdown(bench, step)

@@ -34,7 +34,14 @@ COMMON = {
 REFERENCE = {
     "reference_ratio_to_two_forwards", "reference_ratio_quartiles", "reference_restore_error",
 }  # fmt: skip
-STEP = {"strategy", "notes", "bytes_per_parameter", "breakdown", "restore_error_after_3_cycles"}
+STEP = {
+    "strategy",
+    "noise",
+    "notes",
+    "bytes_per_parameter",
+    "breakdown",
+    "restore_error_after_3_cycles",
+}
 MARGINAL = {"seconds_per_direction", "marginal_ratio_per_direction"}
 TINY = ["step", "--shape", "tiny", "--batch_size", "2", "--seq_length", "8"]
 

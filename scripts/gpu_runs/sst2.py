@@ -1,0 +1,378 @@
+"""SST-2 with all parameters of a MiniLM: DPZero with K directions against DP-AdamW, from a packed file.
+
+DPZero is the package's own step (`ZerothOrderStep`) on Poisson batches in one fixed shape: `slots` rows
+of 32 columns, the last of which is always padding, so that attention always has a mask; what is not
+full is filled up with blanks. Per-example gradients of DP-AdamW come from torch.func, `vmap(grad(loss))`
+over rows: the memory of one gradient a row, no hooks. Noise is that of a seeded generator, because the
+data are public and OpenDP may be missing: the epsilon of an outcome is that of the same run with secret
+noise.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.privacy.mechanisms import ScalarMechanism
+from hf_dpzero.privacy.mechanisms.gradient import clip_factors
+from hf_dpzero.privacy.noise import InsecureSeededNoise
+from hf_dpzero.privacy.sampling import PoissonSampler
+from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, pool
+from hf_dpzero.training.fixed_shapes import FixedShapes
+from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
+from scripts.gpu_runs.pack import EPSILONS, TRAIN_TOKENS
+from scripts.gpu_runs.results import Item
+
+SMOOTHING = 1e-3
+CLIP_PER_DIRECTION = 8.0
+"""C of DPZero over the square root of K."""
+GRADIENT_CLIP = 1.0
+SLOTS_FOR_BATCH = 1.25
+"""Rows of a pass, over the expected batch: a Poisson batch of 512 is larger once in 10^7."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method, with what it is tuned by and the seconds it may train."""
+
+    method: str
+    num_directions: int
+    learning_rate: float
+    seconds: float
+
+
+ARMS = {
+    "dp-adamw": Arm("dp-adamw", 0, 1e-4, 20.0),
+    "dpzero-1": Arm("dpzero", 1, 1e-5, 20.0),
+    "dpzero-16": Arm("dpzero", 16, 1e-5, 30.0),
+    "dpzero-64": Arm("dpzero", 64, 1e-5, 45.0),
+}
+
+
+class Packed:
+    """What `pack` wrote, on a device.
+
+    Args:
+      file: of `pack`.
+      device: for rows and weights.
+    """
+
+    def __init__(self, file: Path, device: str) -> None:
+        from safetensors import safe_open
+
+        with safe_open(file, "pt") as opened:
+            self.facts: dict[str, Any] = json.loads(opened.metadata()["facts"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        self.device = device
+        self.weights = {
+            n.removeprefix("model."): t.float().to(device)
+            for n, t in tensors.items()
+            if n.startswith("model.")
+        }
+        self.train, self.validation = (
+            padded(*(tensors[f"data.{split}.{n}"] for n in ("ids", "lengths", "labels")), device)
+            for split in ("train", "validation")
+        )
+
+    def model(self, attention: str = "sdpa") -> SentenceClassifier:
+        """A fresh classifier with the packed weights, float32, in eval mode."""
+        from transformers import AutoConfig, AutoModel
+
+        settings = dict(self.facts["model"]["encoder"])
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        encoder = AutoModel.from_config(config, attn_implementation=attention)
+        model = SentenceClassifier.from_encoder(
+            encoder, num_labels=2, logit_scale=self.facts["model"]["logit_scale"]
+        )
+        model.to(self.device).load_state_dict(self.weights)
+        return model.eval().float()
+
+    def noise(self, arm: Arm, epsilon: float) -> dict[int, float]:
+        """Steps -> noise multiplier."""
+        return {int(t): s for t, s in self.facts["noise"][arm.method][str(epsilon)].items()}
+
+
+def padded(ids: Tensor, lengths: Tensor, labels: Tensor, device: str) -> dict[str, Tensor]:
+    """Rows of the longest one's width and a column more, at least that of training; masked where empty."""
+    sizes = lengths.long()
+    width = max(int(sizes.max()), TRAIN_TOKENS) + 1
+    mask = torch.arange(width).unsqueeze(0) < sizes.unsqueeze(1)
+    rows = torch.zeros(len(sizes), width, dtype=torch.int64)
+    rows[mask] = torch.from_numpy(ids.numpy().astype(np.int64))
+    made = {"input_ids": rows, "attention_mask": mask.long(), "labels": labels.long()}
+    return {name: value.to(device) for name, value in made.items()}
+
+
+@torch.no_grad()
+def accuracy(model: SentenceClassifier, rows: Mapping[str, Tensor], size: int = 256) -> float:
+    """Share of rows whose label has the largest logit."""
+    right = 0
+    longest = model.config.encoder.max_position_embeddings
+    for at in range(0, len(rows["labels"]), size):
+        part = {n: v[at : at + size] for n, v in rows.items()}
+        logits = model(part["input_ids"][:, :longest], part["attention_mask"][:, :longest]).logits
+        right += int((logits.argmax(1) == part["labels"]).sum())
+    return right / len(rows["labels"])
+
+
+# ---------------------------------------------------------------- the two methods
+
+
+class DPZeroRun:
+    """Steps of DPZero on the packed rows.
+
+    Args:
+      packed: data and weights.
+      arm: K.
+      noise_multiplier: sigma.
+      seed: of directions, batches and noise.
+    """
+
+    def __init__(self, packed: Packed, arm: Arm, noise_multiplier: float, seed: int) -> None:
+        self.model, count = packed.model(), arm.num_directions
+        batch = packed.facts["batch_size"]
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(True)
+        self.space = ParameterSpace.from_model(
+            self.model, distribution="rademacher", smoothing=SMOOTHING
+        )
+        self.space.snap_()
+        header = {
+            "direction_key": f"{seed:032x}", "num_directions": count, "num_values": count,
+            "update_rule": {"name": "sgd"}, "weight_decay": 0.0, "replayable": True,
+        }  # fmt: skip
+        mechanism = ScalarMechanism(
+            clip=CLIP_PER_DIRECTION * count**0.5,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=batch,
+            num_directions=count,
+        )
+        differences = FiniteDifferences(
+            self.model, self.space, select_objective(self.model), SMOOTHING
+        )
+        self.step = ZerothOrderStep(
+            mechanism=mechanism, space=self.space, differences=differences,
+            noise=InsecureSeededNoise(seed), trajectory=Trajectory(header), defer=True,
+        )  # fmt: skip
+        self.batches = DrawnRows(packed, seed)
+        self.clipped: list[float] = []
+
+    def __call__(self, number: int, learning_rate: float) -> None:
+        """Takes a step and keeps the share of examples that were clipped."""
+        x = self.step(number, self.batches.fixed(number), learning_rate)
+        if x is not None and len(x):
+            bound = self.step.mechanism.clip
+            self.clipped.append(float((x.norm(dim=1) > bound).double().mean()))
+
+    def finish(self) -> SentenceClassifier:
+        """The model, with the last update made."""
+        self.space.settle_()
+        return self.model
+
+
+class DrawnRows:
+    """Poisson batches of the packed training rows.
+
+    Args:
+      packed: rows and the expected batch size.
+      seed: of the draws.
+    """
+
+    def __init__(self, packed: Packed, seed: int) -> None:
+        self.rows, size = packed.train, float(packed.facts["batch_size"])
+        self.sampler = PoissonSampler(
+            num_examples=len(self.rows["labels"]), expected_batch_size=size
+        )
+        self.key = seed.to_bytes(32, "little")
+        slots = max(2, round(SLOTS_FOR_BATCH * size))
+        self.shapes = FixedShapes(self._refuse, slots, collate_stacked=self.of)
+
+    def of(self, indices: list[int]) -> dict[str, Tensor]:
+        """The rows of `indices`."""
+        chosen = torch.tensor(indices, dtype=torch.int64, device=self.rows["labels"].device)
+        return {name: value[chosen] for name, value in self.rows.items()}
+
+    def drawn(self, step: int) -> list[int]:
+        """Indices of a step's batch, perhaps none."""
+        return self.sampler.batch(step, self.key).tolist()
+
+    def fixed(self, step: int) -> list[Any]:
+        """A step's microbatches in the fixed shape."""
+        return self.shapes.microbatches(self.drawn(step))
+
+    def _refuse(self, indices: list[int]) -> list[Mapping[str, Tensor]]:
+        raise NotImplementedError("rows are stacked")
+
+
+class Logits(nn.Module):
+    """The classifier's logits with an additive mask `[B, 1, T, T]`, which `vmap` goes through."""
+
+    def __init__(self, model: SentenceClassifier) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """`[B, 2]` of token ids and mask `[B, T]`."""
+        lowest = torch.finfo(torch.float32).min
+        added = (1.0 - mask[:, None, None, :].float()) * lowest
+        added = added.expand(len(ids), 1, ids.shape[1], ids.shape[1])
+        states = self.model.encoder(ids, attention_mask=added).last_hidden_state
+        pooled = F.normalize(pool(states, mask, self.model.config.pooling), dim=-1)
+        return self.model.classifier(pooled) * self.model.config.logit_scale
+
+
+class DPAdamWRun:
+    """Steps of DP-AdamW: per-example gradients by `vmap(grad)`, L2 clip, sum, noise, / B, AdamW.
+
+    Args:
+      packed: data and weights.
+      arm: not used but for the common call.
+      noise_multiplier: sigma.
+      seed: of batches and noise.
+      rows_at_once: gradients that are held at a time.
+    """
+
+    def __init__(
+        self, packed: Packed, arm: Arm, noise_multiplier: float, seed: int, rows_at_once: int = 64
+    ) -> None:
+        self.model, self.rows_at_once = packed.model(attention="eager"), rows_at_once
+        self.logits = Logits(self.model)
+        self.parameters = dict(self.logits.named_parameters())
+        self.sigma, self.batch = noise_multiplier, packed.facts["batch_size"]
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), weight_decay=0.0)
+        self.generator = torch.Generator(packed.device).manual_seed(seed)
+        self.batches = DrawnRows(packed, seed)
+        self.clipped: list[float] = []
+        each = torch.func.grad(self._loss)
+        self.gradients = torch.func.vmap(each, in_dims=(None, 0, 0, 0))
+
+    def _loss(self, parameters: Any, ids: Tensor, mask: Tensor, label: Tensor) -> Tensor:
+        inputs = (ids.unsqueeze(0), mask.unsqueeze(0))
+        logits = torch.func.functional_call(self.logits, parameters, inputs)
+        return F.cross_entropy(logits, label.unsqueeze(0))
+
+    def __call__(self, number: int, learning_rate: float) -> None:
+        """Takes a step and keeps the share of examples that were clipped."""
+        held = {n: p.detach() for n, p in self.parameters.items()}
+        totals = {n: torch.zeros_like(p) for n, p in held.items()}
+        indices, norms = self.batches.drawn(number), []
+        for at in range(0, len(indices), self.rows_at_once):
+            rows = self.batches.of(indices[at : at + self.rows_at_once])
+            found = self.gradients(held, rows["input_ids"], rows["attention_mask"], rows["labels"])
+            norms.append(self._add(totals, found))
+        for name, parameter in self.parameters.items():
+            noise = torch.empty_like(parameter).normal_(generator=self.generator)
+            parameter.grad = (totals[name] + self.sigma * GRADIENT_CLIP * noise) / self.batch
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        if norms:
+            self.clipped.append(float((torch.cat(norms) > GRADIENT_CLIP).double().mean()))
+
+    @staticmethod
+    def _add(totals: dict[str, Tensor], found: Mapping[str, Tensor]) -> Tensor:
+        """Adds clipped gradients `[B, ...]` to the totals and returns their norms `[B]`."""
+        parts = [g.flatten(1).double().norm(dim=1) for g in found.values()]
+        norms = torch.stack(parts).norm(dim=0)
+        factors = clip_factors(norms, GRADIENT_CLIP)
+        for name, gradient in found.items():
+            totals[name] += torch.einsum("b,b...->...", factors, gradient)
+        return norms
+
+    def finish(self) -> SentenceClassifier:
+        """The model."""
+        return self.model
+
+
+RUNS: dict[str, Callable[..., Any]] = {"dpzero": DPZeroRun, "dp-adamw": DPAdamWRun}
+
+
+# ---------------------------------------------------------------- one run
+
+
+def steps_that_fit(seconds_per_step: float, seconds: float, choices: Mapping[int, float]) -> int:
+    """The largest number of steps whose noise is known and whose time fits; at least the smallest.
+
+    >>> steps_that_fit(0.5, 30.0, {10: 0.8, 40: 0.9, 80: 1.0})
+    40
+    """
+    return max((t for t in choices if t * seconds_per_step <= seconds), default=min(choices))
+
+
+def train(packed: Packed, arm: Arm, epsilon: float, seed: int, left: float) -> dict[str, Any]:
+    """Trains an arm as long as its time allows, at a rate that falls linearly, and evaluates.
+
+    Three steps, which are thrown away, say how long one takes; the number of steps decides the noise.
+    """
+    choices = packed.noise(arm, epsilon)
+    trial = RUNS[arm.method](packed, arm, min(choices.values()), seed)
+    per_step = seconds_per_step(trial, packed.device)
+    del trial
+    steps = steps_that_fit(per_step, min(arm.seconds, 0.8 * left), choices)
+    run = RUNS[arm.method](packed, arm, choices[steps], seed)
+    began = time.perf_counter()
+    for number in range(steps):
+        run(number, arm.learning_rate * (1.0 - number / steps))
+    model = run.finish()
+    reached = accuracy(model, packed.validation)
+    return {
+        "method": arm.method, "num_directions": arm.num_directions, "epsilon": epsilon,
+        "delta": packed.facts["delta"], "steps": steps, "noise_multiplier": choices[steps],
+        "learning_rate": arm.learning_rate, "seconds_per_step": per_step,
+        "train_seconds": time.perf_counter() - began, "accuracy": reached, "seed": seed,
+        "clipped_share": float(np.mean(run.clipped)) if run.clipped else None,
+        "dimension": sum(p.numel() for p in model.parameters()),
+        "batch_size": packed.facts["batch_size"], "rows": len(packed.train["labels"]),
+        "noise": "seeded; epsilon is that of the same run with secret noise",
+    }  # fmt: skip
+
+
+def seconds_per_step(run: Any, device: str) -> float:
+    """Of the faster of two steps after an untimed one."""
+    from scripts.benchmarks.clock import synchronize
+
+    seconds = []
+    for number in range(3):
+        synchronize(device)
+        began = time.perf_counter()
+        run(number, 0.0)
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def items(file: Path, device: str, dry_run: bool, seed: int = 1) -> Iterator[Item]:
+    """The start's accuracy, then one run for each epsilon and arm."""
+
+    @functools.lru_cache(maxsize=1)
+    def packed() -> Packed:
+        if not file.exists():
+            raise OSError(f"{file} is missing; make it with `python -m scripts.on_gpu pack`.")
+        return Packed(file, device)
+
+    def start(left: float) -> dict[str, Any]:
+        return {"accuracy": accuracy(packed().model(), packed().validation)}
+
+    yield Item("start", 1 if dry_run else 15, start)
+    for epsilon in EPSILONS:
+        for name, arm in ARMS.items():
+
+            def call(left: float, arm: Arm = arm, epsilon: float = epsilon) -> dict[str, Any]:
+                limit = min(left, 0.01) if dry_run else left
+                return train(packed(), arm, epsilon, seed, limit)
+
+            yield Item(f"{name}-eps{epsilon:g}", 1 if dry_run else arm.seconds + 8, call)
