@@ -1,9 +1,9 @@
 """What only a GPU can tell, in one command of at most ten minutes.
 
-    python -m scripts.on_gpu pack --data data/sst2 --file sst2.safetensors     where the packages are
-    python -m scripts.on_gpu run --output_dir out --data sst2.safetensors      on the machine with the GPU
-    python -m scripts.on_gpu run --output_dir out --resume                     goes on after a cut
-    python -m scripts.on_gpu table --output_dir out                            rows for docs/performance.md
+    python -m scripts.on_gpu pack --data data/sst2 --file sst2.safetensors   where the packages are
+    python -m scripts.on_gpu run --output_dir out --data sst2.safetensors    on the machine with the GPU
+    python -m scripts.on_gpu run --output_dir out --resume                   goes on after a cut
+    python -m scripts.on_gpu table --output_dir out                          Markdown for the docs
 
 `run` goes through the stages of `scripts/gpu_runs/stages.py`, each in a process of its own, and writes
 `results.json` as each item ends. It needs torch, triton, transformers and pytest there, and neither

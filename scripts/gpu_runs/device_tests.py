@@ -1,4 +1,4 @@
-"""Tests marked `gpu`, a pytest process a file: what cannot be imported here takes no other file along."""
+"""Tests marked `gpu`, a pytest process a file: one that cannot be imported takes no other along."""
 
 from __future__ import annotations
 

@@ -94,10 +94,11 @@ class Packed:
 
         settings = dict(self.facts["model"]["encoder"])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        encoder = AutoModel.from_config(config, attn_implementation=attention)
+        encoder = AutoModel.from_config(config)
         model = SentenceClassifier.from_encoder(
             encoder, num_labels=2, logit_scale=self.facts["model"]["logit_scale"]
         )
+        model.set_attn_implementation(attention)
         model.to(self.device).load_state_dict(self.weights)
         return model.eval().float()
 
@@ -107,7 +108,7 @@ class Packed:
 
 
 def padded(ids: Tensor, lengths: Tensor, labels: Tensor, device: str) -> dict[str, Tensor]:
-    """Rows of the longest one's width and a column more, at least that of training; masked where empty."""
+    """Rows as wide as the longest one and a column more, at least as in training; masked where empty."""
     sizes = lengths.long()
     width = max(int(sizes.max()), TRAIN_TOKENS) + 1
     mask = torch.arange(width).unsqueeze(0) < sizes.unsqueeze(1)
