@@ -5,12 +5,13 @@ One worker is one device. A step ends when its slowest worker has ended.
     N ~ Binomial(n, B / n) rows are sampled; worker w of W gets rows w, w + W, ... of them
     passes_w = sum over widths of ceil(rows_w / s)      s rows a pass, filled up with blanks
     pass = max(s r, b d / m)                            it reads all weights once at least
-    compute_w = slow_w * (2 E passes_w pass + E t d / m + K d g)      E directions are evaluated
+    compute_w = slow_w * (2 E passes_w pass + E v t d / m + K d g)    E directions are evaluated
     step = max_w compute_w + links
 
-with r seconds of a row's forward pass, b bytes a parameter, t bytes of parameters moved for a direction,
-m the bandwidth of the worker's memory, g seconds to draw a coordinate of a direction again for the update.
-`slow_w` is lognormal with mean 1, times a factor for the rare slow worker.
+with r seconds of a row's forward pass, b bytes a parameter, t bytes of parameters moved to perturb along
+a direction, v how often (in each pass where weights are perturbed layer by layer, else once), m the
+bandwidth of the worker's memory, g seconds to draw a coordinate again for the update. `slow_w` is
+lognormal with mean 1, times a factor for the rare slow worker.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Job:
       row_seconds: r, of a row in a forward pass.
       memory_bandwidth: m, bytes a second.
       traffic: t, bytes of parameters read and written for a direction, each.
+      layerwise: perturb in each pass, as half-precision weights of over 1 GiB are.
       draw_seconds: g, of one coordinate of one direction.
       first_order_passes: forward passes that a row's clipped gradient takes the time of.
       gradient_bytes: of each coordinate in DP-AdamW's all-reduce.
@@ -65,6 +67,7 @@ class Job:
     row_seconds: float = 0.00875
     memory_bandwidth: float = 3.35e12
     traffic: float = 12
+    layerwise: bool = True
     draw_seconds: float = 4.5e-13
     first_order_passes: float = 4
     gradient_bytes: float = 4
@@ -286,16 +289,13 @@ def direction_split(network: Network, draws: Draws, workers: int) -> Step:
 
 
 def fsdp(network: Network, draws: Draws, workers: int) -> Step:
-    """Each worker holds d / W parameters and perturbs these; every forward pass gathers all, by layers.
+    """Each worker holds d / W parameters, perturbed in place; every forward pass gathers all, by layers.
 
     Gathering the next layer goes on during the layer before, so that what passes wait is what gathering
     takes longer than computing. Workers with fewer passes gather along with the one with most.
     """
     job, split = draws.job, Passes.of(draws, workers)
-    own = (
-        2 * job.directions * split.count * split.seconds
-        + _perturbing(job, job.directions) / workers
-    )
+    own = 2 * job.directions * split.count * split.seconds + _sharded(job) / workers
     computing = 2 * job.directions * split.count.max(axis=1) * split.seconds
     layer = network.all_gather(job.weight_bytes / job.layers, workers)
     gathers = 2 * job.directions * split.count.max(axis=1) * job.layers
@@ -316,12 +316,21 @@ def dp_adamw(network: Network, draws: Draws, workers: int) -> Step:
 
 
 def _evaluations(job: Job, split: Passes, directions: int) -> np.ndarray:
-    return 2 * directions * split.count * split.seconds + _perturbing(job, directions)
+    times = split.count if job.layerwise else np.ones_like(split.count)
+    moving = directions * times * _traffic_seconds(job)
+    return 2 * directions * split.count * split.seconds + moving + _drawing(job)
 
 
-def _perturbing(job: Job, evaluated: int) -> float:
-    moved = evaluated * job.traffic * job.parameters / job.memory_bandwidth
-    return moved + job.directions * job.parameters * job.draw_seconds
+def _sharded(job: Job) -> float:
+    return job.directions * _traffic_seconds(job) + _drawing(job)
+
+
+def _traffic_seconds(job: Job) -> float:
+    return job.traffic * job.parameters / job.memory_bandwidth
+
+
+def _drawing(job: Job) -> float:
+    return job.directions * job.parameters * job.draw_seconds
 
 
 def _slowest(own: np.ndarray, draws: Draws) -> np.ndarray:

@@ -159,7 +159,10 @@ def _parser() -> argparse.ArgumentParser:
     for kind in (Job, Stragglers):
         hints = typing.get_type_hints(kind)
         for field in fields(kind):
-            made.add_argument(f"--{field.name}", type=hints[field.name], default=field.default)
+            kind_of: dict[str, Any] = {"type": hints[field.name]}
+            if hints[field.name] is bool:
+                kind_of = {"action": argparse.BooleanOptionalAction}
+            made.add_argument(f"--{field.name}", default=field.default, **kind_of)
     made.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     made.add_argument("--workers", nargs="+", type=int, default=list(WORKERS))
     made.add_argument("--trials", type=int, default=200, help="steps that are drawn")
