@@ -55,14 +55,13 @@ class Arm:
     seconds: float
 
 
-# The rate of DPZero is the step along a mean of 16 directions, 128 rows, after which the loss of 256 other
-# rows was least (of 1e-6 to 1e-3); it does not depend on K, since the K terms of an update are added.
-# DP-AdamW's is not tuned.
+# DPZero's rate: of 1e-6 to 1e-3, the step along 16 directions (128 rows) after which the loss of 256
+# other rows was least. It does not depend on K, whose terms are added. DP-AdamW's is not tuned.
 ARMS = {
-    "dp-adamw": Arm("dp-adamw", 0, 1e-4, 20.0),
-    "dpzero-1": Arm("dpzero", 1, 3e-4, 20.0),
-    "dpzero-16": Arm("dpzero", 16, 3e-4, 30.0),
-    "dpzero-64": Arm("dpzero", 64, 3e-4, 45.0),
+    "dp-adamw": Arm("dp-adamw", 0, 1e-4, 15.0),
+    "dpzero-1": Arm("dpzero", 1, 3e-4, 15.0),
+    "dpzero-16": Arm("dpzero", 16, 3e-4, 25.0),
+    "dpzero-64": Arm("dpzero", 64, 3e-4, 40.0),
 }
 
 
@@ -379,4 +378,4 @@ def items(file: Path, device: str, dry_run: bool, seed: int = 1) -> Iterator[Ite
                 limit = min(left, 0.01) if dry_run else left
                 return train(packed(), arm, epsilon, seed, limit)
 
-            yield Item(f"{name}-eps{epsilon:g}", 1 if dry_run else arm.seconds + 8, call)
+            yield Item(f"{name}-eps{epsilon:g}", 1 if dry_run else arm.seconds + 6, call)
