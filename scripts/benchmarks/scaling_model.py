@@ -4,14 +4,14 @@ One worker is one device. A step ends when its slowest worker has ended.
 
     N ~ Binomial(n, B / n) rows are sampled; worker w of W gets rows w, w + W, ... of them
     passes_w = sum over widths of ceil(rows_w / s)      s rows a pass, filled up with blanks
-    pass = max(s r, b d / m)                            it reads all weights once at least
+    pass = max(o + s r, b d / m)                        it reads all weights once at least
     compute_w = slow_w * (2 E passes_w pass + E v t d / m + K d g)    E directions are evaluated
     step = max_w compute_w + links
 
-with r seconds of a row's forward pass, b bytes a parameter, t bytes of parameters moved to perturb along
-a direction, v how often (in each pass where weights are perturbed layer by layer, else once), m the
-bandwidth of the worker's memory, g seconds to draw a coordinate again for the update. `slow_w` is
-lognormal with mean 1, times a factor for the rare slow worker.
+with o seconds to start a pass, r of a row's forward pass, b bytes a parameter, t bytes of parameters moved
+to perturb along a direction, v how often (in each pass where weights are perturbed layer by layer, else
+once), m the bandwidth of the worker's memory, g seconds to draw a coordinate again for the update.
+`slow_w` is lognormal with mean 1, times a factor for the rare slow worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_dpzero.training.fixed_shapes import slots
+from hf_dpzero.training.pass_sizes import expected_passes
 
 FIXED_BYTES, VALUE_BYTES = 64, 16
 """What a DPZero step sends a rank: about 64 bytes and 16 for each direction (a sum and its release)."""
@@ -42,11 +42,13 @@ class Job:
       layers: of the model; FSDP2 gathers them one by one.
       rows: n, of the training data.
       batch: B, expected rows of a step, whatever the number of workers.
-      slots: s, rows of a forward pass; 0 for the trainer's rule, the root of a worker's expected rows.
-      most_slots: s at most, by that rule.
+      slots: s, rows of a forward pass; 0 for those with the least expected seconds, as
+        `training.pass_sizes` chooses them.
+      most_slots: s at most, for memory, where it is chosen.
       widths: shapes that rows fall into with equal probability.
       directions: K.
       row_seconds: r, of a row in a forward pass.
+      pass_start: o, seconds of a forward pass beside its rows.
       memory_bandwidth: m, bytes a second.
       traffic: t, bytes of parameters read and written for a direction, each.
       layerwise: perturb in each pass, as half-precision weights of over 1 GiB are.
@@ -65,6 +67,7 @@ class Job:
     widths: int = 1
     directions: int = 16
     row_seconds: float = 0.00875
+    pass_start: float = 0.005
     memory_bandwidth: float = 3.35e12
     traffic: float = 12
     layerwise: bool = True
@@ -74,11 +77,14 @@ class Job:
 
     def rows_a_pass(self, workers: int) -> int:
         """s, where the rows are split over so many workers."""
-        return self.slots or slots(self.batch / workers, self.most_slots, texts=True)
+        mean, counts = self.batch / workers / self.widths, range(1, self.most_slots + 1)
+        passes = dict(zip(counts, expected_passes(mean, counts), strict=True))
+        return self.slots or min(counts, key=lambda n: passes[n] * self.pass_seconds(n))
 
     def pass_seconds(self, rows: int) -> float:
         """Of a forward pass of so many rows."""
-        return max(rows * self.row_seconds, self.weight_bytes / self.memory_bandwidth)
+        reading = self.weight_bytes / self.memory_bandwidth
+        return max(self.pass_start + rows * self.row_seconds, reading)
 
     @property
     def weight_bytes(self) -> float:

@@ -30,7 +30,8 @@ from scripts.benchmarks.scaling_simulation import WORKERS, main, simulate
 NONE = Stragglers(spread=0.0, slow_share=0.0, slow_link_share=0.0)
 JOB = Job(
     parameters=1e9, parameter_bytes=4, layers=10, rows=64, batch=64, slots=4, directions=2,
-    row_seconds=0.01, memory_bandwidth=1e12, traffic=16, layerwise=False, draw_seconds=1e-12,
+    row_seconds=0.01, pass_start=0.0, memory_bandwidth=1e12, traffic=16, layerwise=False,
+    draw_seconds=1e-12,
 )  # fmt: skip
 """Full batches of 64 rows: nothing varies. A pass of 4 rows takes 0.04 s, more than 4e9 bytes / 1e12."""
 PERTURBING = 2 * 16e9 / 1e12 + 2 * 1e9 * 1e-12
@@ -66,6 +67,7 @@ def test_equal_workers_on_free_links_divide_passes_but_not_what_each_does_alone(
 def test_a_pass_takes_as_long_as_reading_the_weights():
     slow = dataclasses.replace(JOB, memory_bandwidth=4e9)
     assert slow.pass_seconds(4) == pytest.approx(1.0) and JOB.pass_seconds(4) == 0.04
+    assert dataclasses.replace(JOB, pass_start=0.5).pass_seconds(4) == 0.54
 
 
 def test_links_cost_what_rings_and_trees_cost():
@@ -145,10 +147,20 @@ def test_shares_and_blanks():
     assert own.std() > 2 > shares(np.array([64]), 8).std()  # Binomial(125, 0.064): 2.7
 
 
-def test_the_trainer_s_own_rule_gives_the_rows_of_a_pass():
-    job = Job(batch=1024)
-    assert [job.rows_a_pass(w) for w in (1, 4, 64, 4096)] == [32, 16, 4, 1]  # roots of 1024 / W
-    assert dataclasses.replace(job, slots=8).rows_a_pass(4096) == 8
+def test_the_rows_of_a_pass_are_those_with_the_least_expected_seconds():
+    """A pass that costs nothing to start holds one row; one that costs much holds all that come."""
+    free = dataclasses.replace(JOB, slots=0, memory_bandwidth=1e15)
+    assert [free.rows_a_pass(w) for w in (1, 8)] == [1, 1]
+    dear = dataclasses.replace(free, pass_start=10.0)
+    assert [dear.rows_a_pass(w) for w in (1, 64)] == [32, 5]  # at most 32; P(N > 5) = 6e-4
+    assert dataclasses.replace(dear, slots=8).rows_a_pass(1) == 8
+    even = dataclasses.replace(free, pass_start=0.01)
+    chosen = even.rows_a_pass(8)  # 8 expected rows: by enumeration over Poisson(8)
+    chances = [math.exp(-8) * 8**n / math.factorial(n) for n in range(60)]
+    expected = {
+        s: sum(p * math.ceil(n / s) for n, p in enumerate(chances)) * (1 + s) for s in range(1, 33)
+    }
+    assert chosen == min(expected, key=expected.__getitem__) and 1 < chosen < 8
 
 
 def test_memory_of_a_rank():
