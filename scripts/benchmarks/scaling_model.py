@@ -8,7 +8,7 @@ One worker is one device. A step ends when its slowest worker has ended.
     compute_w = slow_w * (2 E passes_w pass + E v t d / m + K d g)    E directions are evaluated
     step = max_w compute_w + links
 
-with o seconds to start a pass, r of a row's forward pass, b bytes a parameter, t bytes of parameters moved
+with o seconds to start a pass, r of a row's forward pass, b bytes a parameter, t bytes of these moved
 to perturb along a direction, v how often (in each pass where weights are perturbed layer by layer, else
 once), m the bandwidth of the worker's memory, g seconds to draw a coordinate again for the update.
 `slow_w` is lognormal with mean 1, times a factor for the rare slow worker.
