@@ -15,6 +15,7 @@ failed. `--dry_run` goes through all stages in tiny sizes on a CPU. Run it from 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -141,6 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "table":
         print(markdown(Results(path).content))
         return 0
+    options.output_dir, options.data = (
+        os.path.abspath(p) for p in (options.output_dir, options.data)
+    )
     options.device = options.device or ("cpu" if options.dry_run else "cuda")
     if options.command == "run":
         return run(options)

@@ -26,7 +26,7 @@ def tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
         heads = ["stage", "tests", "passed", "skipped", "seconds"]
         yield "Tests on the device", heads, [[s, i, *_test_cells(o)] for s, i, o in tests]
     kinds = {"steps": "private", "steps-one-batch": "one batch",
-             "steps-whole-model": "private, whole_model"}  # fmt: skip
+             "steps-whole-model": "private"}  # fmt: skip
     steps = [(n, i, o) for s, n in kinds.items() for i, o in stages.get(s, {}).items()]
     if steps:
         heads = ["shape", "batch", "settings", "step / two forwards (quartiles)", "reference loop",
@@ -69,7 +69,7 @@ def _step_cells(kind: str, outcome: Mapping[str, Any]) -> list[str]:
     reference = r.get("reference_ratio_to_two_forwards")
     return [
         f"{s['batch_size']} x {s['seq_length']}",
-        f"{kind}, {r['strategy']}",
+        f"{kind}, {r['strategy']}, {r['rows_per_pass']} rows a pass",
         f"{middle:.2f} ({low:.2f} to {high:.2f})",
         "" if reference is None else f"{reference:.2f}",
         f"{r['seconds']['two_forwards']:.3f}",

@@ -317,7 +317,7 @@ def test_tables_say_what_was_measured_and_what_was_not(capsys, tmp_path):
     results = Results(tmp_path / "results.json")
     results.content["machine"] = {"name": "Some GPU", "driver": "1.2", "torch": "2.11"}
     measured = {
-        "settings": {"batch_size": 8, "seq_length": 256}, "strategy": "layerwise",
+        "settings": {"batch_size": 8, "seq_length": 256}, "strategy": "layerwise", "rows_per_pass": 4,
         "ratio_quartiles": [1.1, 1.2, 1.3], "reference_ratio_to_two_forwards": 2.5,
         "seconds": {"two_forwards": 0.25},
         "peak_bytes": {"inference": 2**30, "step": 2**31, "reference": 3 * 2**30},
@@ -328,8 +328,11 @@ def test_tables_say_what_was_measured_and_what_was_not(capsys, tmp_path):
     results.note("sst2", "start", FAILED, error="Traceback\nOSError: no | file")
     assert on_gpu.main(["table", "--output_dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    row = "| opt-13b | 8 x 256 | private, layerwise | 1.20 (1.10 to 1.30) | 2.50 | 0.250 | 1.00 | 2.00 |"
-    assert row in printed and "Some GPU, driver 1.2, torch 2.11" in printed
+    row = "| opt-13b | 8 x 256 | private, layerwise, 4 rows a pass | 1.20 (1.10 to 1.30) | 2.50 |"
+    assert (
+        f"{row} 0.250 | 1.00 | 2.00 | 3.00 |" in printed
+        and "Some GPU, driver 1.2, torch 2.11" in printed
+    )
     assert "skipped: takes about 45 s" in printed and "not run: datasets is missing" in printed
     assert "no \\| file" in printed
     for _, heads, rows in tables.tables(results.content):
