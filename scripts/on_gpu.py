@@ -19,12 +19,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.gpu_runs import stages
-from scripts.gpu_runs.results import FAILED, RUNNING, Results, run_items
+from scripts.gpu_runs.results import FAILED, RUNNING, Item, Results, run_items
 from scripts.gpu_runs.tables import markdown, show
 
 BUDGET_S = 560.0
@@ -65,16 +65,22 @@ def run(options: argparse.Namespace) -> int:
 
 def run_stage(results: Results, stage: str, options: Any, deadline: float) -> None:
     """A stage's items in this process."""
-    items = stages.items_of(stage, options.device, Path(options.data), options.dry_run)
+    items = _items(stage, options)
     run_items(results, stage, items, deadline, say)
+
+
+def _items(stage: str, options: Any) -> Iterator[Item]:
+    data = Path(options.data)
+    return stages.items_of(stage, options.device, data, options.dry_run, options.rate_factor)
 
 
 def in_a_process(results: Results, stage: str, options: Any, deadline: float) -> None:
     """A stage in a process of its own, which a broken device or a hang takes along; its items stay."""
     words = ["--output_dir", options.output_dir, "--device", options.device, "--data", options.data]
+    words += ["--rate_factor", str(options.rate_factor)]
     words += ["--deadline", str(deadline), *["--dry_run"] * options.dry_run]
     command = [sys.executable, "-m", "scripts.on_gpu", "stage", stage, *words]
-    items = stages.items_of(stage, options.device, Path(options.data), options.dry_run)
+    items = _items(stage, options)
     limit = min(START_S + 2 * sum(item.expects_s for item in items), deadline - time.time())
     try:
         root = Path(__file__).resolve().parents[1]
@@ -111,6 +117,9 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--data", default="sst2.safetensors", help="what `pack` wrote")
         command.add_argument(
             "--device", default=None, help="torch device; cuda, or cpu in a dry run"
+        )
+        command.add_argument(
+            "--rate_factor", type=float, default=1.0, help="times the learning rates of sst2"
         )
         command.add_argument("--dry_run", action="store_true", help="tiny sizes, on the CPU")
     run_.add_argument("--stages", nargs="+", choices=stages.STAGES, default=list(stages.STAGES))

@@ -63,6 +63,7 @@ def _time_beside(
     names = list(steps)
     said(f"timing {' and '.join(names)} beside bare forward passes, {bench.repeats} rounds")
     untimed = 3 if bench.compile else 1  # a second call may be compiled once more
+    forwards.batches(untimed + bench.repeats)  # rows are drawn and collated off the clock
     beside, *own = interleaved([forwards, *steps.values()], bench.repeats, bench.device, untimed)
     result["all_seconds"][f"two_forwards_beside_{names[0]}"] = beside
     result["all_seconds"].update(zip(names, own, strict=True))

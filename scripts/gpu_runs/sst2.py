@@ -14,7 +14,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -358,8 +358,11 @@ def seconds_per_step(run: Any, device: str) -> float:
     return min(seconds[1:])
 
 
-def items(file: Path, device: str, dry_run: bool, seed: int = 1) -> Iterator[Item]:
-    """The start's accuracy, then one run for each epsilon and arm."""
+def items(
+    file: Path, device: str, dry_run: bool, rate_factor: float = 1.0, seed: int = 1
+) -> Iterator[Item]:
+    """The start's accuracy, then one run for each epsilon and arm, its rate times a factor."""
+    named = "" if rate_factor == 1.0 else f"-rate-x{rate_factor:g}"
 
     @functools.lru_cache(maxsize=1)
     def packed() -> Packed:
@@ -372,10 +375,11 @@ def items(file: Path, device: str, dry_run: bool, seed: int = 1) -> Iterator[Ite
 
     yield Item("start", 1 if dry_run else 15, start)
     for epsilon in EPSILONS:
-        for name, arm in ARMS.items():
+        for name, given in ARMS.items():
+            arm = replace(given, learning_rate=given.learning_rate * rate_factor)
 
             def call(left: float, arm: Arm = arm, epsilon: float = epsilon) -> dict[str, Any]:
                 limit = min(left, 0.01) if dry_run else left
                 return train(packed(), arm, epsilon, seed, limit)
 
-            yield Item(f"{name}-eps{epsilon:g}", 1 if dry_run else arm.seconds + 6, call)
+            yield Item(f"{name}-eps{epsilon:g}{named}", 1 if dry_run else arm.seconds + 6, call)

@@ -21,7 +21,9 @@ STAGES = {
 }
 
 
-def items_of(stage: str, device: str, data: Path, dry_run: bool) -> Iterator[Item]:
+def items_of(
+    stage: str, device: str, data: Path, dry_run: bool, rate_factor: float = 1.0
+) -> Iterator[Item]:
     """The items of a stage.
 
     Args:
@@ -29,13 +31,14 @@ def items_of(stage: str, device: str, data: Path, dry_run: bool) -> Iterator[Ite
       device: torch device.
       data: the packed file of `sst2`.
       dry_run: tiny sizes.
+      rate_factor: that learning rates of `sst2` are multiplied by.
     """
     if stage in ("kernels", "sharding"):
         return device_tests.items(stage == "sharding", dry_run)
     if stage == "sst2":
         from scripts.gpu_runs import sst2  # loads transformers
 
-        return sst2.items(data, device, dry_run)
+        return sst2.items(data, device, dry_run, rate_factor)
     return steps.items(stage, device, dry_run)
 
 

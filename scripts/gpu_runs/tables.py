@@ -33,7 +33,7 @@ def tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
                  "two forwards, s", "peak GiB: inference", "step", "reference"]  # fmt: skip
         yield "Steps", heads, [[i, *_step_cells(n, o)] for n, i, o in steps]
     if "sst2" in stages:
-        heads = ["run", "epsilon", "steps", "seconds", "accuracy"]
+        heads = ["run", "epsilon", "steps", "learning rate", "clipped", "seconds", "accuracy"]
         yield "SST-2", heads, [[i, *_run_cells(o)] for i, o in stages["sst2"].items()]
 
 
@@ -78,13 +78,14 @@ def _step_cells(kind: str, outcome: Mapping[str, Any]) -> list[str]:
 
 
 def _run_cells(outcome: Mapping[str, Any]) -> list[str]:
-    if (cells := _unfinished(outcome, 4)) is not None:
-        return ["", "", *cells[:2]]
-    r = outcome["result"]
+    if (cells := _unfinished(outcome, 6)) is not None:
+        return cells
+    r, accuracy = outcome["result"], f"{100 * outcome['result']['accuracy']:.1f} %"
     if "steps" not in r:
-        return ["", "", "", f"{100 * r['accuracy']:.1f} %"]
-    seconds = f"{r['train_seconds']:.0f}"
-    return [f"{r['epsilon']:g}", str(r["steps"]), seconds, f"{100 * r['accuracy']:.1f} %"]
+        return ["", "", "", "", "", accuracy]
+    clipped = "" if r["clipped_share"] is None else f"{100 * r['clipped_share']:.0f} %"
+    how = [f"{r['epsilon']:g}", str(r["steps"]), f"{r['learning_rate']:g}", clipped]
+    return [*how, f"{r['train_seconds']:.0f}", accuracy]
 
 
 def markdown(content: Mapping[str, Any]) -> str:

@@ -348,6 +348,8 @@ def test_the_stages_cover_the_published_shapes():
     assert names == ["roberta-large", "opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b"]
     runs = [i.name for i in sst2.items(Path("x"), "cuda", dry_run=False)]
     assert len(runs) == 9 and {"dpzero-64-eps2", "dp-adamw-eps6"} < set(runs)
+    faster = list(sst2.items(Path("x"), "cuda", dry_run=False, rate_factor=3.0))
+    assert {"start", "dpzero-64-eps2-rate-x3"} < {i.name for i in faster}
     planned = sum(i.expects_s for i in steps.items("steps", "cuda", False))
     planned += sum(i.expects_s for i in sst2.items(Path("x"), "cuda", False))
     assert planned + 100 < on_gpu.BUDGET_S  # and the tests
