@@ -102,7 +102,7 @@ def test_files_with_tests_for_a_gpu_are_found_and_parted(tmp_path):
     assert device_tests.KERNELS in found and Path("tests/scripts/test_on_gpu.py") not in found
     both = [[i.name for i in device_tests.items(sharded, False)] for sharded in (False, True)]
     assert "test_triton_kernels" in both[0]
-    assert sorted([*both[0], *both[1]]) == sorted(f.stem for f in found)
+    assert sorted({*both[0], *both[1]} - {"none"}) == sorted(f.stem for f in found)
     mark = "@pytest.mark." + "gpu\n"
     for name in ("test_fsdp_on_gpu.py", "test_offload.py", "test_other.py"):
         (tmp_path / "tests").mkdir(exist_ok=True)
@@ -205,6 +205,8 @@ def test_the_noise_of_dp_adamw_has_the_stated_deviation(packed, sigma):
 
 
 def test_dpzero_releases_within_its_clip_and_moves_the_weights(packed):
+    noised = sst2.DPZeroRun(packed, arm(), noise_multiplier=0.7, seed=3).step.mechanism
+    assert noised.noise_multiplier == 0.7 and noised.expected_batch_size == tiny.BATCH
     run = sst2.DPZeroRun(packed, arm(), noise_multiplier=0.0, seed=3)
     before = {n: t.clone() for n, t in run.model.state_dict().items()}
     for number in range(3):
@@ -394,7 +396,7 @@ def test_a_dry_run_of_every_stage_where_packages_are_missing(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     kept = json.loads((tmp_path / "results.json").read_text())["stages"]
-    assert set(kept) >= set(stages.STAGES) - {"sharding"}
+    assert set(kept) == set(stages.STAGES)
     assert {o["status"] for s in kept.values() for o in s.values()} == {OK}
     if importlib.util.find_spec("triton"):
         assert kept["kernels"]["test_triton_kernels"]["result"]["passed"] >= 5

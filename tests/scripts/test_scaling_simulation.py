@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,6 +172,20 @@ def test_memory_of_a_rank():
     assert alone["DP-AdamW, all-reduce"] == 3 * 2e9 + 8e9
     plain = memory_bytes(dataclasses.replace(job, parameter_bytes=4), 1)
     assert plain["DPZero, data parallel"] == 4e9  # moved in place: no copy of a layer
+
+
+def test_the_tables_of_the_docs_are_those_of_the_command():
+    """To 2 %, which another version of numpy's draws stays within."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    for network in ("fast", "ethernet"):
+        table = text[text.index(f"| {network} links |") :].split("\n\n")[0]
+        rows = {
+            cells[1].strip(): cells[2:-1] for cells in (r.split("|") for r in table.split("\n"))
+        }
+        computed = simulate(Job(), NETWORKS[network], Stragglers())
+        for name, found in computed.items():
+            seconds = [float(cell.split()[0]) for cell in rows[name]]
+            assert seconds == pytest.approx([row["seconds"] for row in found], rel=0.02)
 
 
 def test_the_command_prints_and_draws(tmp_path, capsys):
