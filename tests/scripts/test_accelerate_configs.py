@@ -30,8 +30,8 @@ def read(name: str) -> dict[str, Any]:
     return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
 
 
-def launch(name: str, folder: Path, *words: str, kind: str = "sum") -> subprocess.Popen:
-    """`accelerate launch` of this file's script, in a session of its own."""
+def launch(name: str, folder: Path, *words: str, kind: str, machine: int) -> subprocess.Popen:
+    """`accelerate launch` of this file's script as on one machine, in a session of its own."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", FOLDER / name]
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     # A process has one thread: gloo's and torch's would crowd each other out.
@@ -42,7 +42,7 @@ def launch(name: str, folder: Path, *words: str, kind: str = "sum") -> subproces
         [*map(str, command), *words, __file__, kind, str(folder)],
         env={**inherited, **place},
         stdout=subprocess.DEVNULL,
-        stderr=(folder / f"errors{len(words)}").open("w"),
+        stderr=(folder / f"errors{machine}").open("w"),
         start_new_session=True,
     )
 
@@ -101,9 +101,11 @@ def launched(name: str, folder: Path, kind: str = "sum") -> list[dict[str, Any]]
     words = ["--num_processes", "1" if alone else str(2 * machines)]
     if machines > 1:
         words += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
-    ranks = [["--machine_rank", str(rank)] for rank in range(machines)] if machines > 1 else [[]]
-    started = [launch(name, folder, *words, *rank, *["-q"] * i, kind=kind)
-               for i, rank in enumerate(ranks)]  # fmt: skip
+    ranks = [["--machine_rank", str(rank)] if machines > 1 else [] for rank in range(machines)]
+    started = [
+        launch(name, folder, *words, *rank, kind=kind, machine=number)
+        for number, rank in enumerate(ranks)
+    ]
     statuses = finish(*started)
     assert statuses == [0] * machines, errors(folder)
     return said(folder)
