@@ -41,6 +41,7 @@ from hf_dpzero.training.independence_check import (
     rope_types,
     takes_blanks,
 )
+from hf_dpzero.training.offloading import check_offload
 from hf_dpzero.training.pass_sizes import one_size, pass_cost, pass_sizes
 from hf_dpzero.training.precision import (
     check_mixed_precision,
@@ -83,6 +84,7 @@ def check_before_training(trainer: Any) -> None:
     select_trainable(model, args.trainable)
     validation.check_adapters(model)
     validation.check_model(model)
+    check_offload(trainer)
     if trainer.per_example_loss is None:
         with _first_row("collated"):
             first = trainer.training_rows().collate_rows([0])  # a collator may add labels

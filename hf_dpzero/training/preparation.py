@@ -12,6 +12,7 @@ from torch import nn
 from hf_dpzero.training import data_checks
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.loading import load_named, load_processing, with_adapter
+from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.text_rows import TextRows
 
 FUNCTIONS = (
@@ -76,6 +77,7 @@ def prepare(
             settings["processing_class"] = found
         model = load_named(name, args.seed, own_loss is not None)
     if peft_config is not None:
+        settle_offloaded(model)  # PEFT needs to see the weights
         model = with_adapter(model, peft_config, args.seed)
     texts = TextRows(
         model,

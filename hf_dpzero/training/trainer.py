@@ -52,6 +52,7 @@ from hf_dpzero.training.methods import (
     ZerothOrderMethod,
     private_diagnostics,
 )
+from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.overrides import check_overrides
 from hf_dpzero.training.precision import evaluated, uncached_autocast, unwrapped
 from hf_dpzero.training.preparation import by_name, prepare
@@ -120,7 +121,7 @@ class DPZeroMixin(PublishingTrainer):
         **settings: Any,
     ) -> None:
         args = checked_config(args)
-        distributed.check_single_strategy(args)
+        distributed.check_single_strategy(args, model)
         if settings.get("model_init") is not None:
             raise ValueError(_MODEL_INIT)
         if noise is not None and not isinstance(noise, NoiseSource):
@@ -131,6 +132,7 @@ class DPZeroMixin(PublishingTrainer):
         own_loss = compute_per_example_loss
         model, self._texts = prepare(type(self), model, args, settings, own_loss)
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
+            settle_offloaded(model)
             validation.check_placement(model)
             model = unwrapped(model)
             if compute_per_example_loss is None:
@@ -231,6 +233,7 @@ class DPZeroMixin(PublishingTrainer):
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
         resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
+        settle_offloaded(self.model)
         self._besides = validation.SavedBesides(self.model)
         if self.plan.groups is not None:
             column = str(self.args.group_column)
