@@ -217,6 +217,11 @@ def execution_devices(module: nn.Module) -> set[torch.device]:
     return {parameter.device for parameter in module.parameters(recurse=False)}
 
 
+def arriving_bytes(model: nn.Module) -> int:
+    """Bytes of all weights that come; of tied ones once."""
+    return _nbytes(list(living_elsewhere(model).values()))
+
+
 def largest_arrival(model: nn.Module) -> int:
     """Bytes of the weights that come for one module, at most; 0 if none do."""
     arrivals = filter(None, map(arrival_of, model.modules()))

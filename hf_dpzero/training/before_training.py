@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_dpzero.estimators.arrivals import arriving_bytes
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
 from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
@@ -168,7 +169,7 @@ def _sizes(
         return {"slots": max(1, min(most, round(math.sqrt(expected))))}
     count = sum(p.numel() for p in trainer.model.parameters())
     coarse = bool(low_precision(trainer.model, trainer.args))
-    cost = pass_cost(trainer.args.device.type, count, coarse)
+    cost = pass_cost(trainer.args.device.type, count, coarse, arriving_bytes(trainer.model))
     known = [tokens for tokens in (shapes.cut, shapes.most) if tokens is not None]
     sizes = pass_sizes(expected, most, min(known, default=None), cost)
     return {"slots": max(sizes.rows.values()), "sizes": sizes}
