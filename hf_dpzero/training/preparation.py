@@ -66,6 +66,8 @@ def prepare(
     Raises:
       ValueError: an argument of another kind, or rows that the model cannot be trained on.
     """
+    if isinstance(model, nn.Module):
+        settle_offloaded(model)  # adapters are put on weights that are there
     if prepares_itself(kind):
         return model, None
     _check_kinds(kind, model, {**settings, "compute_per_example_loss": own_loss})
@@ -77,7 +79,6 @@ def prepare(
             settings["processing_class"] = found
         model = load_named(name, args.seed, own_loss is not None)
     if peft_config is not None:
-        settle_offloaded(model)  # PEFT needs to see the weights
         model = with_adapter(model, peft_config, args.seed)
     texts = TextRows(
         model,

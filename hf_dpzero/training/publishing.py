@@ -25,6 +25,7 @@ from hf_dpzero.training import data_checks
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.prediction import PredictingTrainer
+from hf_dpzero.training.validation import SavedBesides
 
 logger = logging.get_logger(__name__)
 
@@ -54,6 +55,11 @@ class PublishingTrainer(PredictingTrainer):
         """As in Trainer; the weights of an offloaded model stay where they live."""
         settle_offloaded(model)
         super()._move_model_to_device(model, device)
+
+    def saved_besides(self) -> SavedBesides:
+        """What the model saves beside its parameters, which live somewhere from here on."""
+        settle_offloaded(self.model)
+        return SavedBesides(self.model)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """As in Trainer, which prints four decimals; delta, mostly smaller than that, in full."""

@@ -52,7 +52,6 @@ from hf_dpzero.training.methods import (
     ZerothOrderMethod,
     private_diagnostics,
 )
-from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.overrides import check_overrides
 from hf_dpzero.training.precision import evaluated, uncached_autocast, unwrapped
 from hf_dpzero.training.preparation import by_name, prepare
@@ -132,7 +131,6 @@ class DPZeroMixin(PublishingTrainer):
         own_loss = compute_per_example_loss
         model, self._texts = prepare(type(self), model, args, settings, own_loss)
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
-            settle_offloaded(model)
             validation.check_placement(model)
             model = unwrapped(model)
             if compute_per_example_loss is None:
@@ -233,8 +231,7 @@ class DPZeroMixin(PublishingTrainer):
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
         resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
-        settle_offloaded(self.model)
-        self._besides = validation.SavedBesides(self.model)
+        self._besides = self.saved_besides()
         if self.plan.groups is not None:
             column = str(self.args.group_column)
             self._row_groups = row_groups(self.plan.groups, column, self.train_dataset)
