@@ -274,6 +274,15 @@ _MODEL = {
             "nothing; as half precision",
             "a quarter of float32's memory; one example in each forward pass",
         ),
+        "device_map": Cost(
+            NOTHING,
+            "offload: memory of two layers on the device; all weights move in each forward pass",
+            none="one device",
+        ),
+        "offload_folder": Cost(
+            "nothing; it holds weights, and no name of a file of this run", none="no disk offload"
+        ),
+        "max_memory": Cost(NOTHING, none="what is free"),
     },
     "Head": {
         "architecture": Cost(NOTHING, "sentence_classifier: only a head is evaluated again"),

@@ -244,3 +244,14 @@ def test_federated_rounds_in_process(tmp_path, capsys):
     run(block("federated", "in process", a='recipe="quickstart"', a_=tiny))
     assert "epsilon at most" in capsys.readouterr().out
     assert report("out/federated")["private"]
+
+
+def test_a_script_with_an_offloaded_model(here):
+    tiny_model().save_pretrained(here / "base")
+    code = block(
+        "offload", "script", a='"facebook/opt-13b", dtype="bfloat16", device_map="auto"',
+        a_=f'{str(here / "base")!r}, device_map={{"": "disk"}}', b="max_steps=1000", b_="max_steps=2",
+        c="expected_batch_size=64", c_="expected_batch_size=8",
+    )  # fmt: skip
+    run(code, {"train": tiny_data(40)})
+    assert report("out/offload")["num_examples"] == 40

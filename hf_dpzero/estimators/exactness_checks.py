@@ -62,6 +62,12 @@ def make_exact(
         differences.stack.one_copy_a_pass()
     reason = inexactness(differences, microbatch, direction)
     if reason is not None:
+        if differences.visits is not None and differences.visits.arriving:
+            raise ValueError(
+                f"the model is offloaded, and strategy='layerwise' {reason}; name the class of the "
+                "module that reads it in Accelerate's preload_module_classes, or load the model without "
+                "offload."
+            )
         if not (differences.chosen_automatically and public):
             raise ValueError(f"strategy={differences.strategy!r} {reason}; use 'whole_model'.")
         messages.append(f"the strategy is whole_model: {differences.strategy} {reason}.")
@@ -115,11 +121,12 @@ def inexactness(
     visits, stack = differences.visits, differences.stack
     if visits is None and stack is None:
         return None
-    # The yardstick is whole_model where that takes no copy of the weights. In half precision it is
-    # layerwise: what is read outside its module's forward is theta there and NaN in the trial, so the
-    # two agree only if nothing is.
+    # The yardstick is whole_model where that takes no copy of the weights. In half precision and with
+    # offload it is layerwise: what is read outside its module's forward is theta there and NaN in the
+    # trial, so the two agree only if nothing is.
     space = differences.space
     wide = all(tensor.dtype == torch.float32 for tensor in space.tensors)
+    wide = wide and not (visits is not None and visits.arriving)
     reference = None if wide else ModuleVisits(differences.model, space)
     with _replaced(differences, prefix=None):
         with _replaced(differences, visits=reference, stack=None):

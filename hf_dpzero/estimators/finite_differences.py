@@ -25,6 +25,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.estimators.arrivals import living_elsewhere, schedule_of
 from hf_dpzero.estimators.forward_passes import ParameterGuard
 from hf_dpzero.estimators.layerwise import ModuleVisits
 from hf_dpzero.estimators.prefix_cache import FrozenPrefix
@@ -64,7 +65,8 @@ class FiniteDifferences:
         `layerwise` as soon as one trainable tensor is in half precision, whose settled values would
         otherwise be kept beside it, unless a step has several `passes` and that copy takes at most
         `COPIED` bytes: layerwise perturbs anew for each. `exactness_checks.make_exact` goes on from
-        `whole_model` to `stacked` where little trains along many directions.
+        `whole_model` to `stacked` where little trains along many directions. Where weights that train
+        come from elsewhere (`arrivals`) it is `layerwise`, and nothing else will do.
       passes: microbatches that a step is expected to have, for each sign and direction.
 
     Attributes:
@@ -181,6 +183,9 @@ class FiniteDifferences:
                 if not self.space.snapped:
                     self.space.snap_()  # now, while every parameter is at home
                 stack.enter_context(copies.installed())
+            arrivals = schedule_of(self.model)
+            if arrivals is not None and self.visits is None:  # of weights that do not train
+                stack.enter_context(arrivals.ahead())
             if self.prefix is not None:
                 stack.enter_context(self.prefix.installed())
             yield
@@ -239,6 +244,14 @@ def _resolved(
             f"strategy={strategy!r} replaces modules' forwards or parameters, which compiled "
             "code does not follow: use strategy='whole_model', or do not compile the model."
         )
+    if set(map(id, space.tensors)).intersection(living_elsewhere(model)):
+        if strategy not in ("auto", "layerwise"):
+            raise ValueError(
+                f"strategy={strategy!r} with offloaded weights that train would move all of them where "
+                "they live, or hold copies of all: use 'layerwise', which perturbs each layer's weights "
+                "as they come, or 'auto'."
+            )
+        return "layerwise"
     if strategy != "auto":
         return strategy
     copied = sum(t.nbytes for t in space.tensors if t.dtype != torch.float32)

@@ -5,6 +5,9 @@ its `forward` wrapped: during the call its parameters' `.data` point to perturbe
 to theta again, so restoring is exact in every dtype by construction, and the extra memory is that of
 the modules active at one moment. Embeddings copy only the rows that the call looks up.
 
+Weights that live elsewhere and come for their module's forward (`arrivals`) are perturbed on arrival, in
+the copy that came; of embeddings only the rows that the call looks up come at all.
+
 A parameter that is read outside its owner's forward (`nn.MultiheadAttention` reads its out_proj's)
 is not perturbed there; `poisoned_tensors` makes such a read show up as NaN, for the check at set-up.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hf_dpzero.estimators.arrivals import arrival_of, living_elsewhere, schedule_of
 from hf_dpzero.estimators.forward_passes import replaced_forward
 from hf_dpzero.perturbation.parameter_space import ParameterSpace, Position
 
@@ -43,14 +47,20 @@ class Owner:
     Args:
       module: whose forward is wrapped.
       parameters: number in the space -> parameter.
+      arriving: ids of the parameters that come for a forward and are perturbed then.
     """
 
-    def __init__(self, module: nn.Module, parameters: dict[int, Tensor]) -> None:
-        self.module, self.parameters = module, parameters
+    def __init__(
+        self, module: nn.Module, parameters: dict[int, Tensor], arriving: Set[int] = frozenset()
+    ) -> None:
+        self.module = module
+        self.arrival = arrival_of(module) if arriving & set(map(id, parameters.values())) else None
         weight = module.weight if isinstance(module, nn.Embedding) else None
         self.lookup = next((n for n, p in parameters.items() if p is weight), None)
-        self.table = {n: p for n, p in parameters.items() if n == self.lookup}
-        self.others = {n: p for n, p in parameters.items() if n != self.lookup}
+        here = {n: p for n, p in parameters.items() if id(p) not in arriving}
+        served = here if self.arrival is None else parameters
+        self.table = {n: p for n, p in served.items() if n == self.lookup}
+        self.others = {n: p for n, p in here.items() if n != self.lookup}
 
 
 class ModuleVisits:
@@ -65,6 +75,7 @@ class ModuleVisits:
 
     Attributes:
       visited: numbers of the parameters that some forward pass has seen perturbed.
+      arriving: id -> number of the parameters that come for their module's forward.
 
     Raises:
       ValueError: an embedding renormalises its weight while it looks rows up.
@@ -74,7 +85,9 @@ class ModuleVisits:
         self.space, self.scratch = space, Scratch()
         self.position: Position = ()
         self.visited: set[int] = set()
-        self.owners = _owners(model, space)
+        self.arrivals, elsewhere = schedule_of(model), living_elsewhere(model)
+        self.arriving = {id(t): n for n, t in enumerate(space.tensors) if id(t) in elsewhere}
+        self.owners = _owners(model, space, self.arriving.keys())
         self._standing: set[int] = set()  # numbers of the parameters that point to a copy now
         for module in (owner.module for owner in self.owners):
             if getattr(module, "max_norm", None) is not None:
@@ -87,6 +100,8 @@ class ModuleVisits:
     def installed(self) -> Iterator[ModuleVisits]:
         """Wraps the owners' forwards inside the block; afterwards they are as they were."""
         with contextlib.ExitStack() as stack:
+            if self.arrivals is not None:
+                stack.enter_context(self.arrivals.ahead(self._home, self._perturb))
             for owner in self.owners:
                 visit = functools.partial(self._visit, owner)
                 stack.enter_context(replaced_forward(owner.module, visit))
@@ -101,8 +116,30 @@ class ModuleVisits:
             if self.position and owner.others:
                 stack.enter_context(self.copied(owner.others))
             if self.position and owner.table and owner.lookup not in self._standing:
-                stack.enter_context(_RowLookup(self, owner, stack))
+                self._serve_rows(owner, stack)
             return forward(*args, **kwargs)
+
+    def _serve_rows(self, owner: Owner, stack: contextlib.ExitStack) -> None:
+        """Until the stack is unwound, the owner looks up perturbed rows; its table may stay away."""
+        [table] = owner.table.values()
+        if owner.arrival is not None:
+            if owner.arrival.schedule.is_here(table):
+                return  # perturbed, for an outer call
+            stack.enter_context(owner.arrival.schedule.left_at_home(table))
+        stack.enter_context(_RowLookup(self, owner, stack))
+
+    def _home(self, tensor: Tensor) -> Tensor:
+        """What is to come for a tensor: theta, whatever its parameter holds for the moment."""
+        number = self.arriving.get(id(tensor)) if self.position else None
+        return tensor.data if number is None else self.space.values(number)
+
+    def _perturb(self, tensors: Sequence[Tensor]) -> None:
+        """Perturbs those that train among tensors that have come."""
+        for tensor in tensors if self.position else ():
+            number = self.arriving.get(id(tensor))
+            if number is not None:
+                self.space.write_perturbed_(number, self.position, tensor.data, tensor.data)
+                self.visited.add(number)
 
     @contextlib.contextmanager
     def copied(self, parameters: dict[int, Tensor]) -> Iterator[None]:
@@ -140,7 +177,7 @@ class _RowLookup(TorchFunctionMode):
 
     def __init__(self, visits: ModuleVisits, owner: Owner, stack: contextlib.ExitStack) -> None:
         super().__init__()
-        self.visits, self.stack, self.table = visits, stack, owner.table
+        self.visits, self.stack, self.owner = visits, stack, owner
         [(self.number, self.weight)] = owner.table.items()
         self.copied = False
 
@@ -164,7 +201,13 @@ class _RowLookup(TorchFunctionMode):
         )
 
     def _copy(self) -> None:
-        self.stack.enter_context(self.visits.copied(self.table))
+        arrival, table = self.owner.arrival, self.owner.table
+        copied = (
+            self.visits.copied(table)
+            if arrival is None
+            else arrival.schedule.brought(arrival, list(table.values()))
+        )
+        self.stack.enter_context(copied)
         self.copied = True
 
     def _embedding(self, ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -172,10 +215,13 @@ class _RowLookup(TorchFunctionMode):
             self._copy()
             return F.embedding(ids, weight, *args, **kwargs)
         rows, inverse = torch.unique(ids.long(), return_inverse=True)
-        perturbed = weight.new_empty(rows.numel(), weight.shape[1], requires_grad=False)
+        shape = rows.numel(), weight.shape[1]
+        perturbed = weight.new_empty(shape, device=ids.device, requires_grad=False)
         space, position = self.visits.space, self.visits.position
         space.write_perturbed_rows_(self.number, rows, position, perturbed)
         self.visits.visited.add(self.number)
+        if self.owner.arrival is not None:
+            self.owner.arrival.schedule.count(perturbed.nbytes)
         return F.embedding(inverse, perturbed)
 
 
@@ -253,7 +299,7 @@ def poisoned_tensors(tensors: Sequence[Tensor]) -> Iterator[None]:
             tensor.data = value
 
 
-def _owners(model: nn.Module, space: ParameterSpace) -> list[Owner]:
+def _owners(model: nn.Module, space: ParameterSpace, arriving: Set[int]) -> list[Owner]:
     """Every module that owns parameters of the space, with these.
 
     What a container holds belongs to the module around it, for a container has no forward.
@@ -274,4 +320,4 @@ def _owners(model: nn.Module, space: ParameterSpace) -> list[Owner]:
         module: {numbers[id(p)]: p for p in own if id(p) in numbers}
         for module, own in owned.items()
     }
-    return [Owner(module, parameters) for module, parameters in trained.items() if parameters]
+    return [Owner(module, own, arriving) for module, own in trained.items() if own]

@@ -191,19 +191,27 @@ class ParameterSpace(Coordinates):
             self.move_to_(before)
 
     @torch.no_grad()
-    def write_perturbed_(self, number: int, position: Position, out: Tensor) -> None:
+    def write_perturbed_(
+        self, number: int, position: Position, out: Tensor, source: Tensor | None = None
+    ) -> None:
         """out = tensor `number` of theta + sum_k a_k u_k, as `move_to_` would leave it there.
 
         Args:
           number: place of the tensor among `tensors`.
           position: as for `move_to_`; at least one term.
-          out: contiguous, of the tensor's shape, dtype and device. theta, settled, is untouched,
-            and read where it was, though the parameter may hold such a copy for the moment.
+          out: contiguous, of the tensor's shape and dtype. theta, settled, is untouched, and read
+            where it was, though the parameter may hold such a copy for the moment.
+          source: a copy of `values(number)` on out's device, maybe out itself; None if that is where
+            they are.
         """
         if not self.snapped:
             self.snap_()
+        self._write(number, position, self.values(number) if source is None else source, out, None)
+
+    def values(self, number: int) -> Tensor:
+        """Tensor `number` of theta, settled, where it lives: a view, not to be written to."""
         segment, m = self._places[number]
-        self._write(number, position, segment.member(m), out, None)
+        return segment.member(m).view(self.tensors[number].shape)
 
     @torch.no_grad()
     def write_perturbed_rows_(
@@ -215,18 +223,18 @@ class ParameterSpace(Coordinates):
           number: place of the tensor among `tensors`.
           rows: int64 [U], in any order, repeated or not.
           position: as for `move_to_`; at least one term.
-          out: [U, h], contiguous, of the tensor's dtype and device.
+          out: [U, h], contiguous, of the tensor's dtype, on any device.
         """
         if not self.snapped:
             self.snap_()
-        segment, m = self._places[number]
-        table, width = self.tensors[number], self.tensors[number].shape[1]
-        source = segment.member(m).view(table.shape).index_select(0, rows)
+        table = self.values(number)
+        width, chosen = table.shape[1], rows.to(table.device)
         if width % LANES == 0:
+            source = table.index_select(0, chosen).to(out.device)
             return self._write(number, position, source, out, rows.cpu().numpy() * width)
         whole = torch.empty_like(table)
         self.write_perturbed_(number, position, whole)
-        out.copy_(whole.index_select(0, rows))
+        out.copy_(whole.index_select(0, chosen))
 
     def _write(
         self, number: int, position: Position, source: Tensor, out: Tensor, pieces: Any

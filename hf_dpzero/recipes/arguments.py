@@ -8,7 +8,7 @@ for everything about training and privacy.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hf_dpzero.values import one_of, positive
 
@@ -17,6 +17,8 @@ Pooling = Literal["mean", "cls"]
 HeadInit = Literal["random", "zero", "label_text"]
 PairFeatures = Literal["joint", "siamese"]
 PeftMethod = Literal["lora", "bitfit", "prefix"]
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Words that `from_pretrained` takes for a map."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,12 @@ class ModelArguments:
         are what is trained.
       load_in_8bit: the same in 8 bits (LLM.int8()); products are computed in float16, so
         torch_dtype: float16 saves conversions.
+      device_map: null puts the whole model on one device; "auto" spreads it over the GPUs of one
+        process and offloads what does not fit to CPU memory, then to offload_folder; a mapping says
+        it by module, {model.embed_tokens: 0, model.layers: cpu, lm_head: disk}. Zeroth-order methods
+        only; weights that live elsewhere are perturbed as they come, a layer at a time.
+      offload_folder: on a disk with room for the offloaded weights, twice where they train.
+      max_memory: what device_map="auto" may take of each, {0: 20GiB, cpu: 100GiB}.
       architecture: "auto" takes the `AutoModelFor...` class of the task; "sentence_classifier"
         puts pooling and a linear head on a bare encoder.
       pooling: how a sentence_classifier turns token states into one vector: "mean" over the
@@ -78,6 +86,9 @@ class ModelArguments:
     model_name_or_path: str
     model_revision: str | None = None
     torch_dtype: str = "float32"
+    device_map: dict[str, Any] | str | None = None
+    offload_folder: str | None = None
+    max_memory: dict[Any, Any] | str | None = None
     architecture: Architecture = "auto"
     pooling: Pooling = "mean"
     normalize: bool = True
@@ -106,6 +117,7 @@ class ModelArguments:
         one_of(self, "head_init", ("random", "zero", "label_text"), "random is HF's own")
         one_of(self, "peft_method", (None, "lora", "bitfit", "prefix"), "null trains the model")
         positive(self, "logit_scale", "lora_r", "lora_alpha", "num_virtual_tokens")
+        self._check_placement()
         if self.load_in_4bit and self.load_in_8bit:
             raise ValueError("load_in_4bit and load_in_8bit are both set; set one of them.")
         if self.quantised and self.peft_method not in ("lora", "prefix"):
@@ -123,6 +135,33 @@ class ModelArguments:
             raise ValueError(
                 "head_init='label_text' describes one text, and with pair_features='siamese' the "
                 "head compares two: set head_init to zero or random, or pair_features to joint."
+            )
+
+    def _check_placement(self) -> None:
+        """Refuses maps that are none, and those of models that are moved or packed as a whole."""
+        if isinstance(self.device_map, str) and self.device_map not in DEVICE_MAPS:
+            raise ValueError(
+                f"device_map={self.device_map!r} is none of {', '.join(DEVICE_MAPS)}: name one, or map "
+                "modules to devices, {transformer: cpu, lm_head: 0}."
+            )
+        if isinstance(self.max_memory, str):
+            raise ValueError(
+                f"max_memory={self.max_memory!r} is no mapping: {{0: 20GiB, cpu: 100GiB}}."
+            )
+        if self.device_map is None:
+            return
+        places = set(self.device_map.values()) if isinstance(self.device_map, dict) else set()
+        if "disk" in places and self.offload_folder is None:
+            raise ValueError("device_map names the disk: set offload_folder, where there is room.")
+        if self.quantised:
+            raise ValueError(
+                f"device_map with load_in_{self.quantised}bit=True: quantised layers are not offloaded, "
+                "and a quantised base goes to one GPU by itself: leave one of the two out."
+            )
+        if self.architecture != "auto":
+            raise ValueError(
+                f"device_map with architecture={self.architecture!r}, whose encoder is moved as a "
+                "whole: use architecture: auto, or leave device_map out."
             )
 
     @property

@@ -188,6 +188,16 @@ def dtype_settings(
     return {"dtype": dtype, "quantization_config": quantisation}
 
 
+def placement_settings(arguments: ModelArguments) -> dict[str, Any]:
+    """Keyword arguments of `from_pretrained` for where the weights go; none without a device_map."""
+    if arguments.device_map is None:
+        return {}
+    names = ("device_map", "offload_folder", "max_memory")
+    if arguments.offload_folder is not None:
+        Path(arguments.offload_folder).mkdir(parents=True, exist_ok=True)
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
 def settle_quantised_(model: nn.Module) -> None:
     """Keeps bitsandbytes from rewriting 4-bit weights, and from a log line for each 8-bit product.
 

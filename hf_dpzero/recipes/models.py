@@ -21,11 +21,18 @@ from hf_dpzero.objectives.losses import base_model, right_padded
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import HEAD_NAMES, trained_adapter, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.checkpoints import dtype_settings, fetched, load_tokenizer, settle_quantised_
+from hf_dpzero.recipes.checkpoints import (
+    dtype_settings,
+    fetched,
+    load_tokenizer,
+    placement_settings,
+    settle_quantised_,
+)
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, label_text_weights
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.training.fillers import blank_like, repeat_last, unmasked
 from hf_dpzero.training.fixed_shapes import context_length, shape_of
+from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.precision import couples_values
 
 if TYPE_CHECKING:
@@ -85,6 +92,7 @@ def load_model(
         model, fresh = _load_classifier(path, config, arguments, task)
     model.config._name_or_path = arguments.model_name_or_path
     settle_quantised_(model)
+    settle_offloaded(model)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ValueError("the tokenizer has neither a padding token nor an end token: set one.")
@@ -157,7 +165,8 @@ def _load_classifier(
         model = SentenceClassifier.from_encoder(encoder, **labels)
         return model, ["classifier.weight", "classifier.bias"]
     load, head = AutoModelForSequenceClassification.from_pretrained, {} if trained else labels
-    model, info = fetched(load, path, arguments, output_loading_info=True, **settings, **head)
+    settings |= placement_settings(arguments) | head
+    model, info = fetched(load, path, arguments, output_loading_info=True, **settings)
     if model.config.num_labels != task.num_labels:
         raise ValueError(
             f"the checkpoint has a head for {model.config.num_labels} labels, task {task.name!r} "
@@ -192,6 +201,7 @@ def _load_language_model(
             f"{'BERT or RoBERTa' if head == 'masked_lm' else 'GPT-2, OPT, Llama or Qwen'}, say."
         )
     load, settings = LANGUAGE_MODELS[head].from_pretrained, dtype_settings(arguments, config)
+    settings |= placement_settings(arguments)
     model, info = fetched(load, path, arguments, output_loading_info=True, **settings)
     fresh = sorted(info["missing_keys"])
     absent = [name for name in fresh if not name.startswith(f"{model.base_model_prefix}.")]

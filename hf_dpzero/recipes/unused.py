@@ -22,6 +22,8 @@ def unused_settings(recipe: Recipe) -> str:
         "lora_alpha": (model.peft_method == "lora", lora),
         "lora_target_modules": (model.peft_method == "lora", lora),
         "num_virtual_tokens": (model.peft_method == "prefix", "it is for peft_method: prefix"),
+        "offload_folder": (model.device_map is not None, "it is for device_map"),
+        "max_memory": (model.device_map is not None, "it is for device_map"),
         "pooling": (model.architecture != "auto", "it is for architecture: sentence_classifier"),
         "normalize": (model.architecture != "auto", "it is for architecture: sentence_classifier"),
         "label_texts": (model.head_init == "label_text", "it is for head_init: label_text"),

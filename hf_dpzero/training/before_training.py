@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_dpzero.estimators.arrivals import arriving_bytes
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
 from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
@@ -41,6 +42,7 @@ from hf_dpzero.training.independence_check import (
     rope_types,
     takes_blanks,
 )
+from hf_dpzero.training.offloading import check_offload
 from hf_dpzero.training.pass_sizes import one_size, pass_cost, pass_sizes
 from hf_dpzero.training.precision import (
     check_mixed_precision,
@@ -83,6 +85,7 @@ def check_before_training(trainer: Any) -> None:
     select_trainable(model, args.trainable)
     validation.check_adapters(model)
     validation.check_model(model)
+    check_offload(trainer)
     if trainer.per_example_loss is None:
         with _first_row("collated"):
             first = trainer.training_rows().collate_rows([0])  # a collator may add labels
@@ -166,7 +169,7 @@ def _sizes(
         return {"slots": max(1, min(most, round(math.sqrt(expected))))}
     count = sum(p.numel() for p in trainer.model.parameters())
     coarse = bool(low_precision(trainer.model, trainer.args))
-    cost = pass_cost(trainer.args.device.type, count, coarse)
+    cost = pass_cost(trainer.args.device.type, count, coarse, arriving_bytes(trainer.model))
     known = [tokens for tokens in (shapes.cut, shapes.most) if tokens is not None]
     sizes = pass_sizes(expected, most, min(known, default=None), cost)
     return {"slots": max(sizes.rows.values()), "sizes": sizes}

@@ -22,6 +22,7 @@ from hf_dpzero.privacy.sampling import SAMPLERS
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.training import fields, private_only
 from hf_dpzero.training.correlation_settings import CORRELATIONS, check_correlation
+from hf_dpzero.training.deepspeed import refuse_deepspeed
 from hf_dpzero.training.defaults import fill_in
 from hf_dpzero.training.group_settings import GROUP_WEIGHTS, groups_of
 from hf_dpzero.training.kinds import check_scheduler_settings
@@ -221,6 +222,7 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        refuse_deepspeed(self.deepspeed)
         fill_in(self)
         self._check_privacy_settings()
         self._check_training_settings()

@@ -165,7 +165,7 @@ def _all_equal(value: Any) -> bool:
     return all(other == value for other in told)
 
 
-def check_single_strategy(args: Any) -> None:
+def check_single_strategy(args: Any, model: Any = None) -> None:
     """Refuses sharding and nn.DataParallel that the arguments ask for.
 
     Raises:
@@ -176,9 +176,10 @@ def check_single_strategy(args: Any) -> None:
             "FSDP and DeepSpeed shard or copy parameters in ways that the in-place perturbation does "
             "not follow: run on one device or with plain data parallelism (accelerate launch)."
         )
-    if args.n_gpu > 1:
+    devices = set((getattr(model, "hf_device_map", None) or {}).values()) - {"cpu", "disk"}
+    if args.n_gpu > 1 and len(devices) < 2:
         raise ValueError(
             f"{args.n_gpu} GPUs in one process would use nn.DataParallel, which averages before "
-            "clipping: start one process per GPU with `accelerate launch`, or set "
-            "CUDA_VISIBLE_DEVICES to one."
+            "clipping: start one process per GPU with `accelerate launch`, set CUDA_VISIBLE_DEVICES to "
+            "one, or load a model that needs them all with device_map='auto'."
         )

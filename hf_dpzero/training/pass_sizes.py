@@ -21,6 +21,7 @@ WIDEST = 512
 """Tokens of the widest where nothing says what rows may have."""
 
 _GPU_PASS = 2e12
+_GPU_BYTES, _GPU_OPERATIONS = 2.5e10, 3e14
 _GPU_LEAST, _GPU_MOST = 150.0, 5000.0
 
 
@@ -67,7 +68,7 @@ def one_size(expected_rows: float, most_rows: int) -> int:
     return max(1, min(most_rows, round(expected_rows + 2 * math.sqrt(expected_rows))))
 
 
-def pass_cost(device: str, parameters: int, low_precision: bool) -> float:
+def pass_cost(device: str, parameters: int, low_precision: bool, arriving: int = 0) -> float:
     """What a forward pass costs beside its tokens, in tokens.
 
     On the CPU measured on RoBERTa-base and MiniLM (docs/performance.md, "Private settings"): 40 in
@@ -78,16 +79,21 @@ def pass_cost(device: str, parameters: int, low_precision: bool) -> float:
       device: type of a torch device, such as "cpu".
       parameters: of the model.
       low_precision: whether products are taken in less than float32.
+      arriving: bytes of offloaded weights, which come to a GPU in every pass: at 2.5e10 bytes a second
+        (estimated: 16 lanes of PCIe 4), while a token takes two operations a parameter.
 
     Returns:
       Tokens that take the same time.
 
     >>> pass_cost("cpu", 10**8, False), pass_cost("cuda", 355_000_000, True) > 1000
     (40.0, True)
+    >>> round(pass_cost("cuda", 13 * 10**9, True, arriving=26 * 10**9))
+    12154
     """
     if device == "cpu":
         return 140.0 if low_precision else 40.0
-    return min(_GPU_MOST, max(_GPU_LEAST, _GPU_PASS / max(parameters, 1)))
+    transfer = arriving / _GPU_BYTES * _GPU_OPERATIONS / (2 * max(parameters, 1))
+    return transfer + min(_GPU_MOST, max(_GPU_LEAST, _GPU_PASS / max(parameters, 1)))
 
 
 def pass_sizes(expected_rows: float, most_rows: int, widest: int | None, cost: float) -> PassSizes:

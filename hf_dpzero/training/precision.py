@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.estimators.arrivals import execution_devices
 from hf_dpzero.estimators.per_example_gradients import rounds_products
 from hf_dpzero.ledger.digests import is_packed
 from hf_dpzero.objectives.losses import is_compiled
@@ -302,6 +303,6 @@ def _unknown_storage(model: nn.Module) -> str:
 def _convolves_on_cuda(model: nn.Module) -> bool:
     return any(
         "Conv" in type(module).__name__
-        and any(p.device.type == "cuda" for p in module.parameters(recurse=False))
+        and any(device.type == "cuda" for device in execution_devices(module))
         for module in model.modules()
     )

@@ -12,6 +12,7 @@ from torch import nn
 from hf_dpzero.training import data_checks
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.loading import load_named, load_processing, with_adapter
+from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.text_rows import TextRows
 
 FUNCTIONS = (
@@ -65,6 +66,8 @@ def prepare(
     Raises:
       ValueError: an argument of another kind, or rows that the model cannot be trained on.
     """
+    if isinstance(model, nn.Module):
+        settle_offloaded(model)  # adapters are put on weights that are there
     if prepares_itself(kind):
         return model, None
     _check_kinds(kind, model, {**settings, "compute_per_example_loss": own_loss})

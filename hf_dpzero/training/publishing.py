@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers.utils import logging
 
 from hf_dpzero.ledger.trajectory import Trajectory
@@ -21,7 +23,9 @@ from hf_dpzero.reporting.provenance import base_origins, earlier_runs
 from hf_dpzero.reporting.wording import NOT_COMPARED, delta_words
 from hf_dpzero.training import data_checks
 from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.prediction import PredictingTrainer
+from hf_dpzero.training.validation import SavedBesides
 
 logger = logging.get_logger(__name__)
 
@@ -46,6 +50,16 @@ class PublishingTrainer(PredictingTrainer):
     def output_dir(self) -> str:
         """Where the run keeps its files."""
         return str(self.args.output_dir)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """As in Trainer; the weights of an offloaded model stay where they live."""
+        settle_offloaded(model)
+        super()._move_model_to_device(model, device)
+
+    def saved_besides(self) -> SavedBesides:
+        """What the model saves beside its parameters, which live somewhere from here on."""
+        settle_offloaded(self.model)
+        return SavedBesides(self.model)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """As in Trainer, which prints four decimals; delta, mostly smaller than that, in full."""

@@ -120,7 +120,7 @@ class DPZeroMixin(PublishingTrainer):
         **settings: Any,
     ) -> None:
         args = checked_config(args)
-        distributed.check_single_strategy(args)
+        distributed.check_single_strategy(args, model)
         if settings.get("model_init") is not None:
             raise ValueError(_MODEL_INIT)
         if noise is not None and not isinstance(noise, NoiseSource):
@@ -231,7 +231,7 @@ class DPZeroMixin(PublishingTrainer):
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
         resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
-        self._besides = validation.SavedBesides(self.model)
+        self._besides = self.saved_besides()
         if self.plan.groups is not None:
             column = str(self.args.group_column)
             self._row_groups = row_groups(self.plan.groups, column, self.train_dataset)

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from hf_dpzero.estimators.arrivals import schedule_of
 from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
 from hf_dpzero.estimators.opacus_hooks import hooks_class
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.perturbation.trainable import check_dtype, check_storage, has_plain_storage
+from hf_dpzero.training.offloading import accelerate_hooks
 
 
 def check_installed(args: Any) -> None:
@@ -76,36 +78,35 @@ def check_model(model: nn.Module) -> None:
 def check_placement(model: nn.Module) -> None:
     """Refuses weights that are not in memory during the whole run, trainable or frozen.
 
-    Several devices without offload (accelerate's `device_map`) are fine.
+    Several devices are fine, and so are offloaded weights once `offloading.settle_offloaded` has given
+    them a place to live.
 
     Raises:
-      ValueError: offload to the CPU or the disk, the meta device, lazy layers.
+      ValueError: a model that moves as a whole between devices, the meta device, lazy layers.
     """
     for name, module in model.named_modules():
-        hooks = list(_accelerate_hooks(getattr(module, "_hf_hook", None)))
-        if any(getattr(h, "offload", False) or type(h).__name__ == "CpuOffload" for h in hooks):
+        hooks = accelerate_hooks(getattr(module, "_hf_hook", None))
+        if any(type(hook).__name__ == "CpuOffload" for hook in hooks):
             raise ValueError(
-                f"{name or 'the model'} is offloaded (device_map, cpu_offload or disk_offload) and "
-                "comes into memory as a copy for each forward pass, which a perturbation in place "
-                "does not reach: load it without offload, in a smaller dtype, or freeze a base that "
-                "fits (quantised, say) and train adapters."
+                f"{name or 'the model'} moves as a whole between the CPU and the device "
+                "(cpu_offload_with_hook), which a perturbation in place does not follow: use "
+                "accelerate.cpu_offload(model, device), which brings one layer at a time, or "
+                "device_map='auto' of from_pretrained."
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name} has no shape yet (a lazy layer): run one forward pass first.")
+        if tensor.device.type == "meta" and schedule_of(model) is not None:
+            raise ValueError(
+                f"{name} has no values: PEFT leaves an adapter without them that is put on an offloaded "
+                "model. Pass peft_config= to DPZeroTrainer, or call settle_offloaded(model) of "
+                "hf_dpzero.training.offloading before get_peft_model."
+            )
         if tensor.device.type == "meta":
             raise ValueError(
-                f"{name} is on the meta device, so it has no values: load its weights (and without "
-                "offload) before training."
+                f"{name} is on the meta device, so it has no values: load its weights before training "
+                "(offload is fine: device_map of from_pretrained, or Accelerate's cpu_offload)."
             )
-
-
-def _accelerate_hooks(hook: Any) -> Iterator[Any]:
-    """A hook and the hooks inside it (`SequentialHook`)."""
-    if hook is not None:
-        yield hook
-        for inner in getattr(hook, "hooks", ()):
-            yield from _accelerate_hooks(inner)
 
 
 def check_adapters(model: nn.Module) -> None:

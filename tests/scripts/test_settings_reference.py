@@ -34,6 +34,7 @@ FREE_TEXT = {
     *("text_pair_column", "label_column", "template"),
     *("noise_schedule", "clip_schedule", "smoothing_schedule"),
     *("group_column", "group_shares", "keep_column"),
+    *("device_map", "offload_folder", "max_memory"),
 }
 
 

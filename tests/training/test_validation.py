@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.estimators.arrivals import schedule_of
 from hf_dpzero.perturbation.trainable import check_storage, select_trainable
 from hf_dpzero.training import data_checks, distributed, validation
+from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.precision import check_precision
 
 
@@ -218,23 +220,43 @@ def offloaded_under_another_hook(model: nn.Module, folder: Any) -> None:
     model[1]._hf_hook = hooks.SequentialHook(model[1]._hf_hook, hook)
 
 
-@pytest.mark.parametrize(
-    "offload",
-    [
-        offloaded_to_cpu,
-        offloaded_to_disk,
-        offloaded_by_turns,
-        offloaded_under_another_hook,
-    ],
-)
-def test_offloaded_weights_are_refused(tmp_path: Any, offload: Any):
-    message = r"offloaded.*without offload, in a smaller dtype.*adapter"
+@pytest.mark.parametrize("offload", [offloaded_to_cpu, offloaded_to_disk])
+def test_offloaded_weights_are_fine_once_they_live_somewhere(tmp_path: Any, offload: Any):
     for frozen in (False, True):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[1].requires_grad_(not frozen)
         offload(model, tmp_path / str(frozen))
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"meta device.*offload is fine"):
             validation.check_model(model)
+        settle_offloaded(model)
+        validation.check_model(model)
+
+
+def test_a_model_that_moves_as_a_whole_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    offloaded_by_turns(model, None)
+    with pytest.raises(ValueError, match=r"moves as a whole.*accelerate\.cpu_offload"):
+        validation.check_model(model)
+
+
+def test_offload_under_another_hook_is_settled():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = model[1].weight
+    offloaded_under_another_hook(model, None)  # its weights are there
+    settle_offloaded(model)
+    assert model[1].weight is before and schedule_of(model) is not None
+
+
+def test_several_gpus_in_one_process_serve_a_model_that_is_spread_over_them():
+    args = SimpleNamespace(fsdp=[], deepspeed=None, n_gpu=2, fsdp_config=None)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for device_map, spread in (({"0": 0, "1": 1}, True), ({"0": 0, "1": "cpu"}, False)):
+        model.hf_device_map = device_map
+        if spread:
+            distributed.check_single_strategy(args, model)
+        else:
+            with pytest.raises(ValueError, match="device_map='auto'"):
+                distributed.check_single_strategy(args, model)
 
 
 def test_a_device_map_without_offload_is_let_through():
