@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
+from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
 from hf_dpzero.objectives.prompted import PromptObjective
@@ -79,6 +80,7 @@ def check_before_training(trainer: Any) -> None:
       ValueError: says what to change.
     """
     model, args = trainer.model, trainer.args
+    trainer.refuse_private(trainer.eval_dataset)  # given after __init__, perhaps
     data_checks.num_examples(trainer.train_dataset)
     select_trainable(model, args.trainable)
     validation.check_adapters(model)
@@ -111,7 +113,7 @@ def check_before_training(trainer: Any) -> None:
     elif hint := rate_hint(args, trainer.plan):
         logger.warning(hint)
     trainer.shapes = _run_shapes(trainer)
-    compile_(model, args, one_graph_a_shape=trainer.shapes is not None)
+    compile_(model, args, trainer.shapes is not None, trainer.compiling)
     _try_objective(trainer)
     public_rows.check_finite(trainer)
 
@@ -254,7 +256,7 @@ def _try_shapes(trainer: Any, count: int, losses: Losses, coarse: bool) -> None:
             trainer.shapes = dataclasses.replace(trainer.shapes, slots=1)
             logger.warning(f"{OTHER_BITS}: {ONE_BY_ONE}")
             return
-    except CoupledLosses:
+    except (CoupledLosses, ParameterChanged, torch.OutOfMemoryError):
         raise
     except (LookupError, TypeError, ValueError, RuntimeError):
         pass

@@ -263,9 +263,7 @@ def passes_of(trainer: Any) -> float:
     return float(rows / (shapes.slots if shapes else trainer.args.physical_batch_size))
 
 
-def _shape_trials(
-    trainer: Any, differences: FiniteDifferences, messages: list[str]
-) -> ShapeTrials:
+def _shape_trials(trainer: Any, differences: FiniteDifferences, messages: list[str]) -> ShapeTrials:
     """The trials of a run's shapes; adds to `messages` if stacked copies fail on public rows."""
     settings = trainer.shapes, differences, trainer.args.num_directions
     holds = True

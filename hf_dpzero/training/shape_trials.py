@@ -82,7 +82,7 @@ class ShapeTrials:
         Returns:
           False if a bit differs. Theta is settled afterwards.
         """
-        rows = [_row(part, i) for i in range(num_examples(part))]
+        rows: list[Row] = [_row(part, i) for i in range(num_examples(part))]
         try:
             return self._holds([*rows, *_others(rows, self.shapes.slots - len(rows))])
         except _NOT_TAKEN:
@@ -133,7 +133,7 @@ def _row(part: Row, number: int) -> dict[str, Tensor]:
 
 def _others(rows: Sequence[Row], count: int) -> list[Row]:
     """Further rows of the same masks and labels: what is read is moved on by some columns."""
-    made = []
+    made: list[Row] = []
     for number in range(count):
         row, by = rows[number % len(rows)], 1 + number
         made.append({n: v.roll(by, -1) if n in _ROLLED else v for n, v in row.items()})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training import shape_trials
 from hf_dpzero.training.batches import places_of
+from hf_dpzero.training.precision import couples_values
 from hf_dpzero.training.shape_trials import ShapeTrials
 
 
@@ -168,3 +169,58 @@ def differences_k(trainer: Any, chosen: list[int]) -> dict[int, tuple[float, ...
     trainer.step.differences.space.settle_()
     rows = [tuple(row) for row in x.tolist()]
     return dict(zip((chosen[i] for i in places_of(parts)), rows, strict=True))
+
+
+# ---- values of other rows
+
+
+def overflowing() -> tuple[nn.Module, Tensor]:
+    """BART's encoder layer in float16, a row close to the largest number, and one beyond it."""
+    from transformers import BartConfig
+    from transformers.models.bart.modeling_bart import BartEncoderLayer
+
+    config = BartConfig(d_model=16, encoder_attention_heads=2, encoder_ffn_dim=16)
+    config._attn_implementation = "eager"
+    layer = BartEncoderLayer(config).half().eval()
+    for name, parameter in layer.named_parameters():
+        parameter.data.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+    ordinary = torch.linspace(-1, 1, 16)
+    peak = torch.eye(16)[0]  # its largest entry is farther from the mean than any other row's
+    with torch.no_grad():
+        largest = float(layer(ordinary.view(1, 1, 16).half(), None).max())
+    layer.final_layer_norm.weight.data.fill_(65_000 / largest)
+    return layer, torch.stack([ordinary, peak]).view(2, 1, 16).half()
+
+
+def test_clamps_by_other_rows_are_known_by_their_text():
+    layer, rows = overflowing()
+    with torch.no_grad():
+        alone, beside = layer(rows[:1], None)[0], layer(rows, None)[0]
+    assert alone.isfinite().all() and not torch.equal(alone, beside)
+    assert "overflows" in couples_values(layer)
+    assert not couples_values(layer.float()) and not couples_values(layer.bfloat16())
+    assert not couples_values(tiny_model().half())
+
+
+@pytest.mark.parametrize("kind", ["T5", "MT5", "UMT5", "LongT5"])
+def test_models_that_clamp_in_float16_run_one_by_one(kind: str):
+    import transformers
+
+    small = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = getattr(transformers, f"{kind}EncoderModel")(
+        getattr(transformers, f"{kind}Config")(**small)
+    )
+    assert not couples_values(model)
+    assert "clamps all rows" in couples_values(model.half())
+
+
+# ---- refusals that nothing swallows
+
+
+def test_private_rows_given_as_evaluation_rows_after_the_start_are_refused(tmp_path):
+    """They would choose how all rows are evaluated."""
+    trainer = build(tmp_path, max_steps=1, eval_strategy="no")
+    trainer.eval_dataset = trainer.train_dataset
+    with pytest.raises(ValueError, match="train_dataset"):
+        trainer.train()
+    assert trainer.trajectory is None
