@@ -109,6 +109,7 @@ class DPZeroMixin(PublishingTrainer):
     rows_are_examples = False  # known by their form
     _texts: TextRows | None = None
     _row_groups: np.ndarray | None = None  # private
+    longest_row: int | None = None  # tokens that rows were cut to by whoever made them
     compiling: contextlib.ExitStack | None = None  # open inside train()
 
     def __init__(
