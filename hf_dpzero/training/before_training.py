@@ -189,7 +189,7 @@ def _shapes(trainer: Any, rows: int) -> FixedShapes:
         pad=getattr(config, "pad_token_id", None) if pad is None else pad,
         collate_stacked=private.collate_rows if private.are_stacked() else None,
         decoder_most=decoder_length(model),
-        cut=trainer.longest_row if trainer._texts is None else trainer.args.max_length,
+        cut=trainer.longest_row or (trainer.args.max_length if trainer._texts else None),
     )
 
 
