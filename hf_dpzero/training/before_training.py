@@ -53,6 +53,7 @@ from hf_dpzero.training.precision import (
 )
 from hf_dpzero.training.public_rows import evaluation_rows, public_shapes
 from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.row_lengths import check_lengths
 from hf_dpzero.training.schedule_settings import judge_schedule
 
 logger = logging.get_logger(__name__)
@@ -112,6 +113,7 @@ def check_before_training(trainer: Any) -> None:
         args.learning_rate = learning_rate(trainer.plan, args.lr_scheduler_type)
     elif hint := rate_hint(args, trainer.plan):
         logger.warning(hint)
+    check_lengths(trainer)
     trainer.shapes = _run_shapes(trainer)
     compile_(model, args, trainer.shapes is not None, trainer.compiling)
     _try_objective(trainer)

@@ -83,6 +83,7 @@ def test_the_hole_that_this_closes(tmp_path, monkeypatch):
     assert not differences(trainer, long[1:]).items() <= whole.items()
 
 
+@pytest.mark.slow
 def test_coupling_that_comes_with_later_weights_stops_the_run(tmp_path, monkeypatch):
     """The weights are looked at again when ten times as many steps are taken."""
     monkeypatch.setattr(shape_trials, "AGAIN", 2)
@@ -132,7 +133,7 @@ class RoundsCopies(nn.Module):
         return torch.where(torch.arange(len(losses)) % 2 == 1, losses * (1 + 2.0**-20), losses)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "stacked"])
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("stacked", marks=pytest.mark.slow)])
 def test_stacked_copies_are_tried_beside_neighbours(tmp_path, strategy: str):
     settings = {
         "trainable": "classifier", "num_directions": 8, "perturbation_strategy": strategy,
