@@ -48,6 +48,7 @@ from hf_dpzero.training.precision import (
     check_precision,
     compile_,
     couples_values,
+    keep_layout_,
     low_precision,
     uncompiled,
 )
@@ -82,6 +83,7 @@ def check_before_training(trainer: Any) -> None:
     """
     model, args = trainer.model, trainer.args
     trainer.refuse_private(trainer.eval_dataset)  # given after __init__, perhaps
+    keep_layout_(model)
     data_checks.num_examples(trainer.train_dataset)
     select_trainable(model, args.trainable)
     validation.check_adapters(model)

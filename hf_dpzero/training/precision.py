@@ -24,8 +24,8 @@ from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.trainable import quantised_kind
 
 Train = TypeVar("Train", bound=Callable[..., Any])
-GRAPHS = 256
-"""Graphs of one function, at most: far more than a run has shapes."""
+GRAPHS = 4096
+"""Graphs of one function, at most: more than a run has shapes, also where rows go one by one."""
 PRODUCTS = "float32 products in TF32 or bfloat16 (torch.set_float32_matmul_precision, allow_tf32)"
 
 
@@ -64,6 +64,20 @@ def check_mixed_precision(args: Any, device_type: str) -> None:
             f"mixed_precision={args.mixed_precision!r} (accelerate's configuration or "
             "ACCELERATE_MIXED_PRECISION) is too coarse for finite differences: use 'bf16' or 'no'."
         )
+
+
+def keep_layout_(model: nn.Module) -> None:
+    """Has bitsandbytes' 4-bit layers keep their weights as they are stored.
+
+    On CPUs with bfloat16 products their first forward in eval mode packs the weights anew, and
+    `state_dict()` undoes it: the weights would change under a run, which is refused, and be rounded by
+    what was called in between.
+    """
+    layers = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
+        if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+            layer.state_dict()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
