@@ -4,62 +4,60 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.training.fixed_shapes import NARROWEST, bucket, slots
+from hf_dpzero.training.pass_sizes import (
+    PassSizes,
+    expected_passes,
+    one_size,
+    pass_cost,
+    pass_sizes,
+)
 
 
-def blank_slots(plan: PrivacyPlan, args: Any, longest: int, of_one_width: bool) -> dict[str, Any]:
-    """Rows of a forward pass, and the share of them that no example takes.
+def blank_slots(
+    plan: PrivacyPlan, args: Any, longest: int | None, parameters: int, low_precision: bool
+) -> dict[str, Any]:
+    """Rows of forward passes, and the share of them that no example takes.
 
-    Microbatches are filled up with blanks in each width by itself (`training.fixed_shapes`). How rows
-    spread over widths is private, so the share is given for the best and for an even spread; the
+    A microbatch is filled up with blanks in each width by itself (`training.fixed_shapes`). How rows
+    spread over widths is private: each width is taken to be equally likely, as `pass_sizes` does. The
     columns that pad a row to its width follow from its length and are not counted.
 
     Args:
       plan: of the run.
-      args: `DPZeroConfig`; one process is meant.
-      longest: tokens of the longest row that the settings allow.
-      of_one_width: stored features, images.
+      args: `DPZeroConfig`; one process, on the device that is here.
+      longest: tokens of the longest row that the settings allow; None where rows have one shape.
+      parameters: of the model.
+      low_precision: whether it computes in less than float32.
 
     Returns:
-      `slots`, `widths` and `blank_share`: [of one width, evenly over all widths]; empty for runs without
-      fixed shapes.
+      `rows_of_a_pass` by width ("any" where rows have one shape) and `blank_share`; empty for runs
+      without fixed shapes.
     """
     if args.first_order or not plan.mechanism.private:
         return {}
-    rows = slots(plan.sampler.expected_batch_size, args.physical_batch_size, not of_one_width)
-    widths = {bucket(n, longest, longest) for n in range(min(NARROWEST, longest), longest + 1)}
-    most = 1 if of_one_width else len(widths)
-    return {
-        "slots": rows,
-        "widths": most,
-        "blank_share": [_share(plan, rows, 1), _share(plan, rows, most)],
-    }
-
-
-def _share(plan: PrivacyPlan, rows: int, widths: int) -> float:
-    """1 - B / (b E[passes]), where each width has passes for a 1/W share of the batch."""
-    from scipy.stats import binom
-
-    sampler: Any = plan.sampler
-    expected, n = sampler.expected_batch_size, sampler.num_examples
-    drawn = isinstance(sampler, PoissonSampler)  # others have batches of one size
-    trials, of_width = (n, expected / n / widths) if drawn else (round(expected), 1.0 / widths)
-    # E[ceil(N / b)] is the sum over j of P(N > j b), N binomial
-    passes = float(binom.sf(np.arange(0, trials, rows), trials, of_width).sum())
-    return 1.0 - expected / (rows * widths * passes)
+    expected, most = plan.sampler.expected_batch_size, args.physical_batch_size
+    if longest is None:
+        rows: dict[Any, int] = {"any": one_size(expected, most)}
+    else:
+        cost = pass_cost(args.device.type, parameters, low_precision)
+        sizes: PassSizes = pass_sizes(expected, most, longest, cost)
+        rows = {str(width): count for width, count in sizes.rows.items()}
+    each = expected / len(rows)
+    slots = sum(count * expected_passes(each, [count])[0] for count in rows.values())
+    return {"rows_of_a_pass": rows, "blank_share": 1.0 - expected / slots}
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """A line on `blank_slots` for the screen; "" where there is nothing to say."""
-    if found.get("slots", 1) == 1:
+    """A line on `blank_slots` for the screen; "" where every row has a pass of its own."""
+    rows = found.get("rows_of_a_pass", {})
+    if max(rows.values(), default=1) == 1:
         return ""
-    best, even = (f"{100 * share:.0f} %" for share in found["blank_share"])
-    spread = f", {even} where they spread evenly over {found['widths']} widths"
+    share = f"{100 * found['blank_share']:.0f} % of them blank"
+    if "any" in rows:
+        return f"forward passes have {rows['any']} rows, {share}"
+    sizes = ", ".join(f"{count} of {width} tokens" for width, count in rows.items())
     return (
-        f"forward passes have {found['slots']} rows; {best} of these are blank where all examples have "
-        f"one width{spread * (found['widths'] > 1)} (from public settings: lengths are not looked at)"
+        f"forward passes have {sizes}; {share} where each width is equally likely (lengths are private "
+        "and not looked at; columns that pad a row to its width come on top, fewer than its own)"
     )

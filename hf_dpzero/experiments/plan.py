@@ -58,7 +58,7 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     objective = objective_pass(meta, recipe.data)
     sections = _model_section(meta, source, recipe), _memory_section(objective, recipe)
     if plan is not None:
-        _add_blank_slots(sections[1], plan, recipe)
+        _add_blank_slots(sections[1], plan, recipe, sum(p.numel() for p in model.parameters()))
     return Overview(rows, plan, dict(zip(("model", "memory"), sections, strict=True)))
 
 
@@ -215,9 +215,10 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _add_blank_slots(memory: dict[str, Any], plan: Any, recipe: Recipe) -> None:
-    longest, features = recipe.data.max_seq_length, bool(recipe.model.precompute_features)
-    memory |= blank_slots(plan, recipe.training, longest, features)
+def _add_blank_slots(memory: dict[str, Any], plan: Any, recipe: Recipe, parameters: int) -> None:
+    longest = None if recipe.model.precompute_features else recipe.data.max_seq_length
+    low = memory["own_precision"] != "float32" or recipe.training.bf16
+    memory |= blank_slots(plan, recipe.training, longest, parameters, low)
     if words := in_words(memory):
         memory["notes"].append(words)
 

@@ -73,7 +73,7 @@ def keep_layout_(model: nn.Module) -> None:
     `state_dict()` undoes it: the weights would change under a run, which is refused, and be rounded by
     what was called in between.
     """
-    layers = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False
         if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.objectives.losses import Filled, num_examples, trial
+from hf_dpzero.objectives.losses import Filled, batch_size, num_examples, trial
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.training.fixed_shapes import FixedShapes, Row
 from hf_dpzero.training.random_state import isolated_randomness
@@ -54,7 +54,7 @@ class ShapeTrials:
 
         Args:
           step: its number t, from 0.
-          microbatches: of the step, `slots` rows each.
+          microbatches: of the step; those of one row are as they are.
 
         Raises:
           ValueError: a row's losses have other bits in another slot or beside other rows.
@@ -62,7 +62,8 @@ class ShapeTrials:
         for part in microbatches:
             group = self.shapes.group_of(_row(part, 0))
             last = self._tried.get(group)
-            if last is not None and step + 1 < AGAIN * (last + 1):
+            alone = batch_size(part) == 1
+            if alone or (last is not None and step + 1 < AGAIN * (last + 1)):
                 continue
             if not self.holds(part):
                 raise ValueError(
@@ -77,16 +78,16 @@ class ShapeTrials:
         """Whether the losses of a microbatch's rows keep all bits wherever they stand.
 
         Args:
-          part: `slots` rows of one group.
+          part: a microbatch, filled up.
 
         Returns:
           False if a bit differs. Theta is settled afterwards.
         """
         rows: list[Row] = [_row(part, i) for i in range(num_examples(part))]
         try:
-            return self._holds([*rows, *_others(rows, self.shapes.slots - len(rows))])
+            return self._holds([*rows, *_others(rows, batch_size(part) - len(rows))])
         except _NOT_TAKEN:
-            if len(rows) == self.shapes.slots:
+            if len(rows) == batch_size(part):
                 raise
             return self._holds(rows)  # invented rows may not be of the model's form
 
@@ -103,7 +104,7 @@ class ShapeTrials:
 
     def _placed(self, rows: list[Row]) -> Iterator[tuple[Filled, list[int | None]]]:
         """Microbatches of these rows, and which row stands in each slot; None for what fills up."""
-        slots, shapes = self.shapes.slots, self.shapes
+        slots, shapes = self.shapes.slots_of(rows[0]), self.shapes
         filler = shapes.blank(rows[0]) if shapes.blanks else rows[0]
         here: list[int | None] = list(range(len(rows)))
         if len(rows) == slots and not shapes.may_fill(rows):
