@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hf_dpzero.experiments.blank_slots import blank_slots, in_words
 from hf_dpzero.experiments.memory import peaks
 from hf_dpzero.experiments.memory.live_bytes import GIB
 from hf_dpzero.experiments.memory.model_on_meta import MetaModel, find_config, offline
@@ -56,6 +57,8 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     plan = None if rows.train is None else recipe.training.plan(rows.train, trained)
     objective = objective_pass(meta, recipe.data)
     sections = _model_section(meta, source, recipe), _memory_section(objective, recipe)
+    if plan is not None:
+        _add_blank_slots(sections[1], plan, recipe, sum(p.numel() for p in model.parameters()))
     return Overview(rows, plan, dict(zip(("model", "memory"), sections, strict=True)))
 
 
@@ -210,6 +213,14 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
         "by_precision": by_precision,
         "notes": notes,
     }
+
+
+def _add_blank_slots(memory: dict[str, Any], plan: Any, recipe: Recipe, parameters: int) -> None:
+    longest = None if recipe.model.precompute_features else recipe.data.max_seq_length
+    low = memory["own_precision"] != "float32" or recipe.training.bf16
+    memory |= blank_slots(plan, recipe.training, longest, parameters, low)
+    if words := in_words(memory):
+        memory["notes"].append(words)
 
 
 def _couples_examples(recipe: Recipe, precision: str) -> bool:

@@ -48,7 +48,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
                 device=recipe.training.device,
             )
     rows = with_kept_column(rows, task, recipe.data.keep_column)
-    return DPZeroTrainer(
+    trainer = DPZeroTrainer(
         model=model,
         args=recipe.training,
         train_dataset=rows["train"],
@@ -58,6 +58,8 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
         compute_metrics=task.metrics(tokenizer),
         compute_per_example_loss=task.objective(tokenizer),
     )
+    trainer.longest_row = recipe.data.max_seq_length
+    return trainer
 
 
 def with_kept_column(rows: Any, task: AnyTask, column: str | None) -> Any:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from hf_dpzero.estimators.arrivals import arriving_bytes
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
+from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
 from hf_dpzero.objectives.prompted import PromptObjective
@@ -49,11 +50,13 @@ from hf_dpzero.training.precision import (
     check_precision,
     compile_,
     couples_values,
+    keep_layout_,
     low_precision,
     uncompiled,
 )
 from hf_dpzero.training.public_rows import evaluation_rows, public_shapes
 from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.row_lengths import check_lengths
 from hf_dpzero.training.schedule_settings import judge_schedule
 
 logger = logging.get_logger(__name__)
@@ -81,6 +84,8 @@ def check_before_training(trainer: Any) -> None:
       ValueError: says what to change.
     """
     model, args = trainer.model, trainer.args
+    trainer.refuse_private(trainer.eval_dataset)  # given after __init__, perhaps
+    keep_layout_(model)
     data_checks.num_examples(trainer.train_dataset)
     select_trainable(model, args.trainable)
     validation.check_adapters(model)
@@ -113,8 +118,9 @@ def check_before_training(trainer: Any) -> None:
         args.learning_rate = learning_rate(trainer.plan, args.lr_scheduler_type)
     elif hint := rate_hint(args, trainer.plan):
         logger.warning(hint)
+    check_lengths(trainer)
     trainer.shapes = _run_shapes(trainer)
-    compile_(model, args, one_graph_a_shape=trainer.shapes is not None)
+    compile_(model, args, trainer.shapes is not None, trainer.compiling)
     _try_objective(trainer)
     public_rows.check_finite(trainer)
 
@@ -190,7 +196,7 @@ def _shapes(trainer: Any, rows: int) -> FixedShapes:
         pad=getattr(config, "pad_token_id", None) if pad is None else pad,
         collate_stacked=private.collate_rows if private.are_stacked() else None,
         decoder_most=decoder_length(model),
-        cut=None if trainer._texts is None else trainer.args.max_length,
+        cut=trainer.longest_row or (trainer.args.max_length if trainer._texts else None),
     )
 
 
@@ -257,7 +263,7 @@ def _try_shapes(trainer: Any, count: int, losses: Losses, coarse: bool) -> None:
             trainer.shapes = dataclasses.replace(trainer.shapes, slots=1)
             logger.warning(f"{OTHER_BITS}: {ONE_BY_ONE}")
             return
-    except CoupledLosses:
+    except (CoupledLosses, ParameterChanged, torch.OutOfMemoryError):
         raise
     except (LookupError, TypeError, ValueError, RuntimeError):
         pass

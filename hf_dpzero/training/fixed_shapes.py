@@ -194,7 +194,8 @@ class FixedShapes:
         thousands of stored features); None elsewhere.
       decoder_most: tokens that a decoder takes; None for any number.
       kind: `kind_of` every row; None for any.
-      cut: length at which rows of text are cut (`max_length`); None for any number.
+      cut: length at which rows of text are cut (`max_length`, a recipe's `max_seq_length`); None for any
+        number.
       blanks: fill up with blank rows; else, where a model does not take these, with the last row.
       unmasked_apart: rows without padding stand among themselves. Else a blank is put among as many as
         would fill a microbatch. Public rows decide: it pays where most rows are as wide as their bucket.

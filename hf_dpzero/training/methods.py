@@ -37,6 +37,7 @@ from hf_dpzero.training.public_rows import (
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.run_files import discard_unused
 from hf_dpzero.training.schedule_settings import smoothing_of_steps
+from hf_dpzero.training.shape_trials import ShapeTrials, keep_strategy
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
@@ -113,6 +114,9 @@ class ZerothOrderMethod(TrainingMethod):
                 public,
                 may_stack=not low_precision(trainer.model, args),
             )
+        self.trials: ShapeTrials | None = None
+        if trainer.shapes is not None and trainer.shapes.slots > 1:
+            self.trials = _shape_trials(trainer, differences, messages)
         for message in messages:
             logger.warning(message)
         if not trainer.trajectory.releases:
@@ -147,6 +151,8 @@ class ZerothOrderMethod(TrainingMethod):
             parts = list(map(Filled, batch["microbatches"], batch["examples"]))
             groups = batch["groups"] if self.trainer.args.clipping == "averaged" else None
             row_groups = batch["row_groups"]
+            if self.trials is not None:
+                self.trials.check(batch["step"], parts)
             differences = self.step(batch["step"], parts, learning_rate, groups, row_groups)
             if self.step.defer and not all_known(self.trainer.callback_handler.callbacks):
                 self.space.settle_()
@@ -255,6 +261,22 @@ def passes_of(trainer: Any) -> float:
     if shapes is not None and shapes.sizes is not None and shapes.slots > 1:
         return float(shapes.sizes.passes(rows))
     return float(rows / (shapes.slots if shapes else trainer.args.physical_batch_size))
+
+
+def _shape_trials(trainer: Any, differences: FiniteDifferences, messages: list[str]) -> ShapeTrials:
+    """The trials of a run's shapes; adds to `messages` if stacked copies fail on public rows."""
+    settings = trainer.shapes, differences, trainer.args.num_directions
+    holds = True
+    try:
+        if differences.stack is not None:
+            holds = all(map(ShapeTrials(*settings).holds, public_microbatches(trainer)))
+    except ParameterChanged:
+        raise
+    except NOT_TAKEN as error:
+        logger.info(f"stacked copies were not tried beside public rows: {error}")
+    if message := keep_strategy(differences, holds):
+        messages.append(message)
+    return ShapeTrials(*settings)
 
 
 def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:

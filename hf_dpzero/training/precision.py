@@ -9,8 +9,11 @@ anew in each call; only Inductor's freezing would fold them into constants, and 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +24,9 @@ from hf_dpzero.ledger.digests import is_packed
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.trainable import quantised_kind
 
-GRAPHS = 256
-"""Graphs of one function, at most: far more than a run has shapes."""
+Train = TypeVar("Train", bound=Callable[..., Any])
+GRAPHS = 4096
+"""Graphs of one function, at most: more than a run has shapes, also where rows go one by one."""
 PRODUCTS = "float32 products in TF32 or bfloat16 (torch.set_float32_matmul_precision, allow_tf32)"
 
 
@@ -63,6 +67,20 @@ def check_mixed_precision(args: Any, device_type: str) -> None:
         )
 
 
+def keep_layout_(model: nn.Module) -> None:
+    """Has bitsandbytes' 4-bit layers keep their weights as they are stored.
+
+    On CPUs with bfloat16 products their first forward in eval mode packs the weights anew, and
+    `state_dict()` undoes it: the weights would change under a run, which is refused, and be rounded by
+    what was called in between.
+    """
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
+        if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+            layer.state_dict()
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside what `torch.compile(model)` returns, compiled in place; others as they are.
 
@@ -76,7 +94,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner
 
 
-def compile_(model: nn.Module, args: Any, one_graph_a_shape: bool = False) -> None:
+def with_own_compiling(train: Train) -> Train:
+    """`train` of a trainer whose `compiling` holds dynamo's settings until it returns or raises."""
+
+    @functools.wraps(train)
+    def inside(trainer: Any, *given: Any, **settings: Any) -> Any:
+        with contextlib.ExitStack() as trainer.compiling:
+            return train(trainer, *given, **settings)
+
+    return cast(Train, inside)
+
+
+def compile_(
+    model: nn.Module,
+    args: Any,
+    one_graph_a_shape: bool = False,
+    scope: contextlib.ExitStack | None = None,
+) -> None:
     """Compiles `model` in place if `torch_compile` is set.
 
     Args:
@@ -84,7 +118,9 @@ def compile_(model: nn.Module, args: Any, one_graph_a_shape: bool = False) -> No
       args: `TrainingArguments`.
       one_graph_a_shape: compile every shape for itself, and never give up. Otherwise the second shape
         that comes makes a graph for all further ones, and the ninth runs uncompiled: which graph
-        evaluates a row, and so its rounding, would follow from the rows that came before it.
+        evaluates a row, and so its rounding, would follow from the rows that came before it. Beyond
+        `GRAPHS` shapes torch raises.
+      scope: until it is closed, dynamo's settings are the run's; None for the whole process.
 
     Raises:
       ValueError: Inductor would fold the weights into constants, which no perturbation reaches.
@@ -99,9 +135,13 @@ def compile_(model: nn.Module, args: Any, one_graph_a_shape: bool = False) -> No
     import torch._inductor.config as inductor
 
     if one_graph_a_shape:  # also for models that are compiled already
-        dynamo.automatic_dynamic_shapes = False
-        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
-        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 64 * GRAPHS)
+        own: Any = dynamo.patch(
+            automatic_dynamic_shapes=False,
+            recompile_limit=max(dynamo.recompile_limit, GRAPHS),
+            accumulated_recompile_limit=max(dynamo.accumulated_recompile_limit, 64 * GRAPHS),
+            fail_on_recompile_limit_hit=True,
+        )
+        own.__enter__() if scope is None else scope.enter_context(own)
     if inductor.freezing:
         raise ValueError(
             "torch._inductor.config.freezing is on: compiled code would keep the weights of its first "
@@ -237,6 +277,21 @@ _EXPERTS = (
 _GLOBAL = ("LongformerSelfAttention", "LEDEncoderSelfAttention")
 
 
+_LOOKS_AT_ALL = re.compile(r"(isinf|isfinite|isnan)\([^\n]*\)\.(any|all)\(")
+
+
+def _clamps_by_other_rows(module: nn.Module, half: bool) -> bool:
+    """Whether a forward's text asks whether any value of the batch overflowed, as T5's and BART's do.
+
+    They then clamp every row, so a row close to float16's largest number follows from its neighbours.
+    """
+    try:
+        text = inspect.getsource(type(module).forward)
+    except (OSError, TypeError):  # no text, such as of compiled modules
+        return False
+    return bool(_LOOKS_AT_ALL.search(text)) and (half or "float16" not in text)
+
+
 def _is_several(count: Any) -> bool:
     return isinstance(count, int) and count > 1
 
@@ -248,7 +303,8 @@ def couples_values(model: nn.Module) -> str:
     columns in which any row of the batch has an outlier out of the 8-bit product (Dettmers et al. 2022,
     arXiv:2208.07339, section 3); dynamic quantisation may scale all activations by the largest. What
     is not known to quantise weights alone, or each token by itself, counts as such. So do layers whose
-    products have as many rows as the batch's tokens decide: routed experts, global attention.
+    products have as many rows as the batch's tokens decide: routed experts, global attention; and in
+    float16 layers that clamp the whole batch where one value of it is infinite (T5, BART).
 
     Args:
       model: judged by its layers, tensors and configurations.
@@ -256,11 +312,13 @@ def couples_values(model: nn.Module) -> str:
     Returns:
       The reason in words; "" where there is none.
     """
-    known = False
+    known, half = False, any(p.dtype == torch.float16 for p in model.parameters())
     for name, module in model.named_modules():
         where = name or "the model"
         if any(_is_several(getattr(module, count, None)) for count in _EXPERTS):
             return f"{where} routes tokens to experts, whose products are as large as all rows make them"
+        if _clamps_by_other_rows(module, half):
+            return f"{where} clamps all rows of a batch where one of them overflows"
         if type(module).__name__ in _GLOBAL:
             return f"{where} has global attention as wide as the row with most of it"
         threshold = getattr(getattr(module, "state", None), "threshold", 0.0)

@@ -33,6 +33,7 @@ from hf_dpzero.training import (
     distributed,
     noise_keys,
     opening,
+    precision,
     screen,
     validation,
 )
@@ -53,7 +54,6 @@ from hf_dpzero.training.methods import (
     private_diagnostics,
 )
 from hf_dpzero.training.overrides import check_overrides
-from hf_dpzero.training.precision import evaluated, uncached_autocast, unwrapped
 from hf_dpzero.training.preparation import by_name, prepare
 from hf_dpzero.training.publishing import PublishingTrainer
 from hf_dpzero.training.signal_callback import SignalCallback
@@ -109,6 +109,8 @@ class DPZeroMixin(PublishingTrainer):
     rows_are_examples = False  # known by their form
     _texts: TextRows | None = None
     _row_groups: np.ndarray | None = None  # private
+    longest_row: int | None = None  # tokens that rows were cut to by whoever made them
+    compiling: contextlib.ExitStack | None = None  # open inside train()
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class DPZeroMixin(PublishingTrainer):
         model, self._texts = prepare(type(self), model, args, settings, own_loss)
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
             validation.check_placement(model)
-            model = unwrapped(model)
+            model = precision.unwrapped(model)
             if compute_per_example_loss is None:
                 select_objective(model)  # refuses a head without an objective
         given = data_checks.passed_rows(super().__init__, (), settings)
@@ -200,7 +202,7 @@ class DPZeroMixin(PublishingTrainer):
         if dataloader is not self._compared:
             rows = getattr(dataloader, "dataset", None)
             self.refuse_private(self.train_dataset if isinstance(rows, StepBatches) else rows)
-        return evaluated(self, super().evaluation_loop, dataloader, *args, **settings)
+        return precision.evaluated(self, super().evaluation_loop, dataloader, *args, **settings)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial would spend budget that no report counts."""
@@ -209,6 +211,7 @@ class DPZeroMixin(PublishingTrainer):
             "data, then train once."
         )
 
+    @precision.with_own_compiling
     def train(  # type: ignore[override]
         self, resume_from_checkpoint: str | bool | None = None, **settings: Any
     ) -> TrainOutput:
@@ -270,7 +273,7 @@ class DPZeroMixin(PublishingTrainer):
         self, cache_enabled: bool | None = True
     ) -> contextlib.AbstractContextManager[None]:
         """The run's mixed precision, wherever losses are computed (see `precision`)."""
-        return uncached_autocast(self.accelerator)
+        return precision.uncached_autocast(self.accelerator)
 
     def probe(self) -> Mapping[str, Tensor]:
         """The first and the last example, for checks whose results are not released."""

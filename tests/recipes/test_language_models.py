@@ -499,6 +499,29 @@ def test_a_private_step_on_a_quantised_base(
 
 
 @pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("used_before", [False, True])
+def test_four_bit_weights_that_cpus_would_pack_stay_as_they_are(
+    tmp_path: Path, used_before: bool
+) -> None:
+    """Layers of 64 columns are packed by the first forward, where the CPU has bfloat16 products."""
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64, "num_hidden_layers": 1}
+    config = transformers.OPTConfig(**body(**sizes))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "base")
+    four = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=four
+    )
+    if used_before:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[5, 6, 7]]))
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2))
+    trainer = step(model, tmp_path / "run", microbatch_size=4)
+    assert quantised_names(model) and trainer.trajectory.next_step == 1
+
+
+@pytest.mark.usefixtures("bitsandbytes")
 def test_eight_bits_do_not_fill_the_log(load: Loader, caplog: pytest.LogCaptureFixture) -> None:
     model = load("opt", load_in_8bit=True, peft_method="lora")
     logger = logging.getLogger("bitsandbytes.autograd._functions")

@@ -142,7 +142,7 @@ def rows_with(**columns: Any) -> Dataset:
         (lambda: rows_with(input_ids=lambda i: [1.5] * 8), "row 0 of train_dataset"),
         (
             lambda: rows_with(input_ids=lambda i: [7] * 30, attention_mask=lambda i: [1] * 30),
-            "row 0 of train_dataset.*length",
+            "more tokens than the model's .* positions",
         ),
         (lambda: [(1, 2)] * 20, "row 0 of train_dataset cannot be collated"),
         (lambda: torch.utils.data.TensorDataset(torch.zeros(20, 3)), "row 0 of train_dataset"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import build, tiny_model
+from tiny_texts import differences, pad, texts
 from torch import Tensor, nn
 from transformers import (
     OPTConfig,
@@ -33,24 +34,6 @@ def tiny_opt() -> OPTForSequenceClassification:
                 max_position_embeddings=32, word_embed_proj_dim=16, pad_token_id=1, init_std=0.5,
             )
         )  # fmt: skip
-
-
-def texts(rows: int = 60, seed: int = 4) -> list[dict[str, Any]]:
-    """Rows of 2 to 16 tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, 17, (rows,), generator=generator).tolist()
-    ids = [torch.randint(5, 50, (n,), generator=generator).tolist() for n in lengths]
-    return [{"input_ids": i, "attention_mask": [1] * len(i), "labels": i[0] % 2} for i in ids]
-
-
-def pad(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Token 1 pads."""
-    width = max(len(row["input_ids"]) for row in rows)
-    fill = {"input_ids": 1, "attention_mask": 0}
-    tokens = {n: [row[n] + [v] * (width - len(row[n])) for row in rows] for n, v in fill.items()}
-    return {
-        n: torch.tensor(v) for n, v in {**tokens, "labels": [r["labels"] for r in rows]}.items()
-    }
 
 
 def trainer_of(folder: Any, model: nn.Module, evaluation: Any = "texts", **settings: Any) -> Any:
@@ -79,18 +62,6 @@ def test_removing_an_example_moves_no_bit_of_the_others(tmp_path, make: Any, kin
         assert differences(trainer, [i for i in chosen if i != removed]).items() <= expected.items()
     shuffled = torch.randperm(24, generator=torch.Generator().manual_seed(2)).tolist()
     assert differences(trainer, shuffled) == expected
-
-
-def differences(trainer: Any, chosen: list[int]) -> dict[int, float]:
-    """x of each row, evaluated as a step evaluates it."""
-    from hf_dpzero.perturbation.directions import Direction
-    from hf_dpzero.training.batches import places_of
-
-    parts = trainer.shapes.microbatches(chosen)
-    step = trainer.step.differences
-    x = step(parts, [Direction(7, 0)])[:, 0].tolist()
-    step.space.settle_()
-    return dict(zip((chosen[i] for i in places_of(parts)), x, strict=True))
 
 
 class RoundsByNeighbours(nn.Module):

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import tiny_runs
 import torch
+from tiny_texts import pad, texts
 from torch import nn
+from transformers import TrainerCallback
 
 from hf_dpzero import DPZeroTrainer
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
@@ -421,3 +423,40 @@ def test_the_refusal_of_freezing_is_asked_by_the_trainer(tmp_path, tiny_bert):
     trainer = build(tmp_path, tiny_bert(), torch_compile=True, torch_compile_backend="eager")
     with inductor.patch(freezing=True), pytest.raises(ValueError, match="freezing is on"):
         trainer.train()
+
+
+def test_dynamo_is_left_as_it_was_and_stops_at_its_limit(tmp_path, monkeypatch):
+    """The settings hold inside train() alone; a graph too many raises, where torch would run eagerly."""
+    import torch._dynamo.config as dynamo
+
+    names = (
+        "automatic_dynamic_shapes", "recompile_limit", "accumulated_recompile_limit",
+        "fail_on_recompile_limit_hit",
+    )  # fmt: skip
+    before = {name: getattr(dynamo, name) for name in names}
+    inside = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *args: Any, **settings: Any) -> None:
+            inside.append({name: getattr(dynamo, name) for name in names})
+
+    def trainer_of(folder: Any) -> Any:
+        own = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
+        trainer = tiny_runs.build(
+            folder, tiny_runs.tiny_model().bfloat16(), data=texts(60),
+            trainer_settings={"eval_dataset": texts(40, 9)}, microbatch_size=4, **own,
+        )  # fmt: skip
+        trainer.data_collator = pad
+        return trainer
+
+    trainer = trainer_of(tmp_path / "run")
+    trainer.add_callback(Look())
+    trainer.train()
+    assert inside[0]["fail_on_recompile_limit_hit"] and inside[0]["recompile_limit"] == 4096
+    assert {name: getattr(dynamo, name) for name in names} == before
+    monkeypatch.setattr("hf_dpzero.training.precision.GRAPHS", 1)
+    monkeypatch.setattr(dynamo, "recompile_limit", 1)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="recompile_limit"):  # rows of 8 and of 16 columns
+        trainer_of(tmp_path / "more").train()
+    assert {name: getattr(dynamo, name) for name in names} == {**before, "recompile_limit": 1}

@@ -1,0 +1,171 @@
+"""Tries every shape of microbatches that a step has, on that step's own rows, before it is taken.
+
+The trial before training (`independence_check`) sees the shapes of a few rows, at the base weights and
+in plain forward passes. Others come later: a length that no sampled row had, perturbed copies in one
+pass (`stacked`), weights that have moved. So the first microbatch of each shape is evaluated as the step
+will evaluate it, its rows turned through the slots, beside each other and beside blanks; and again when
+ten times as many steps are taken. A bit that moves stops the run: no private row chooses how others are
+evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.objectives.losses import Filled, batch_size, num_examples, trial
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.training.fixed_shapes import FixedShapes, Row
+from hf_dpzero.training.random_state import isolated_randomness
+
+AGAIN = 10
+"""A shape is tried again when the steps taken are so many times those at its last trial."""
+
+_ROLLED = ("input_ids", "decoder_input_ids", "input_values", "input_features", "pixel_values")
+_NOT_TAKEN = (RuntimeError, ValueError, LookupError, TypeError, AssertionError)
+
+
+class ShapeTrials:
+    """Remembers which shapes were tried, and when.
+
+    Guarantee: before a step's losses are evaluated, the shape of each of its microbatches was tried.
+
+    Args:
+      shapes: of the run, with more than one slot.
+      differences: of the run: its strategy, objective, prefix and weights.
+      num_directions: K of a step.
+    """
+
+    def __init__(
+        self, shapes: FixedShapes, differences: FiniteDifferences, num_directions: int
+    ) -> None:
+        self.shapes, self.differences = shapes, differences
+        # Copies of all directions share a pass under `stacked`; else each has passes of its own.
+        count = num_directions if differences.stack is not None else 1
+        self._directions = [Direction(0, 0, k) for k in range(count)]
+        self._tried: dict[tuple[Any, ...], int] = {}
+
+    def check(self, step: int, microbatches: Sequence[Row]) -> None:
+        """Tries the shapes that are new, or were tried long ago.
+
+        Args:
+          step: its number t, from 0.
+          microbatches: of the step; those of one row are as they are.
+
+        Raises:
+          ValueError: a row's losses have other bits in another slot or beside other rows.
+        """
+        for part in microbatches:
+            group = self.shapes.group_of(_row(part, 0))
+            last = self._tried.get(group)
+            alone = batch_size(part) == 1
+            if alone or (last is not None and step + 1 < AGAIN * (last + 1)):
+                continue
+            if not self.holds(part):
+                raise ValueError(
+                    "an example's loss has other bits beside other examples, in a shape or at weights "
+                    "that the trial before training did not see: this step was not released. Set "
+                    "microbatch_size=1 and resume (resume_from_checkpoint=True): then every example is "
+                    "evaluated by itself."
+                )
+            self._tried[group] = step
+
+    def holds(self, part: Row) -> bool:
+        """Whether the losses of a microbatch's rows keep all bits wherever they stand.
+
+        Args:
+          part: a microbatch, filled up.
+
+        Returns:
+          False if a bit differs. Theta is settled afterwards.
+        """
+        rows: list[Row] = [_row(part, i) for i in range(num_examples(part))]
+        try:
+            return self._holds([*rows, *_others(rows, batch_size(part) - len(rows))])
+        except _NOT_TAKEN:
+            if len(rows) == batch_size(part):
+                raise
+            return self._holds(rows)  # invented rows may not be of the model's form
+
+    def _holds(self, rows: list[Row]) -> bool:
+        placed = list(self._placed(rows))
+        with isolated_randomness():
+            found = self._losses([batch for batch, _ in placed])
+        known: dict[int, Tensor] = {}
+        standing = [row for _, places in placed for row in places]
+        return all(
+            row is None or _equal(known.setdefault(row, losses), losses)
+            for row, losses in zip(standing, found, strict=True)
+        )
+
+    def _placed(self, rows: list[Row]) -> Iterator[tuple[Filled, list[int | None]]]:
+        """Microbatches of these rows, and which row stands in each slot; None for what fills up."""
+        slots, shapes = self.shapes.slots_of(rows[0]), self.shapes
+        filler = shapes.blank(rows[0]) if shapes.blanks else rows[0]
+        here: list[int | None] = list(range(len(rows)))
+        if len(rows) == slots and not shapes.may_fill(rows):
+            here.pop()
+        here += [None] * (slots - len(here))
+        alone: list[int | None] = [0, *[None] * (slots - 1)]
+        turns = sorted({0, 1, slots // 2, slots - 1})
+        for places in [*[here[by:] + here[:by] for by in turns], alone, alone[::-1]]:
+            batch = [filler if i is None else rows[i] for i in places]
+            yield Filled(shapes.filled(batch), slots), places
+
+    def _losses(self, microbatches: Sequence[Filled]) -> Tensor:
+        """Both signs along all directions of every row, float32 [rows, 2 K]."""
+        differences, objective = self.differences, self.differences.objective
+        differences.objective = trial(objective)
+        try:
+            pair = differences.losses(microbatches, self._directions)
+        finally:
+            differences.objective = objective
+            differences.space.settle_()
+        return torch.cat(pair, dim=1)
+
+
+def _row(part: Row, number: int) -> dict[str, Tensor]:
+    return {name: value[number : number + 1] for name, value in part.items()}
+
+
+def _others(rows: Sequence[Row], count: int) -> list[Row]:
+    """Further rows of the same masks and labels: what is read is moved on by some columns."""
+    made: list[Row] = []
+    for number in range(count):
+        row, by = rows[number % len(rows)], 1 + number
+        made.append({n: v.roll(by, -1) if n in _ROLLED else v for n, v in row.items()})
+    return made
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, NaN being equal to NaN."""
+    nan = one.isnan()
+    return torch.equal(nan, other.isnan()) and torch.equal(one[~nan], other[~nan])
+
+
+def keep_strategy(differences: FiniteDifferences, holds: bool) -> str:
+    """Goes back from `stacked` to `whole_model` where public rows' bits follow their neighbours.
+
+    Args:
+      differences: of the run; changed in place where its strategy was chosen automatically.
+      holds: whether public microbatches keep all bits.
+
+    Returns:
+      What was turned off and why, for a log; "" if nothing was.
+
+    Raises:
+      ValueError: `stacked` was asked for by name.
+    """
+    if holds or differences.stack is None:
+        return ""
+    reason = "rounds an example by its slot in a microbatch or by its neighbours"
+    if not differences.chosen_automatically:
+        raise ValueError(
+            f"strategy='stacked' {reason}: use 'whole_model', or set microbatch_size=1."
+        )
+    differences.use("whole_model")
+    return f"the strategy is whole_model: stacked {reason}."
