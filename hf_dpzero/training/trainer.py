@@ -56,7 +56,9 @@ from hf_dpzero.training.overrides import check_overrides
 from hf_dpzero.training.precision import evaluated, uncached_autocast, unwrapped
 from hf_dpzero.training.preparation import by_name, prepare
 from hf_dpzero.training.publishing import PublishingTrainer
+from hf_dpzero.training.rank_agreement import watched_training
 from hf_dpzero.training.signal_callback import SignalCallback
+from hf_dpzero.training.split import ALONE
 from hf_dpzero.training.text_rows import TextRows
 
 logger = logging.get_logger(__name__)
@@ -109,6 +111,7 @@ class DPZeroMixin(PublishingTrainer):
     rows_are_examples = False  # known by their form
     _texts: TextRows | None = None
     _row_groups: np.ndarray | None = None  # private
+    split = ALONE
 
     def __init__(
         self,
@@ -209,7 +212,8 @@ class DPZeroMixin(PublishingTrainer):
             "data, then train once."
         )
 
-    def train(  # type: ignore[override]
+    @watched_training
+    def train(
         self, resume_from_checkpoint: str | bool | None = None, **settings: Any
     ) -> TrainOutput:
         """Trains as `Trainer.train` does; what cannot be accounted is refused before it starts.
@@ -284,8 +288,8 @@ class DPZeroMixin(PublishingTrainer):
             plan=self.plan,
             key=self._keys.sampler,
             microbatch_size=self.args.physical_batch_size,
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
+            share=self.split.row,
+            shares=self.split.rows,
             paid=self.trajectory.next_step,
             shapes=self.shapes,
             row_groups=self._row_groups,
