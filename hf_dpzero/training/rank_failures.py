@@ -87,6 +87,12 @@ class Watch:
                 self._store.set(key, word)
                 self._store.set(STOPPED, str(self.rank))
 
+    def linger(self) -> None:
+        """Keeps rank 0, which may hold the store, until the others have read its word (or `GRACE`)."""
+        until = time.monotonic() + GRACE
+        while self.rank == 0 and len(self._words()) < self.world - 1 and time.monotonic() < until:
+            time.sleep(LOOK / 10)
+
     def look(self) -> None:
         """Raises if another rank has stopped.
 
@@ -119,13 +125,16 @@ class Watch:
           waited: seconds that a collective operation had, where these ran out.
         """
         self.say(WAITED)
-        before, until = self._beats(), time.monotonic() + GRACE
+        before, started = self._beats(), time.monotonic()
         others = [rank for rank in range(self.world) if rank != self.rank]
         while True:
             words, beats = self._words(), self._beats()
             raised = {rank: word for rank, word in words.items() if word != WAITED}
             unseen = [r for r in others if r not in words and beats[r] == before[r]]
-            if raised or not unseen or time.monotonic() > until:
+            asked = time.monotonic() - started
+            if (
+                raised or asked > GRACE or (asked > 3 * LOOK and not unseen)
+            ):  # a word may be under way
                 break
             time.sleep(LOOK / 10)
         if raised:
@@ -137,7 +146,7 @@ class Watch:
         elif late := [rank for rank in others if rank not in words]:
             time_out = f" within {waited:.0f} s (ddp_timeout)" if waited else ""
             said = (
-                f"{_ranks(late)} runs, but did not come to the exchange{time_out}: stuck, or slow"
+                f"{_ranks(late)} did not come to the exchange{time_out}: alive, but stuck or slow"
             )
         else:
             said = "the connection between the processes failed, and all of them run"
@@ -187,14 +196,13 @@ def watching(seconds: float) -> Iterator[None]:
         yield
     except RankError:
         watch.say(WAITED)
-        raise
-    except RuntimeError as error:
-        if _of_a_connection(error):  # of a collective operation that is not ours
-            raise watch.blame() from error
-        watch.say(type(error).__name__)
+        watch.linger()
         raise
     except BaseException as error:
+        if isinstance(error, RuntimeError) and _of_a_connection(error):  # of an operation not ours
+            raise watch.blame() from error
         watch.say(type(error).__name__)
+        watch.linger()
         raise
     finally:
         watch.end()
