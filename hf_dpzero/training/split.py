@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_dpzero.estimators.stacked import STACK_BYTES
+from hf_dpzero.privacy.mechanisms import VectorMechanism
 from hf_dpzero.training.distributed import active, control_group, gather_blocks, sum_and_agree
 from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.pass_sizes import expected_passes
@@ -165,7 +166,7 @@ def direction_shares(
     Returns:
       D.
 
-    >>> direction_shares(4, 16, lambda R: busiest({8: 16, 16: 8}, 64, 40, R))
+    >>> direction_shares(4, 16, lambda R: busiest({8: 16, 16: 8}, 512, 40, R))
     1
     >>> direction_shares(4, 16, lambda R: busiest({8: 4, 16: 2}, 4, 40, R))
     4
@@ -257,3 +258,44 @@ def _may_stack(trainer: Any) -> bool:
     small = sum(p.nbytes for p in trained) * 2 * trainer.args.num_directions <= STACK_BYTES
     chosen = trainer.args.perturbation_strategy
     return chosen == "stacked" or (chosen == "auto" and small)
+
+
+def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
+    """Bytes that a process puts into collective operations in a step (see `distributed.sent_bytes`).
+
+    V released numbers: an all-reduce of V + 2 integers and a broadcast of V floats, of 8 bytes each. So
+    16 K + 16 for K directions, and 16 more with adaptive clipping. m groups: 2 m more, and what they
+    release. A dense release of d coordinates: 4 d for the noised one, and of first-order methods 8 d for
+    the sums in float64. Comparing the weights (`rank_agreement.EVERY`) is left out: 8 bytes in a hundred
+    steps.
+
+    Args:
+      trainer: a `DPZeroTrainer` whose split is chosen.
+      dimension: d.
+
+    Returns:
+      (those that no batch changes; those for each row of this process' share of the batch).
+    """
+    plan, args, split = trainer.plan, trainer.args, trainer.split
+    mechanism, groups = plan.mechanism, plan.groups
+    vector = isinstance(mechanism, VectorMechanism)
+    numbers = args.num_directions if vector else mechanism.values_per_release
+    fixed = 8 * (numbers + 2) + (0 if vector else 8 * numbers)
+    if groups is not None:
+        fixed += 8 * (2 * groups.num_groups + groups.num_values)
+    fixed += 12 * dimension if args.first_order else 4 * dimension * vector
+    shared = -(-args.num_directions // split.directions) if split.directions > 1 else 0
+    return fixed, 8 * shared
+
+
+def process_words(trainer: Any, dimension: int) -> str:
+    """The mesh and what a step sends, for a run's first lines."""
+    split = trainer.split
+    fixed, row = step_bytes(trainer, dimension)
+    shares = [f"{split.rows} shares of the rows"] * (split.rows > 1)
+    shares += [f"{split.directions} of the directions"] * (split.directions > 1)
+    each = f" and {row} for each row of its share" if row else ""
+    return (
+        f"{split.rows * split.directions}: {' by '.join(shares)}; each sends {fixed:,} bytes{each} in a "
+        f"step (float32 gradients: {4 * dimension:,})"
+    )

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
 from tiny_runs import build, tiny_data, tiny_model
+from transformers import TrainerCallback
+
+from hf_dpzero.training.callbacks import StepMeter
+from hf_dpzero.training.split import step_bytes
 
 
 def texts(rows: int = 60) -> Dataset:
@@ -56,7 +63,7 @@ _DIRECTIONS = {"num_directions": 4, "direction_parallel_size": 2, **_WHOLE}
 SAME = {
     "one-row-passes": {"microbatch_size": 1, "num_directions": 2},
     "texts": {**_TEXTS, "num_directions": 3, **_WHOLE},
-    "few-rows": {**_TEXTS, "expected_batch_size": 1},  # many shares and batches are empty
+    "few-rows": {**_TEXTS, "expected_batch_size": 1, "microbatch_size": 1},  # many shares and batches are empty
     "adaptive": {**_TEXTS, "clipping": "adaptive", "noise_schedule": "exp(gamma=0.5)"},
     "fixed-batches": {**_TEXTS, "sampling": "fixed_batches", "smoothing_schedule": "linear(0.5)"},
     "averaged": {**_TEXTS, "clipping": "averaged", "clip_groups": 3},
@@ -86,7 +93,9 @@ ALL = {**SAME, **CLOSE, **SECRET}
 
 def trainer_of(folder: Path, name: str, **more):
     """The trainer of a run."""
-    settings = {"max_steps": 3, "eval_strategy": "no", **ALL[name], **more}
+    others = {"noise": NOISE, "interrupted": INTERRUPTED}
+    known = ALL.get(name) or others.get(name, _TEXTS)
+    settings = {"max_steps": 3, "eval_strategy": "no", **known, **more}
     model = settings.pop("model", tiny_model)()
     collator = settings.pop("collator", None)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -106,6 +115,118 @@ def train(folder: Path, names=tuple(ALL)) -> None:
         trainer.train()
         flat = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])
         torch.save(flat, folder / f"{name}.rank{trainer.args.process_index}")
+
+
+NOISE = {
+    "method": "dp-sgd", "microbatch_size": 4, "noise_multiplier": 1e4, "clip": 0.5, "learning_rate": 1e-3,
+    "max_steps": 1, "insecure_noise_seed": None, "lr_scheduler_type": "constant",
+}  # fmt: skip
+"""One step of dp-sgd on noise alone: gradients vanish beside it."""
+
+STEPS, STOP = 6, 3
+INTERRUPTED = {
+    **_TEXTS,
+    "num_directions": 2,
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
+
+
+class Stop(TrainerCallback):
+    """Stops a run after three steps."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == STOP
+
+
+class Fail(TrainerCallback):
+    """Raises, or kills its process, before a step."""
+
+    def __init__(self, kills: bool) -> None:
+        self.kills = kills
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MemoryError("of this rank alone")
+
+
+class Meddle(TrainerCallback):
+    """Changes a weight between two steps."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[3] += 2.0**-10
+
+
+def own_widths(rows):
+    """Pads to a width from a generator of its own, which differs between processes."""
+    batch = padded(rows)
+    more = int(os.environ["RANK"]) % 2 * 9
+    return {
+        "input_ids": torch.nn.functional.pad(batch["input_ids"], (0, more)),
+        "attention_mask": torch.nn.functional.pad(batch["attention_mask"], (0, more)),
+        "labels": batch["labels"],
+    }
+
+
+def interrupted(folder: Path) -> None:
+    """A run that stops in the middle, with a checkpoint one step behind its ledger."""
+    trainer = trainer_of(folder, "interrupted")
+    trainer.add_callback(Stop())
+    trainer.train()
+
+
+def flat(trainer) -> torch.Tensor:
+    return torch.cat([p.detach().float().view(-1) for p in trainer.model.parameters()])
+
+
+def checks(folder: Path, rank: int) -> dict[str, Any]:
+    """What several processes are asked besides training; errors by what was wrong on the last rank."""
+    told: dict[str, Any] = {}
+    last = rank == int(os.environ["WORLD_SIZE"]) - 1
+
+    def refused(what: str, trainer) -> None:
+        try:
+            trainer.train()
+        except Exception as error:
+            left = sorted(path.name for path in (folder / "refused").glob("*"))
+            told[what] = f"{type(error).__name__}: {error}", left
+
+    for name in ("texts", "adaptive", "groups-directions", "dpgd", "dp-sgd"):
+        meter, trainer = StepMeter(), trainer_of(folder / "bytes", name)
+        trainer.add_callback(meter)
+        trainer.train()
+        count = sum(p.numel() for p in trainer.model.parameters())
+        told[f"bytes {name}"] = min(meter.sent), step_bytes(trainer, count)
+    noisy = trainer_of(folder, "noise")
+    before = flat(noisy)
+    noisy.train()
+    told["noise"] = float((flat(noisy) - before).double().square().mean())
+    for processes in (1, 2):
+        if (folder / f"from{processes}").is_dir():
+            resumed = trainer_of(folder / f"from{processes}", "interrupted")
+            resumed.train(resume_from_checkpoint=True)
+            told[f"resumed {processes}"] = flat(resumed).double().sum().item()
+    interrupted(folder / "stopped")
+    refused("weights", trainer_of(folder, "refused", model=lambda: tiny_model(int(last))))
+    refused("rows", trainer_of(folder, "refused", data=texts(59 if last else 60)))
+    refused("setting", trainer_of(folder, "refused", weight_decay=0.1 * last))
+    refused("trainable", trainer_of(folder, "refused", trainable="query|key" if last else "query"))
+    refused("widths", trainer_of(folder, "refused", collator=own_widths))
+    meddled = trainer_of(folder, "meddled")
+    if last:
+        meddled.add_callback(Meddle())
+    refused("meddled", meddled)
+    failing = trainer_of(folder, "failing")
+    if last:
+        failing.add_callback(Fail(kills=int(os.environ["WORLD_SIZE"]) > 2))
+    began = time.monotonic()
+    refused("failing", failing)
+    told["seconds"] = time.monotonic() - began
+    return told
 
 
 def in_processes(world: int, work: Callable[[int], None]) -> None:
@@ -157,7 +278,11 @@ def started(script: str, *words: str, log: Path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def everything(folder: Path, rank: int) -> None:
+    """Trains all runs and writes what `checks` found, one file a process."""
+    train(folder)
+    (folder / f"checks.rank{rank}").write_text(json.dumps(checks(folder, rank)))
+
+
 if __name__ == "__main__":
-    in_processes(
-        int(sys.argv[1]), lambda rank: train(Path(sys.argv[2]), sys.argv[3:] or tuple(ALL))
-    )
+    in_processes(int(sys.argv[1]), lambda rank: everything(Path(sys.argv[2]), rank))
