@@ -56,8 +56,9 @@ class StepMeter(TrainerCallback):
     def metrics(self) -> dict[str, float]:
         """`seconds_per_step` (median) and `peak_memory_bytes`; nothing if no step was seen.
 
-        With several processes also `sent_bytes_per_step` of this one, the median. None is released with a run (`reporting.hub` ships evaluation metrics only): how long a
-        step takes depends on the size of its batch, which is private.
+        With several processes also `sent_bytes_per_step` of this one, the median. None is released with
+        a run (`reporting.hub` ships evaluation metrics only): how long a step takes, and what it sends
+        where directions are split, depend on the size of its batch, which is private.
         """
         if not self.seconds:
             return {}
