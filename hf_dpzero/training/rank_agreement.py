@@ -153,15 +153,12 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 def _words(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().view(-1)
     each = 8 // flat.element_size()
+    if flat.storage_offset() % each:  # words must be aligned; no parameter of a model begins so
+        flat = flat.clone()
     whole = flat.numel() // each * each
-    start = 0 if flat.storage_offset() % each == 0 else whole  # int64 views must be aligned
-    total = (
-        flat[:whole].view(torch.int64).sum()
-        if start == 0
-        else flat.new_zeros((), dtype=torch.int64)
-    )
-    rest = flat[whole if start == 0 else 0 :].view(torch.uint8).to(torch.int64)
-    return total + (rest * torch.arange(1, len(rest) + 1, device=rest.device)).sum()
+    rest = flat[whole:].view(torch.uint8).to(torch.int64)
+    last = (rest * torch.arange(1, len(rest) + 1, device=rest.device)).sum()
+    return flat[:whole].view(torch.int64).sum() + last
 
 
 def check_weights(trainer: Any, step: int | None = None) -> None:

@@ -6,8 +6,8 @@
 Every setting trains in processes of its own (gloo on a CPU), each on `--threads` cores: with
 `--threads 1` two processes have two cores where one has one. The settings take turns, round after round,
 so that whatever else the machine does falls on all of them; medians over rounds are given, of each
-round's median step. All take the same steps on the same batches (a fixed key), from random weights, on random texts of
-several widths. Bytes are what a process gives to collective operations in a step
+round's median step. All take the same steps on the same batches (a fixed key), from random weights, on
+random texts of several widths. Bytes are what a process gives to collective operations in a step
 (`training.distributed.sent_bytes`); a data-parallel first-order step sends 4 d in float32.
 """
 
