@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_dpzero.training.rank_failures import RankError, active, complete
+from hf_dpzero.training.rank_failures import RankError, active, complete, failures
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 
 _sent = 0
 _control: tuple[Any, Any] = (None, None)
-"""The default group that it was made for, and the group of the CPU's tensors."""
+"""The default group and the number of failures that it was made for; the group of the CPU's tensors."""
 
 
 def sent_bytes() -> int:
@@ -39,10 +39,10 @@ def sent_bytes() -> int:
 def control_group() -> Any:
     """The gloo group of all processes, for tensors on the CPU. Called on all of them the first time."""
     global _control
-    world = dist.group.WORLD
-    if _control[0] is not world:
-        own = "cpu:gloo" in str(dist.get_backend_config())
-        _control = world, world if own else dist.new_group(backend="gloo")
+    world, failed = dist.group.WORLD, failures()
+    if _control[0] != (world, failed):
+        own = "cpu:gloo" in str(dist.get_backend_config()) and not failed
+        _control = (world, failed), world if own else dist.new_group(backend="gloo")
     return _control[1]
 
 

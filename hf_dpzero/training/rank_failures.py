@@ -88,10 +88,14 @@ class Watch:
                 self._store.set(STOPPED, str(self.rank))
 
     def linger(self) -> None:
-        """Keeps rank 0, which may hold the store, until the others have read its word (or `GRACE`)."""
-        until = time.monotonic() + GRACE
-        while self.rank == 0 and len(self._words()) < self.world - 1 and time.monotonic() < until:
-            time.sleep(LOOK / 10)
+        """Waits until the others have read this rank's word and left theirs, or for `GRACE`.
+
+        One that went on could meet them in an operation of something else; rank 0 may hold the store.
+        """
+        with contextlib.suppress(RankError):
+            until = time.monotonic() + GRACE
+            while len(self._words()) < self.world - 1 and time.monotonic() < until:
+                time.sleep(LOOK / 10)
 
     def look(self) -> None:
         """Raises if another rank has stopped.
@@ -172,7 +176,13 @@ def _ranks(numbers: list[int]) -> str:
 
 
 _watch: Watch | None = None
+_failures = 0
 _calls = itertools.count()
+
+
+def failures() -> int:
+    """Calls of `train` that failed so far, on all ranks; groups of theirs may hold what never ended."""
+    return _failures
 
 
 @contextlib.contextmanager
@@ -187,22 +197,23 @@ def watching(seconds: float) -> Iterator[None]:
     Raises:
       RankError: another rank failed or gave no sign of life; it is named.
     """
-    global _watch
+    global _watch, _failures
     if not active() or _watch is not None:
         yield
         return
     _watch = watch = Watch(next(_calls), seconds)
     try:
         yield
-    except RankError:
-        watch.say(WAITED)
-        watch.linger()
-        raise
     except BaseException as error:
+        _failures += 1
+        ours = isinstance(error, RankError)
+        named = None
         if isinstance(error, RuntimeError) and _of_a_connection(error):  # of an operation not ours
-            raise watch.blame() from error
-        watch.say(type(error).__name__)
+            named = watch.blame()
+        watch.say(WAITED if ours else type(error).__name__)
         watch.linger()
+        if named is not None:
+            raise named from error
         raise
     finally:
         watch.end()

@@ -162,15 +162,21 @@ class Meddle(TrainerCallback):
             next(model.parameters()).view(-1)[3] += 2.0**-10
 
 
+class Widen(TrainerCallback):
+    """Turns `own_widths` on after the checks before training, and off again."""
+
+    on = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        Widen.on = True
+
+
 def own_widths(rows):
-    """Pads to a width from a generator of its own, which differs between processes."""
-    batch = padded(rows)
-    more = int(os.environ["RANK"]) % 2 * 9
-    return {
-        "input_ids": torch.nn.functional.pad(batch["input_ids"], (0, more)),
-        "attention_mask": torch.nn.functional.pad(batch["attention_mask"], (0, more)),
-        "labels": batch["labels"],
-    }
+    """Pads to a width that differs between processes, as one from a generator of its own would."""
+    batch, full = padded(rows), Widen.on * int(os.environ["RANK"]) % 2
+    more = full * (16 - batch["input_ids"].shape[1])
+    pad = torch.nn.functional.pad
+    return {**batch, **{k: pad(batch[k], (0, more)) for k in ("input_ids", "attention_mask")}}
 
 
 def interrupted(folder: Path) -> None:
@@ -219,7 +225,9 @@ def checks(folder: Path, rank: int) -> dict[str, Any]:
     refused("rows", trainer_of(folder, "refused", data=texts(59 if last else 60)))
     refused("setting", trainer_of(folder, "refused", weight_decay=0.1 * last))
     refused("trainable", trainer_of(folder, "refused", trainable="query|key" if last else "query"))
-    refused("widths", trainer_of(folder, "refused", collator=own_widths))
+    widened = trainer_of(folder, "refused", collator=own_widths)
+    widened.add_callback(Widen())
+    refused("widths", widened)
     meddled = trainer_of(folder, "meddled")
     if last:
         meddled.add_callback(Meddle())

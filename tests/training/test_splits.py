@@ -89,7 +89,7 @@ def test_directions_are_split_where_rows_do_not_fill_the_processes():
     def many(shares):
         return busiest({8: 8}, 800.0, 40.0, shares)
 
-    assert one(2) > 0.99 * one(1) and many(2) < 0.52 * many(1)
+    assert one(2) > 0.85 * one(1) and many(2) < 0.52 * many(1)
     assert direction_shares(2, 8, one) == 2 and direction_shares(2, 8, many) == 1
     assert direction_shares(2, 1, one) == 1 and direction_shares(2, 8, one, may=False) == 1
     assert direction_shares(4, 2, one) == 2  # a mesh: no more shares than directions
