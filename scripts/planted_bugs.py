@@ -83,17 +83,18 @@ BUGS = (
         "The noised sum is divided by the secret size of the sampled batch.",
         "hf_dpzero/training/zeroth_order_step.py",
         "tests/training/test_trainer.py::test_values_are_clipped_sum_plus_noise_over_expected_batch",
-        "total: list[Any] = sum_over_processes(\n",
+        "total: list[Any] = self.split.sum_agreed(own, agreed)\n",
         "object.__setattr__(mechanism, 'expected_batch_size', float(max(len(x), 1)))\n"
-        "        total: list[Any] = sum_over_processes(\n"),
+        "        total: list[Any] = self.split.sum_agreed(own, agreed)\n"),
     Bug("empty_batch_skipped",
         "An empty batch releases exact zeros, which tells that nobody was sampled.",
         "hf_dpzero/training/zeroth_order_step.py",
         "tests/training/test_trainer.py::test_empty_batches_still_release_noise",
-        "values = shared_from_main(lambda: mechanism.release(total, step, self.noise))",
+        "values = numbers_of_main(lambda: mechanism.release(total, step, self.noise), count)",
         "values = [0.0] * len(total)\n"
         "        if len(x):\n"
-        "            values = shared_from_main(lambda: mechanism.release(total, step, self.noise))"),
+        "            values = numbers_of_main(\n"
+        "                lambda: mechanism.release(total, step, self.noise), count)"),
     Bug("clip_per_direction",
         "Each of an example's K finite differences is clipped to C by itself.",
         "hf_dpzero/privacy/mechanisms/scalar.py",
