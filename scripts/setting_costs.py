@@ -95,6 +95,13 @@ _PRIVACY = {
             none="`per_device_train_batch_size`",
             unit="examples",
         ),
+        "direction_parallel_size": Cost(
+            NOTHING,
+            "of each process: passes along that many times fewer directions, over that many times more "
+            "rows; sends 8 B K / D bytes more in a step",
+            none="1, or more where rows do not fill the processes",
+            unit="processes",
+        ),
         "max_length": Cost(
             "nothing: long rows are cut, none is dropped",
             "longer rows take longer and more memory",

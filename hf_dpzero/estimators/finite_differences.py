@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,16 @@ Strategy = Literal["auto", "whole_model", "layerwise", "stacked"]
 COPIED = 2**30
 """Bytes of half-precision weights that "auto" keeps twice, where a step has several microbatches."""
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
+
+
+class DirectionSplit(Protocol):
+    """Shares of a step's directions; `training.split.Split` is one."""
+
+    def own(self, directions: Sequence[Direction]) -> Sequence[Direction]:
+        """Those that are evaluated here."""
+
+    def whole(self, plus: Tensor, minus: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """Losses [B, own] of both signs -> [B, total]."""
 
 
 class FiniteDifferences:
@@ -128,13 +138,18 @@ class FiniteDifferences:
 
     @torch.no_grad()
     def with_losses(
-        self, microbatches: Sequence[Microbatch], directions: Sequence[Direction]
+        self,
+        microbatches: Sequence[Microbatch],
+        directions: Sequence[Direction],
+        split: DirectionSplit | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As a call, and each example's loss, the mean over both signs and all directions.
 
         Args:
           microbatches: B examples in all, maybe none.
           directions: u_1, ..., u_K.
+          split: evaluates a share of the directions here and has the others' losses from elsewhere;
+            None evaluates all.
 
         Returns:
           (x, float64 [B, K]; losses, float64 [B]; both on the CPU).
@@ -143,7 +158,12 @@ class FiniteDifferences:
         if not microbatches:
             nothing = torch.zeros(0, len(directions), dtype=torch.float64)
             return nothing, nothing.sum(dim=1)
-        plus, minus = (losses.double() for losses in self.losses(microbatches, directions))
+        if split is None:
+            plus, minus = self.losses(microbatches, directions)
+        else:
+            own = self.losses(microbatches, split.own(directions))
+            plus, minus = split.whole(*own, len(directions))
+        plus, minus = plus.double(), minus.double()
         return (plus - minus) / (2.0 * self.smoothing), (plus + minus).mean(dim=1) / 2
 
     @torch.no_grad()

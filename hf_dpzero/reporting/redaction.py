@@ -34,8 +34,9 @@ OWN_SETTINGS = frozenset(
     """
     accountant allow_fewer_per_class architecture base_is_public class_names clip clip_count_noise
     clip_groups clip_learning_rate clip_quantile clip_schedule clip_stability clipping
-    dataset_config_name dataset_name defer_updates direction direction_key expected_batch_size
-    extends extends_run group_budget group_column group_draws group_loss_bound group_rate
+    dataset_config_name dataset_name defer_updates direction direction_key
+    direction_parallel_size expected_batch_size extends extends_run group_budget
+    group_column group_draws group_loss_bound group_rate
     group_shares group_weights head_init hold_direction_for init_seed insecure_noise_seed
     keep_column label_column label_texts label_words load_in_4bit load_in_8bit
     log_private_diagnostics logit_scale lora_alpha lora_r lora_target_modules max_batch_size

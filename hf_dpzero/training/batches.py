@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from hf_dpzero.objectives.losses import batch_size, num_examples
+from hf_dpzero.training.dealing import fingerprint
 from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.random_state import isolated_randomness
 
@@ -26,6 +28,7 @@ class LogicalBatch(TypedDict):
     examples: list[int]  # rows of each microbatch that count; the others only fill it up
     groups: list[int]  # averaged clipping: the group of each example that counts; else empty
     row_groups: list[int]  # group-robust training: the group of each example that counts, in order
+    agreed: int  # `split.fingerprint` of the step and of what every process takes
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class StepBatches(Dataset):
       plan: its sampler is the one that is accounted.
       key: 32 secret bytes, the same on every process.
       microbatch_size: rows in one forward pass, at most.
-      rank, world_size: this process takes every world_size-th example.
+      share, shares: this process takes so many-th of so many shares of the batch.
       paid: steps before this one are replayed: nothing is sampled for them.
       shapes: makes microbatches of fixed shapes; None collates neighbours together.
       row_groups: group-robust training: the group of each row, int64 [n].
@@ -133,8 +136,8 @@ class StepBatches(Dataset):
     plan: PrivacyPlan
     key: bytes = field(repr=False)
     microbatch_size: int
-    rank: int = 0
-    world_size: int = 1
+    share: int = 0
+    shares: int = 1
     paid: int = 0
     shapes: FixedShapes | None = None
     row_groups: np.ndarray | None = None
@@ -144,26 +147,56 @@ class StepBatches(Dataset):
 
     def __getitem__(self, step: int) -> LogicalBatch:
         if step < self.paid:
-            return self._batch(step, {})
-        chosen = self.plan.sampler.batch(step, self.key)[self.rank :: self.world_size]
+            return self._batch(step, {}, [])
+        chosen = self.plan.sampler.batch(step, self.key)
         mechanism = self.plan.mechanism
         if getattr(mechanism, "clipping", "fixed") != "averaged":
-            return self._batch(step, {-1: chosen.tolist()})
-        assert self.world_size == 1, "a group's mean is taken in one process"
+            return self._dealt(step, chosen.tolist())
+        # The mean of a group is taken in one process: groups are dealt whole.
         of = mechanism.group_of(chosen, self.key)  # type: ignore[union-attr]
+        told = [chosen[of % self.shares == share].tolist() for share in range(self.shares)]
+        own = of % self.shares == self.share
+        chosen, of = chosen[own], of[own]
         if self._share_passes():
             order = np.argsort(of, kind="stable")
-            batch = self._batch(step, {-1: chosen[order].tolist()})
+            batch = self._batch(step, {-1: chosen[order].tolist()}, told)
             return {**batch, "groups": of[order].tolist()}
-        return self._batch(step, {int(g): chosen[of == g].tolist() for g in np.unique(of)})
+        return self._batch(step, {int(g): chosen[of == g].tolist() for g in np.unique(of)}, told)
+
+    def _dealt(self, step: int, chosen: list[int]) -> LogicalBatch:
+        """The batch of this process' share of the chosen rows."""
+        if self.shapes is None:
+            told = [chosen[share :: self.shares] for share in range(self.shares)]
+            return self._batch(step, {-1: told[self.share]}, told)
+        entropy = None if self.shares == 1 else self._entropy(step)
+        made, places = self.shapes.dealt(chosen, self.share, self.shares, entropy)
+        told = [[chosen[place] for place in share] for share in places]
+        batch = self._batch(step, {}, told)
+        batch["microbatches"], batch["examples"] = list(made), [m.examples for m in made]
+        batch["groups"] = [-1] * sum(batch["examples"])
+        if self.row_groups is not None:
+            rows = [chosen[place] for place in places_of(made)]
+            batch["row_groups"] = self.row_groups[rows].tolist()
+        return batch
+
+    def _entropy(self, step: int) -> int:
+        """Of the step's collators, the same on all processes; secret."""
+        label = b"hf_dpzero.collators." + step.to_bytes(8, "little")
+        drawn = hashlib.blake2b(label, key=self.key, digest_size=16).digest()
+        return int.from_bytes(drawn, "little")
 
     def _share_passes(self) -> bool:
         """Whether a forward pass may hold examples of several groups: losses, in the order given."""
         zeroth_order = self.plan.mechanism.values_per_release > 0
         return zeroth_order and (self.shapes is None or self.shapes.keeps_order)
 
-    def _batch(self, step: int, chosen: Mapping[int, list[int]]) -> LogicalBatch:
-        batch = LogicalBatch(step=step, microbatches=[], examples=[], groups=[], row_groups=[])
+    def _batch(
+        self, step: int, chosen: Mapping[int, list[int]], told: Sequence[Sequence[int]]
+    ) -> LogicalBatch:
+        batch = LogicalBatch(
+            step=step, microbatches=[], examples=[], groups=[], row_groups=[],
+            agreed=fingerprint(step, told),
+        )  # fmt: skip
         for group, indices in chosen.items():
             made = self._microbatches(indices)
             batch["microbatches"] += made

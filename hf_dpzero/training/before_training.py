@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ from hf_dpzero.training.public_rows import evaluation_rows, public_shapes
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.row_lengths import check_lengths
 from hf_dpzero.training.schedule_settings import judge_schedule
+from hf_dpzero.training.split import split_shapes
 
 logger = logging.get_logger(__name__)
 
@@ -98,7 +99,6 @@ def check_before_training(trainer: Any) -> None:
             data_checks.check_labels(trainer.train_dataset, trainer.label_names)
         objective = select_objective(model)
         trainer.per_example_loss = smoothed(objective, args.label_smoothing_factor)
-    distributed.check_processes(args)
     distributed.check_same_rows(trainer.train_dataset)
     check_mixed_precision(args, args.device.type)
     if trainer.plan.mechanism.private:
@@ -119,7 +119,7 @@ def check_before_training(trainer: Any) -> None:
     elif hint := rate_hint(args, trainer.plan):
         logger.warning(hint)
     check_lengths(trainer)
-    trainer.shapes = _run_shapes(trainer)
+    trainer.shapes, trainer.split = split_shapes(trainer, _run_shapes(trainer), _pass_cost(trainer))
     compile_(model, args, trainer.shapes is not None, trainer.compiling)
     _try_objective(trainer)
     public_rows.check_finite(trainer)
@@ -144,24 +144,23 @@ def _first_row(done: str) -> Iterator[None]:
         ) from error
 
 
-def _run_shapes(trainer: Any) -> FixedShapes | None:
-    """The fixed shapes that a private zeroth-order run evaluates; None for others."""
+def _run_shapes(trainer: Any) -> Callable[[float], FixedShapes | None]:
+    """The fixed shapes that a private zeroth-order run evaluates, for B rows; None for others."""
     args, plan = trainer.args, trainer.plan
     if args.first_order or not plan.mechanism.private:
-        return None
-    expected = plan.sampler.expected_batch_size / args.world_size
+        return lambda _: None
     shapes = _shapes(trainer, 1)
     if not single_pass(trainer.per_example_loss):
-        return shapes  # each example runs by itself: nothing to fill up
+        return lambda _: shapes  # each example runs by itself: nothing to fill up
     first = shapes.collate_each([0])[0]
     shapes = dataclasses.replace(shapes, kind=kind_of(first))
     if is_unmasked_sound(first):
         logger.warning(UNMASKED)
-        return shapes
+        return lambda _: shapes
     if args.physical_batch_size > 1 and (reason := couples_values(trainer.model)):
         logger.warning(f"{reason}: {ONE_BY_ONE}")
-        return shapes
-    return dataclasses.replace(shapes, **_sizes(trainer, shapes, first, expected))
+        return lambda _: shapes
+    return lambda rows: dataclasses.replace(shapes, **_sizes(trainer, shapes, first, rows))
 
 
 def _sizes(
@@ -173,12 +172,15 @@ def _sizes(
         return {"slots": one_size(expected, most)}
     if "input_ids" not in row:  # sounds, whose widths are not tokens
         return {"slots": max(1, min(most, round(math.sqrt(expected))))}
+    known = [tokens for tokens in (shapes.cut, shapes.most) if tokens is not None]
+    sizes = pass_sizes(expected, most, min(known, default=None), _pass_cost(trainer))
+    return {"slots": max(sizes.rows.values()), "sizes": sizes}
+
+
+def _pass_cost(trainer: Any) -> float:
     count = sum(p.numel() for p in trainer.model.parameters())
     coarse = bool(low_precision(trainer.model, trainer.args))
-    cost = pass_cost(trainer.args.device.type, count, coarse, arriving_bytes(trainer.model))
-    known = [tokens for tokens in (shapes.cut, shapes.most) if tokens is not None]
-    sizes = pass_sizes(expected, most, min(known, default=None), cost)
-    return {"slots": max(sizes.rows.values()), "sizes": sizes}
+    return pass_cost(trainer.args.device.type, count, coarse, arriving_bytes(trainer.model))
 
 
 def _shapes(trainer: Any, rows: int) -> FixedShapes:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from hf_dpzero.training.distributed import sent_bytes
+
 
 class StepMeter(TrainerCallback):
     """Times the steps and watches their peak memory; evaluation between steps counts for neither.
@@ -29,6 +31,8 @@ class StepMeter(TrainerCallback):
         self.device = device
         self.seconds: list[float] = []
         self.peak = 0
+        self.sent: list[int] = []
+        self._sent_before = 0
         self._since: float | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -36,6 +40,7 @@ class StepMeter(TrainerCallback):
         self.device = self.device or args.device
         forget_peak(self.device)
         _synchronize(self.device)
+        self._sent_before = sent_bytes()
         self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -45,19 +50,23 @@ class StepMeter(TrainerCallback):
         _synchronize(self.device)
         self.seconds.append(time.perf_counter() - self._since)
         self.peak = max(self.peak, peak_bytes(self.device))
+        self.sent.append(sent_bytes() - self._sent_before)
         self._since = None
 
     def metrics(self) -> dict[str, float]:
         """`seconds_per_step` (median) and `peak_memory_bytes`; nothing if no step was seen.
 
-        Neither is released with a run (`reporting.hub` ships evaluation metrics only): how long a
-        step takes depends on the size of its batch, which is private.
+        With several processes also `sent_bytes_per_step` of this one, the median. None is released with
+        a run (`reporting.hub` ships evaluation metrics only): how long a step takes, and what it sends
+        where directions are split, depend on the size of its batch, which is private.
         """
         if not self.seconds:
             return {}
+        sent = {"sent_bytes_per_step": statistics.median(self.sent)} if any(self.sent) else {}
         return {
             "seconds_per_step": statistics.median(self.seconds),
             "peak_memory_bytes": self.peak,
+            **sent,
         }
 
 

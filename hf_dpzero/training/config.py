@@ -127,6 +127,9 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     microbatch_size: int | None = _setting(
         None, "examples in one forward pass; default per_device_train_batch_size"
     )
+    direction_parallel_size: int | None = _setting(
+        None, "processes that share the directions of one share of the rows; default from the work"
+    )
     sampling: str = _setting("poisson", ", ".join(SAMPLINGS))
     max_batch_size: int | None = _setting(None, "cap on a truncated_poisson batch")
     neighboring_relation: str = _setting(

@@ -1,4 +1,12 @@
-"""Collective operations of a step (identities in one process), and which launches are refused."""
+"""Collective operations of a run (identities in one process), and which launches are refused.
+
+What a step sends goes through here, as tensors of a fixed size, and is counted (`sent_bytes`). Values
+that are Python objects are pickled; only starts, resumes and checkpoints send such.
+
+Tensors on the CPU go by gloo, also where GPUs train by NCCL: a step's integers and noised values are on
+the CPU in any case, and a gloo operation that waits for a dead process can be given up
+(`rank_failures`).
+"""
 
 from __future__ import annotations
 
@@ -9,18 +17,42 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hf_dpzero.training.rank_failures import RankError, active, complete, failures
+
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 
+_sent = 0
+_control: tuple[Any, Any] = (None, None)
+"""The default group and the number of failures that it was made for; the group of the CPU's tensors."""
 
-def active() -> bool:
-    """Whether several processes train together."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+def sent_bytes() -> int:
+    """Bytes that this process has given to collective operations so far, whatever they make of them.
+
+    Of an all-reduce, an all-gather and a broadcast the tensor that this rank puts in (of a broadcast the
+    same on the ranks that receive it). Pickled objects of starts and checkpoints are not counted.
+    """
+    return _sent
 
 
-def _device() -> torch.device:
-    gpu = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+def control_group() -> Any:
+    """The gloo group of all processes, for tensors on the CPU. Called on all of them the first time."""
+    global _control
+    world, failed = dist.group.WORLD, failures()
+    if _control[0] != (world, failed):
+        own = "cpu:gloo" in str(dist.get_backend_config()) and not failed
+        _control = (world, failed), world if own else dist.new_group(backend="gloo")
+    return _control[1]
+
+
+def _run(operation: Callable[..., Any], tensor: torch.Tensor, *given: Any, **settings: Any) -> None:
+    """A collective operation on a tensor; counted, and given up when another process fails."""
+    global _sent
+    _sent += tensor.nbytes
+    settings.setdefault("group", control_group() if tensor.device.type == "cpu" else None)
+    patient = tensor.device.type == "cpu" or dist.get_backend() == "gloo"
+    complete(lambda: operation(*given, tensor, async_op=True, **settings), patient)
 
 
 def sum_over_processes(values: Sequence[N]) -> list[N]:
@@ -28,22 +60,82 @@ def sum_over_processes(values: Sequence[N]) -> list[N]:
     if not active():
         return list(values)
     exact = all(isinstance(value, int) for value in values)
-    dtype = torch.int64 if exact else torch.float64
-    total = torch.tensor(list(values), dtype=dtype, device=_device())
-    dist.all_reduce(total)
+    total = torch.tensor(list(values), dtype=torch.int64 if exact else torch.float64)
+    _run(dist.all_reduce, total)
     return total.tolist()
+
+
+AGREED_BITS = 22
+
+
+def sum_and_agree(values: Sequence[N], agreed: int, what: str) -> list[N]:
+    """Element-wise sums over processes, after the processes have shown that they agree on something.
+
+    In the same message go a and a^2 of a 22-bit number a. With n processes n sum a^2 = (sum a)^2 only
+    where all a are equal (Cauchy and Schwarz), so every process sees whether they are, before anything
+    is made of the sums.
+
+    Args:
+      values: integers, or floats.
+      agreed: the same on all processes; its lowest 22 bits are compared.
+      what: it stands for, for the error.
+
+    Raises:
+      RankError: they do not agree; names the ranks that differ from most.
+    """
+    if not active():
+        return list(values)
+    own, world = agreed % (1 << AGREED_BITS), dist.get_world_size()
+    sent: list[Any] = [*values, own, own * own]
+    if any(isinstance(value, float) for value in values):
+        sent = list(map(float, sent))  # exact, also summed, for fewer than 2^9 processes
+    *total, first, second = sum_over_processes(sent)
+    if world * second != first * first:
+        raise RankError(f"{differing(gather_numbers(own))} {what}")
+    return total
+
+
+def differing(told: Sequence[Any]) -> str:
+    """Words for the ranks whose value is not the most frequent one (of two such rank 0's)."""
+    most = max(told, key=list(told).count)
+    others = [rank for rank, value in enumerate(told) if value != most]
+    like = next(rank for rank, value in enumerate(told) if value == most)
+    plural = "ranks {} differ" if len(others) > 1 else "rank {} differs"
+    return f"{plural.format(', '.join(map(str, others)))} from rank {like}"
+
+
+def gather_numbers(value: int) -> list[int]:
+    """An integer of each process, by rank."""
+    if not active():
+        return [value]
+    own = torch.tensor([value], dtype=torch.int64)
+    told = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    _run(dist.all_gather, own, told)
+    return [int(one) for one in told]
+
+
+def gather_blocks(block: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Tensors on the CPU of one shape, of every process of a group, in the order of its ranks.
+
+    Args:
+      block: this process'.
+      group: of `torch.distributed`.
+    """
+    told = [torch.empty_like(block) for _ in range(dist.get_world_size(group))]
+    _run(dist.all_gather, block.contiguous(), told, group=group)
+    return told
 
 
 def sum_tensor_(tensor: torch.Tensor) -> None:
     """Replaces a float tensor by its sum over processes, the same on each; in place."""
     if active():
-        dist.all_reduce(tensor)
+        _run(dist.all_reduce, tensor)
 
 
 def broadcast_(tensor: torch.Tensor) -> None:
     """Replaces a tensor by rank 0's, in place."""
     if active():
-        dist.broadcast(tensor, 0)
+        _run(dist.broadcast, tensor, src=0)
 
 
 def is_main() -> bool:
@@ -51,13 +143,43 @@ def is_main() -> bool:
     return not active() or dist.get_rank() == 0
 
 
+def numbers_of_main(make: Callable[[], Sequence[float]], count: int) -> tuple[float, ...]:
+    """Calls `make` on rank 0 only and shares its floats, exactly: noise is drawn once.
+
+    Args:
+      make: returns so many floats.
+      count: how many.
+    """
+    if not active():
+        return tuple(make())
+    values = torch.zeros(count, dtype=torch.float64)
+    if is_main():
+        made = torch.tensor(list(make()), dtype=torch.float64)
+        assert made.shape == values.shape, f"{len(made)} values made, {count} expected"
+        values = made
+    if count:
+        broadcast_(values)
+    return tuple(values.tolist())
+
+
 def shared(value: T) -> T:
-    """Rank 0's value, on every process."""
+    """Rank 0's value, on every process; pickled."""
     if not active():
         return value
+    wait()  # a process that fails before it comes here is noticed there
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=_device())
+    dist.broadcast_object_list(box, src=0, group=control_group())
     return box[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """A value of each process, by rank; pickled."""
+    if not active():
+        return [value]
+    wait()
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value, group=control_group())
+    return told
 
 
 def shared_from_main(make: Callable[[], T]) -> T:
@@ -93,7 +215,7 @@ def on_main(main: Callable[[], T], others: Callable[[], T]) -> T:
 def wait() -> None:
     """Returns once every process has come here."""
     if active():
-        dist.barrier()
+        complete(lambda: dist.barrier(group=control_group(), async_op=True))
 
 
 def check_launch(trainer: Any) -> None:
@@ -110,26 +232,6 @@ def check_launch(trainer: Any) -> None:
         )
 
 
-def check_processes(args: Any) -> None:
-    """Refuses methods that work in one process only.
-
-    Raises:
-      ValueError: dpgd-0th or averaged clipping on several processes.
-    """
-    if args.world_size == 1:
-        return
-    if args.method == "dpgd-0th":
-        raise ValueError(
-            f"dpgd-0th on {args.world_size} processes: its d-dimensional noise is drawn in one "
-            "process only; run it in one, or use method='dpzero'."
-        )
-    if args.clipping == "averaged":
-        raise ValueError(
-            f"clipping='averaged' on {args.world_size} processes: a group's mean is clipped in one "
-            "process only; run it in one, or use clipping='fixed'."
-        )
-
-
 def check_same_rows(dataset: Any) -> None:
     """Refuses processes that hold other rows, or the same in another order.
 
@@ -139,30 +241,31 @@ def check_same_rows(dataset: Any) -> None:
       dataset: of this process; rows by number.
 
     Raises:
-      ValueError: on all processes.
+      ValueError: on all processes; names the ranks.
     """
     if not active():
         return
-    told = len(dataset), getattr(dataset, "_fingerprint", None)
-    if told[1] is not None and _all_equal(told):
+    length, known = len(dataset), getattr(dataset, "_fingerprint", None)
+    told = gather_objects((length, known))
+    lengths = [length for length, _ in told]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"train_dataset has {lengths} rows on ranks 0, 1, ...: {_SAME_ROWS}")
+    if len(set(told)) == 1 and known is not None:
         return
     from datasets.fingerprint import Hasher
 
     digest = hashlib.sha256()
-    for row in range(len(dataset)):
+    for row in range(length):
         digest.update(Hasher.hash(dataset[row]).encode())
-    if not _all_equal((len(dataset), digest.hexdigest())):
-        raise ValueError(
-            "the processes do not hold the same rows in the same order (an unseeded shuffle or "
-            "train_test_split?), so a row could count once for each: seed it, or prepare the data in "
-            "one process and save it."
-        )
+    digests = gather_objects(digest.hexdigest())
+    if len(set(digests)) > 1:
+        raise ValueError(f"{differing(digests)} in the rows, or their order: {_SAME_ROWS}")
 
 
-def _all_equal(value: Any) -> bool:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
-    return all(other == value for other in told)
+_SAME_ROWS = (
+    "every process must load the same rows in the same order, or a row could count once for each (an "
+    "unseeded shuffle or train_test_split?). Seed it, or prepare the data in one process and save it."
+)
 
 
 def check_single_strategy(args: Any, model: Any = None) -> None:

@@ -266,7 +266,7 @@ _DEFAULTS = {
 NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "smoothing smoothing_schedule direction num_directions subspace perturbation_strategy "
-        "hold_direction_for",
+        "hold_direction_for direction_parallel_size",
         "method", ZEROTH_ORDER,
     ),
     (

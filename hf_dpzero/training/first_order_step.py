@@ -38,13 +38,13 @@ from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.distributed import (
     broadcast_,
     is_main,
-    shared_from_main,
-    sum_over_processes,
+    numbers_of_main,
     sum_tensor_,
 )
 from hf_dpzero.training.group_training import GroupWeighting, WeighedLosses
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.released_signal import ReleasedSignal, noise_variance, some_numbers
+from hf_dpzero.training.split import ALONE, Split
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,7 @@ class FirstOrderStep:
       mechanism_at: step -> the mechanism that the plan's schedules give it; None without schedules.
       signal: what the noised means are added to, a statistic of releases; None for none.
       weighting: of group-robust training, else None; then `weighed` is the gradients' objective.
+      split: which rows this process evaluates.
     """
 
     mechanism: Mechanism
@@ -165,6 +166,7 @@ class FirstOrderStep:
     mechanism_at: Callable[[int], Any] | None = None
     weighting: GroupWeighting | None = None
     weighed: WeighedLosses | None = None
+    split: Split = ALONE
 
     def __post_init__(self) -> None:
         check_dimension(self.mechanism, sum(p.numel() for p in self.gradients.parameters))
@@ -175,6 +177,7 @@ class FirstOrderStep:
         microbatches: Sequence[Any],
         learning_rate: float,
         row_groups: Sequence[int] = (),
+        agreed: int = 0,
     ) -> Tensor | None:
         """Takes a step.
 
@@ -187,6 +190,7 @@ class FirstOrderStep:
             none.
           learning_rate: written to the ledger.
           row_groups: group-robust training: the group of each example, in order.
+          agreed: `dealing.fingerprint` of the batch, compared between processes before any release.
 
         Returns:
           The un-noised gradient norms [B, 1] (private: for opt-in diagnostics only), or None for a
@@ -207,9 +211,10 @@ class FirstOrderStep:
         with isolated_randomness(), guard.watching():
             totals, norms = self.gradients.weighted_sum(microbatches, mechanism.weights)
         values: tuple[float, ...] = ()
-        if mechanism.values_per_release:  # adaptive clipping: the count of unclipped examples
-            count = sum_over_processes(mechanism.count(norms))
-            values = shared_from_main(lambda: mechanism.release_count(count, step, self.noise))
+        adaptive = bool(mechanism.values_per_release)  # the count of unclipped examples
+        count = self.split.sum_agreed(mechanism.count(norms) if adaptive else [], agreed)
+        if adaptive:
+            values = numbers_of_main(lambda: mechanism.release_count(count, step, self.noise), 1)
         if self.weighting is not None and self.weighed is not None:
             values += self.weighting.end(self.weighed.losses, row_groups, mechanism, step)
         self.trajectory.append(Release(step, values, learning_rate))
@@ -255,8 +260,9 @@ class FirstOrderStep:
                 with ThreadPoolExecutor(torch.get_num_threads()) as threads:
                     list(threads.map(release_, range(len(pieces)), pieces))
         for total, noised in zip(totals, flat, strict=True):
-            broadcast_(noised)
-            yield noised.float().view(total.shape)
+            mean = noised.float()
+            broadcast_(mean)
+            yield mean.view(total.shape)
 
     def _hand_on(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.gradients.parameters, gradients, strict=True):

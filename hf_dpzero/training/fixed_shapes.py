@@ -28,8 +28,10 @@ from hf_dpzero.objectives.losses import (
     power_of_two,
     right_padded,
 )
+from hf_dpzero.training.dealing import deal
 from hf_dpzero.training.fillers import blank_like, repeat_last, unmasked
 from hf_dpzero.training.pass_sizes import NARROWEST, PassSizes
+from hf_dpzero.training.random_state import drawing_from
 
 Row = Mapping[str, Tensor]
 
@@ -233,23 +235,71 @@ class FixedShapes:
           ValueError: the collator gives a row no tensors of its own, or not one row, or tensors of
             another kind.
         """
-        if self.collate_stacked is not None and indices:
-            return list(self._stacked(self.collate_stacked(list(indices)), len(indices)))
-        rows = self.collate_each(list(indices)) if indices else []
-        if self.slots == 1:  # nothing is beside a row: it stays as it is
-            return [Filled(self._of_kind(row), 1, [place]) for place, row in enumerate(rows)]
-        return self.packed([self.in_bucket(row) for row in rows])
+        return self.dealt(indices)[0]
 
-    def _stacked(self, batch: Row, count: int) -> Iterator[Filled]:
-        for start in range(0, count, self.slots):
-            stop = min(start + self.slots, count)
+    def dealt(
+        self, indices: Sequence[int], share: int = 0, shares: int = 1, entropy: int | None = None
+    ) -> tuple[list[Filled], list[list[int]]]:
+        """The microbatches of one of several shares; those of all shares are what one would have.
+
+        So the shapes, and the bits of an example's loss, do not follow from the number of processes, and
+        dealing leaves no more places unfilled. Where widths vary every share must collate all rows.
+
+        Args:
+          indices: of the whole batch.
+          share: which, from 0.
+          shares: how many.
+          entropy: what global generators run on where all rows are collated, or None for fresh one: what
+            a collator draws may decide widths, on which the shares must agree.
+
+        Returns:
+          (the microbatches, whose `places` are in `indices`; the places of every share).
+
+        Raises:
+          ValueError: as `microbatches`.
+        """
+        stacked, count = self.collate_stacked is not None, len(indices)
+        if stacked or self.slots == 1:  # each place's microbatch follows from its number
+            starts = range(0, count, self.slots)
+            portions: list[Sequence[int]] = [
+                range(start, min(start + self.slots, count)) for start in starts
+            ]
+            plans = [list(portions[each::shares]) for each in range(shares)]
+        else:
+            with drawing_from(entropy):
+                collated = self.collate_each(list(indices)) if count else []
+            rows = [self.in_bucket(row) for row in collated]
+            portions = self.portioned(rows)
+            firsts = [rows[portion[0]] for portion in portions]
+            costs = [self.slots_of(r) * sum(t.numel() for t in r.values()) for r in firsts]
+            plans = [[portions[i] for i in places] for places in deal(costs, shares)]
+        told = [[place for portion in plan for place in portion] for plan in plans]
+        if not plans[share]:
+            return [], told
+        if stacked:
+            return list(self._stacked(indices, plans[share])), told
+        if self.slots == 1:  # nothing is beside a row: it stays as it is
+            alone = self.collate_each([indices[place] for place in told[share]])
+            pairs = zip(alone, told[share], strict=True)
+            return [Filled(self._of_kind(row), 1, [place]) for row, place in pairs], told
+        return [self.filled([rows[i] for i in chosen], chosen) for chosen in plans[share]], told
+
+    def _stacked(
+        self, indices: Sequence[int], portions: Sequence[Sequence[int]]
+    ) -> Iterator[Filled]:
+        assert self.collate_stacked is not None
+        batch = self.collate_stacked([indices[i] for portion in portions for i in portion])
+        start = 0
+        for portion in portions:
+            stop = start + len(portion)
             chosen = torch.arange(start, start + self.slots).clamp_(max=stop - 1)
             rows = {name: value[chosen] for name, value in batch.items()}
-            if self.blanks and stop < start + self.slots:
+            if self.blanks and len(portion) < self.slots:
                 blank = blank_like({name: value[:1] for name, value in batch.items()})
                 for name, value in rows.items():
-                    value[stop - start :] = blank[name]
-            yield Filled(rows, stop - start, range(start, stop))
+                    value[len(portion) :] = blank[name]
+            yield Filled(rows, len(portion), portion)
+            start = stop
 
     def in_bucket(self, batch: Row, width: int = 0) -> dict[str, Tensor]:
         """A collated row in the fixed width that its own length gives.
@@ -287,14 +337,14 @@ class FixedShapes:
 
     def packed(self, rows: Sequence[Row]) -> list[Filled]:
         """Batches of one -> microbatches; rows of one shape keep their order."""
+        return [self.filled([rows[i] for i in chosen], chosen) for chosen in self.portioned(rows)]
+
+    def portioned(self, rows: Sequence[Row]) -> list[Sequence[int]]:
+        """Places of the rows of each microbatch."""
         groups: dict[Any, list[int]] = {}
         for place, row in enumerate(rows):
             groups.setdefault(self.group_of(row), []).append(place)
-        return [
-            self.filled([rows[place] for place in chosen], chosen)
-            for group in groups.values()
-            for chosen in self.portions(group, rows)
-        ]
+        return [chosen for group in groups.values() for chosen in self.portions(group, rows)]
 
     def group_of(self, row: Row) -> tuple[Any, ...]:
         """Rows with the same may share a microbatch: their shape, and whether they are unmasked."""

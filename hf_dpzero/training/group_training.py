@@ -15,7 +15,7 @@ from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, Within, batch_si
 from hf_dpzero.privacy.group_losses import metric_keys
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.training.distributed import shared_from_main, sum_over_processes
+from hf_dpzero.training.distributed import numbers_of_main, sum_over_processes
 
 LOGGED = 32
 """The weights of so many groups are logged one by one."""
@@ -53,11 +53,14 @@ class GroupWeighting:
         new = self._trajectory.releases[self._seen :]
         self._seen += len(new)
         values = [release.values[self._own :] for release in new]
-        self.y = shared_from_main(lambda: self._player.begin(values, self._noise))
+        y = numbers_of_main(
+            lambda: self._player.begin(values, self._noise).tolist(), self.groups.num_groups
+        )
+        self.y = np.array(y)
         return self.groups.example_weights(self.y)
 
     def end(
-        self, losses: Tensor, of: Sequence[int], mechanism: Any, step: int
+        self, losses: Tensor, of: Sequence[int], mechanism: Any, step: int, counts: bool = True
     ) -> tuple[float, ...]:
         """What the step writes to the ledger of its losses.
 
@@ -66,11 +69,14 @@ class GroupWeighting:
           of: their groups.
           mechanism: of this step; its noise multiplier is the weights' part's.
           step: its number.
+          counts: whether no other process adds the same examples.
         """
         total = self.groups.total(losses.detach().cpu().double().numpy(), of)
-        total = sum_over_processes(total)
+        total = sum_over_processes(total if counts else [0] * len(total))
         multiplier = mechanism.effective_noise_multiplier
-        return shared_from_main(lambda: self._player.end(total, multiplier, step, self._noise))
+        return numbers_of_main(
+            lambda: self._player.end(total, multiplier, step, self._noise), self.groups.num_values
+        )
 
 
 class WeighedLosses:

@@ -35,6 +35,7 @@ from hf_dpzero.training.public_rows import (
     public_microbatches,
 )
 from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.rank_agreement import check_weights
 from hf_dpzero.training.run_files import discard_unused
 from hf_dpzero.training.schedule_settings import smoothing_of_steps
 from hf_dpzero.training.shape_trials import ShapeTrials, keep_strategy
@@ -139,7 +140,9 @@ class ZerothOrderMethod(TrainingMethod):
             smoothing_at=smoothing_of_steps(args, trainer.plan.steps),
             defer=args.defer_updates and all_known(readers) and not is_compiled(trainer.model),
             weighting=weighting_of(trainer),
+            split=trainer.split,
         )
+        trainer.split.connect()
         self.reads = WeightReads(trainer.model, self.space)
         trainer.while_training(self.reads)
         _warn_of_rounding(trainer, differences)
@@ -147,13 +150,16 @@ class ZerothOrderMethod(TrainingMethod):
 
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """As in the base class; settles at once if a callback of others was added since the start."""
+        check_weights(self.trainer, batch["step"])
         with self.reads.own_step():
             parts = list(map(Filled, batch["microbatches"], batch["examples"]))
             groups = batch["groups"] if self.trainer.args.clipping == "averaged" else None
             row_groups = batch["row_groups"]
             if self.trials is not None:
                 self.trials.check(batch["step"], parts)
-            differences = self.step(batch["step"], parts, learning_rate, groups, row_groups)
+            differences = self.step(
+                batch["step"], parts, learning_rate, groups, row_groups, batch["agreed"]
+            )
             if self.step.defer and not all_known(self.trainer.callback_handler.callbacks):
                 self.space.settle_()
         return differences
@@ -188,6 +194,7 @@ class FirstOrderMethod(TrainingMethod):
             signal=trainer.watch.signal,
             weighting=weighting,
             weighed=weighed,
+            split=trainer.split,
         )
 
     def _gradients(self, objective: PerExampleLoss) -> Any:
@@ -212,13 +219,15 @@ class FirstOrderMethod(TrainingMethod):
 
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """Leaves the noised gradient in the parameters, for the optimizer."""
+        check_weights(self.trainer, batch["step"])
         parts: Sequence[Any] = batch["microbatches"]
         if self.trainer.args.clipping == "averaged":
             last = itertools.accumulate(batch["examples"])
             paired = zip((batch["groups"][end - 1] for end in last), parts, strict=True)
             by_group = itertools.groupby(paired, key=operator.itemgetter(0))
             parts = [[part for _, part in group] for _, group in by_group]
-        return self.step(batch["step"], parts, learning_rate, batch["row_groups"])
+        row_groups = batch["row_groups"]
+        return self.step(batch["step"], parts, learning_rate, row_groups, batch["agreed"])
 
     def settle_(self) -> None:
         """Does nothing: the parameters always hold theta."""
@@ -256,7 +265,7 @@ class _LearningRate(torch.optim.Optimizer):
 
 def passes_of(trainer: Any) -> float:
     """Microbatches that a step is expected to have on this process, by public numbers."""
-    rows = trainer.plan.sampler.expected_batch_size / trainer.args.world_size
+    rows = trainer.plan.sampler.expected_batch_size / trainer.split.rows
     shapes = trainer.shapes
     if shapes is not None and shapes.sizes is not None and shapes.slots > 1:
         return float(shapes.sizes.passes(rows))

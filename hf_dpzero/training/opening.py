@@ -17,6 +17,8 @@ from hf_dpzero.training.base_weights import check_start, digest_frozen, state_di
 from hf_dpzero.training.fixed_shapes import forward_passes
 from hf_dpzero.training.group_training import check_resumed
 from hf_dpzero.training.initial_values import write_initial_values
+from hf_dpzero.training.rank_agreement import check_agreement, compare
+from hf_dpzero.training.rank_failures import RankError
 
 
 class Opened(NamedTuple):
@@ -81,15 +83,17 @@ def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
         this model.
     """
     header = run_files.ledger_header(trainer)
+    check_agreement(trainer, header)
     if not resumes:
         return _start(trainer, header)
     ledger = run_files.continue_ledger(trainer.output_dir, header)
     try:
+        compare({"releases": ledger.digest()})
         check_resumed(trainer.plan, ledger)
         if checkpoint is not None:
             return Opened(ledger, run_files.load_state(checkpoint, ledger), "")
         _check_replayed(trainer, ledger)
-    except ValueError:
+    except (ValueError, RankError):
         ledger.close()
         raise
     return Opened(ledger, None, state_digest(trainer.model))

@@ -10,6 +10,7 @@ are as they were.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import random
 import secrets
 from collections.abc import Iterator
@@ -17,15 +18,33 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+_entropy: contextvars.ContextVar[int | None] = contextvars.ContextVar("entropy", default=None)
+
+
+@contextlib.contextmanager
+def drawing_from(entropy: int | None) -> Iterator[None]:
+    """Inside, `isolated_randomness` runs the generators on this entropy; None leaves it fresh.
+
+    Args:
+      entropy: secret, and of one use: what is drawn inside repeats with it.
+    """
+    token = _entropy.set(entropy)
+    try:
+        yield
+    finally:
+        _entropy.reset(token)
+
 
 @contextlib.contextmanager
 def isolated_randomness(seed: int | None = None) -> Iterator[None]:
     """Another state for torch's, numpy's and Python's global generators; restored on exit.
 
     Args:
-      seed: of the state, for trials that are repeated alike; None takes fresh secret entropy.
+      seed: of the state, for trials that are repeated alike; None takes fresh secret entropy
+        (or that of `drawing_from`).
     """
-    entropy = secrets.randbits(128) if seed is None else seed
+    given = _entropy.get() if seed is None else seed
+    entropy = secrets.randbits(128) if given is None else given
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     legacy, python = np.random.mtrand._rand, random.getstate()
     state = legacy.get_state()

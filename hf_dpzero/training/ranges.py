@@ -57,6 +57,7 @@ RANGES: Mapping[str, Range] = {
     "num_directions": Range(
         lambda x: _COUNT.holds(x) and x <= MOST_DIRECTIONS, "an integer of 1 to 65536"
     ),
+    "direction_parallel_size": _COUNT,
     "microbatch_size": _COUNT,
     "max_length": _COUNT,
     "max_batch_size": _COUNT,

@@ -20,6 +20,7 @@ from transformers.trainer_utils import TrainOutput
 from hf_dpzero.privacy.group_losses import group_words
 from hf_dpzero.privacy.schedule_gain import LABELS, schedule_words
 from hf_dpzero.reporting.wording import delta_words, number, part_words, round_up
+from hf_dpzero.training.split import process_words
 
 _TIMED_STEPS = 3
 
@@ -206,6 +207,10 @@ def banner(trainer: Any) -> str:
         lines.insert(1, ("directions", along))
     if plan.groups is not None:
         lines.append(("groups", group_words(plan)))
+    if args.world_size > 1:
+        lines.append(("processes", process_words(trainer, count)))
+    if args.world_size > 1:
+        lines.append(("processes", process_words(trainer, count)))
     title = "Private training" if plan.private else "Training WITHOUT privacy"
     return "\n".join([title, *(f"  {label:<12}{text}" for label, text in lines)])
 

@@ -56,7 +56,9 @@ from hf_dpzero.training.methods import (
 from hf_dpzero.training.overrides import check_overrides
 from hf_dpzero.training.preparation import by_name, prepare
 from hf_dpzero.training.publishing import PublishingTrainer
+from hf_dpzero.training.rank_agreement import watched_training
 from hf_dpzero.training.signal_callback import SignalCallback
+from hf_dpzero.training.split import ALONE
 from hf_dpzero.training.text_rows import TextRows
 
 logger = logging.get_logger(__name__)
@@ -111,6 +113,7 @@ class DPZeroMixin(PublishingTrainer):
     _row_groups: np.ndarray | None = None  # private
     longest_row: int | None = None  # tokens that rows were cut to by whoever made them
     compiling: contextlib.ExitStack | None = None  # open inside train()
+    split = ALONE
 
     def __init__(
         self,
@@ -212,6 +215,7 @@ class DPZeroMixin(PublishingTrainer):
         )
 
     @precision.with_own_compiling
+    @watched_training
     def train(  # type: ignore[override]
         self, resume_from_checkpoint: str | bool | None = None, **settings: Any
     ) -> TrainOutput:
@@ -287,8 +291,8 @@ class DPZeroMixin(PublishingTrainer):
             plan=self.plan,
             key=self._keys.sampler,
             microbatch_size=self.args.physical_batch_size,
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
+            share=self.split.row,
+            shares=self.split.rows,
             paid=self.trajectory.next_step,
             shapes=self.shapes,
             row_groups=self._row_groups,

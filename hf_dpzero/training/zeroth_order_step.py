@@ -34,9 +34,10 @@ from hf_dpzero.privacy.mechanisms import Mechanism, VectorMechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.noise import NoiseSource
-from hf_dpzero.training.distributed import shared_from_main, sum_over_processes
+from hf_dpzero.training.distributed import broadcast_, is_main, numbers_of_main
 from hf_dpzero.training.group_training import GroupWeighting
 from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.split import ALONE, Split
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class ZerothOrderStep:
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
         which is called before anything else reads them (`estimators.deferred_updates`).
       weighting: of group-robust training, else None.
+      split: which rows and directions this process evaluates.
     """
 
     mechanism: Mechanism
@@ -73,6 +75,7 @@ class ZerothOrderStep:
     mechanism_at: Callable[[int], Any] | None = None
     smoothing_at: Callable[[int], float] | None = None
     weighting: GroupWeighting | None = None
+    split: Split = ALONE
 
     def __call__(
         self,
@@ -81,6 +84,7 @@ class ZerothOrderStep:
         learning_rate: float,
         groups: Sequence[int] | None = None,
         row_groups: Sequence[int] = (),
+        agreed: int = 0,
     ) -> Tensor | None:
         """Takes a step.
 
@@ -93,6 +97,7 @@ class ZerothOrderStep:
           learning_rate: alpha.
           groups: averaged clipping: the group of each example, in order.
           row_groups: group-robust training: the group of each example, in order.
+          agreed: `dealing.fingerprint` of the batch, compared between processes before any release.
 
         Returns:
           The un-noised, weighted differences, float64 [B, K] (private: for opt-in diagnostics only);
@@ -105,20 +110,20 @@ class ZerothOrderStep:
         if self.smoothing_at is not None:
             self.differences.smoothing = self.smoothing_at(step)
         with isolated_randomness():
-            x, losses = self.differences.with_losses(microbatches, directions)
+            x, losses = self.differences.with_losses(microbatches, directions, self.split)
         if self.weighting is not None:
             weights = self.weighting.begin()[np.asarray(row_groups, dtype=np.int64)]
             x = x * torch.from_numpy(weights).unsqueeze(1)
         mechanism = self._schedule.after(self.trajectory.releases)
         if isinstance(mechanism, VectorMechanism):
-            self._release_vector(mechanism, step, directions, x, learning_rate)
+            self._release_vector(mechanism, step, directions, x, learning_rate, agreed)
             return x
-        total: list[Any] = sum_over_processes(
-            mechanism.clip_sum(x, *([] if groups is None else [groups]))
-        )
-        values = shared_from_main(lambda: mechanism.release(total, step, self.noise))
+        own = mechanism.clip_sum(x, *([] if groups is None else [groups]))
+        total: list[Any] = self.split.sum_agreed(own, agreed)
+        count = mechanism.values_per_release
+        values = numbers_of_main(lambda: mechanism.release(total, step, self.noise), count)
         if self.weighting is not None:
-            values += self.weighting.end(losses, row_groups, mechanism, step)
+            values += self.weighting.end(losses, row_groups, mechanism, step, self.split.counts)
         learning_rate *= self._rate_for(mechanism, step)
         release = Release(step, tuple(values), learning_rate)
         self.trajectory.append(release)
@@ -147,16 +152,22 @@ class ZerothOrderStep:
         directions: Sequence[Direction],
         x: Tensor,
         learning_rate: float,
+        agreed: int,
     ) -> None:
         """DPGD-0th: releases (sum_k total_k u_k + d-dimensional noise) / B as the update itself."""
         self.space.settle_()
         check_dimension(mechanism, self.space.dimension)
-        totals = mechanism.clip_sum(x, self.space.gram(directions))
+        own = mechanism.clip_sum(x, self.space.gram(directions))
+        totals = self.split.sum_agreed(own, agreed)
         self.trajectory.append(Release(step, (), learning_rate))
 
         def update(part: int, total: Tensor) -> Tensor:
-            mean = mechanism.release_part(total.cpu().numpy(), self.noise, step, part)
-            return torch.from_numpy(-learning_rate * mean).float().to(total.device)
+            moves = torch.empty(len(total))
+            if is_main():
+                mean = mechanism.release_part(total.cpu().numpy(), self.noise, step, part)
+                moves = torch.from_numpy(-learning_rate * mean).float()
+            broadcast_(moves)
+            return moves.to(total.device)
 
         self.space.dense_step_(directions, totals, update)
 

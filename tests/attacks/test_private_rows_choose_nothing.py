@@ -148,10 +148,16 @@ def test_autocast_inside_a_model_counts_as_low_precision(tmp_path, rows):
 
 
 def test_processes_with_other_rows_are_refused(monkeypatch):
-    """Rank r takes every W-th of the drawn numbers: a row under two numbers would count W times."""
+    """Each of W processes takes its share of the drawn numbers: a row under two may count twice."""
     told: list[Any] = []
+    others: dict[str, Any] = {}
+
+    def gathered(value: Any) -> list[Any]:
+        told.append(value)
+        return [value, others.get(type(value).__name__, value)]
+
     monkeypatch.setattr(distributed, "active", lambda: True)
-    monkeypatch.setattr(distributed, "_all_equal", lambda value: told.append(value) or True)
+    monkeypatch.setattr(distributed, "gather_objects", gathered)
     same = tiny_data()
     distributed.check_same_rows(same)
     assert told == [(120, same._fingerprint)]
@@ -159,9 +165,14 @@ def test_processes_with_other_rows_are_refused(monkeypatch):
     listed = [dict(row) for row in same]
     distributed.check_same_rows(listed)
     distributed.check_same_rows([*reversed(listed)])
-    assert told[0] != told[1]
-    monkeypatch.setattr(distributed, "_all_equal", lambda value: False)
-    with pytest.raises(ValueError, match="same rows in the same order"):
+    assert told[1] != told[3]
+    others["str"] = "another digest"
+    with pytest.raises(
+        ValueError, match=r"rank 1 differs from rank 0 .* the same rows in the same"
+    ):
+        distributed.check_same_rows(listed)
+    others["tuple"] = (119, None)
+    with pytest.raises(ValueError, match=r"\[120, 119\] rows on ranks 0, 1"):
         distributed.check_same_rows(listed)
 
 

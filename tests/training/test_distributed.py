@@ -1,119 +1,160 @@
-"""Two processes release what one releases: same batches, exact integer sums, one draw of noise."""
+"""Several processes release what one releases, agree before and while they train, and fail together."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
-import traceback
+import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
+import several_processes as several
 import torch
-from tiny_runs import build, tiny_data, tiny_model
+from tiny_runs import tiny_model
 
-_NAMES = ["few" if row % 5 == 0 else "many" for row in range(120)]
-_GROUPS = {
-    "data": tiny_data().add_column("where", _NAMES),
-    "group_column": "where",
-    "group_shares": {"few": 0.2, "many": 0.8},
-    "microbatch_size": 1,
-}
-_FIXED = {**_GROUPS, "sampling": "fixed_batches"}
-RUNS = {
-    "dpzero": {"microbatch_size": 1, "num_directions": 2},
-    "secret": {"microbatch_size": 1, "insecure_noise_seed": None},
-    "groups": _GROUPS,
-    "groups-prefix": {**_FIXED, "group_weights": "prefix_sum"},
-    "groups-vertex": {**_FIXED, "group_weights": "vertex", "group_draws": 2},
-    "dp-sgd": {"microbatch_size": 4, "method": "dp-sgd", "clip": 0.5, "learning_rate": 0.1},
-}
+from hf_dpzero import Trajectory
+
+pytestmark = pytest.mark.slow
 
 
-def train(folder: Path, processes: int) -> None:
-    """Leaves the flat weights of every run, one file a process."""
-    shared = {"max_steps": 3, "eval_strategy": "no"}
-    shared["ddp_backend"] = "gloo" if processes > 1 else None
-    for name, settings in RUNS.items():
-        trainer = build(folder / name, **shared, **settings)
-        trainer.train()
-        assert trainer.args.world_size == processes
-        flat = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])
-        torch.save(flat, folder / f"{name}.rank{trainer.args.process_index}")
+class Launch:
+    """One launch of `several_processes` and what it left.
+
+    Attributes:
+      folder: of its runs.
+      world: processes.
+      told: what `checks` found on each rank that lived.
+    """
+
+    def __init__(self, folder: Path, world: int, one: Path) -> None:
+        self.folder, self.world = folder, world
+        shutil.copytree(one / "stopped", folder / "from1")
+        log = folder / "log"
+        script = several.__file__
+        with several.started(script, str(world), str(folder), log=log) as process:
+            status = process.wait(timeout=400)
+        assert world > 2 or status == 0, log.read_text(errors="replace")[-3000:]
+        files = [folder / f"checks.rank{rank}" for rank in range(world)]
+        self.told = [json.loads(f.read_text()) for f in files if f.is_file()]
+        assert len(self.told) == world - (world > 2), log.read_text(errors="replace")[-3000:]
+
+    def weights(self, name: str) -> list[torch.Tensor]:
+        return [torch.load(self.folder / f"{name}.rank{rank}") for rank in range(self.world)]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[int, Path]:
-    """Number of processes -> the folder of what they trained. The two run while this one trains."""
-    folders = {processes: tmp_path_factory.mktemp(f"of{processes}") for processes in (1, 2)}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    started = subprocess.Popen(
-        [sys.executable, __file__, str(folders[2])],
-        env={
-            **os.environ, **place, "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=(folders[2] / "errors").open("w"),
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in the two
-        train(folders[1], processes=1)
-        torch.set_num_threads(threads)
-        status = started.wait(timeout=300)
-        assert status == 0, (folders[2] / "errors").read_text()[-3000:]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
-    return folders
+def one(tmp_path_factory) -> Path:
+    """What one process trains."""
+    folder = tmp_path_factory.mktemp("of1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the several
+    several.train(folder)
+    several.interrupted(folder / "stopped")
+    torch.set_num_threads(threads)
+    return folder
 
 
-def trained(runs: dict[int, Path], name: str) -> list[torch.Tensor]:
-    """The weights of the run of one process, and of each of two."""
-    return [torch.load(runs[n] / f"{name}.rank{r}") for n, r in ((1, 0), (2, 0), (2, 1))]
+@pytest.fixture(scope="module", params=[2, 4])
+def launch(request, one, tmp_path_factory) -> Launch:
+    return Launch(tmp_path_factory.mktemp(f"of{request.param}"), request.param, one)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dpzero", "groups", "groups-prefix", "groups-vertex"])
-def test_one_process_equals_two_bit_for_bit(runs, name):
-    one, *both = trained(runs, name)
-    assert torch.equal(one, both[0]) and torch.equal(*both)
-    ledgers = [(runs[n] / name / "trajectory.ledger").read_bytes() for n in (1, 2)]
-    assert ledgers[0].split(b"\n", 1)[1] == ledgers[1].split(b"\n", 1)[1]
+def test_one_process_equals_several_bit_for_bit(one, launch):
+    for name in several.SAME:
+        alone = torch.load(one / f"{name}.rank0")
+        assert all(torch.equal(alone, flat) for flat in launch.weights(name)), name
+        ledgers = [(f / name / "trajectory.ledger").read_bytes() for f in (one, launch.folder)]
+        assert ledgers[0].split(b"\n", 1)[1] == ledgers[1].split(b"\n", 1)[1], name
+        assert not torch.equal(alone, torch.cat([p.view(-1) for p in several.half().parameters()]))
 
 
-@pytest.mark.slow
-def test_processes_agree_under_secret_noise(runs):
-    one, *both = trained(runs, "secret")
-    assert torch.equal(*both) and not torch.equal(one, both[0])
+def test_processes_agree_under_secret_noise(one, launch):
+    alone, (first, *others) = torch.load(one / "secret.rank0"), launch.weights("secret")
+    assert all(torch.equal(first, other) for other in others) and not torch.equal(alone, first)
 
 
-@pytest.mark.slow
-def test_gradients_and_noise_of_two_processes_add_up_to_those_of_one(runs):
-    """The clipped sums and one draw of noise: equal up to the order of float32 additions."""
-    one, *both = trained(runs, "dp-sgd")
-    assert torch.equal(*both)
-    torch.testing.assert_close(one, both[0], atol=1e-6, rtol=1e-5)
+def test_gradients_of_several_processes_add_up_to_those_of_one(one, launch):
+    """The clipped sums and one draw of noise: equal up to the order of float64 additions."""
     base = torch.cat([p.detach().view(-1) for p in tiny_model().parameters()])
-    assert float((one - base).abs().max()) > 1e-3
+    for name in several.CLOSE:
+        alone, (first, *others) = torch.load(one / f"{name}.rank0"), launch.weights(name)
+        assert all(torch.equal(first, other) for other in others), name
+        torch.testing.assert_close(alone, first, atol=1e-6, rtol=1e-5)
+        assert float((alone - base).abs().max()) > 1e-3
 
 
-if __name__ == "__main__":
-    second = os.fork()  # before any thread or model: both have imported all that takes seconds
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if second else "1"
-    try:
-        train(Path(sys.argv[1]), processes=2)
-        torch.distributed.barrier()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    failed = second and os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
-    os._exit(1 if failed else 0)  # some builds' gloo threads abort an ordinary interpreter exit
+def test_first_order_noise_is_drawn_once(launch):
+    """The variance of 5,874 noised coordinates is known to 2 %; two draws would double it."""
+    told = [one["noise"] for one in launch.told]
+    assert len(set(told)) == 1
+    deviation = 1e-3 * 1e4 * 0.5 / 12  # learning rate x sigma C / B
+    assert math.isclose(told[0], deviation**2, rel_tol=0.1)
+
+
+def test_a_step_sends_what_is_stated(launch):
+    """64 + 16 K bytes at most for K numbers; counted where all collectives go through."""
+    for told in launch.told:
+        for name, directions in (("texts", 3), ("adaptive", 1)):
+            sent, (fixed, row) = told[f"bytes {name}"]
+            assert sent == fixed <= 64 + 16 * directions and row == 0
+        assert told["bytes texts"][0] == 16 * 3 + 16
+        for name in ("dpgd", "dp-sgd"):
+            sent, (fixed, row) = told[f"bytes {name}"]
+            assert sent == fixed and row == 0
+        sent, (fixed, row) = told["bytes groups-directions"]  # 4 directions of 2 processes
+        assert row == 8 * 2 and (sent - fixed) % row == 0 and sent >= fixed
+
+
+def test_a_run_goes_on_with_another_number_of_processes(one, launch, tmp_path):
+    whole = several.trainer_of(tmp_path, "interrupted")
+    whole.train()
+    expected = several.flat(whole).double().sum().item()
+    assert [told["resumed 1"] for told in launch.told] == [expected] * len(launch.told)
+    back = several.trainer_of(launch.folder / "stopped", "interrupted")
+    assert (launch.folder / "stopped" / "interrupted" / "checkpoint-2").is_dir()
+    back.train(resume_from_checkpoint=True)
+    assert torch.equal(several.flat(back), several.flat(whole))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("weights", "in the weights of the model at the start"),
+        ("rows", "rows on ranks 0, 1"),
+        ("setting", "in the setting weight_decay"),
+        ("trainable", "in the names of the trainable parameters"),
+    ],
+)
+def test_processes_that_differ_stop_before_anything_is_written(launch, what, words):
+    for told in launch.told:
+        error, left = told[what]
+        assert words in error and left == []
+        assert what == "rows" or f"rank {launch.world - 1} differs from rank 0" in error
+
+
+def test_a_batch_that_ranks_see_differently_is_never_released(launch):
+    for told in launch.told:
+        error, left = told["widths"]
+        assert error.startswith("RankError") and "in this step's batch" in error
+        assert left == ["trajectory.ledger"]
+    assert Trajectory.load(launch.folder / "refused" / "trajectory.ledger").releases == []
+
+
+def test_weights_that_drift_are_noticed_at_the_end(launch):
+    for told in launch.told:
+        assert (
+            f"rank {launch.world - 1} differs from rank 0 in the trained weights"
+            in told["meddled"][0]
+        )
+
+
+def test_a_rank_that_fails_stops_the_others_who_name_it(launch):
+    """Of two processes the last one raises, of four it is killed."""
+    last = launch.world - 1
+    killed = f"rank {last} gave no sign of life"
+    words = killed if launch.world > 2 else f"rank {last} stopped with MemoryError"
+    others = launch.told[:last]
+    assert len(others) == last
+    for told in others:
+        assert told["failing"][0].startswith("RankError") and words in told["failing"][0]
+        assert told["seconds"] < 60

@@ -1,0 +1,188 @@
+"""What every process must have alike, compared before a run writes anything and while it trains.
+
+Processes that differ would not evaluate the model, the rows or the plan that epsilon is stated for, and
+their weights would drift apart in silence: only sums are exchanged. At the start digests of code,
+settings, data length, weights and machine are gathered; at the first step, every `EVERY` steps and at
+the end a checksum of the trained weights' bits, 8 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.training.distributed import active, differing, gather_numbers, gather_objects
+from hf_dpzero.training.rank_failures import RankError, watching
+
+T = TypeVar("T")
+
+EVERY = 100
+"""Steps between two comparisons of the weights. A comparison reads them once, a step at least six times
+(perturbed twice, evaluated twice, restored, updated), so it costs less than a part in 500 of a run."""
+
+_STATED = {
+    "source": "hf_dpzero's source files (another version, or edited?): install the same package",
+    "versions": "installed versions of packages: install the same",
+    "trainable": "names of the trainable parameters: build the same model, with the same `trainable`",
+    "plan": "privacy plan: give the same settings",
+    "rows": "number of rows of train_dataset: load the same data",
+    "shapes": "shapes of forward passes, which rows of evaluation or the hardware decided: run on "
+    "machines of one kind, or set microbatch_size=1",
+    "device": "kind of processor or number of threads, and with it the last bits of an example's loss: "
+    "run on machines of one kind, with the same OMP_NUM_THREADS",
+    "weights": "weights of the model at the start: load the same checkpoint, and seed fresh heads and "
+    "adapters alike",
+    "releases": "releases that the ledger in output_dir holds: resume from one folder that all can read",
+}
+
+
+@functools.cache
+def source_digest() -> str:
+    """SHA-256 (hex) of the package's Python files and their names, 2 MB: what a version alone hides."""
+    package, digest = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def check_agreement(trainer: Any, header: Mapping[str, Any]) -> None:
+    """Refuses ranks that do not run the same thing. Called before a ledger is opened or anything moved.
+
+    Args:
+      trainer: a `DPZeroTrainer` after the checks before training.
+      header: its `ledger_header`.
+
+    Raises:
+      RankError: on all ranks; names the ranks, what differs, and what to do.
+    """
+    if not active():
+        return
+    shapes, split = trainer.shapes, trainer.split
+    fixed = (
+        None
+        if shapes is None
+        else (shapes.slots, shapes.blanks, shapes.unmasked_apart, shapes.most, shapes.cut)
+    )
+    own = {f"setting {key}": _digest(value) for key, value in header.items() if key not in _STATED}
+    own |= {key: _digest(header[key]) for key in ("versions", "trainable", "plan")}
+    own |= {
+        "source": source_digest(),
+        "rows": str(len(trainer.train_dataset)),
+        "shapes": repr((fixed, split.rows, split.directions, trainer.args.physical_batch_size)),
+        "device": _machine(trainer.args.device),
+        "weights": digest_model(trainer.model),
+    }
+    compare(own)
+
+
+def compare(own: Mapping[str, str]) -> None:
+    """Compares what ranks say of themselves.
+
+    Args:
+      own: of this rank: key of `_STATED`, or "setting NAME" -> a short text or a digest.
+
+    Raises:
+      RankError: on all ranks.
+    """
+    told = gather_objects(dict(own))
+    keys = dict.fromkeys(key for one in told for key in one)
+    found = [
+        f"{differing(values)} in the {_STATED.get(key) or f'{key}: give the same'}"
+        for key in keys
+        if len(set(values := [one.get(key, "") for one in told])) > 1
+    ]
+    if found:
+        raise RankError(
+            "the processes do not agree, and nothing was written: " + "; ".join(found) + "."
+        )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _machine(device: torch.device) -> str:
+    """What the bits of a forward pass follow from, beside the model: processor and threads."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    threads = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
+    return next((line for line in lines if line.startswith("model name")), "") + threads
+
+
+def watched_training(train: Callable[..., T]) -> Callable[..., T]:
+    """Decorates `train` of a trainer: all ranks stop where one does, and end with the same weights."""
+
+    @functools.wraps(train)
+    def wrapped(self: Any, *positional: Any, **settings: Any) -> T:
+        with watching(float(self.args.ddp_timeout)):
+            output = train(self, *positional, **settings)
+            check_weights(self)
+            return output
+
+    return wrapped
+
+
+@torch.no_grad()
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A checksum of tensors' bits, in order: any changed bit changes it, two seldom cancel.
+
+    Sums of their 64-bit words modulo 2^64 (the last bytes apart), folded together by hashing. One pass
+    over the memory, on the tensors' device, without a copy.
+
+    Returns:
+      A signed 64-bit integer.
+    """
+    sums = [_words(tensor) for tensor in tensors]
+    digest = hashlib.blake2b(digest_size=8)
+    for total in torch.stack([s.cpu() for s in sums]).tolist() if sums else []:
+        digest.update(total.to_bytes(8, "little", signed=True))
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    each = 8 // flat.element_size()
+    if flat.storage_offset() % each:  # words must be aligned; no parameter of a model begins so
+        flat = flat.clone()
+    whole = flat.numel() // each * each
+    rest = flat[whole:].view(torch.uint8).to(torch.int64)
+    last = (rest * torch.arange(1, len(rest) + 1, device=rest.device)).sum()
+    return flat[:whole].view(torch.int64).sum() + last
+
+
+def check_weights(trainer: Any, step: int | None = None) -> None:
+    """Compares the trained weights of all ranks: at the first step of a start, every `EVERY` and last.
+
+    Args:
+      trainer: a `DPZeroTrainer` that trains.
+      step: to be taken; None at the end.
+
+    Raises:
+      RankError: on all ranks; before the step releases anything.
+    """
+    if not active():
+        return
+    first = getattr(trainer, "_compared_weights", None) is not trainer.trajectory
+    if step is not None and step % EVERY and not first:
+        return
+    trainer._compared_weights = trainer.trajectory
+    trainer.method.settle_()
+    told = gather_numbers(checksum(p for p in trainer.model.parameters() if p.requires_grad))
+    if len(set(told)) > 1:
+        when = "at the end" if step is None else f"before step {step}"
+        raise RankError(
+            f"{differing(told)} in the trained weights {when}: something wrote into them besides "
+            "training (a callback on one rank?), or memory failed. What was released is in the ledger; "
+            "resume from a checkpoint from before, or from the base."
+        )

@@ -1,0 +1,301 @@
+"""Which forward passes of a step each process makes: a mesh of shares of the rows and of the directions.
+
+A step evaluates B rows along K directions. R x D processes split them so: process r D + d takes the r-th
+share of the rows along the d-th share of the directions. Clipping is per example over its K values
+together, so the D processes that hold the same rows first gather each other's losses, [2, B_r, K / D]
+float32 each; then one of them clips and sums. With D = 1, plain data parallelism, nothing of the batch's
+size is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_dpzero.estimators.stacked import STACK_BYTES
+from hf_dpzero.privacy.mechanisms import VectorMechanism
+from hf_dpzero.training.distributed import active, control_group, gather_blocks, sum_and_agree
+from hf_dpzero.training.fixed_shapes import FixedShapes
+from hf_dpzero.training.pass_sizes import expected_passes
+
+T = TypeVar("T")
+N = TypeVar("N", int, float)
+
+WORTH = 0.9
+"""Directions are split only where the busiest process then has at most this share of the work: what is
+sent then grows with B K, and every process collates more rows."""
+
+_OTHER_BATCH = (
+    "in this step's batch or number, so a row could count twice; nothing was released. The data set or "
+    "the collator must give every process the same widths: if it draws from a random generator of its "
+    "own, use torch's, numpy's or Python's global one, or microbatch_size=1."
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """This process' place in the mesh.
+
+    Attributes:
+      rank: of this process.
+      rows: R, shares of the rows.
+      directions: D, shares of the directions.
+    """
+
+    rank: int = 0
+    rows: int = 1
+    directions: int = 1
+
+    @property
+    def row(self) -> int:
+        """r, which share of the rows is this process'."""
+        return self.rank // self.directions
+
+    @property
+    def counts(self) -> bool:
+        """Whether this process adds its rows to the sums: one of those that hold the same rows."""
+        return self.rank % self.directions == 0
+
+    def own(self, directions: Sequence[T]) -> Sequence[T]:
+        """This process' directions: the d-th of D runs, whose lengths differ by at most one.
+
+        >>> [list(Split(rank, 1, 2).own("abc")) for rank in (0, 1)]
+        [['a'], ['b', 'c']]
+        """
+        part = self.rank % self.directions
+        return directions[slice(*self._bounds(len(directions))[part : part + 2])]
+
+    def _bounds(self, total: int) -> list[int]:
+        return [total * part // self.directions for part in range(self.directions + 1)]
+
+    @functools.cached_property
+    def _group(self) -> Any:
+        """The gloo group of the processes with the same rows; made on all processes at once."""
+        if self.rows == 1:
+            return control_group()
+        starts = range(0, self.rows * self.directions, self.directions)
+        groups = [dist.new_group(range(i, i + self.directions), backend="gloo") for i in starts]
+        return groups[self.row]
+
+    def connect(self) -> None:
+        """Makes the group that gathers, on all processes, before a step needs it."""
+        if self.directions > 1:
+            self._group  # noqa: B018
+
+    def whole(self, plus: Tensor, minus: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """The losses along all directions, from those along this process'.
+
+        Args:
+          plus: [B, own directions] float32 on the CPU; B > 0, as on the others with the same rows.
+          minus: likewise.
+          total: K.
+
+        Returns:
+          Two tensors [B, K], with the bits that one process would have.
+        """
+        if self.directions == 1:
+            return plus, minus
+        widths = [end - start for start, end in itertools.pairwise(self._bounds(total))]
+        block = plus.new_zeros(2, len(plus), max(widths))
+        block[:, :, : plus.shape[1]] = torch.stack([plus, minus])
+        blocks = gather_blocks(block, self._group)
+        both = torch.cat([b[:, :, :w] for b, w in zip(blocks, widths, strict=True)], dim=2)
+        return both[0], both[1]
+
+    def sum_agreed(self, values: Sequence[N], agreed: int) -> list[N]:
+        """Sums over the rows of all processes, each row once, if all took part in the same step.
+
+        Args:
+          values: of this process' rows.
+          agreed: `dealing.fingerprint` of the step.
+
+        Raises:
+          RankError: another process has another step or batch; on all, before anything is released.
+        """
+        own = values if self.counts else [value * 0 for value in values]
+        return sum_and_agree(own, agreed, _OTHER_BATCH)
+
+
+def busiest(rows: Mapping[int, int], expected: float, cost: float, shares: int) -> float:
+    """What the busiest of R shares evaluates for one direction and sign, in tokens.
+
+    A width w, each as likely as the others, is expected to fill p_w = E[ceil(N_w / n_w)] passes of
+    n_w rows, which take t_w = cost + n_w w. Dealt to R shares the total T = sum_w p_w t_w becomes T / R,
+    and (R - 1) / (2 R) of a mean pass more for the last round; a share has a pass at least.
+
+    Args:
+      rows: width w -> n_w.
+      expected: B.
+      cost: of a pass beside its tokens, in tokens.
+      shares: R.
+    """
+    times = {width: cost + count * width for width, count in rows.items()}
+    each = {w: expected_passes(expected / len(rows), [n])[0] for w, n in rows.items()}
+    total, count = sum(each[w] * times[w] for w in rows), sum(each.values())
+    mean = total / max(count, 1e-9)
+    return max(mean, total / shares + mean * (shares - 1) / (2 * shares))
+
+
+ALONE = Split()
+"""One process."""
+
+
+def direction_shares(
+    world: int, num_directions: int, work_of: Callable[[int], float], may: bool = True
+) -> int:
+    """D of the mesh that leaves the busiest process the fewest forward passes.
+
+    D divides the number of processes and is at most K. The work is ceil(K / D) times what the busiest of
+    R = world / D shares evaluates (`busiest`). Shares of the rows alone (D = 1) stay unless
+    another mesh saves a tenth: then K is large and B small, so that rows do not fill R shares.
+
+    Args:
+      world: processes.
+      num_directions: K.
+      work_of: R -> work of the busiest share for one direction.
+      may: False keeps D = 1.
+
+    Returns:
+      D.
+
+    >>> direction_shares(4, 16, lambda R: busiest({8: 16, 16: 8}, 512, 40, R))
+    1
+    >>> direction_shares(4, 16, lambda R: busiest({8: 4, 16: 2}, 4, 40, R))
+    4
+    """
+    meshes = [d for d in range(1, world + 1) if world % d == 0 and d <= num_directions]
+    work = {d: math.ceil(num_directions / d) * work_of(world // d) for d in meshes}
+    least = min(work.values())
+    if not may or work[1] * WORTH <= least:
+        return 1
+    return min(d for d in meshes if work[d] <= least * (1 + 1e-9))
+
+
+def split_shapes(
+    trainer: Any, sized: Callable[[float], FixedShapes | None], cost: float
+) -> tuple[FixedShapes | None, Split]:
+    """The mesh of a `DPZeroTrainer`'s run, and its fixed shapes.
+
+    The shapes are those of one process, so that losses have the same bits whatever the number of
+    processes, unless that takes the busiest one over a tenth longer than shapes for its share of the
+    rows. So it is where one process needs few passes: rows of one width, that go through one; or a GPU,
+    where a pass costs much beside its rows. There `microbatch_size` can keep the bits.
+
+    Args:
+      trainer: with its arguments and its plan.
+      sized: B -> the shapes for so many rows; None without fixed shapes.
+      cost: of a pass beside its tokens, in tokens.
+
+    Raises:
+      ValueError: `direction_parallel_size` does not fit the processes, K or the method.
+    """
+    expected, most = trainer.plan.sampler.expected_batch_size, trainer.args.physical_batch_size
+
+    def work(shapes: FixedShapes | None, shares: int) -> float:
+        if shapes is None:
+            return busiest({1: most}, expected, 0.0, shares)
+        if shapes.sizes is None or shapes.slots == 1:
+            return busiest({1: shapes.slots}, expected, 0.0, shares)
+        return busiest(shapes.sizes.rows, expected, cost, shares)
+
+    def best(shares: int) -> tuple[float, FixedShapes | None]:
+        whole, own = sized(expected), sized(expected / shares)
+        kept = own if work(own, shares) < WORTH * work(whole, shares) else whole
+        return work(kept, shares), kept
+
+    split = choose_split(trainer, lambda shares: best(shares)[0])
+    return best(split.rows)[1], split
+
+
+def choose_split(trainer: Any, work: Callable[[int], float]) -> Split:
+    """The mesh that `direction_parallel_size` asks for, or the one that leaves the least work.
+
+    Args:
+      trainer: as in `split_shapes`.
+      work: R -> what the busiest share evaluates for one direction and sign.
+
+    Raises:
+      ValueError: as in `split_shapes`.
+    """
+    args = trainer.args
+    world, asked, averaged = (
+        args.world_size,
+        args.direction_parallel_size,
+        args.clipping == "averaged",
+    )
+    if asked in (None, 1) and (args.first_order or not active()):
+        return Split(args.process_index, world)
+    if args.first_order:
+        raise ValueError(
+            f"direction_parallel_size={asked} with {args.method}, which has no directions: leave it out."
+        )
+    if asked is not None and (world % asked or asked > args.num_directions):
+        raise ValueError(
+            f"direction_parallel_size={asked} with {world} processes and {args.num_directions} "
+            "directions: give a divisor of the number of processes, at most num_directions."
+        )
+    if averaged and asked not in (None, 1):
+        raise ValueError(
+            f"direction_parallel_size={asked} with clipping='averaged', whose groups go to processes "
+            "whole: leave it out."
+        )
+    may = not averaged and not _may_stack(trainer)
+    shares = asked or direction_shares(world, args.num_directions, work, may)
+    return Split(args.process_index, world // shares, shares)
+
+
+def _may_stack(trainer: Any) -> bool:
+    """Whether many directions may go through one pass, whose bits follow from how many they are."""
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    small = sum(p.nbytes for p in trained) * 2 * trainer.args.num_directions <= STACK_BYTES
+    chosen = trainer.args.perturbation_strategy
+    return chosen == "stacked" or (chosen == "auto" and small)
+
+
+def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
+    """Bytes that a process puts into collective operations in a step (see `distributed.sent_bytes`).
+
+    V released numbers: an all-reduce of V + 2 integers and a broadcast of V floats, of 8 bytes each. So
+    16 K + 16 for K directions, and 16 more with adaptive clipping. m groups: 2 m more, and what they
+    release. A dense release of d coordinates: 4 d for the noised one, and of first-order methods 8 d for
+    the sums in float64. Comparing the weights (`rank_agreement.EVERY`) is left out: 8 bytes in a hundred
+    steps.
+
+    Args:
+      trainer: a `DPZeroTrainer` whose split is chosen.
+      dimension: d.
+
+    Returns:
+      (those that no batch changes; those for each row of this process' share of the batch).
+    """
+    plan, args, split = trainer.plan, trainer.args, trainer.split
+    mechanism, groups = plan.mechanism, plan.groups
+    vector = isinstance(mechanism, VectorMechanism)
+    numbers = args.num_directions if vector else mechanism.values_per_release
+    fixed = 8 * (numbers + 2) + (0 if vector else 8 * numbers)
+    if groups is not None:
+        fixed += 8 * (2 * groups.num_groups + groups.num_values)
+    fixed += 12 * dimension if args.first_order else 4 * dimension * vector
+    shared = -(-args.num_directions // split.directions) if split.directions > 1 else 0
+    return fixed, 8 * shared
+
+
+def process_words(trainer: Any, dimension: int) -> str:
+    """The mesh and what a step sends, for a run's first lines."""
+    split = trainer.split
+    fixed, row = step_bytes(trainer, dimension)
+    shares = [f"{split.rows} shares of the rows"] * (split.rows > 1)
+    shares += [f"{split.directions} of the directions"] * (split.directions > 1)
+    each = f" and {row} for each row of its share" if row else ""
+    return (
+        f"{split.rows * split.directions}: {' by '.join(shares)}; each sends {fixed:,} bytes{each} in a "
+        f"step (float32 gradients: {4 * dimension:,})"
+    )

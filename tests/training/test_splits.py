@@ -1,0 +1,177 @@
+"""Shares of a step's rows and directions: who evaluates what, and what the ranks compare."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from several_processes import padded, texts
+
+from hf_dpzero.training import distributed, rank_agreement, split
+from hf_dpzero.training.batches import Rows
+from hf_dpzero.training.dealing import deal, fingerprint
+from hf_dpzero.training.distributed import differing
+from hf_dpzero.training.fixed_shapes import FixedShapes
+from hf_dpzero.training.rank_agreement import checksum, source_digest
+from hf_dpzero.training.rank_failures import RankError
+from hf_dpzero.training.split import Split, busiest, choose_split, direction_shares
+
+
+@pytest.fixture
+def shapes() -> FixedShapes:
+    return FixedShapes(Rows(texts(), padded).collate_each, slots=4)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 7])
+def test_shares_are_the_microbatches_of_one_process(shapes, shares):
+    """Each microbatch goes to one share, with the very tensors that one process would have."""
+    indices = list(range(3, 40))
+    whole = {tuple(m.places): m for m in shapes.microbatches(indices)}
+    found = {}
+    for share in range(shares):
+        made, told = shapes.dealt(indices, share, shares)
+        assert [place for m in made for place in m.places] == told[share]
+        found.update({tuple(m.places): m for m in made})
+    assert found.keys() == whole.keys() and len(whole) > 7
+    for places, one in whole.items():
+        assert all(torch.equal(one[name], found[places][name]) for name in one)
+    assert sorted(itertools.chain(*told)) == list(range(37))
+
+
+def test_an_empty_batch_has_empty_shares(shapes):
+    assert shapes.dealt([], 1, 3) == ([], [[], [], []])
+
+
+def test_dealing_leaves_no_share_a_microbatch_more_than_it_must():
+    """Equal costs: shares differ by one microbatch at most. A large one is left alone."""
+    assert sorted(map(len, deal([1.0] * 11, 3))) == [3, 4, 4]
+    assert deal([1.0, 1.0, 9.0, 1.0], 2) == [[2], [0, 1, 3]]
+    assert deal([], 2) == [[], []]
+
+
+@pytest.mark.parametrize(("total", "parts"), [(4, 2), (5, 4), (3, 3), (7, 2)])
+def test_every_direction_is_evaluated_by_one_part(total, parts):
+    own = [list(Split(rank, 2, parts).own(range(total))) for rank in range(2 * parts)]
+    assert list(itertools.chain(*own[:parts])) == list(range(total)) and own[:parts] == own[parts:]
+    assert min(map(len, own)) >= 1
+    assert [Split(rank, 2, parts).counts for rank in range(2 * parts)] == 2 * (
+        [True] + [False] * (parts - 1)
+    )
+
+
+def test_gathered_columns_stand_in_order(monkeypatch):
+    """Five directions of four parts: blocks are padded to the widest, and the padding is dropped."""
+    plus = torch.arange(15.0).reshape(3, 5)
+    splits = [Split(rank, 1, 4) for rank in range(4)]
+    blocks = []
+
+    def keep(block, group):
+        blocks.append(block)
+        return blocks if len(blocks) == 4 else [block] * 4
+
+    monkeypatch.setattr(split, "gather_blocks", keep)
+    monkeypatch.setattr(Split, "_group", None)
+    for one in splits:
+        columns = list(one.own(range(5)))
+        whole = one.whole(plus[:, columns], -plus[:, columns], 5)
+    assert torch.equal(whole[0], plus) and torch.equal(whole[1], -plus)
+    assert {block.shape for block in blocks} == {(2, 3, 2)}
+
+
+def test_directions_are_split_where_rows_do_not_fill_the_processes():
+    """One microbatch cannot be shared by two processes; a hundred can."""
+
+    def one(shares):
+        return busiest({8: 12}, 8.0, 40.0, shares)
+
+    def many(shares):
+        return busiest({8: 8}, 800.0, 40.0, shares)
+
+    assert one(2) > 0.85 * one(1) and many(2) < 0.52 * many(1)
+    assert direction_shares(2, 8, one) == 2 and direction_shares(2, 8, many) == 1
+    assert direction_shares(2, 1, one) == 1 and direction_shares(2, 8, one, may=False) == 1
+    assert direction_shares(4, 2, one) == 2  # a mesh: no more shares than directions
+    assert direction_shares(3, 2, one) == 1  # two do not divide three
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"direction_parallel_size": 2, "world_size": 3}, "divisor of the number of processes"),
+        ({"direction_parallel_size": 4, "world_size": 4}, "at most num_directions"),
+        ({"direction_parallel_size": 2, "first_order": True}, "no directions"),
+        ({"direction_parallel_size": 2, "clipping": "averaged"}, "groups go to processes"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(settings, words):
+    usual = {"world_size": 2, "num_directions": 2, "first_order": False, "clipping": "fixed"}
+    args = SimpleNamespace(**{**usual, "method": "dpzero", "process_index": 0, **settings})
+    with pytest.raises(ValueError, match=words):
+        choose_split(SimpleNamespace(args=args), lambda shares: 1.0 / shares)
+
+
+def test_a_fingerprint_tells_steps_and_shares_apart():
+    base = fingerprint(3, [[1, 2], [5]])
+    others = [
+        fingerprint(4, [[1, 2], [5]]),
+        fingerprint(3, [[1], [2, 5]]),
+        fingerprint(3, [[1, 2]]),
+    ]
+    assert base not in others and base == fingerprint(3, [(1, 2), (5,)])
+
+
+@pytest.mark.parametrize("values", [[5, 7], [0.5], []])
+def test_sums_come_with_proof_that_all_agree(values, monkeypatch):
+    """Two ranks with the numbers a and b: 2 (a^2 + b^2) = (a + b)^2 only for a = b."""
+    other = {"agreed": 77}
+
+    def reduced(sent):
+        theirs = [*values, other["agreed"], other["agreed"] ** 2]
+        return [type(a)(a + b) for a, b in zip(sent, theirs, strict=True)]
+
+    monkeypatch.setattr(distributed, "active", lambda: True)
+    monkeypatch.setattr(distributed.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "sum_over_processes", reduced)
+    monkeypatch.setattr(distributed, "gather_numbers", lambda own: [own, other["agreed"]])
+    assert distributed.sum_and_agree(values, 77 + (5 << 22), "") == [2 * v for v in values]
+    other["agreed"] = 78
+    with pytest.raises(RankError, match="rank 1 differs from rank 0 in the batch"):
+        distributed.sum_and_agree(values, 77, "in the batch")
+
+
+def test_the_ranks_that_differ_are_those_that_differ_from_most():
+    assert differing([1, 2, 1, 3]) == "ranks 1, 3 differ from rank 0"
+    assert differing([1, 2, 2, 2]) == "rank 0 differs from rank 1"
+    assert differing([1, 2]) == "rank 1 differs from rank 0"
+
+
+def test_all_that_differs_is_named_with_what_to_do(monkeypatch):
+    told = [{"weights": "a", "setting clip": "x"}, {"weights": "b", "setting clip": "y"}]
+    monkeypatch.setattr(rank_agreement, "gather_objects", lambda own: told)
+    with pytest.raises(RankError, match="nothing was written") as raised:
+        rank_agreement.compare(told[0])
+    words = str(raised.value)
+    assert "load the same checkpoint" in words and "setting clip: give the same" in words
+    told[1] = told[0]
+    rank_agreement.compare(told[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [1, 3, 8, 1001])
+def test_a_checksum_notices_every_bit(dtype, size):
+    tensor = torch.linspace(-1, 1, size + 1).to(dtype)[1:]  # a view that is not aligned to 8 bytes
+    before = checksum([tensor, torch.ones(2)])
+    assert before == checksum([tensor.clone(), torch.ones(2)])
+    raw = tensor.view(torch.uint8) if tensor.is_contiguous() else None
+    assert raw is not None
+    for place in {0, len(raw) // 2, len(raw) - 1}:
+        raw[place] ^= 1
+        assert checksum([tensor, torch.ones(2)]) != before
+        raw[place] ^= 1
+    assert checksum([]) == checksum([])
+
+
+def test_the_source_digest_is_of_this_package():
+    assert len(source_digest()) == 64 and source_digest() == source_digest()
