@@ -7,7 +7,7 @@ index `offset + e` in the directions' index space.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dpzero.perturbation import exact_grid
-from hf_dpzero.perturbation.directions import LANES, DirectionStream, dither, draw_words_together
+from hf_dpzero.perturbation.directions import (
+    DITHER_STEP,
+    LANES,
+    DirectionStream,
+    dither,
+    draw_words_together,
+)
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.kernels.dispatch import Members, Pieces
 from hf_dpzero.perturbation.kernels.torch_reference import stochastically_rounded
@@ -49,7 +55,15 @@ class Segment:
       sizes: elements of each tensor in it.
       starts: first element of each, ascending multiples of 32 from 0.
       numbers: each tensor's place among the space's tensors.
+
+    Attributes:
+      first: index, in its tensor, of the first element; other than 0 where processes hold a tensor in
+        parts (see `is_part`).
+      agree: a number of this part -> the largest of all parts' numbers.
     """
+
+    first: int = 0
+    agree: Callable[[float], float] = staticmethod(float)  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -63,6 +77,20 @@ class Segment:
         self.numbers = np.array(numbers, np.uint64)
         self.members = Members.at(self.starts, flat.numel()) if len(starts) > 1 else None
         self.snapped = False
+
+    def is_part(self, first: int, agree: Callable[[float], float]) -> None:
+        """Makes this the part of one tensor that begins at element `first`; others hold the rest.
+
+        Args:
+          first: any.
+          agree: called by all holders of the tensor at the same time.
+        """
+        assert self.members is None, "a part is of one tensor"
+        self.first, self.agree, self.offset = first, agree, self.offset + first
+
+    def _shifted(self, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """The dithers of the first elements here, from those of the tensors' first elements."""
+        return words + np.uint32(self.first * DITHER_STEP % 2**32)
 
     def member(self, m: int) -> Tensor:
         """The values of the segment's m-th tensor, one row."""
@@ -80,7 +108,8 @@ class Segment:
         """The dither of the elements start .. stop, int64, from each member's starting word."""
         index = torch.arange(start, stop, device=self.flat.device)
         starts = self._by_element(np.array(self.starts, np.int64), start, stop)
-        return dither(self._by_element(word.astype(np.int64), start, stop), index - starts)
+        here = index - starts + self.first
+        return dither(self._by_element(word.astype(np.int64), start, stop), here)
 
     def _chunks(self) -> list[tuple[int, int]]:
         """(start, stop) of the parts that torch operations work on."""
@@ -116,7 +145,7 @@ class GridSegment(Segment):
     def snap_(self, reach: float) -> None:
         """Puts every member on its grid."""
         for m in range(len(self.sizes)):
-            self.bounds[m] = exact_grid.largest_magnitude(self.member(m))
+            self.bounds[m] = self.agree(exact_grid.largest_magnitude(self.member(m)))
             self.exponents[m] = exact_grid.exponent_for(self.bounds[m] + reach * self._widest)
             self._round_(m)
         self.snapped = True
@@ -146,7 +175,8 @@ class GridSegment(Segment):
             torch.equal(exact_grid.snap_(part.clone(), spacing), part)
             for part in values.split(CHUNK)
         )
-        if not all(on_grid) or exact_grid.largest_magnitude(values) > self.bounds[m]:
+        wrong = not all(on_grid) or exact_grid.largest_magnitude(values) > self.bounds[m]
+        if self.agree(float(wrong)):
             raise ValueError(
                 "holds values that are not on the grid of the saved state: load the very weights that "
                 "were saved with it, in float32."
@@ -185,7 +215,7 @@ class GridSegment(Segment):
         self.bounds += self._grown(growth, roundings)
 
     def _regrid_(self, m: int, growth: float, reach: float) -> None:
-        self.bounds[m] = exact_grid.largest_magnitude(self.member(m))
+        self.bounds[m] = self.agree(exact_grid.largest_magnitude(self.member(m)))
         needed = exact_grid.exponent_for(self.bounds[m] + (growth + reach) * self._widest)
         if needed > self.exponents[m]:
             self.exponents[m] = needed
@@ -230,7 +260,10 @@ class GridSegment(Segment):
             for i in (2, 1, 3)
         )
         dithers = np.stack(
-            [change.stream.update_dither(self.numbers[which], change.age) for change in changes]
+            [
+                self._shifted(change.stream.update_dither(self.numbers[which], change.age))
+                for change in changes
+            ]
         )
         dispatch.add_normals(
             out, source, offset, keys, new, old, update, spacing.astype(np.float32), dithers,
@@ -306,7 +339,7 @@ class GridSegment(Segment):
           stream: its tensor words start the dithers.
           reach: what perturbations may add beyond that, at any moment.
         """
-        growth = exact_grid.largest_magnitude(values)
+        growth = self.agree(exact_grid.largest_magnitude(values))
         if self.short(growth, reach, 1)[m]:
             self._regrid_(m, growth, reach)
         spacing = float(exact_grid.quantum(self.exponents[m]))
