@@ -80,7 +80,9 @@ class Coordinates:
         for run in runs(self.tensors, apart):
             segments.append(segment_of(self.tensors, self.offsets, run))
             if run[0] in apart:
-                segments[-1].is_part(self._parts[run[0]].first, largest_over(self.parameters[run[0]]))
+                segments[-1].is_part(
+                    self._parts[run[0]].first, largest_over(self.parameters[run[0]])
+                )
         return segments
 
     @property
@@ -148,7 +150,7 @@ class Coordinates:
         return self._streams[direction]
 
     def _own_places(self) -> list[tuple[int, int]]:
-        """(first index, number) of the coordinates that lie here; of tensors on all, the first's only."""
+        """(first index, number) of the coordinates that lie here; whole tensors count on the first."""
         first = self._mesh is None or self._mesh.get_rank() == 0
         return [
             (offset + part.first, part.tensor.numel())

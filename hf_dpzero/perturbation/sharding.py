@@ -52,6 +52,11 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def address(tensor: Tensor) -> int:
+    """Where the part that lies here begins in memory; the first process has one of every tensor."""
+    return local(tensor).data_ptr()
+
+
 def own_part(name: str, tensor: Tensor) -> Part:
     """The part that lies here, and where it begins.
 
@@ -82,7 +87,9 @@ def own_part(name: str, tensor: Tensor) -> Part:
         split.shape, split.device_mesh, split.placements
     )
     part = local(tensor)
-    assert tuple(part.shape) == tuple(shape) or not part.numel(), "another block than its place says"
+    assert tuple(part.shape) == tuple(shape) or not part.numel(), (
+        "another block than its place says"
+    )
     return Part(part, offset[0] * math.prod(split.shape[1:]) if part.numel() else 0)
 
 
@@ -123,7 +130,7 @@ def on_first(tensors: Sequence[Tensor], work: Callable[[], None]) -> None:
         if _rank() == 0:
             work()
         return
-    mesh, numbers = split[0].device_mesh, {id(t): n for n, t in enumerate(split)}
+    mesh, numbers = split[0].device_mesh, {address(t): n for n, t in enumerate(split)}
     if mesh.get_rank() == 0:
         _lend(mesh, numbers, work)
         return
@@ -133,7 +140,7 @@ def on_first(tensors: Sequence[Tensor], work: Callable[[], None]) -> None:
 
 def _lend(mesh: Any, numbers: dict[int, int], work: Callable[[], None]) -> None:
     global _lender
-    _lender = lambda tensor: void(_told(mesh, numbers[id(tensor)]))  # noqa: E731
+    _lender = lambda tensor: void(_told(mesh, numbers[address(tensor)]))  # noqa: E731
     try:
         work()
     finally:

@@ -53,6 +53,7 @@ from hf_dpzero.training.precision import (
 from hf_dpzero.training.public_rows import evaluation_rows, public_shapes
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.schedule_settings import judge_schedule
+from hf_dpzero.training.sharded_runs import agreed
 
 logger = logging.get_logger(__name__)
 
@@ -83,6 +84,7 @@ def check_before_training(trainer: Any) -> None:
     select_trainable(model, args.trainable)
     validation.check_adapters(model)
     validation.check_model(model)
+    trainer.shard_()
     if trainer.per_example_loss is None:
         with _first_row("collated"):
             first = trainer.training_rows().collate_rows([0])  # a collator may add labels
@@ -202,11 +204,12 @@ def _try_objective(trainer: Any) -> None:
     private, size = trainer.plan.mechanism.private, trainer.args.physical_batch_size
     coarse = bool(low_precision(trainer.model, trainer.args))
     by_width = "longrope" in rope_types(getattr(base_model(trainer.model), "config", None))
-    count, entropy = len(trainer.train_dataset), secrets.randbits(100)
+    count, entropy = len(trainer.train_dataset), distributed.shared(secrets.randbits(100))
 
     def losses_of(objective: PerExampleLoss, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
         with isolated_randomness(entropy + seed):
-            return check_per_example(objective(trainer.model, batch), batch_size(batch)).cpu()
+            found = check_per_example(objective(trainer.model, batch), batch_size(batch)).cpu()
+            return agreed(found) if trainer.shards else found
 
     def tried(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
         return losses_of(objective.trial, batch, seed)

@@ -97,16 +97,36 @@ def wait() -> None:
 
 
 def check_launch(trainer: Any) -> None:
-    """Refuses sharding that `accelerate launch` asks for by environment variables.
+    """Refuses sharding that `accelerate launch` asks for by environment variables, but for FSDP2.
 
     Raises:
-      ValueError: the accelerator does anything but plain data parallelism.
+      ValueError: the accelerator does anything but plain data parallelism and FSDP2.
     """
     kind = str(getattr(trainer.accelerator.distributed_type, "value", ""))
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
+    if kind == "FSDP":
+        check_version(int(trainer.accelerator.state.fsdp_plugin.fsdp_version))
+    elif kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
         raise ValueError(
             f"distributed_type={kind} shards or copies parameters in ways that the in-place "
-            "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process."
+            "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process, or fsdp_version: 2 "
+            f"({FSDP2}) for a model that does not fit on one device."
+        )
+
+
+FSDP2 = "configs/accelerate/fsdp2.yaml"
+
+
+def check_version(version: int) -> None:
+    """Refuses FSDP1, which moves parameters into flat buffers of its own.
+
+    Raises:
+      ValueError: says how to use FSDP2.
+    """
+    if version != 2:
+        raise ValueError(
+            f"fsdp_version={version} keeps parameters as parts of flat buffers, which the in-place "
+            f"perturbation does not follow: set fsdp_version: 2, as in {FSDP2} (with TrainingArguments "
+            'fsdp_config={"version": 2}).'
         )
 
 
@@ -166,16 +186,19 @@ def _all_equal(value: Any) -> bool:
 
 
 def check_single_strategy(args: Any) -> None:
-    """Refuses sharding and nn.DataParallel that the arguments ask for.
+    """Refuses sharding other than FSDP2, and nn.DataParallel, that the arguments ask for.
 
     Raises:
-      ValueError: FSDP, DeepSpeed or nn.DataParallel.
+      ValueError: FSDP1, DeepSpeed or nn.DataParallel.
     """
-    if args.deepspeed or args.fsdp:
+    if args.deepspeed:
         raise ValueError(
-            "FSDP and DeepSpeed shard or copy parameters in ways that the in-place perturbation does "
-            "not follow: run on one device or with plain data parallelism (accelerate launch)."
+            "DeepSpeed shards or copies parameters in ways that the in-place perturbation does not "
+            "follow: run on one device or with plain data parallelism (accelerate launch); for a model "
+            f"that does not fit on one, FSDP2 ({FSDP2})."
         )
+    if args.fsdp:
+        check_version(int((getattr(args, "fsdp_config", None) or {}).get("version", 2)))
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs in one process would use nn.DataParallel, which averages before "

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dpzero.perturbation.sharding import whole
 from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
 from hf_dpzero.reporting.provenance import base_names, resolve_path
 from hf_dpzero.training.base_weights import Comparison
@@ -44,7 +45,9 @@ def write_initial_values(
     if compared is None or compared.differing:
         return
     named = dict(model.named_parameters())
-    values = {name: named[name].detach().cpu().contiguous().clone() for name in compared.fresh}
+    values = {
+        name: whole(named[name]).detach().cpu().contiguous().clone() for name in compared.fresh
+    }
     dtypes = {p.dtype for name, p in named.items() if name not in values}
     description = _description(model)
     size = sum(value.numel() * value.element_size() for value in values.values())

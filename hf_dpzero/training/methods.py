@@ -37,6 +37,7 @@ from hf_dpzero.training.public_rows import (
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.run_files import discard_unused
 from hf_dpzero.training.schedule_settings import smoothing_of_steps
+from hf_dpzero.training.sharded_runs import Lockstep
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
@@ -92,6 +93,7 @@ class ZerothOrderMethod(TrainingMethod):
             self.space.snap_()
         else:
             self.space.load_state_dict(state)
+        self.lockstep = Lockstep(trainer) if trainer.shards else list
         differences = FiniteDifferences(
             trainer.model,
             self.space,
@@ -144,7 +146,7 @@ class ZerothOrderMethod(TrainingMethod):
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """As in the base class; settles at once if a callback of others was added since the start."""
         with self.reads.own_step():
-            parts = list(map(Filled, batch["microbatches"], batch["examples"]))
+            parts = self.lockstep(list(map(Filled, batch["microbatches"], batch["examples"])))
             groups = batch["groups"] if self.trainer.args.clipping == "averaged" else None
             row_groups = batch["row_groups"]
             differences = self.step(batch["step"], parts, learning_rate, groups, row_groups)

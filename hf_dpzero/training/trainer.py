@@ -34,6 +34,7 @@ from hf_dpzero.training import (
     noise_keys,
     opening,
     screen,
+    sharded_runs,
     validation,
 )
 from hf_dpzero.training.base_weights import check_frozen, mark_as_trained, state_digest
@@ -143,6 +144,7 @@ class DPZeroMixin(PublishingTrainer):
             resolve(args, self.model)
         self.rows_are_examples = self._texts is not None and self._texts.examples
         distributed.check_launch(self)
+        sharded_runs.take_over(self)
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss
         check_overrides(self)
@@ -259,8 +261,8 @@ class DPZeroMixin(PublishingTrainer):
             if self.trajectory is not None:
                 self.trajectory.close()
                 if self.trajectory.releases and self._trained_digest is None:
-                    self._trained_digest = state_digest(self.model)
-                    mark_as_trained(self.model, self._started_from, self._trained_digest)
+                    self._trained_digest = digest = sharded_runs.final_digest(self)
+                    mark_as_trained(self.model, self._started_from, digest or "")
         for name in ("train_loss", "total_flos", "train_samples_per_second"):  # depend on the data
             output.metrics.pop(name, None)
         output.metrics.update(budget_metrics(self.privacy_report()))
@@ -361,7 +363,10 @@ class DPZeroMixin(PublishingTrainer):
         def on_device(objective: PerExampleLoss) -> PerExampleLoss:
             def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
                 with self.compute_loss_context_manager():
-                    return objective(model, self._prepare_inputs(dict(inputs)))
+                    losses = objective(model, self._prepare_inputs(dict(inputs)))
+                if self.shards:
+                    sharded_runs.give_back(model)
+                return losses
 
             return evaluate
 
