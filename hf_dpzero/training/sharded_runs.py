@@ -60,7 +60,13 @@ class ShardedTrainer(Trainer):
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         check_splittable(self.model, self.args)
-        fsdp2_prepare_model(self.accelerator, self.model)
+        plugin = self.accelerator.state.fsdp_plugin
+        named = plugin.transformer_cls_names_to_wrap
+        plugin.transformer_cls_names_to_wrap = named or layer_classes(self.model)
+        try:
+            fsdp2_prepare_model(self.accelerator, self.model)
+        finally:
+            plugin.transformer_cls_names_to_wrap = named
         self.model.set_reshard_after_forward(True)
         if hasattr(self.model, "generate"):
             torch.distributed.fsdp.register_fsdp_forward_method(self.model, "generate")
@@ -157,6 +163,26 @@ def _check_settings(args: Any) -> None:
 def is_split(model: nn.Module) -> bool:
     """Whether FSDP2 has cut a model."""
     return any(is_sharded(parameter) for parameter in model.parameters())
+
+
+def layer_classes(model: Any) -> list[str]:
+    """Classes of the blocks that are gathered one at a time, where nobody has named them.
+
+    Those that the model's class names (`_no_split_modules`), without any around an embedding, which
+    Accelerate cuts by itself; else what the longest list of modules holds.
+    """
+    wholes = set(getattr(model, "_no_split_modules", None) or ())
+    ends = (getattr(model, f"get_{part}_embeddings", lambda: None) for part in ("input", "output"))
+    apart = {id(module) for module in (end() for end in ends) if module is not None}
+    found = {
+        type(module).__name__
+        for module in model.modules()
+        if type(module).__name__ in wholes and not apart & {id(part) for part in module.modules()}
+    }
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    if not found and lists:
+        found = {type(module).__name__ for module in max(lists, key=len)}
+    return sorted(found)
 
 
 def check_splittable(model: nn.Module, args: Any) -> None:
