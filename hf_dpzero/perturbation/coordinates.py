@@ -25,6 +25,7 @@ from hf_dpzero.perturbation.sharding import (
     is_sharded,
     largest_over,
     local,
+    mesh_of,
     own_part,
 )
 from hf_dpzero.perturbation.trainable import check_trainable, gathered
@@ -57,7 +58,7 @@ class Coordinates:
         self.parameters = [tensor for _, tensor in named]
         self._parts = [own_part(*entry) for entry in named]
         self.tensors = [part.tensor for part in self._parts]
-        self._mesh = next((p.device_mesh for p in self.parameters if is_sharded(p)), None)
+        self._mesh = next((mesh_of(p) for p in self.parameters if is_sharded(p)), None)
         self._norms: dict[Direction, int] = {}  # of directions, where processes share the work
         sizes = [tensor.numel() for tensor in self.parameters]
         room = (-(-size // LANES) * LANES for size in sizes)  # tensors start at multiples of LANES
@@ -139,14 +140,12 @@ class Coordinates:
         if direction not in self._streams:
             device = self.tensors[0].device
             squares = functools.partial(dispatch.sum_of_squared_normals, device=device)
-            stream = functools.partial(
-                DirectionStream, direction, self.distribution, self.layout, squares
+            given = direction, self.distribution, self.layout, squares
+            self._streams[direction] = (
+                ShardedStream(*given, self._own_places(), self._mesh, self._norms)
+                if self.sharded
+                else DirectionStream(*given)
             )
-            if self.sharded:
-                stream = functools.partial(
-                    ShardedStream, *stream.args, self._own_places(), self._mesh, self._norms
-                )
-            self._streams[direction] = stream()
         return self._streams[direction]
 
     def _own_places(self) -> list[tuple[int, int]]:

@@ -63,7 +63,7 @@ class Segment:
     """
 
     first: int = 0
-    agree: Callable[[float], float] = staticmethod(float)  # type: ignore[assignment]
+    agree: Callable[[float], float] = staticmethod(float)
 
     def __init__(
         self,

@@ -43,13 +43,28 @@ def is_sharded(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def mesh_of(tensor: Any) -> Any:
+    """The processes that a tensor is split over; None where it is not."""
+    return tensor.device_mesh if is_sharded(tensor) else None
+
+
+def own_class(model: Any) -> type:
+    """A model's class, without the one that `fully_shard` puts in front of it."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return next(
+        kind
+        for kind in type(model).__mro__
+        if module is None or not issubclass(kind, module.FSDPModule)
+    )
+
+
+def local(tensor: Any) -> Tensor:
     """The part that lies here, sharing the tensor's memory: writes are seen by the next forward pass."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():  # the very part, not a differentiable view of it
-        part: Tensor = tensor.to_local()  # type: ignore[operator]
-    return part
+    if is_sharded(tensor):
+        with torch.no_grad():  # the very part, not a differentiable view of it
+            tensor = tensor.to_local()
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
 def address(tensor: Tensor) -> int:
@@ -172,9 +187,8 @@ def largest_over(tensor: Tensor) -> Callable[[float], float]:
 
     NaN counts as infinity, so that every process refuses it alike. Identity where it is not split.
     """
-    if not is_sharded(tensor):
-        return float
-    return functools.partial(_largest, tensor.device_mesh)  # type: ignore[attr-defined]
+    mesh = mesh_of(tensor)
+    return float if mesh is None else functools.partial(_largest, mesh)
 
 
 def _largest(mesh: Any, value: float) -> float:

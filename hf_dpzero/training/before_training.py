@@ -84,7 +84,6 @@ def check_before_training(trainer: Any) -> None:
     select_trainable(model, args.trainable)
     validation.check_adapters(model)
     validation.check_model(model)
-    trainer.shard_()
     if trainer.per_example_loss is None:
         with _first_row("collated"):
             first = trainer.training_rows().collate_rows([0])  # a collator may add labels
@@ -92,6 +91,7 @@ def check_before_training(trainer: Any) -> None:
             data_checks.check_labels(trainer.train_dataset, trainer.label_names)
         objective = select_objective(model)
         trainer.per_example_loss = smoothed(objective, args.label_smoothing_factor)
+    trainer.shard_()
     distributed.check_processes(args)
     distributed.check_same_rows(trainer.train_dataset)
     check_mixed_precision(args, args.device.type)

@@ -35,6 +35,7 @@ from hf_dpzero.training.base_weights import saved_tensors, state_digest
 logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
+_MARK = "_hf_dpzero_cut"
 _INSTEAD = "use plain data parallelism (MULTI_GPU, MULTI_CPU) or one process"
 
 
@@ -67,6 +68,7 @@ class ShardedTrainer(Trainer):
             fsdp2_prepare_model(self.accelerator, self.model)
         finally:
             plugin.transformer_cls_names_to_wrap = named
+        vars(self.model)[_MARK] = True
         self.model.set_reshard_after_forward(True)
         if hasattr(self.model, "generate"):
             torch.distributed.fsdp.register_fsdp_forward_method(self.model, "generate")
@@ -112,14 +114,35 @@ def take_over(trainer: Any) -> None:
       ValueError: a setting that does not go with parts of parameters.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None) or _plugin_on_cpus(trainer)
+    check_uncut(trainer.model)
     if plugin is None:
         return
+    if plugin.cpu_offload and type(plugin.cpu_offload).__name__ != "OffloadPolicy":
+        raise ValueError(
+            "fsdp_offload_params (cpu_offload) keeps parts in the CPU's memory, from where they are "
+            "copied while the next perturbation may already be written: set it to false, and take more "
+            "processes or a model in bfloat16."
+        )
     distributed.check_version(plugin.fsdp_version)
     _check_settings(trainer.args)
     if plugin.reshard_after_forward is False:
         logger.info("reshard_after_forward=False has no effect: every pass is at other weights.")
     plugin.mixed_precision_policy = None
     trainer.shards, trainer.is_fsdp_enabled = True, False
+
+
+def check_uncut(model: Any) -> None:
+    """Refuses a model that others have cut: its passes may keep layers, or round them.
+
+    Raises:
+      ValueError: it is not a trainer of ours that has cut it.
+    """
+    if isinstance(model, nn.Module) and is_split(model) and _MARK not in vars(model):
+        raise ValueError(
+            "the model's parameters are parts of DTensors already (fully_shard, or a model loaded in "
+            "parts): pass the whole model, and have it cut by `accelerate launch --config_file "
+            f"{distributed.FSDP2}` or TrainingArguments(fsdp=True)."
+        )
 
 
 def _plugin_on_cpus(trainer: Any) -> Any:
@@ -224,7 +247,7 @@ def _prepared(accelerator: Any) -> Iterator[None]:
         del accelerator.prepare
 
 
-def give_back(model: nn.Module) -> None:
+def give_back(model: Any) -> None:
     """Frees what forward passes have gathered: nothing may read weights of before an update."""
     for module in model.modules():
         if hasattr(module, "reshard"):
@@ -308,7 +331,7 @@ def on_first_of(model: nn.Module, work: Callable[[], T]) -> T:
       work: called on the first process; its error is raised on all. It must not communicate otherwise.
     """
     if not is_split(model):
-        return distributed.shared(distributed.on_main(work, lambda: None))  # type: ignore[arg-type, return-value]
+        return distributed.shared(distributed.on_main(work, lambda: None))  # type: ignore[return-value]
     found: list[tuple[Any, Exception | None]] = []
 
     def tried() -> None:
