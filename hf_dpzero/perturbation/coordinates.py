@@ -28,6 +28,7 @@ from hf_dpzero.perturbation.sharding import (
     mesh_of,
     own_part,
 )
+from hf_dpzero.perturbation.split_segments import GridParts
 from hf_dpzero.perturbation.trainable import check_trainable, gathered
 
 if TYPE_CHECKING:
@@ -77,14 +78,24 @@ class Coordinates:
 
     def _make_segments(self) -> Sequence[AnySegment]:
         apart = [n for n, parameter in enumerate(self.parameters) if is_sharded(parameter)]
-        segments = []
+        together = [n for n in apart if self.tensors[n].dtype == torch.float32]
+        segments: list[AnySegment] = []
         for run in runs(self.tensors, apart):
-            segments.append(segment_of(self.tensors, self.offsets, run))
-            if run[0] in apart:
-                segments[-1].is_part(
-                    self._parts[run[0]].first, largest_over(self.parameters[run[0]])
-                )
-        return segments
+            if run[0] not in together:
+                segments.append(segment_of(self.tensors, self.offsets, run))
+            if run[0] in apart and run[0] not in together:
+                agree = largest_over(self.parameters[run[0]])
+                segments[-1].is_part(self._parts[run[0]].first, agree)
+        return [*segments, *self._grid_parts(together)]
+
+    def _grid_parts(self, numbers: list[int]) -> list[GridParts]:
+        """The segment of the float32 tensors that are split, if there are any."""
+        if not numbers:
+            return []
+        chosen = [self._parts[n] for n in numbers]
+        offsets, firsts = [self.offsets[n] for n in numbers], [part.first for part in chosen]
+        agree = largest_over(self.parameters[numbers[0]])
+        return [GridParts([part.tensor for part in chosen], offsets, firsts, numbers, agree)]
 
     @property
     def sharded(self) -> bool:
@@ -227,7 +238,7 @@ class Coordinates:
                         f"{self.tensors[n].dtype} now: convert the model before the trainer."
                     )
             if any(addresses[n] != self._addresses[n] for n in numbers):
-                segment.flat = gathered([self.tensors[n] for n in numbers], segment.starts)
+                segment.follow_([self.tensors[n] for n in numbers])
         self._addresses = list(map(_address, self.tensors))
 
 

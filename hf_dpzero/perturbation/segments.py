@@ -26,11 +26,13 @@ from hf_dpzero.perturbation.directions import (
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.kernels.dispatch import Members, Pieces
 from hf_dpzero.perturbation.kernels.torch_reference import stochastically_rounded
+from hf_dpzero.perturbation.trainable import gathered
 
 CHUNK = 1 << 19  # coordinates worked on at a time by torch operations
 _SLICE = 1 << 16  # the same, where a dozen temporaries of that size are made
 _SLACK = 1.0 - 2.0**-10  # of a grid's range: room for the rounding of perturbations
 Doubles = NDArray[np.float64]
+Floats = NDArray[np.float32]
 
 
 class Change(NamedTuple):
@@ -111,9 +113,13 @@ class Segment:
         here = index - starts + self.first
         return dither(self._by_element(word.astype(np.int64), start, stop), here)
 
-    def _chunks(self) -> list[tuple[int, int]]:
-        """(start, stop) of the parts that torch operations work on."""
-        size = self.flat.numel()
+    def follow_(self, tensors: Sequence[Tensor]) -> None:
+        """Works on other memory, of tensors that hold the same values, from now on."""
+        self.flat = gathered(tensors, self.starts)
+
+    def _chunks(self, size: int | None = None) -> list[tuple[int, int]]:
+        """(start, stop) of the parts that torch operations work on, of so many elements or of all."""
+        size = self.flat.numel() if size is None else size
         return [(start, min(start + _SLICE, size)) for start in range(0, size, _SLICE)]
 
 
@@ -251,24 +257,29 @@ class GridSegment(Segment):
             amounts = self._amounts(changes)[:, which].astype(np.float32)
             dispatch.add_signs(out, source, offset, keys, amounts, members, pieces)
             return
+        (new, old, update), spacing, dithers = self._in_grid_steps(changes, which)
+        dispatch.add_normals(
+            out, source, offset, keys, new, old, update, spacing, dithers, members, pieces
+        )
+
+    def _in_grid_steps(
+        self, changes: Sequence[Change], which: slice
+    ) -> tuple[list[Floats], Floats, NDArray[np.uint32]]:
+        """What `dispatch.add_normals` takes of some members: ([new, old, update], spacing, dithers).
+
+        Coefficients are rounded to float32, then in grid steps, which is exact.
+        """
         spacing = self.spacing[which]
         scales = np.array([[c.stream.scale] for c in changes])
-        new, old, update = (  # rounded to float32, then in grid steps, which is exact
+        rates = [
             ((np.array([[c[i]] for c in changes]) * scales).astype(np.float32) / spacing).astype(
                 np.float32
             )
             for i in (2, 1, 3)
-        )
-        dithers = np.stack(
-            [
-                self._shifted(change.stream.update_dither(self.numbers[which], change.age))
-                for change in changes
-            ]
-        )
-        dispatch.add_normals(
-            out, source, offset, keys, new, old, update, spacing.astype(np.float32), dithers,
-            members, pieces,
-        )  # fmt: skip
+        ]
+        numbers = self.numbers[which]
+        dithers = [self._shifted(c.stream.update_dither(numbers, c.age)) for c in changes]
+        return rates, spacing.astype(np.float32), np.stack(dithers)
 
     def _amounts(self, changes: Sequence[Change]) -> Doubles:
         """All of a coordinate's change is +-amount, float64 [T, M] on the members' grids.
