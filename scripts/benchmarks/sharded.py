@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,16 +93,13 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     share = {name: value[dist.get_rank() :: count] for name, value in batch.items()}
     parts = Measured(_cut(_model(options)), share)
     whole = Measured(_model(options), batch) if first else None
-    perturbations: dict[str, list[float]] = {"whole": [], "parts": []}
-    steps: dict[str, list[float]] = {"whole": [], "parts": []}
+    rounds: dict[str, list[Seconds]] = {"whole": [], "parts": []}
     for number in range(options.repeats + 1):
         for name, one in (("whole", whole), ("parts", parts)):
             dist.barrier()
-            times = (0.0, 0.0) if one is None else one.round(number)
+            times = Seconds(0.0, 0.0, 0.0) if one is None else one.round(number)
             if number and (name == "parts" or first):
-                slowest = [_largest(t) for t in times] if name == "parts" else times
-                perturbations[name].append(slowest[0])
-                steps[name].append(slowest[1])
+                rounds[name].append(Seconds(*map(_largest, times)) if name == "parts" else times)
             dist.barrier()
     found: dict[str, Any] = {"options": vars(options)}
     for name, one in (("whole", whole), ("parts", parts)):
@@ -112,11 +109,19 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     if whole is None:
         return found
     for name in ("whole", "parts"):
-        found[name]["perturbation_s"] = statistics.median(perturbations[name])
-        found[name]["step_s"] = statistics.median(steps[name])
+        medians = map(statistics.median, zip(*rounds[name], strict=True))
+        found[name] |= {f"{what}_s": s for what, s in zip(Seconds._fields, medians, strict=True)}
     found["ratio"] = {key: found["parts"][key] / found["whole"][key] for key in found["whole"]}
     found["same_weights"] = digest == digest_model(whole.model)
     return found
+
+
+class Seconds(NamedTuple):
+    """Of a round: a perturbation, the same in processor time (others at work matter less), a step."""
+
+    perturbation: float
+    perturbation_cpu: float
+    step: float
 
 
 class Measured:
@@ -166,17 +171,17 @@ class Measured:
                 self.differences.evaluate(few)
         return {"rest_bytes": rest, "peak_bytes": seen, "peak_with_buffers_bytes": rest + grown}
 
-    def round(self, number: int) -> tuple[float, float]:
-        """Seconds of a perturbation and of a step."""
-        start = time.perf_counter()
+    def round(self, number: int) -> Seconds:
+        """Perturbs and restores, then takes a step."""
+        start, busy = time.perf_counter(), time.process_time()
         for position in (((Direction(1, number), s),) for s in (SMOOTHING, -SMOOTHING)):
             self.space.move_to_(position)
         self.space.settle_()
-        between = time.perf_counter()
+        between, busy = time.perf_counter(), time.process_time() - busy
         direction = Direction(2, number)
         self.differences([self.rows], [direction])
         self.space.step_([direction], [LEARNING_RATE])
-        return between - start, time.perf_counter() - between
+        return Seconds(between - start, busy, time.perf_counter() - between)
 
 
 @contextlib.contextmanager
