@@ -92,12 +92,6 @@ class ShardedTrainer(Trainer):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_whole_(self.model, resume_from_checkpoint)
 
-    def _load_best_model(self) -> None:
-        if not self.shards:
-            return super()._load_best_model()
-        logger.info(f"Loading the best model from {self.state.best_model_checkpoint}.")
-        load_whole_(self.model, str(self.state.best_model_checkpoint))
-
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.shards and state_dict is None:
             state_dict = whole_state(self.model, keep=self.args.should_save)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from tiny_runs import config, tiny_data, tiny_model
+from tiny_runs import KEY, build, config, tiny_data, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, default_data_collator
 
 from hf_dpzero import DPZeroTrainer
@@ -82,12 +82,14 @@ def padded(rows):
     )
 
 
+FEW = {"expected_batch_size": 2, "max_steps": 6, "microbatch_size": 1}
+"""Batches of which a process, or both, may have nothing. One row a pass: else its shape follows from B / W."""
 RUNS = {
     "plain": (tiny_model, {"num_directions": 2, "weight_decay": 0.1}),
     "odd": (odd_model, {"direction": "sphere", "learning_rate": 50.0, "max_steps": 4}),
     "half": (half_model, {"learning_rate": 0.1}),
     "autocast": (tiny_model, {"bf16": True}),
-    "adapter": (adapter_model, {"direction": "gaussian", "learning_rate": 0.1}),
+    "adapter": (adapter_model, {"direction": "gaussian", "learning_rate": 0.1, **FEW}),
     "tied": (tied_model, {"microbatch_size": 2, "update_rule": "adam"}),
 }
 
@@ -264,9 +266,57 @@ def test_a_ledger_of_parts_is_replayed_on_one_device(runs, name):
 
 
 @pytest.mark.slow
+def test_processes_without_rows_were_tried(runs):
+    """What the batches of the run were: the sampler's key is the test's."""
+    trainer = made(runs[1] / "again", "adapter", 1)
+    batches = [trainer.plan.sampler.batch(t, bytes.fromhex(KEY)) for t in range(6)]
+    assert {0, 1} <= {min(len(batch[rank::2]) for rank in (0, 1)) for batch in batches}
+    assert any(len(batch) % 2 for batch in batches)
+
+
+@pytest.mark.slow
 def test_a_grid_that_grew_did_so_on_both(runs):
     state = json.loads((runs[2] / "odd" / "checkpoint-4" / "dpzero_state.json").read_text())
     assert max(entry["exponent"] for entry in state["space"].values()) > 1  # of weights below 1
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from tiny_runs import build
+
+trainer = build(sys.argv[1], max_steps=3)
+trainer.train()
+trainer.save_model()
+assert trainer.shards and trainer.args.world_size == 2
+"""
+
+
+@pytest.mark.slow
+def test_accelerate_launches_an_ordinary_script(tmp_path):
+    """With the file as it is, but for the port: an own one, as others may test beside this."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    here = Path(__file__).resolve().parents[1]
+    file = here.parent / "configs" / "accelerate" / "fsdp2.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    run = [str(tmp_path / "script.py"), str(tmp_path / "two"), str(here)]
+    process = subprocess.Popen(
+        [*launch, "--config_file", str(file), *run],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.DEVNULL,
+        stderr=(tmp_path / "errors").open("w"),
+        start_new_session=True,
+    )
+    try:
+        one = build(tmp_path / "one", max_steps=3)
+        one.train()
+        assert process.wait(timeout=300) == 0, (tmp_path / "errors").read_text()[-3000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    expected, found = dict(one.model.named_parameters()), read_weights(tmp_path / "two")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 if __name__ == "__main__":
