@@ -83,7 +83,7 @@ def padded(rows):
 
 
 FEW = {"expected_batch_size": 2, "max_steps": 6, "microbatch_size": 1}
-"""Batches of which a process, or both, may have nothing. One row a pass: else its shape follows from B / W."""
+"""Batches of which a process, or both, may have nothing; other shapes would follow from B over W."""
 RUNS = {
     "plain": (tiny_model, {"num_directions": 2, "weight_decay": 0.1}),
     "odd": (odd_model, {"direction": "sphere", "learning_rate": 50.0, "max_steps": 4}),
