@@ -93,6 +93,7 @@ def _stack_if_it_pays(
 ) -> None:
     automatic = differences.chosen_automatically and differences.strategy == "whole_model"
     fits = single_pass(differences.objective) and not is_compiled(differences.model)
+    fits = fits and not differences.space.sharded
     if not automatic or not fits or not small_enough(differences.space, num_directions):
         return
     differences.use("stacked")

@@ -41,6 +41,7 @@ from hf_dpzero.objectives.losses import (
 )
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.perturbation.sharding import local
 from hf_dpzero.perturbation.trainable import has_plain_storage
 
 Microbatch = Mapping[str, Tensor]
@@ -71,7 +72,8 @@ class FiniteDifferences:
       reuse_frozen_prefix: run what precedes the first trainable parameter once per microbatch. Off
         for compiled models and for objectives that are not `single_pass`.
       strategy: where the perturbation is (see the module). "auto" takes `whole_model` for float32
-        parameters, which are moved in place without extra memory, and for compiled models;
+        parameters, which are moved in place without extra memory, for compiled models, and where
+        processes hold parts of the parameters (a copy of a part is small);
         `layerwise` as soon as one trainable tensor is in half precision, whose settled values would
         otherwise be kept beside it, unless a step has several `passes` and that copy takes at most
         `COPIED` bytes: layerwise perturbs anew for each. `exactness_checks.make_exact` goes on from
@@ -102,12 +104,13 @@ class FiniteDifferences:
         self.model, self.space, self.objective = model, space, objective
         self.smoothing = smoothing
         self._guard = ParameterGuard(
-            (name, p) for name, p in model.named_parameters() if has_plain_storage(p)
+            (name, local(p)) for name, p in model.named_parameters() if has_plain_storage(local(p))
         )
         self.chosen_automatically = strategy == "auto"
         self.use(_resolved(strategy, model, space, objective, passes))
         prefix = FrozenPrefix(model)
         reuse = reuse_frozen_prefix and prefix.worthwhile and not is_compiled(model)
+        reuse = reuse and not space.sharded  # its layers would be gathered all the same
         self.prefix = prefix if reuse and single_pass(objective) else None
 
     def use(self, strategy: str) -> None:
@@ -272,6 +275,13 @@ def _resolved(
                 "as they come, or 'auto'."
             )
         return "layerwise"
+    if space.sharded:
+        if strategy in ("layerwise", "stacked"):
+            raise ValueError(
+                f"strategy={strategy!r} makes perturbed copies of whole parameters, and each process "
+                "has a part of them (FSDP): use strategy='whole_model'."
+            )
+        return "whole_model"
     if strategy != "auto":
         return strategy
     copied = sum(t.nbytes for t in space.tensors if t.dtype != torch.float32)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.perturbation.sharding import is_sharded, whole
 from hf_dpzero.perturbation.trainable import has_plain_storage
 
 _CHUNK = 1 << 24  # bytes on their way to the CPU, for each thread
@@ -27,7 +28,7 @@ def digest_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _add_bytes(digest: Any, tensor: Tensor) -> None:
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    content = whole(tensor).detach().contiguous().view(-1).view(torch.uint8)
     for start in range(0, content.numel(), _CHUNK):
         digest.update(content[start : start + _CHUNK].cpu().numpy().data)
 
@@ -88,12 +89,15 @@ def is_packed(tensor: Tensor) -> bool:
 def checksums(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """SHA-256 (hex) of every tensor's bytes, by name; a few tensors at a time, in chunks of 16 MiB.
 
-    Tensors without plain storage (see `perturbation.trainable.has_plain_storage`) are left out.
+    Tensors without plain storage (see `perturbation.trainable.has_plain_storage`) are left out. Those
+    that are split over processes are gathered one by one, on all processes.
     """
-    named = [(name, tensor) for name, tensor in named_tensors if has_plain_storage(tensor)]
+    every = list(named_tensors)
+    named = [(name, tensor) for name, tensor in every if has_plain_storage(tensor)]
+    split = {name: _checksum(tensor) for name, tensor in every if is_sharded(tensor)}
     with ThreadPoolExecutor(_THREADS) as pool:  # hashlib works outside the interpreter's lock
         sums = pool.map(_checksum, (tensor for _, tensor in named))
-        return {name: value for (name, _), value in zip(named, sums, strict=True)}
+        return split | {name: value for (name, _), value in zip(named, sums, strict=True)}
 
 
 def _checksum(tensor: Tensor) -> str:

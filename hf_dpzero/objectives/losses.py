@@ -314,7 +314,8 @@ class Filled(dict[str, Tensor]):
 
 def num_examples(microbatch: Inputs) -> int:
     """Rows that count: those of a `Filled` microbatch that are examples, else all."""
-    return getattr(microbatch, "examples", None) or batch_size(microbatch)
+    examples: int | None = getattr(microbatch, "examples", None)
+    return batch_size(microbatch) if examples is None else examples
 
 
 @contextlib.contextmanager

@@ -20,6 +20,15 @@ from hf_dpzero.perturbation.directions import (
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.rounded_segments import RoundedSegment
 from hf_dpzero.perturbation.segments import GridSegment
+from hf_dpzero.perturbation.sharding import (
+    ShardedStream,
+    is_sharded,
+    largest_over,
+    local,
+    mesh_of,
+    own_part,
+)
+from hf_dpzero.perturbation.split_segments import GridParts
 from hf_dpzero.perturbation.trainable import check_trainable, gathered
 
 if TYPE_CHECKING:
@@ -47,8 +56,12 @@ class Coordinates:
         check_trainable(named)
         self.distribution, self.smoothing = distribution, smoothing
         self.names = [name for name, _ in named]
-        self.tensors = [tensor for _, tensor in named]
-        sizes = [tensor.numel() for tensor in self.tensors]
+        self.parameters = [tensor for _, tensor in named]
+        self._parts = [own_part(*entry) for entry in named]
+        self.tensors = [part.tensor for part in self._parts]
+        self._mesh = next((mesh_of(p) for p in self.parameters if is_sharded(p)), None)
+        self._norms: dict[Direction, int] = {}  # of directions, where processes share the work
+        sizes = [tensor.numel() for tensor in self.parameters]
         room = (-(-size // LANES) * LANES for size in sizes)  # tensors start at multiples of LANES
         self.offsets = [0, *itertools.accumulate(room)][:-1]
         self.layout = list(zip(self.offsets, sizes, strict=True))
@@ -64,7 +77,30 @@ class Coordinates:
         self._streams: dict[Direction, DirectionStream] = {}
 
     def _make_segments(self) -> Sequence[AnySegment]:
-        return [segment_of(self.tensors, self.offsets, run) for run in runs(self.tensors)]
+        apart = [n for n, parameter in enumerate(self.parameters) if is_sharded(parameter)]
+        together = [n for n in apart if self.tensors[n].dtype == torch.float32]
+        segments: list[AnySegment] = []
+        for run in runs(self.tensors, apart):
+            if run[0] not in together:
+                segments.append(segment_of(self.tensors, self.offsets, run))
+            if run[0] in apart and run[0] not in together:
+                agree = largest_over(self.parameters[run[0]])
+                segments[-1].is_part(self._parts[run[0]].first, agree)
+        return [*segments, *self._grid_parts(together)]
+
+    def _grid_parts(self, numbers: list[int]) -> list[GridParts]:
+        """The segment of the float32 tensors that are split, if there are any."""
+        if not numbers:
+            return []
+        chosen = [self._parts[n] for n in numbers]
+        offsets, firsts = [self.offsets[n] for n in numbers], [part.first for part in chosen]
+        agree = largest_over(self.parameters[numbers[0]])
+        return [GridParts([part.tensor for part in chosen], offsets, firsts, numbers, agree)]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other processes hold parts of the tensors."""
+        return self._mesh is not None
 
     @classmethod
     def from_model(cls, model: nn.Module, **settings: Any) -> Self:
@@ -83,7 +119,7 @@ class Coordinates:
     def check_is_of(self, model: nn.Module) -> None:
         """Raises RuntimeError unless these are the very tensors that `model` computes with."""
         own = {id(p) for p in model.parameters() if p.requires_grad}
-        if own != {id(tensor) for tensor in self.tensors}:
+        if own != {id(tensor) for tensor in self.parameters}:
             raise RuntimeError(
                 "the model's trainable parameters were replaced after training was set up, so "
                 "perturbations would not reach it: wrap or move the model before the trainer."
@@ -115,10 +151,24 @@ class Coordinates:
         if direction not in self._streams:
             device = self.tensors[0].device
             squares = functools.partial(dispatch.sum_of_squared_normals, device=device)
-            self._streams[direction] = DirectionStream(
-                direction, self.distribution, self.layout, squares
+            given = direction, self.distribution, self.layout, squares
+            self._streams[direction] = (
+                ShardedStream(*given, self._own_places(), self._mesh, self._norms)
+                if self.sharded
+                else DirectionStream(*given)
             )
         return self._streams[direction]
+
+    def _own_places(self) -> list[tuple[int, int]]:
+        """(first index, number) of the coordinates that lie here; whole tensors count on the first."""
+        first = self._mesh is None or self._mesh.get_rank() == 0
+        return [
+            (offset + part.first, part.tensor.numel())
+            for offset, part, parameter in zip(
+                self.offsets, self._parts, self.parameters, strict=True
+            )
+            if part.tensor.numel() and (first or is_sharded(parameter))
+        ]
 
     def _squared_norm(self, direction: Direction) -> float:
         """||u||^2: d for rademacher and sphere, the drawn norm's square for gaussian."""
@@ -174,6 +224,8 @@ class Coordinates:
 
         Looked at once a step, by `check_is_of` or when a settled space moves.
         """
+        if self.sharded:
+            self.tensors[:] = map(local, self.parameters)
         addresses = list(map(_address, self.tensors))
         if self._addresses == addresses:
             return
@@ -186,7 +238,7 @@ class Coordinates:
                         f"{self.tensors[n].dtype} now: convert the model before the trainer."
                     )
             if any(addresses[n] != self._addresses[n] for n in numbers):
-                segment.flat = gathered([self.tensors[n] for n in numbers], segment.starts)
+                segment.follow_([self.tensors[n] for n in numbers])
         self._addresses = list(map(_address, self.tensors))
 
 
@@ -215,7 +267,7 @@ def segment_of(
     """Makes the segment of some tensors, which become views of it.
 
     Args:
-      tensors, offsets: all of a space's.
+      tensors, offsets: all of a space's; of tensors that are split, the parts that lie here.
       numbers: which of them, neighbours.
 
     Returns:

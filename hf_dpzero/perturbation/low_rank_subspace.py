@@ -29,6 +29,7 @@ from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.philox import Words, stream_key
 from hf_dpzero.perturbation.segments import Change, GridSegment
+from hf_dpzero.perturbation.sharding import is_sharded
 from hf_dpzero.perturbation.trainable import gathered
 
 _CHUNK = 1 << 18  # elements of U and of a product made at a time: 1 MiB each
@@ -112,7 +113,7 @@ class LowRankSpace(ParameterSpace):
       settings: as for `ParameterSpace`.
 
     Raises:
-      ValueError: another distribution, a tensor that is not float32, or
+      ValueError: another distribution, a tensor that is not float32 or that is split over processes, or
         what `ParameterSpace` refuses.
     """
 
@@ -132,6 +133,11 @@ class LowRankSpace(ParameterSpace):
             )
         named = list(named_tensors)
         for name, tensor in named:
+            if is_sharded(tensor):
+                raise ValueError(
+                    f"{name} is split over processes (FSDP): subspace='low_rank' moves whole matrices. "
+                    "Use subspace='full'."
+                )
             if tensor.dtype != torch.float32:
                 raise ValueError(
                     f"{name} has dtype {tensor.dtype}: subspace='low_rank' moves float32 tensors "

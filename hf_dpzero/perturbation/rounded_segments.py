@@ -32,7 +32,7 @@ class RoundedSegment(Segment):
 
     def snap_(self, reach: float) -> None:
         """Nothing to put on a grid; refuses weights that are not finite."""
-        exact_grid.exponent_for(exact_grid.largest_magnitude(self.flat))
+        exact_grid.exponent_for(self.agree(exact_grid.largest_magnitude(self.flat)))
         self.snapped = True
 
     def apply_(self, changes: Sequence[Change]) -> int:
@@ -42,7 +42,7 @@ class RoundedSegment(Segment):
         moved = 0
         if updates:
             target = self.settled if standing and self.settled is not None else self.flat
-            words = updates[0].stream.update_dither(self.numbers, updates[0].age)
+            words = self._shifted(updates[0].stream.update_dither(self.numbers, updates[0].age))
             moved += self._round(
                 target, source, self.offset, updates, "update", words, self.members
             )
@@ -51,7 +51,7 @@ class RoundedSegment(Segment):
             if source is self.flat:
                 self.settled = source = self.flat.clone()
                 moved += 2 * source.numel() * source.element_size()
-            words = standing[0].stream.perturbation_dither(self.numbers)
+            words = self._shifted(standing[0].stream.perturbation_dither(self.numbers))
             return moved + self._round(
                 self.flat, source, self.offset, standing, "new", words, self.members
             )
@@ -69,7 +69,7 @@ class RoundedSegment(Segment):
         Args:
           m, changes, source, out, pieces: as there.
         """
-        words = changes[0].stream.perturbation_dither(self.numbers[m : m + 1])
+        words = self._shifted(changes[0].stream.perturbation_dither(self.numbers[m : m + 1]))
         offset = self.offset + self.starts[m]
         self._round(out, source, offset, changes, "new", words, None, pieces)
 

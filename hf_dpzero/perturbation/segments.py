@@ -7,7 +7,7 @@ index `offset + e` in the directions' index space.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +16,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dpzero.perturbation import exact_grid
-from hf_dpzero.perturbation.directions import LANES, DirectionStream, dither, draw_words_together
+from hf_dpzero.perturbation.directions import (
+    DITHER_STEP,
+    LANES,
+    DirectionStream,
+    dither,
+    draw_words_together,
+)
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.kernels.dispatch import Members, Pieces
 from hf_dpzero.perturbation.kernels.torch_reference import stochastically_rounded
+from hf_dpzero.perturbation.trainable import gathered
 
 CHUNK = 1 << 19  # coordinates worked on at a time by torch operations
 _SLICE = 1 << 16  # the same, where a dozen temporaries of that size are made
 _SLACK = 1.0 - 2.0**-10  # of a grid's range: room for the rounding of perturbations
 Doubles = NDArray[np.float64]
+Floats = NDArray[np.float32]
 
 
 class Change(NamedTuple):
@@ -49,7 +57,15 @@ class Segment:
       sizes: elements of each tensor in it.
       starts: first element of each, ascending multiples of 32 from 0.
       numbers: each tensor's place among the space's tensors.
+
+    Attributes:
+      first: index, in its tensor, of the first element; other than 0 where processes hold a tensor in
+        parts (see `is_part`).
+      agree: a number of this part -> the largest of all parts' numbers.
     """
+
+    first: int = 0
+    agree: Callable[[float], float] = staticmethod(float)
 
     def __init__(
         self,
@@ -63,6 +79,20 @@ class Segment:
         self.numbers = np.array(numbers, np.uint64)
         self.members = Members.at(self.starts, flat.numel()) if len(starts) > 1 else None
         self.snapped = False
+
+    def is_part(self, first: int, agree: Callable[[float], float]) -> None:
+        """Makes this the part of one tensor that begins at element `first`; others hold the rest.
+
+        Args:
+          first: any.
+          agree: called by all holders of the tensor at the same time.
+        """
+        assert self.members is None, "a part is of one tensor"
+        self.first, self.agree, self.offset = first, agree, self.offset + first
+
+    def _shifted(self, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """The dithers of the first elements here, from those of the tensors' first elements."""
+        return words + np.uint32(self.first * DITHER_STEP % 2**32)
 
     def member(self, m: int) -> Tensor:
         """The values of the segment's m-th tensor, one row."""
@@ -80,11 +110,16 @@ class Segment:
         """The dither of the elements start .. stop, int64, from each member's starting word."""
         index = torch.arange(start, stop, device=self.flat.device)
         starts = self._by_element(np.array(self.starts, np.int64), start, stop)
-        return dither(self._by_element(word.astype(np.int64), start, stop), index - starts)
+        here = index - starts + self.first
+        return dither(self._by_element(word.astype(np.int64), start, stop), here)
 
-    def _chunks(self) -> list[tuple[int, int]]:
-        """(start, stop) of the parts that torch operations work on."""
-        size = self.flat.numel()
+    def follow_(self, tensors: Sequence[Tensor]) -> None:
+        """Works on other memory, of tensors that hold the same values, from now on."""
+        self.flat = gathered(tensors, self.starts)
+
+    def _chunks(self, size: int | None = None) -> list[tuple[int, int]]:
+        """(start, stop) of the parts that torch operations work on, of so many elements or of all."""
+        size = self.flat.numel() if size is None else size
         return [(start, min(start + _SLICE, size)) for start in range(0, size, _SLICE)]
 
 
@@ -116,7 +151,7 @@ class GridSegment(Segment):
     def snap_(self, reach: float) -> None:
         """Puts every member on its grid."""
         for m in range(len(self.sizes)):
-            self.bounds[m] = exact_grid.largest_magnitude(self.member(m))
+            self.bounds[m] = self.agree(exact_grid.largest_magnitude(self.member(m)))
             self.exponents[m] = exact_grid.exponent_for(self.bounds[m] + reach * self._widest)
             self._round_(m)
         self.snapped = True
@@ -146,7 +181,8 @@ class GridSegment(Segment):
             torch.equal(exact_grid.snap_(part.clone(), spacing), part)
             for part in values.split(CHUNK)
         )
-        if not all(on_grid) or exact_grid.largest_magnitude(values) > self.bounds[m]:
+        wrong = not all(on_grid) or exact_grid.largest_magnitude(values) > self.bounds[m]
+        if self.agree(float(wrong)):
             raise ValueError(
                 "holds values that are not on the grid of the saved state: load the very weights that "
                 "were saved with it, in float32."
@@ -185,7 +221,7 @@ class GridSegment(Segment):
         self.bounds += self._grown(growth, roundings)
 
     def _regrid_(self, m: int, growth: float, reach: float) -> None:
-        self.bounds[m] = exact_grid.largest_magnitude(self.member(m))
+        self.bounds[m] = self.agree(exact_grid.largest_magnitude(self.member(m)))
         needed = exact_grid.exponent_for(self.bounds[m] + (growth + reach) * self._widest)
         if needed > self.exponents[m]:
             self.exponents[m] = needed
@@ -221,21 +257,29 @@ class GridSegment(Segment):
             amounts = self._amounts(changes)[:, which].astype(np.float32)
             dispatch.add_signs(out, source, offset, keys, amounts, members, pieces)
             return
+        (new, old, update), spacing, dithers = self._in_grid_steps(changes, which)
+        dispatch.add_normals(
+            out, source, offset, keys, new, old, update, spacing, dithers, members, pieces
+        )
+
+    def _in_grid_steps(
+        self, changes: Sequence[Change], which: slice
+    ) -> tuple[list[Floats], Floats, NDArray[np.uint32]]:
+        """What `dispatch.add_normals` takes of some members: ([new, old, update], spacing, dithers).
+
+        Coefficients are rounded to float32, then in grid steps, which is exact.
+        """
         spacing = self.spacing[which]
         scales = np.array([[c.stream.scale] for c in changes])
-        new, old, update = (  # rounded to float32, then in grid steps, which is exact
+        rates = [
             ((np.array([[c[i]] for c in changes]) * scales).astype(np.float32) / spacing).astype(
                 np.float32
             )
             for i in (2, 1, 3)
-        )
-        dithers = np.stack(
-            [change.stream.update_dither(self.numbers[which], change.age) for change in changes]
-        )
-        dispatch.add_normals(
-            out, source, offset, keys, new, old, update, spacing.astype(np.float32), dithers,
-            members, pieces,
-        )  # fmt: skip
+        ]
+        numbers = self.numbers[which]
+        dithers = [self._shifted(c.stream.update_dither(numbers, c.age)) for c in changes]
+        return rates, spacing.astype(np.float32), np.stack(dithers)
 
     def _amounts(self, changes: Sequence[Change]) -> Doubles:
         """All of a coordinate's change is +-amount, float64 [T, M] on the members' grids.
@@ -306,7 +350,7 @@ class GridSegment(Segment):
           stream: its tensor words start the dithers.
           reach: what perturbations may add beyond that, at any moment.
         """
-        growth = exact_grid.largest_magnitude(values)
+        growth = self.agree(exact_grid.largest_magnitude(values))
         if self.short(growth, reach, 1)[m]:
             self._regrid_(m, growth, reach)
         spacing = float(exact_grid.quantum(self.exponents[m]))

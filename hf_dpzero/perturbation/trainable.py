@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.perturbation.sharding import local
+
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -84,7 +86,7 @@ def check_dtype(name: str, parameter: Tensor) -> None:
             f"{name} is quantised ({kind}), so it cannot be perturbed in place: leave it frozen and "
             "train float adapters (LoRA) on top, or load the model without quantization."
         )
-    if parameter.is_inference():
+    if local(parameter).is_inference():
         raise ValueError(
             f"{name} was made under torch.inference_mode() and cannot be changed in place: load the "
             "model outside of it."
@@ -109,8 +111,9 @@ def check_dtype(name: str, parameter: Tensor) -> None:
 def quantised_kind(parameter: Tensor) -> str | None:
     """Storage class and dtype of a quantised tensor (the dtype may be a float), else None."""
     kinds = {kind.__name__ for kind in type(parameter).__mro__} & {"Params4bit", "Int8Params"}
-    if type(parameter.data) is not Tensor:  # a tensor subclass, such as torchao's
-        kinds.add(type(parameter.data).__name__)
+    held = local(parameter.data)
+    if type(held) is not Tensor:  # a tensor subclass, such as torchao's
+        kinds.add(type(held).__name__)
     if kinds or not (parameter.is_floating_point() or parameter.is_complex()):
         return ", ".join([*sorted(kinds), str(parameter.dtype)])
     return None
@@ -144,7 +147,8 @@ class _Span(NamedTuple):
 def _refuse_shared_memory(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:
     """Raises ValueError if a trainable tensor overlaps another one; (name, tensor, trainable) each."""
     spans = []
-    for name, tensor, trainable in tensors:
+    for name, given, trainable in tensors:
+        tensor = local(given)
         if not tensor.numel() or not has_plain_storage(tensor):
             continue
         steps = zip(tensor.shape, tensor.stride(), strict=True)

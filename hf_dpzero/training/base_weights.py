@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.objectives.losses import base_model
+from hf_dpzero.perturbation.sharding import address, whole
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.provenance import base_names, resolve_path
 from hf_dpzero.reporting.weights import open_each, open_weights
@@ -135,17 +136,17 @@ def check_extended_start(model: nn.Module, folder: str) -> str:
                 "this model was trained in this process and then changed, by another run or by hand, "
                 f"whose cost no report has: {load}"
             )
-    held, other = _saved_tensors(model), []
+    held, other = saved_tensors(model), []
     with open_weights(folder) as files:
         for name in files:
             kept = held.get(name)
             saved = files[name].get_tensor(name)
-            if kept is None or not torch.equal(saved.to(kept.dtype), kept.detach().cpu()):
+            if kept is None or not torch.equal(saved.to(kept.dtype), whole(kept).detach().cpu()):
                 other.append(name)
-        covered = {held[name].data_ptr() for name in files if name in held}
+        covered = {address(held[name]) for name in files if name in held}
     compared, named = compare_with_named(model), dict(model.named_parameters())
     for name in compared.differing if compared else ():
-        if name not in named or named[name].data_ptr() not in covered:
+        if name not in named or address(named[name]) not in covered:
             other.append(name)
     other += trained_adapters(model, covered)
     if other:
@@ -153,13 +154,13 @@ def check_extended_start(model: nn.Module, folder: str) -> str:
             f"{other[0]} and {len(other) - 1} more tensors are not what the run in {folder!r} ended in, "
             f"and this run's epsilon covers what that one released and nothing else: {load}"
         )
-    unknown = {name for name, parameter in named.items() if parameter.data_ptr() not in covered}
+    unknown = {name for name, parameter in named.items() if address(parameter) not in covered}
     if unknown and compared is None:
         return NOT_COMPARED
     return EQUAL_BUT_NEW if compared and unknown.intersection(compared.fresh) else EXTENDED
 
 
-def _saved_tensors(model: Any) -> dict[str, Tensor]:
+def saved_tensors(model: Any) -> dict[str, Tensor]:
     """The model's tensors by the names that saving gives them, as a plain model and as an adapter."""
     state = model.state_dict()
     named = {_plain(name): tensor for name, tensor in state.items()} | state
@@ -207,8 +208,8 @@ def trained_adapters(model: nn.Module, covered: Collection[int] = ()) -> list[st
             down, up = (getattr(module, f"{kind}_{part}", None) or {} for part in "AB")
             for key in down:
                 pair = [getattr(part[key], "weight", part[key]) for part in (down, up)]
-                known = all(tensor.data_ptr() in covered for tensor in pair)
-                if not known and all(bool(tensor.detach().ne(0).any()) for tensor in pair):
+                known = all(address(tensor) in covered for tensor in pair)
+                if not known and all(bool(whole(tensor).detach().ne(0).any()) for tensor in pair):
                     found.append(f"{name}.{kind}.{key}")
     return found
 
@@ -261,7 +262,7 @@ def _token_embeddings(model: Any) -> set[int]:
 def _as_saved(parameter: Tensor, tensor: Tensor) -> bool:
     """Whether the rows that both have are equal."""
     rows = min(len(parameter), len(tensor)) if parameter.dim() else None
-    saved, own = (t[:rows] if rows is not None else t for t in (tensor, parameter.detach()))
+    saved, own = (t[:rows] if rows is not None else t for t in (tensor, whole(parameter).detach()))
     return torch.equal(saved.to(parameter.dtype), own.cpu())
 
 

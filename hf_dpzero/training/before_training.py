@@ -58,6 +58,7 @@ from hf_dpzero.training.public_rows import evaluation_rows, public_shapes
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.row_lengths import check_lengths
 from hf_dpzero.training.schedule_settings import judge_schedule
+from hf_dpzero.training.sharded_runs import agreed
 from hf_dpzero.training.split import split_shapes
 
 logger = logging.get_logger(__name__)
@@ -99,6 +100,7 @@ def check_before_training(trainer: Any) -> None:
             data_checks.check_labels(trainer.train_dataset, trainer.label_names)
         objective = select_objective(model)
         trainer.per_example_loss = smoothed(objective, args.label_smoothing_factor)
+    trainer.shard_()
     distributed.check_same_rows(trainer.train_dataset)
     check_mixed_precision(args, args.device.type)
     if trainer.plan.mechanism.private:
@@ -213,11 +215,12 @@ def _try_objective(trainer: Any) -> None:
     private, size = trainer.plan.mechanism.private, trainer.args.physical_batch_size
     coarse = bool(low_precision(trainer.model, trainer.args))
     by_width = "longrope" in rope_types(getattr(base_model(trainer.model), "config", None))
-    count, entropy = len(trainer.train_dataset), secrets.randbits(100)
+    count, entropy = len(trainer.train_dataset), distributed.shared(secrets.randbits(100))
 
     def losses_of(objective: PerExampleLoss, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
         with isolated_randomness(entropy + seed):
-            return check_per_example(objective(trainer.model, batch), batch_size(batch)).cpu()
+            found = check_per_example(objective(trainer.model, batch), batch_size(batch)).cpu()
+            return agreed(found) if trainer.shards else found
 
     def tried(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
         return losses_of(objective.trial, batch, seed)

@@ -46,7 +46,7 @@ def _words(stage: int | None) -> str:
     if stage == 3:
         return (
             "(ZeRO-3) divides the parameters in ways that the perturbation does not follow: FSDP2 does "
-            f"that here, to the CPU too ({_SHARDED}); or {_ONE}."
+            f"that here ({_SHARDED}); or {_ONE}."
         )
     if stage is not None:
         return (

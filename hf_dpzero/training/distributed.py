@@ -219,16 +219,36 @@ def wait() -> None:
 
 
 def check_launch(trainer: Any) -> None:
-    """Refuses sharding that `accelerate launch` asks for by environment variables.
+    """Refuses sharding that `accelerate launch` asks for by environment variables, but for FSDP2.
 
     Raises:
-      ValueError: the accelerator does anything but plain data parallelism.
+      ValueError: the accelerator does anything but plain data parallelism and FSDP2.
     """
     kind = str(getattr(trainer.accelerator.distributed_type, "value", ""))
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
+    if kind == "FSDP":
+        check_version(int(trainer.accelerator.state.fsdp_plugin.fsdp_version))
+    elif kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
         raise ValueError(
             f"distributed_type={kind} shards or copies parameters in ways that the in-place "
-            "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process."
+            "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process, or fsdp_version: 2 "
+            f"({FSDP2}) for a model that does not fit on one device."
+        )
+
+
+FSDP2 = "configs/accelerate/fsdp2.yaml"
+
+
+def check_version(version: int) -> None:
+    """Refuses FSDP1, which moves parameters into flat buffers of its own.
+
+    Raises:
+      ValueError: says how to use FSDP2.
+    """
+    if version != 2:
+        raise ValueError(
+            f"fsdp_version={version} keeps parameters as parts of flat buffers, which the in-place "
+            f"perturbation does not follow: set fsdp_version: 2, as in {FSDP2} (with TrainingArguments "
+            'fsdp_config={"version": 2}).'
         )
 
 
@@ -269,16 +289,13 @@ _SAME_ROWS = (
 
 
 def check_single_strategy(args: Any, model: Any = None) -> None:
-    """Refuses sharding and nn.DataParallel that the arguments ask for.
+    """Refuses FSDP1 and nn.DataParallel, where the arguments ask for them (`deepspeed` sees to its own).
 
     Raises:
-      ValueError: FSDP, DeepSpeed or nn.DataParallel.
+      ValueError: says what to use instead.
     """
-    if args.deepspeed or args.fsdp:
-        raise ValueError(
-            "FSDP and DeepSpeed shard or copy parameters in ways that the in-place perturbation does "
-            "not follow: run on one device or with plain data parallelism (accelerate launch)."
-        )
+    if args.fsdp:
+        check_version(int((getattr(args, "fsdp_config", None) or {}).get("version", 2)))
     devices = set((getattr(model, "hf_device_map", None) or {}).values()) - {"cpu", "disk"}
     if args.n_gpu > 1 and len(devices) < 2:
         raise ValueError(

@@ -154,7 +154,7 @@ FIELDS: dict[str, tuple[Use, ...]] = {
     "ddp_bucket_cap_mb": (_ONE_PROCESS_GROUP,),
     "ddp_broadcast_buffers": (_ONE_PROCESS_GROUP,),
     "ddp_static_graph": (_ONE_PROCESS_GROUP,),
-    "fsdp_config": (Use(UNUSED, "fsdp is refused"),),
+    "fsdp_config": (Use(WORKS, where="fsdp"), Use(UNUSED, "fsdp is off")),
     "hub_always_push": (Use(UNUSED, "nothing is pushed before training ends"),),
     "sortish_sampler": (Use(UNUSED, "transformers does not read it either"),),
     "predict_with_generate": (_GENERATION,),
@@ -249,7 +249,15 @@ FIELDS: dict[str, tuple[Use, ...]] = {
         ),
         Use(UNUSED, "hf_dpzero.reporting.hub uploads to the main branch"),
     ),
-    "fsdp": (_SHARDS,),
+    "fsdp": (
+        Use(
+            REFUSED,
+            "shards parameters, of which gradients of single examples are not taken: use "
+            "method='dpzero', or plain data parallelism (accelerate launch).",
+            FIRST_ORDER,
+        ),
+        Use(WORKS, "version 2 only, over zeroth-order methods"),
+    ),
     "deepspeed": (_SHARDS,),
     "parallelism_config": (_SHARDS,),
 }  # fmt: skip

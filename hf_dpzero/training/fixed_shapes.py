@@ -353,7 +353,7 @@ class FixedShapes:
 
     def may_fill(self, rows: Sequence[Row]) -> bool:
         """Whether rows of one group may fill a microbatch, without a blank among them."""
-        if self.slots == 1 or self.unmasked_apart or not self.blanks:
+        if len(rows) == 1 or self.unmasked_apart or not self.blanks:  # nothing is beside one row
             return True
         return not frozenset.intersection(*map(unmasked, rows))
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dpzero.perturbation.sharding import own_class, whole
 from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
 from hf_dpzero.reporting.provenance import base_names, resolve_path
 from hf_dpzero.training.base_weights import Comparison
@@ -44,7 +45,9 @@ def write_initial_values(
     if compared is None or compared.differing:
         return
     named = dict(model.named_parameters())
-    values = {name: named[name].detach().cpu().contiguous().clone() for name in compared.fresh}
+    values = {
+        name: whole(named[name]).detach().cpu().contiguous().clone() for name in compared.fresh
+    }
     dtypes = {p.dtype for name, p in named.items() if name not in values}
     description = _description(model)
     size = sum(value.numel() * value.element_size() for value in values.values())
@@ -118,8 +121,8 @@ def _description(model: Any) -> dict[str, Any] | None:
 
     adapters = getattr(model, "peft_config", None) or {}
     base = model.get_base_model() if adapters and hasattr(model, "get_base_model") else model
-    kind = type(base).__name__
-    if getattr(transformers, kind, None) is not type(base) or set(adapters) - {"default"}:
+    kind = own_class(base).__name__
+    if getattr(transformers, kind, None) is not own_class(base) or set(adapters) - {"default"}:
         return None
     config = _public(base.config.to_diff_dict())
     config["num_labels"] = getattr(base.config, "num_labels", 2)  # the names are not needed

@@ -39,6 +39,7 @@ from hf_dpzero.training.rank_agreement import check_weights
 from hf_dpzero.training.run_files import discard_unused
 from hf_dpzero.training.schedule_settings import smoothing_of_steps
 from hf_dpzero.training.shape_trials import ShapeTrials, keep_strategy
+from hf_dpzero.training.sharded_runs import Lockstep
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
@@ -94,6 +95,7 @@ class ZerothOrderMethod(TrainingMethod):
             self.space.snap_()
         else:
             self.space.load_state_dict(state)
+        self.lockstep = Lockstep(trainer) if trainer.shards else list
         differences = FiniteDifferences(
             trainer.model,
             self.space,
@@ -117,7 +119,8 @@ class ZerothOrderMethod(TrainingMethod):
             )
         self.trials: ShapeTrials | None = None
         if trainer.shapes is not None and trainer.shapes.slots > 1:
-            self.trials = _shape_trials(trainer, differences, messages)
+            lockstep = self.lockstep if trainer.shards else None
+            self.trials = _shape_trials(trainer, differences, messages, lockstep)
         for message in messages:
             logger.warning(message)
         if not trainer.trajectory.releases:
@@ -152,11 +155,12 @@ class ZerothOrderMethod(TrainingMethod):
         """As in the base class; settles at once if a callback of others was added since the start."""
         check_weights(self.trainer, batch["step"])
         with self.reads.own_step():
-            parts = list(map(Filled, batch["microbatches"], batch["examples"]))
+            parts: Sequence[Any] = list(map(Filled, batch["microbatches"], batch["examples"]))
             groups = batch["groups"] if self.trainer.args.clipping == "averaged" else None
             row_groups = batch["row_groups"]
             if self.trials is not None:
                 self.trials.check(batch["step"], parts)
+            parts = self.lockstep(parts)
             differences = self.step(
                 batch["step"], parts, learning_rate, groups, row_groups, batch["agreed"]
             )
@@ -272,7 +276,9 @@ def passes_of(trainer: Any) -> float:
     return float(rows / (shapes.slots if shapes else trainer.args.physical_batch_size))
 
 
-def _shape_trials(trainer: Any, differences: FiniteDifferences, messages: list[str]) -> ShapeTrials:
+def _shape_trials(
+    trainer: Any, differences: FiniteDifferences, messages: list[str], lockstep: Any
+) -> ShapeTrials:
     """The trials of a run's shapes; adds to `messages` if stacked copies fail on public rows."""
     settings = trainer.shapes, differences, trainer.args.num_directions
     holds = True
@@ -285,7 +291,7 @@ def _shape_trials(trainer: Any, differences: FiniteDifferences, messages: list[s
         logger.info(f"stacked copies were not tried beside public rows: {error}")
     if message := keep_strategy(differences, holds):
         messages.append(message)
-    return ShapeTrials(*settings)
+    return ShapeTrials(*settings, lockstep)
 
 
 def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:

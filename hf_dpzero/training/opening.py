@@ -11,14 +11,14 @@ from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.reporting.extension import check_extended
-from hf_dpzero.reporting.wording import NOT_COMPARED
-from hf_dpzero.training import checkpoint_files, distributed, run_files
+from hf_dpzero.training import checkpoint_files, run_files
 from hf_dpzero.training.base_weights import check_start, digest_frozen, state_digest
 from hf_dpzero.training.fixed_shapes import forward_passes
 from hf_dpzero.training.group_training import check_resumed
 from hf_dpzero.training.initial_values import write_initial_values
 from hf_dpzero.training.rank_agreement import check_agreement, compare
 from hf_dpzero.training.rank_failures import RankError
+from hf_dpzero.training.sharded_runs import is_split, on_first_of
 
 
 class Opened(NamedTuple):
@@ -112,8 +112,14 @@ def _start(trainer: Any, header: dict[str, Any]) -> Opened:
 
 
 def _keep_initial_values(trainer: Any, compared: Any, digest: str) -> None:
-    if trainer.args.should_save and trainer.plan.mechanism.replayable:
-        write_initial_values(trainer.output_dir, trainer.model, compared, digest)
+    def write() -> None:
+        if trainer.args.should_save and trainer.plan.mechanism.replayable:
+            write_initial_values(trainer.output_dir, trainer.model, compared, digest)
+
+    if is_split(trainer.model):
+        on_first_of(trainer.model, write)
+    else:
+        write()
 
 
 def _checked_start(trainer: Any) -> Any:
@@ -127,11 +133,8 @@ def _checked_start(trainer: Any) -> Any:
             )
         ledger = check_extended(args.extends_run, args.privacy_unit, trainer.plan.after)
         run_files.refuse_lost_releases(Path(args.extends_run), ledger)
-    return distributed.shared(
-        distributed.on_main(
-            lambda: check_start(trainer.model, args.base_is_public, args.extends_run),
-            lambda: (NOT_COMPARED, None),
-        )
+    return on_first_of(
+        trainer.model, lambda: check_start(trainer.model, args.base_is_public, args.extends_run)
     )
 
 

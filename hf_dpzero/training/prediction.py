@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
 
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import Inputs, classification_losses
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.training.group_metrics import by_group, groups_of_rows
+from hf_dpzero.training.sharded_runs import ShardedTrainer
 
 
-class PredictingTrainer(Trainer):
+class PredictingTrainer(ShardedTrainer):
     """A Trainer whose evaluation asks the objective, if that is one that predicts.
 
     Attributes:

@@ -21,6 +21,17 @@ FUNCTIONS = (
 )
 
 
+def checked_config(args: Any) -> DPZeroConfig:
+    """`args`; refuses anything but a `DPZeroConfig`.
+
+    Raises:
+      ValueError: says what it is.
+    """
+    if not isinstance(args, DPZeroConfig):
+        raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
+    return args
+
+
 def by_name(kind: type, positional: Sequence[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments behind `model` and `args` by their names in the class that the mixin stands over.
 

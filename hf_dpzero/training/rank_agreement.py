@@ -171,7 +171,7 @@ def check_weights(trainer: Any, step: int | None = None) -> None:
     Raises:
       RankError: on all ranks; before the step releases anything.
     """
-    if not active():
+    if not active() or trainer.shards:  # parts of them are everywhere others
         return
     first = getattr(trainer, "_compared_weights", None) is not trainer.trajectory
     if step is not None and step % EVERY and not first:

@@ -10,7 +10,7 @@ evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from hf_dpzero.objectives.losses import Filled, batch_size, num_examples, trial
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.training.fixed_shapes import FixedShapes, Row
 from hf_dpzero.training.random_state import isolated_randomness
+
+Lockstep = Callable[[list[Filled]], Sequence[Row]]
+Places = list[int | None]
 
 AGAIN = 10
 """A shape is tried again when the steps taken are so many times those at its last trial."""
@@ -38,12 +41,18 @@ class ShapeTrials:
       shapes: of the run, with more than one slot.
       differences: of the run: its strategy, objective, prefix and weights.
       num_directions: K of a step.
+      lockstep: adds microbatches of no examples, so that every process makes as many passes; None where
+        processes need not.
     """
 
     def __init__(
-        self, shapes: FixedShapes, differences: FiniteDifferences, num_directions: int
+        self,
+        shapes: FixedShapes,
+        differences: FiniteDifferences,
+        num_directions: int,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        self.shapes, self.differences = shapes, differences
+        self.shapes, self.differences, self.lockstep = shapes, differences, lockstep
         # Copies of all directions share a pass under `stacked`; else each has passes of its own.
         count = num_directions if differences.stack is not None else 1
         self._directions = [Direction(0, 0, k) for k in range(count)]
@@ -59,20 +68,25 @@ class ShapeTrials:
         Raises:
           ValueError: a row's losses have other bits in another slot or beside other rows.
         """
+        due: dict[tuple[Any, ...], Row] = {}
         for part in microbatches:
             group = self.shapes.group_of(_row(part, 0))
             last = self._tried.get(group)
             alone = batch_size(part) == 1
-            if alone or (last is not None and step + 1 < AGAIN * (last + 1)):
-                continue
-            if not self.holds(part):
-                raise ValueError(
-                    "an example's loss has other bits beside other examples, in a shape or at weights "
-                    "that the trial before training did not see: this step was not released. Set "
-                    "microbatch_size=1 and resume (resume_from_checkpoint=True): then every example is "
-                    "evaluated by itself."
-                )
-            self._tried[group] = step
+            if not alone and (last is None or step + 1 >= AGAIN * (last + 1)):
+                due.setdefault(group, part)
+        if self.lockstep is not None:
+            holds = self._hold_together([_rows(part) for part in due.values()], self.lockstep)
+        else:
+            holds = all(map(self.holds, due.values()))
+        if not holds:
+            raise ValueError(
+                "an example's loss has other bits beside other examples, in a shape or at weights "
+                "that the trial before training did not see: this step was not released. Set "
+                "microbatch_size=1 and resume (resume_from_checkpoint=True): then every example is "
+                "evaluated by itself."
+            )
+        self._tried.update(dict.fromkeys(due, step))
 
     def holds(self, part: Row) -> bool:
         """Whether the losses of a microbatch's rows keep all bits wherever they stand.
@@ -83,40 +97,39 @@ class ShapeTrials:
         Returns:
           False if a bit differs. Theta is settled afterwards.
         """
-        rows: list[Row] = [_row(part, i) for i in range(num_examples(part))]
+        rows = _rows(part)
         try:
-            return self._holds([*rows, *_others(rows, batch_size(part) - len(rows))])
+            return self._hold_together([[*rows, *_others(rows, batch_size(part) - len(rows))]])
         except _NOT_TAKEN:
             if len(rows) == batch_size(part):
                 raise
-            return self._holds(rows)  # invented rows may not be of the model's form
+            return self._hold_together([rows])  # invented rows may not be of the model's form
 
-    def _holds(self, rows: list[Row]) -> bool:
-        placed = list(self._placed(rows))
+    def _hold_together(self, groups: Sequence[Sequence[Row]], lockstep: Lockstep = list) -> bool:
+        placed = [list(self._placed(rows)) for rows in groups]
+        batches = lockstep([batch for each in placed for batch, _ in each])
+        if not batches:
+            return True
         with isolated_randomness():
-            found = self._losses([batch for batch, _ in placed])
-        known: dict[int, Tensor] = {}
-        standing = [row for _, places in placed for row in places]
-        return all(
-            row is None or _equal(known.setdefault(row, losses), losses)
-            for row, losses in zip(standing, found, strict=True)
-        )
+            found = self._losses(batches)
+        counts = [sum(len(places) for _, places in each) for each in placed]
+        return all(map(_consistent, placed, found.split(counts)))
 
-    def _placed(self, rows: list[Row]) -> Iterator[tuple[Filled, list[int | None]]]:
+    def _placed(self, rows: Sequence[Row]) -> Iterator[tuple[Filled, Places]]:
         """Microbatches of these rows, and which row stands in each slot; None for what fills up."""
         slots, shapes = self.shapes.slots_of(rows[0]), self.shapes
         filler = shapes.blank(rows[0]) if shapes.blanks else rows[0]
-        here: list[int | None] = list(range(len(rows)))
+        here: Places = list(range(len(rows)))
         if len(rows) == slots and not shapes.may_fill(rows):
             here.pop()
         here += [None] * (slots - len(here))
-        alone: list[int | None] = [0, *[None] * (slots - 1)]
+        alone: Places = [0, *[None] * (slots - 1)]
         turns = sorted({0, 1, slots // 2, slots - 1})
         for places in [*[here[by:] + here[:by] for by in turns], alone, alone[::-1]]:
             batch = [filler if i is None else rows[i] for i in places]
             yield Filled(shapes.filled(batch), slots), places
 
-    def _losses(self, microbatches: Sequence[Filled]) -> Tensor:
+    def _losses(self, microbatches: Sequence[Row]) -> Tensor:
         """Both signs along all directions of every row, float32 [rows, 2 K]."""
         differences, objective = self.differences, self.differences.objective
         differences.objective = trial(objective)
@@ -126,6 +139,20 @@ class ShapeTrials:
             differences.objective = objective
             differences.space.settle_()
         return torch.cat(pair, dim=1)
+
+
+def _consistent(placed: Sequence[tuple[Filled, Places]], found: Tensor) -> bool:
+    """Whether every row has the same losses wherever it stood."""
+    known: dict[int, Tensor] = {}
+    standing = [row for _, places in placed for row in places]
+    return all(
+        row is None or _equal(known.setdefault(row, losses), losses)
+        for row, losses in zip(standing, found, strict=True)
+    )
+
+
+def _rows(part: Row) -> list[Row]:
+    return [_row(part, i) for i in range(num_examples(part))]
 
 
 def _row(part: Row, number: int) -> dict[str, Tensor]:

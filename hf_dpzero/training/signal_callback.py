@@ -13,6 +13,9 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.perturbation.sharding import local
+from hf_dpzero.perturbation.trainable import num_trainable
+from hf_dpzero.training.distributed import sum_over_processes
 from hf_dpzero.training.released_signal import (
     LEAST_STEPS,
     ReleasedScalars,
@@ -22,6 +25,7 @@ from hf_dpzero.training.released_signal import (
     noise_variance,
     signal_of,
 )
+from hf_dpzero.training.sharded_runs import is_split
 
 logger = logging.get_logger(__name__)
 
@@ -69,9 +73,11 @@ class SignalCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measures the weights that updates are compared with."""
-        trained = self._trained()
-        norms = [float(torch.linalg.vector_norm(p, dtype=torch.float64)) for p in trained]
-        self._size = WeightSize(math.hypot(*norms), sum(p.numel() for p in trained))
+        norms = [float(torch.linalg.vector_norm(p, dtype=torch.float64)) for p in self._trained()]
+        norm, size = math.hypot(*norms), num_trainable(self.trainer.model, None)
+        if is_split(self.trainer.model):
+            norm = math.sqrt(sum_over_processes([norm**2])[0])
+        self._size = WeightSize(norm, size)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Adds the step, and says what it shows."""
@@ -97,11 +103,16 @@ class SignalCallback(TrainerCallback):
             self._stop_not_finite(state, control)
 
     def _trained(self) -> list[torch.Tensor]:
-        return [p.detach() for p in self.trainer.model.parameters() if p.requires_grad]
+        """What is trained, of parameters in parts what lies here."""
+        trained = (p.detach() for p in self.trainer.model.parameters() if p.requires_grad)
+        return [part for part in map(local, trained) if part.numel()]
 
     def _finite(self) -> bool:
         norms = [torch.linalg.vector_norm(p, ord=math.inf).float() for p in self._trained()]
-        return all(math.isfinite(norm) for norm in torch.stack(norms).tolist())
+        finite = not norms or all(math.isfinite(norm) for norm in torch.stack(norms).tolist())
+        if is_split(self.trainer.model):
+            return sum_over_processes([int(not finite)]) == [0]
+        return finite
 
     def _update_norm(self, release: Release) -> float:
         """Euclidean norm of the step's update: exact for SGD, as expected for random directions.

@@ -242,12 +242,17 @@ def choose_split(trainer: Any, work: Callable[[int], float]) -> Split:
             f"direction_parallel_size={asked} with {world} processes and {args.num_directions} "
             "directions: give a divisor of the number of processes, at most num_directions."
         )
+    if trainer.shards and asked not in (None, 1):
+        raise ValueError(
+            f"direction_parallel_size={asked} under FSDP: a forward pass gathers the parts of all "
+            "processes, which stand at one direction: leave it out."
+        )
     if averaged and asked not in (None, 1):
         raise ValueError(
             f"direction_parallel_size={asked} with clipping='averaged', whose groups go to processes "
             "whole: leave it out."
         )
-    may = not averaged and not _may_stack(trainer)
+    may = not averaged and not trainer.shards and not _may_stack(trainer)
     shares = asked or direction_shares(world, args.num_directions, work, may)
     return Split(args.process_index, world // shares, shares)
 

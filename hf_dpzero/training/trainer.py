@@ -35,6 +35,7 @@ from hf_dpzero.training import (
     opening,
     precision,
     screen,
+    sharded_runs,
     validation,
 )
 from hf_dpzero.training.base_weights import check_frozen, mark_as_trained, state_digest
@@ -54,7 +55,7 @@ from hf_dpzero.training.methods import (
     private_diagnostics,
 )
 from hf_dpzero.training.overrides import check_overrides
-from hf_dpzero.training.preparation import by_name, prepare
+from hf_dpzero.training.preparation import by_name, checked_config, prepare
 from hf_dpzero.training.publishing import PublishingTrainer
 from hf_dpzero.training.rank_agreement import watched_training
 from hf_dpzero.training.signal_callback import SignalCallback
@@ -64,17 +65,6 @@ from hf_dpzero.training.text_rows import TextRows
 logger = logging.get_logger(__name__)
 
 _MODEL_INIT = "model_init makes a new model after the checks: pass the model itself as `model`."
-
-
-def checked_config(args: Any) -> DPZeroConfig:
-    """`args`; refuses anything but a `DPZeroConfig`.
-
-    Raises:
-      ValueError: says what it is.
-    """
-    if not isinstance(args, DPZeroConfig):
-        raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
-    return args
 
 
 class DPZeroMixin(PublishingTrainer):
@@ -148,6 +138,7 @@ class DPZeroMixin(PublishingTrainer):
             resolve(args, self.model)
         self.rows_are_examples = self._texts is not None and self._texts.examples
         distributed.check_launch(self)
+        sharded_runs.take_over(self)
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss
         check_overrides(self)
@@ -216,7 +207,7 @@ class DPZeroMixin(PublishingTrainer):
 
     @precision.with_own_compiling
     @watched_training
-    def train(  # type: ignore[override]
+    def train(
         self, resume_from_checkpoint: str | bool | None = None, **settings: Any
     ) -> TrainOutput:
         """Trains as `Trainer.train` does; what cannot be accounted is refused before it starts.
@@ -266,8 +257,8 @@ class DPZeroMixin(PublishingTrainer):
             if self.trajectory is not None:
                 self.trajectory.close()
                 if self.trajectory.releases and self._trained_digest is None:
-                    self._trained_digest = state_digest(self.model)
-                    mark_as_trained(self.model, self._started_from, self._trained_digest)
+                    self._trained_digest = digest = sharded_runs.final_digest(self)
+                    mark_as_trained(self.model, self._started_from, digest or "")
         for name in ("train_loss", "total_flos", "train_samples_per_second"):  # depend on the data
             output.metrics.pop(name, None)
         output.metrics.update(budget_metrics(self.privacy_report()))
@@ -368,7 +359,10 @@ class DPZeroMixin(PublishingTrainer):
         def on_device(objective: PerExampleLoss) -> PerExampleLoss:
             def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
                 with self.compute_loss_context_manager():
-                    return objective(model, self._prepare_inputs(dict(inputs)))
+                    losses = objective(model, self._prepare_inputs(dict(inputs)))
+                if self.shards:
+                    sharded_runs.give_back(model)
+                return losses
 
             return evaluate
 

@@ -19,6 +19,7 @@ from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
 from hf_dpzero.estimators.opacus_hooks import hooks_class
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.objectives.losses import base_model
+from hf_dpzero.perturbation.sharding import local
 from hf_dpzero.perturbation.trainable import check_dtype, check_storage, has_plain_storage
 from hf_dpzero.training.offloading import accelerate_hooks
 
@@ -164,7 +165,8 @@ def parameters_left_alone(model: nn.Module) -> Iterator[None]:
     """
     before = dict(model.named_parameters())
     sums = checksums(list(before.items()))
-    guard = ParameterGuard((name, p) for name, p in before.items() if has_plain_storage(p))
+    plain = ((name, local(p)) for name, p in before.items())
+    guard = ParameterGuard((name, p) for name, p in plain if has_plain_storage(p))
     unwritten = guard.state()
     try:
         yield

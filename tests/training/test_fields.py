@@ -65,7 +65,7 @@ def of_kind(kind: str) -> list[tuple[str, str]]:
         (name, method)
         for name in NAMES
         for method in METHODS
-        if use_of(name, SimpleNamespace(method=method, push_to_hub=False)).kind == kind
+        if use_of(name, SimpleNamespace(method=method, push_to_hub=False, fsdp=None)).kind == kind
     ]
 
 

@@ -446,8 +446,8 @@ def test_a_forward_that_reads_or_keeps_buffers_is_left_alone():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fsdp": ["full_shard"]}, "FSDP and DeepSpeed"),
-        ({"deepspeed": "ds.json"}, "FSDP and DeepSpeed"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "set fsdp_version: 2, as in .*fsdp2.yaml"),
+        ({"deepspeed": "ds.json"}, "DeepSpeed shards .*fsdp2.yaml"),
         ({"n_gpu": 2}, "2 GPUs in one process.*accelerate launch"),
     ],
 )

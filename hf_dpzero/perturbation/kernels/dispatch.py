@@ -7,7 +7,8 @@ elsewhere in `torch_reference`; the numbers are the same to the last bit.
 
 Common arguments:
   out, source: flat tensors of one shape, dtype and device; may be the same tensor, else disjoint.
-  offset: index of element 0 in the directions' index space, a multiple of 32.
+  offset: index of element 0 in the directions' index space, a multiple of 32; any number for one tensor
+    (M = 1) without pieces, such as a part of a tensor whose rows lie on several processes.
   keys: uint32 [T, 4], the directions' streams (see `philox.stream_key`).
   members: None if the flat tensor is one tensor (M = 1), or where its M small ones lie.
   pieces: None, or int64 [P]: `out` and `source` hold P equal parts of one tensor (rows of an
@@ -17,6 +18,7 @@ Common arguments:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_dpzero.perturbation.directions import LANES, NORMAL_UNIT
+from hf_dpzero.perturbation.directions import DITHER_STEP, LANES, NORMAL_UNIT
 from hf_dpzero.perturbation.kernels import torch_reference
 
 Floats = NDArray[np.float32]
@@ -84,7 +86,11 @@ def add_signs(
       amounts: float32 [T, M].
     """
     backend, where = _backend(out.device, members)
-    backend.add_signs(out, source, offset, keys, amounts, where, pieces)
+
+    def add(out: Tensor, source: Tensor, offset: int, shift: int) -> None:
+        backend.add_signs(out, source, offset, keys, amounts, where, pieces)
+
+    _in_rows(add, out, source, offset)
 
 
 def add_normals(
@@ -102,8 +108,13 @@ def add_normals(
       dithers: uint32 [T, M], where the members' dithers start.
     """
     backend, where = _backend(out.device, members)
-    rest = (keys, new, old, update, spacing, dithers)
-    backend.add_normals(out, source, offset, *rest, where, pieces)
+    rest = (keys, new, old, update, spacing)
+
+    def add(out: Tensor, source: Tensor, offset: int, shift: int) -> None:
+        moved = dithers + np.uint32(shift * DITHER_STEP % 2**32)
+        backend.add_normals(out, source, offset, *rest, moved, where, pieces)
+
+    _in_rows(add, out, source, offset)
 
 
 def add_rounded(
@@ -120,8 +131,37 @@ def add_rounded(
       dithers: uint32 [M], where the members' dithers start.
     """
     backend, where = _backend(out.device, members)
-    rest = (keys, gaussian, coefficients, dithers)
-    backend.add_rounded(out, source, offset, *rest, where, pieces)
+    rest = (keys, gaussian, coefficients)
+
+    def add(out: Tensor, source: Tensor, offset: int, shift: int) -> None:
+        moved = dithers + np.uint32(shift * DITHER_STEP % 2**32)
+        backend.add_rounded(out, source, offset, *rest, moved, where, pieces)
+
+    _in_rows(add, out, source, offset)
+
+
+def _in_rows(
+    add: Callable[[Tensor, Tensor, int, int], None], out: Tensor, source: Tensor, offset: int
+) -> None:
+    """add(out, source, offset, 0); in two calls where the first element does not begin a row of 32.
+
+    Kernels take whole rows. The few elements before the first whole one are worked on in a row of
+    their own.
+
+    Args:
+      add: (out, source, offset, by how many elements its element 0 lies behind `out`'s).
+      out, source, offset: as above.
+    """
+    lead = offset % LANES
+    if lead == 0:
+        return add(out, source, offset, 0)
+    head = min(LANES - lead, out.numel())
+    row = source.new_zeros(LANES)
+    row[lead : lead + head] = source[:head]
+    rest = source[head:], offset + head
+    add(row, row, offset - lead, -lead)
+    out[:head] = row[lead : lead + head]
+    add(out[head:], *rest, head)
 
 
 def coordinates(

@@ -1,0 +1,417 @@
+"""Runs whose parameters lie in parts on several processes: FSDP2, `torch.distributed.fsdp.fully_shard`.
+
+Every process perturbs and updates its own part (see `perturbation.sharding`) and evaluates its own rows.
+A forward pass gathers one block of layers after another on all processes, so all of them must make the
+same passes: a process with fewer microbatches than another makes passes of blanks (`Lockstep`). Files
+are those of a run that is not split, whole tensors written by the first process; so any number of
+processes goes on from them.
+
+Accelerate's plugin says how the model is cut. hf_dpzero cuts it itself, before the checks before
+training, and with two settings of its own: layers are given back after every pass (the next is at other
+weights), and weights are gathered as they are, for autocast to round where it would in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.utils import logging
+
+from hf_dpzero.objectives.losses import Filled, single_pass
+from hf_dpzero.perturbation.sharding import is_sharded, on_first, own_part, whole
+from hf_dpzero.perturbation.trainable import quantised_kind
+from hf_dpzero.reporting.weights import open_weights
+from hf_dpzero.training import distributed
+from hf_dpzero.training.base_weights import saved_tensors, state_digest
+
+logger = logging.get_logger(__name__)
+
+T = TypeVar("T")
+_MARK = "_hf_dpzero_cut"
+_INSTEAD = "use plain data parallelism (MULTI_GPU, MULTI_CPU) or one process"
+
+
+class ShardedTrainer(Trainer):
+    """A Trainer that cuts its model by FSDP2 where that was asked for, and keeps whole files.
+
+    Attributes:
+      shards: whether it does.
+    """
+
+    args: Any
+    model: Any
+    shards: bool = False
+
+    def shard_(self) -> None:
+        """Cuts the model over the processes, if that was asked for and is not done yet; in place.
+
+        Raises:
+          ValueError: a model that cannot be cut.
+        """
+        if not self.shards or is_split(self.model):
+            return
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        check_splittable(self.model, self.args)
+        plugin = self.accelerator.state.fsdp_plugin
+        named = plugin.transformer_cls_names_to_wrap
+        plugin.transformer_cls_names_to_wrap = named or layer_classes(self.model)
+        try:
+            fsdp2_prepare_model(self.accelerator, self.model)
+        finally:
+            plugin.transformer_cls_names_to_wrap = named
+        vars(self.model)[_MARK] = True
+        self.model.set_reshard_after_forward(True)
+        if hasattr(self.model, "generate"):
+            torch.distributed.fsdp.register_fsdp_forward_method(self.model, "generate")
+
+    def _prepare_for_training(self, *args: Any, **settings: Any) -> Any:
+        with _prepared(self.accelerator) if self.shards else contextlib.nullcontext():
+            return super()._prepare_for_training(*args, **settings)
+
+    def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
+        """As in Trainer, on all processes alike."""
+        self.shard_()
+        if self.shards and not self.accelerator._models:
+            self.accelerator._models.append(self.model)
+        try:
+            return super().evaluation_loop(*args, **settings)
+        finally:
+            give_back(self.model)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.shards:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_whole_(self.model, resume_from_checkpoint)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.shards and state_dict is None:
+            state_dict = whole_state(self.model, keep=self.args.should_save)
+        super()._save(output_dir, state_dict)
+
+
+def take_over(trainer: Any) -> None:
+    """Makes `trainer` one that shards, where Accelerate was told to use FSDP2.
+
+    Args:
+      trainer: whose accelerator has been made.
+
+    Raises:
+      ValueError: a setting that does not go with parts of parameters.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None) or _plugin_on_cpus(trainer)
+    check_uncut(trainer.model)
+    if plugin is None:
+        return
+    if plugin.cpu_offload and type(plugin.cpu_offload).__name__ != "OffloadPolicy":
+        raise ValueError(
+            "fsdp_offload_params (cpu_offload) keeps parts in the CPU's memory, from where they are "
+            "copied while the next perturbation may already be written: set it to false, and take more "
+            "processes or a model in bfloat16."
+        )
+    distributed.check_version(plugin.fsdp_version)
+    _check_settings(trainer.args)
+    if plugin.reshard_after_forward is False:
+        logger.info("reshard_after_forward=False has no effect: every pass is at other weights.")
+    plugin.mixed_precision_policy = None
+    trainer.shards, trainer.is_fsdp_enabled = True, False
+
+
+def check_uncut(model: Any) -> None:
+    """Refuses a model that others have cut: its passes may keep layers, or round them.
+
+    Raises:
+      ValueError: it is not a trainer of ours that has cut it.
+    """
+    if isinstance(model, nn.Module) and is_split(model) and _MARK not in vars(model):
+        raise ValueError(
+            "the model's parameters are parts of DTensors already (fully_shard, or a model loaded in "
+            "parts): pass the whole model, and have it cut by `accelerate launch --config_file "
+            f"{distributed.FSDP2}` or TrainingArguments(fsdp=True)."
+        )
+
+
+def _plugin_on_cpus(trainer: Any) -> Any:
+    """FSDP's settings where Accelerate leaves them aside: processes on CPUs."""
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not distributed.active() or not (asked or trainer.args.fsdp):
+        return None
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(**(trainer.args.fsdp_plugin_args or {}))
+    trainer.accelerator.state.fsdp_plugin = plugin
+    return plugin
+
+
+def _check_settings(args: Any) -> None:
+    if args.first_order:
+        raise ValueError(
+            f"method={args.method!r} under FSDP: gradients of single examples are not taken of parts of "
+            f"parameters; use method='dpzero', or {_INSTEAD}."
+        )
+    refused = {
+        "torch_compile": (args.torch_compile, True, "leave it off"),
+        "subspace": (args.subspace, "low_rank", "use subspace='full'"),
+        "perturbation_strategy": (args.perturbation_strategy, "layerwise", "use 'whole_model'"),
+        "perturbation_strategy ": (args.perturbation_strategy, "stacked", "use 'whole_model'"),
+    }
+    for name, (value, bad, advice) in refused.items():
+        if value == bad:
+            raise ValueError(
+                f"{name.strip()}={value!r} needs whole parameters, and FSDP keeps parts of them: "
+                f"{advice}."
+            )
+    even = getattr(args.accelerator_config, "even_batches", True)
+    if not even:
+        raise ValueError(
+            "accelerator_config['even_batches']=False under FSDP: processes with fewer batches of "
+            "evaluation would wait for ever; leave it at True."
+        )
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether FSDP2 has cut a model."""
+    return any(is_sharded(parameter) for parameter in model.parameters())
+
+
+def layer_classes(model: Any) -> list[str]:
+    """Classes of the blocks that are gathered one at a time, where nobody has named them.
+
+    Those that the model's class names (`_no_split_modules`), without any around an embedding, which
+    Accelerate cuts by itself; else what the longest list of modules holds.
+    """
+    wholes = set(getattr(model, "_no_split_modules", None) or ())
+    ends = (getattr(model, f"get_{part}_embeddings", lambda: None) for part in ("input", "output"))
+    apart = {id(module) for module in (end() for end in ends) if module is not None}
+    found = {
+        type(module).__name__
+        for module in model.modules()
+        if type(module).__name__ in wholes and not apart & {id(part) for part in module.modules()}
+    }
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    if not found and lists:
+        found = {type(module).__name__ for module in max(lists, key=len)}
+    return sorted(found)
+
+
+def check_splittable(model: nn.Module, args: Any) -> None:
+    """Refuses weights that FSDP2 would change or cannot cut.
+
+    Args:
+      model: not cut yet.
+      args: a `DPZeroConfig`.
+
+    Raises:
+      ValueError: quantised weights, or weights in low precision under mixed precision, which
+        Accelerate would turn into float32.
+    """
+    for name, parameter in model.named_parameters():
+        if (kind := quantised_kind(parameter)) is not None:
+            raise ValueError(
+                f"{name} is quantised ({kind}), which FSDP does not cut into rows: {_INSTEAD}."
+            )
+        low = parameter.requires_grad and parameter.dtype != torch.float32
+        if low and args.mixed_precision != "no":
+            raise ValueError(
+                f"{name} is {parameter.dtype} and mixed_precision={args.mixed_precision!r}: Accelerate "
+                "would make it float32 under FSDP. Leave bf16 out, or load the model in float32."
+            )
+
+
+@contextlib.contextmanager
+def _prepared(accelerator: Any) -> Iterator[None]:
+    """Inside, `accelerator.prepare(model, optimizer)` leaves the model as it is: it is cut already."""
+
+    def prepare(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+        accelerator._models.append(model)
+        return model, accelerator.prepare_optimizer(optimizer, device_placement=False)
+
+    accelerator.prepare = prepare
+    try:
+        yield
+    finally:
+        del accelerator.prepare
+
+
+def give_back(model: Any) -> None:
+    """Frees what forward passes have gathered: nothing may read weights of before an update."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+class Lockstep:
+    """Adds passes of blanks to a process' microbatches until every process has as many.
+
+    Args:
+      trainer: after the checks before training.
+
+    Raises:
+      ValueError: an objective whose number of passes follows from its rows.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        if not single_pass(trainer.per_example_loss):
+            raise ValueError(
+                "the objective runs the model a number of times that follows from its rows, and under "
+                "FSDP all processes must run it as often: use a loss of one pass (cross_entropy in "
+                f"place of accuracy or F1 of generated texts), or {_INSTEAD}."
+            )
+        self.idle = Filled(_blank_batch(trainer), 0, [])
+
+    def __call__(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+        """The microbatches, and blank ones up to the number that the process with most has."""
+        most = max(of_each_process(len(microbatches)))
+        return [*microbatches, *[self.idle] * (most - len(microbatches))]
+
+
+def _blank_batch(trainer: Any) -> Mapping[str, Tensor]:
+    """A microbatch of a shape that the run has; its losses are dropped."""
+    shapes = trainer.shapes
+    if shapes is None:
+        batch: Mapping[str, Tensor] = trainer.training_rows().collate_rows([0])
+        return batch
+    row = shapes.collate_each([0])[0]
+    if shapes.slots == 1:
+        return dict(row)
+    row = shapes.in_bucket(row)
+    return dict(shapes.filled([shapes.blank(row) if shapes.blanks else row]))
+
+
+def of_each_process(value: int) -> list[int]:
+    """A number of each process, below 2^62, on all of them."""
+    import torch.distributed as dist
+
+    if not distributed.active():
+        return [value]
+    mine = [value * (rank == dist.get_rank()) for rank in range(dist.get_world_size())]
+    return distributed.sum_over_processes(mine)
+
+
+def agreed(losses: Tensor) -> Tensor:
+    """The losses of rows that every process has evaluated; refuses processes that disagree.
+
+    What the checks before training decide from them, all processes must decide alike.
+
+    Args:
+      losses: float32 on the CPU.
+
+    Raises:
+      ValueError: on all processes.
+    """
+    content = losses.detach().contiguous().numpy().tobytes()
+    digest = int.from_bytes(hashlib.sha256(content).digest()[:6], "big")
+    if len(set(of_each_process(digest))) > 1:
+        raise ValueError(
+            "the processes compute other losses for the same rows of train_dataset: under FSDP all "
+            "devices must be of one kind, and rows and collator the same (seed what is random)."
+        )
+    return losses
+
+
+def on_first_of(model: nn.Module, work: Callable[[], T]) -> T:
+    """What the first process finds, on all; it may ask for whole parameters (`sharding.whole`).
+
+    Args:
+      model: cut or not.
+      work: called on the first process; its error is raised on all. It must not communicate otherwise.
+    """
+    if not is_split(model):
+        return distributed.shared(distributed.on_main(work, lambda: None))  # type: ignore[return-value]
+    found: list[tuple[Any, Exception | None]] = []
+
+    def tried() -> None:
+        try:
+            found.append((work(), None))
+        except Exception as error:
+            found.append((None, error))
+
+    on_first(list(model.parameters()), tried)
+    result, failure = distributed.shared(found[0] if found else (None, None))
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]
+
+
+def final_digest(trainer: Any) -> str | None:
+    """`state_digest` of the trained model; None where an error ended a run in parts.
+
+    The error may be of this process alone, and the others would not join to gather the parts.
+    """
+    if trainer.shards and sys.exc_info()[0] is not None:
+        return None
+    return state_digest(trainer.model)
+
+
+def whole_state(model: Any, keep: bool = True) -> dict[str, Tensor]:
+    """`model.state_dict()` with whole tensors on the CPU, of an adapter what is saved with it.
+
+    Called on all processes; a tied weight is one tensor under its names.
+
+    Args:
+      model: cut or not.
+      keep: whether this process wants it; {} else.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    tied = {n: names[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+    state, gathered = model.state_dict(), dict[str, Tensor]()
+    wanted = _saved_with_adapter(model, state)
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor) or (wanted is not None and name not in wanted):
+            continue
+        first = tied.get(name, name)
+        if first in gathered:
+            gathered[name] = gathered[first]
+            continue
+        full = whole(tensor)
+        gathered[first] = gathered[name] = full.detach().cpu() if keep else full.new_empty(0)
+    return {name: gathered[name] for name in state if name in gathered} if keep else {}
+
+
+def _saved_with_adapter(model: Any, state: Mapping[str, Any]) -> set[str] | None:
+    """Names in `state` of what PEFT saves; None for a model without an adapter."""
+    if not isinstance(getattr(model, "peft_config", None), Mapping):
+        return None
+    from peft import get_peft_model_state_dict
+
+    held = {id(tensor): name for name, tensor in state.items()}
+    saved = get_peft_model_state_dict(model, state_dict=dict(state)).values()
+    known = {held[id(tensor)] for tensor in saved if id(tensor) in held}
+    return known if len(known) == len(list(saved)) else None
+
+
+@torch.no_grad()
+def load_whole_(model: Any, folder: str) -> None:
+    """Loads a checkpoint's weights, of which each process reads its own rows.
+
+    Args:
+      model: cut.
+      folder: of a checkpoint, of any number of processes.
+
+    Raises:
+      ValueError: a tensor in it that the model does not have, or of another shape.
+    """
+    held = saved_tensors(model)
+    with open_weights(folder) as files:
+        for name, file in files.items():
+            kept = held.get(name)
+            rows: Any = file.get_slice(name)
+            if kept is None or list(kept.shape) != rows.get_shape():
+                raise ValueError(
+                    f"{folder} holds {name}, {rows.get_shape()}, which this model does not have: resume "
+                    "with the model that wrote it."
+                )
+            part, first = own_part(name, kept)
+            if not kept.dim():
+                part.copy_(file.get_tensor(name))
+            elif part.numel():
+                start = first * len(kept) // kept.numel()
+                part.copy_(rows[start : start + len(part)])

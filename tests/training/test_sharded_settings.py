@@ -1,0 +1,140 @@
+"""What runs on parts of parameters are given, and what is refused; in one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_runs import build, config, tiny_model
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_dpzero.objectives.losses import batch_size, num_examples
+from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.training import sharded_runs
+
+
+def taking_over(args, plugin=None, model=None) -> SimpleNamespace:
+    """A trainer whose accelerator was told to use FSDP with such a plugin."""
+    settings = {
+        "fsdp_version": 2, "cpu_offload": None, "reshard_after_forward": True,
+        "mixed_precision_policy": "bf16 copies", **(plugin or {}),
+    }  # fmt: skip
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(**settings))
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(state=state), args=args, model=model, is_fsdp_enabled=True
+    )
+
+
+def test_a_trainer_cuts_by_itself_and_gathers_weights_as_they_are(tmp_path):
+    trainer = taking_over(config(tmp_path))
+    sharded_runs.take_over(trainer)
+    assert trainer.shards and not trainer.is_fsdp_enabled
+    assert trainer.accelerator.state.fsdp_plugin.mixed_precision_policy is None
+
+
+@pytest.mark.parametrize(
+    ("plugin", "settings", "message"),
+    [
+        (
+            {"fsdp_version": 1},
+            {},
+            "fsdp_version=1 .* set fsdp_version: 2, as in configs/accelerate",
+        ),
+        ({"cpu_offload": True}, {}, "fsdp_offload_params .* set it to false"),
+        ({}, {"method": "dp-sgd"}, "method='dp-sgd' under FSDP.*use method='dpzero'"),
+        ({}, {"perturbation_strategy": "layerwise"}, "use 'whole_model'"),
+        ({}, {"perturbation_strategy": "stacked"}, "use 'whole_model'"),
+        ({}, {"subspace": "low_rank"}, "use subspace='full'"),
+        ({}, {"accelerator_config": {"even_batches": False}}, "wait for ever; leave it at True"),
+    ],
+)
+def test_settings_that_need_whole_parameters_are_refused(tmp_path, plugin, settings, message):
+    with pytest.raises(ValueError, match=message):
+        sharded_runs.take_over(taking_over(config(tmp_path, **settings), plugin))
+
+
+def test_weights_that_fsdp_would_change_are_refused(tmp_path):
+    half = tiny_model().bfloat16()
+    plain = SimpleNamespace(mixed_precision="no")
+    sharded_runs.check_splittable(half, plain)
+    with pytest.raises(
+        ValueError, match="is torch.bfloat16 and mixed_precision='bf16'.*Leave bf16"
+    ):
+        sharded_runs.check_splittable(half, SimpleNamespace(mixed_precision="bf16"))
+    half.requires_grad_(False)
+    sharded_runs.check_splittable(half, SimpleNamespace(mixed_precision="bf16"))
+    quantised = nn.Module()
+    quantised.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="weight is quantised .*plain data parallelism"):
+        sharded_runs.check_splittable(quantised, plain)
+
+
+def test_blocks_are_layers_and_not_what_holds_an_embedding():
+    """BERT's class names BertEmbeddings too, around the matrix that Accelerate cuts by itself."""
+    assert "BertEmbeddings" in tiny_model()._no_split_modules
+    assert sharded_runs.layer_classes(tiny_model()) == ["BertLayer"]
+    small = GPT2Config(vocab_size=9, n_embd=4, n_layer=2, n_head=1)
+    assert sharded_runs.layer_classes(GPT2LMHeadModel(small)) == ["GPT2Block"]
+    own = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    assert sharded_runs.layer_classes(own) == ["Linear"]
+    assert sharded_runs.layer_classes(nn.Linear(2, 2)) == []
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 4])
+def test_a_process_with_fewer_microbatches_makes_blank_passes(
+    tmp_path, monkeypatch, microbatch_size
+):
+    trainer = build(tmp_path, microbatch_size=microbatch_size, max_steps=1)
+    trainer.train()
+    lockstep = sharded_runs.Lockstep(trainer)
+    monkeypatch.setattr(sharded_runs, "of_each_process", lambda count: [count, 3])
+    own = trainer.shapes.microbatches([5, 6])
+    padded = lockstep(own)
+    assert len(padded) == 3 and padded[: len(own)] == own
+    assert [num_examples(part) for part in padded[len(own) :]] == [0] * (3 - len(own))
+    assert all(batch_size(part) == microbatch_size for part in padded)
+    assert lockstep(own * 4) == own * 4  # the one with most makes none
+    losses, _ = trainer.step.differences.losses(padded, [Direction(7, 0)])
+    trainer.space.settle_()
+    assert len(losses) == 2
+
+
+def test_objectives_of_many_passes_are_refused(tmp_path):
+    def counted(model, inputs):
+        raise AssertionError("not run")
+
+    counted.single_pass = False
+    with pytest.raises(ValueError, match="a loss of one pass"):
+        sharded_runs.Lockstep(SimpleNamespace(per_example_loss=counted))
+
+
+def test_processes_that_compute_other_losses_are_refused(monkeypatch):
+    losses = torch.tensor([0.5, float("nan")])
+    assert sharded_runs.agreed(losses) is losses
+    monkeypatch.setattr(sharded_runs, "of_each_process", lambda digest: [digest, digest + 1])
+    with pytest.raises(ValueError, match="other losses for the same rows"):
+        sharded_runs.agreed(losses)
+
+
+def test_a_whole_models_state_is_its_state_dict():
+    model = tiny_model()
+    found, expected = sharded_runs.whole_state(model), model.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert sharded_runs.whole_state(model, keep=False) == {}
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    model = tiny_model()
+    sharded_runs.check_uncut(model)
+    values = {name: tensor.clone() + 1 for name, tensor in model.state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+    sharded_runs.load_whole_(model, str(tmp_path))
+    assert torch.equal(model.classifier.bias, values["classifier.bias"])
+    save_file(values | {"more": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds more, \[1\], which this model does not have"):
+        sharded_runs.load_whole_(model, str(tmp_path))
