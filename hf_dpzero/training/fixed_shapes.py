@@ -353,8 +353,8 @@ class FixedShapes:
 
     def may_fill(self, rows: Sequence[Row]) -> bool:
         """Whether rows of one group may fill a microbatch, without a blank among them."""
-        if len(rows) == 1 or self.unmasked_apart or not self.blanks:  # nothing is beside one row
-            return True
+        if len(rows) == 1 or self.unmasked_apart or not self.blanks:
+            return True  # one alone meets no other, whatever its mask
         return not frozenset.intersection(*map(unmasked, rows))
 
     def portions(self, group: Sequence[int], rows: Sequence[Row]) -> Iterator[Sequence[int]]:

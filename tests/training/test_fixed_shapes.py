@@ -16,6 +16,7 @@ from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.fixed_shapes import FixedShapes
+from hf_dpzero.training.pass_sizes import PassSizes
 
 
 def collate(lengths: list[int]) -> Any:
@@ -47,6 +48,14 @@ def test_microbatches_have_few_shapes_and_rows_of_their_own():
             alone = collate([3, 9, 8, 20, 10, 2, 33, 16])([i])[0]["input_ids"][0]
             assert torch.equal(ids[mask.bool()], alone)
             assert int(mask.sum()) == len(alone)
+
+
+def test_a_row_without_padding_stands_alone_where_its_width_has_one_slot():
+    """Among several, a full row needs a blank beside it; alone there is no other to tell of."""
+    shapes = FixedShapes(collate([8, 32, 8, 8]), slots=3, most=40, sizes=PassSizes({8: 3, 32: 1}))
+    made = shapes.microbatches(range(4))
+    found = [(tuple(m["input_ids"].shape), m["labels"].tolist(), m.examples) for m in made]
+    assert found == [((3, 8), [0, 2, 0], 2), ((3, 8), [3, 0, 0], 1), ((1, 32), [1], 1)]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
