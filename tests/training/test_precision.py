@@ -444,7 +444,8 @@ def test_dynamo_is_left_as_it_was_and_stops_at_its_limit(tmp_path, monkeypatch):
         own = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
         trainer = tiny_runs.build(
             folder, tiny_runs.tiny_model().bfloat16(), data=texts(60),
-            trainer_settings={"eval_dataset": texts(40, 9)}, microbatch_size=4, **own,
+            trainer_settings={"eval_dataset": texts(40, 9)}, microbatch_size=4,
+            expected_batch_size=40, **own,
         )  # fmt: skip
         trainer.data_collator = pad
         return trainer
