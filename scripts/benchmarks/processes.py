@@ -7,7 +7,8 @@ Every setting trains in processes of its own (gloo on a CPU), each on `--threads
 `--threads 1` two processes have two cores where one has one. The settings take turns, round after round,
 so that whatever else the machine does falls on all of them; medians over rounds are given, of each
 round's median step. All take the same steps on the same batches (a fixed key), from random weights, on
-random texts of several widths. Bytes are what a process gives to collective operations in a step
+random texts of several widths. A start tries the model before it trains, which of a large shape takes
+longer than the steps. Bytes are what a process gives to collective operations in a step
 (`training.distributed.sent_bytes`); a data-parallel first-order step sends 4 d in float32.
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 from hf_dpzero.experiments.memory.model_on_meta import SHAPES
+from scripts.benchmarks.clock import said
 
 KEY = "5a" * 32  # the same batches in all settings: a figure of speed, not a private run
 
@@ -129,8 +131,9 @@ def measure(
 ) -> list[Any]:
     """Medians over rounds in which the settings take turns; the first one is what others are held to."""
     found: list[list[dict[str, Any]]] = [[] for _ in meshes]
-    for _ in range(rounds):
+    for number in range(rounds):
         for results, (processes, split) in zip(found, meshes, strict=True):
+            said(f"round {number + 1} of {rounds}: {processes} processes")
             results.append(launch({**settings, "split": split}, processes))
     table = []
     for results, (processes, _) in zip(found, meshes, strict=True):

@@ -23,6 +23,13 @@ from torch import Tensor
 
 from hf_dpzero.perturbation import directions
 from hf_dpzero.perturbation.directions import LANES, NORMAL_UNIT, SIGNS_TILE, normal_tables
+from hf_dpzero.perturbation.kernels.numba_half_precision import (
+    load_bfloat16,
+    load_float16,
+    round_signs_bfloat16,
+    store_bfloat16,
+    store_float16,
+)
 from hf_dpzero.perturbation.philox import MULTIPLIERS, WEYL
 
 _jit = nb.njit(nogil=True, cache=True)
@@ -145,44 +152,6 @@ def _add_scaled(out, source, z, coefficient):
 
 
 @_jit
-def _load_bfloat16(bits, source):
-    for e in range(source.size):
-        bits[e] = _u32(source[e]) << _u32(16)
-
-
-@_jit
-def _load_float16(values, scratch, scratch_bits, source):
-    for e in range(source.size):
-        scratch_bits[e] = ((_u32(source[e]) & _u32(0x7FFF)) << _u32(13)) + _u32(112 << 23)
-    for e in range(source.size):
-        magnitude = _u32(source[e]) & _u32(0x7FFF)
-        tiny = _f32(np.int32(magnitude)) * _f32(2.0**-24)
-        value = scratch[e] if magnitude >= _u32(0x400) else tiny
-        values[e] = -value if _u32(source[e]) >> _u32(15) else value
-
-
-@_jit
-def _store_bfloat16(out, bits, dither):
-    for e in range(out.size):
-        d = _u32(dither + _u32(e) * _STEP) >> _u32(16)
-        out[e] = np.uint16((bits[e] + d) >> _u32(16))
-
-
-@_jit
-def _store_float16(out, values, bits, scratch, scratch_bits, dither):
-    """Magnitudes below 2^-14, where float16 is evenly spaced, are rounded one binade higher."""
-    least, most = _f32(2.0**-14), _f32(65504.0)
-    for e in range(out.size):
-        magnitude = min(abs(values[e]), most)
-        scratch[e] = magnitude + least if magnitude < least else magnitude
-    for e in range(out.size):
-        d = _u32(dither + _u32(e) * _STEP) >> _u32(19)
-        cut = ((scratch_bits[e] + d) >> _u32(13)) - _u32(112 << 10)
-        value = cut - _u32(0x400) if abs(values[e]) < least else min(cut, _u32(0x7BFF))
-        out[e] = np.uint16(((bits[e] >> _u32(16)) & _u32(0x8000)) | value)
-
-
-@_jit
 def _end_of_member(rows, e, end):
     """Past the last element, up to `end`, of the member that element e belongs to."""
     if rows.size == 0:
@@ -259,15 +228,28 @@ def _rounded_range(
     bits, scratch_bits = values.view(_u32), scratch.view(_u32)
     z_buffer, words = np.empty(_TILE + 128, _f32), np.empty((4, _TILE // 4 + 32), _u32)
     sign_words, row_amounts = np.empty((4, LANES), _u32), np.empty(128, _f32)
+    given, in_place = np.empty(_TILE, np.uint16), out.ctypes.data == source.ctypes.data
+    plain = rows.size == 0 and keys.shape[0] == 1 and not gaussian and not is_half
     e = begin
     while e < end:
         tile, shift = (offset + e) // _TILE, (offset + e) % _TILE
         count = min(_TILE - shift, end - e)
         here = slice(shift, shift + count)
+        if plain and count == _TILE:
+            _fill_words(sign_words, LANES, _u64(tile * LANES), keys[0])
+            d = _u32(dithers[0] + _u32(e - starts[0]) * _STEP)
+            stop = e + count
+            if in_place:
+                _copy(given, source[e:stop])
+                round_signs_bfloat16(out[e:stop], given, sign_words, coefficients[0], d)
+            else:
+                round_signs_bfloat16(out[e:stop], source[e:stop], sign_words, coefficients[0], d)
+            e = stop
+            continue
         if is_half:
-            _load_float16(values[here], scratch[here], scratch_bits[here], source[e : e + count])
+            load_float16(values[here], scratch[here], scratch_bits[here], source[e : e + count])
         else:
-            _load_bfloat16(bits[here], source[e : e + count])
+            load_bfloat16(bits[here], source[e : e + count])
         for t in range(keys.shape[0]):
             if gaussian:
                 z = _normals(z_buffer, words, offset + e, count, keys[t], table)
@@ -284,11 +266,11 @@ def _rounded_range(
             d = _u32(dithers[m] + _u32(e - starts[m]) * _STEP)
             here = slice(shift, shift + upto - e)
             if is_half:
-                _store_float16(
+                store_float16(
                     out[e:upto], values[here], bits[here], scratch[here], scratch_bits[here], d
                 )
             else:
-                _store_bfloat16(out[e:upto], bits[here], d)
+                store_bfloat16(out[e:upto], bits[here], d)
             shift += upto - e
             e = upto
 
