@@ -197,7 +197,7 @@ def changes(folder: Path, settings: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "every"), [("dpzero", 6), ("dp-adamw", 3), ("correlated", 7)])
+@pytest.mark.parametrize(("kind", "every"), [("dpzero", 9), ("dp-adamw", 5), ("correlated", 10)])
 def test_killed_before_changes_of_files(tmp_path: Path, kind: str, every: int) -> None:
     """One checkpoint is kept, so a first-order run has nothing else to go on from."""
     settings = settings_of(kind, **CHECKPOINTS)
