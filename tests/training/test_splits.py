@@ -103,13 +103,15 @@ def test_directions_are_split_where_rows_do_not_fill_the_processes():
         ({"direction_parallel_size": 4, "world_size": 4}, "at most num_directions"),
         ({"direction_parallel_size": 2, "first_order": True}, "no directions"),
         ({"direction_parallel_size": 2, "clipping": "averaged"}, "groups go to processes"),
+        ({"direction_parallel_size": 2, "shards": True}, "under FSDP"),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(settings, words):
     usual = {"world_size": 2, "num_directions": 2, "first_order": False, "clipping": "fixed"}
+    shards = settings.get("shards", False)
     args = SimpleNamespace(**{**usual, "method": "dpzero", "process_index": 0, **settings})
     with pytest.raises(ValueError, match=words):
-        choose_split(SimpleNamespace(args=args), lambda shares: 1.0 / shares)
+        choose_split(SimpleNamespace(args=args, shards=shards), lambda shares: 1.0 / shares)
 
 
 def test_a_fingerprint_tells_steps_and_shares_apart():
