@@ -56,7 +56,6 @@ from hf_dpzero.training.precision import (
 )
 from hf_dpzero.training.public_rows import evaluation_rows, public_shapes
 from hf_dpzero.training.random_state import isolated_randomness
-from hf_dpzero.training.rank_agreement import check_losses
 from hf_dpzero.training.row_lengths import check_lengths
 from hf_dpzero.training.schedule_settings import judge_schedule
 from hf_dpzero.training.sharded_runs import agreed
@@ -125,7 +124,6 @@ def check_before_training(trainer: Any) -> None:
     trainer.shapes, trainer.split = split_shapes(trainer, _run_shapes(trainer), _pass_cost(trainer))
     compile_(model, args, trainer.shapes is not None, trainer.compiling)
     _try_objective(trainer)
-    check_losses(trainer)
     public_rows.check_finite(trainer)
 
 

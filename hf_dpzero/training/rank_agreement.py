@@ -102,6 +102,7 @@ def check_agreement(trainer: Any, header: Mapping[str, Any]) -> None:
         "weights": digest_model(trainer.model),
     }
     compare(own)
+    check_losses(trainer)
 
 
 def compare(own: Mapping[str, str]) -> None:
