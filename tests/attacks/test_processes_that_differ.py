@@ -17,10 +17,10 @@ from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.objectives.heads import sequence_classification_objective
 
 
-def shortened(rows: list[Any]) -> Any:
-    """A collator that cuts rows on the last rank: who evaluates a row then decides its loss."""
-    cut = 4 if os.environ["RANK"] == "1" else 16
-    return several.padded([{**row, "input_ids": row["input_ids"][:cut]} for row in rows])
+def turned(rows: list[Any]) -> Any:
+    """A collator that turns rows round on the last rank: who evaluates a row then decides its loss."""
+    order = -1 if os.environ["RANK"] == "1" else 1
+    return several.padded([{**row, "input_ids": row["input_ids"][::order]} for row in rows])
 
 
 def rounded(model: Any, inputs: Any) -> Any:
@@ -51,7 +51,7 @@ def refusals(folder: Path, rank: int) -> dict[str, str]:
     """What each kind of disagreement is refused with, and what it left."""
     told = {}
     runs = {
-        "collator": {"collator": shortened},
+        "collator": {"collator": turned},
         "objective": {"trainer_settings": {"compute_per_example_loss": rounded}},
         "rows": {"data": shuffled()},
         "strategy": {
