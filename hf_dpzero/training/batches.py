@@ -168,8 +168,7 @@ class StepBatches(Dataset):
         if self.shapes is None:
             told = [chosen[share :: self.shares] for share in range(self.shares)]
             return self._batch(step, {-1: told[self.share]}, told)
-        entropy = None if self.shares == 1 else self._entropy(step)
-        made, places = self.shapes.dealt(chosen, self.share, self.shares, entropy)
+        made, places = self.shapes.dealt(chosen, self.share, self.shares, self._entropy(step))
         told = [[chosen[place] for place in share] for share in places]
         batch = self._batch(step, {}, told)
         batch["microbatches"], batch["examples"] = list(made), [m.examples for m in made]
@@ -180,7 +179,7 @@ class StepBatches(Dataset):
         return batch
 
     def _entropy(self, step: int) -> int:
-        """Of the step's collators, the same on all processes; secret."""
+        """Of the step's collators; the same on all processes, whatever they share; secret."""
         label = b"hf_dpzero.collators." + step.to_bytes(8, "little")
         drawn = hashlib.blake2b(label, key=self.key, digest_size=16).digest()
         return int.from_bytes(drawn, "little")

@@ -55,7 +55,7 @@ from hf_dpzero.training.precision import (
     uncompiled,
 )
 from hf_dpzero.training.public_rows import evaluation_rows, public_shapes
-from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.random_state import drawing_from, isolated_randomness
 from hf_dpzero.training.row_lengths import check_lengths
 from hf_dpzero.training.schedule_settings import judge_schedule
 from hf_dpzero.training.sharded_runs import agreed
@@ -251,7 +251,8 @@ def _try_objective(trainer: Any) -> None:
             together = dataclasses.replace(_shapes(trainer, size), blanks=False)
             _try_neighbours(trainer, together, count, tried, coarse)
         elif trainer.shapes.slots > 1:
-            _try_shapes(trainer, count, tried, coarse)
+            with drawing_from(entropy):  # what is found of public rows decides, on all processes
+                _try_shapes(trainer, count, tried, coarse)
 
 
 def _try_shapes(trainer: Any, count: int, losses: Losses, coarse: bool) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from hf_dpzero.estimators.forward_passes import ParameterGuard
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
     batch_size,
@@ -38,12 +37,12 @@ from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.distributed import (
     broadcast_,
     is_main,
-    numbers_of_main,
     sum_tensor_,
 )
 from hf_dpzero.training.group_training import GroupWeighting, WeighedLosses
 from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.released_signal import ReleasedSignal, noise_variance, some_numbers
+from hf_dpzero.training.released_values import release_on_all
 from hf_dpzero.training.split import ALONE, Split
 
 logger = logging.getLogger(__name__)
@@ -210,14 +209,21 @@ class FirstOrderStep:
         guard = ParameterGuard((name, p) for name, p in named if has_plain_storage(p))
         with isolated_randomness(), guard.watching():
             totals, norms = self.gradients.weighted_sum(microbatches, mechanism.weights)
-        values: tuple[float, ...] = ()
         adaptive = bool(mechanism.values_per_release)  # the count of unclipped examples
         count = self.split.sum_agreed(mechanism.count(norms) if adaptive else [], agreed)
-        if adaptive:
-            values = numbers_of_main(lambda: mechanism.release_count(count, step, self.noise), 1)
+        of_groups: list[int] = []
         if self.weighting is not None and self.weighed is not None:
-            values += self.weighting.end(self.weighed.losses, row_groups, mechanism, step)
-        self.trajectory.append(Release(step, values, learning_rate))
+            of_groups = self.weighting.total(self.weighed.losses, row_groups)
+
+        def released() -> tuple[float, ...]:
+            values: tuple[float, ...] = ()
+            if adaptive:
+                values += tuple(mechanism.release_count(count, step, self.noise))
+            if self.weighting is not None:
+                values += self.weighting.end(of_groups, mechanism, step)
+            return values
+
+        release_on_all(self.trajectory, step, learning_rate, released)
         means = list(self._noised_means(mechanism, totals, step))
         if self.signal is not None:
             _look_at(self.signal, means, step, noise_variance(mechanism))

@@ -59,24 +59,27 @@ class GroupWeighting:
         self.y = np.array(y)
         return self.groups.example_weights(self.y)
 
-    def end(
-        self, losses: Tensor, of: Sequence[int], mechanism: Any, step: int, counts: bool = True
-    ) -> tuple[float, ...]:
-        """What the step writes to the ledger of its losses.
+    def total(self, losses: Tensor, of: Sequence[int], counts: bool = True) -> list[int]:
+        """The un-noised sum of the groups' losses over all processes; private.
 
         Args:
           losses: of this process' examples, [B].
           of: their groups.
-          mechanism: of this step; its noise multiplier is the weights' part's.
-          step: its number.
           counts: whether no other process adds the same examples.
         """
         total = self.groups.total(losses.detach().cpu().double().numpy(), of)
-        total = sum_over_processes(total if counts else [0] * len(total))
+        return sum_over_processes(total if counts else [0] * len(total))
+
+    def end(self, total: Sequence[int], mechanism: Any, step: int) -> tuple[float, ...]:
+        """What the step writes to the ledger of its losses. Called on rank 0 alone, which draws noise.
+
+        Args:
+          total: of `total`.
+          mechanism: of this step; its noise multiplier is the weights' part's.
+          step: its number.
+        """
         multiplier = mechanism.effective_noise_multiplier
-        return numbers_of_main(
-            lambda: self._player.end(total, multiplier, step, self._noise), self.groups.num_values
-        )
+        return tuple(self._player.end(list(total), multiplier, step, self._noise))
 
 
 class WeighedLosses:

@@ -35,7 +35,8 @@ from hf_dpzero.training.public_rows import (
     public_microbatches,
 )
 from hf_dpzero.training.random_state import isolated_randomness
-from hf_dpzero.training.rank_agreement import check_weights
+from hf_dpzero.training.rank_agreement import check_strategy, check_weights
+from hf_dpzero.training.rank_failures import RankError
 from hf_dpzero.training.run_files import discard_unused
 from hf_dpzero.training.schedule_settings import smoothing_of_steps
 from hf_dpzero.training.shape_trials import ShapeTrials, keep_strategy
@@ -123,12 +124,13 @@ class ZerothOrderMethod(TrainingMethod):
             self.trials = _shape_trials(trainer, differences, messages, lockstep)
         for message in messages:
             logger.warning(message)
-        if not trainer.trajectory.releases:
-            try:
+        try:
+            check_strategy(differences)
+            if not trainer.trajectory.releases:
                 check_differences(trainer, differences)
-            except ValueError:
-                discard_unused(trainer.trajectory)
-                raise
+        except (ValueError, RankError):
+            discard_unused(trainer.trajectory)
+            raise
         # An update may wait only if weights are read between steps through forward(), state_dict()
         # or copies, where it is made first; callbacks of others may read them directly.
         readers = [trainer, *trainer.callback_handler.callbacks]

@@ -333,7 +333,7 @@ def check_offload(trainer: Any) -> None:
     if args.world_size > 1:
         raise ValueError(
             f"the model is offloaded, and {args.world_size} processes train it: offload works in one. "
-            "For several, shard it with FSDP2 and its CPU offload: accelerate launch --config_file "
+            "For several, load it whole and have FSDP2 cut it: accelerate launch --config_file "
             "configs/accelerate/fsdp2.yaml."
         )
     if args.first_order:

@@ -2,8 +2,8 @@
 
 Processes that differ would not evaluate the model, the rows or the plan that epsilon is stated for, and
 their weights would drift apart in silence: only sums are exchanged. At the start digests of code,
-settings, data length, weights and machine are gathered; at the first step, every `EVERY` steps and at
-the end a checksum of the trained weights' bits, 8 bytes.
+settings, data length, weights, machine and the losses of a few rows are gathered; at the first step,
+every `EVERY` steps and at the end a checksum of the trained weights' bits, 8 bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import random
+import secrets
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +22,15 @@ import torch
 from torch import Tensor
 
 from hf_dpzero.ledger.digests import digest_model
-from hf_dpzero.training.distributed import active, differing, gather_numbers, gather_objects
+from hf_dpzero.objectives.losses import evaluation_mode, num_examples
+from hf_dpzero.training.distributed import (
+    active,
+    differing,
+    gather_numbers,
+    gather_objects,
+    shared,
+)
+from hf_dpzero.training.random_state import drawing_from, isolated_randomness
 from hf_dpzero.training.rank_failures import RankError, watching
 
 T = TypeVar("T")
@@ -27,6 +38,10 @@ T = TypeVar("T")
 EVERY = 100
 """Steps between two comparisons of the weights. A comparison reads them once, a step at least six times
 (perturbed twice, evaluated twice, restored, updated), so it costs less than a part in 500 of a run."""
+
+_CODE = ("collate_each", "collate_stacked")
+LOOKED_AT = 16
+"""Rows whose losses are compared, drawn at random: evenly spread ones may all be of one length."""
 
 _STATED = {
     "source": "hf_dpzero's source files (another version, or edited?): install the same package",
@@ -40,6 +55,11 @@ _STATED = {
     "run on machines of one kind, with the same OMP_NUM_THREADS",
     "weights": "weights of the model at the start: load the same checkpoint, and seed fresh heads and "
     "adapters alike",
+    "losses": "losses of the same rows of train_dataset, bit for bit: what an example adds would follow "
+    "from which process evaluates it, and so from the other examples. Give every process the same "
+    "collator and compute_per_example_loss, on machines of one kind",
+    "strategy": "way to perturb the model, which rows of evaluation or the hardware decided: give every "
+    "process the same perturbation_strategy and eval_dataset, on machines of one kind",
     "releases": "releases that the ledger in output_dir holds: resume from one folder that all can read",
 }
 
@@ -70,7 +90,7 @@ def check_agreement(trainer: Any, header: Mapping[str, Any]) -> None:
     fixed = (
         None
         if shapes is None
-        else (shapes.slots, shapes.blanks, shapes.unmasked_apart, shapes.most, shapes.cut)
+        else [getattr(shapes, field.name) for field in fields(shapes) if field.name not in _CODE]
     )
     own = {f"setting {key}": _digest(value) for key, value in header.items() if key not in _STATED}
     own |= {key: _digest(header[key]) for key in ("versions", "trainable", "plan")}
@@ -82,6 +102,7 @@ def check_agreement(trainer: Any, header: Mapping[str, Any]) -> None:
         "weights": digest_model(trainer.model),
     }
     compare(own)
+    check_losses(trainer)
 
 
 def compare(own: Mapping[str, str]) -> None:
@@ -104,6 +125,55 @@ def compare(own: Mapping[str, str]) -> None:
         raise RankError(
             "the processes do not agree, and nothing was written: " + "; ".join(found) + "."
         )
+
+
+@torch.no_grad()
+def check_losses(trainer: Any) -> None:
+    """Refuses ranks that compute other losses for the same rows, in the run's own shapes.
+
+    Which rank evaluates a row follows from the other rows of its batch. Nothing is compared where a
+    collator draws from a random generator of its own: then rows are drawn anew each time, everywhere.
+
+    Args:
+      trainer: a `DPZeroTrainer` whose shapes are chosen. Runs without fixed shapes, and under FSDP
+        (`sharded_runs.agreed`), pass.
+
+    Raises:
+      RankError: on all ranks; before anything is written.
+    """
+    if not active() or trainer.shapes is None or trainer.shards:
+        return
+    count, entropy = len(trainer.train_dataset), shared(secrets.randbits(100))
+    rows = random.Random(entropy).sample(range(count), min(count, LOOKED_AT))
+    objective = trainer.evaluated_objective()
+    with drawing_from(entropy):
+        parts = trainer.shapes.microbatches(rows)
+        again = trainer.shapes.microbatches(rows)
+    digest = hashlib.sha256(_bytes(parts))
+    with evaluation_mode(trainer.model):
+        for part in parts:
+            with isolated_randomness(entropy):
+                losses = objective.trial(trainer.model, part)[: num_examples(part)]
+            digest.update(losses.detach().float().cpu().numpy().tobytes())
+    if not any(gather_numbers(int(_bytes(again) != _bytes(parts)))):
+        compare({"losses": digest.hexdigest()})
+
+
+def _bytes(parts: Iterable[Mapping[str, Tensor]]) -> bytes:
+    return repr([(k, v.tolist()) for part in parts for k, v in sorted(part.items())]).encode()
+
+
+def check_strategy(differences: Any) -> None:
+    """Refuses ranks that perturb in other ways, whose losses differ in the last bits.
+
+    Args:
+      differences: the `FiniteDifferences` of a run, whose strategy is chosen.
+
+    Raises:
+      RankError: on all ranks.
+    """
+    if active():
+        compare({"strategy": f"{differences.strategy}, {differences.prefix is not None}"})
 
 
 def _digest(value: Any) -> str:

@@ -3,9 +3,9 @@
 The trial before training (`independence_check`) sees the shapes of a few rows, at the base weights and
 in plain forward passes. Others come later: a length that no sampled row had, perturbed copies in one
 pass (`stacked`), weights that have moved. So the first microbatch of each shape is evaluated as the step
-will evaluate it, its rows turned through the slots, beside each other and beside blanks; and again when
-ten times as many steps are taken. A bit that moves stops the run: no private row chooses how others are
-evaluated.
+will evaluate it, its rows turned through the slots, beside each other and beside blanks; again when rows
+first meet in a shape that was tried on one, and when ten times as many steps are taken. A bit that moves
+stops the run: no private row chooses how others are evaluated.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ShapeTrials:
         # Copies of all directions share a pass under `stacked`; else each has passes of its own.
         count = num_directions if differences.stack is not None else 1
         self._directions = [Direction(0, 0, k) for k in range(count)]
-        self._tried: dict[tuple[Any, ...], int] = {}
+        self._tried: dict[tuple[Any, ...], tuple[int, int]] = {}  # when, and of how many rows
 
     def check(self, step: int, microbatches: Sequence[Row]) -> None:
         """Tries the shapes that are new, or were tried long ago.
@@ -71,9 +71,9 @@ class ShapeTrials:
         due: dict[tuple[Any, ...], Row] = {}
         for part in microbatches:
             group = self.shapes.group_of(_row(part, 0))
-            last = self._tried.get(group)
-            alone = batch_size(part) == 1
-            if not alone and (last is None or step + 1 >= AGAIN * (last + 1)):
+            last, met = self._tried.get(group, (-1, 0))
+            again = last < 0 or step + 1 >= AGAIN * (last + 1)
+            if batch_size(part) > 1 and (again or met == 1 < num_examples(part)):
                 due.setdefault(group, part)
         if self.lockstep is not None:
             holds = self._hold_together([_rows(part) for part in due.values()], self.lockstep)
@@ -86,7 +86,7 @@ class ShapeTrials:
                 "microbatch_size=1 and resume (resume_from_checkpoint=True): then every example is "
                 "evaluated by itself."
             )
-        self._tried.update(dict.fromkeys(due, step))
+        self._tried.update({group: (step, num_examples(part)) for group, part in due.items()})
 
     def holds(self, part: Row) -> bool:
         """Whether the losses of a microbatch's rows keep all bits wherever they stand.

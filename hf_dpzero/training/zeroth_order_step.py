@@ -34,9 +34,10 @@ from hf_dpzero.privacy.mechanisms import Mechanism, VectorMechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.noise import NoiseSource
-from hf_dpzero.training.distributed import broadcast_, is_main, numbers_of_main
+from hf_dpzero.training.distributed import broadcast_, is_main
 from hf_dpzero.training.group_training import GroupWeighting
 from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.training.released_values import release_on_all
 from hf_dpzero.training.split import ALONE, Split
 
 logger = logging.getLogger(__name__)
@@ -120,13 +121,18 @@ class ZerothOrderStep:
             return x
         own = mechanism.clip_sum(x, *([] if groups is None else [groups]))
         total: list[Any] = self.split.sum_agreed(own, agreed)
-        count = mechanism.values_per_release
-        values = numbers_of_main(lambda: mechanism.release(total, step, self.noise), count)
+        of_groups: list[int] = []
         if self.weighting is not None:
-            values += self.weighting.end(losses, row_groups, mechanism, step, self.split.counts)
-        learning_rate *= self._rate_for(mechanism, step)
-        release = Release(step, tuple(values), learning_rate)
-        self.trajectory.append(release)
+            of_groups = self.weighting.total(losses, row_groups, self.split.counts)
+
+        def released() -> tuple[float, ...]:
+            values = tuple(mechanism.release(total, step, self.noise))
+            if self.weighting is not None:
+                values += self.weighting.end(of_groups, mechanism, step)
+            return values
+
+        rate = learning_rate * self._rate_for(mechanism, step)
+        release = release_on_all(self.trajectory, step, rate, released)
         apply_release(self.space, self.trajectory, release, defer=self.defer)
         return x
 

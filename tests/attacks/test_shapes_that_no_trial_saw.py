@@ -121,6 +121,24 @@ def test_how_many_passes_the_trials_take(tmp_path):
     assert len(trials._tried) <= len(groups) + 1
 
 
+def test_rows_that_first_meet_in_a_shape_that_one_was_tried_in(tmp_path):
+    """Where processes go in lockstep no row is invented to stand beside a lone one."""
+
+    def several(model: Any, inputs: Any) -> bool:
+        return int((inputs["attention_mask"].sum(dim=1) > 2).sum()) > 1
+
+    data = [row for row in texts(200, 5) if len(row["input_ids"]) > 8]
+    trainer = trainer_of(tmp_path, data, RoundsSlots(lambda *_: False), texts(40, 9), max_steps=1)
+    trainer.train()
+    shapes, differences = trainer.shapes, trainer.step.differences
+    part = next(part for part in shapes.microbatches(range(20)) if part.examples > 1)
+    differences.objective = RoundsSlots(several)
+    trials = ShapeTrials(shapes, differences, 1, lockstep=list)
+    trials.check(0, shapes.microbatches(part.places[:1]))
+    with pytest.raises(ValueError, match="other bits"):
+        trials.check(1, [part])
+
+
 class RoundsCopies(nn.Module):
     """Rounds odd slots otherwise where copies are stacked, and nowhere else."""
 

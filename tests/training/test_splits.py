@@ -9,8 +9,11 @@ import pytest
 import torch
 from several_processes import padded, texts
 
+from hf_dpzero.privacy.mechanisms import ScalarMechanism
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import FullBatchSampler
 from hf_dpzero.training import distributed, rank_agreement, split
-from hf_dpzero.training.batches import Rows
+from hf_dpzero.training.batches import Rows, StepBatches
 from hf_dpzero.training.dealing import deal, fingerprint
 from hf_dpzero.training.distributed import differing
 from hf_dpzero.training.fixed_shapes import FixedShapes
@@ -38,6 +41,27 @@ def test_shares_are_the_microbatches_of_one_process(shapes, shares):
     for places, one in whole.items():
         assert all(torch.equal(one[name], found[places][name]) for name in one)
     assert sorted(itertools.chain(*told)) == list(range(37))
+
+
+def cut_at_random(rows):
+    keep = int(torch.randint(2, 16, (1,)))
+    return padded([{**row, "input_ids": row["input_ids"][:keep]} for row in rows])
+
+
+def test_processes_that_share_directions_draw_the_same_widths():
+    """They hold the same rows: a collator that draws gives both the same, and other steps others."""
+    rows, key = Rows(texts(), cut_at_random), b"k" * 32
+    sampler = FullBatchSampler(num_examples=60, expected_batch_size=60)
+    mechanism = ScalarMechanism(clip=1.0, noise_multiplier=1.0, expected_batch_size=60)
+    plan = PrivacyPlan(sampler=sampler, mechanism=mechanism, steps=2)
+    steps = StepBatches(rows, plan, key, 4, shapes=FixedShapes(rows.collate_each, slots=4))
+    before = torch.get_rng_state()
+    one, other, later = steps[0], steps[0], steps[1]
+    assert one["agreed"] == other["agreed"] and torch.equal(before, torch.get_rng_state())
+    for mine, theirs in zip(one["microbatches"], other["microbatches"], strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    shapes = [[m["input_ids"].tolist() for m in step["microbatches"]] for step in (one, later)]
+    assert shapes[0] != shapes[1]
 
 
 def test_an_empty_batch_has_empty_shares(shapes):
@@ -103,13 +127,15 @@ def test_directions_are_split_where_rows_do_not_fill_the_processes():
         ({"direction_parallel_size": 4, "world_size": 4}, "at most num_directions"),
         ({"direction_parallel_size": 2, "first_order": True}, "no directions"),
         ({"direction_parallel_size": 2, "clipping": "averaged"}, "groups go to processes"),
+        ({"direction_parallel_size": 2, "shards": True}, "under FSDP"),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(settings, words):
     usual = {"world_size": 2, "num_directions": 2, "first_order": False, "clipping": "fixed"}
+    shards = settings.get("shards", False)
     args = SimpleNamespace(**{**usual, "method": "dpzero", "process_index": 0, **settings})
     with pytest.raises(ValueError, match=words):
-        choose_split(SimpleNamespace(args=args), lambda shares: 1.0 / shares)
+        choose_split(SimpleNamespace(args=args, shards=shards), lambda shares: 1.0 / shares)
 
 
 def test_a_fingerprint_tells_steps_and_shares_apart():
