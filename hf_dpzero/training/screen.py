@@ -209,8 +209,6 @@ def banner(trainer: Any) -> str:
         lines.append(("groups", group_words(plan)))
     if args.world_size > 1:
         lines.append(("processes", process_words(trainer, count)))
-    if args.world_size > 1:
-        lines.append(("processes", process_words(trainer, count)))
     title = "Private training" if plan.private else "Training WITHOUT privacy"
     return "\n".join([title, *(f"  {label:<12}{text}" for label, text in lines)])
 

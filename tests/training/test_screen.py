@@ -67,6 +67,17 @@ def test_a_run_without_privacy_says_so_and_a_quiet_one_nothing(tmp_path: Path, c
     assert "Private training" not in capsys.readouterr().out
 
 
+def test_the_banner_names_the_processes_once(tmp_path: Path) -> None:
+    trainer = build(tmp_path, **SECRET)
+    trainer.train()
+    assert "  processes " not in screen.banner(trainer)
+    trainer.args.distributed_state.num_processes = 2
+    try:
+        assert screen.banner(trainer).count("  processes ") == 1
+    finally:
+        trainer.args.distributed_state.num_processes = 1
+
+
 def test_a_resumed_bar_starts_where_the_run_is(tmp_path: Path, capsys: Any) -> None:
     settings = {"save_strategy": "steps", "save_steps": 3, **SECRET}
     build(tmp_path, **settings).train()
