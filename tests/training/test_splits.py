@@ -109,7 +109,7 @@ def test_meshes_that_do_not_fit_are_refused(settings, words):
     usual = {"world_size": 2, "num_directions": 2, "first_order": False, "clipping": "fixed"}
     args = SimpleNamespace(**{**usual, "method": "dpzero", "process_index": 0, **settings})
     with pytest.raises(ValueError, match=words):
-        choose_split(SimpleNamespace(args=args), lambda shares: 1.0 / shares)
+        choose_split(SimpleNamespace(args=args, shards=False), lambda shares: 1.0 / shares)
 
 
 def test_a_fingerprint_tells_steps_and_shares_apart():
