@@ -107,11 +107,13 @@ def _tiny_data(options: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """run, pack, table; and stage, which run starts."""
     made = argparse.ArgumentParser(
-        prog="python -m scripts.on_gpu", description=(__doc__ or "").split("\n")[0]
+        prog="python -m scripts.on_gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = made.add_subparsers(dest="command", required=True)
+    commands = made.add_subparsers(dest="command", required=True, metavar="{run,pack,table}")
     run_ = commands.add_parser("run", help="all stages", allow_abbrev=False)
-    stage = commands.add_parser("stage", help=argparse.SUPPRESS, allow_abbrev=False)
+    stage = commands.add_parser("stage", allow_abbrev=False)  # without help: not listed
     for command in (run_, stage):
         command.add_argument("--output_dir", required=True, help="for results.json")
         command.add_argument("--data", default="sst2.safetensors", help="what `pack` wrote")

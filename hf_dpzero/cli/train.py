@@ -40,7 +40,7 @@ def run(arguments: Train) -> None:
             "--resume_from_checkpoint, or train into another --output_dir. Its privacy budget "
             "stays spent either way."
         )
-    if unused := unused_settings(recipe):
+    if (unused := unused_settings(recipe)) and recipe.training.should_log:
         from transformers.utils import logging
 
         logging.get_logger(__name__).warning(unused)

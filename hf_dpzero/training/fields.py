@@ -126,7 +126,7 @@ FIELDS: dict[str, tuple[Use, ...]] = {
         Use(WORKS, "of the noised gradient, after clip; 0 (off) where it is not given", FIRST_ORDER),
     ),
     "average_tokens_across_devices": (
-        Use(OTHER, "in evaluation only: each example's loss is the mean over its own tokens"),
+        Use(UNUSED, "a loss is the mean over its own row's tokens, eval_loss over those of batches"),
     ),
     "activation_checkpointing": _CHECKPOINTING,
     "gradient_checkpointing": _CHECKPOINTING,

@@ -5,10 +5,11 @@ Both keep the same ledger under the same plan.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from hf_dpzero.training.rank_agreement import check_strategy, check_weights
 from hf_dpzero.training.rank_failures import RankError
 from hf_dpzero.training.run_files import discard_unused
 from hf_dpzero.training.schedule_settings import smoothing_of_steps
-from hf_dpzero.training.shape_trials import ShapeTrials, keep_strategy
+from hf_dpzero.training.shape_trials import NARROW, ShapeTrials, keep_strategy
 from hf_dpzero.training.sharded_runs import Lockstep
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
@@ -121,16 +122,14 @@ class ZerothOrderMethod(TrainingMethod):
         self.trials: ShapeTrials | None = None
         if trainer.shapes is not None and trainer.shapes.slots > 1:
             lockstep = self.lockstep if trainer.shards else None
-            self.trials = _shape_trials(trainer, differences, messages, lockstep)
+            with _discarding(trainer):
+                self.trials = _shape_trials(trainer, differences, messages, lockstep)
         for message in messages:
             logger.warning(message)
-        try:
+        with _discarding(trainer):
             check_strategy(differences)
             if not trainer.trajectory.releases:
                 check_differences(trainer, differences)
-        except (ValueError, RankError):
-            discard_unused(trainer.trajectory)
-            raise
         # An update may wait only if weights are read between steps through forward(), state_dict()
         # or copies, where it is made first; callbacks of others may read them directly.
         readers = [trainer, *trainer.callback_handler.callbacks]
@@ -281,7 +280,11 @@ def passes_of(trainer: Any) -> float:
 def _shape_trials(
     trainer: Any, differences: FiniteDifferences, messages: list[str], lockstep: Any
 ) -> ShapeTrials:
-    """The trials of a run's shapes; adds to `messages` if stacked copies fail on public rows."""
+    """The trials of a run's shapes; adds to `messages` if stacked copies fail on public rows.
+
+    Raises:
+      ValueError: so do passes along one direction after another: the run would stop in the middle.
+    """
     settings = trainer.shapes, differences, trainer.args.num_directions
     holds = True
     try:
@@ -293,7 +296,21 @@ def _shape_trials(
         logger.info(f"stacked copies were not tried beside public rows: {error}")
     if message := keep_strategy(differences, holds):
         messages.append(message)
+        thorough = ShapeTrials(*settings, thorough=True)
+        if not all(map(thorough.holds, public_microbatches(trainer))):
+            raise ValueError(NARROW)
     return ShapeTrials(*settings, lockstep)
+
+
+@contextlib.contextmanager
+def _discarding(trainer: Any) -> Iterator[None]:
+    """Removes the ledger of a run that is refused before it has released anything."""
+    try:
+        yield
+    except (ValueError, RankError):
+        if not trainer.trajectory.releases:
+            discard_unused(trainer.trajectory)
+        raise
 
 
 def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:

@@ -333,8 +333,8 @@ def check_offload(trainer: Any) -> None:
     if args.world_size > 1:
         raise ValueError(
             f"the model is offloaded, and {args.world_size} processes train it: offload works in one. "
-            "For several, load it whole and have FSDP2 cut it: accelerate launch --config_file "
-            "configs/accelerate/fsdp2.yaml."
+            "Start one, or load the model without offload and cut it over the processes by FSDP2: "
+            "accelerate launch --config_file configs/accelerate/fsdp2.yaml."
         )
     if args.first_order:
         raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,9 +98,10 @@ class PredictingTrainer(ShardedTrainer):
         """
         objective = self.per_example_loss
         if not isinstance(objective, PromptObjective):
-            found = super().prediction_step(
-                model, inputs, prediction_loss_only, ignore_keys, **settings
-            )
+            with own_mean(self.args):
+                found = super().prediction_step(
+                    model, inputs, prediction_loss_only, ignore_keys, **settings
+                )
             if self._losses is not None and found[0] is not None:
                 batch = self._prepare_inputs(dict(inputs))
                 with torch.no_grad(), self.compute_loss_context_manager():
@@ -118,6 +121,26 @@ class PredictingTrainer(ShardedTrainer):
         if self._losses is not None:
             every = self.accelerator.gather_for_metrics(losses.detach())
             self._losses.append(every.double().cpu())
+
+
+@contextlib.contextmanager
+def own_mean(args: Any) -> Iterator[None]:
+    """Inside, transformers takes a batch's loss as the mean over that batch, on every process.
+
+    It would multiply the loss by the number of processes otherwise, for models that divide by the
+    labels of all processes. Most that take `**kwargs` do not (classification, spans), and their
+    `eval_loss` would be 2 times that of one process with two. Processes evaluate the batches that one
+    would, so a mean for each batch is also what one process reports.
+
+    Args:
+      args: `TrainingArguments`; changed while inside.
+    """
+    before = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = before
 
 
 def evaluation_losses(

@@ -105,6 +105,18 @@ def notebook_progress() -> type[TrainerCallback]:
     return NotebookPrivacyCallback
 
 
+def quiet_replicas(args: Any) -> None:
+    """Keeps this package's warnings back on processes that do not log: the first says the same.
+
+    Errors are shown by all, and warnings too where `log_level_replica` was set.
+
+    Args:
+      args: `TrainingArguments`.
+    """
+    if not args.should_log and args.log_level_replica == "warning":
+        logging.getLogger("hf_dpzero").setLevel(logging.ERROR)
+
+
 def replace_progress(trainer: Any) -> None:
     """Puts this package's progress bar in place of the one that transformers chose, and no second one.
 
@@ -219,4 +231,5 @@ def _budget(plan: Any, delta: float, target: float | None) -> str:
         return "none: nothing bounds what is released"
     aim = "" if target is None else f" (target {number(target)})"
     words = f"epsilon {round_up(epsilon)}{aim} at delta {delta_words(delta)}, {plan.relation}"
-    return f"{words}, with {len(plan.after)} runs before" if plan.after else words
+    before = f"{len(plan.after)} run{'s' if len(plan.after) > 1 else ''} before"
+    return f"{words}, with {before}" if plan.after else words

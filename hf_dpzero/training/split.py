@@ -271,8 +271,9 @@ def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
     V released numbers: an all-reduce of V + 2 integers and a broadcast of V floats, of 8 bytes each. So
     16 K + 16 for K directions, and 16 more with adaptive clipping. m groups: 2 m more, and what they
     release. A dense release of d coordinates: 4 d for the noised one, and of first-order methods 8 d for
-    the sums in float64. Comparing the weights (`rank_agreement.EVERY`) is left out: 8 bytes in a hundred
-    steps.
+    the sums in float64. Under FSDP2 8 W more on W processes, which agree on the number of passes; what
+    torch gathers and the trials of new shapes are left out. Comparing the weights
+    (`rank_agreement.EVERY`) is left out: 8 bytes in a hundred steps.
 
     Args:
       trainer: a `DPZeroTrainer` whose split is chosen.
@@ -289,6 +290,7 @@ def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
     if groups is not None:
         fixed += 8 * (2 * groups.num_groups + groups.num_values)
     fixed += 12 * dimension if args.first_order else 4 * dimension * vector
+    fixed += 8 * args.world_size * trainer.shards
     shared = -(-args.num_directions // split.directions) if split.directions > 1 else 0
     return fixed, 8 * shared
 
@@ -300,7 +302,9 @@ def process_words(trainer: Any, dimension: int) -> str:
     shares = [f"{split.rows} shares of the rows"] * (split.rows > 1)
     shares += [f"{split.directions} of the directions"] * (split.directions > 1)
     each = f" and {row} for each row of its share" if row else ""
-    return (
-        f"{split.rows * split.directions}: {' by '.join(shares)}; each sends {fixed:,} bytes{each} in a "
-        f"step (float32 gradients: {4 * dimension:,})"
+    sent = (
+        f"{split.rows * split.directions}: {' by '.join(shares)}; each sends {fixed:,} bytes{each}"
     )
+    if trainer.shards:
+        return f"{sent} in a step, and every pass gathers the parameters (FSDP2)"
+    return f"{sent} in a step (float32 gradients: {4 * dimension:,})"

@@ -115,6 +115,7 @@ class DPZeroMixin(PublishingTrainer):
         **settings: Any,
     ) -> None:
         args = checked_config(args)
+        screen.quiet_replicas(args)
         distributed.check_single_strategy(args, model)
         if settings.get("model_init") is not None:
             raise ValueError(_MODEL_INIT)

@@ -190,6 +190,11 @@ def flat(trainer) -> torch.Tensor:
     return torch.cat([p.detach().float().view(-1) for p in trainer.model.parameters()])
 
 
+def evaluated(folder: Path) -> float:
+    """The mean loss of the 40 rows of evaluation."""
+    return float(trainer_of(folder / "evaluated", "secret").evaluate()["eval_loss"])
+
+
 def checks(folder: Path, rank: int) -> dict[str, Any]:
     """What several processes are asked besides training; errors by what was wrong on the last rank."""
     told: dict[str, Any] = {}
@@ -211,6 +216,7 @@ def checks(folder: Path, rank: int) -> dict[str, Any]:
             meter.sent[1],
             step_bytes(trainer, count),
         )  # the first compares weights
+    told["eval_loss"] = evaluated(folder)
     noisy = trainer_of(folder, "noise")
     before = flat(noisy)
     noisy.train()

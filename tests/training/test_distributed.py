@@ -105,6 +105,13 @@ def test_a_step_sends_what_is_stated(launch):
         assert row == 8 * 2 and (sent - fixed) % row == 0 and sent >= fixed
 
 
+def test_evaluation_has_the_loss_of_one_process(launch, tmp_path):
+    """40 rows are whole batches, so none is repeated to fill a round."""
+    expected = several.evaluated(tmp_path)
+    for told in launch.told:
+        assert math.isclose(told["eval_loss"], expected, rel_tol=1e-6)
+
+
 def test_a_run_goes_on_with_another_number_of_processes(one, launch, tmp_path):
     whole = several.trainer_of(tmp_path, "interrupted")
     whole.train()

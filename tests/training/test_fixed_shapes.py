@@ -17,6 +17,7 @@ from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.pass_sizes import PassSizes
+from hf_dpzero.training.shape_trials import ShapeTrials
 
 
 def collate(lengths: list[int]) -> Any:
@@ -259,3 +260,29 @@ def test_rows_that_are_stacked_make_the_same_microbatches_as_rows_collated_one_b
             }
             assert {n: v.dtype for n, v in one.items()} == {n: v.dtype for n, v in other.items()}
     assert not Rows([{"input_ids": [1], "labels": 0}], Collator(tokenizer=None)).are_stacked()  # type: ignore[arg-type]
+
+
+def test_what_rounds_by_slots_along_all_directions_is_refused_before_a_release(
+    tmp_path, monkeypatch
+):
+    """Public rows fail in stacked copies and along single directions: step 0 or 9 would stop too."""
+    settings = {"num_directions": 5, "expected_batch_size": 40, "max_steps": 1}
+    tried = []
+
+    def never(self, part):
+        tried.append(len(self._directions))
+        return False
+
+    def stacked_only(self, part):
+        tried.append(len(self._directions))
+        return self.differences.stack is None
+
+    monkeypatch.setattr(ShapeTrials, "holds", never)
+    with pytest.raises(ValueError, match="Set microbatch_size=1"):
+        build(tmp_path, **settings).train()
+    assert set(tried) == {5} and len(tried) == 2
+    assert not (tmp_path / "trajectory.ledger").exists()
+    monkeypatch.setattr(ShapeTrials, "holds", stacked_only)
+    trainer = build(tmp_path, **settings)
+    trainer.train()
+    assert trainer.trajectory.next_step == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_callback import ProgressCallback
 from transformers.utils import logging as hf_logging
 
+from hf_dpzero import DPZeroConfig
 from hf_dpzero.training import screen
 
 SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None}
@@ -65,6 +67,36 @@ def test_a_run_without_privacy_says_so_and_a_quiet_one_nothing(tmp_path: Path, c
     assert "Training WITHOUT privacy" in out and "nothing bounds what is released" in out
     build(tmp_path / "a", log_level="error", **SECRET).train()
     assert "Private training" not in capsys.readouterr().out
+
+
+def test_the_banner_names_the_processes_once(tmp_path: Path) -> None:
+    trainer = build(tmp_path, **SECRET)
+    trainer.train()
+    assert "  processes " not in screen.banner(trainer)
+    trainer.args.distributed_state.num_processes = 2
+    try:
+        assert screen.banner(trainer).count("  processes ") == 1
+        assert "gathers" not in screen.banner(trainer)
+        trainer.shards = True
+        parts = screen.banner(trainer)
+        assert "48 bytes in a step, and every pass gathers the parameters (FSDP2)" in parts
+    finally:
+        trainer.args.distributed_state.num_processes = 1
+
+
+def test_replicas_warn_only_where_they_were_asked_to(tmp_path: Path, monkeypatch: Any) -> None:
+    ours = logging.getLogger("hf_dpzero")
+    build(tmp_path)
+    monkeypatch.setattr(DPZeroConfig, "should_log", False)
+    build(tmp_path, log_level_replica="info")
+    assert ours.level == logging.NOTSET
+    try:
+        build(tmp_path)
+        of_a_module = logging.getLogger("hf_dpzero.training.methods")
+        assert not of_a_module.isEnabledFor(logging.WARNING)
+        assert of_a_module.isEnabledFor(logging.ERROR)
+    finally:
+        ours.setLevel(logging.NOTSET)
 
 
 def test_a_resumed_bar_starts_where_the_run_is(tmp_path: Path, capsys: Any) -> None:
