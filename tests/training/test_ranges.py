@@ -29,6 +29,7 @@ BAD = {
     "noise_multiplier": (-1.0, NAN, INF),
     "num_directions": (0, 1.5, INF, NAN, 10**8),
     "microbatch_size": (0, -1, 1.5),
+    "direction_parallel_size": (0, -1, 1.5),
     "max_length": (0, -1, 1.5),
     "max_batch_size": (0, 1.5),
     "noise_bands": (0, 1.5),

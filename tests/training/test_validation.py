@@ -447,12 +447,11 @@ def test_a_forward_that_reads_or_keeps_buffers_is_left_alone():
     ("settings", "message"),
     [
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "set fsdp_version: 2, as in .*fsdp2.yaml"),
-        ({"deepspeed": "ds.json"}, "DeepSpeed shards .*fsdp2.yaml"),
         ({"n_gpu": 2}, "2 GPUs in one process.*accelerate launch"),
     ],
 )
 def test_strategies_that_the_step_does_not_cover_are_refused(settings: dict, message: str):
-    plain = {"fsdp": [], "deepspeed": None, "n_gpu": 1}
+    plain = {"fsdp": [], "n_gpu": 1}
     with pytest.raises(ValueError, match=message):
         distributed.check_single_strategy(SimpleNamespace(**{**plain, **settings}))
     distributed.check_single_strategy(SimpleNamespace(**plain))
