@@ -23,6 +23,7 @@ _SECRET_SETTING = re.compile(
 )
 _MACHINE_SETTINGS = (
     *("output_dir", "logging_dir", "resume_from_checkpoint", "hub_model_id", "extends_run"),
+    *("device_map", "offload_folder", "max_memory"),
 )
 _PATH_SETTINGS = (
     *("train_file", "validation_file", "task", "dataset_name", "model_name_or_path", "extends"),
@@ -34,18 +35,18 @@ OWN_SETTINGS = frozenset(
     """
     accountant allow_fewer_per_class architecture base_is_public class_names clip clip_count_noise
     clip_groups clip_learning_rate clip_quantile clip_schedule clip_stability clipping
-    dataset_config_name dataset_name defer_updates direction direction_key
+    dataset_config_name dataset_name defer_updates device_map direction direction_key
     direction_parallel_size expected_batch_size extends extends_run group_budget
     group_column group_draws group_loss_bound group_rate
     group_shares group_weights head_init hold_direction_for init_seed insecure_noise_seed
     keep_column label_column label_texts label_words load_in_4bit load_in_8bit
     log_private_diagnostics logit_scale lora_alpha lora_r lora_target_modules max_batch_size
-    max_eval_samples max_length max_new_tokens max_seq_length max_train_samples method
+    max_eval_samples max_length max_memory max_new_tokens max_seq_length max_train_samples method
     microbatch_size model_name_or_path model_revision momentum neighboring_relation noise_bands
     noise_correlation noise_distribution noise_multiplier noise_schedule normalize
     num_demonstrations num_directions num_examples_per_class num_virtual_tokens objective
-    on_no_signal pair_features peft_method per_example_gradients perturbation_strategy pooling
-    precompute_features prompt reuse_frozen_prefix rows_are sampler_key sampling smoothing
+    offload_folder on_no_signal pair_features peft_method per_example_gradients perturbation_strategy
+    pooling precompute_features prompt reuse_frozen_prefix rows_are sampler_key sampling smoothing
     smoothing_schedule subset_seed subspace subspace_rank subspace_steps target_delta target_epsilon
     task template text_column text_pair_column torch_dtype train_file trainable tuning update_rule
     update_window validation_file

@@ -55,6 +55,7 @@ def test_a_recipe_is_shipped_as_known_fields(run: Path, tmp_path: Path) -> None:
 def test_the_known_fields_are_those_of_a_recipe() -> None:
     inherited = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert set(OWN_SETTINGS) == {*recipe_parser().hints, "extends"} - inherited
+    assert public_recipe("device_map: auto\noffload_folder: /home/me/weights\n") == ""
 
 
 def test_a_push_leaves_no_older_file_beside_the_card(run: Path, monkeypatch: Any) -> None:

@@ -186,7 +186,7 @@ def test_a_killed_run_leaves_nothing_of_its_weights(tmp_path: Path, base: Path):
     )
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{Path(__file__).parent}:{os.environ['PYTHONPATH']}",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
     }
     before = digests(base)
     code = subprocess.run(
