@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from hf_dpzero.recipes.arguments import ModelArguments
+from hf_dpzero.training.precision import keep_layout_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -205,9 +206,7 @@ def settle_quantised_(model: nn.Module) -> None:
     would have another digest there, and a weight that changes in a forward pass is refused.
     Nothing else has to be prepared, as for backpropagation: there is no backward pass.
     """
-    for module in model.modules():
-        if getattr(module, "support_avx512bf16_for_cpu", False):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    keep_layout_(model)
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_not_the_int8_cast)
 
 

@@ -269,7 +269,7 @@ class Lockstep:
 
     def __call__(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
         """The microbatches, and blank ones up to the number that the process with most has."""
-        most = max(of_each_process(len(microbatches)))
+        most = max(distributed.gather_numbers(len(microbatches)))
         return [*microbatches, *[self.idle] * (most - len(microbatches))]
 
 
@@ -286,16 +286,6 @@ def _blank_batch(trainer: Any) -> Mapping[str, Tensor]:
     return dict(shapes.filled([shapes.blank(row) if shapes.blanks else row]))
 
 
-def of_each_process(value: int) -> list[int]:
-    """A number of each process, below 2^62, on all of them."""
-    import torch.distributed as dist
-
-    if not distributed.active():
-        return [value]
-    mine = [value * (rank == dist.get_rank()) for rank in range(dist.get_world_size())]
-    return distributed.sum_over_processes(mine)
-
-
 def agreed(losses: Tensor) -> Tensor:
     """The losses of rows that every process has evaluated; refuses processes that disagree.
 
@@ -309,7 +299,7 @@ def agreed(losses: Tensor) -> Tensor:
     """
     content = losses.detach().contiguous().numpy().tobytes()
     digest = int.from_bytes(hashlib.sha256(content).digest()[:6], "big")
-    if len(set(of_each_process(digest))) > 1:
+    if len(set(distributed.gather_numbers(digest))) > 1:
         raise ValueError(
             "the processes compute other losses for the same rows of train_dataset: under FSDP all "
             "devices must be of one kind, and rows and collator the same (seed what is random)."

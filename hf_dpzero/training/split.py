@@ -271,7 +271,7 @@ def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
     V released numbers: an all-reduce of V + 2 integers and a broadcast of V floats, of 8 bytes each. So
     16 K + 16 for K directions, and 16 more with adaptive clipping. m groups: 2 m more, and what they
     release. A dense release of d coordinates: 4 d for the noised one, and of first-order methods 8 d for
-    the sums in float64. Under FSDP2 8 W more on W processes, which agree on the number of passes; what
+    the sums in float64. Under FSDP2 8 or 16 more, which agree on the number of passes; what
     torch gathers and the trials of new shapes are left out. Comparing the weights
     (`rank_agreement.EVERY`) is left out: 8 bytes in a hundred steps.
 
@@ -290,7 +290,8 @@ def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
     if groups is not None:
         fixed += 8 * (2 * groups.num_groups + groups.num_values)
     fixed += 12 * dimension if args.first_order else 4 * dimension * vector
-    fixed += 8 * args.world_size * trainer.shards
+    if trainer.shards:  # the number of passes, and of those that try shapes
+        fixed += 8 * (1 + bool(trainer.shapes and trainer.shapes.slots > 1))
     shared = -(-args.num_directions // split.directions) if split.directions > 1 else 0
     return fixed, 8 * shared
 

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import build, tiny_data, tiny_model
+from tiny_texts import differences
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_dpzero.objectives.heads import sequence_classification_objective
-from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.training.batches import places_of
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.precision import couples_values
@@ -44,14 +43,6 @@ def mixtral() -> MixtralForCausalLM:
                 initializer_range=0.3, num_local_experts=4, num_experts_per_tok=2,
             )
         )  # fmt: skip
-
-
-def differences(trainer: Any, chosen: list[int]) -> dict[int, float]:
-    parts = trainer.shapes.microbatches(chosen)
-    step = trainer.step.differences
-    x = step(parts, [Direction(7, 0)])[:, 0].tolist()
-    step.space.settle_()
-    return dict(zip((chosen[i] for i in places_of(parts)), x, strict=True))
 
 
 def test_routed_experts_see_as_many_tokens_as_all_rows_send_them(tmp_path):

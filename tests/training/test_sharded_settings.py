@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_dpzero.objectives.losses import batch_size, num_examples
 from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.training import sharded_runs
+from hf_dpzero.training import distributed, sharded_runs
 
 
 def taking_over(args, plugin=None, model=None) -> SimpleNamespace:
@@ -89,7 +89,7 @@ def test_a_process_with_fewer_microbatches_makes_blank_passes(
     trainer = build(tmp_path, microbatch_size=microbatch_size, max_steps=1)
     trainer.train()
     lockstep = sharded_runs.Lockstep(trainer)
-    monkeypatch.setattr(sharded_runs, "of_each_process", lambda count: [count, 3])
+    monkeypatch.setattr(distributed, "gather_numbers", lambda count: [count, 3])
     own = trainer.shapes.microbatches([5, 6])
     padded = lockstep(own)
     assert len(padded) == 3 and padded[: len(own)] == own
@@ -113,7 +113,7 @@ def test_objectives_of_many_passes_are_refused(tmp_path):
 def test_processes_that_compute_other_losses_are_refused(monkeypatch):
     losses = torch.tensor([0.5, float("nan")])
     assert sharded_runs.agreed(losses) is losses
-    monkeypatch.setattr(sharded_runs, "of_each_process", lambda digest: [digest, digest + 1])
+    monkeypatch.setattr(distributed, "gather_numbers", lambda digest: [digest, digest + 1])
     with pytest.raises(ValueError, match="other losses for the same rows"):
         sharded_runs.agreed(losses)
 
