@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_dpzero.estimators.arrivals import arriving_bytes
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
-from hf_dpzero.estimators.forward_passes import ParameterChanged
+from hf_dpzero.estimators.row_traces import Traced
 from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
 from hf_dpzero.objectives.prompted import PromptObjective
@@ -30,18 +30,12 @@ from hf_dpzero.training.fixed_shapes import (
     is_unmasked_sound,
     kind_of,
     masked_shape,
-    shape_of,
 )
 from hf_dpzero.training.independence_check import (
-    CoupledLosses,
-    Losses,
-    check_fixed_shapes,
     check_independence,
     check_widths,
     long_and_short,
-    mostly_unmasked,
     rope_types,
-    takes_blanks,
 )
 from hf_dpzero.training.offloading import check_offload
 from hf_dpzero.training.pass_sizes import one_size, pass_cost, pass_sizes
@@ -54,22 +48,15 @@ from hf_dpzero.training.precision import (
     low_precision,
     uncompiled,
 )
-from hf_dpzero.training.public_rows import evaluation_rows, public_shapes
 from hf_dpzero.training.random_state import drawing_from, isolated_randomness
 from hf_dpzero.training.row_lengths import check_lengths
 from hf_dpzero.training.schedule_settings import judge_schedule
+from hf_dpzero.training.shape_choice import ONE_BY_ONE, ShapeChoice
 from hf_dpzero.training.sharded_runs import agreed
 from hf_dpzero.training.split import split_shapes
 
 logger = logging.get_logger(__name__)
 
-ONE_BY_ONE = (
-    "every example is evaluated by itself, which is slower. microbatch_size=1 does the same without the "
-    "trial."
-)
-OTHER_BITS = (
-    "an example's loss has other bits beside other examples, even in a batch of the same shape"
-)
 UNMASKED = (
     "waveforms without an attention_mask cannot be padded: every example is evaluated by itself. If the "
     "model takes masks, return_attention_mask=True of the feature extractor lets several run at once."
@@ -225,6 +212,10 @@ def _try_objective(trainer: Any) -> None:
     def tried(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
         return losses_of(objective.trial, batch, seed)
 
+    def traced(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
+        with uncompiled(trainer.model):
+            return losses_of(Traced(objective), batch, seed)
+
     watched = validation.parameters_left_alone(trainer.model)
     with watched, evaluation_mode(trainer.model):
         validation.check_evaluation_mode(trainer.model)
@@ -247,68 +238,9 @@ def _try_objective(trainer: Any) -> None:
             )
         if not private or size == 1:
             return
+        choice = ShapeChoice(trainer, count, tried, traced, coarse)
         if trainer.args.first_order:
-            together = dataclasses.replace(_shapes(trainer, size), blanks=False)
-            _try_neighbours(trainer, together, count, tried, coarse)
+            choice.holds(dataclasses.replace(_shapes(trainer, size), blanks=False), count, tried)
         elif trainer.shapes.slots > 1:
             with drawing_from(entropy):  # what is found of public rows decides, on all processes
-                _try_shapes(trainer, count, tried, coarse)
-
-
-def _try_shapes(trainer: Any, count: int, losses: Losses, coarse: bool) -> None:
-    """Tries the fixed shapes, first on public rows, which may decide how the run computes.
-
-    Private rows may only stop it: were they to choose, one row could change all others' rounding.
-
-    Raises:
-      ValueError: a private row's loss has other bits beside other rows, or a public row's another value.
-    """
-    # Rows that the loss does not take decide nothing; what is wrong with it shows on private ones.
-    try:
-        if not _holds_on_public_rows(trainer, losses, coarse):
-            trainer.shapes = dataclasses.replace(trainer.shapes, slots=1)
-            logger.warning(f"{OTHER_BITS}: {ONE_BY_ONE}")
-            return
-    except (CoupledLosses, ParameterChanged, torch.OutOfMemoryError):
-        raise
-    except (LookupError, TypeError, ValueError, RuntimeError):
-        pass
-    if not _try_neighbours(trainer, trainer.shapes, count, losses, coarse):
-        raise ValueError(
-            f"{OTHER_BITS}: set microbatch_size=1, so that every example is evaluated by itself."
-        )
-
-
-def _holds_on_public_rows(trainer: Any, losses: Losses, coarse: bool) -> bool:
-    """Whether public rows keep their bits in all places; chooses also what fills up microbatches."""
-    try:
-        shape_of(trainer.shapes.collate_each([0])[0])  # of the kind of all rows
-    except ValueError:
-        return False  # no row of its own
-    trainer.shapes = dataclasses.replace(trainer.shapes, blanks=False)  # needs nothing of the model
-    if (public := public_shapes(trainer)) is None:
-        return True
-    shapes, count = public
-    shapes = dataclasses.replace(shapes, blanks=True)
-    shapes = dataclasses.replace(shapes, blanks=takes_blanks(shapes, losses))
-    trainer.shapes = dataclasses.replace(trainer.shapes, blanks=shapes.blanks)
-    if evaluation_rows(trainer) is not None:  # random tokens say nothing of the lengths of texts
-        shapes = dataclasses.replace(shapes, unmasked_apart=mostly_unmasked(shapes, count))
-        trainer.shapes = dataclasses.replace(trainer.shapes, unmasked_apart=shapes.unmasked_apart)
-    return _try_neighbours(trainer, shapes, count, losses, coarse)
-
-
-def _try_neighbours(
-    trainer: Any, shapes: FixedShapes, count: int, losses: Losses, coarse: bool
-) -> bool:
-    """`check_fixed_shapes`; False where rows cannot be put into fixed shapes."""
-
-    def alone(row: Mapping[str, Tensor]) -> Tensor:
-        with uncompiled(trainer.model):
-            return losses(row)
-
-    try:
-        shapes.packed(shapes.collate_each([0]))
-    except ValueError:
-        return False
-    return check_fixed_shapes(shapes, count, losses, coarse, alone)
+                choice.make(_pass_cost(trainer))

@@ -11,7 +11,7 @@ What happens only at other lengths is not seen here; `check_widths` refuses the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -95,14 +95,16 @@ def check_fixed_shapes(
     losses: Losses,
     coarse: bool = False,
     alone: Callable[[Batch], Tensor] | None = None,
+    traced: Losses | None = None,
 ) -> bool:
     """Tries whether an example's loss depends on its slot in a microbatch, or on its neighbours.
 
     For one row of each of the most common shapes among up to 64 rows: its losses beside copies of
     itself, beside blanks, beside other rows (shorter ones widened) in the first, the middle and the last
     slot, and beside copies of each of a few others, which fill up whatever has a fixed capacity. Then
-    all rows of that shape are turned through the slots: two slots may round most rows alike. Rows
-    are collated once, and generators seeded alike, so that random collators and models are tried too.
+    all rows of that shape are turned through the slots: two slots may round most rows alike. So are rows
+    in a shape of every other number of slots that the run may have. Rows are collated once, and
+    generators seeded alike, so that random collators and models are tried too.
 
     Args:
       shapes: of the run's own microbatches, with more than one slot.
@@ -111,6 +113,8 @@ def check_fixed_shapes(
       coarse: as in `check_independence`.
       alone: a batch of one -> its loss [1], where compiled code is for fixed shapes only; None for
         `losses`.
+      traced: as `losses`, but digests of all bits (`estimators.row_traces`), compared where rows are
+        turned; None for `losses`.
 
     Returns:
       True if no bit differs.
@@ -125,18 +129,36 @@ def check_fixed_shapes(
     for row in plain:
         in_bucket = shapes.in_bucket(row)
         found.setdefault(shapes.group_of(in_bucket), []).append(in_bucket)
-    same = True
+    same, slots = True, {1}
     for group, (row, *_) in sorted(found.items(), key=lambda item: -len(item[1]))[:SHAPES]:
         others = [shapes.in_bucket(other, _width(row)) for other in plain]
         others = [o for o in others if shapes.group_of(o) == group and not _equal(o, row)]
         same &= _alike_in_all_slots(shapes, row, others[: shapes.slots_of(row)], losses, coarse)
-        same = same and _alike_when_turned(shapes, [row, *others], losses)
+        same = same and _alike_when_turned(shapes, [row, *others], traced or losses)
+        slots.add(shapes.slots_of(row))
+    for rows in _of_other_slots(shapes, plain, slots) if same else ():
+        same = same and _alike_when_turned(shapes, rows, traced or losses)
     in_first = shapes.in_bucket(plain[0])
     fixed = _beside_itself(shapes, in_first, losses)
     if torch.equal(_beside_itself(shapes, in_first, losses, 1).nan_to_num(), fixed.nan_to_num()):
         where = "in a microbatch of fixed shape and in a batch of one"
         _compare(fixed[:1], (alone or losses)(plain[0]), where, coarse)
     return same
+
+
+def _of_other_slots(
+    shapes: FixedShapes, plain: Sequence[Batch], tried: set[int]
+) -> Iterator[Sequence[Batch]]:
+    """Rows of one group, widened, for every number of slots that was not tried, as many as fill it."""
+    sizes = {} if shapes.sizes is None else shapes.sizes.rows
+    for width, slots in sizes.items():
+        if slots in tried:
+            continue
+        rows = [shapes.in_bucket(row, width) for row in plain if _width(row) <= width]
+        rows = [row for row in rows if shapes.group_of(row) == shapes.group_of(rows[0])]
+        if rows and shapes.slots_of(rows[0]) == slots:
+            tried.add(slots)
+            yield rows[:slots]
 
 
 def mostly_unmasked(shapes: FixedShapes, count: int) -> bool:

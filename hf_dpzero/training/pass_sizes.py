@@ -58,6 +58,23 @@ class PassSizes:
         mean = expected_rows / len(self.rows)
         return sum(expected_passes(mean, [count])[0] for count in self.rows.values())
 
+    def tokens(self, expected_rows: float, cost: float) -> float:
+        """What a step is expected to take, in tokens, each width being equally likely.
+
+        Args:
+          expected_rows: B.
+          cost: of a pass beside its tokens, in tokens.
+
+        Returns:
+          Tokens that take the same time.
+
+        >>> round(PassSizes({8: 4, 16: 1}).tokens(8.0, 0.0), 1)
+        108.0
+        """
+        mean = expected_rows / len(self.rows)
+        passes = {w: expected_passes(mean, [n])[0] for w, n in self.rows.items()}
+        return sum(passes[w] * (cost + n * w) for w, n in self.rows.items())
+
 
 def one_size(expected_rows: float, most_rows: int) -> int:
     """Rows of a pass where all have one shape: a little more than B, so that one mostly is enough.
@@ -96,7 +113,9 @@ def pass_cost(device: str, parameters: int, low_precision: bool, arriving: int =
     return transfer + min(_GPU_MOST, max(_GPU_LEAST, _GPU_PASS / max(parameters, 1)))
 
 
-def pass_sizes(expected_rows: float, most_rows: int, widest: int | None, cost: float) -> PassSizes:
+def pass_sizes(
+    expected_rows: float, most_rows: int, widest: int | None, cost: float, multiples_of: int = 1
+) -> PassSizes:
     """The sizes with the least expected time of a step, in which each width is equally likely.
 
     Args:
@@ -104,9 +123,10 @@ def pass_sizes(expected_rows: float, most_rows: int, widest: int | None, cost: f
       most_rows: of a pass, for memory.
       widest: tokens of the longest row, where that is known.
       cost: of a pass beside its tokens, in tokens.
+      multiples_of: which numbers of rows are considered; at most `most_rows`.
 
     Returns:
-      At least one row at every width.
+      At least one row at every width, or so many.
 
     >>> pass_sizes(64.0, 100, 64, cost=40.0).rows
     {8: 24, 16: 8, 32: 6, 64: 4}
@@ -114,17 +134,20 @@ def pass_sizes(expected_rows: float, most_rows: int, widest: int | None, cost: f
     {64: 80}
     >>> pass_sizes(64.0, 4, 64, cost=40.0).rows
     {8: 4, 16: 4, 32: 4, 64: 4}
+    >>> pass_sizes(64.0, 100, 64, cost=40.0, multiples_of=16).rows
+    {8: 16, 16: 16, 32: 16, 64: 16}
     """
     widest = max(NARROWEST, widest or WIDEST)
-    options = [_with_narrowest(n, expected_rows, most_rows, widest, cost) for n in _doubled(widest)]
+    counts = _candidates(one_size(expected_rows, most_rows))
+    counts = [n for n in counts if n % multiples_of == 0] or [multiples_of]
+    options = [_with_narrowest(n, expected_rows, counts, widest, cost) for n in _doubled(widest)]
     return PassSizes(min(options, key=lambda option: option[0])[1])
 
 
 def _with_narrowest(
-    narrowest: int, expected_rows: float, most_rows: int, widest: int, cost: float
+    narrowest: int, expected_rows: float, counts: Sequence[int], widest: int, cost: float
 ) -> tuple[float, dict[int, int]]:
     widths = [width for width in _doubled(widest) if width >= narrowest]
-    counts = _candidates(one_size(expected_rows, most_rows))
     passes = expected_passes(expected_rows / len(widths), counts)
     seconds, rows = 0.0, {}
     for width in widths:

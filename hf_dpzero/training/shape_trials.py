@@ -4,8 +4,9 @@ The trial before training (`independence_check`) sees the shapes of a few rows, 
 in plain forward passes. Others come later: a length that no sampled row had, perturbed copies in one
 pass (`stacked`), weights that have moved. So the first microbatch of each shape is evaluated as the step
 will evaluate it, its rows turned through the slots, beside each other and beside blanks; again when rows
-first meet in a shape that was tried on one, and when ten times as many steps are taken. A bit that moves
-stops the run: no private row chooses how others are evaluated.
+first meet in a shape that was tried on one, and when ten times as many steps are taken. A bit that
+moves, in a loss or in what a layer returns (`estimators.row_traces`), stops the run: no private row
+chooses how others are evaluated.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.objectives.losses import Filled, batch_size, num_examples, trial
+from hf_dpzero.estimators.row_traces import Traced
+from hf_dpzero.objectives.losses import Filled, batch_size, num_examples
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.training.fixed_shapes import FixedShapes, Row
 from hf_dpzero.training.random_state import isolated_randomness
@@ -133,9 +135,9 @@ class ShapeTrials:
             yield Filled(shapes.filled(batch), slots), places
 
     def _losses(self, microbatches: Sequence[Row]) -> Tensor:
-        """Both signs along all directions of every row, float32 [rows, 2 K]."""
+        """Digests at both signs along all directions of every row, float32 [rows, 2 K]."""
         differences, objective = self.differences, self.differences.objective
-        differences.objective = trial(objective)
+        differences.objective = Traced(objective)
         try:
             pair = differences.losses(microbatches, self._directions)
         finally:
