@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from hf_dpzero.objectives.losses import PerExampleLoss, batch_size, is_compiled, trial
 
 _COPIES = (nn.Embedding, nn.Dropout, nn.Identity)  # round nothing
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = -1640531527  # odd, as int32: multiples of it are spread over all bits
 _BITS = 24  # that a float32 holds
 
@@ -81,7 +80,8 @@ def _is_of_rows(output: Tensor, rows: int) -> bool:
 
 def _digest(values: Tensor, rows: int) -> Tensor:
     """int64 [rows]: the bits of a row as integers, times odd numbers, added modulo 2^32."""
-    plain = values.detach().nan_to_num() + 0.0  # turns -0 into 0
-    bits = plain.view(_WORDS[plain.element_size()]).reshape(rows, -1).to(torch.int32)
+    plain = values.detach().reshape(rows, -1).nan_to_num().add_(0.0)  # a copy; -0 becomes 0
+    words = torch.int16 if plain.element_size() == 2 else torch.int32
+    bits = plain.contiguous().view(words).to(torch.int32)
     weights = torch.arange(1, 2 * bits.shape[1], 2, dtype=torch.int32, device=bits.device) * _ODD
-    return (bits * weights).sum(dim=1, dtype=torch.int64)
+    return bits.mul_(weights).sum(dim=1, dtype=torch.int64)
