@@ -22,6 +22,7 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
 from hf_dpzero.privacy.schedule_gain import LABELS
 from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
+from hf_dpzero.reporting.process_words import check_processes, process_words
 from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
     EXAMPLE,
@@ -95,6 +96,10 @@ class PrivacyReport:
       forward_passes: how examples were evaluated. "fixed shapes": several in a batch of a fixed shape,
         where a trial found no bit of a loss to depend on the others; "one example": each by itself;
         "": several in batches of any shape, or not known.
+      processes: how many processes ran, and how they shared the work: one entry for each start of the
+        run whose layout is another than before. Each has the `first_step` that it may have taken,
+        the number of `processes`, `row_shares` times `direction_parallel_size`, and whether parameters
+        lay in parts (`sharded`, FSDP2). Steps before the first entry are not recorded; [] if none are.
       parts: of a run that extends others (`extends_run`), all of them, oldest first and this one last:
         `folder`, `method`, `noise_multiplier`, `steps`, `planned_steps`, the `epsilon` of each alone,
         and for earlier ones what their reports say of `base_weights`, `tuning`, `weights_digest`,
@@ -137,6 +142,7 @@ class PrivacyReport:
     earlier_runs: list[dict[str, Any]]
     base_weights: str
     forward_passes: str
+    processes: list[dict[str, Any]]
     parts: list[dict[str, Any]]
     weights_digest: str | None
     statement: str
@@ -166,6 +172,7 @@ class PrivacyReport:
                     f"{', '.join(_RUN_ENTRY)} of each. It was edited or damaged; take the file that "
                     "the run wrote."
                 )
+        check_processes(self.processes, self.steps)
         reason = why_not_private(
             method=self.method,
             epsilon=self.epsilon,
@@ -194,6 +201,7 @@ class PrivacyReport:
         earlier_runs: Sequence[Mapping[str, Any]] = (),
         base_weights: str = NOT_COMPARED,
         forward_passes: str = "",
+        processes: Sequence[Mapping[str, Any]] = (),
         extends: Sequence[Mapping[str, Any]] = (),
     ) -> PrivacyReport:
         """Reports what `steps_completed` steps of `plan` spent, never more than was run.
@@ -213,7 +221,7 @@ class PrivacyReport:
             saved; a sampled batch that can be known is not amplified.
           privacy_unit: what one row of the training set is.
           earlier_runs: of the base model (`provenance.earlier_runs`).
-          base_weights, forward_passes: see the attributes.
+          base_weights, forward_passes, processes: see the attributes.
           extends: entries of the ledger's header for each plan in `plan.after`.
 
         Returns:
@@ -248,6 +256,7 @@ class PrivacyReport:
             "earlier_runs": [dict(run) for run in earlier_runs],
             "base_weights": base_weights,
             "forward_passes": forward_passes,
+            "processes": [dict(entry) for entry in processes],
             "parts": parts_of(plan, delta, steps_completed, extends),
             "weights_digest": None,
         }
@@ -311,7 +320,7 @@ class PrivacyReport:
         Raises:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
-        values = {"groups": "", "forward_passes": "", **values}  # of older reports
+        values = {"groups": "", "forward_passes": "", "processes": [], **values}  # of older reports
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:
@@ -394,6 +403,7 @@ class PrivacyReport:
             *(("of that", part_words(part)) for part in self.parts),
             ("accountant", self.accountant),
             ("noise", self.noise_source),
+            *([("processes", process_words(self.processes, self.steps))] if self.processes else []),
             ("tuning", tuning_words(self.tuning)),
             *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),
             ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),

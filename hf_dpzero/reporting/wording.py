@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.privacy.schedules import Given, GivenFactors
+from hf_dpzero.reporting.process_words import process_caveats
 
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
@@ -292,6 +293,7 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
     """
     first, *rest = _COMMON_CAVEATS
     rest.append(_COUPLING_CAVEATS[facts["forward_passes"]])
+    rest += process_caveats(facts, plan)
     of_base = base_caveats(facts["earlier_runs"])
     leaky = sum(not run["private"] for run in facts["earlier_runs"])
     earlier = facts["parts"][:-1]

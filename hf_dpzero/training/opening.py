@@ -16,6 +16,7 @@ from hf_dpzero.training.base_weights import check_start, digest_frozen, state_di
 from hf_dpzero.training.fixed_shapes import forward_passes
 from hf_dpzero.training.group_training import check_resumed
 from hf_dpzero.training.initial_values import write_initial_values
+from hf_dpzero.training.process_notes import note_start
 from hf_dpzero.training.rank_agreement import check_agreement, compare
 from hf_dpzero.training.rank_failures import RankError
 from hf_dpzero.training.sharded_runs import is_split, on_first_of
@@ -66,7 +67,7 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
 
 
 def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
-    """Opens the ledger of a `DPZeroTrainer`'s run and checks that the model fits it.
+    """Opens the ledger of a `DPZeroTrainer`'s run, checks that the model fits it, and notes the start.
 
     Args:
       trainer: after the checks before training.
@@ -84,8 +85,16 @@ def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
     """
     header = run_files.ledger_header(trainer)
     check_agreement(trainer, header)
-    if not resumes:
-        return _start(trainer, header)
+    opened = _resume(trainer, header, checkpoint) if resumes else _start(trainer, header)
+    try:
+        trainer.process_starts = note_start(trainer, opened.trajectory, resumes)
+    except (ValueError, RankError):
+        opened.trajectory.close() if resumes else run_files.discard_unused(opened.trajectory)
+        raise
+    return opened
+
+
+def _resume(trainer: Any, header: Mapping[str, Any], checkpoint: str | None) -> Opened:
     ledger = run_files.continue_ledger(trainer.output_dir, header)
     try:
         compare({"releases": ledger.digest()})

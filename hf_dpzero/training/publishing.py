@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class PublishingTrainer(PredictingTrainer):
     Attributes:
       noise: that steps draw from.
       trajectory: what was released; None before training.
+      process_starts: how many processes took its steps (`process_notes.note_start`).
     """
 
     args: DPZeroConfig
@@ -43,6 +44,7 @@ class PublishingTrainer(PredictingTrainer):
     train_dataset: Any
     noise: NoiseSource
     trajectory: Trajectory | None = None
+    process_starts: Sequence[Mapping[str, Any]] = ()
     _plan: PrivacyPlan | None = None
     _delta: float | None = None
 
@@ -102,6 +104,7 @@ class PublishingTrainer(PredictingTrainer):
             earlier_runs=started.get("earlier_runs", self.earlier_runs),
             base_weights=started.get("base_weights", NOT_COMPARED),
             forward_passes=started.get("forward_passes", ""),
+            processes=self.process_starts if self.trajectory else (),
             extends=self._extended,
         ).with_tuning(worst_tuning(self.args.tuning, self._extended), self.plan)
 
