@@ -3,7 +3,8 @@
 Processes that differ would not evaluate the model, the rows or the plan that epsilon is stated for, and
 their weights would drift apart in silence: only sums are exchanged. At the start digests of code,
 settings, data length, weights, machine and the losses of a few rows are gathered; at the first step,
-every `EVERY` steps and at the end a checksum of the trained weights' bits, 8 bytes.
+every `EVERY` steps and at the end a checksum, 8 bytes, of the bits that all hold alike: trained weights,
+unless they lie in parts, and what updates and files are made of beside them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import hashlib
 import json
 import random
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import evaluation_mode, num_examples
+from hf_dpzero.perturbation.sharding import is_sharded, local
 from hf_dpzero.training.distributed import (
     active,
     differing,
@@ -222,7 +224,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 def _words(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().view(-1)
-    each = 8 // flat.element_size()
+    each = max(1, 8 // flat.element_size())
     if flat.storage_offset() % each:  # words must be aligned; no parameter of a model begins so
         flat = flat.clone()
     whole = flat.numel() // each * each
@@ -232,7 +234,11 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def check_weights(trainer: Any, step: int | None = None) -> None:
-    """Compares the trained weights of all ranks: at the first step of a start, every `EVERY` and last.
+    """Compares what all ranks hold alike: at the first step of a start, every `EVERY` and at the end.
+
+    That is what is trained (of parameters in parts nothing, as every rank has others), the number of the
+    step, the last releases, the grids that updates are rounded to, and the buffers that are saved. Other
+    buffers may follow from the rows that a rank saw last (frequencies of long rotary positions).
 
     Args:
       trainer: a `DPZeroTrainer` that trains.
@@ -241,18 +247,53 @@ def check_weights(trainer: Any, step: int | None = None) -> None:
     Raises:
       RankError: on all ranks; before the step releases anything.
     """
-    if not active() or trainer.shards:  # parts of them are everywhere others
+    if not active():
         return
     first = getattr(trainer, "_compared_weights", None) is not trainer.trajectory
     if step is not None and step % EVERY and not first:
         return
     trainer._compared_weights = trainer.trajectory
     trainer.method.settle_()
-    told = gather_numbers(checksum(p for p in trainer.model.parameters() if p.requires_grad))
-    if len(set(told)) > 1:
-        when = "at the end" if step is None else f"before step {step}"
-        raise RankError(
-            f"{differing(told)} in the trained weights {when}: something wrote into them besides "
-            "training (a callback on one rank?), or memory failed. What was released is in the ledger; "
-            "resume from a checkpoint from before, or from the base."
-        )
+    own = replicated(trainer, step)
+    if len(set(gather_numbers(_number(list(own.values()))))) == 1:
+        return
+    when = "at the end" if step is None else f"before step {step}"
+    told = {what: gather_numbers(number) for what, number in own.items()}
+    found = [f"{differing(t)} in the {what} {when}" for what, t in told.items() if len(set(t)) > 1]
+    raise RankError(
+        f"{'; '.join(found)}: something wrote into them besides training (a callback on one rank?), or "
+        "memory failed. What was released is in the ledger; resume from a checkpoint from before, or "
+        "from the base."
+    )
+
+
+def replicated(trainer: Any, step: int | None) -> dict[str, int]:
+    """Numbers of what is the same on every rank, by what they stand for; see `check_weights`.
+
+    Args:
+      trainer: settled.
+      step: to be taken; None at the end.
+    """
+    trained = (p for p in trainer.model.parameters() if p.requires_grad and not is_sharded(p))
+    recent = trainer.trajectory.releases[-EVERY:]  # those before them were compared
+    released = [[r.step, r.learning_rate, *r.values] for r in recent]
+    return {
+        "trained weights": checksum(trained),
+        "step's number": _number([step, trainer.state.global_step, trainer.trajectory.next_step]),
+        "releases": checksum([torch.tensor(released, dtype=torch.float64)]),
+        "grids of the trained weights": _number(trainer.method.state_dict()),
+        "saved buffers": checksum(_saved_buffers(trainer.model)),
+    }
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        unsaved = module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in unsaved and buffer.device.type != "meta":
+                yield local(buffer)
+
+
+def _number(value: Any) -> int:
+    """A signed 64-bit integer of a JSON-safe value."""
+    return int.from_bytes(bytes.fromhex(_digest(value))[:8], "little", signed=True)
