@@ -13,6 +13,7 @@ batched kernels round in another order: they agree to float32 rounding, not to t
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,12 @@ one copy's: more copies run one group after the other."""
 AUTO_DIRECTIONS, AUTO_FLOATS = 4, 1 << 12
 """strategy="auto" stacks from 4 directions on, if no intermediate result that differs between copies
 has more than 4096 elements an example: arithmetic, not Python, is the cost of wider ones."""
+
+HARMLESS = ".*batching rule for aten::_scaled_dot_product_flash_attention_for_cpu"
+"""A warning of torch's that is not shown: vmap has no rule for the CPU's kernel of attention, and calls
+it once for each copy. The losses have the bits that one call with the copies as rows of its batch gives,
+and the passes take as long (a two-layer BERT of width 16 to 128: within 5 %). Of other kernels it is
+shown."""
 
 Microbatch = Mapping[str, Tensor]
 Evaluating = Callable[[], contextlib.AbstractContextManager[None]]
@@ -69,6 +76,7 @@ class StackedCopies:
                     "precision otherwise than single ones, which drowns the differences; use "
                     "'layerwise', or train in float32."
                 )
+        warnings.filterwarnings("ignore", HARMLESS, UserWarning)
         self.space = space
         self._evaluated = _Evaluated(model, objective)
         self._aliases = _aliases(self._evaluated, space)

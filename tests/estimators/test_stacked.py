@@ -104,6 +104,25 @@ def test_language_models(factory: str, request: Any):
     )
 
 
+@pytest.mark.filterwarnings("error:.*batching rule")
+def test_attention_of_a_cpu_is_the_only_kernel_that_runs_copy_by_copy(
+    tiny_bert: Any, tiny_llama: Any, tiny_t5: Any
+):
+    """torch warns of each such kernel; this one takes no longer and is not warned of."""
+    for model, language in ((tiny_bert(), False), (tiny_llama(), True), (tiny_t5(), True)):
+        assert model.config._attn_implementation == "sdpa"
+        StackedBench(model).losses([token_batch(4, language=language)], 4)
+    other = tiny_bert()
+    objective = select_objective(other)
+
+    def loops(model: nn.Module, batch: Batch) -> Tensor:
+        losses = objective(model, batch)
+        return torch.renorm(losses.unsqueeze(1), 2, 0, 1e6).squeeze(1)
+
+    with pytest.raises(UserWarning, match="batching rule"):
+        StackedBench(other, loops).losses([token_batch(4)], 4)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3)])
 def test_a_shared_input_is_multiplied_once(
