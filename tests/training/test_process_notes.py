@@ -15,6 +15,7 @@ from tiny_runs import build
 from hf_dpzero import PrivacyReport
 from hf_dpzero.ledger.log_file import LedgerWriteError
 from hf_dpzero.reporting.hub import build_hub_folder
+from hf_dpzero.reporting.verification import report_of
 from hf_dpzero.training import process_notes
 from hf_dpzero.training.process_notes import NOTE_NAME
 
@@ -67,6 +68,21 @@ def test_one_process_is_told_and_assumes_nothing(tmp_path: Path) -> None:
         assert report.processes == [first(0, ALONE)] and report.steps == 6, again
     assert ("processes", "1") in report.rows() and links(report) == []
     assert not any("not recorded" in caveat for caveat in report.caveats)
+
+
+def test_a_folder_whose_report_is_older_is_shipped_as_it_was(tmp_path: Path, caplog) -> None:
+    trainer = made(tmp_path, "one")
+    trainer.train()
+    trainer.save_model()
+    path = tmp_path / "one" / "privacy_report.json"
+    old = json.loads(path.read_text())
+    assert old.pop("processes") == [first(0, ALONE)]
+    path.write_text(json.dumps(old))
+    hub = build_hub_folder(tmp_path / "one", tmp_path / "hub")
+    assert (
+        "written anew" not in caplog.text and "| processes |" not in (hub / "README.md").read_text()
+    )
+    assert report_of(hub) == PrivacyReport.load(path)
 
 
 def test_a_note_that_is_not_the_runs_own_says_nothing(tmp_path: Path) -> None:
