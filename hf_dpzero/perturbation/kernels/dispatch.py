@@ -1,7 +1,7 @@
 """Adds multiples of directions to a flat tensor, by the fastest kernels for its device.
 
 Three functions are all that the engine does to parameters: `add_signs`, `add_normals` and
-`add_rounded`. Each reads an element once, adds its coordinates of T directions and writes it once, in
+`add_rounded` (twice at once: `update_and_add_rounded`). Each reads an element once, adds its coordinates of T directions and writes it once, in
 place or to another tensor. On a CPU they run in `numba_kernels`, on CUDA in Triton (`triton_launch`),
 elsewhere in `torch_reference`; the numbers are the same to the last bit.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -138,6 +138,48 @@ def add_rounded(
         backend.add_rounded(out, source, offset, *rest, moved, where, pieces)
 
     _in_rows(add, out, source, offset)
+
+
+class Terms(NamedTuple):
+    """What `add_rounded` adds: sum_t coefficients[t] u_t, rounded with dithers.
+
+    Attributes:
+      keys: uint32 [T, 4].
+      coefficients: float32 [T].
+      dithers: uint32 [M], where the members' dithers start.
+    """
+
+    keys: Unsigned
+    coefficients: Floats
+    dithers: Unsigned
+
+
+def update_and_add_rounded(
+    out: Tensor, settled: Tensor, offset: int, gaussian: bool, update: Terms, new: Terms,
+    members: Members | None = None,
+) -> int:  # fmt: skip
+    """settled += the update, then out = settled + the new terms, each rounded as by `add_rounded`.
+
+    In one sweep over memory where it is compiled for the CPU, else in two.
+
+    Args:
+      out, settled: bfloat16 or float16, disjoint; else as above.
+      offset, members: see above.
+      gaussian: normals; False for signs.
+      update, new: what is added, one after the other.
+
+    Returns:
+      Bytes of `out` and `settled` that were read and written.
+    """
+    backend, where = _backend(out.device, members)
+    together = getattr(backend, "update_and_add_rounded", None)
+    if together is not None and offset % LANES == 0:
+        together(out, settled, offset, gaussian, update, new, where)
+        return 3 * out.nbytes
+    for target, terms in ((settled, update), (out, new)):
+        keys, *rest = terms
+        add_rounded(target, settled, offset, keys, gaussian, *rest, members)
+    return 4 * out.nbytes
 
 
 def _in_rows(

@@ -44,22 +44,6 @@ def store_bfloat16(out, bits, dither):
 
 
 @_jit
-def round_signs_bfloat16(out, source, words, amount, dither):
-    """What `load_bfloat16`, `_add_signs` and `store_bfloat16` make of a tile of one tensor, at once."""
-    top, down = _u32(0x80000000), _u32(_f32(amount).view(_u32) ^ _u32(0x80000000))
-    for w in range(4):
-        for bit in range(32):
-            start, left = (w * 32 + bit) * 32, _u32(31 - bit)
-            into, given, first = out[start : start + 32], source[start : start + 32], words[w]
-            begin = _u32(dither + _u32(start) * _STEP)
-            for lane in range(32):
-                signed = _u32((_u32(first[lane] << left) & top) ^ down).view(_f32)
-                x = _u32(_u32(given[lane]) << _u32(16)).view(_f32) + signed
-                d = _u32(begin + _u32(lane) * _STEP) >> _u32(16)
-                into[lane] = np.uint16(_u32(_f32(x).view(_u32) + d) >> _u32(16))
-
-
-@_jit
 def store_float16(out, values, bits, scratch, scratch_bits, dither):
     """Magnitudes below 2^-14, where float16 is evenly spaced, are rounded one binade higher."""
     least, most = _f32(2.0**-14), _f32(65504.0)
