@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_dpzero.perturbation.coordinates import Coordinates
 from hf_dpzero.perturbation.directions import LANES, Direction, largest_coordinate
+from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.segments import CHUNK, Change, GridSegment
 
 _LARGEST_GROWTH = 2.0**100
@@ -138,7 +139,8 @@ class ParameterSpace(Coordinates):
         ]
         with self._all_or_nothing():
             if changes:
-                self.traffic += sum(segment.apply_(changes) for segment in self._segments)
+                with dispatch.together():
+                    self.traffic += sum(segment.apply_(changes) for segment in self._segments)
             self.position, self._pending = tuple(position), {}
         self._last_update = update or self._last_update  # the next shares its window's directions
         kept = {**new, **self._last_update}

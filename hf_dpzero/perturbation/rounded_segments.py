@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_dpzero.perturbation import exact_grid
 from hf_dpzero.perturbation.directions import DirectionStream
 from hf_dpzero.perturbation.kernels import dispatch
-from hf_dpzero.perturbation.kernels.dispatch import Members, Pieces
+from hf_dpzero.perturbation.kernels.dispatch import Pieces, Terms
 from hf_dpzero.perturbation.kernels.torch_reference import half_precision
 from hf_dpzero.perturbation.segments import Change, Segment
 
@@ -37,29 +37,27 @@ class RoundedSegment(Segment):
 
     def apply_(self, changes: Sequence[Change]) -> int:
         """Update, then perturb anew from the settled values; returns the bytes read and written."""
-        source = self.flat if self.settled is None else self.settled
         updates, standing = [c for c in changes if c.update], [c for c in changes if c.new]
-        moved = 0
-        if updates:
-            target = self.settled if standing and self.settled is not None else self.flat
-            words = self._shifted(updates[0].stream.update_dither(self.numbers, updates[0].age))
-            moved += self._round(
-                target, source, self.offset, updates, "update", words, self.members
-            )
-            source = target
+        a_pass = 2 * self.flat.nbytes
+        update = self._update(updates) if updates else None
         if standing:
-            if source is self.flat:
-                self.settled = source = self.flat.clone()
-                moved += 2 * source.numel() * source.element_size()
-            words = self._shifted(standing[0].stream.perturbation_dither(self.numbers))
-            return moved + self._round(
-                self.flat, source, self.offset, standing, "new", words, self.members
-            )
-        if source is not self.flat:
+            copied = self.settled is None
+            self.settled = self.flat.clone() if self.settled is None else self.settled
+            words = standing[0].stream.perturbation_dither(self.numbers)
+            moved = dispatch.perturb_rounded(
+                self.flat, self.settled, self.offset, self._terms(standing, "new", words), update,
+                self.members,
+            )  # fmt: skip
+            return moved + copied * a_pass
+        source, self.settled = self.settled, None
+        if update is not None:
+            given = self.flat if source is None else source
+            dispatch.add_rounded(self.flat, given, self.offset, *update, self.members)
+        elif source is not None:
             self.flat.copy_(source)
-            moved += 2 * source.numel() * source.element_size()
-        self.settled = None
-        return moved
+        else:
+            return 0
+        return a_pass
 
     def write_(
         self, m: int, changes: Sequence[Change], source: Tensor, out: Tensor, pieces: Pieces
@@ -69,23 +67,20 @@ class RoundedSegment(Segment):
         Args:
           m, changes, source, out, pieces: as there.
         """
-        words = self._shifted(changes[0].stream.perturbation_dither(self.numbers[m : m + 1]))
-        offset = self.offset + self.starts[m]
-        self._round(out, source, offset, changes, "new", words, None, pieces)
+        words = changes[0].stream.perturbation_dither(self.numbers[m : m + 1])
+        offset, terms = self.offset + self.starts[m], self._terms(changes, "new", words)
+        dispatch.add_rounded(out, source, offset, *terms, None, pieces)
 
-    @staticmethod
-    def _round(
-        out: Tensor, source: Tensor, offset: int, changes: Sequence[Change], part: str,
-        words: NDArray[np.uint32], members: Members | None, pieces: Pieces = None,
-    ) -> int:  # fmt: skip
+    def _update(self, changes: Sequence[Change]) -> Terms:
+        words = changes[0].stream.update_dither(self.numbers, changes[0].age)
+        return self._terms(changes, "update", words)
+
+    def _terms(self, changes: Sequence[Change], part: str, words: NDArray[np.uint32]) -> Terms:
+        """What one part of the changes adds, rounded with dithers that start at the tensors' words."""
         keys = np.stack([change.stream.key for change in changes])
         coefficients = [getattr(change, part) * change.stream.scale for change in changes]
         gaussian = changes[0].stream.distribution != "rademacher"
-        dispatch.add_rounded(
-            out, source, offset, keys, gaussian, np.array(coefficients, np.float32), words,
-            members, pieces,
-        )  # fmt: skip
-        return 2 * out.numel() * out.element_size()
+        return Terms(keys, gaussian, np.array(coefficients, np.float32), self._shifted(words))
 
     def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
         """`GridSegment.decay_`.

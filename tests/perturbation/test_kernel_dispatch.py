@@ -196,7 +196,7 @@ def test_a_large_tensor_is_cut_at_tiles_into_as_many_parts_as_threads(threads):
     ]:  # fmt: skip
         threads(count)
         parts: list[tuple[int, int]] = []
-        numba_kernels._in_parallel(lambda a, b, parts=parts: parts.append((a, b)), size, lead)
+        numba_kernels.in_parallel(lambda a, b, parts=parts: parts.append((a, b)), size, lead)
         parts.sort()
         assert len(parts) == expected
         assert [a for a, _ in parts] == [0, *(b for _, b in parts[:-1])]
@@ -211,7 +211,7 @@ def test_an_error_in_any_thread_is_raised(threads):
 
     threads(2)
     with pytest.raises(ZeroDivisionError):
-        numba_kernels._in_parallel(work, 1 << 20, 0)
+        numba_kernels.in_parallel(work, 1 << 20, 0)
 
 
 def test_without_numba_the_engine_runs_in_plain_torch():

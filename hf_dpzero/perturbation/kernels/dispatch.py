@@ -1,9 +1,10 @@
 """Adds multiples of directions to a flat tensor, by the fastest kernels for its device.
 
 Three functions are all that the engine does to parameters: `add_signs`, `add_normals` and
-`add_rounded` (twice at once: `update_and_add_rounded`). Each reads an element once, adds its coordinates of T directions and writes it once, in
-place or to another tensor. On a CPU they run in `numba_kernels`, on CUDA in Triton (`triton_launch`),
-elsewhere in `torch_reference`; the numbers are the same to the last bit.
+`add_rounded`, of which `perturb_rounded` may do two in one sweep. Each reads an element once, adds its
+coordinates of T directions and writes it once, in place or to another tensor. On a CPU they run in
+`numba_kernels`, on CUDA in Triton (`triton_launch`), elsewhere in `torch_reference`; the numbers are
+the same to the last bit.
 
 Common arguments:
   out, source: flat tensors of one shape, dtype and device; may be the same tensor, else disjoint.
@@ -17,6 +18,7 @@ Common arguments:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -141,45 +143,50 @@ def add_rounded(
 
 
 class Terms(NamedTuple):
-    """What `add_rounded` adds: sum_t coefficients[t] u_t, rounded with dithers.
-
-    Attributes:
-      keys: uint32 [T, 4].
-      coefficients: float32 [T].
-      dithers: uint32 [M], where the members' dithers start.
-    """
+    """What `add_rounded` adds, as its arguments: sum_t coefficients[t] u_t, rounded with dithers."""
 
     keys: Unsigned
+    gaussian: bool
     coefficients: Floats
     dithers: Unsigned
 
 
-def update_and_add_rounded(
-    out: Tensor, settled: Tensor, offset: int, gaussian: bool, update: Terms, new: Terms,
+def perturb_rounded(
+    out: Tensor, settled: Tensor, offset: int, new: Terms, update: Terms | None = None,
     members: Members | None = None,
 ) -> int:  # fmt: skip
-    """settled += the update, then out = settled + the new terms, each rounded as by `add_rounded`.
+    """settled += the update, if any; then out = settled + the new terms, each as by `add_rounded`.
 
-    In one sweep over memory where it is compiled for the CPU, else in two.
+    One sweep over memory where it is compiled for the CPU, which writes a large `out` past the caches:
+    what reads it should come after more than they hold. Elsewhere one sweep for each.
 
     Args:
       out, settled: bfloat16 or float16, disjoint; else as above.
       offset, members: see above.
-      gaussian: normals; False for signs.
-      update, new: what is added, one after the other.
+      new, update: what is added, both of one kind.
 
     Returns:
-      Bytes of `out` and `settled` that were read and written.
+      Bytes of `out` and `settled` that are read and written.
     """
     backend, where = _backend(out.device, members)
-    together = getattr(backend, "update_and_add_rounded", None)
-    if together is not None and offset % LANES == 0:
-        together(out, settled, offset, gaussian, update, new, where)
-        return 3 * out.nbytes
-    for target, terms in ((settled, update), (out, new)):
-        keys, *rest = terms
-        add_rounded(target, settled, offset, keys, gaussian, *rest, members)
-    return 4 * out.nbytes
+    at_once = getattr(backend, "perturb_rounded", None)
+    if at_once is not None and offset % LANES == 0:
+        at_once(out, settled, offset, new, update, where)
+        return (2 if update is None else 3) * out.nbytes
+    if update is not None:
+        add_rounded(settled, settled, offset, *update, members)
+    add_rounded(out, settled, offset, *new, members)
+    return (2 if update is None else 4) * out.nbytes
+
+
+def together() -> contextlib.AbstractContextManager[None]:
+    """On a CPU, calls inside are done at its end, by threads that start once for all of them.
+
+    Each must write to other memory than the others read and write, and their results must not be read
+    before the end.
+    """
+    compiled = _cpu_kernels()
+    return contextlib.nullcontext() if compiled is None else compiled.together()
 
 
 def _in_rows(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_dpzero.perturbation import directions
 from hf_dpzero.perturbation.directions import LANES
-from hf_dpzero.perturbation.kernels.numba_rounded import add_rounded, update_and_add_rounded
+from hf_dpzero.perturbation.kernels.numba_rounded import add_rounded, perturb_rounded
 from hf_dpzero.perturbation.kernels.numba_tiles import (
     TILE,
     UNIT,
@@ -30,14 +30,16 @@ from hf_dpzero.perturbation.kernels.numba_tiles import (
     in_parallel,
     normal_cells,
     normals,
+    together,
 )
 
 __all__ = [
     "add_normals",
     "add_rounded",
     "add_signs",
+    "perturb_rounded",
     "sum_of_squared_normals",
-    "update_and_add_rounded",
+    "together",
 ]
 
 _jit = nb.njit(nogil=True, cache=True)
@@ -203,5 +205,7 @@ def add_normals(
     rest = (keys, new, old, update, spacing, dithers)
     if pieces is not None:
         return _normals_pieces(flat, given, offset, pieces, *rest, rows, normal_cells())
-    work = functools.partial(_normals_range, flat, given, offset, *rest, starts, rows, normal_cells())
+    work = functools.partial(
+        _normals_range, flat, given, offset, *rest, starts, rows, normal_cells()
+    )
     in_parallel(work, flat.size, offset % TILE)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,call-arg"
 """bfloat16 and float16 on the CPU (numba): directions added and rounded, one or two sums a sweep."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_dpzero.perturbation.kernels.numba_half_precision import (
     store_bfloat16,
     store_float16,
 )
-from hf_dpzero.perturbation.kernels.numba_rows import fence, round_signs_bfloat16
+from hf_dpzero.perturbation.kernels.numba_rows import LINE, fence, part_lanes, round_signs_bfloat16
 from hf_dpzero.perturbation.kernels.numba_tiles import (
     TILE,
     add_scaled,
@@ -35,6 +35,7 @@ from hf_dpzero.perturbation.kernels.numba_tiles import (
 _jit = nb.njit(nogil=True, cache=True)
 _u32, _u64, _f32 = np.uint32, np.uint64, np.float32
 _STEP = _u32(directions.DITHER_STEP)
+_LARGE = 1 << 17  # coordinates that caches would hardly hold until they are read
 
 
 @_jit
@@ -111,15 +112,15 @@ def _rounded_range(
 
 @_jit
 def _updated_range(
-    out, settled, offset, keys, coefficients, dithers, new_keys, new_coefficients, new_dithers,
-    gaussian, starts, rows, is_half, table, streamed, begin, end,
+    out, settled, offset, keys, gaussian, coefficients, dithers, new_keys, new_gaussian,
+    new_coefficients, new_dithers, starts, rows, is_half, table, streamed, begin, end,
 ):  # fmt: skip
     """The update's tile is still in the cache when the perturbation reads it."""
     values, scratch = np.zeros(TILE, _f32), np.zeros(TILE, _f32)
     z_buffer, words = np.empty(TILE + 128, _f32), np.empty((4, TILE // 4 + 32), _u32)
     sign_words, parted = np.empty((4, LANES), _u32), np.empty((4, LANES), _u32)
     row_amounts, plain = np.empty(128, _f32), _is_plain(keys, gaussian, rows, is_half)
-    plain = plain and new_keys.shape[0] == 1
+    plain = plain and _is_plain(new_keys, new_gaussian, rows, is_half)
     key, amount, dither = keys[0], coefficients[0], dithers[0]
     new_key, new_amount, new_dither = new_keys[0], new_coefficients[0], new_dithers[0]
     e = begin
@@ -140,7 +141,7 @@ def _updated_range(
                 rows, is_half, table, values, scratch, z_buffer, words, sign_words, row_amounts,
             )  # fmt: skip
             _sum_tile(
-                out, settled, e, stop, offset, new_keys, gaussian, new_coefficients, new_dithers,
+                out, settled, e, stop, offset, new_keys, new_gaussian, new_coefficients, new_dithers,
                 starts, rows, is_half, table, values, scratch, z_buffer, words, sign_words,
                 row_amounts,
             )  # fmt: skip
@@ -160,11 +161,6 @@ def _rounded_pieces(
         )  # fmt: skip
 
 
-def _streamed(out):
-    import os
-    return os.environ.get("NT","1")=="1" and out.ctypes.data % 64 == 0
-
-
 def add_rounded(
     out: Tensor, source: Tensor, offset: int, keys: Any, gaussian: bool, coefficients: Any,
     dithers: Any, members: Any, pieces: Any,
@@ -180,21 +176,24 @@ def add_rounded(
     end = (rows, out.dtype == torch.float16, normal_cells())
     if pieces is not None:
         return _rounded_pieces(flat, given, offset, pieces, *rest, *end)
-    streamed = _streamed(flat) and flat.ctypes.data != given.ctypes.data
-    work = functools.partial(_rounded_range, flat, given, offset, *rest, starts, *end, streamed)
+    work = functools.partial(_rounded_range, flat, given, offset, *rest, starts, *end, False)
     in_parallel(work, flat.size, offset % TILE)
 
 
-def update_and_add_rounded(
-    out: Tensor, settled: Tensor, offset: int, gaussian: bool, update: Any, new: Any, members: Any
+def perturb_rounded(
+    out: Tensor, settled: Tensor, offset: int, new: Any, update: Any, members: Any
 ) -> None:
-    """`dispatch.update_and_add_rounded`.
+    """`dispatch.perturb_rounded`.
 
     Args:
-      out, settled, offset, gaussian, update, new, members: as there.
+      out, settled, offset, new, update, members: as there.
     """
     bits = out.view(torch.uint16), settled.view(torch.uint16)
     flat, given, starts, rows = arrays(*bits, members, None)
-    rest = (gaussian, starts, rows, out.dtype == torch.float16, normal_cells(), _streamed(flat))
-    work = functools.partial(_updated_range, flat, given, offset, *update, *new, *rest)
+    streamed = flat.size >= _LARGE and flat.ctypes.data % LINE == 0
+    end = (starts, rows, out.dtype == torch.float16, normal_cells(), streamed)
+    if update is None:
+        work = functools.partial(_rounded_range, flat, given, offset, *new, *end)
+    else:
+        work = functools.partial(_updated_range, flat, given, offset, *update, *new, *end)
     in_parallel(work, flat.size, offset % TILE)

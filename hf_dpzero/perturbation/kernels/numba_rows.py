@@ -20,7 +20,9 @@ from hf_dpzero.perturbation.directions import DITHER_STEP, LANES
 
 _jit = nb.njit(nogil=True, cache=True)
 _u32, _f32 = np.uint32, np.float32
-_STEP, _LINE = _u32(DITHER_STEP), 64
+_STEP = _u32(DITHER_STEP)
+LINE = 64
+"""Bytes of a cache line, and of a row of 16-bit numbers."""
 _AHEAD = 4096  # bytes: a page, where the CPU's own prefetching ends
 _PAIRS = LANES // 2
 _INTEGERS = ir.VectorType(ir.IntType(32), _PAIRS)
@@ -77,7 +79,7 @@ def _row(streamed: bool) -> Any:
             given = _sixteen(context, builder, kinds[1], values[1], at)
             drawn = _sixteen(context, builder, kinds[3], values[3], values[4])
             shift, down, dither = (_spread(builder, value) for value in values[5:])
-            _prefetch(builder, builder.gep(given, [ir.IntType(32)(_AHEAD // _LINE)]))
+            _prefetch(builder, builder.gep(given, [ir.IntType(32)(_AHEAD // LINE)]))
             pairs = builder.load(given, align=2)
             steps = [2 * lane * DITHER_STEP % 2**32 for lane in range(_PAIRS)]
             dithers = builder.add(dither, ir.Constant(_INTEGERS, steps))
@@ -93,7 +95,7 @@ def _row(streamed: bool) -> Any:
                 rounded.append(_rounded(builder, values, builder.shl(words, shift), down, here))
             low = builder.lshr(rounded[0], _each(16))
             both = builder.or_(low, builder.and_(rounded[1], _each(0xFFFF0000)))
-            store = builder.store(both, target, align=_LINE if streamed else 2)
+            store = builder.store(both, target, align=LINE if streamed else 2)
             if streamed:
                 one = builder.module.add_metadata([ir.IntType(32)(1)])
                 store.set_metadata("nontemporal", one)

@@ -8,10 +8,11 @@ ends of tiles, so their number does not matter to the result.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
-import itertools
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba as nb
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_dpzero.perturbation import directions
-from hf_dpzero.perturbation.directions import LANES, NORMAL_UNIT, SIGNS_TILE, normal_tables
+from hf_dpzero.perturbation.directions import NORMAL_UNIT, SIGNS_TILE, normal_tables
 from hf_dpzero.perturbation.philox import MULTIPLIERS, WEYL
 
 _jit = nb.njit(nogil=True, cache=True)
@@ -33,6 +34,7 @@ _HALF, UNIT = _u64(32), _f32(NORMAL_UNIT)
 TILE = SIGNS_TILE  # coordinates worked on at a time: 16 KiB of float32, in the first-level cache
 _ODD = np.int64(directions._DITHERS - 1)
 _SMALLEST_SHARE = 1 << 16  # coordinates below which a second thread is not worth waking
+Work = Callable[[int, int], None]
 
 
 @_inline
@@ -146,17 +148,62 @@ def _pool(threads: int, process: int) -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="hf_dpzero")
 
 
-def in_parallel(work: Callable[[int, int], None], size: int, lead: int) -> None:
-    """work(begin, end) over 0 .. size by torch's number of threads, cut at the ends of tiles."""
+class _Collected(threading.local):
+    """The work of a thread that is inside `together`: (work, where its shares end)."""
+
+    jobs: list[tuple[Work, list[int]]] | None = None
+
+
+_collected = _Collected()
+
+
+def in_parallel(work: Work, size: int, lead: int) -> None:
+    """work(begin, end) over 0 .. size by torch's number of threads, cut at the ends of tiles.
+
+    Inside `together`, at its end.
+    """
     shares = max(1, min(torch.get_num_threads(), size // _SMALLEST_SHARE))
     if shares == 1:
         return work(0, size)
     tiles = -(-(lead + size) // TILE)
     cuts = [max(0, tiles * share // shares * TILE - lead) for share in range(shares)] + [size]
-    pool = _pool(shares, os.getpid())
-    done = [pool.submit(work, begin, end) for begin, end in itertools.pairwise(cuts[1:])]
+    if _collected.jobs is None:
+        return _do_shares([(work, cuts)])
+    _collected.jobs.append((work, cuts))
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Work of `in_parallel` inside is done at the end: threads start once for all of it.
+
+    Each piece of work must write to other memory than the others read and write.
+
+    Yields:
+      Nothing.
+    """
+    _collected.jobs = []
     try:
-        work(cuts[0], cuts[1])
+        yield
+        jobs = _collected.jobs
+    finally:
+        _collected.jobs = None
+    if jobs:
+        _do_shares(jobs)
+
+
+def _do_shares(jobs: list[tuple[Work, list[int]]]) -> None:
+    """Every job's k-th share by the k-th thread."""
+
+    def share(k: int) -> None:
+        for work, cuts in jobs:
+            if k + 1 < len(cuts):
+                work(cuts[k], cuts[k + 1])
+
+    shares = max(len(cuts) - 1 for _, cuts in jobs)
+    pool = _pool(shares, os.getpid())
+    done = [pool.submit(share, k) for k in range(1, shares)]
+    try:
+        share(0)
     finally:
         concurrent.futures.wait(done)
     for future in done:
