@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 from hf_dpzero.perturbation import directions
 from hf_dpzero.perturbation.directions import DITHER_STEP
 from hf_dpzero.perturbation.kernels import dispatch, numba_kernels, torch_reference
-from hf_dpzero.perturbation.kernels.dispatch import Members
+from hf_dpzero.perturbation.kernels.dispatch import Members, Terms
 from hf_dpzero.perturbation.kernels.torch_reference import half_precision, stochastically_rounded
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -175,6 +176,90 @@ def threads():
     torch.set_num_threads(before)
 
 
+def both(kind: str, n: int, offset: int, terms: tuple[int, int], members: Members | None = None):
+    """Settled values, and the terms of an update and of a perturbation by other directions."""
+    made = [case(kind, n, offset, count, members, seed) for seed, count in enumerate(terms)]
+    return made[0].source, *(Terms(*one.rest) for one in made)
+
+
+def in_two_sweeps(settled: Tensor, offset: int, update: Terms, new: Terms, members: Any):
+    """What `perturb_rounded` leaves in (out, settled), in plain torch, one sum after the other."""
+    moved, out = settled.clone(), torch.empty_like(settled)
+    torch_reference.add_rounded(moved, moved, offset, *update, members, None)
+    torch_reference.add_rounded(out, moved, offset, *new, members, None)
+    return out, moved
+
+
+def in_other_memory(values: Tensor, first: int) -> Tensor:
+    """A copy that begins `first` elements after the beginning of a cache line."""
+    memory = values.new_empty(values.numel() + 64)
+    aligned = -memory.data_ptr() % 64 // 2
+    place = memory[aligned + first : aligned + first + values.numel()]
+    return place.copy_(values)
+
+
+@pytest.mark.parametrize("kind", KINDS[2:])
+@pytest.mark.parametrize("terms", [(1, 1), (1, 3), (17, 1), (2, 2)])
+def test_update_and_perturbation_at_once_are_two_sweeps_bit_for_bit(
+    kind: str, terms: tuple[int, int]
+):
+    """Sizes and offsets as above; members that begin and end within and across tiles."""
+    starts = [0, 32, 320, 320 + 4096, 9024]
+    parts = [(0, 0), (31, 64), (33, 4064), (4096, 1 << 33), (12_321, 96), (20_000, 4096 * 5)]
+    for n, offset in [*parts, (9101, 32)]:
+        members = Members.at(starts, n) if n == 9101 else None
+        settled, update, new = both(kind, n, offset, terms, members)
+        expected = in_two_sweeps(settled, offset, update, new, members)
+        found = torch.full_like(settled, 7.0), settled.clone()
+        moved = dispatch.perturb_rounded(*found, offset, new, update, members)
+        assert moved == 6 * n
+        assert all(map(same_bits, found, expected)), (n, offset)
+        assert n < 32 or not same_bits(found[1], settled)
+        alone = torch.full_like(settled, 7.0)
+        assert dispatch.perturb_rounded(alone, found[1], offset, new, None, members) == 4 * n
+        assert same_bits(alone, expected[0]) and same_bits(found[1], expected[1])
+
+
+@pytest.mark.parametrize("kind", KINDS[2:])
+def test_perturbing_at_once_within_a_row_and_without_numba_takes_two_sweeps(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    for offset in (0, 7, 4096 - 1):
+        settled, update, new = both(kind, 5000, offset, (1, 2))
+        rows = torch.cat([settled.new_zeros(offset % 32), settled])
+        whole = in_two_sweeps(rows, offset - offset % 32, *(
+            terms._replace(dithers=terms.dithers - np.uint32(offset % 32 * DITHER_STEP % 2**32))
+            for terms in (update, new)
+        ), None)  # fmt: skip
+        expected = [part[offset % 32 :] for part in whole]
+        for backend in (numba_kernels, None):
+            monkeypatch.setattr(dispatch, "_cpu_kernels", lambda backend=backend: backend)
+            found = torch.full_like(settled, 7.0), settled.clone()
+            moved = dispatch.perturb_rounded(*found, offset, new, update)
+            assert moved == (6 if backend and offset == 0 else 8) * 5000
+            assert all(map(same_bits, found, expected)), (offset, backend)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 32])
+def test_large_tensors_written_past_the_caches_have_the_same_bits(first: int, threads: Callable):
+    """From the beginning of a cache line, and from elsewhere; the neighbours are left alone."""
+    threads(2)
+    n, offset = (1 << 17) + 4096 + 160, 96
+    settled, update, new = both("bfloat16 signs", n, offset, (1, 1))
+    expected = in_two_sweeps(settled, offset, update, new, None)
+    memory = torch.full((n + 128,), 7.0, dtype=torch.bfloat16)
+    aligned = -memory.data_ptr() % 64 // 2
+    out = memory[aligned + first : aligned + first + n]
+    held = in_other_memory(settled, first)
+    dispatch.perturb_rounded(out, held, offset, new, update)
+    assert same_bits(out, expected[0]) and same_bits(held, expected[1])
+    assert bool((memory[: aligned + first] == 7).all())
+    assert bool((memory[aligned + first + n :] == 7).all())
+    out.fill_(7.0)
+    dispatch.perturb_rounded(out, held, offset, new)
+    assert same_bits(out, expected[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_number_of_threads_does_not_matter(kind: str, threads: Callable[[int], None]):
     """300 000 elements from the middle of a tile on, split in 1, 2 and 4."""
@@ -212,6 +297,40 @@ def test_an_error_in_any_thread_is_raised(threads):
     threads(2)
     with pytest.raises(ZeroDivisionError):
         numba_kernels.in_parallel(work, 1 << 20, 0)
+
+
+def test_work_put_together_is_done_at_the_end_by_threads_that_start_once(threads):
+    """Shares of tensors of several sizes; a small one, which no thread shares, is done at once."""
+    threads(3)
+    done: list[tuple[str, int, int, int]] = []
+
+    def note(name: str) -> Callable[[int, int], None]:
+        return lambda a, b: done.append((name, a, b, threading.get_ident()))
+
+    with dispatch.together():
+        numba_kernels.in_parallel(note("large"), 1 << 20, 0)
+        numba_kernels.in_parallel(note("middle"), 2 << 16, 0)  # two shares
+        numba_kernels.in_parallel(note("small"), 100, 0)
+        assert [entry[0] for entry in done] == ["small"]
+    for name, size, shares in [("large", 1 << 20, 3), ("middle", 2 << 16, 2), ("small", 100, 1)]:
+        parts = sorted(entry[1:3] for entry in done if entry[0] == name)
+        assert len(parts) == shares and parts[0][0] == 0 and parts[-1][1] == size
+        assert [a for a, _ in parts[1:]] == [b for _, b in parts[:-1]]
+    assert len({entry[3] for entry in done}) <= 3
+    numba_kernels.in_parallel(note("after"), 1 << 20, 0)
+    assert sum(entry[0] == "after" for entry in done) == 3
+
+
+def test_work_put_together_is_dropped_after_an_error_and_raises_its_own(threads):
+    def fail(begin: int, end: int) -> None:
+        raise ZeroDivisionError
+
+    threads(2)
+    with pytest.raises(KeyError), dispatch.together():
+        numba_kernels.in_parallel(fail, 1 << 20, 0)
+        raise KeyError
+    with pytest.raises(ZeroDivisionError), dispatch.together():
+        numba_kernels.in_parallel(fail, 1 << 20, 0)
 
 
 def test_without_numba_the_engine_runs_in_plain_torch():

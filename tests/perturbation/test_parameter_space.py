@@ -514,6 +514,19 @@ def test_traffic_of_a_step_is_three_passes_and_two_with_deferral():
     assert space.traffic == (3 * 5 + 2 * 5 + 1) * a_pass
 
 
+def test_traffic_of_a_half_precision_step_is_ten_bytes_a_parameter():
+    """Deferred: settled values read, updated and read on the fly, perturbed values written; and again
+    read and written for the other sign. At once: a copy, a pass for each sign, and the update."""
+    for dtype in DTYPES[1:]:
+        space, n = space_of({"w": torch.ones(100_000).to(dtype)}), 100_000
+        for defer, expected in [(False, 4 + 4 + 4 + 4), (True, None), (True, 10)]:
+            before, u = space.traffic, Direction(KEY, space.traffic)
+            space.move_to_(((u, SMOOTHING),))
+            space.move_to_(((u, -SMOOTHING),))
+            space.step_([u], [1e-3], defer=defer)
+            assert expected is None or space.traffic - before == expected * n
+
+
 def written_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
     """Matrices of widths that are and are not multiples of 32, alone and among others."""
     generator = torch.Generator().manual_seed(3)

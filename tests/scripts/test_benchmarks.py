@@ -137,6 +137,7 @@ def test_every_option_reaches_the_process_that_measures_memory():
         ({"update_at_once": True}, 24),
         ({"num_directions": 3}, 48),  # 2 K times
         ({"num_directions": 3, "update_at_once": True}, 56),  # and once for the update
+        ({"dtype": "bfloat16", "strategy": "whole_model"}, 10),  # one sweep updates and perturbs
     ],
 )
 def test_the_step_really_updates_and_defers_as_the_trainer_does(settings, traffic):
