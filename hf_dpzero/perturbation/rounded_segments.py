@@ -77,7 +77,7 @@ class RoundedSegment(Segment):
 
     def _terms(self, changes: Sequence[Change], part: str, words: NDArray[np.uint32]) -> Terms:
         """What one part of the changes adds, rounded with dithers that start at the tensors' words."""
-        keys = np.stack([change.stream.key for change in changes])
+        keys = np.array([change.stream.key for change in changes])
         coefficients = [getattr(change, part) * change.stream.scale for change in changes]
         gaussian = changes[0].stream.distribution != "rademacher"
         return Terms(keys, gaussian, np.array(coefficients, np.float32), self._shifted(words))

@@ -92,7 +92,7 @@ class Segment:
 
     def _shifted(self, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """The dithers of the first elements here, from those of the tensors' first elements."""
-        return words + np.uint32(self.first * DITHER_STEP % 2**32)
+        return words + np.uint32(self.first * DITHER_STEP % 2**32) if self.first else words
 
     def member(self, m: int) -> Tensor:
         """The values of the segment's m-th tensor, one row."""

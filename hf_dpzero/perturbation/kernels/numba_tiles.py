@@ -34,6 +34,7 @@ _HALF, UNIT = _u64(32), _f32(NORMAL_UNIT)
 TILE = SIGNS_TILE  # coordinates worked on at a time: 16 KiB of float32, in the first-level cache
 _ODD = np.int64(directions._DITHERS - 1)
 _SMALLEST_SHARE = 1 << 16  # coordinates below which a second thread is not worth waking
+_FIRST, _NO_ROWS = np.zeros(1, np.int64), np.empty(0, np.int32)
 Work = Callable[[int, int], None]
 
 
@@ -212,8 +213,7 @@ def _do_shares(jobs: list[tuple[Work, list[int]]]) -> None:
 
 def arrays(out: Tensor, source: Tensor, members: Any, pieces: Any) -> tuple[Any, ...]:
     """(out, source), [P, n / P] for P pieces, and (starts, rows) as the compiled functions take them."""
-    shape = (-1,) if pieces is None else (len(pieces), -1)
-    both = (tensor.numpy().reshape(shape) for tensor in (out, source))
-    if members is None:
-        return *both, np.zeros(1, np.int64), np.empty(0, np.int32)
-    return *both, members.starts, members.rows
+    both = out.numpy(), source.numpy()
+    if pieces is not None:
+        both = both[0].reshape(len(pieces), -1), both[1].reshape(len(pieces), -1)
+    return (*both, _FIRST, _NO_ROWS) if members is None else (*both, members.starts, members.rows)
