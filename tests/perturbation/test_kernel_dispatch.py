@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from hf_dpzero.perturbation import directions
-from hf_dpzero.perturbation.directions import DITHER_STEP
+from hf_dpzero.perturbation.directions import DITHER_STEP, Direction
 from hf_dpzero.perturbation.kernels import dispatch, numba_kernels, torch_reference
 from hf_dpzero.perturbation.kernels.dispatch import Members, Terms
 from hf_dpzero.perturbation.kernels.torch_reference import half_precision, stochastically_rounded
+from hf_dpzero.perturbation.low_rank_subspace import LowRankSpace
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 HALVES = [torch.bfloat16, torch.float16]
 KINDS = ["signs", "normals", "bfloat16 signs", "bfloat16 normals", "float16 signs",
@@ -308,16 +310,18 @@ def test_work_put_together_is_done_at_the_end_by_threads_that_start_once(threads
         return lambda a, b: done.append((name, a, b, threading.get_ident()))
 
     with dispatch.together():
-        numba_kernels.in_parallel(note("large"), 1 << 20, 0)
-        numba_kernels.in_parallel(note("middle"), 2 << 16, 0)  # two shares
-        numba_kernels.in_parallel(note("small"), 100, 0)
+        numba_kernels.in_parallel(note("large"), 1 << 20, 0, later=True)
+        numba_kernels.in_parallel(note("middle"), 2 << 16, 0, later=True)  # two shares
+        numba_kernels.in_parallel(note("now"), 1 << 20, 0)
+        assert len(done) == 3 and done.clear() is None
+        numba_kernels.in_parallel(note("small"), 100, 0, later=True)
         assert [entry[0] for entry in done] == ["small"]
     for name, size, shares in [("large", 1 << 20, 3), ("middle", 2 << 16, 2), ("small", 100, 1)]:
         parts = sorted(entry[1:3] for entry in done if entry[0] == name)
         assert len(parts) == shares and parts[0][0] == 0 and parts[-1][1] == size
         assert [a for a, _ in parts[1:]] == [b for _, b in parts[:-1]]
     assert len({entry[3] for entry in done}) <= 3
-    numba_kernels.in_parallel(note("after"), 1 << 20, 0)
+    numba_kernels.in_parallel(note("after"), 1 << 20, 0, later=True)
     assert sum(entry[0] == "after" for entry in done) == 3
 
 
@@ -327,10 +331,10 @@ def test_work_put_together_is_dropped_after_an_error_and_raises_its_own(threads)
 
     threads(2)
     with pytest.raises(KeyError), dispatch.together():
-        numba_kernels.in_parallel(fail, 1 << 20, 0)
+        numba_kernels.in_parallel(fail, 1 << 20, 0, later=True)
         raise KeyError
     with pytest.raises(ZeroDivisionError), dispatch.together():
-        numba_kernels.in_parallel(fail, 1 << 20, 0)
+        numba_kernels.in_parallel(fail, 1 << 20, 0, later=True)
 
 
 def test_without_numba_the_engine_runs_in_plain_torch():
@@ -496,3 +500,34 @@ def test_stochastic_rounding_to_integers_is_unbiased(value: float):
     assert abs(float(rounded.double().mean()) - value) <= 2.0**-16
     if value != round(value):
         assert abs(round(value) - value) > 2.0**-16  # nearest rounding would fail
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian", "sphere", "low_rank"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moves_are_those_of_one_thread(threads, kind: str, dtype: torch.dtype):
+    """Also where a move needs what threads compute: a sphere's norm, the factors of a matrix."""
+    if kind == "low_rank" and dtype != torch.float32:
+        pytest.skip("float32 only")
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randn(size, generator=generator) for size in [(1 << 17, 3), (300_001,), (40,)]]
+    found = []
+    for number in (1, 2):
+        threads(number)
+        named = [(str(i), value.to(dtype, copy=True)) for i, value in enumerate(made)]
+        space: ParameterSpace
+        if kind == "low_rank":
+            space = LowRankSpace(named, rank=2, hold=1, smoothing=1e-2)
+        else:
+            space = ParameterSpace(named, distribution=kind, smoothing=1e-2)
+        for step in range(2):
+            u = Direction(5, step)
+            for scale in (1e-2, -1e-2):
+                space.move_to_(((u, scale),))
+                found.append([value.clone() for _, value in named])
+            space.step_([u], [0.1], defer=True)
+        space.settle_()
+        found.append([value.clone() for _, value in named])
+    half = len(found) // 2
+    assert not torch.equal(found[0][0], found[half - 1][0])
+    for one, two in zip(found[:half], found[half:], strict=True):
+        assert all(map(torch.equal, one, two))

@@ -180,9 +180,9 @@ def perturb_rounded(
 
 
 def together() -> contextlib.AbstractContextManager[None]:
-    """On a CPU, calls inside are done at its end, by threads that start once for all of them.
+    """On a CPU, `perturb_rounded` inside may be done at its end, by threads that start once for all.
 
-    Each must write to other memory than the others read and write, and their results must not be read
+    Each call must write to other memory than the others read and write, and its result must not be read
     before the end.
     """
     compiled = _cpu_kernels()

@@ -196,4 +196,4 @@ def perturb_rounded(
         work = functools.partial(_rounded_range, flat, given, offset, *new, *end)
     else:
         work = functools.partial(_updated_range, flat, given, offset, *update, *new, *end)
-    in_parallel(work, flat.size, offset % TILE)
+    in_parallel(work, flat.size, offset % TILE, later=True)

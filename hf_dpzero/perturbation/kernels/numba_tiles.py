@@ -158,26 +158,30 @@ class _Collected(threading.local):
 _collected = _Collected()
 
 
-def in_parallel(work: Work, size: int, lead: int) -> None:
+def in_parallel(work: Work, size: int, lead: int, later: bool = False) -> None:
     """work(begin, end) over 0 .. size by torch's number of threads, cut at the ends of tiles.
 
-    Inside `together`, at its end.
+    Args:
+      work: of contiguous elements.
+      size: how many there are.
+      lead: where the first one lies in its tile.
+      later: inside `together`, not before its end: nothing inside may read what the work writes.
     """
     shares = max(1, min(torch.get_num_threads(), size // _SMALLEST_SHARE))
     if shares == 1:
         return work(0, size)
     tiles = -(-(lead + size) // TILE)
     cuts = [max(0, tiles * share // shares * TILE - lead) for share in range(shares)] + [size]
-    if _collected.jobs is None:
+    if _collected.jobs is None or not later:
         return _do_shares([(work, cuts)])
     _collected.jobs.append((work, cuts))
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Work of `in_parallel` inside is done at the end: threads start once for all of it.
+    """Work that may be done later is done at the end: threads start once for all of it.
 
-    Each piece of work must write to other memory than the others read and write.
+    Each piece of it must write to other memory than the others read and write.
 
     Yields:
       Nothing.
