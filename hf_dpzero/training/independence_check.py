@@ -123,8 +123,7 @@ def check_fixed_shapes(
       ValueError: losses differ by more than a tenth of a percent (a twentieth if coarse): it is not
         rounding; or the rows cannot be put into fixed shapes.
     """
-    step = max(1, count // SAMPLE)
-    plain = shapes.collate_each(list(range(0, count, step)))
+    plain = shapes.collate_each(_spread(count))
     found: dict[Any, list[Batch]] = {}
     for row in plain:
         in_bucket = shapes.in_bucket(row)
@@ -168,8 +167,7 @@ def mostly_unmasked(shapes: FixedShapes, count: int) -> bool:
       shapes: of the run, over public rows: what they decide, private rows may not.
       count: number of rows.
     """
-    step = max(1, count // SAMPLE)
-    rows = map(shapes.in_bucket, shapes.collate_each(list(range(0, count, step))))
+    rows = map(shapes.in_bucket, shapes.collate_each(_spread(count)))
     found = [bool(unmasked(row)) for row in rows]
     return sum(found) * 2 >= len(found)
 
@@ -288,11 +286,16 @@ def long_and_short(collate: Callable[[list[int]], Batch], count: int) -> list[in
     Returns:
       Up to 4 row numbers.
     """
-    step = max(1, count // SAMPLE)
-    lengths = {row: _tokens(collate([row])) for row in range(0, count, step)}
+    lengths = {row: _tokens(collate([row])) for row in _spread(count)}
     ordered = sorted(lengths, key=lambda row: -lengths[row])
     half = TRIED // 2
     return ordered if len(ordered) <= TRIED else [*ordered[:half], *ordered[-half:]]
+
+
+def _spread(count: int) -> list[int]:
+    """All of so many row numbers, or `SAMPLE` of them, evenly spread."""
+    chosen = min(count, SAMPLE)
+    return [i * count // chosen for i in range(chosen)]
 
 
 def _tokens(batch: Batch) -> int:

@@ -55,9 +55,8 @@ def isolated_randomness(seed: int | None = None) -> Iterator[None]:
             for device in devices:
                 seed_of = int(words[2 + device] >> np.uint64(1))
                 torch.cuda.default_generators[device].manual_seed(seed_of)
-            fresh = np.random.MT19937(np.random.SeedSequence([entropy, 1]))
-            legacy.set_state(np.random.RandomState(fresh).get_state())
-            random.setstate(random.Random(int(words[1])).getstate())
+            legacy.seed(np.random.SeedSequence([entropy, 1]).generate_state(4))  # 128 bits
+            random.seed(int(words[1]))
             yield
         finally:
             legacy.set_state(state)
