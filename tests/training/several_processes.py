@@ -21,6 +21,7 @@ from datasets import Dataset
 from tiny_runs import build, tiny_data, tiny_model
 from transformers import TrainerCallback
 
+from hf_dpzero.training import independence_check
 from hf_dpzero.training.callbacks import StepMeter
 from hf_dpzero.training.split import step_bytes
 
@@ -91,6 +92,17 @@ CLOSE = {
 
 SECRET = {"secret": {"microbatch_size": 1, "insecure_noise_seed": None}}
 ALL = {**SAME, **CLOSE, **SECRET}
+OF_FOUR = (
+    "one-row-passes", "texts", "few-rows", "directions-half", "groups-directions", "dp-sgd", "secret",
+)  # fmt: skip
+"""What four processes train: a way to divide the rows or the directions each, two draws of noise."""
+METERED = ("texts", "adaptive", "groups-directions", "dpgd", "dp-sgd")
+"""Runs whose bytes are counted."""
+
+
+def names_of(world: int) -> tuple[str, ...]:
+    """The runs that so many processes train."""
+    return OF_FOUR if world > 2 else tuple(ALL)
 
 
 def trainer_of(folder: Path, name: str, **more):
@@ -110,13 +122,20 @@ def trainer_of(folder: Path, name: str, **more):
     return trainer
 
 
-def train(folder: Path, names=tuple(ALL)) -> None:
-    """Leaves the flat weights of every run, one file a process."""
-    for name in names:
-        trainer = trainer_of(folder, name)
+def train(folder: Path, world: int) -> dict[str, Any]:
+    """Leaves the flat weights of every run, one file a process; tells what was sent and what may be."""
+    told: dict[str, Any] = {}
+    for name in names_of(world):
+        meter, trainer = StepMeter(), trainer_of(folder, name)
+        trainer.add_callback(meter)
         trainer.train()
+        if name in METERED and world > 1:
+            count = sum(p.numel() for p in trainer.model.parameters())
+            # the first step compares weights
+            told[f"bytes {name}"] = (meter.sent[1], step_bytes(trainer, count))
         flat = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])
         torch.save(flat, folder / f"{name}.rank{trainer.args.process_index}")
+    return told
 
 
 NOISE = {
@@ -208,15 +227,6 @@ def checks(folder: Path, rank: int) -> dict[str, Any]:
             left = sorted(path.name for path in (folder / "refused").glob("*"))
             told[what] = f"{type(error).__name__}: {error}", left
 
-    for name in ("texts", "adaptive", "groups-directions", "dpgd", "dp-sgd"):
-        meter, trainer = StepMeter(), trainer_of(folder / "bytes", name)
-        trainer.add_callback(meter)
-        trainer.train()
-        count = sum(p.numel() for p in trainer.model.parameters())
-        told[f"bytes {name}"] = (
-            meter.sent[1],
-            step_bytes(trainer, count),
-        )  # the first compares weights
     told["eval_loss"] = evaluated(folder)
     noisy = trainer_of(folder, "noise")
     before = flat(noisy)
@@ -248,10 +258,16 @@ def checks(folder: Path, rank: int) -> dict[str, Any]:
     return told
 
 
+def cheaper_runs() -> None:
+    """Takes libraries out of garbage collections, which accelerate asks for, and rows out of trials."""
+    gc.collect()
+    gc.freeze()
+    independence_check.SAMPLE = 16
+
+
 def in_processes(world: int, work: Callable[[int], None]) -> None:
     """Forks `world - 1` times, before any thread, and calls `work(rank)` in all. Ends the several."""
-    gc.collect()
-    gc.freeze()  # accelerate asks for a collection in every run: 0.25 s with all libraries
+    cheaper_runs()
     if world == 1:
         torch.set_num_threads(1)
         return work(0)
@@ -301,8 +317,8 @@ def started(script: str, *words: str, log: Path):
 
 def everything(folder: Path, rank: int) -> None:
     """Trains all runs and writes what `checks` found, one file a process."""
-    train(folder)
-    (folder / f"checks.rank{rank}").write_text(json.dumps(checks(folder, rank)))
+    told = train(folder, int(os.environ["WORLD_SIZE"]))
+    (folder / f"checks.rank{rank}").write_text(json.dumps({**told, **checks(folder, rank)}))
 
 
 if __name__ == "__main__":

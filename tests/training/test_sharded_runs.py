@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from several_processes import cheaper_runs
 from tiny_runs import KEY, build, config, tiny_data, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, default_data_collator
 
@@ -320,6 +321,7 @@ def test_accelerate_launches_an_ordinary_script(tmp_path):
 
 
 if __name__ == "__main__":
+    cheaper_runs()
     second = os.fork()  # before any thread or model: both have imported all that takes seconds
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if second else "1"
     try:
