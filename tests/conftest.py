@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,16 @@ ModelFactory = Callable[..., "PreTrainedModel"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests run first, so that none is left alone at the end; gpu ones are skipped without one."""
+    """Slow tests run first, so that none is left alone at the end; gpu ones are skipped without one.
+
+    Processes that share the tests take whole modules in this order: those with slow tests, then those
+    with many.
+    """
     for item in items:
         if "attacks" in item.path.parts:
             item.add_marker(pytest.mark.attack)
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    many = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, -many[item.path]))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -1,17 +1,16 @@
-"""A run that two processes began goes on in one, and the other way round, as if nothing had happened."""
+"""A run that two processes began goes on in one as if nothing had happened."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from several_processes import in_processes, started
 from tiny_runs import build
 from transformers import TrainerCallback
 
@@ -55,34 +54,20 @@ class _Stopped(TrainerCallback):
         control.should_training_stop |= state.global_step == self.steps
 
 
-def run(folder: Path, steps: int, resume: bool, processes: int) -> None:
-    """`train` in so many new processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    given = [str(folder), str(steps), str(int(resume)), str(processes)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, *given],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                 "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(processes)
-    ]  # fmt: skip
-    for process in started:
-        _, words = process.communicate(timeout=240)
-        wanted = {-signal.SIGKILL, 1, -signal.SIGABRT} if steps else {0}
-        assert process.returncode in wanted, words
+def in_two(folder: Path, steps: int) -> None:
+    """`train` in two new processes, which are killed."""
+    log = folder.with_suffix(".log")
+    with started(__file__, str(folder), str(steps), log=log) as process:
+        status = process.wait(timeout=240)
+    assert status in (-signal.SIGKILL, 1, -signal.SIGABRT), log.read_text(errors="replace")[-3000:]
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1)])  # others: test_distributed.py
-def test_the_number_of_processes_may_change(tmp_path: Path, first: int, second: int) -> None:
+def test_a_run_of_two_processes_goes_on_in_one(tmp_path: Path) -> None:
+    """The other way round: test_distributed.py."""
     train(tmp_path / "straight", 0, False, 1)
-    run(tmp_path / "run", 2, False, first)
+    in_two(tmp_path / "run", 2)
     assert Trajectory.open(tmp_path / "run" / "ledger" / "trajectory.ledger").next_step == 2
-    run(tmp_path / "run", 0, True, second)
+    train(tmp_path / "run", 0, True, 1)
     for name in ("saved", "ledger"):
         folders = [tmp_path / place / name for place in ("straight", "run")]
         logs = [Trajectory.load(folder / "trajectory.ledger").releases for folder in folders]
@@ -93,5 +78,4 @@ def test_the_number_of_processes_may_change(tmp_path: Path, first: int, second: 
 
 
 if __name__ == "__main__":
-    folder, steps, resume, processes = sys.argv[1:]
-    train(Path(folder), int(steps), bool(int(resume)), int(processes))
+    in_processes(2, lambda rank: train(Path(sys.argv[1]), int(sys.argv[2]), False, 2))
