@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import random
@@ -385,6 +386,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     given.output_dir.mkdir(parents=True, exist_ok=True)
     if not __debug__:
         raise SystemExit("run it without -O: what it checks are assertions.")
+    gc.collect()
+    gc.freeze()  # libraries: each run asks for collections
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=given.output_dir) as name:
         lengths = straight_runs(Path(name), kinds, steps)
