@@ -48,10 +48,11 @@ def shuffled() -> Any:
 
 
 def drawn(rows: list[Any]) -> Any:
-    """Masks tokens by the global generator, as collators for masked language models do."""
+    """Replaces half the tokens by the global generator's, so that no two draws of a row are alike."""
     batch = several.padded(rows)
-    batch["input_ids"] *= torch.rand(batch["input_ids"].shape) < 0.8
-    return batch
+    ids = batch["input_ids"]
+    random = torch.randint(5, 50, ids.shape)
+    return {**batch, "input_ids": torch.where(torch.rand(ids.shape) < 0.5, random, ids)}
 
 
 def refusals(folder: Path, rank: int) -> dict[str, str]:
