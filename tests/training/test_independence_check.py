@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.objectives.prompted import LabelWords
+from hf_dpzero.training import independence_check
 from hf_dpzero.training.independence_check import (
     check_independence,
     check_widths,
@@ -162,3 +163,17 @@ def test_other_positions_pass():
     check_widths(model_with(attention_type="original_full"), 8)
     check_widths(nn.Linear(1, 1), 8)
     assert rope_types(None) == set()
+
+
+@pytest.mark.parametrize("count", [1, 3, 64, 65, 127, 128, 1000])
+def test_at_most_64_rows_are_looked_at_evenly_spread(count: int):
+    seen: list[int] = []
+
+    def collate(rows: list[int]) -> dict[str, torch.Tensor]:
+        seen.extend(rows)
+        return {"attention_mask": torch.ones(1, 1 + rows[0] % 5)}
+
+    independence_check.long_and_short(collate, count)
+    assert len(seen) == len(set(seen)) == min(count, 64) and seen[0] == 0
+    gaps = [after - before for before, after in zip(seen, [*seen[1:], count], strict=True)]
+    assert max(gaps) - min(gaps) <= 1 and sum(gaps) == count
