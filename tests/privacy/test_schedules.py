@@ -241,7 +241,7 @@ def test_truncated_and_fixed_size_samplers_are_accounted_too():
     fixed = {
         "name": "fixed_size_without_replacement", "num_examples": 1000, "expected_batch_size": 100,
     }  # fmt: skip
-    base = make_plan(Exponential(gamma=0.7), steps=4)
+    base = make_plan(Exponential(gamma=0.7), steps=2)
     for sampler, relation in ((truncated, "add_or_remove_one"), (fixed, "replace_one")):
         plan = dataclasses.replace(base, sampler=sampler_from_dict(sampler), relation=relation)
         found = plan.calibrate(epsilon=3.0, delta=DELTA)
