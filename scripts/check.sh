@@ -18,7 +18,7 @@ fi
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
 
-docs() {
+docs() { # a build into a folder that is thrown away
   local site status=0
   site="$(mktemp -d)"
   mkdocs build --strict --quiet --site-dir "$site" || status=$?
@@ -37,7 +37,8 @@ if command -v mkdocs >/dev/null; then # on one core, while mypy takes the other
   failed=0
   step mypy || failed=1
   wait "$building" || failed=1
-  step cat "$said"
+  printf '\n== mkdocs build --strict --quiet\n'
+  cat "$said"
   [[ "$failed" == 0 ]]
 else
   step mypy
