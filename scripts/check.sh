@@ -9,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1
 export TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # pytest runs two processes
+unset PYTHONDONTWRITEBYTECODE                  # tests start many processes: none compiles anew
 
 select=()
 if [[ "${1:-}" == "--all" ]]; then
