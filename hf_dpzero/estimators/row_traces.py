@@ -10,6 +10,7 @@ loss in some hundreds.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from hf_dpzero.objectives.losses import PerExampleLoss, batch_size, is_compiled,
 _COPIES = (nn.Embedding, nn.Dropout, nn.Identity)  # round nothing
 _ODD = -1640531527  # odd, as int32: multiples of it are spread over all bits
 _BITS = 24  # that a float32 holds
+_KEPT = 1 << 16  # weights at most, to be kept for the next digest
 
 
 @dataclass(frozen=True)
@@ -83,5 +85,11 @@ def _digest(values: Tensor, rows: int) -> Tensor:
     plain = values.detach().reshape(rows, -1).nan_to_num().add_(0.0)  # a copy; -0 becomes 0
     words = torch.int16 if plain.element_size() == 2 else torch.int32
     bits = plain.contiguous().view(words).to(torch.int32)
-    weights = torch.arange(1, 2 * bits.shape[1], 2, dtype=torch.int32, device=bits.device) * _ODD
+    few = bits.shape[1] <= _KEPT
+    weights = (_weights if few else _weights.__wrapped__)(bits.shape[1], bits.device)
     return bits.mul_(weights).sum(dim=1, dtype=torch.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * count, 2, dtype=torch.int32, device=device) * _ODD
