@@ -39,6 +39,7 @@ from hf_dpzero.training.independence_check import (
 )
 from hf_dpzero.training.offloading import check_offload
 from hf_dpzero.training.pass_sizes import one_size, pass_cost, pass_sizes
+from hf_dpzero.training.plan_settings import extension_warning
 from hf_dpzero.training.precision import (
     check_mixed_precision,
     check_precision,
@@ -101,8 +102,13 @@ def check_before_training(trainer: Any) -> None:
     args.max_steps = trainer.plan.steps
     if trainer.is_world_process_zero():
         judge_schedule(trainer.plan, trainer.delta)
-        if warning := group_warning(trainer.plan):
-            logger.warning(warning)
+        target = args.target_epsilon
+        for warning in (
+            group_warning(trainer.plan),
+            extension_warning(trainer.plan, target, trainer.delta),
+        ):
+            if warning:
+                logger.warning(warning)
     if "learning_rate" in args.chosen:
         args.learning_rate = learning_rate(trainer.plan, args.lr_scheduler_type)
     elif hint := rate_hint(args, trainer.plan):

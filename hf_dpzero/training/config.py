@@ -359,12 +359,12 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
         return steps
 
     def delta(self, num_examples: int) -> float:
-        """target_delta, or 1 / (10 n); warns when delta is above 1/n."""
+        """target_delta, or 1 / (10 n); warns once when delta is above 1/n."""
         delta = self.target_delta
         if delta is None:
             delta = 0.0 if self.noise_distribution == "laplace" else 0.1 / num_examples
         if not self.not_private and delta > 1 / num_examples:
-            logger.warning(
+            logger.warning_once(
                 "target_delta=%s is above 1/n = %.3g: a mechanism that publishes one example "
                 "outright could satisfy it. Choose delta well below 1/n.",
                 delta,

@@ -14,6 +14,9 @@ from hf_dpzero.training.correlation_settings import correlation_of
 from hf_dpzero.training.group_settings import groups_of
 from hf_dpzero.training.schedule_settings import check_steps, factors_of, noise_schedule_of
 
+LEAST_LEFT = 0.01
+"""Share of a total epsilon: where earlier runs left less, a run says so."""
+
 
 def plan_of(config: Any, num_examples: int, dimension: int | None = None) -> PrivacyPlan:
     """The plan of a run, calibrated if a target was given.
@@ -73,6 +76,32 @@ def _calibrated(config: Any, num_examples: int, mechanism: Mapping[str, Any]) ->
     if config.target_epsilon is None or config.not_private:
         return plan
     return plan.calibrate(epsilon=config.target_epsilon, delta=config.delta(num_examples))
+
+
+def extension_warning(plan: PrivacyPlan, target: float | None, delta: float) -> str:
+    """What to say of a run whose earlier runs left it next to nothing of the budget; "" of others.
+
+    A target that is taken for this run's own, and given as that of the run it extends, leaves the
+    rounding of the first calibration: noise that nothing is learned through.
+
+    Args:
+      plan: of the run, calibrated.
+      target: epsilon of all runs together; None where the noise was given.
+      delta: of the target.
+
+    Returns:
+      A sentence if less than a hundredth of the target was left.
+    """
+    if target is None or not plan.after:
+        return ""
+    spent = plan.epsilon(delta, at=0)
+    if target - spent >= LEAST_LEFT * target:
+        return ""
+    return (
+        f"target_epsilon={target:g} is the total with the runs that this one extends, which spent "
+        f"{spent:.5g} of it: what is left asks for a noise multiplier of "
+        f"{plan.mechanism.noise_multiplier:.3g}. Give the epsilon of all runs together."
+    )
 
 
 def _sampler(config: Any, num_examples: int) -> Sampler:

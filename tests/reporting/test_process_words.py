@@ -127,3 +127,12 @@ def test_the_card_shows_the_row_and_the_caveat() -> None:
     card = model_card(found).content
     assert f"| processes | {row(found)} |" in card and f"- {links(found)[0]}" in card
     assert "| processes |" not in model_card(report()).content
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how_to/my_csv.md"])
+def test_reports_in_documents_have_the_lines_of_a_report(page: str) -> None:
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    block = text.partition("-differentially private (target ")[2].partition("```")[0]
+    labels = [line[2:].split("  ")[0] for line in block.splitlines()[1:]]
+    lines = [label[:11].strip() for label, _ in report(processes=[first(0, ALONE)]).rows()]
+    assert [label[:11].strip() for label in labels] == lines

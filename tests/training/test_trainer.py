@@ -450,12 +450,17 @@ def test_training_rows_as_evaluation_data_are_refused(tmp_path):
             call(split["train"])
 
 
-def test_delta_above_one_over_n_warns(tmp_path, caplog):
-    trainer = build(tmp_path, target_delta=0.05)
+def test_delta_above_one_over_n_warns_once(tmp_path, caplog):
+    delta = 0.0502173  # of no other test: what was said is remembered
+    trainer = build(tmp_path, target_delta=delta)
     logging.getLogger("hf_dpzero").propagate = True
     with caplog.at_level(logging.WARNING):
-        assert trainer.delta == 0.05
-    assert "above 1/n" in caplog.text
+        assert trainer.delta == delta
+        assert (
+            trainer.delta == delta
+            and trainer.args.delta(trainer.plan.sampler.num_examples) == delta
+        )
+    assert caplog.text.count("above 1/n") == 1
 
 
 def test_trained_digest_differs_from_base(tmp_path):
