@@ -74,6 +74,7 @@ def check_before_training(trainer: Any) -> None:
       ValueError: says what to change.
     """
     model, args = trainer.model, trainer.args
+    distributed.check_world(args)
     trainer.refuse_private(trainer.eval_dataset)  # given after __init__, perhaps
     keep_layout_(model)
     data_checks.num_examples(trainer.train_dataset)

@@ -300,12 +300,31 @@ _SAME_ROWS = (
 )
 
 
+def check_world(args: Any) -> None:
+    """Refuses processes of one group whose arguments say that each runs alone.
+
+    Each would evaluate the whole batch, and the sum over all would count every row once a process: the
+    noise is for once. Accelerate leaves them so on a CPU without `use_cpu` and `ddp_backend`.
+
+    Raises:
+      ValueError: says what to set.
+    """
+    if active() and args.world_size != dist.get_world_size():
+        raise ValueError(
+            f"{dist.get_world_size()} processes were started, and the arguments know of "
+            f"{args.world_size}: each would take the whole batch, and a row would count once for each. "
+            "On a CPU set use_cpu=True and ddp_backend='gloo'; elsewhere make DPZeroConfig before "
+            "anything starts torch.distributed."
+        )
+
+
 def check_single_strategy(args: Any, model: Any = None) -> None:
     """Refuses FSDP1 and nn.DataParallel, where the arguments ask for them (`deepspeed` sees to its own).
 
     Raises:
       ValueError: says what to use instead.
     """
+    check_world(args)
     if args.fsdp:
         check_version(int((getattr(args, "fsdp_config", None) or {}).get("version", 2)))
     devices = set((getattr(model, "hf_device_map", None) or {}).values()) - {"cpu", "disk"}
