@@ -74,7 +74,9 @@ class ShapeChoice:
         try:
             if not self._found(cost):
                 self.trainer.shapes = dataclasses.replace(self.trainer.shapes, slots=1)
-                logger.warning(f"{OTHER_BITS}: {ONE_BY_ONE}")
+                few = self.trainer.args.physical_batch_size < BLOCK
+                hint = f" With microbatch_size={BLOCK} or more, passes of {BLOCK} rows are tried."
+                logger.warning(f"{OTHER_BITS}: {ONE_BY_ONE}{hint if few else ''}")
                 return
         except (CoupledLosses, ParameterChanged, torch.OutOfMemoryError):
             raise
