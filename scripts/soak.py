@@ -44,7 +44,7 @@ from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.privacy.mechanisms.base import MechanismBase
-from hf_dpzero.training import checkpoint_files, run_files
+from hf_dpzero.training import checkpoint_files, checkpoint_state
 
 KINDS: dict[str, dict[str, Any]] = {
     "dpzero from its ledger alone": {"save_strategy": "no"},
@@ -294,7 +294,7 @@ def check_checkpoints(folder: Path, log: Any) -> int:
     """Reads every folder that is named a checkpoint; one that is not whole raises. Returns how many."""
     found = sorted(folder.glob("checkpoint-*"))
     for path in found:
-        run_files.load_state(str(path), log)
+        checkpoint_state.load_state(str(path), log)
     return len(found)
 
 

@@ -20,27 +20,32 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dpzero.ledger.log_file import flush_folder
 from hf_dpzero.training import distributed
-from hf_dpzero.training.run_files import STATE_NAME, save_state
-
-UNFINISHED, REPLACED = ".unfinished", "replaced-"
+from hf_dpzero.training.checkpoint_state import (
+    REPLACED,
+    STATE_NAME,
+    UNFINISHED,
+    save_state,
+    step_of,
+)
 
 
 class CheckpointError(OSError):
     """A checkpoint that could not be written; the ones before it are as they were."""
 
 
-def whole_checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoints that were written to their end, oldest step first.
+def refuse_checkpoint(run: Path, folder: Path) -> None:
+    """Refuses to save final weights where a checkpoint lies, or where one of the run would.
 
-    Args:
-      output_dir: of the run.
-
-    Returns:
-      Their folders; of one that a crash left half replaced, the old one.
+    Raises:
+      ValueError: says what to use instead.
     """
-    aside = (output_dir / UNFINISHED).glob(f"{REPLACED}*")
-    found = [*aside, *output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
-    return sorted((path for path in found if (path / STATE_NAME).is_file()), key=_step)
+    named = folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-") and step_of(folder) >= 0
+    if (named and folder.absolute().parent == run.absolute()) or (folder / STATE_NAME).is_file():
+        raise ValueError(
+            f"save_model({str(folder)!r}) would put these weights over a checkpoint: give another "
+            "folder. A checkpoint has its own report and trajectory: to keep the one that evaluates "
+            "best, copy its folder, or publish it by `hf-dpzero push`."
+        )
 
 
 def save_whole(trainer: Any, write: Callable[[], None]) -> None:
@@ -69,6 +74,7 @@ def save_whole(trainer: Any, write: Callable[[], None]) -> None:
         with _writing_to(trainer, draft.parent):
             write()
         _name_best(trainer.state, run, name)
+        distributed.wait()  # every process writes the state of its random generators
         if saves and draft.is_dir():
             _complete(trainer, draft)
         distributed.wait()
@@ -132,14 +138,9 @@ def _remove_older(trainer: Any, run: Path, newest: Path) -> None:
         return
     kept = {newest, Path(trainer.state.best_model_checkpoint or newest)}
     found = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
-    found.sort(key=lambda path: (_step(path) <= _step(newest), _step(path)))
+    found.sort(key=lambda path: (step_of(path) <= step_of(newest), step_of(path)))
     spare = [path for path in found if path not in kept]
     for path in spare[: max(0, len(found) - max(limit, len(kept)))]:
         gone = newest.parent / UNFINISHED / path.name
         shutil.rmtree(gone, ignore_errors=True)
         path.rename(gone)
-
-
-def _step(path: Path) -> int:
-    number = path.name.rpartition("-")[2]
-    return int(number) if number.isdigit() else -1

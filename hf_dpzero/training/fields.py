@@ -222,7 +222,8 @@ FIELDS: dict[str, tuple[Use, ...]] = {
         Use(
             REFUSED,
             "would ship weights that the trajectory does not end in; evaluate checkpoints on public "
-            "data and pass the one you want to save_model.",
+            "data, and load, copy or `hf-dpzero push` the folder of the one you want, which has a "
+            "report of its own.",
         ),
     ),
     "enable_jit_checkpoint": (

@@ -11,8 +11,9 @@ from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.reporting.extension import check_extended
-from hf_dpzero.training import checkpoint_files, run_files
+from hf_dpzero.training import run_files
 from hf_dpzero.training.base_weights import check_start, digest_frozen, state_digest
+from hf_dpzero.training.checkpoint_state import load_state, whole_checkpoints
 from hf_dpzero.training.fixed_shapes import forward_passes
 from hf_dpzero.training.group_training import check_resumed
 from hf_dpzero.training.initial_values import write_initial_values
@@ -56,7 +57,7 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
                 "last one in output_dir."
             )
         return resume or None
-    if whole := checkpoint_files.whole_checkpoints(Path(output_dir)):
+    if whole := whole_checkpoints(Path(output_dir)):
         return str(whole[-1])
     if not (Path(output_dir) / LEDGER_NAME).is_file():
         raise ValueError(
@@ -100,7 +101,7 @@ def _resume(trainer: Any, header: Mapping[str, Any], checkpoint: str | None) -> 
         compare({"releases": ledger.digest()})
         check_resumed(trainer.plan, ledger)
         if checkpoint is not None:
-            return Opened(ledger, run_files.load_state(checkpoint, ledger), "")
+            return Opened(ledger, load_state(checkpoint, ledger), "")
         _check_replayed(trainer, ledger)
     except (ValueError, RankError):
         ledger.close()

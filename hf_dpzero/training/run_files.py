@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import logging
 
-from hf_dpzero.ledger.log_file import LedgerError, write_atomically
+from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.sampling import new_sampler_key
@@ -21,13 +19,11 @@ from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE
 from hf_dpzero.reporting.plots import PLOT_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, versions
 from hf_dpzero.reporting.redaction import RECIPE_FILE
-from hf_dpzero.reporting.weights import digest_weights
 from hf_dpzero.training import distributed
+from hf_dpzero.training.checkpoint_state import STATE_NAME, file_digest, read_state, way_out
 from hf_dpzero.training.process_notes import NOTE_NAME
 
 logger = logging.get_logger(__name__)
-
-STATE_NAME = "dpzero_state.json"
 
 
 def ledger_header(trainer: Any) -> dict[str, Any]:
@@ -132,17 +128,26 @@ def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
     Raises:
       LedgerError: one of them knows of more steps, or of other releases, or cannot be read.
     """
-    for folder in (output_dir, output_dir / FOLDER_NAME, *sorted(output_dir.glob("checkpoint-*"))):
+    checkpoints = sorted(output_dir.glob("checkpoint-*"))
+    for folder in (output_dir, output_dir / FOLDER_NAME, *checkpoints):
+        written: Mapping[str, str] = {}
         for name, read in _RECORDS.items():
             path = folder / name
             if not path.is_file() or (ledger is None and name == REPORT_FILE):
                 continue
             try:
+                if name == STATE_NAME:
+                    written = read_state(folder)["files"]
+                elif name in written and file_digest(path) != written[name]:
+                    raise ValueError("not what the run wrote there")
                 steps, digest = read(path)
             except (OSError, ValueError, LookupError, TypeError) as error:
+                advice = "restore the file, or remove what a crash cut short."
+                if ledger is not None and folder in checkpoints:
+                    advice = way_out(folder, ledger)
                 raise LedgerError(
                     f"{path} cannot be read ({error}), so it is unknown whether {LEDGER_NAME} holds all "
-                    "that was spent: restore the file, or remove what a crash cut short."
+                    f"that was spent. {advice[0].upper()}{advice[1:]}"
                 ) from error
             same = ledger is not None and digest in (None, ledger.digest(steps))
             if ledger is None or steps > ledger.next_step or not same:
@@ -169,7 +174,7 @@ def _set_aside(output_dir: Path) -> None:
 
 
 def _of_state(path: Path) -> tuple[int, str | None]:
-    state = json.loads(path.read_text(encoding="utf-8"))
+    state = read_state(path.parent)
     return int(state["step"]), str(state["trajectory_digest"])
 
 
@@ -205,71 +210,3 @@ def draw_sampler_key(given: str | None = None) -> bytes:
     return distributed.shared_from_main(
         lambda: bytes.fromhex(given) if given else new_sampler_key()
     )
-
-
-def save_state(
-    checkpoint: Path, step: int, space: Mapping[str, Any], trajectory: Trajectory
-) -> None:
-    """Writes a checkpoint's public grid state, tied to the log that made it.
-
-    Args:
-      checkpoint: an existing folder.
-      step: steps taken.
-      space: `state_dict` of the training method.
-      trajectory: its first `step` releases are digested.
-    """
-    state = {
-        "step": step,
-        "space": dict(space),
-        "trajectory_digest": trajectory.digest(step),
-        "files": _digests_of(checkpoint),
-    }
-    write_atomically(checkpoint / STATE_NAME, json.dumps(state))
-
-
-def _digests_of(checkpoint: Path) -> dict[str, str | None]:
-    """Digests of what a resumed run goes on from: the weights, and the optimizer's state."""
-    optimizer = checkpoint / "optimizer.pt"
-    digest = None
-    if optimizer.is_file():
-        with optimizer.open("rb") as file:
-            digest = hashlib.sha256(file.read()).hexdigest()
-    return {"weights": digest_weights(checkpoint), "optimizer": digest}
-
-
-def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
-    """The grid state of a checkpoint of this run.
-
-    Args:
-      checkpoint: its folder.
-      trajectory: the run's ledger.
-
-    Returns:
-      What `save_state` wrote as `space`.
-
-    Raises:
-      ValueError: the checkpoint was not written by DPZeroTrainer, or with save_only_model.
-      LedgerError: it was made by other releases than the ledger's first steps, or its weights or its
-        optimizer's state are not those that were written with them.
-    """
-    path = Path(checkpoint) / STATE_NAME
-    if not path.exists():
-        raise ValueError(f"{checkpoint} was not written by DPZeroTrainer: it has no {STATE_NAME}.")
-    if not (Path(checkpoint) / SCHEDULER_NAME).exists():
-        raise ValueError(
-            f"{checkpoint} has no {SCHEDULER_NAME} (save_only_model=True), so the schedule of learning "
-            "rates would start anew: resume from a checkpoint that was saved with save_only_model=False."
-        )
-    state = json.loads(path.read_text())
-    if state["trajectory_digest"] != trajectory.digest(state["step"]):
-        raise LedgerError(
-            f"{checkpoint} was made by another run, or by releases that {LEDGER_NAME} does not hold: "
-            "resume from a checkpoint of this ledger, or start afresh in another output_dir."
-        )
-    found = _digests_of(Path(checkpoint))
-    if other := [name for name in found if found[name] != state["files"][name]]:
-        raise LedgerError(
-            f"the {other[0]} in {checkpoint} is not what this run wrote there, so nothing is known "
-            "about its privacy: resume from another checkpoint, or start afresh in another output_dir."
-        )
-    return dict(state["space"])

@@ -425,6 +425,8 @@ class DPZeroMixin(PublishingTrainer):
         checkpoint_files.save_whole(self, lambda: write(model, trial))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.output_dir)
+        checkpoint_files.refuse_checkpoint(Path(self.output_dir), folder)
         if self._tainted:
             raise ValueError(
                 "a forward pass wrote into the trained parameters, which now carry un-noised private "
@@ -441,7 +443,6 @@ class DPZeroMixin(PublishingTrainer):
             self._besides.check_state()
         super()._save(output_dir, state_dict)
         if self.trajectory is not None and self.args.should_save:
-            folder = Path(output_dir or self.output_dir)
             self.trajectory.to_safetensors(folder / SHIPPING_NAME)
             bound_to(self.privacy_report(), folder).save(folder / REPORT_FILE)
             copy_initial_values(self.output_dir, folder)

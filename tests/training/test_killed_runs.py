@@ -17,7 +17,7 @@ from hf_dpzero.ledger import log_file, trajectory
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.training import checkpoint_files, zeroth_order_step
-from hf_dpzero.training.run_files import STATE_NAME, load_state
+from hf_dpzero.training.checkpoint_state import STATE_NAME, load_state
 
 LEDGER = trajectory.LEDGER_NAME
 KINDS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,224 @@
+"""What a checkpoint was when it was written: its step, grids, ledger, and every file of its folder.
+
+`dpzero_state.json` holds them, and a digest of itself. A file's digest is SHA-256 of its bytes. Of the
+weights' files it is that of their headers, which say where each tensor lies, and `weights` digests the
+tensors: with both every byte is named, and the pass over the tensors that a privacy report needs is the
+only one over them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_dpzero.ledger.log_file import LedgerError, write_atomically
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.reporting.privacy_report import REPORT_FILE
+from hf_dpzero.reporting.weights import digest_weights, weight_files
+
+STATE_NAME = "dpzero_state.json"
+UNFINISHED, REPLACED = ".unfinished", "replaced-"
+
+_LOADED = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
+"""Suffixes of what Trainer would load of a checkpoint where it finds it."""
+
+_PIECE = 1 << 24
+
+
+class DamagedError(LedgerError):
+    """A checkpoint that is not what the run wrote; says which file, not yet what to do."""
+
+
+def step_of(checkpoint: Path) -> int:
+    """N of `checkpoint-N`; -1 for another name."""
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def whole_checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints that were written to their end, oldest step first.
+
+    Args:
+      output_dir: of the run.
+
+    Returns:
+      Their folders; of one that a crash left half replaced, the old one.
+    """
+    aside = (output_dir / UNFINISHED).glob(f"{REPLACED}*")
+    found = [*aside, *output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    return sorted((path for path in found if (path / STATE_NAME).is_file()), key=step_of)
+
+
+def save_state(
+    checkpoint: Path, step: int, space: Mapping[str, Any], trajectory: Trajectory
+) -> None:
+    """Writes a checkpoint's state, once all of its other files are there.
+
+    Every file is read once, but for the weights' tensors: their digest is taken from the report, for
+    which they were read.
+
+    Args:
+      checkpoint: a folder with weights and their report.
+      step: steps taken.
+      space: `state_dict` of the training method.
+      trajectory: its first `step` releases are digested.
+    """
+    report = json.loads((checkpoint / REPORT_FILE).read_text(encoding="utf-8"))
+    state = {
+        "step": step,
+        "space": dict(space),
+        "trajectory_digest": trajectory.digest(step),
+        "weights": report["weights_digest"],
+        "files": dict(_digests(checkpoint)),
+    }
+    write_atomically(checkpoint / STATE_NAME, _sealed(state))
+
+
+def _sealed(state: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()
+    return json.dumps({**state, "digest": digest})
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What `save_state` wrote.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it was changed, or another version of this package wrote it.
+    """
+    text = (checkpoint / STATE_NAME).read_text(encoding="utf-8")
+    state = json.loads(text)
+    if not isinstance(state, dict) or not state.pop("digest", None) or _sealed(state) != text:
+        raise ValueError("not what this version of hf_dpzero writes, or changed since")
+    return state
+
+
+def _digests(checkpoint: Path) -> Iterator[tuple[str, str]]:
+    """(path in the folder, digest) of every file but the state; see the module."""
+    weights = set(weight_files(checkpoint))
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path != checkpoint / STATE_NAME:
+            yield path.relative_to(checkpoint).as_posix(), file_digest(path, path in weights)
+
+
+def file_digest(path: Path, header_only: bool = False) -> str:
+    """SHA-256 (hex) of a file's bytes, or of a safetensors file's header."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        if header_only:
+            digest.update(size := file.read(8))
+            digest.update(file.read(min(int.from_bytes(size, "little"), path.stat().st_size)))
+        else:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
+    """The grid state of a checkpoint of this run that is whole. Reads each of its files once.
+
+    Args:
+      checkpoint: its folder.
+      trajectory: the run's ledger.
+
+    Returns:
+      What `save_state` was given as `space`.
+
+    Raises:
+      ValueError: the checkpoint was written with save_only_model.
+      LedgerError: it was made by other releases than the ledger's first steps, or one of its files is
+        not what was written with them: says which, and from where the run can go on.
+    """
+    try:
+        return _checked(Path(checkpoint), trajectory)
+    except DamagedError as error:
+        raise LedgerError(f"{error} {way_out(Path(checkpoint), trajectory)}") from error
+
+
+def _checked(checkpoint: Path, trajectory: Trajectory) -> dict[str, Any]:
+    path = checkpoint / STATE_NAME
+    if not path.exists():
+        raise DamagedError(
+            f"{checkpoint} was not written by DPZeroTrainer: it has no {STATE_NAME}."
+        )
+    try:
+        state = read_state(checkpoint)
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{path} is not what this run wrote there ({error}).") from error
+    if state["trajectory_digest"] != trajectory.digest(state["step"]):
+        raise LedgerError(
+            f"{checkpoint} was made by another run, or by releases that {LEDGER_NAME} does not hold: "
+            "resume from a checkpoint of this ledger, or start afresh in another output_dir."
+        )
+    _check_files(checkpoint, state)
+    if SCHEDULER_NAME not in state["files"]:
+        raise ValueError(
+            f"{checkpoint} has no {SCHEDULER_NAME} (save_only_model=True), so the schedule of learning "
+            "rates would start anew: resume from a checkpoint that was saved with save_only_model=False."
+        )
+    step = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+    if step != state["step"]:
+        raise DamagedError(
+            f"{checkpoint / TRAINER_STATE_NAME} says step {step}, and {STATE_NAME} step "
+            f"{state['step']}: the steps between would be taken twice or left out."
+        )
+    return dict(state["space"])
+
+
+def _check_files(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    from safetensors import SafetensorError
+
+    expected, names = state["files"], [path.name for path in weight_files(checkpoint)]
+    try:
+        found = dict(_digests(checkpoint))
+        if missing := sorted(expected.keys() - found.keys()):
+            raise DamagedError(f"{checkpoint / missing[0]} is not there any more.")
+        for name in found:
+            if name in expected and found[name] != expected[name]:
+                raise DamagedError(f"{checkpoint / name} is not what this run wrote there.")
+            if name not in expected and Path(name).suffix in _LOADED:
+                raise DamagedError(f"{checkpoint / name} is not of this run, and would be loaded.")
+        weights = digest_weights(checkpoint)
+    except OSError as error:
+        raise DamagedError(
+            f"{error.filename or checkpoint} is not to be read ({error})."
+        ) from error
+    except SafetensorError as error:
+        raise DamagedError(f"{checkpoint}: {', '.join(names)} is cut short ({error}).") from error
+    if weights != state["weights"]:
+        raise DamagedError(f"{checkpoint}: {', '.join(names)} is not what this run wrote there.")
+
+
+def way_out(checkpoint: Path, trajectory: Trajectory) -> str:
+    """From where a run can go on without this checkpoint, in words."""
+
+    def whole(path: Path) -> bool:
+        try:
+            return path != checkpoint and bool(_checked(path, trajectory) or True)
+        except ValueError:
+            return False
+
+    run = checkpoint if trajectory.path is None else trajectory.path
+    found = next(filter(whole, reversed(whole_checkpoints(run.parent))), None)
+    without = f"remove {checkpoint} and resume with resume_from_checkpoint=True"
+    if trajectory.header["replayable"]:
+        start = "the base model" if found is None else f"{found.name}, which is whole,"
+        return (
+            f"What to do: {without}. The run then goes on from {start} and the ledger's "
+            f"{trajectory.next_step} steps, exactly and at no cost in privacy."
+        )
+    if found is None:
+        return (
+            "What to do: restore it from a copy. No other checkpoint is whole, and without one what the "
+            f"{trajectory.next_step} steps spent is lost."
+        )
+    return (
+        f"What to do: restore it from a copy, or {without}. The run then goes on from {found.name}, "
+        "which is whole; the updates of later steps are lost, and they stay paid."
+    )

@@ -1,0 +1,304 @@
+"""A checkpoint is resumed as it was written, in every file, or refused in words without a loss."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import build, same, tiny_model, weights
+
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.reporting import hub
+from hf_dpzero.training import checkpoint_state
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "logging_steps": 1,
+}
+FIRST_ORDER: dict[str, Any] = {**SETTINGS, "method": "dp-adamw", "clip": 0.5}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: Any) -> tuple[Path, dict[str, Any]]:
+    """A run of six steps with checkpoints 2, 4 and 6, and its weights."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    trainer = build(folder, **SETTINGS)
+    trainer.train()
+    return folder, weights(trainer.model)
+
+
+def cut(run: tuple[Path, dict[str, Any]], place: Path) -> Path:
+    """A copy that was killed after step 5: checkpoint 4 is its last one."""
+    folder = Path(shutil.copytree(run[0], place / "run"))
+    shutil.rmtree(folder / "checkpoint-6")
+    ledger = folder / LEDGER_NAME
+    ledger.write_bytes(ledger.read_bytes()[:-24])
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def refused(folder: Path, words: str, resume: Any = True, **settings: Any) -> str:
+    """The message of a resume that is refused, after which everything is as it was and may go on."""
+    before, trainer = files_of(folder), build(folder, **{**SETTINGS, **settings})
+    with pytest.raises((LedgerError, ValueError), match=words) as error:
+        trainer.train(resume_from_checkpoint=resume)
+    assert files_of(folder) == before
+    Trajectory.open(folder / LEDGER_NAME).close()  # nobody holds it
+    return str(error.value)
+
+
+def goes_on(folder: Path, expected: dict[str, Any]) -> None:
+    trainer = build(folder, **SETTINGS)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.privacy_report().steps == 6
+    assert same(weights(trainer.model), expected)
+
+
+def test_a_step_number_that_was_changed_is_refused(finished: Any, tmp_path: Path) -> None:
+    """It took the step before once more, on weights that had it, under a report without a word of it."""
+    folder = cut(finished, tmp_path)
+    path = folder / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "global_step": 3}))
+    said = refused(folder, r"checkpoint-4.trainer_state\.json is not")
+    assert "remove" in said and "checkpoint-2" in said and "no cost in privacy" in said
+
+
+NAMES = (
+    "config.json", "dpzero_state.json", "model.safetensors", "optimizer.pt", "privacy_report.json",
+    "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin",
+    "trajectory.safetensors",
+)  # fmt: skip
+
+
+def test_these_are_all_files(finished: Any) -> None:
+    assert sorted(p.name for p in (finished[0] / "checkpoint-4").iterdir()) == sorted(NAMES)
+
+
+def flip(path: Path, place: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "first byte": lambda path: flip(path, 0.0),
+    "a byte in the middle": lambda path: flip(path, 0.5),
+    "last byte": lambda path: flip(path, 1.0),
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "empty": lambda path: path.write_bytes(b""),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe" * 40),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_file_that_is_not_as_it_was_written(finished: Any, tmp_path: Path, name: str) -> None:
+    folder = cut(finished, tmp_path)
+    checkpoint, log = folder / "checkpoint-4", Trajectory.load(folder / LEDGER_NAME)
+    content = (checkpoint / name).read_bytes()
+    checkpoint_state.load_state(str(checkpoint), log)
+    for damage, do in DAMAGES.items():
+        do(checkpoint / name)
+        with pytest.raises(LedgerError) as error:
+            checkpoint_state.load_state(str(checkpoint), log)
+        said = str(error.value)
+        assert name in said and f"remove {checkpoint}" in said and "no cost in privacy" in said, (
+            damage
+        )
+        assert "checkpoint-2, which is whole" in said, damage
+        (checkpoint / name).write_bytes(content)
+
+
+RECORDS = ("dpzero_state.json", "privacy_report.json", "trajectory.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [(name, "a byte in the middle") for name in NAMES]
+    + [(name, "empty") for name in (*RECORDS, "model.safetensors")],
+)
+def test_train_refuses_the_last_checkpoint(
+    finished: Any, tmp_path: Path, name: str, damage: str
+) -> None:
+    """Rather than choosing an older one in silence."""
+    folder = cut(finished, tmp_path)
+    DAMAGES[damage](folder / "checkpoint-4" / name)
+    said = refused(folder, name.replace(".", r"\."))
+    assert "checkpoint-4" in said and "remove" in said and "no cost in privacy" in said
+    assert "checkpoint-2, which is whole" in said and "rolled back" not in said
+
+
+@pytest.mark.parametrize("left", [["checkpoint-2"], []])
+def test_without_the_damaged_folder_the_run_goes_on_exactly(
+    finished: Any, tmp_path: Path, left: list[str]
+) -> None:
+    """From an older checkpoint, or from the base alone: the bits of the run that was not interrupted."""
+    folder = cut(finished, tmp_path)
+    flip(folder / "checkpoint-4" / "model.safetensors", 0.5)
+    if not left:
+        shutil.rmtree(folder / "checkpoint-2")
+    said = refused(folder, r"model\.safetensors")
+    assert (left[0] if left else "the base") in said
+    shutil.rmtree(folder / "checkpoint-4")
+    goes_on(folder, finished[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [
+        ("pytorch_model.bin", True),
+        ("second/adapter_model.safetensors", True),
+        ("pytorch_model_fsdp_0/__0_0.distcp", True),
+        ("scaler.pt", True),
+        ("eval_results.json", False),
+    ],
+)
+def test_files_that_were_added(finished: Any, tmp_path: Path, name: str, is_refused: bool) -> None:
+    """What Trainer would load is refused; somebody's results may lie there."""
+    folder = cut(finished, tmp_path)
+    path = folder / "checkpoint-4" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"{}")
+    if is_refused:
+        refused(folder, f"{path.name} is not")
+    else:
+        goes_on(folder, finished[1])
+
+
+def test_a_nested_adapter_is_looked_at(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def model() -> Any:
+        adapter = LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+        found = get_peft_model(tiny_model(), adapter)
+        found.add_adapter("second", LoraConfig(r=2, target_modules=["query"]))
+        return found
+
+    build(tmp_path, model(), **SETTINGS).train()
+    nested = tmp_path / "checkpoint-6" / "second" / "adapter_model.safetensors"
+    flip(nested, 1.0)
+    trainer = build(tmp_path, model(), **SETTINGS)
+    with pytest.raises(LedgerError, match=r"second.adapter_model\.safetensors is not"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_weights_in_several_files(tmp_path: Path, shard: int) -> None:
+    """Each is named with the others: their tensors have one digest."""
+    trainer = build(tmp_path, **SETTINGS)
+    save = trainer.model.save_pretrained
+    trainer.model.save_pretrained = lambda *a, **k: save(*a, **{**k, "max_shard_size": "8KB"})
+    trainer.train()
+    shards = sorted((tmp_path / "checkpoint-6").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    flip(shards[shard - 1], 1.0)
+    refused(tmp_path, shards[shard - 1].name.replace(".", r"\."))
+
+
+def test_a_number_that_was_wrong_when_it_was_written(finished: Any, tmp_path: Path) -> None:
+    """All digests agree, and Trainer would go on from another step."""
+    folder = cut(finished, tmp_path)
+    checkpoint = folder / "checkpoint-4"
+    path = checkpoint / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "global_step": 3}))
+    space = json.loads((checkpoint / checkpoint_state.STATE_NAME).read_text())["space"]
+    (checkpoint / checkpoint_state.STATE_NAME).unlink()
+    log = Trajectory.load(folder / LEDGER_NAME)
+    checkpoint_state.save_state(checkpoint, 4, space, log)
+    refused(folder, r"trainer_state\.json says step 3, and dpzero_state\.json step 4")
+
+
+def test_a_checkpoint_of_another_run(finished: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    build(other, **{**SETTINGS, "max_steps": 4}).train()
+    folder = cut(finished, tmp_path)
+    before = files_of(folder)
+    with pytest.raises(LedgerError, match="made by another run"):
+        build(folder, **SETTINGS).train(resume_from_checkpoint=str(other / "checkpoint-4"))
+    assert files_of(folder) == before
+
+
+def test_a_state_without_digests_of_all_files(finished: Any, tmp_path: Path) -> None:
+    folder = cut(finished, tmp_path)
+    path = folder / "checkpoint-4" / checkpoint_state.STATE_NAME
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "files": {"weights": "0", "optimizer": "0"}}))
+    refused(folder, r"dpzero_state\.json cannot be read \(not what this version")
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_first_order_runs_are_told_what_is_left(tmp_path: Path, older: bool) -> None:
+    build(tmp_path, **FIRST_ORDER).train()
+    flip(tmp_path / "checkpoint-6" / "optimizer.pt", 0.5)
+    flip(tmp_path / "checkpoint-4" / "optimizer.pt", 0.5)
+    if not older:
+        shutil.rmtree(tmp_path / "checkpoint-2")
+    said = refused(tmp_path, r"optimizer\.pt", **FIRST_ORDER)
+    assert ("checkpoint-2, which is whole" in said) == older
+    assert ("updates of later steps are lost" in said) == older
+    assert ("restore" in said) and "no cost in privacy" not in said
+
+
+def test_each_file_is_read_once_when_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Opened for reading: the weights for their report, everything else for its digest."""
+    import builtins
+
+    from hf_dpzero.reporting import weights as reading
+    from hf_dpzero.training import checkpoint_files
+
+    opened: list[str] = []
+    opens, weighed = builtins.open, reading.open_each
+
+    def opening(path: Any, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if "r" in mode and "checkpoint-2" in str(path) and "model.safetensors" not in str(path):
+            opened.append(Path(path).name)
+        return opens(path, mode, *rest, **more)
+
+    def weighing(folder: Any) -> Any:
+        opened.append("model.safetensors")
+        return weighed(folder)
+
+    monkeypatch.setattr(reading, "open_each", weighing)
+    save = checkpoint_state.save_state
+
+    def saving(*given: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(builtins, "open", opening)
+            save(*given)
+
+    monkeypatch.setattr(checkpoint_files, "save_state", saving)
+    build(tmp_path, **{**SETTINGS, "max_steps": 2}).train()
+    assert opened.count("model.safetensors") == 1
+    assert max(map(opened.count, opened)) <= 2 and opened.count("optimizer.pt") == 1
+
+
+@pytest.mark.parametrize("place", ["checkpoint-4", "checkpoint-9"])
+def test_the_final_weights_do_not_go_into_a_checkpoint(
+    finished: Any, tmp_path: Path, place: str
+) -> None:
+    """Advice for load_best_model_at_end, taken literally, wrote them over a checkpoint."""
+    folder = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    trainer = build(folder, **SETTINGS)
+    trainer.train(resume_from_checkpoint=True)
+    before = files_of(folder)
+    with pytest.raises(ValueError, match=rf"save_model\(.*{place}.*hf-dpzero push"):
+        trainer.save_model(str(folder / place))
+    assert files_of(folder) == before
+    trainer.save_model(str(folder / "best-4"))
+    shipped = hub.push(
+        str(folder / "checkpoint-4"), "somebody/some", dry_run=True, allow_not_private=True
+    )
+    assert (Path(shipped) / "trajectory.safetensors").is_file()
