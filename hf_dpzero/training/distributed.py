@@ -22,6 +22,14 @@ from hf_dpzero.training.rank_failures import RankError, active, complete, failur
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 
+
+class _Stop:
+    """Whether SIGTERM asked this process to stop, and whether a step told that it asked one of them."""
+
+    asked = heard = False
+
+
+stop = _Stop()
 _sent = 0
 _control: tuple[Any, Any] = (None, None)
 """The default group and the number of failures that it was made for; the group of the CPU's tensors."""
@@ -65,7 +73,20 @@ def sum_over_processes(values: Sequence[N]) -> list[N]:
     return total.tolist()
 
 
+def stop_agreed(ask: bool = False) -> bool:
+    """Whether the run stops here, the same on all processes: SIGTERM has come to one of them.
+
+    Args:
+      ask: by a message of 8 bytes. Else what the last step's sums told counts.
+    """
+    if not active():
+        return stop.asked
+    stop.heard = stop.heard or (ask and any(gather_numbers(int(stop.asked))))
+    return stop.heard
+
+
 AGREED_BITS = 22
+_ASKED = 40  # in the same integer, the bit above sums of that number; counts who is asked to stop
 
 
 def sum_and_agree(values: Sequence[N], agreed: int, what: str) -> list[N]:
@@ -73,7 +94,7 @@ def sum_and_agree(values: Sequence[N], agreed: int, what: str) -> list[N]:
 
     In the same message go a and a^2 of a 22-bit number a. With n processes n sum a^2 = (sum a)^2 only
     where all a are equal (Cauchy and Schwarz), so every process sees whether they are, before anything
-    is made of the sums.
+    is made of the sums. Beside a goes whether this process was asked to stop (`stop_agreed`).
 
     Args:
       values: integers, or floats.
@@ -86,10 +107,12 @@ def sum_and_agree(values: Sequence[N], agreed: int, what: str) -> list[N]:
     if not active():
         return list(values)
     own, world = agreed % (1 << AGREED_BITS), dist.get_world_size()
-    sent: list[Any] = [*values, own, own * own]
+    sent: list[Any] = [*values, own + (stop.asked << _ASKED), own * own]
     if any(isinstance(value, float) for value in values):
         sent = list(map(float, sent))  # exact, also summed, for fewer than 2^9 processes
     *total, first, second = sum_over_processes(sent)
+    asked, first = divmod(int(first), 1 << _ASKED)
+    stop.heard = stop.heard or asked > 0
     if world * second != first * first:
         raise RankError(f"{differing(gather_numbers(own))} {what}")
     return total

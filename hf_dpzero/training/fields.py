@@ -229,8 +229,8 @@ FIELDS: dict[str, tuple[Use, ...]] = {
     "enable_jit_checkpoint": (
         Use(
             REFUSED,
-            "saves in the middle of a step, which a resumed run would take twice: set save_steps, and "
-            "resume; steps after the checkpoint come back from the ledger.",
+            "saves in the middle of a step, which a resumed run would take twice: leave it off. SIGTERM "
+            "ends the step, writes a whole checkpoint and exits with status 143 without it.",
         ),
     ),
     "hub_strategy": (

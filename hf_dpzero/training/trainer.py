@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import datasets
 import numpy as np
@@ -36,6 +36,7 @@ from hf_dpzero.training import (
     precision,
     screen,
     sharded_runs,
+    termination,
     validation,
 )
 from hf_dpzero.training.base_weights import check_frozen, mark_as_trained, state_digest
@@ -101,6 +102,7 @@ class DPZeroMixin(PublishingTrainer):
     rows_are_examples = False  # known by their form
     _texts: TextRows | None = None
     _row_groups: np.ndarray | None = None  # private
+    _saved_step: int | None = None  # of the last checkpoint that this call of train() wrote
     longest_row: int | None = None  # tokens that rows were cut to by whoever made them
     compiling: contextlib.ExitStack | None = None  # open inside train()
     split = ALONE
@@ -158,7 +160,11 @@ class DPZeroMixin(PublishingTrainer):
         self._tainted = False
         screen.replace_progress(self)
         self.watch = SignalCallback(self)
-        self.callback_handler.callbacks[:0] = [screen.RunCallback(self), self.watch]
+        self.callback_handler.callbacks[:0] = [
+            termination.TerminationCallback(),
+            screen.RunCallback(self),
+            self.watch,
+        ]
 
     def refuse_private(self, dataset: Any) -> None:
         """Refuses a data set, or a dictionary of them, with rows of the private training data.
@@ -208,6 +214,7 @@ class DPZeroMixin(PublishingTrainer):
 
     @precision.with_own_compiling
     @watched_training
+    @termination.heeding()
     def train(
         self, resume_from_checkpoint: str | bool | None = None, **settings: Any
     ) -> TrainOutput:
@@ -226,6 +233,7 @@ class DPZeroMixin(PublishingTrainer):
         Raises:
           ValueError: what cannot be accounted, or nothing to resume from.
           LedgerError: the ledger is missing, damaged, of another run, or there already.
+          Terminated: SIGTERM came, and a whole checkpoint is there; exits with 143.
         """
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
@@ -245,12 +253,17 @@ class DPZeroMixin(PublishingTrainer):
             self.trajectory, self._method_state, self._started_from = opened
             self._keys = noise_keys.open_keys(self)
             self.watch.open()
-            self._trained_digest = None
+            self._trained_digest = self._saved_step = None
             self.args.trains_privately = True
             output = super().train(resume_from_checkpoint=resume, **settings)
+            if distributed.stop_agreed(ask=True):
+                self._stop()
             self._besides.check()
             if self.trajectory.next_step == self.plan.steps:
                 self._keys.forget()
+        except (termination.Terminated, KeyboardInterrupt) as error:
+            termination.say(self, error)
+            raise
         finally:
             self.args.trains_privately = False
             self._keys = None
@@ -294,6 +307,7 @@ class DPZeroMixin(PublishingTrainer):
             batch_size=None,
             sampler=StepSampler(self),
             num_workers=self.args.dataloader_num_workers,
+            worker_init_fn=termination.left_to_parent,
             pin_memory=False,
         )
 
@@ -423,6 +437,31 @@ class DPZeroMixin(PublishingTrainer):
         self.method.settle_()
         write = super()._save_checkpoint
         checkpoint_files.save_whole(self, lambda: write(model, trial))
+        self._saved_step = self.state.global_step
+
+    def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
+        evaluates, control = self.control.should_evaluate, self.control
+        if stops := distributed.stop_agreed():
+            control.should_evaluate = control.should_save = False
+        try:
+            super()._maybe_log_save_evaluate(*given, **named)
+        except (Exception, termination.Terminated):  # an evaluation that is cut short
+            if distributed.active() or not distributed.stop.asked:
+                raise
+        if stops or distributed.stop_agreed(ask=evaluates):
+            self._stop()
+
+    def _stop(self) -> NoReturn:
+        """Leaves training after SIGTERM, with a checkpoint of this step that can be resumed."""
+        weights_alone = self.args.save_only_model
+        if self._saved_step != self.state.global_step or weights_alone:
+            self.args.save_only_model = False
+            try:
+                self._save_checkpoint(self.model, None)
+            finally:
+                self.args.save_only_model = weights_alone
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        raise termination.Terminated
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.output_dir)

@@ -1,0 +1,111 @@
+"""SIGTERM, which Slurm, Kubernetes and spot machines send some seconds before they kill.
+
+Inside `train` it is only noted. The trainer asks after each step, cuts an evaluation short, writes a
+whole checkpoint and raises `Terminated`. Several processes stop after the same step: a step's sums carry
+how many of them were asked (`distributed.sum_and_agree`), in bits that are sent anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.training import distributed
+from hf_dpzero.training.checkpoint_state import step_of, whole_checkpoints
+from hf_dpzero.training.group_training import check_resumed
+
+EXIT_STATUS = 128 + signal.SIGTERM
+
+
+class Terminated(SystemExit):
+    """Leaves `train` after SIGTERM: with 143, as schedulers know a process that was asked to end.
+
+    `finally` blocks and context managers run, and a script without a handler of its own exits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_STATUS)
+
+
+@contextlib.contextmanager
+def heeding() -> Iterator[None]:
+    """Inside, SIGTERM is noted for `distributed.stop_agreed`, however often; where ignored, it stays so.
+
+    Only the main thread receives signals; in others nothing is changed. One that comes when nothing asks
+    any more is delivered on exit, to the handler that stood before.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    distributed.stop.asked = distributed.stop.heard = False
+    if not main or before in (signal.SIG_IGN, None):
+        yield
+        return
+
+    def note(*_: Any) -> None:
+        distributed.stop.asked = True
+
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        late, distributed.stop.asked = distributed.stop.asked, False
+    if late:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def left_to_parent(worker: int) -> None:
+    """Has a loader's worker ignore SIGTERM: whoever sends it to a whole job asks its trainer."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class TerminationCallback(TrainerCallback):
+    """Stops before the first step, and in an evaluation of one process."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Nothing has been paid since the start, so nothing is written."""
+        if distributed.stop_agreed(ask=True):
+            raise Terminated
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Several processes would wait for each other, so they evaluate to the end."""
+        if not distributed.active() and distributed.stop.asked:
+            raise Terminated
+
+
+def say(trainer: Any, error: BaseException) -> None:
+    """Prints one line on stderr: where a run was stopped, and how it goes on.
+
+    Args:
+      trainer: a `DPZeroTrainer` whose ledger is open.
+      error: `Terminated`, or Ctrl-C's.
+    """
+    ledger, plan = trainer.trajectory, trainer.plan
+    if ledger is None or not trainer.is_world_process_zero():
+        return
+    kept = whole_checkpoints(Path(trainer.output_dir))
+    last, at = (str(kept[-1]), step_of(kept[-1])) if kept else ("the base model", 0)
+    lost = ledger.next_step - at
+    way = "resume_from_checkpoint=True goes on from"
+    try:
+        check_resumed(plan, ledger)
+    except LedgerError as refusal:
+        text = str(refusal)
+    else:
+        if ledger.header["replayable"] or lost <= 0:
+            text = f"{way} {last} and the ledger, exactly and at no cost in privacy."
+        elif kept:
+            text = f"{way} {last}; the updates of {lost} later steps are lost, and they stay paid."
+        else:
+            text = f"no checkpoint has the weights of {ledger.next_step} steps, which stay paid."
+    what = "stopped by SIGTERM" if isinstance(error, Terminated) else "interrupted"
+    tqdm.write(f"{what} after step {ledger.next_step} of {plan.steps}: {text}", file=sys.stderr)
