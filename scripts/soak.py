@@ -1,13 +1,16 @@
-"""Kills short runs with kill -9 at random moments, and checks what is left each time.
+"""Kills short runs at random moments, with SIGKILL and a third with SIGTERM, and checks what is left.
 
     python scripts/soak.py --kills 200 --output_dir out/soak
 
-A run is started in a process that is forked from this one, killed at a moment drawn uniformly over the
-length of an uninterrupted run, and resumed until it ends; then the next kind of run begins, until there
-were as many kills as asked for. The runs write what they release to a file of their own, before they use
-it. After each kill that file is held against the ledger, and every checkpoint folder is read; at the
-end, the weights against a replay and epsilon against an uninterrupted run's. The result is `soak.json`;
-one failed check ends the soak with an error, so a result says that nothing was lost or paid twice.
+A run is started in a process that is forked from this one and killed: one time at a moment drawn
+uniformly over the length of an uninterrupted run, most of which comes before the first step, the next
+time after a drawn number of the things that it tells. It is resumed, and after some kills it is left to
+end; then the next kind of run begins, until there were as many kills as asked for. The runs write what
+they release to a file of their own, before they use it. After each kill that file is held against the
+ledger, and every checkpoint folder is read; at the end, the weights against a replay and epsilon against
+an uninterrupted run's. After SIGTERM every step that the process paid for must be in a whole checkpoint,
+also of first-order runs, which lose updates by SIGKILL. The result is `soak.json`; one failed check ends
+the soak with an error, so a result says that no release was lost or paid twice.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import random
 import shutil
@@ -23,7 +27,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,7 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.privacy.mechanisms.base import MechanismBase
 from hf_dpzero.training import checkpoint_files, checkpoint_state
+from hf_dpzero.training.termination import EXIT_STATUS, Terminated
 
 KINDS: dict[str, dict[str, Any]] = {
     "dpzero from its ledger alone": {"save_strategy": "no"},
@@ -57,10 +62,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "hold_direction_for": 4,
         "save_strategy": "no",
     },
+    "dp-sgd": {"method": "dp-sgd", "clip": 0.5},
     "dp-adamw": {"method": "dp-adamw", "clip": 0.5, "save_steps": 1},
     "mezo": {"method": "mezo", "noise_multiplier": None, "target_delta": None, "clip": None},
 }
-"""Kind -> its settings. `dp-adamw` keeps one checkpoint only, from its first step on."""
+"""Kind -> its settings. They keep one checkpoint only, `dp-adamw` from its first step on."""
+
+QUICK = ("dpzero from its ledger alone", "dp-sgd")
+FIRST_ORDER = ("dp-sgd", "dp-adamw")
+
+MOST = 6
+"""Kills of one run; then it is left to end."""
 
 LONGEST = 120.0
 """Seconds after which a run that was not killed counts as stuck."""
@@ -175,7 +187,8 @@ def train(folder: Path, kind: str, steps: int, told: Path) -> None:
     witness.tell("ended")
 
 
-def life(folder: Path, kind: str, steps: int, told: Path, killed_after: float) -> tuple[int, str]:
+def life(folder: Path, kind: str, steps: int, told: Path, killed_after: float,
+         by: signal.Signals = signal.SIGKILL, lines: float = math.inf) -> tuple[int, str]:  # fmt: skip
     """One process of a run.
 
     Args:
@@ -184,9 +197,11 @@ def life(folder: Path, kind: str, steps: int, told: Path, killed_after: float) -
       steps: of its plan.
       told: file of the witness, added to.
       killed_after: seconds.
+      by: the signal; after SIGTERM the process may take its time.
+      lines: that it has told when it is killed, if that comes first.
 
     Returns:
-      (signal that ended it, or 0; its last words where it failed).
+      (signal that ended it, or 143, or 0; its last words where it did not end well).
     """
     with tempfile.TemporaryFile("w+") as words:
         child = os.fork()
@@ -196,21 +211,24 @@ def life(folder: Path, kind: str, steps: int, told: Path, killed_after: float) -
                 os.dup2(words.fileno(), stream)
             try:
                 train(folder, kind, steps, told)
+            except Terminated as stopped:
+                sys.stderr.flush()
+                os._exit(int(str(stopped.code)))
             except BaseException as error:
                 print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
             os._exit(0)
-        end = time.monotonic() + min(killed_after, LONGEST)
+        end, start = time.monotonic() + min(killed_after, LONGEST), told_lines(told)
         while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-            if time.monotonic() >= end:
-                os.kill(child, signal.SIGKILL)
-                ended = os.waitpid(child, 0)
-                break
-            time.sleep(0.0005)
+            if time.monotonic() >= end or told_lines(told) - start >= lines:
+                os.kill(child, by)
+                by, end, lines = signal.SIGKILL, time.monotonic() + LONGEST, math.inf
+            time.sleep(0.002)
         if os.WIFSIGNALED(ended[1]):
             return os.WTERMSIG(ended[1]), ""
         words.seek(0)
-        return 0, words.read()[-2000:] if os.WEXITSTATUS(ended[1]) else ""
+        status = os.WEXITSTATUS(ended[1])
+        return status * (status == EXIT_STATUS), words.read()[-2000:] if status else ""
 
 
 # ------------------------------------------------------------------ what is checked
@@ -250,13 +268,19 @@ class Soak:
     released: int = 0
     torn_tails: int = 0
     checkpoints_read: int = 0
-    replayed: int = 0
+    replayed: Counter = field(default_factory=Counter)
+    table: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
 
 
 def lines_of(told: Path, start: int = 0) -> list[Any]:
     """What the witness told, from line `start` on; a line that was cut short was not told."""
     lines = told.read_bytes().split(b"\n")[:-1] if told.exists() else []
     return [json.loads(line) for line in lines[start:]]
+
+
+def told_lines(told: Path) -> int:
+    """How many lines the witness told."""
+    return told.read_bytes().count(b"\n") if told.exists() else 0
 
 
 def log_of(folder: Path) -> tuple[Any, bool]:
@@ -298,6 +322,25 @@ def check_checkpoints(folder: Path, log: Any) -> int:
     return len(found)
 
 
+def updates_lost(folder: Path, now: int, before: int, told: list[Any], by: str) -> int:
+    """Steps that a process paid for and no checkpoint holds; after SIGTERM that may not be.
+
+    Args:
+      folder: of the run.
+      now, before: steps in the ledger after the process and before it.
+      told: by the process.
+      by: what ended it.
+    """
+    kept = max(map(checkpoint_state.step_of, folder.glob("checkpoint-*")), default=0)
+    moved = max((step + 1 for what, step, _ in told if what == "moved"), default=0)
+    if by == "SIGTERM":
+        assert kept >= moved or told[-1][0] in ("ending", "ended"), f"{moved} steps, {kept} kept"
+        assert told[-1][0] in ("ending", "ended") or now in (before, kept), (
+            f"{now} paid, {kept} kept"
+        )
+    return max(0, now - max(before, kept))
+
+
 def check_end(folder: Path, kind: str, steps: int, straight: Path) -> bool:
     """Compares a finished run with an uninterrupted one. Returns whether its weights were replayed."""
     reports = [json.loads((f / "privacy_report.json").read_text()) for f in (folder, straight)]
@@ -319,19 +362,26 @@ def check_end(folder: Path, kind: str, steps: int, straight: Path) -> bool:
 def one_run(soak: Soak, kind: str, steps: int, place: Path, length: float, draw: random.Random,
             kills: int, bar: Any) -> None:  # fmt: skip
     """A run from its start to its end, killed on the way until `kills` are reached in all."""
-    folder, told = place / "run", place / "told"
+    folder, told, own = place / "run", place / "told", 0
+    events = len(lines_of(place.parent / kind / "told"))
     before: list[Any] = []
     while True:
         start = len(lines_of(told))
-        after = draw.uniform(0, length) if soak.kills < kills else LONGEST
-        ended, words = life(folder, kind, steps, told, after)
+        kill = soak.kills < kills and own < MOST
+        after = draw.uniform(0, length) if kill and soak.kills % 2 else LONGEST
+        lines = draw.randint(1, events) if kill and not soak.kills % 2 else math.inf
+        by = signal.SIGTERM if soak.kills % 3 == 0 else signal.SIGKILL
+        ended, words = life(folder, kind, steps, told, after, by, lines)
         soak.lives += 1
         said = lines_of(told, start)
         if words and "what they spent is lost. Train in another" in words:
-            assert kind == "dp-adamw" and not list(folder.glob("checkpoint-*"))
+            assert kind in FIRST_ORDER and not list(folder.glob("checkpoint-*"))
             soak.refused += 1
             return
-        assert not words, f"{kind}: {words}"
+        if ended == EXIT_STATUS:
+            assert by == signal.SIGTERM and words.count("stopped by SIGTERM after step") == 1, words
+        else:
+            assert not words, f"{kind}: {words}"
         log, torn = log_of(folder)
         now = log.releases if log else []
         check_ledger(before, now, said)
@@ -339,12 +389,22 @@ def one_run(soak: Soak, kind: str, steps: int, place: Path, length: float, draw:
         soak.torn_tails += torn
         soak.released += len(now) - len(before)
         if ended == 0:
-            soak.replayed += check_end(folder, kind, steps, place.parent / kind / "run")
+            soak.replayed[kind] += check_end(folder, kind, steps, place.parent / kind / "run")
             soak.runs[kind] += 1
             return
-        assert after < LONGEST, f"{kind}: no end after {LONGEST} s"
+        assert kill, f"{kind}: no end after {LONGEST} s"
         soak.kills += 1
-        soak.phases[phase(said, bool(before))] += 1
+        own += 1
+        at, row = phase(said, bool(before)), soak.table[f"{kind}, {by.name}"]
+        soak.phases[f"{by.name} {at}"] += 1
+        lost = updates_lost(folder, len(now), len(before), said, by.name)
+        if kind in FIRST_ORDER:
+            assert not lost or by == signal.SIGKILL, f"{kind}: {lost} steps lost by SIGTERM {at}"
+            row["updates lost"] += lost
+        row["kills"] += 1
+        row["exits 143"] += ended == EXIT_STATUS
+        row["releases"] += len(now) - len(before)
+        row["checkpoints whole"] += len(list(folder.glob("checkpoint-*")))
         before = now
         bar.update()
 
@@ -381,7 +441,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     if given.kills < 1:
         parser.error(f"--kills {given.kills}: give a number above 0.")
-    kinds = list(KINDS)[:2] if given.quick else list(KINDS)
+    kinds = list(QUICK if given.quick else KINDS)
     steps, draw, soak = (6 if given.quick else 12), random.Random(given.seed), Soak()
     given.output_dir.mkdir(parents=True, exist_ok=True)
     if not __debug__:
@@ -406,6 +466,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "seconds_of_a_straight_run": {kind: round(s, 2) for kind, s in lengths.items()},
         "seed": given.seed,
     }
+    columns = ("kills", "exits 143", "releases", "updates lost", "checkpoints whole")
+    print(" | ".join(["kind of run, kind of kill", *columns]))
+    for name in sorted(soak.table):
+        print(" | ".join([name, *(str(soak.table[name][column]) for column in columns)]))
     (given.output_dir / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
     return result

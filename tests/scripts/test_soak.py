@@ -27,7 +27,7 @@ def soak() -> Any:
 
 @pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/soak.py", "--quick", "--kills", "4"]
+    command = [sys.executable, "scripts/soak.py", "--quick", "--kills", "6"]
     place = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--output_dir", str(tmp_path)],
@@ -35,8 +35,10 @@ def test_a_few_kills(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads((tmp_path / "soak.json").read_text())
-    assert told["kills"] == 4 == sum(told["phases"].values())
-    assert told["replayed"] == sum(told["runs"].values()) > 0
+    assert told["kills"] == 6 == sum(told["phases"].values())
+    kills = {name: row["kills"] for name, row in told["table"].items()}
+    assert sum(kills[name] for name in kills if name.endswith("SIGTERM")) == 2
+    assert told["replayed"].get(first := "dpzero from its ledger alone") == told["runs"].get(first)
     assert told["lives"] == told["kills"] + sum(told["runs"].values())
 
 
