@@ -4,7 +4,8 @@ This module only parses words and dispatches; each command's work is a module in
 imported when it runs, so that `--help` is instant.
 
 Exit status: 0 done, 2 a mistake in what was asked (one line on stderr, `--traceback` for more),
-130 interrupted. Anything else is a bug and shows its traceback.
+130 interrupted, 143 a `train` that SIGTERM ended with a whole checkpoint. Anything else is a bug and
+shows its traceback.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ only one over them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -198,14 +199,12 @@ def _check_files(checkpoint: Path, state: Mapping[str, Any]) -> None:
 def way_out(checkpoint: Path, trajectory: Trajectory) -> str:
     """From where a run can go on without this checkpoint, in words."""
 
-    def whole(path: Path) -> bool:
-        try:
-            return path != checkpoint and bool(_checked(path, trajectory) or True)
-        except ValueError:
-            return False
-
-    run = checkpoint if trajectory.path is None else trajectory.path
-    found = next(filter(whole, reversed(whole_checkpoints(run.parent))), None)
+    run, found = checkpoint if trajectory.path is None else trajectory.path, None
+    for path in reversed(whole_checkpoints(run.parent)):
+        with contextlib.suppress(ValueError):
+            _checked(path, trajectory)
+            found = path
+            break
     without = f"remove {checkpoint} and resume with resume_from_checkpoint=True"
     if trajectory.header["replayable"]:
         start = "the base model" if found is None else f"{found.name}, which is whole,"

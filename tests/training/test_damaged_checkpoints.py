@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killed_runs import in_child
 from tiny_runs import build, same, tiny_model, weights
 
 from hf_dpzero.ledger.log_file import LedgerError
@@ -302,3 +305,28 @@ def test_the_final_weights_do_not_go_into_a_checkpoint(
         str(folder / "checkpoint-4"), "somebody/some", dry_run=True, allow_not_private=True
     )
     assert (Path(shipped) / "trajectory.safetensors").is_file()
+
+
+def test_a_folder_that_became_read_only(finished: Any) -> None:
+    """For a user without rights, whom root becomes for the while: nothing is released or changed."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = cut(finished, Path(place))
+        for path in (Path(place), *Path(place).rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+
+        def work() -> str:
+            if os.geteuid() == 0:
+                os.seteuid(65534)
+            try:
+                build(folder, **SETTINGS).train(resume_from_checkpoint=True)
+            except LedgerError as error:
+                return str(error)
+            return "not refused"
+
+        before = files_of(folder)
+        ended, told = in_child(work)
+        assert ended == 0 and "cannot be written (Permission denied)" in told["result"], told
+        assert files_of(folder) == before
+        for path in (Path(place), *Path(place).rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        goes_on(folder, finished[1])
