@@ -22,6 +22,7 @@ from hf_dpzero.federated.server import Member, RoundServer
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.reporting.federated_words import CAVEATS
+from hf_dpzero.reporting.wording import UNSEEN_CAVEAT
 from hf_dpzero.reporting.plots import new_figure, optional_plot
 from hf_dpzero.reporting.wording import delta_words, number, relation_words, round_up
 
@@ -67,7 +68,7 @@ def federated_report(
             1,
         ),
         "evaluations": [dict(entry) for entry in metrics],
-        "caveats": list(CAVEATS),
+        "caveats": [UNSEEN_CAVEAT, *CAVEATS],
     }
 
 
