@@ -352,7 +352,7 @@ def test_a_private_base_is_a_caveat_with_its_statement(tmp_path: Path) -> None:
 
 
 def test_what_nothing_can_see_is_the_first_caveat(tmp_path: Path) -> None:
-    """A loss that closes over the training rows leaves no trace: a reviewer reads of it before all else."""
+    """A loss that closes over the training rows leaves no trace: a reviewer reads of it first."""
     leaky = runs_in(folder_of(tmp_path / "leaky", report(mezo_plan())))
     for found in (report(full_batch_plan()), report(mezo_plan()), report(earlier_runs=leaky)):
         assert "class weight counted on private labels" in found.caveats[0]
