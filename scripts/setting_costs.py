@@ -38,7 +38,8 @@ _PRIVACY = {
             none="`noise_multiplier` is given, or the method is not private",
         ),
         "target_delta": Cost(
-            "chance that epsilon does not hold; the smaller, the more noise. A warning above 1 / n",
+            "additive slack of the (epsilon, delta) bound: choose it well below 1 / n; the smaller, "
+            "the more noise. A warning above 1 / n",
             none="1 / (10 n); 0 with Laplace noise",
         ),
         "noise_multiplier": Cost(

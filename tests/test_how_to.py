@@ -133,6 +133,11 @@ def test_a_csv_by_a_script(tickets, capsys):
     assert report("out/script")["num_examples"] == 80
     assert names["model"].config.id2label == {0: "routine", 1: "urgent"}
     assert "-differentially private" in capsys.readouterr().out
+    weighted = run(block("my_csv", "weights"), names)
+    batch = {name: torch.tensor([names["rows"]["train"][0][name]]) for name in (
+        "input_ids", "attention_mask", "labels"
+    )}  # fmt: skip
+    assert weighted["compute_per_example_loss"](names["model"].cpu(), batch).shape == (1,)
 
 
 class StopOnce(TrainerCallback):

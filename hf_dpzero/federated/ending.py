@@ -128,7 +128,8 @@ def save_weights(
     own = private_report(found.local, config, found.released, found.noise, start)
     header = _header(server, own, found, len(report["clients"]))
     Trajectory(header, server.trajectory.releases).to_safetensors(folder / SHIPPING_NAME)
-    own = dataclasses.replace(own, caveats=[*caveats_of(header), *own.caveats])
+    words = [own.caveats[0], *caveats_of(header), *own.caveats[1:]]
+    own = dataclasses.replace(own, caveats=words)
     bound_to(own, folder).save(folder / REPORT_FILE)
 
 

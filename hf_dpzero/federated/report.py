@@ -23,7 +23,7 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.reporting.federated_words import CAVEATS
 from hf_dpzero.reporting.plots import new_figure, optional_plot
-from hf_dpzero.reporting.wording import delta_words, number, relation_words, round_up
+from hf_dpzero.reporting.wording import UNSEEN_CAVEAT, delta_words, number, relation_words, round_up
 
 REPORT_NAME, PLOT_NAME = "federated_report.json", "federated_run.png"
 
@@ -67,7 +67,7 @@ def federated_report(
             1,
         ),
         "evaluations": [dict(entry) for entry in metrics],
-        "caveats": list(CAVEATS),
+        "caveats": [UNSEEN_CAVEAT, *CAVEATS],
     }
 
 

@@ -83,14 +83,14 @@ class Study:
 
 QUICK = Study(
     seeds=(1, 2),
-    sizes=(10_000, 30_000, 100_000),
+    sizes=(10_000, 30_000),
     dimensions=(10, 100),
     fixed_size=20_000,
-    smooth_sizes=(10_000, 100_000),
+    smooth_sizes=(10_000, 30_000),
     regression_sizes=(20_000,),
     query_sizes=(1_000, 20_000),
 )
-"""Up to 100,000 examples and two seeds: a minute."""
+"""Up to 30,000 examples and two seeds: about 20 seconds."""
 
 SMOOTH = ("second", "first", "bilinear", "bias-reduced", "bias-reduced, paper")
 """Algorithm 1 with the parameters of three theorems, Algorithm 3 under both calibrations."""

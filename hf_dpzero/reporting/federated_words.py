@@ -28,7 +28,7 @@ CAVEATS = (
 
 
 def caveats_of(header: Mapping[str, Any]) -> list[str]:
-    """Caveats of a federated run, to stand before those of its plan; none for other runs.
+    """Caveats of a federated run, to stand behind the first of its plan's; none for other runs.
 
     Args:
       header: of a trajectory.

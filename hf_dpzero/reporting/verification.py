@@ -86,7 +86,7 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
             f"{stated}. Write the report again from the run that made the weights."
         )
     derived = report.in_words(plan, why_not)
-    words = [*caveats_of(header), *derived.caveats]
+    words = [derived.caveats[0], *caveats_of(header), *derived.caveats[1:]]
     return dataclasses.replace(derived, caveats=words), trajectory
 
 

@@ -289,7 +289,7 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
       tuning: the report's `tuning` entry.
 
     Returns:
-      Sentences; a base model that is not private comes first.
+      Sentences: first what nothing in the run can see, then a base model that is not private.
     """
     first, *rest = _COMMON_CAVEATS
     rest.append(_COUPLING_CAVEATS[facts["forward_passes"]])
@@ -327,7 +327,7 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
             f"{number(1 / facts['num_examples'])}: the definition then allows a mechanism that "
             "publishes a random example."
         )
-    return [*of_base[:leaky], *usual, *own]
+    return [UNSEEN_CAVEAT, *of_base[:leaky], *usual, *own]
 
 
 _TUNING_CAVEATS = {
@@ -364,14 +364,18 @@ _BLOCKS_CAVEAT = (
     "a person."
 )
 
+UNSEEN_CAVEAT = (
+    "The loss, class weights, normalisation statistics, the vocabulary, the base model and the settings "
+    "are assumed to be made without the private rows: a class weight counted on private labels lets one "
+    "row move the loss of every other, and nothing here can see it."
+)
+"""The first of all: nothing in a run contradicts it where it does not hold."""
 _COMMON_CAVEATS = (
     "Evaluation data is assumed public, or paid for elsewhere: its metrics are published without "
     "noise and may have chosen the checkpoint.",
     "The number of training examples, the sampling probability, the expected batch size, the number of "
     "steps and the noise multiplier are public constants of the claim: they are not derived again for "
     "the neighbouring data set, also where it has one row more or less.",
-    "The base model, the tokenizer and the settings are assumed to be independent of the training "
-    "data.",
     "The privacy unit is a row as it was given to the trainer: several rows of one person, and texts "
     "that were packed together or split up before, are not one unit. A subset drawn from a larger "
     "private set beforehand (few-shot, max_train_samples) is taken as fixed.",

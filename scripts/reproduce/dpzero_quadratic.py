@@ -18,7 +18,7 @@ from hf_dpzero.papers.quadratic_study import QUICK, TABLE_FILE, Study, plot, run
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a coarse grid, about a minute")
+    parser.add_argument("--quick", action="store_true", help="a coarse grid, about 15 seconds")
     parser.add_argument("--seeds", type=int, default=1, help="draws that are averaged (default 1)")
     parser.add_argument("--output_dir", type=Path, required=True)
     arguments = parser.parse_args()

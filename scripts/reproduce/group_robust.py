@@ -3,6 +3,8 @@
 
     python scripts/reproduce/group_robust.py --train train.jsonl --validation validation.jsonl \
       --output_dir out/groups
+    python scripts/reproduce/group_robust.py --train train.jsonl --validation validation.jsonl \
+      --output_dir out/groups-quick --quick
 
 Takes SST-2 as JSON lines with sentence and label (0 negative, 1 positive), and the sentence encoder
 of hf-dpzero[demo]. The training rows are unbalanced on purpose by a public rule: sentences are
@@ -47,6 +49,8 @@ COMMON: dict[str, Any] = {
     "report_to": "none",
     "use_cpu": True,
 }
+QUICK: dict[str, Any] = {"max_steps": 4, "expected_batch_size": 16}
+QUICK_ROWS = 192
 
 
 def main() -> int:
@@ -59,24 +63,28 @@ def main() -> int:
         "--negative", type=float, default=0.1, help="their share of the training rows"
     )
     parser.add_argument("--epsilon", type=float, default=2.0)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, help="runs of each arm (default 3; quick 1)")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_ROWS} rows, 4 steps: that everything works"
+    )
     parser.add_argument("overrides", nargs="*", help="settings of all arms: --max_steps=100")
     arguments, further = parser.parse_known_args()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     shares = {"negative": arguments.negative, "positive": 1 - arguments.negative}
-    files = prepared(arguments.train, arguments.validation, shares, arguments.output_dir)
+    count, fast = (QUICK_ROWS, QUICK) if arguments.quick else (ROWS, {})
+    files = prepared(arguments.train, arguments.validation, shares, count, arguments.output_dir)
     GROUPS["group_shares"] = json.dumps(shares)
     for settings in ARMS.values():
         settings |= GROUPS if "group_column" in settings else {}
     results = arguments.output_dir / "rows.json"
     rows = json.loads(results.read_text()) if results.exists() else []
     done = {(row["arm"], row["seed"]) for row in rows}
-    for seed in range(arguments.seeds):
+    for seed in range(arguments.seeds or (1 if arguments.quick else 3)):
         for arm in arguments.arms:
             if arm == "zero-shot" and seed:
                 continue  # the head comes from label texts: every run would measure the same
             if (arm, seed) not in done:
-                settings = {**files, "target_epsilon": arguments.epsilon}
+                settings = {**files, **fast, "target_epsilon": arguments.epsilon}
                 settings |= dict(word.removeprefix("--").split("=", 1) for word in further)
                 rows.append(
                     {"arm": arm, "seed": seed, **run(arm, seed, settings, arguments.output_dir)}
@@ -89,10 +97,10 @@ def main() -> int:
 
 
 def prepared(
-    train: Path, validation: Path, shares: dict[str, float], folder: Path
+    train: Path, validation: Path, shares: dict[str, float], count: int, folder: Path
 ) -> dict[str, str]:
     """Writes the unbalanced training rows and the validation rows with their groups; their paths."""
-    kept, left = [], {name: round(ROWS * share) for name, share in shares.items()}
+    kept, left = [], {name: round(count * share) for name, share in shares.items()}
     for row in sorted(
         _rows(train), key=lambda row: hashlib.sha256(row["sentence"].encode()).digest()
     ):

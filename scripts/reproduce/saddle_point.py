@@ -20,7 +20,7 @@ from hf_dpzero.papers.study_command import first_seeds, run_and_write, study_par
 
 def main() -> int:
     parser = study_parser(
-        __doc__, "up to 100,000 examples, two seeds", "repetitions (default 3; quick 2)"
+        __doc__, "up to 30,000 examples, two seeds", "repetitions (default 3; quick 2)"
     )
     parser.add_argument("--texts", default="", help="folder with a train.jsonl of labelled texts")
     arguments = parser.parse_args()

@@ -74,7 +74,7 @@ def test_the_declared_entry_point_is_the_command():
 
 
 def test_plan_finds_the_noise_of_a_budget(capsys):
-    """The PLD accountant needs 4.84 C/B here, where the paper's reference code adds 10.31 C/B."""
+    """The PLD accountant needs 4.84 C/B here, under add-or-remove-one."""
     out = run(capsys, *PLAN, "--target_epsilon", 6, "--target_delta", "1e-5", "--clip", 3, "--json")
     found = json.loads(out)
     assert found["noise_multiplier"] == pytest.approx(4.84, rel=0.005)

@@ -151,6 +151,7 @@ def test_the_shape_of_figure_1(tmp_path):
     study = dataclasses.replace(
         QUICK, dimensions=(20, 200, 1000), steps=(160, 1280), gradient_steps=(10, 40),
         rates=(0.003, 0.01, 0.1, 1.0), clips=(0.3, 1.0, 3.0),
+        num_examples=2000,
     )  # fmt: skip
     found = {
         (row["spectrum"], row["dimension"], row["method"]): row["train_gradient"]

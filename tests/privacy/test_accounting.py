@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -72,7 +73,9 @@ def test_known_values(changes, expected):
     ("epsilon", "relation", "expected"),
     [
         (6.0, "add_or_remove_one", 4.84),
-        (2.0, "replace_one", 24.92),
+        (2.0, "add_or_remove_one", 12.50),
+        (6.0, "replace_one", 9.54),
+        (2.0, "replace_one", 24.93),
     ],
 )
 def test_noise_of_the_papers_roberta_runs(epsilon, relation, expected):
@@ -82,11 +85,15 @@ def test_noise_of_the_papers_roberta_runs(epsilon, relation, expected):
     assert sigma == pytest.approx(expected, rel=1.5e-3)
 
 
-def test_noise_of_the_reference_implementation():
-    """It accounts add-or-remove Poisson by RDP and doubles the sensitivity: 10.31 at eps = 6."""
+@pytest.mark.parametrize(("epsilon", "expected"), [(6.0, 10.31), (2.0, 26.94)])
+def test_noise_of_the_reference_implementation(epsilon, expected):
+    """It accounts add-or-remove Poisson by RDP and doubles the sensitivity, for replace-one."""
     step = spec(num_examples=1024, batch_size=64.0, accountant="rdp")
-    sigma = calibrated_noise_multiplier(step, T, epsilon=6.0, delta=DELTA)
-    assert 2 * sigma == pytest.approx(10.31, abs=0.02)
+    sigma = calibrated_noise_multiplier(step, T, epsilon=epsilon, delta=DELTA)
+    assert 2 * sigma == pytest.approx(expected, abs=0.02)
+    ours = dataclasses.replace(step, relation="replace_one", accountant="pld")
+    ratio = 2 * sigma / calibrated_noise_multiplier(ours, T, epsilon=epsilon, delta=DELTA)
+    assert ratio == pytest.approx(1.08, abs=0.005)
 
 
 # --- Exact small universes: every data set, every neighbour, every batch -------------------------

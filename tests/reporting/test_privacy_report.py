@@ -351,13 +351,24 @@ def test_a_private_base_is_a_caveat_with_its_statement(tmp_path: Path) -> None:
     assert "base model" not in dict(report().rows())
 
 
-def test_a_base_that_is_not_private_comes_first(tmp_path: Path) -> None:
+def test_what_nothing_can_see_is_the_first_caveat(tmp_path: Path) -> None:
+    """A loss that closes over the training rows leaves no trace: a reviewer reads of it first."""
+    leaky = runs_in(folder_of(tmp_path / "leaky", report(mezo_plan())))
+    for found in (report(full_batch_plan()), report(mezo_plan()), report(earlier_runs=leaky)):
+        assert "class weight counted on private labels" in found.caveats[0]
+        assert "nothing here can see it" in found.caveats[0]
+    page = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text(encoding="utf-8")
+    first = page.split("## What is not covered")[1].strip().split("\n- ")[0]
+    assert "class weights" in first and "the report stays clean" in first
+
+
+def test_a_base_that_is_not_private_comes_before_the_usual_caveats(tmp_path: Path) -> None:
     base = report(mezo_plan())
     found = report(earlier_runs=runs_in(folder_of(tmp_path / "leaky", base)))
     assert found.private  # of its own steps; the base's rows may be others
     assert base.statement.startswith("NOT PRIVATE: the method mezo")
-    assert base.statement in found.caveats[0]
-    assert found.caveats[1:] == report().caveats
+    assert base.statement in found.caveats[1]
+    assert [found.caveats[0], *found.caveats[2:]] == report().caveats
     assert found.statement.startswith(report().statement)
     assert "leaky, which is NOT PRIVATE" in found.statement
     assert "leaky (NOT PRIVATE)" in dict(found.rows())["base model"]
@@ -372,7 +383,7 @@ def test_what_lies_under_the_base_is_not_forgotten(tmp_path: Path) -> None:
         ("middle", True),
         ("leaky", False),
     ]
-    assert "NOT PRIVATE: the method mezo" in found.caveats[0]
+    assert "NOT PRIVATE: the method mezo" in found.caveats[1]
     assert sum(middle.statement in caveat for caveat in found.caveats) == 1
     assert "leaky, which is NOT PRIVATE" in found.statement
 
@@ -418,7 +429,7 @@ def test_earlier_runs_survive_the_file_and_tuning(tmp_path: Path) -> None:
     found.save(tmp_path)
     assert PrivacyReport.load(tmp_path) == found
     tuned = PrivacyReport.load(tmp_path).with_tuning("not_accounted", plan)
-    assert tuned.caveats[0] == found.caveats[0]
+    assert tuned.caveats[:2] == found.caveats[:2]
     assert "leaky, which is NOT PRIVATE" in tuned.statement
     assert tuned.with_tuning("none", plan) == found
     assert str(tmp_path) not in json.dumps(found.to_dict())
@@ -464,15 +475,16 @@ def test_training_on_top_of_a_leaky_run_says_so(leaky: Path, tmp_path: Path, cap
     found = PrivacyReport.load(tmp_path / "second")
     assert found == bound_to(trainer.privacy_report(), tmp_path / "second")
     assert found.private
-    assert "NOT PRIVATE: the method mezo" in found.caveats[0]
-    assert warned[0].getMessage() == found.caveats[0]
+    assert "NOT PRIVATE: the method mezo" in found.caveats[1]
+    assert warned[0].getMessage() == found.caveats[1]
     folder = build_hub_folder(tmp_path / "second", tmp_path / "hub")
     assert PrivacyReport.load(folder) == found
     card = (folder / "README.md").read_text()
     for text in (card, (folder / REPORT_FILE).read_text()):
         assert str(tmp_path) not in text and str(leaky.parent) not in text
     assert "leaky, which is NOT PRIVATE" in card.split("## Privacy")[0]
-    assert found.caveats[0] in card
+    limitations = card.split("## Limitations")[1].strip()
+    assert limitations.startswith(f"- {found.caveats[0]}\n- {found.caveats[1]}")
 
 
 def test_the_base_is_looked_at_before_the_run_writes_over_it(leaky: Path, tmp_path: Path) -> None:
