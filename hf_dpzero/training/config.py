@@ -241,6 +241,12 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
             logger.warning_once(warning)
 
     @property
+    def chosen(self) -> frozenset[str]:
+        """Settings that are left None, to be chosen for each run (`DPZeroMixin.resolved_args`)."""
+        names = ("learning_rate", "num_directions")
+        return frozenset(name for name in names if getattr(self, name) is None)
+
+    @property
     def first_order(self) -> bool:
         """True if the method takes gradients."""
         return self.method in FIRST_ORDER

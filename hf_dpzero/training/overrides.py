@@ -64,8 +64,8 @@ def _check_losses(trainer: Any) -> None:
     if owner or trainer.compute_loss_func:
         raise ValueError(
             f"{f'{owner.__name__}.compute_loss' if owner else 'compute_loss_func'} returns one number "
-            f"for a batch, and a step needs each example's loss, so it would not be trained on: {_LOSS}. "
-            "Evaluation goes on using yours."
+            "for a batch, and a step needs each example's loss, so it would not be trained on: "
+            f"{_LOSS}. Evaluation goes on using yours."
         )
 
 
@@ -111,7 +111,8 @@ def _unused_methods(trainer: Any) -> Iterator[str]:
         owner, above = overriding(type(trainer), name)
         if owner and above:
             raise ValueError(
-                f"{owner.__name__}.{name} replaces what the accounting rests on, or is never called: {instead}."
+                f"{owner.__name__}.{name} replaces what the accounting rests on, or is never called: "
+                f"{instead}."
             )
         if owner:
             yield f"{owner.__name__}.{name} ({instead})"

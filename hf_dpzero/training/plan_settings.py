@@ -11,6 +11,7 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
 from hf_dpzero.reporting.extension import earlier_plans
 from hf_dpzero.training.correlation_settings import correlation_of
+from hf_dpzero.training.defaults import CLASSIC
 from hf_dpzero.training.group_settings import groups_of
 from hf_dpzero.training.schedule_settings import check_steps, factors_of, noise_schedule_of
 
@@ -121,7 +122,7 @@ def _mechanism(config: Any, num_examples: int) -> dict[str, Any]:
     if not config.not_private:
         values |= {"clip": config.clip, "noise_multiplier": config.noise_multiplier or 0.0}
     if not config.first_order:
-        values["num_directions"] = config.num_directions
+        values["num_directions"] = config.num_directions or CLASSIC["num_directions"]
     if config.method == "dpzero":
         values["distribution"] = config.noise_distribution
     if config.clipping == "automatic":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from hf_dpzero.reporting.provenance import base_origins, earlier_runs
 from hf_dpzero.reporting.wording import NOT_COMPARED, delta_words
 from hf_dpzero.training import data_checks
 from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.training.defaults import learning_rate, resolve
 from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.prediction import PredictingTrainer
 from hf_dpzero.training.validation import SavedBesides
@@ -47,6 +49,8 @@ class PublishingTrainer(PredictingTrainer):
     process_starts: Sequence[Mapping[str, Any]] = ()
     _plan: PrivacyPlan | None = None
     _delta: float | None = None
+    _resolved: DPZeroConfig | None = None
+    _given: tuple[Any, ...] = ()  # what the three were made of
 
     @property
     def output_dir(self) -> str:
@@ -74,18 +78,49 @@ class PublishingTrainer(PredictingTrainer):
     def plan(self) -> PrivacyPlan:
         """The run's `PrivacyPlan`, calibrated on first use."""
         if self._plan is None:
-            self._plan = self.args.plan(
-                data_checks.num_examples(self.train_dataset),
-                num_trainable(self.model, self.args.trainable),
-            )
-            self.meter = BudgetMeter(self._plan, self.delta)
+            self.decide()
+        assert self._plan is not None
         return self._plan
+
+    @property
+    def resolved_args(self) -> DPZeroConfig:
+        """A copy of `args` with T as `max_steps`, and the run's `learning_rate` and `num_directions`."""
+        if self._resolved is None:
+            self.decide()
+        assert self._resolved is not None
+        return self._resolved
+
+    def decide(self) -> None:
+        """Makes the plan, and chooses what the arguments leave open, unless that was done for the same.
+
+        Raises:
+          ValueError: what cannot be accounted; or a run of this trainer began under another plan.
+        """
+        rows = data_checks.num_examples(self.train_dataset)
+        dimension = num_trainable(self.model, self.args.trainable)
+        given = copy.copy(self.args), rows, dimension
+        if given == self._given:
+            return
+        resolved = resolve(self.args, self.model)
+        plan = resolved.plan(rows, dimension)
+        if self.trajectory is not None and plan != self._plan:
+            raise ValueError(
+                "the arguments or rows were changed after this trainer's run began, and would give it "
+                "another plan: make a new trainer, with another output_dir."
+            )
+        resolved.max_steps = plan.steps
+        if resolved.learning_rate is None:
+            resolved.learning_rate = learning_rate(plan, resolved.lr_scheduler_type)
+        self._given, self._resolved, self._plan = given, resolved, plan
+        self._delta = resolved.delta(rows)
+        self.meter = BudgetMeter(plan, self._delta)
 
     @property
     def delta(self) -> float:
         """The delta that epsilon is stated at; fixed with the plan."""
         if self._delta is None:
-            self._delta = self.args.delta(data_checks.num_examples(self.train_dataset))
+            self.decide()
+        assert self._delta is not None
         return self._delta
 
     def privacy_report(self) -> PrivacyReport:

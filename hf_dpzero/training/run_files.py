@@ -35,7 +35,7 @@ def ledger_header(trainer: Any) -> dict[str, Any]:
     trainable = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
     decayed = trainer.get_decay_parameter_names(trainer.model) if trainer.args.weight_decay else []
     header = {
-        **trainer.args.direction_settings(),
+        **trainer.resolved_args.direction_settings(),
         "weight_decay": trainer.args.weight_decay,
         "trainable": trainable,
         "decayed": sorted(set(decayed) & set(trainable)),

@@ -193,7 +193,7 @@ def banner(trainer: Any) -> str:
     Returns:
       Lines without personal data: settings, counts of parameters, n.
     """
-    plan, args, mechanism = trainer.plan, trainer.args, trainer.plan.mechanism
+    plan, args, mechanism = trainer.plan, trainer.resolved_args, trainer.plan.mechanism
     sampler, paid = plan.sampler, trainer.trajectory.next_step
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     total = sum(p.numel() for p in trainer.model.parameters())

@@ -42,7 +42,6 @@ from hf_dpzero.training.base_weights import check_frozen, mark_as_trained, state
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.config import DPZeroConfig
-from hf_dpzero.training.defaults import resolve
 from hf_dpzero.training.evaluation_data import PrivateRows
 from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.group_settings import row_groups
@@ -135,8 +134,6 @@ class DPZeroMixin(PublishingTrainer):
         data_checks.check_rows(given)
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)
-        if self.model is not None:
-            resolve(args, self.model)
         self.rows_are_examples = self._texts is not None and self._texts.examples
         distributed.check_launch(self)
         sharded_runs.take_over(self)
@@ -229,6 +226,7 @@ class DPZeroMixin(PublishingTrainer):
         """
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
+        self.decide()
         resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
         self._besides = self.saved_besides()
         if self.plan.groups is not None:
@@ -252,7 +250,7 @@ class DPZeroMixin(PublishingTrainer):
             if self.trajectory.next_step == self.plan.steps:
                 self._keys.forget()
         finally:
-            self.args.trains_privately = False
+            vars(self.args).pop("trains_privately", None)
             self._keys = None
             self._reads.close()
             if self.trajectory is not None:
@@ -405,7 +403,9 @@ class DPZeroMixin(PublishingTrainer):
             logs["epsilon"] = self.epsilon_spent
             last = self.trajectory.get(self.state.global_step - 1)
             if last is not None and self.plan.mechanism.replayable:
-                logs["released_value"] = math.hypot(*last.values[: self.args.num_directions])
+                logs["released_value"] = math.hypot(
+                    *last.values[: self.resolved_args.num_directions]
+                )
             logs.update(self.watch.logs())
             logs.update(group_logs(self.step.weighting))
             logs.update(self._diagnostics)

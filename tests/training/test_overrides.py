@@ -69,10 +69,14 @@ def test_a_loss_that_would_not_be_trained_on_is_refused(tmp_path, caplog):
 
     beneath = type("Joint", (DPZeroTrainer, Theirs), {})
     for kind, name in ((Mine, "Mine"), (beneath, "Theirs")):
-        words = rf"{name}.compute_loss returns one number.*pass compute_per_example_loss, a function"
+        words = (
+            rf"{name}.compute_loss returns one number.*pass compute_per_example_loss, a function"
+        )
         with pytest.raises(ValueError, match=words):
             made(kind, tmp_path)
-    with pytest.raises(ValueError, match="compute_loss_func returns one number .*compute_per_example"):
+    with pytest.raises(
+        ValueError, match="compute_loss_func returns one number .*compute_per_example"
+    ):
         build(tmp_path, trainer_settings={"compute_loss_func": print})
     own = {"compute_per_example_loss": loss}
     made(Mine, tmp_path, own)

@@ -24,9 +24,7 @@ class Private(DPZeroMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
     pass
 
 
-def fine_tuning(
-    tmp_path, rows: list[dict[str, Any]], kind: type = Private, **settings: Any
-) -> Any:
+def fine_tuning(tmp_path, rows: list[dict[str, Any]], kind: type = Private, **settings: Any) -> Any:
     """SFTTrainer with the private step, of a model given by name and a new adapter."""
     folder = save_causal_lm(tmp_path / "model")
     return kind(
@@ -60,7 +58,9 @@ def test_sft_settings_that_change_the_loss_are_refused(tmp_path, caplog):
     """The default loss is the objective's, and nothing is said of it."""
     fine_tuning(tmp_path, ROWS)
     assert "compute_loss" not in caplog.text
-    with pytest.raises(ValueError, match="loss_type='dft' would not be trained on: leave it at 'nll'"):
+    with pytest.raises(
+        ValueError, match="loss_type='dft' would not be trained on: leave it at 'nll'"
+    ):
         fine_tuning(tmp_path, ROWS, loss_type="dft")
     with pytest.raises(ValueError, match="use_liger_kernel=True replaces layers"):
         fine_tuning(tmp_path, ROWS, use_liger_kernel=True)
