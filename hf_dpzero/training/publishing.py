@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 from transformers.utils import logging
 
 from hf_dpzero.ledger.trajectory import Trajectory
@@ -165,16 +167,52 @@ class PublishingTrainer(PredictingTrainer):
             )
 
     def push_to_hub(  # type: ignore[override]
-        self, commit_message: str | None = "End of training", **kwargs: Any
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
     ) -> str | None:
-        """Saves, then uploads the weights, report, trajectory and card; nothing secret."""
+        """Saves, then uploads the weights, report, trajectory and card; nothing secret.
+
+        Args:
+          commit_message: as in Trainer.
+          blocking: True: returns when the files are there.
+          token: default `hub_token`.
+          revision: branch; default `hub_revision`.
+          private: visibility of the repository; default `hub_private_repo`.
+          card: entries of Trainer's card are named in a warning; this one follows from the run.
+
+        Raises:
+          ValueError: an argument that Trainer does not take, or blocking=False; see `hub.push`.
+        """
+        known = inspect.signature(Trainer.create_model_card).parameters
+        if refused := [
+            *(name for name in card if name not in known),
+            *["blocking"] * (not blocking),
+        ]:
+            raise ValueError(
+                f"push_to_hub({refused[0]}={card.get(refused[0], False)!r}) is not done here: leave it "
+                "out. To upload otherwise, take the folder of hf_dpzero.reporting.hub.build_hub_folder."
+            )
+        if card:
+            logger.warning(
+                f"not used by the model card, which follows from the run: {', '.join(card)}"
+            )
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)
         if not self.args.should_save:
             return None
-        repo = self.args.hub_model_id or Path(self.output_dir).absolute().name
-        token = kwargs.get("token") or self.args.hub_token
-        private = self.args.hub_private_repo is not False
-        return hub.push(self.output_dir, repo, token=token, private=private)
+        return hub.push(
+            self.output_dir,
+            self.args.hub_model_id or Path(self.output_dir).absolute().name,
+            private=(self.args.hub_private_repo if private is None else private) is not False,
+            token=token or self.args.hub_token,
+            commit_message=commit_message,
+            revision=revision or getattr(self.args, "hub_revision", None),
+        )
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """As in Trainer; a metric that is not there is a mistake of the settings."""

@@ -90,12 +90,15 @@ def discard_unused(trajectory: Trajectory) -> None:
         trajectory.path.with_name(NOTE_NAME).unlink(missing_ok=True)
 
 
-def continue_ledger(output_dir: str, header: Mapping[str, Any]) -> Trajectory:
+def continue_ledger(
+    output_dir: str, header: Mapping[str, Any], checkpoint: str | None = None
+) -> Trajectory:
     """The ledger of an interrupted run, checked against this run's header.
 
     Args:
       output_dir: of the run.
       header: of `ledger_header`.
+      checkpoint: that it goes on from, to say where its ledger is.
 
     Returns:
       The trajectory so far.
@@ -106,9 +109,14 @@ def continue_ledger(output_dir: str, header: Mapping[str, Any]) -> Trajectory:
     """
     path = Path(output_dir) / LEDGER_NAME
     if not path.exists():
+        run = path.parent if checkpoint is None else Path(checkpoint).resolve().parent
+        advice = "put it back there, or start afresh in another output_dir."
+        if (run / LEDGER_NAME).exists():
+            advice = (
+                f"that of {checkpoint} is in {run}: set output_dir to that folder to go on with it."
+            )
         raise LedgerError(
-            f"{path} is missing: without the ledger it is unknown how much budget was spent. Copy "
-            "it beside the checkpoints, or start afresh in another output_dir."
+            f"{path} is missing, and without it nobody knows how much budget was spent: {advice}"
         )
     trajectory = distributed.on_main(
         lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
