@@ -25,8 +25,9 @@ others work as in Trainer. Some of the fields are missing in some of the support
 """
 _TRAINER = {
     "`compute_per_example_loss`": "is trained on",
-    "`compute_loss_func`, an overridden `compute_loss`": "evaluation uses it; a warning says that "
-    "training does not, unless there is `compute_per_example_loss`",
+    "`compute_loss_func`, an overridden `compute_loss`": "refused: training needs each "
+    "example's loss, `compute_per_example_loss`; beside that one, evaluation uses it. TRL's "
+    "`SFTTrainer` on its default loss is taken",
     "`optimizers=(None, scheduler)`": "zeroth order: its learning rates are used; else refused",
     "`optimizers=(optimizer, ...)`, `optimizer_cls_and_kwargs`": "refused: set `method`, "
     "`update_rule` or `optim`",
@@ -34,7 +35,12 @@ _TRAINER = {
     "an overridden `create_scheduler`": "is used",
     f"an overridden {', '.join(f'`{name}`' for name in INSTEAD)}": "refused, with what to use instead",
     "`preprocess_logits_for_metrics`, `compute_metrics`, `data_collator`": "as in Trainer",
-    "callbacks that stop the training": "as in Trainer; the report counts the steps that were taken",
+    "callbacks that stop the training or end an epoch": "as in Trainer; the report counts the steps "
+    "that were taken",
+    "callbacks that set `optimizer.param_groups[i]['lr']`": "before a step: it is taken, written to the "
+    "ledger and logged; groups of several rates are refused",
+    "`push_to_hub(...)`": "what Trainer's takes, but for `blocking=False`; entries of its card are "
+    "named in a warning",
 }
 _SECTIONS = {
     REFUSED: ("Refused", "why, and what to do"),

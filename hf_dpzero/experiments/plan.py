@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,7 +53,7 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     rows = count_rows(recipe.data, num_examples)
     meta, source = shape_of(recipe, rows.labels)
     model = meta.build(peaks.own_dtype(meta))
-    resolve(recipe.training, model)
+    recipe = dataclasses.replace(recipe, training=resolve(recipe.training, model))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     plan = None if rows.train is None else recipe.training.plan(rows.train, trained)
     objective = objective_pass(meta, recipe.data)
@@ -81,20 +82,21 @@ def shape_of(recipe: Recipe, labels: int | None) -> tuple[MetaModel, str]:
     return MetaModel(recipe.model, config, head, classes, recipe.training.trainable), source
 
 
-def choose_directions(recipe: Recipe, labels: int | None) -> None:
-    """Gives `num_directions` the value that training would choose; nothing where the recipe says one.
+def choose_directions(recipe: Recipe, labels: int | None) -> Recipe:
+    """The recipe with the `num_directions` that training would choose; as it is where it says one.
 
     Args:
-      recipe: as loaded; its `training` is changed in place.
+      recipe: as loaded.
       labels: number of classes; None if it is not known.
 
     Raises:
       OSError: nothing says which shape the model has.
     """
-    training: Any = recipe.training
-    if "num_directions" in training.chosen:
-        meta, _ = shape_of(recipe, labels)
-        resolve(training, meta.build(peaks.own_dtype(meta)))
+    if "num_directions" not in recipe.training.chosen:
+        return recipe
+    meta, _ = shape_of(recipe, labels)
+    training = resolve(recipe.training, meta.build(peaks.own_dtype(meta)))
+    return dataclasses.replace(recipe, training=training)
 
 
 def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:

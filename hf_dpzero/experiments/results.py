@@ -193,7 +193,7 @@ def _with_results(
 ) -> Row:
     training, metric = run.recipe.training, key.removeprefix("eval_")
     examples = float(report.steps * report.expected_batch_size)
-    per_example = (1, 1) if training.first_order else (2 * training.num_directions, 0)
+    per_example = (1, 1) if training.first_order else (2 * report.num_directions, 0)
     row = dataclasses.replace(
         row,
         metric=metric,

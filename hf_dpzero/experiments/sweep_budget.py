@@ -96,7 +96,7 @@ def _plans(settings: Any, task: Any, noise_multiplier: float) -> list[PrivacyPla
         recipe = settings.load(
             point, {"target_epsilon": None, "noise_multiplier": noise_multiplier}
         )
-        choose_directions(recipe, len(task.label_names))
+        recipe = choose_directions(recipe, len(task.label_names))
         plans.append(recipe.training.plan(len(task.splits["train"])))
     if settings.secret:
         plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_dpzero.federated.local_plan import LocalPlan
 from hf_dpzero.federated.server import RoundServer
-from hf_dpzero.training.defaults import rate_of_noise
+from hf_dpzero.training.defaults import CLASSIC, rate_of_noise
 
 
 def learning_rates(config: Any, first: float | None = None) -> list[float]:
@@ -27,7 +27,9 @@ def learning_rates(config: Any, first: float | None = None) -> list[float]:
     from transformers import get_scheduler
 
     weight = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=config.learning_rate if first is None else first)
+    given = config.learning_rate if first is None else first
+    given = CLASSIC["learning_rate"] if given is None else given
+    optimizer = torch.optim.SGD([weight], lr=given)
     rounds, config = int(config.max_steps), copy.copy(config)
     config.trains_privately = True  # a copy, of which only the warm-up is asked
     scheduler = get_scheduler(

@@ -73,6 +73,17 @@ class Sampler(ABC):
         """q = B / n: the probability that a given example is in the batch, before any cap."""
         return self.expected_batch_size / self.num_examples
 
+    @property
+    def batches(self) -> int:
+        """E = ceil(n / B): steps in an epoch, as a DataLoader counts them.
+
+        >>> PoissonSampler(num_examples=1000, expected_batch_size=16).batches
+        63
+        >>> PoissonSampler(num_examples=15, expected_batch_size=15 / 13).batches  # 13 up to rounding
+        13
+        """
+        return math.ceil(self.num_examples / self.expected_batch_size - 1e-9)
+
     def batch(self, step: int, key: bytes) -> np.ndarray:
         """The step's examples, a pure function of the arguments.
 
@@ -228,11 +239,6 @@ class FixedBatchesSampler(Sampler):
                 f"expected_batch_size={self.expected_batch_size} is not a whole number; fixed batches "
                 "need one (PoissonSampler takes any size)."
             )
-
-    @property
-    def batches(self) -> int:
-        """E, steps in an epoch."""
-        return math.ceil(self.num_examples / self.expected_batch_size)
 
     def _indices(self, step: int, key: bytes) -> np.ndarray:
         size, place = int(self.expected_batch_size), step % self.batches

@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ INITIAL_VALUES_FILE = "initial_values.safetensors"
 FOLDER_NAME = "hub"
 
 _INDEX = "model.safetensors.index.json"
+_MESSAGE = "Add model, privacy report and trajectory"
 
 COPIED = (
     *WEIGHTS,
@@ -158,6 +159,8 @@ def push(
     dry_run: bool = False,
     token: str | None = None,
     allow_not_private: bool = False,
+    commit_message: str | None = None,
+    revision: str | None = None,
 ) -> str:
     """Ships the run in `output_dir` to the Hub; leaves the exact folder at `output_dir/hub`.
 
@@ -171,6 +174,8 @@ def push(
       dry_run: only make the folder; no network.
       token: Hub token; None takes the one that `hf auth login` or HF_TOKEN left.
       allow_not_private: ship a run whose report says NOT PRIVATE.
+      commit_message: default says what the files are.
+      revision: an existing branch; default the main one.
 
     Returns:
       The repository's address; with `dry_run` the folder's path.
@@ -191,7 +196,8 @@ def push(
         allow_not_private=allow_not_private,
         repo_id=repo_id,
     )
-    return str(folder) if dry_run else _upload(folder, repo_id, private, token)
+    commit = {"commit_message": commit_message or _MESSAGE, "revision": revision}
+    return str(folder) if dry_run else _upload(folder, repo_id, private, token, commit)
 
 
 def _read_report(source: Path) -> PrivacyReport:
@@ -379,7 +385,9 @@ def _require_token(token: str | None) -> str:
     return found
 
 
-def _upload(folder: Path, repo_id: str, private: bool, token: str | None) -> str:
+def _upload(
+    folder: Path, repo_id: str, private: bool, token: str | None, commit: Mapping[str, Any]
+) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # the second: of its HTTP client
 
@@ -394,8 +402,8 @@ def _upload(folder: Path, repo_id: str, private: bool, token: str | None) -> str
         api.upload_folder(
             repo_id=url.repo_id,
             folder_path=folder,
-            commit_message="Add model, privacy report and trajectory",
             delete_patterns=["*"],  # of what is there, but for .gitattributes
+            **commit,
         )
     except HfHubHTTPError as error:
         raise PermissionError(

@@ -22,7 +22,7 @@ from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.group_losses import group_warning
 from hf_dpzero.training import data_checks, distributed, public_rows, validation
-from hf_dpzero.training.defaults import learning_rate, rate_hint
+from hf_dpzero.training.defaults import rate_hint
 from hf_dpzero.training.fixed_shapes import (
     FixedShapes,
     context_length,
@@ -67,8 +67,8 @@ UNMASKED = (
 def check_before_training(trainer: Any) -> None:
     """Refuses a run of a `DPZeroTrainer` that cannot be accounted or would break the guarantee.
 
-    Also chooses what is trained, the objective where none was given, and `max_steps`, and compiles
-    the model if that is asked for.
+    Also chooses what is trained, and the objective where none was given, and compiles the model if
+    that is asked for.
 
     Raises:
       ValueError: says what to change.
@@ -100,7 +100,6 @@ def check_before_training(trainer: Any) -> None:
         if args.rows_are is None and not known:
             rows = trainer.training_rows()
             data_checks.check_unit(model, rows.collate_rows, len(trainer.train_dataset))
-    args.max_steps = trainer.plan.steps
     if trainer.is_world_process_zero():
         judge_schedule(trainer.plan, trainer.delta)
         target = args.target_epsilon
@@ -110,9 +109,7 @@ def check_before_training(trainer: Any) -> None:
         ):
             if warning:
                 logger.warning(warning)
-    if "learning_rate" in args.chosen:
-        args.learning_rate = learning_rate(trainer.plan, args.lr_scheduler_type)
-    elif hint := rate_hint(args, trainer.plan):
+    if hint := rate_hint(args, trainer.plan):
         logger.warning(hint)
     check_lengths(trainer)
     trainer.shapes, trainer.split = split_shapes(trainer, _run_shapes(trainer), _pass_cost(trainer))

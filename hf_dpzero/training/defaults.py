@@ -16,6 +16,7 @@ this project take 0.12 to 1, for a head of 770 weights, K = 64, as for all of Ro
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -32,7 +33,9 @@ FOLLOWED = 0.15
 """Share of the steps in which the rate follows an adaptive clip (alpha C^2 is constant). Later the clip
 falls because rows are learned, and a rate that followed it would grow without end."""
 
-CLASSIC = {"learning_rate": 5e-5, "clip": 50.0, "clipping": "fixed", "num_directions": 1}
+CLASSIC: dict[str, Any] = {
+    "learning_rate": 5e-5, "clip": 50.0, "clipping": "fixed", "num_directions": 1,
+}  # fmt: skip
 """What stands for None where nothing is chosen: Hugging Face's rate, the paper's K = 1."""
 
 CHEAP, MANY = 1_000_000, 32
@@ -43,10 +46,10 @@ FAR = 10.0
 
 
 def fill_in(config: Any) -> None:
-    """Puts values where a config has None; notes what `resolve` and `learning_rate` are to choose.
+    """Puts values where a config has None, but for what `resolve` and `learning_rate` choose for a run.
 
     Args:
-      config: a `DPZeroConfig`; its `chosen` holds the names of what will be chosen.
+      config: a `DPZeroConfig`; what stays None is its `chosen`.
     """
     chosen = set()
     if config.method == "dpzero" and config.noise_distribution == "gaussian":
@@ -61,20 +64,21 @@ def fill_in(config: Any) -> None:
             if config.num_directions is None:
                 chosen.add("num_directions")
     for name, value in CLASSIC.items():
-        if getattr(config, name) is None:
+        if getattr(config, name) is None and name not in chosen:
             setattr(config, name, value)
-    config.chosen = frozenset(chosen)
 
 
-def resolve(config: Any, model: nn.Module) -> None:
-    """Chooses K for a model: `MANY` where what comes after its first trainable parameter is small.
+def resolve(config: Any, model: nn.Module) -> Any:
+    """A copy of a config with K for a model: `MANY` where few parameters follow the first trainable one.
 
     Args:
-      config: of the run; changed in place.
+      config: a `DPZeroConfig`.
       model: its `requires_grad` and `config.trainable` say what is trained.
     """
-    if "num_directions" in config.chosen:
-        config.num_directions = MANY if evaluated_again(model, config.trainable) <= CHEAP else 1
+    resolved = copy.copy(config)
+    if resolved.num_directions is None:
+        resolved.num_directions = MANY if evaluated_again(model, config.trainable) <= CHEAP else 1
+    return resolved
 
 
 def evaluated_again(model: nn.Module, pattern: str | None) -> int:

@@ -90,7 +90,7 @@ class ZerothOrderMethod(TrainingMethod):
     """DPZero, DPGD-0th and MeZO: the parameters move along public directions, in place."""
 
     def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None:
-        args, header = trainer.args, trainer.trajectory.header
+        args, header = trainer.resolved_args, trainer.trajectory.header
         self.trainer = trainer
         self.space = space_from_header(trainer.model, header)
         if state is None:
@@ -139,7 +139,7 @@ class ZerothOrderMethod(TrainingMethod):
             differences=differences,
             noise=trainer.step_noise(),
             trajectory=trainer.trajectory,
-            follow_clip=steps_that_follow(args, trainer.plan.steps),
+            follow_clip=steps_that_follow(trainer.args, trainer.plan.steps),
             mechanism_at=trainer.plan.scheduled,
             smoothing_at=smoothing_of_steps(args, trainer.plan.steps),
             defer=args.defer_updates and all_known(readers) and not is_compiled(trainer.model),
@@ -285,7 +285,7 @@ def _shape_trials(
     Raises:
       ValueError: so do passes along one direction after another: the run would stop in the middle.
     """
-    settings = trainer.shapes, differences, trainer.args.num_directions
+    settings = trainer.shapes, differences, trainer.resolved_args.num_directions
     holds = True
     try:
         if differences.stack is not None:

@@ -96,7 +96,7 @@ def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
 
 
 def _resume(trainer: Any, header: Mapping[str, Any], checkpoint: str | None) -> Opened:
-    ledger = run_files.continue_ledger(trainer.output_dir, header)
+    ledger = run_files.continue_ledger(trainer.output_dir, header, checkpoint)
     try:
         compare({"releases": ledger.digest()})
         check_resumed(trainer.plan, ledger)

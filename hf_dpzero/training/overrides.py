@@ -22,6 +22,11 @@ INSTEAD = {
 }
 """Methods that the accounting rests on, or that are never called, and what to use in their place."""
 
+_LOSS = (
+    "pass compute_per_example_loss, a function (model, inputs) -> losses [B], such as "
+    "F.cross_entropy(logits, labels, reduction='none')"
+)
+
 
 def check_overrides(trainer: Any) -> None:
     """Refuses what would break the accounting; names in one warning what training does not use.
@@ -36,11 +41,32 @@ def check_overrides(trainer: Any) -> None:
       ValueError: says what to use instead.
     """
     refuse_fields(trainer.args)  # fields may have been set since the configuration was made
+    _check_losses(trainer)
     _check_optimizers(trainer)
     _check_early_stopping(trainer)
     unused = [*_unused_methods(trainer), *_unused_losses(trainer), *_unused_generation(trainer)]
     if unused:
         logger.warning(f"not used by {type(trainer).__name__}: {'; '.join(unused)}.")
+
+
+def _check_losses(trainer: Any) -> None:
+    """Refuses a loss of its own that a run would not train on; evaluation may have one beside it."""
+    if trainer.per_example_loss is not None:
+        return
+    owner, _ = overriding(type(trainer), "compute_loss")
+    kind = getattr(trainer.args, "loss_type", "nll")
+    if owner and (owner.__module__.split(".")[0], owner.__name__) == ("trl", "SFTTrainer"):
+        if kind not in ("nll", "chunked_nll"):
+            raise ValueError(
+                f"loss_type={kind!r} would not be trained on: leave it at 'nll', or {_LOSS}."
+            )
+        owner = None  # the objective of causal language models is its default loss
+    if owner or trainer.compute_loss_func:
+        raise ValueError(
+            f"{f'{owner.__name__}.compute_loss' if owner else 'compute_loss_func'} returns one number "
+            "for a batch, and a step needs each example's loss, so it would not be trained on: "
+            f"{_LOSS}. Evaluation goes on using yours."
+        )
 
 
 def _check_optimizers(trainer: Any) -> None:
@@ -85,21 +111,16 @@ def _unused_methods(trainer: Any) -> Iterator[str]:
         owner, above = overriding(type(trainer), name)
         if owner and above:
             raise ValueError(
-                f"{owner}.{name} replaces what the accounting rests on, or is never called: {instead}."
+                f"{owner.__name__}.{name} replaces what the accounting rests on, or is never called: "
+                f"{instead}."
             )
         if owner:
-            yield f"{owner}.{name} ({instead})"
+            yield f"{owner.__name__}.{name} ({instead})"
 
 
 def _unused_losses(trainer: Any) -> Iterator[str]:
-    own, smoothing = trainer.per_example_loss, trainer.args.label_smoothing_factor
-    owner, _ = overriding(type(trainer), "compute_loss")
-    given = ["compute_loss_func"] if trainer.compute_loss_func else []
-    given += [f"{owner}.compute_loss"] if owner else []
-    if own is None:
-        words = "which evaluation uses and training does not; pass compute_per_example_loss"
-        yield from (f"{name} ({words})" for name in given)
-    elif smoothing:
+    smoothing = trainer.args.label_smoothing_factor
+    if trainer.per_example_loss is not None and smoothing:
         yield f"label_smoothing_factor={smoothing} (compute_per_example_loss is what is trained on)"
 
 
@@ -109,7 +130,7 @@ def _unused_generation(trainer: Any) -> Iterator[str]:
         yield "predict_with_generate=True (it is for a Seq2SeqTrainer)"
 
 
-def overriding(trainer: type, name: str) -> tuple[str, bool]:
+def overriding(trainer: type, name: str) -> tuple[type | None, bool]:
     """The class outside hf_dpzero and transformers that defines a method.
 
     Args:
@@ -117,12 +138,12 @@ def overriding(trainer: type, name: str) -> tuple[str, bool]:
       name: of the method.
 
     Returns:
-      The first such class's name, or ""; and whether it stands before all classes of hf_dpzero, so
+      The first such class, or None; and whether it stands before all classes of hf_dpzero, so
       that its method is the one that runs.
     """
     packages = [parent.__module__.split(".")[0] for parent in trainer.__mro__]
     ours = packages.index("hf_dpzero") if "hf_dpzero" in packages else len(packages)
     for place, (parent, package) in enumerate(zip(trainer.__mro__, packages, strict=True)):
         if package not in ("hf_dpzero", "transformers") and name in vars(parent):
-            return parent.__name__, place < ours
-    return "", False
+            return parent, place < ours
+    return None, False

@@ -11,6 +11,7 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
 from hf_dpzero.reporting.extension import earlier_plans
 from hf_dpzero.training.correlation_settings import correlation_of
+from hf_dpzero.training.defaults import CLASSIC
 from hf_dpzero.training.group_settings import groups_of
 from hf_dpzero.training.schedule_settings import check_steps, factors_of, noise_schedule_of
 
@@ -62,7 +63,7 @@ def _plan_of(config: Any, num_examples: int, dimension: int | None) -> PrivacyPl
 def _calibrated(config: Any, num_examples: int, mechanism: Mapping[str, Any]) -> PrivacyPlan:
     steps = config.steps(num_examples)
     plan = PrivacyPlan(
-        sampler=_sampler(config, num_examples),
+        sampler=sampler_of(config, num_examples),
         mechanism=mechanism_from_dict(mechanism),
         steps=steps,
         relation=config.neighboring_relation,
@@ -104,7 +105,8 @@ def extension_warning(plan: PrivacyPlan, target: float | None, delta: float) -> 
     )
 
 
-def _sampler(config: Any, num_examples: int) -> Sampler:
+def sampler_of(config: Any, num_examples: int) -> Sampler:
+    """The sampler of a `DPZeroConfig` for n rows."""
     full, cap = config.sampling == "full_batch", config.max_batch_size
     settings = {
         "name": config.sampling,
@@ -116,12 +118,12 @@ def _sampler(config: Any, num_examples: int) -> Sampler:
 
 def _mechanism(config: Any, num_examples: int) -> dict[str, Any]:
     """The method's mechanism by name and fields, for `mechanism_from_dict`; its clip fixed."""
-    batch = _sampler(config, num_examples).expected_batch_size
+    batch = sampler_of(config, num_examples).expected_batch_size
     values: dict[str, Any] = {"name": config.method, "expected_batch_size": batch}
     if not config.not_private:
         values |= {"clip": config.clip, "noise_multiplier": config.noise_multiplier or 0.0}
     if not config.first_order:
-        values["num_directions"] = config.num_directions
+        values["num_directions"] = config.num_directions or CLASSIC["num_directions"]
     if config.method == "dpzero":
         values["distribution"] = config.noise_distribution
     if config.clipping == "automatic":

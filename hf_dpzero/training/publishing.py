@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 from transformers.utils import logging
 
 from hf_dpzero.ledger.trajectory import Trajectory
@@ -23,6 +26,7 @@ from hf_dpzero.reporting.provenance import base_origins, earlier_runs
 from hf_dpzero.reporting.wording import NOT_COMPARED, delta_words
 from hf_dpzero.training import data_checks
 from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.training.defaults import learning_rate, resolve
 from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.prediction import PredictingTrainer
 from hf_dpzero.training.validation import SavedBesides
@@ -47,6 +51,8 @@ class PublishingTrainer(PredictingTrainer):
     process_starts: Sequence[Mapping[str, Any]] = ()
     _plan: PrivacyPlan | None = None
     _delta: float | None = None
+    _resolved: DPZeroConfig | None = None
+    _given: tuple[Any, ...] = ()  # what the three were made of
 
     @property
     def output_dir(self) -> str:
@@ -74,18 +80,49 @@ class PublishingTrainer(PredictingTrainer):
     def plan(self) -> PrivacyPlan:
         """The run's `PrivacyPlan`, calibrated on first use."""
         if self._plan is None:
-            self._plan = self.args.plan(
-                data_checks.num_examples(self.train_dataset),
-                num_trainable(self.model, self.args.trainable),
-            )
-            self.meter = BudgetMeter(self._plan, self.delta)
+            self.decide()
+        assert self._plan is not None
         return self._plan
+
+    @property
+    def resolved_args(self) -> DPZeroConfig:
+        """A copy of `args` with T as `max_steps`, and the run's `learning_rate` and `num_directions`."""
+        if self._resolved is None:
+            self.decide()
+        assert self._resolved is not None
+        return self._resolved
+
+    def decide(self) -> None:
+        """Makes the plan, and chooses what the arguments leave open, unless that was done for the same.
+
+        Raises:
+          ValueError: what cannot be accounted; or a run of this trainer began under another plan.
+        """
+        rows = data_checks.num_examples(self.train_dataset)
+        dimension = num_trainable(self.model, self.args.trainable)
+        given = copy.copy(self.args), rows, dimension
+        if given == self._given:
+            return
+        resolved = resolve(self.args, self.model)
+        plan = resolved.plan(rows, dimension)
+        if self.trajectory is not None and plan != self._plan:
+            raise ValueError(
+                "the arguments or rows were changed after this trainer's run began, and would give it "
+                "another plan: make a new trainer, with another output_dir."
+            )
+        resolved.max_steps = plan.steps
+        if resolved.learning_rate is None:
+            resolved.learning_rate = learning_rate(plan, resolved.lr_scheduler_type)
+        self._given, self._resolved, self._plan = given, resolved, plan
+        self._delta = resolved.delta(rows)
+        self.meter = BudgetMeter(plan, self._delta)
 
     @property
     def delta(self) -> float:
         """The delta that epsilon is stated at; fixed with the plan."""
         if self._delta is None:
-            self._delta = self.args.delta(data_checks.num_examples(self.train_dataset))
+            self.decide()
+        assert self._delta is not None
         return self._delta
 
     def privacy_report(self) -> PrivacyReport:
@@ -130,16 +167,52 @@ class PublishingTrainer(PredictingTrainer):
             )
 
     def push_to_hub(  # type: ignore[override]
-        self, commit_message: str | None = "End of training", **kwargs: Any
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
     ) -> str | None:
-        """Saves, then uploads the weights, report, trajectory and card; nothing secret."""
+        """Saves, then uploads the weights, report, trajectory and card; nothing secret.
+
+        Args:
+          commit_message: as in Trainer.
+          blocking: True: returns when the files are there.
+          token: default `hub_token`.
+          revision: branch; default `hub_revision`.
+          private: visibility of the repository; default `hub_private_repo`.
+          card: entries of Trainer's card are named in a warning; this one follows from the run.
+
+        Raises:
+          ValueError: an argument that Trainer does not take, or blocking=False; see `hub.push`.
+        """
+        known = inspect.signature(Trainer.create_model_card).parameters
+        if refused := [
+            *(name for name in card if name not in known),
+            *["blocking"] * (not blocking),
+        ]:
+            raise ValueError(
+                f"push_to_hub({refused[0]}={card.get(refused[0], False)!r}) is not done here: leave it "
+                "out. To upload otherwise, take the folder of hf_dpzero.reporting.hub.build_hub_folder."
+            )
+        if card:
+            logger.warning(
+                f"not used by the model card, which follows from the run: {', '.join(card)}"
+            )
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)
         if not self.args.should_save:
             return None
-        repo = self.args.hub_model_id or Path(self.output_dir).absolute().name
-        token = kwargs.get("token") or self.args.hub_token
-        private = self.args.hub_private_repo is not False
-        return hub.push(self.output_dir, repo, token=token, private=private)
+        return hub.push(
+            self.output_dir,
+            self.args.hub_model_id or Path(self.output_dir).absolute().name,
+            private=(self.args.hub_private_repo if private is None else private) is not False,
+            token=token or self.args.hub_token,
+            commit_message=commit_message,
+            revision=revision or getattr(self.args, "hub_revision", None),
+        )
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """As in Trainer; a metric that is not there is a mistake of the settings."""

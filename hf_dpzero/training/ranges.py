@@ -155,7 +155,7 @@ def _check_schedule(config: Any) -> None:
         check_warmup(config, config.max_steps)
     if config.learning_rate == 0:
         logger.warning("learning_rate=0: no step moves the weights, and the budget is spent.")
-    decay = config.learning_rate * config.weight_decay
+    decay = (config.learning_rate or 0.0) * config.weight_decay
     if decay >= 1:
         raise ValueError(
             f"learning_rate={config.learning_rate} times weight_decay={config.weight_decay} is "

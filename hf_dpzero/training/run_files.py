@@ -31,7 +31,7 @@ def ledger_header(trainer: Any) -> dict[str, Any]:
     trainable = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
     decayed = trainer.get_decay_parameter_names(trainer.model) if trainer.args.weight_decay else []
     header = {
-        **trainer.args.direction_settings(),
+        **trainer.resolved_args.direction_settings(),
         "weight_decay": trainer.args.weight_decay,
         "trainable": trainable,
         "decayed": sorted(set(decayed) & set(trainable)),
@@ -86,12 +86,15 @@ def discard_unused(trajectory: Trajectory) -> None:
         trajectory.path.with_name(NOTE_NAME).unlink(missing_ok=True)
 
 
-def continue_ledger(output_dir: str, header: Mapping[str, Any]) -> Trajectory:
+def continue_ledger(
+    output_dir: str, header: Mapping[str, Any], checkpoint: str | None = None
+) -> Trajectory:
     """The ledger of an interrupted run, checked against this run's header.
 
     Args:
       output_dir: of the run.
       header: of `ledger_header`.
+      checkpoint: that it goes on from, to say where its ledger is.
 
     Returns:
       The trajectory so far.
@@ -102,9 +105,14 @@ def continue_ledger(output_dir: str, header: Mapping[str, Any]) -> Trajectory:
     """
     path = Path(output_dir) / LEDGER_NAME
     if not path.exists():
+        run = path.parent if checkpoint is None else Path(checkpoint).resolve().parent
+        advice = "put it back there, or start afresh in another output_dir."
+        if (run / LEDGER_NAME).exists():
+            advice = (
+                f"that of {checkpoint} is in {run}: set output_dir to that folder to go on with it."
+            )
         raise LedgerError(
-            f"{path} is missing: without the ledger it is unknown how much budget was spent. Copy "
-            "it beside the checkpoints, or start afresh in another output_dir."
+            f"{path} is missing, and without it nobody knows how much budget was spent: {advice}"
         )
     trajectory = distributed.on_main(
         lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)

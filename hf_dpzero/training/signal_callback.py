@@ -151,7 +151,7 @@ class SignalCallback(TrainerCallback):
 
     def _stop_not_finite(self, state: Any, control: Any) -> None:
         if not control.should_training_stop:
-            rate = self.trainer.args.learning_rate
+            rate = self.trainer.resolved_args.learning_rate
             _say(
                 state,
                 f"the weights or their update are no longer finite: lower learning_rate={rate:g}. "
@@ -167,7 +167,7 @@ class SignalCallback(TrainerCallback):
         text = (
             f"the releases cannot be told from noise so far: released_signal={whole.ratio:.2g} over "
             f"{self.signal.steps} steps, where noise alone gives 0 +- {whole.deviation:.2g}. "
-            + advice(args)
+            + advice(self.trainer.resolved_args)
         )
         if args.on_no_signal == "stop":
             control.should_training_stop = True

@@ -225,7 +225,7 @@ def choose_split(trainer: Any, work: Callable[[int], float]) -> Split:
     Raises:
       ValueError: as in `split_shapes`.
     """
-    args = trainer.args
+    args = trainer.resolved_args
     world, asked, averaged = (
         args.world_size,
         args.direction_parallel_size,
@@ -260,7 +260,7 @@ def choose_split(trainer: Any, work: Callable[[int], float]) -> Split:
 def _may_stack(trainer: Any) -> bool:
     """Whether many directions may go through one pass, whose bits follow from how many they are."""
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    small = sum(p.nbytes for p in trained) * 2 * trainer.args.num_directions <= STACK_BYTES
+    small = sum(p.nbytes for p in trained) * 2 * trainer.resolved_args.num_directions <= STACK_BYTES
     chosen = trainer.args.perturbation_strategy
     return chosen == "stacked" or (chosen == "auto" and small)
 
@@ -282,7 +282,7 @@ def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
     Returns:
       (those that no batch changes; those for each row of this process' share of the batch).
     """
-    plan, args, split = trainer.plan, trainer.args, trainer.split
+    plan, args, split = trainer.plan, trainer.resolved_args, trainer.split
     mechanism, groups = plan.mechanism, plan.groups
     vector = isinstance(mechanism, VectorMechanism)
     numbers = args.num_directions if vector else mechanism.values_per_release

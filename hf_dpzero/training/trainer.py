@@ -43,7 +43,6 @@ from hf_dpzero.training.base_weights import check_frozen, mark_as_trained, state
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.config import DPZeroConfig
-from hf_dpzero.training.defaults import resolve
 from hf_dpzero.training.evaluation_data import PrivateRows
 from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.group_settings import row_groups
@@ -137,8 +136,6 @@ class DPZeroMixin(PublishingTrainer):
         data_checks.check_rows(given)
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)
-        if self.model is not None:
-            resolve(args, self.model)
         self.rows_are_examples = self._texts is not None and self._texts.examples
         distributed.check_launch(self)
         sharded_runs.take_over(self)
@@ -237,6 +234,7 @@ class DPZeroMixin(PublishingTrainer):
         """
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
+        self.decide()
         resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
         self._besides = self.saved_besides()
         if self.plan.groups is not None:
@@ -265,7 +263,7 @@ class DPZeroMixin(PublishingTrainer):
             termination.say(self, error)
             raise
         finally:
-            self.args.trains_privately = False
+            vars(self.args).pop("trains_privately", None)
             self._keys = None
             self._reads.close()
             if self.trajectory is not None:
@@ -343,7 +341,41 @@ class DPZeroMixin(PublishingTrainer):
             )
             self.method: TrainingMethod = kind(self, self._method_state)
             self.optimizer = self.method.optimizer or super().create_optimizer(model)
+            self.optimizer.register_step_pre_hook(self._check_rate)
         return self.optimizer
+
+    def _get_learning_rate(self) -> float:
+        """The rate of the next update: the optimizer's, which a callback may have set.
+
+        Raises:
+          ValueError: groups of parameters have several rates.
+        """
+        assert self.optimizer is not None
+        rates = sorted({float(group["lr"]) for group in self.optimizer.param_groups})
+        if len(rates) > 1:
+            raise ValueError(
+                f"learning rates {rates} of several groups of parameters, and the ledger writes one for "
+                "each step: set the same in all of optimizer.param_groups."
+            )
+        return rates[0]
+
+    def follow_scheduler(self) -> None:
+        """Sets the rate by a scheduler that was made with another optimizer: optimizers=(None, it)."""
+        scheduler, optimizer = self.lr_scheduler, self.optimizer
+        assert scheduler is not None and optimizer is not None
+        groups = optimizer.param_groups
+        if getattr(getattr(scheduler, "optimizer", None), "param_groups", None) is not groups:
+            for group in groups:
+                group["lr"] = scheduler.get_last_lr()[0]
+
+    def _check_rate(self, *_: Any) -> None:
+        """Refuses an update with another rate than that of the step's release."""
+        assert self.trajectory is not None
+        if (rate := self._get_learning_rate()) != self._rate:
+            raise ValueError(
+                f"a callback set the learning rate from {self._rate:g} to {rate:g} between a step's "
+                "release, which the ledger has, and its update: set it in on_step_begin or on_step_end."
+            )
 
     @property
     def space(self) -> ParameterSpace:
@@ -398,7 +430,8 @@ class DPZeroMixin(PublishingTrainer):
         """
         assert self.step.trajectory is self.trajectory
         try:
-            statistics = self.method.take(inputs, self._get_learning_rate())
+            self._rate = self._get_learning_rate()
+            statistics = self.method.take(inputs, self._rate)
         except ParameterChanged:
             self._tainted = True
             raise
@@ -419,7 +452,9 @@ class DPZeroMixin(PublishingTrainer):
             logs["epsilon"] = self.epsilon_spent
             last = self.trajectory.get(self.state.global_step - 1)
             if last is not None and self.plan.mechanism.replayable:
-                logs["released_value"] = math.hypot(*last.values[: self.args.num_directions])
+                logs["released_value"] = math.hypot(
+                    *last.values[: self.resolved_args.num_directions]
+                )
             logs.update(self.watch.logs())
             logs.update(group_logs(self.step.weighting))
             logs.update(self._diagnostics)

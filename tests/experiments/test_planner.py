@@ -418,11 +418,11 @@ def test_directions_are_those_that_training_would_choose(written, capsys):
     assert planned(capsys, written, "--trainable", "^classifier")["num_directions"] == 32
     assert planned(capsys, written, "--num_directions", "4")["num_directions"] == 4
     wide = Recipe(**{**vars(load_recipe(written))})
-    wide.training.chosen = frozenset({"num_directions"})
+    wide.training.num_directions = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_dpzero.training.defaults.CHEAP", 10)
-        plan.choose_directions(wide, 2)
-    assert wide.training.num_directions == 1
+        assert plan.choose_directions(wide, 2).training.num_directions == 1
+    assert wide.training.num_directions is None
 
 
 @pytest.mark.parametrize(

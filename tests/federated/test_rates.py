@@ -47,7 +47,7 @@ def test_the_noise_of_the_run_moves_a_loss_by_its_share(tmp_path):
 def test_a_run_takes_the_chosen_rate_and_keeps_it(tmp_path):
     made, server = started(tmp_path, noise_multiplier=1.5)
     config = made.recipe.training
-    config.chosen = frozenset({"learning_rate"})
+    config.learning_rate = None
     running = rounds_of(made, server)
     running.learning_rates = Rates(config, server)
     running.run()
@@ -69,5 +69,5 @@ def test_a_given_rate_counts_and_no_noise_leaves_the_default():
         get_warmup_steps=lambda steps: 0,
     )
     assert list(Rates(config, SimpleNamespace(members={}))) == [0.25] * 3
-    config.chosen = frozenset({"learning_rate"})
-    assert list(Rates(config, SimpleNamespace(members={}))) == [0.25] * 3
+    config.learning_rate, config.chosen = None, frozenset({"learning_rate"})
+    assert list(Rates(config, SimpleNamespace(members={}))) == [5e-5] * 3

@@ -27,11 +27,9 @@ def test_what_is_given_stays_and_other_methods_keep_the_classic_values(tmp_path)
         {"noise_multiplier": 0.0},
     ):
         args = DPZeroConfig(output_dir=str(tmp_path), use_cpu=True, **settings)
-        known = {
-            n: v for n, v in CLASSIC.items() if n in ("learning_rate", "num_directions", "clip")
-        }
+        known = {n: v for n, v in CLASSIC.items() if n != "clipping" and n not in args.chosen}
         assert {name: getattr(args, name) for name in known} == known, settings
-        assert "learning_rate" not in args.chosen
+        assert args.chosen == ({"num_directions"} if args.noise_multiplier == 0 else set())
 
 
 def test_with_a_clip_only_the_rate_is_chosen(tmp_path):
@@ -50,10 +48,11 @@ def test_directions_follow_from_what_each_of_them_runs(tmp_path):
     head = sum(size for name, size in sizes if name.startswith("classifier"))
     assert evaluated_again(model, "classifier") == head
     assert evaluated_again(model, None) == sum(size for _, size in sizes)
-    assert build(tmp_path, **GIVEN_NOTHING).args.num_directions == 32
+    assert build(tmp_path, **GIVEN_NOTHING).resolved_args.num_directions == 32
     wide = tiny_model(vocab_size=70_000)
-    assert build(tmp_path, wide, **GIVEN_NOTHING).args.num_directions == 1
-    assert build(tmp_path, wide, trainable="classifier", **GIVEN_NOTHING).args.num_directions == 32
+    assert build(tmp_path, wide, **GIVEN_NOTHING).resolved_args.num_directions == 1
+    head_alone = build(tmp_path, wide, trainable="classifier", **GIVEN_NOTHING)
+    assert head_alone.resolved_args.num_directions == 32
 
 
 def test_the_rate_follows_the_clip_for_the_first_steps_and_then_stays(tmp_path):

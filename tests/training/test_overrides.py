@@ -49,31 +49,57 @@ def test_methods_that_are_shadowed_are_named(tmp_path, caplog):
             raise AssertionError
 
     kind = type("Joint", (DPZeroTrainer, Theirs), {"__module__": "hf_dpzero.tests"})
-    assert overriding(kind, "training_step") == ("Theirs", False)
-    assert overriding(DPZeroTrainer, "training_step") == ("", False)
+    assert overriding(kind, "training_step") == (Theirs, False)
+    assert overriding(DPZeroTrainer, "training_step") == (None, False)
     made(kind, tmp_path, max_steps=1).train()
     assert "not used by Joint: Theirs.training_step (write the loss as" in caplog.text
 
 
-def test_losses_that_only_evaluation_uses_are_named(tmp_path, caplog):
+def test_a_loss_that_would_not_be_trained_on_is_refused(tmp_path, caplog):
     class Mine(DPZeroTrainer):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
+
+    class Theirs(Trainer):
+        compute_loss = Mine.compute_loss
 
     def loss(model, inputs):
         logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
         return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
 
+    beneath = type("Joint", (DPZeroTrainer, Theirs), {})
+    for kind, name in ((Mine, "Mine"), (beneath, "Theirs")):
+        words = (
+            rf"{name}.compute_loss returns one number.*pass compute_per_example_loss, a function"
+        )
+        with pytest.raises(ValueError, match=words):
+            made(kind, tmp_path)
+    with pytest.raises(
+        ValueError, match="compute_loss_func returns one number .*compute_per_example"
+    ):
+        build(tmp_path, trainer_settings={"compute_loss_func": print})
     own = {"compute_per_example_loss": loss}
     made(Mine, tmp_path, own)
     build(tmp_path, trainer_settings={**own, "compute_loss_func": print})
     assert "not used" not in caplog.text
-    made(Mine, tmp_path)
-    assert "Mine.compute_loss (which evaluation uses and training does not; pass" in caplog.text
-    build(tmp_path, trainer_settings={"compute_loss_func": print})
-    assert "DPZeroTrainer: compute_loss_func (which evaluation" in caplog.text
     build(tmp_path, trainer_settings=own, label_smoothing_factor=0.1)
     assert "label_smoothing_factor=0.1 (compute_per_example_loss is" in caplog.text
+
+
+def test_a_given_per_example_loss_is_trained_on_and_ones_own_loss_evaluates(tmp_path):
+    class Mine(DPZeroTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **settings):
+            outputs = model(**inputs)
+            loss = outputs.loss * 0 + 7
+            return (loss, outputs) if return_outputs else loss
+
+    def loss(model, inputs):
+        return model(**inputs).logits[:, 0]
+
+    trainer = made(Mine, tmp_path, {"compute_per_example_loss": loss}, max_steps=1)
+    trainer.train()
+    assert trainer.per_example_loss is loss and trainer.trajectory.next_step == 1
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(7)
 
 
 def test_generation_needs_a_trainer_that_generates(tmp_path, caplog):

@@ -24,10 +24,10 @@ class Private(DPZeroMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
     pass
 
 
-def fine_tuning(tmp_path, rows: list[dict[str, Any]], **settings: Any) -> Any:
+def fine_tuning(tmp_path, rows: list[dict[str, Any]], kind: type = Private, **settings: Any) -> Any:
     """SFTTrainer with the private step, of a model given by name and a new adapter."""
     folder = save_causal_lm(tmp_path / "model")
-    return Private(
+    return kind(
         model=str(folder),
         args=Config(
             output_dir=str(tmp_path / "out"), target_epsilon=8.0, max_steps=2, expected_batch_size=8,
@@ -49,6 +49,33 @@ def test_sft_with_prompts_and_completions_trains_an_adapter_on_completions_only(
     names = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
     assert names and all("lora_" in name for name in names)
     assert (tmp_path / "out" / "privacy_report.json").exists()
+
+
+ROWS = [{"prompt": f"red {i % 5}", "completion": " great"} for i in range(40)]
+
+
+def test_sft_settings_that_change_the_loss_are_refused(tmp_path, caplog):
+    """The default loss is the objective's, and nothing is said of it."""
+    fine_tuning(tmp_path, ROWS)
+    assert "compute_loss" not in caplog.text
+    with pytest.raises(
+        ValueError, match="loss_type='dft' would not be trained on: leave it at 'nll'"
+    ):
+        fine_tuning(tmp_path, ROWS, loss_type="dft")
+    with pytest.raises(ValueError, match="use_liger_kernel=True replaces layers"):
+        fine_tuning(tmp_path, ROWS, use_liger_kernel=True)
+
+
+def test_a_subclass_of_sft_with_another_loss_is_refused(tmp_path):
+    class Distilling(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, *args: Any, **settings: Any) -> Any:
+            return super().compute_loss(*args, **settings)
+
+    class Mine(DPZeroMixin, Distilling):
+        pass
+
+    with pytest.raises(ValueError, match="Distilling.compute_loss .*pass compute_per_example_loss"):
+        fine_tuning(tmp_path, ROWS, kind=Mine)
 
 
 def test_sft_with_packing_is_refused(tmp_path):

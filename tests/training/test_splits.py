@@ -135,7 +135,9 @@ def test_meshes_that_do_not_fit_are_refused(settings, words):
     shards = settings.get("shards", False)
     args = SimpleNamespace(**{**usual, "method": "dpzero", "process_index": 0, **settings})
     with pytest.raises(ValueError, match=words):
-        choose_split(SimpleNamespace(args=args, shards=shards), lambda shares: 1.0 / shares)
+        choose_split(
+            SimpleNamespace(resolved_args=args, shards=shards), lambda shares: 1.0 / shares
+        )
 
 
 def test_a_fingerprint_tells_steps_and_shares_apart():
