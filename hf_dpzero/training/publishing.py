@@ -104,6 +104,7 @@ class PublishingTrainer(PredictingTrainer):
             earlier_runs=started.get("earlier_runs", self.earlier_runs),
             base_weights=started.get("base_weights", NOT_COMPARED),
             forward_passes=started.get("forward_passes", ""),
+            row_parts=started.get("row_parts"),
             processes=self.process_starts if self.trajectory else (),
             extends=self._extended,
         ).with_tuning(worst_tuning(self.args.tuning, self._extended), self.plan)
