@@ -383,12 +383,18 @@ class DPZeroMixin(PublishingTrainer):
           0, because the loss is private.
         """
         assert self.step.trajectory is self.trajectory
+        logged, self._diagnostics = self.trajectory.header["log_private_diagnostics"], {}
+        if self.args.log_private_diagnostics is not logged:
+            logger.warning_once(
+                f"log_private_diagnostics was changed during the run, which goes on as it began, with "
+                f"{logged}: its report speaks of all steps. Set it before train(), in a new output_dir."
+            )
         try:
             statistics = self.method.take(inputs, self._get_learning_rate())
         except ParameterChanged:
             self._tainted = True
             raise
-        if self.args.log_private_diagnostics and statistics is not None:
+        if logged and statistics is not None:
             self._diagnostics = private_diagnostics(statistics, self.plan.mechanism)
         return torch.zeros((), device=self.args.device)
 
