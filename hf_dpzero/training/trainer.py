@@ -41,6 +41,7 @@ from hf_dpzero.training import (
 from hf_dpzero.training.base_weights import check_frozen, mark_as_trained, state_digest
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.training.between_steps import WeightsBetweenSteps
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.defaults import resolve
 from hf_dpzero.training.evaluation_data import PrivateRows
@@ -156,6 +157,7 @@ class DPZeroMixin(PublishingTrainer):
         self._trained_digest: str | None = None  # of the weights that training ended in
         self._reads = contextlib.ExitStack()
         self._tainted = False
+        self._weights: WeightsBetweenSteps | None = None
         screen.replace_progress(self)
         self.watch = SignalCallback(self)
         self.callback_handler.callbacks[:0] = [screen.RunCallback(self), self.watch]
@@ -248,6 +250,7 @@ class DPZeroMixin(PublishingTrainer):
             self._trained_digest = None
             self.args.trains_privately = True
             output = super().train(resume_from_checkpoint=resume, **settings)
+            self.method.settle_()
             self._besides.check()
             if self.trajectory.next_step == self.plan.steps:
                 self._keys.forget()
@@ -329,6 +332,11 @@ class DPZeroMixin(PublishingTrainer):
             )
             self.method: TrainingMethod = kind(self, self._method_state)
             self.optimizer = self.method.optimizer or super().create_optimizer(model)
+            self._weights = weights = self.method.weights
+            self.while_training(weights)
+            if self.args.first_order:
+                self.optimizer.register_step_pre_hook(lambda *_: weights.check())
+                self.optimizer.register_step_post_hook(lambda *_: weights.note())
         return self.optimizer
 
     @property
@@ -437,6 +445,8 @@ class DPZeroMixin(PublishingTrainer):
                 "data and are not saved: make the module leave them alone and start again from the "
                 "base model."
             )
+        if self._weights is not None:
+            self._weights.check()
         if self._trained_digest not in (None, state_digest(self.model)):
             raise ValueError(
                 "the model was changed after training, so it is not what the privacy report speaks of: "
