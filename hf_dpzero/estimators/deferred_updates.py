@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -31,10 +31,13 @@ class WeightReads:
     Args:
       model: the model that is trained, not compiled.
       space: its trainable parameters; settled on exit, also after an exception.
+      settle: called to settle them while open; None for the space's own.
     """
 
-    def __init__(self, model: nn.Module, space: ParameterSpace) -> None:
-        self.model, self.space = model, space
+    def __init__(
+        self, model: nn.Module, space: ParameterSpace, settle: Callable[[], None] | None = None
+    ) -> None:
+        self.model, self.space, self.settle = model, space, settle or space.settle_
         self._forward_hook: Any = None
         self._undo = contextlib.ExitStack()
 
@@ -47,7 +50,8 @@ class WeightReads:
 
     def __exit__(self, *exception: Any) -> None:
         self._undo.close()
-        self._settle()
+        self._unwatch()
+        self.space.settle_()
 
     @contextlib.contextmanager
     def own_step(self) -> Iterator[None]:
@@ -69,7 +73,7 @@ class WeightReads:
 
     def _settle(self, *_: Any) -> None:
         self._unwatch()
-        self.space.settle_()
+        self.settle()
 
     @contextlib.contextmanager
     def _settled_copies(self, module: nn.Module) -> Iterator[None]:

@@ -97,6 +97,8 @@ class PrivacyReport:
       forward_passes: how examples were evaluated. "fixed shapes": several in a batch of a fixed shape,
         where a trial found no bit of a loss to depend on the others; "one example": each by itself;
         "": several in batches of any shape, or not known.
+      row_parts: of a run on fixed batches whose rows are drawn anew at each access, the parts of a row
+        that a resumed start compares; None where it compares whole rows, or needs not.
       processes: how many processes ran, and how they shared the work: one entry for each start of the
         run whose layout is another than before. Each has the `first_step` that it may have taken,
         the number of `processes`, `row_shares` times `direction_parallel_size`, and whether parameters
@@ -143,6 +145,7 @@ class PrivacyReport:
     earlier_runs: list[dict[str, Any]]
     base_weights: str
     forward_passes: str
+    row_parts: list[str] | None
     processes: list[dict[str, Any]]
     parts: list[dict[str, Any]]
     weights_digest: str | None
@@ -202,6 +205,7 @@ class PrivacyReport:
         earlier_runs: Sequence[Mapping[str, Any]] = (),
         base_weights: str = NOT_COMPARED,
         forward_passes: str = "",
+        row_parts: Sequence[str] | None = None,
         processes: Sequence[Mapping[str, Any]] = (),
         extends: Sequence[Mapping[str, Any]] = (),
     ) -> PrivacyReport:
@@ -222,7 +226,7 @@ class PrivacyReport:
             saved; a sampled batch that can be known is not amplified.
           privacy_unit: what one row of the training set is.
           earlier_runs: of the base model (`provenance.earlier_runs`).
-          base_weights, forward_passes, processes: see the attributes.
+          base_weights, forward_passes, row_parts, processes: see the attributes.
           extends: entries of the ledger's header for each plan in `plan.after`.
 
         Returns:
@@ -257,6 +261,7 @@ class PrivacyReport:
             "earlier_runs": [dict(run) for run in earlier_runs],
             "base_weights": base_weights,
             "forward_passes": forward_passes,
+            "row_parts": None if row_parts is None else list(row_parts),
             "processes": [dict(entry) for entry in processes],
             "parts": parts_of(plan, delta, steps_completed, extends),
             "weights_digest": None,
@@ -321,7 +326,8 @@ class PrivacyReport:
         Raises:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
-        values = {"groups": "", "forward_passes": "", "processes": [], **values}  # of older reports
+        older: dict[str, Any] = {"groups": "", "forward_passes": "", "row_parts": None}
+        values = {**older, "processes": [], **values}
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:

@@ -293,6 +293,7 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
     """
     first, *rest = _COMMON_CAVEATS
     rest.append(_COUPLING_CAVEATS[facts["forward_passes"]])
+    rest += [_rows_caveat(facts["row_parts"])] if facts["row_parts"] else []
     rest += process_caveats(facts, plan)
     of_base = base_caveats(facts["earlier_runs"])
     leaky = sum(not run["private"] for run in facts["earlier_runs"])
@@ -328,6 +329,15 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
             "publishes a random example."
         )
     return [UNSEEN_CAVEAT, *of_base[:leaky], *usual, *own]
+
+
+def _rows_caveat(parts: Sequence[str]) -> str:
+    return (
+        "The training rows were drawn anew at each access (augmentation). If the run was interrupted, "
+        "what was compared to find the same rows in the same order again is, of each row, only: "
+        f"{', '.join(parts)}. Rows that agree in that are assumed not to have changed places: one would "
+        "have taken part twice in an epoch."
+    )
 
 
 _TUNING_CAVEATS = {

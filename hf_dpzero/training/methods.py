@@ -25,6 +25,7 @@ from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
 from hf_dpzero.training.batches import LogicalBatch
+from hf_dpzero.training.between_steps import WeightsBetweenSteps
 from hf_dpzero.training.defaults import steps_that_follow
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
 from hf_dpzero.training.group_training import WeighedLosses, weighting_of
@@ -57,10 +58,12 @@ class TrainingMethod(ABC):
     Attributes:
       step: a `ZerothOrderStep` or a `FirstOrderStep`.
       optimizer: carries the learning rate, or None to take the one that `optim` names.
+      weights: noted where the run leaves them, compared before it goes on.
     """
 
     step: Any
     optimizer: torch.optim.Optimizer | None = None
+    weights: WeightsBetweenSteps
 
     @abstractmethod
     def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None: ...
@@ -79,7 +82,7 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def settle_(self) -> None:
-        """Makes the parameters hold theta."""
+        """Makes the parameters hold theta; refuses weights that something else wrote to."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beyond weights and optimizer; public, JSON-safe."""
@@ -147,7 +150,8 @@ class ZerothOrderMethod(TrainingMethod):
             split=trainer.split,
         )
         trainer.split.connect()
-        self.reads = WeightReads(trainer.model, self.space)
+        self.weights = WeightsBetweenSteps(trainer.model)
+        self.reads = WeightReads(trainer.model, self.space, self.settle_)
         trainer.while_training(self.reads)
         _warn_of_rounding(trainer, differences)
         self.optimizer = _LearningRate(self.space.tensors, args.learning_rate)
@@ -155,7 +159,7 @@ class ZerothOrderMethod(TrainingMethod):
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """As in the base class; settles at once if a callback of others was added since the start."""
         check_weights(self.trainer, batch["step"])
-        with self.reads.own_step():
+        with self.weights.own_write(), self.reads.own_step():
             parts: Sequence[Any] = list(map(Filled, batch["microbatches"], batch["examples"]))
             groups = batch["groups"] if self.trainer.args.clipping == "averaged" else None
             row_groups = batch["row_groups"]
@@ -170,8 +174,11 @@ class ZerothOrderMethod(TrainingMethod):
         return differences
 
     def settle_(self) -> None:
-        """Removes the perturbation and makes the update that waits."""
-        self.space.settle_()
+        """Removes the perturbation and makes the update that waits, if nobody wrote to the weights."""
+        if self.space.settled:
+            return self.weights.check()
+        with self.weights.own_write():
+            self.space.settle_()
 
     def state_dict(self) -> dict[str, Any]:
         """The grids of the parameter space."""
@@ -190,6 +197,7 @@ class FirstOrderMethod(TrainingMethod):
         objective: PerExampleLoss = trainer.evaluated_objective()
         weighting = weighting_of(trainer)
         weighed = None if weighting is None else WeighedLosses(objective)
+        self.weights = WeightsBetweenSteps(trainer.model, trainer.plan.mechanism.private)
         self.step = FirstOrderStep(
             mechanism=trainer.plan.mechanism,
             gradients=self._gradients(objective if weighed is None else weighed.objective),
@@ -224,6 +232,7 @@ class FirstOrderMethod(TrainingMethod):
 
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """Leaves the noised gradient in the parameters, for the optimizer."""
+        self.weights.check()
         check_weights(self.trainer, batch["step"])
         parts: Sequence[Any] = batch["microbatches"]
         if self.trainer.args.clipping == "averaged":
@@ -235,7 +244,8 @@ class FirstOrderMethod(TrainingMethod):
         return self.step(batch["step"], parts, learning_rate, row_groups, batch["agreed"])
 
     def settle_(self) -> None:
-        """Does nothing: the parameters always hold theta."""
+        """As in the base class: the parameters always hold theta."""
+        self.weights.check()
 
 
 def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]:

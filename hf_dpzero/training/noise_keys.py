@@ -6,7 +6,8 @@ ships and that no checkpoint holds, readable by its owner alone. A run that has 
 removes them.
 
 Places belong to row numbers, so the rows must be the same in the same order too. A digest of them, which
-needs the secret key of the order, is kept beside it and compared.
+needs the secret key of the order, is kept beside it and compared: of whole rows, or, where each access
+draws them anew, of what stays (the header's `row_parts`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from transformers.utils import logging
 
 from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
 from hf_dpzero.privacy.correlated_noise.plans import sensitivity
@@ -25,6 +28,8 @@ from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key
 from hf_dpzero.training import distributed, run_files
 from hf_dpzero.training.row_order import digest_of_rows
 
+logger = logging.get_logger(__name__)
+
 FOLDER, FILE = "_private", "noise_keys.json"
 
 UPLOADS = {
@@ -33,6 +38,15 @@ UPLOADS = {
     "DVCLiveCallback": ("HF_DVCLIVE_LOG_MODEL", ("ALL",)),
 }
 """Tracking services that take the whole of output_dir: the variable that says so, and its values."""
+
+
+_NO_ORDER = (
+    "the rows of train_dataset are drawn anew at each access (augmentation?), and what stays of them "
+    "does not tell their order. In another one a row could take part twice in an epoch of fixed "
+    "batches, which epsilon does not cover. For a run that can be resumed, give rows an id column or "
+    "seed the split, draw augmentation from the row's number, or use sampling='poisson', which needs no "
+    "order."
+)
 
 
 class RunKeys(NamedTuple):
@@ -85,7 +99,7 @@ def open_keys(trainer: Any) -> RunKeys:
 
     Raises:
       LedgerError: steps were released and their keys are not there, or are another run's; or the rows
-        are not those that these steps had, in the same order.
+        are not those that these steps had, in the same order, or there is no telling.
     """
     given = trainer.args.sampler_key
     if not isinstance(trainer.plan.sampler, FixedBatchesSampler):
@@ -93,12 +107,16 @@ def open_keys(trainer: Any) -> RunKeys:
     file = Path(trainer.output_dir) / FOLDER / FILE
     taken: int = trainer.trajectory.next_step
     run: str = trainer.trajectory.header["direction_key"]
+    parts: list[str] | None = trainer.trajectory.header.get("row_parts")
 
     def on_main() -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
         started = 0 < taken < trainer.plan.steps  # a run that has ended needs no keys
         stored: dict[str, Any] = _read(file, run) if started else {"order": new_sampler_key().hex()}
-        rows = digest_of_rows(trainer.train_dataset, bytes.fromhex(stored["order"]))
-        _check_rows(file, stored.get("rows", ""), rows)
+        rows = digest_of_rows(trainer.train_dataset, bytes.fromhex(stored["order"]), parts=parts)
+        if started:
+            _check_rows(file, stored.get("rows", ""), rows)
+        elif not rows and not taken:
+            logger.warning("This run could not be resumed if it were interrupted: %s", _NO_ORDER)
         noise = [entry for entry in stored.get("noise", ()) if entry[0] < taken]
         noise.append([taken if started else 0, new_noise_key().hex()])
         kept = {"run": run, "order": stored["order"], "rows": rows, "noise": noise}
@@ -135,7 +153,12 @@ def noise_of_steps(trainer: Any, keys: RunKeys) -> NoiseSource:
 
 
 def _check_rows(file: Path, before: str, now: str) -> None:
-    if before and now and before != now:
+    if not (before and now):
+        raise LedgerError(
+            f"{_NO_ORDER} This run cannot go on: start afresh in another output_dir; what was spent "
+            "stays spent."
+        )
+    if before != now:
         raise LedgerError(
             "train_dataset does not hold the same rows in the same order as when this run began (an "
             "unseeded shuffle or train_test_split?): with fixed batches a row could take part twice in "

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.privacy.sampling import FixedBatchesSampler
 from hf_dpzero.reporting.extension import check_extended
-from hf_dpzero.training import run_files
+from hf_dpzero.training import distributed, run_files
 from hf_dpzero.training.base_weights import check_start, digest_frozen, state_digest
 from hf_dpzero.training.checkpoint_state import load_state, whole_checkpoints
 from hf_dpzero.training.fixed_shapes import forward_passes
@@ -20,6 +21,7 @@ from hf_dpzero.training.initial_values import write_initial_values
 from hf_dpzero.training.process_notes import note_start
 from hf_dpzero.training.rank_agreement import check_agreement, compare
 from hf_dpzero.training.rank_failures import RankError
+from hf_dpzero.training.row_order import steady_parts
 from hf_dpzero.training.sharded_runs import is_split, on_first_of
 
 
@@ -116,6 +118,9 @@ def _start(trainer: Any, header: dict[str, Any]) -> Opened:
     header["frozen_digest"] = digest_frozen(model)
     header["earlier_runs"] = trainer.earlier_runs
     header["forward_passes"] = forward_passes(trainer.shapes)
+    if isinstance(trainer.plan.sampler, FixedBatchesSampler):
+        parts = distributed.shared_from_main(lambda: steady_parts(trainer.train_dataset))
+        header |= {} if parts is None else {"row_parts": parts}
     ledger = run_files.start_ledger(folder, header, digest)
     _keep_initial_values(trainer, compared, digest)
     return Opened(ledger, None, state_digest(model))

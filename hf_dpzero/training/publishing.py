@@ -135,12 +135,15 @@ class PublishingTrainer(PredictingTrainer):
             steps_completed=self.trajectory.next_step if self.trajectory else 0,
             noise=self.noise,
             direction=self.args.direction_settings()["direction"],
-            log_private_diagnostics=self.args.log_private_diagnostics,
+            log_private_diagnostics=started.get(
+                "log_private_diagnostics", self.args.log_private_diagnostics
+            ),
             sampler_key_is_secret=self.args.sampler_key is None,
             privacy_unit=self.args.privacy_unit,
             earlier_runs=started.get("earlier_runs", self.earlier_runs),
             base_weights=started.get("base_weights", NOT_COMPARED),
             forward_passes=started.get("forward_passes", ""),
+            row_parts=started.get("row_parts"),
             processes=self.process_starts if self.trajectory else (),
             extends=self._extended,
         ).with_tuning(worst_tuning(self.args.tuning, self._extended), self.plan)

@@ -72,7 +72,8 @@ class SignalCallback(TrainerCallback):
         return {} if recent is None else {"released_signal": recent.ratio}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measures the weights that updates are compared with."""
+        """Measures the weights that updates are compared with; others may write to them from here on."""
+        self.trainer.method.weights.note()
         norms = [float(torch.linalg.vector_norm(p, dtype=torch.float64)) for p in self._trained()]
         norm, size = math.hypot(*norms), num_trainable(self.trainer.model, None)
         if is_split(self.trainer.model):

@@ -42,6 +42,7 @@ from hf_dpzero.training import (
 from hf_dpzero.training.base_weights import check_frozen, mark_as_trained, state_digest
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.training.between_steps import WeightsBetweenSteps
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.evaluation_data import PrivateRows
 from hf_dpzero.training.fixed_shapes import FixedShapes
@@ -155,6 +156,7 @@ class DPZeroMixin(PublishingTrainer):
         self._trained_digest: str | None = None  # of the weights that training ended in
         self._reads = contextlib.ExitStack()
         self._tainted = False
+        self._weights: WeightsBetweenSteps | None = None
         screen.replace_progress(self)
         self.watch = SignalCallback(self)
         self.callback_handler.callbacks[:0] = [
@@ -256,6 +258,7 @@ class DPZeroMixin(PublishingTrainer):
             output = super().train(resume_from_checkpoint=resume, **settings)
             if distributed.stop_agreed(ask=True):
                 self._stop()
+            self.method.settle_()
             self._besides.check()
             if self.trajectory.next_step == self.plan.steps:
                 self._keys.forget()
@@ -342,6 +345,11 @@ class DPZeroMixin(PublishingTrainer):
             self.method: TrainingMethod = kind(self, self._method_state)
             self.optimizer = self.method.optimizer or super().create_optimizer(model)
             self.optimizer.register_step_pre_hook(self._check_rate)
+            self._weights = weights = self.method.weights
+            self.while_training(weights)
+            if self.args.first_order:
+                self.optimizer.register_step_pre_hook(lambda *_: weights.check())
+                self.optimizer.register_step_post_hook(lambda *_: weights.note())
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
@@ -429,13 +437,19 @@ class DPZeroMixin(PublishingTrainer):
           0, because the loss is private.
         """
         assert self.step.trajectory is self.trajectory
+        logged, self._diagnostics = self.trajectory.header["log_private_diagnostics"], {}
+        if self.args.log_private_diagnostics is not logged:
+            logger.warning_once(
+                f"log_private_diagnostics was changed during the run, which goes on as it began, with "
+                f"{logged}: its report speaks of all steps. Set it before train(), in a new output_dir."
+            )
         try:
             self._rate = self._get_learning_rate()
             statistics = self.method.take(inputs, self._rate)
         except ParameterChanged:
             self._tainted = True
             raise
-        if self.args.log_private_diagnostics and statistics is not None:
+        if logged and statistics is not None:
             self._diagnostics = private_diagnostics(statistics, self.plan.mechanism)
         return torch.zeros((), device=self.args.device)
 
@@ -507,6 +521,8 @@ class DPZeroMixin(PublishingTrainer):
                 "data and are not saved: make the module leave them alone and start again from the "
                 "base model."
             )
+        if self._weights is not None:
+            self._weights.check()
         if self._trained_digest not in (None, state_digest(self.model)):
             raise ValueError(
                 "the model was changed after training, so it is not what the privacy report speaks of: "

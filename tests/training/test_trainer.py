@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from tiny_runs import build, config, same, tiny_data, tiny_model, weights
 from transformers import BertForSequenceClassification, TrainerCallback, default_data_collator
+from transformers.utils import logging as hf_logging
 from whole_directions import direction_vector
 
 from hf_dpzero import DPZeroTrainer
@@ -255,6 +256,58 @@ def test_private_diagnostics_are_opt_in_and_reported(tmp_path):
     assert any("private_clip_fraction" in row for row in trainer.state.log_history)
     report = trainer.privacy_report()
     assert not report.private and "NOT PRIVATE" in str(report)
+
+
+class _Switches(TrainerCallback):
+    """Turns log_private_diagnostics over at given steps of a run."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step in self.steps:
+            args.log_private_diagnostics = not args.log_private_diagnostics
+
+
+SECRET = {"insecure_noise_seed": None, "sampler_key": None}
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
+def test_diagnostics_are_what_the_ledger_says_however_a_callback_switches_them(
+    tmp_path, caplog, method, on
+):
+    """On for steps 2 and 3 of six, or off there: the report at the end cannot tell by the settings."""
+    hf_logging.get_logger("hf_dpzero").warning_once.__func__.cache_clear()
+    given = {"method": method, "logging_steps": 1, "log_private_diagnostics": on, **SECRET}
+    trainer = build(tmp_path, trainer_settings={"callbacks": [_Switches(2, 4)]}, **given)
+    trainer.train()
+    shown = [any("private_" in key for key in row) for row in trainer.state.log_history]
+    assert shown[:6] == [on] * 6
+    assert trainer.privacy_report().private is not on
+    assert "log_private_diagnostics was changed" in caplog.text
+    trainer.args.log_private_diagnostics = not on
+    assert trainer.privacy_report().log_private_diagnostics is on
+
+
+def test_a_resumed_run_cannot_hide_that_diagnostics_were_logged(tmp_path):
+    given = {"save_strategy": "steps", "save_steps": 2, **SECRET}
+    stopped = {"callbacks": [_StopAt(4)]}
+    build(tmp_path, trainer_settings=stopped, log_private_diagnostics=True, **given).train()
+    with pytest.raises(LedgerError, match="log_private_diagnostics: true -> false"):
+        build(tmp_path, **given).train(resume_from_checkpoint=True)
+
+
+def test_a_diagnostic_is_logged_with_its_own_step_only(tmp_path):
+    """The third step is replayed from the ledger, without any row."""
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    given = {"logging_steps": 1, "log_private_diagnostics": True, **saved, **SECRET}
+    trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(3)]}, **given)
+    trainer.train()
+    trainer.remove_callback(_StopAt)
+    trainer.train(resume_from_checkpoint=True)
+    shown = ["private_batch_size" in row for row in trainer.state.log_history]
+    assert shown[:6] == [True, True, False, True, True, True]
 
 
 def test_report_states_what_was_spent(tmp_path):

@@ -1,0 +1,121 @@
+"""Between two steps nothing but the run writes to the trained weights.
+
+What a callback makes of them that clips or averages weights, or steps an optimizer of its own, would be
+saved under a report that speaks of the ledger's releases alone, which would no longer rebuild it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.estimators.forward_passes import ParameterGuard
+from hf_dpzero.perturbation.sharding import is_sharded, local
+
+WHOLE, SAMPLED = 1 << 22, 1 << 18
+"""Trained elements up to which all values are compared; how many are beyond that, spread evenly."""
+
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class WeightsBetweenSteps:
+    """Remembers the trained tensors as the run left them, and refuses others.
+
+    Compared are the parameters themselves, their addresses, version counters and values: `p.data.mul_()`
+    moves neither of the first three. Not seen are writes through `.data` that spare the elements that
+    are compared (see `WHOLE`), and those that were undone.
+
+    Args:
+      model: with the parameters that are trained; of those that are split (FSDP2) the parts here.
+      watched: False compares nothing.
+    """
+
+    def __init__(self, model: nn.Module, watched: bool = True) -> None:
+        self.model, self.watched = model, watched
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._left: tuple[list[int], list[int]] | None = None
+        self._addresses: list[int] = []
+        self._changed = ""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exception: Any) -> None:
+        self._left = None  # an interrupted step leaves weights that were not noted
+
+    def note(self) -> None:
+        """Remembers what the run leaves."""
+        if not self.watched:
+            return
+        guard = self._guard()
+        self._left = guard.state()
+        if self._addresses != self._left[1]:
+            self._take_views(guard.tensors)
+            self._addresses = self._left[1]
+        for views, values, _ in self._groups:
+            torch.cat(views, out=values)
+
+    @contextlib.contextmanager
+    def own_write(self) -> Iterator[None]:
+        """Around what the run itself does to the weights, which are compared before it."""
+        self.check()
+        noted, self._left = self._left is not None, None
+        yield
+        if noted:
+            self.note()
+
+    def check(self) -> None:
+        """Compares with what the run left; passes where nothing was noted.
+
+        Raises:
+          ValueError: names a parameter that something else wrote to; again at every later call.
+        """
+        if self._left is not None and not self._changed:
+            self._changed = self._difference(self._left)
+        if self._changed:
+            raise ValueError(
+                f"{self._changed} between two steps, by a callback or other code around training: the "
+                "weights are no longer what the ledger's releases make of the base, may hold un-noised "
+                "private data, and are not saved. Clip or average weights after training, on a copy "
+                "(copy.deepcopy(model)), or in a run that is not private. Take that code out, load the "
+                "model anew and train(resume_from_checkpoint=True): what was paid is not paid again."
+            )
+
+    def _guard(self) -> ParameterGuard:
+        parts = {name: local(p).detach() for name, p in self._named.items()}
+        return ParameterGuard((name, part) for name, part in parts.items() if part.numel())
+
+    @torch.no_grad()
+    def _take_views(self, tensors: list[Tensor]) -> None:
+        """What is compared, as integers, by kind: (views, room for their values, room for new ones)."""
+        total = sum(tensor.numel() for tensor in tensors)
+        stride = 1 if total <= WHOLE else math.ceil(total / SAMPLED)
+        kinds: dict[Any, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            some = tensor.as_strided((math.ceil(tensor.numel() / stride),), (stride,))
+            kinds[tensor.device, tensor.dtype].append(some.view(_BITS[tensor.element_size()]))
+        self._groups = [(views, torch.cat(views), torch.cat(views)) for views in kinds.values()]
+
+    def _difference(self, left: tuple[list[int], list[int]]) -> str:
+        now = dict(self.model.named_parameters())
+        split = any(map(is_sharded, self._named.values()))  # gathered ones may stand for them
+        for name, parameter in self._named.items():
+            if not split and now.get(name) is not parameter:
+                return f"{name} was replaced by another parameter"
+        guard = self._guard()
+        pairs = zip(guard.names, *left, *guard.state(), strict=True)
+        for name, version, address, *new in pairs:
+            if new[1] != address:
+                return f"{name} was given other memory"
+            if new[0] != version:
+                return f"{name} was written to"
+        for views, values, room in self._groups:
+            if not torch.equal(torch.cat(views, out=room), values):
+                return "trained weights were written to through `.data`"
+        return ""
