@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,6 @@ from hf_dpzero.privacy.sampling import SAMPLERS
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.training import fields, private_only
 from hf_dpzero.training.correlation_settings import CORRELATIONS, check_correlation
-from hf_dpzero.training.deepspeed import refuse_deepspeed
 from hf_dpzero.training.defaults import fill_in
 from hf_dpzero.training.group_settings import GROUP_WEIGHTS, groups_of
 from hf_dpzero.training.kinds import check_scheduler_settings
@@ -225,7 +225,7 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        refuse_deepspeed(self.deepspeed)
+        _refuse_deepspeed(self.deepspeed)
         fill_in(self)
         self._check_privacy_settings()
         self._check_training_settings()
@@ -433,6 +433,21 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     def optim_name(self) -> str:
         """The optimizer's name as Hugging Face has it, e.g. "adamw_torch"."""
         return str(getattr(self.optim, "value", self.optim))
+
+
+def _refuse_deepspeed(settings: Any) -> None:
+    """Refuses DeepSpeed, also where `accelerate launch` asks for it, before its package is loaded."""
+    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes")
+    if settings or launched:
+        asked = f"deepspeed={settings!r}" if settings else "distributed_type: DEEPSPEED"
+        raise ValueError(
+            f"{asked} wraps the model in an engine whose parameters the perturbation does not follow. Its stages 1 and 2 divide "
+            "gradients and optimizer states, which this training has none of: use plain data "
+            "parallelism (accelerate launch --multi_gpu, one process a GPU). For a model that does not "
+            "fit on one device use FSDP2 (accelerate launch --config_file "
+            "configs/accelerate/fsdp2.yaml) or one process with offload "
+            "(configs/accelerate/offload.yaml)."
+        )
 
 
 def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -342,7 +342,7 @@ def check_world(args: Any) -> None:
 
 
 def check_single_strategy(args: Any, model: Any = None) -> None:
-    """Refuses FSDP1 and nn.DataParallel, where the arguments ask for them (`deepspeed` sees to its own).
+    """Refuses FSDP1 and nn.DataParallel, where the arguments ask for them.
 
     Raises:
       ValueError: says what to use instead.
