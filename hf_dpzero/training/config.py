@@ -441,12 +441,11 @@ def _refuse_deepspeed(settings: Any) -> None:
     if settings or launched:
         asked = f"deepspeed={settings!r}" if settings else "distributed_type: DEEPSPEED"
         raise ValueError(
-            f"{asked} wraps the model in an engine whose parameters the perturbation does not "
-            "follow. Its stages 1 and 2 divide gradients and optimizer states, which this training has none of: use plain data "
+            f"{asked} wraps the model in an engine whose parameters the perturbation does not follow, "
+            "to divide gradients and optimizer states that this training has not: use plain data "
             "parallelism (accelerate launch --multi_gpu, one process a GPU). For a model that does not "
-            "fit on one device use FSDP2 (accelerate launch --config_file "
-            "configs/accelerate/fsdp2.yaml) or one process with offload "
-            "(configs/accelerate/offload.yaml)."
+            "fit on one device use FSDP2 (accelerate launch --config_file configs/accelerate/fsdp2.yaml) "
+            "or one process with offload (configs/accelerate/offload.yaml)."
         )
 
 
