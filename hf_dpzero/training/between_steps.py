@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_dpzero.estimators.forward_passes import ParameterGuard
 from hf_dpzero.perturbation.sharding import is_sharded, local
 
-WHOLE, SAMPLED = 1 << 22, 1 << 18
+WHOLE, SAMPLED = 1 << 22, 1 << 17
 """Trained elements up to which all values are compared; how many are beyond that, spread evenly."""
 
 _BITS = {2: torch.int16, 4: torch.int32}
