@@ -108,7 +108,7 @@ def outrun(folder: Path, rank: int) -> list[int]:
 def launched(tmp_path_factory) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("of2")
     with several.started(__file__, str(folder), log=folder / "log") as process:
-        status = process.wait(timeout=100)
+        status = process.wait(timeout=900)
     words = (folder / "log").read_text(errors="replace")[-3000:]
     assert status == 0, words
     return folder, [json.loads((folder / f"told.rank{rank}").read_text()) for rank in range(2)]

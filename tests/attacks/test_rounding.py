@@ -129,11 +129,15 @@ def _length(row: dict[str, Tensor]) -> int:
     return int(row["input_ids"].shape[1])
 
 
+@pytest.mark.false_alarm(1e-23)
 def test_200_runs_are_not_told_apart_by_the_low_bits_of_a_noised_vector():
     """y = fl(m + z) in float32 keeps the binary grid of m where |y| is small: 30 of 30 runs were told.
 
     The attack: the canary's sum has coordinates of one size m, the other world's are zero. Count the y
-    with |y| < m / 16 that lie on the grid of m, 2^-23 m: all of them with the canary, few without.
+    with |y| < m / 16 that lie on the grid of m, 2^-30: all of them with the canary, few without.
+    Of floats near y = 2^-11, 2^-12, ... one in 16, 32, ... lies on it, one in 30 over all. About 200
+    of 400,000 draws are small: Poisson(199) is below 51 with probability 1e-35, and half of 51 numbers
+    or more lie on the grid with probability 1e-24.
     """
     d, m = 10_000, 0.01
     mechanism = DPSGD(clip=1.0, noise_multiplier=1.0, expected_batch_size=1, dimension=d)
@@ -148,14 +152,15 @@ def test_200_runs_are_not_told_apart_by_the_low_bits_of_a_noised_vector():
     assert {score(total) for total in [m] * 100 + [0.0] * 100} == {1.0}
 
     def attacked(total: float) -> float:
-        """The same on floating-point noise: the attack has power."""
-        z = SecureNoise().normals(d, 0, 0).astype(np.float32)
+        """The same on floating-point noise, over 40 runs: the attack has power."""
+        z = SecureNoise().normals(40 * d, 0, 0).astype(np.float32)
         y = (np.float32(total) + z).astype(np.float64)
         small = y[np.abs(y) < m / 16]
+        assert len(small) > 50
         return float((small / spacing == np.rint(small / spacing)).mean())
 
-    assert min(attacked(m) for _ in range(10)) > 0.99
-    assert max(attacked(0.0) for _ in range(10)) < 0.5
+    assert attacked(m) == 1
+    assert attacked(0.0) < 0.5
 
 
 def test_the_adapter_of_a_run_with_a_canary_is_not_told_from_one_without(tmp_path: Any):

@@ -657,7 +657,7 @@ def test_discarded_weights_leave_results_and_ledger(tmp_path):
 
 
 def wait_for(child: Process) -> Exit:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while (found := child.poll()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -159,6 +159,7 @@ def test_level_probabilities_are_a_law_with_the_stated_mean(max_level):
     assert mean == pytest.approx((max_level + 1) / level_factor(max_level))
 
 
+@pytest.mark.false_alarm(0)  # a seed
 def test_levels_stop_as_algorithm_3_says():
     draw = np.random.default_rng(5)
     for _ in range(200):
@@ -261,6 +262,7 @@ def test_algorithm_4_refreshes_and_averages_as_written():
     assert found.y.tolist() == [1.0]
 
 
+@pytest.mark.false_alarm(1e-7)
 def test_an_average_of_softmaxes_is_drawn_from_with_secure_draws():
     iterates, average = [np.array([2.0, 0, 0]), np.array([0, 0, 3.0])], HiddenAverage()
     with pytest.raises(ValueError, match="nothing"):

@@ -163,7 +163,7 @@ def test_dtensors_of_one_process():
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert found.returncode == 0 and "all of it" in found.stdout, found.stderr[-2000:]
 

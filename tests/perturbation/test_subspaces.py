@@ -200,6 +200,7 @@ def test_cuda_gives_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch):
         assert same([t.cpu() for t in short_run()], expected)
 
 
+@pytest.mark.false_alarm(0)  # a fixed key
 @pytest.mark.statistical
 def test_the_second_moment_is_the_identity():
     """E[u u^T] = I over U and V, for a matrix with a vector beside it.

@@ -137,11 +137,13 @@ def test_parts_have_draws_of_their_own():
     assert not np.array_equal(noise.normals(50, 0, 0), noise.normals(50, 0, 1))
 
 
+@pytest.mark.false_alarm(2e-7)  # 1e-7, and a correlation of 6 deviations
 def test_keyed_draws_are_normal():
     draws = KeyedNoise(((0, new_noise_key()),)).normals(200_000, 3, 1)
-    assert stats.kstest(draws, "norm").pvalue > 1e-4
-    assert stats.kstest(draws * 1.02, "norm").pvalue < 1e-4
-    assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 0.01
+    assert stats.kstest(draws, "norm").pvalue > 1e-7
+    for wrong in (2 / 3, 1.1, 3 / 2):
+        assert stats.kstest(draws * wrong, "norm").pvalue < 1e-20
+    assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 6 / math.sqrt(200_000)
 
 
 def test_the_key_is_not_shown():
@@ -472,9 +474,14 @@ class _Shifted(InsecureSeededNoise):
         return SecureNoise().laplaces(size, step, part)
 
 
+@pytest.mark.false_alarm(1e-8)
 def test_an_error_of_a_draw_changes_cells_by_no_more_than_the_dither_allows():
-    """Step 3 of the proof with an error of 0.1 cells: ratios within e^0.4, and not all within e^0.2."""
-    size, scale = 400_000, 1.25 * 0.5
+    """Step 3 of the proof with an error of 0.1 cells: ratios within e^0.4, and not all within e^0.2.
+
+    Four shares within 6 deviations (at most 0.5 / sqrt(size)): 8e-9. The rarest cell has 12,000 draws
+    beside 18,000, so that a log ratio of 0.4 deviates by 0.012: 0.48 is 6.8 deviations beyond, 2e-11.
+    """
+    size, scale = 2_000_000, 1.25 * 0.5
     mechanism = DPSGD(clip=0.5, noise_multiplier=1.25, expected_batch_size=1, dimension=size)
     grid = dense_grid(scale)
     counts = []
@@ -493,14 +500,18 @@ def test_an_error_of_a_draw_changes_cells_by_no_more_than_the_dither_allows():
         [beyond(0.9) - beyond(1.9), 1 - beyond(0.9) - beyond(0.1)],
         [beyond(1.0) - beyond(2.0), 1 / 2 - beyond(1.0)],
     ]
-    assert near[:2] == pytest.approx(expected[0], abs=5 * 0.5 / math.sqrt(size))
-    assert far[:2] == pytest.approx(expected[1], abs=5 * 0.5 / math.sqrt(size))
+    assert near[:2] == pytest.approx(expected[0], abs=6 * 0.5 / math.sqrt(size))
+    assert far[:2] == pytest.approx(expected[1], abs=6 * 0.5 / math.sqrt(size))
     ratios = np.abs(np.log(near / far))
-    assert (ratios <= 0.1 / b + 0.05).all() and (ratios > 0.2).any()
+    assert (ratios <= 0.1 / b + 0.08).all() and (ratios > 0.2).any()
 
 
+@pytest.mark.false_alarm(1e-12)  # 12 and 24 deviations
 def test_the_dither_is_fresh_and_its_variance_is_small():
-    """Two sources of one key: the same noise, another dither; g^2 / 8 and g^2 / 12 a step."""
+    """Two sources of one key: the same noise, another dither; g^2 / 8 and g^2 / 12 a step.
+
+    A mean of 200,000 squares of a Laplace number beside a uniform one deviates by 0.4 % of itself.
+    """
     size, factorization = 200_000, correlation("banded").factorization(6)
     plan, released = plan_of("banded"), []
     for _ in range(2):

@@ -72,6 +72,7 @@ def test_the_plan_pays_for_the_grid():
     assert 0 < paid - epsilon_after(spec, 1000, 1e-5) < 1e-3 * ideal
 
 
+@pytest.mark.false_alarm(2e-9)  # two of 1e-9
 def test_the_low_bits_do_not_tell_a_total_from_zero():
     """The attack on y = fl(m + z) in float32: small y keep the binary grid of m. Here both worlds
     have the same support, and the counts of cells are those of the rounded Gaussian."""

@@ -200,6 +200,7 @@ def test_release_is_float32_divides_by_the_public_batch_size_and_adds_noise_once
         mechanism.release([0], 0, NOISE)
 
 
+@pytest.mark.false_alarm(2e-7)  # two cases
 @pytest.mark.parametrize(
     ("distribution", "law"), [("gaussian", stats.norm()), ("laplace", stats.laplace())]
 )
@@ -335,6 +336,7 @@ def test_vector_mechanism_adds_up_exactly(k):
         assert tuple(sum(column) for column in zip(*parts, strict=True)) == whole
 
 
+@pytest.mark.false_alarm(0)  # a seed
 def test_vector_mechanism_scales_its_noise():
     mechanism = vector(1, 0.3, noise_multiplier=2.0, expected_batch_size=5)
     noise = mechanism.release_part(np.zeros(20_000), InsecureSeededNoise(1), 0, 0)
@@ -420,6 +422,7 @@ class Drawn:
     laplace = gaussian
 
 
+@pytest.mark.false_alarm(3e-7)  # 1e-7 a case, and 6 deviations of the power
 @pytest.mark.statistical
 @pytest.mark.parametrize(
     ("distribution", "relation"), [("gaussian", "add_or_remove_one"), ("laplace", "replace_one")]
@@ -427,10 +430,10 @@ class Drawn:
 def test_audit_of_one_full_batch_step(distribution, relation):
     """An attacker with the best threshold test finds less than the claim, and most of it.
 
-    Data set A: one example at +C among zeros. B: it is missing, or it is at -C. From 40 000
-    releases of each, Clopper-Pearson at 99.9999 % bounds epsilon from below at delta = 0.02.
+    Data set A: one example at +C among zeros. B: it is missing, or it is at -C. From 80 000
+    releases of each, Clopper-Pearson bounds epsilon from below at delta = 0.02: two tails of 5e-8.
     """
-    draws, delta = 40_000, 0.02
+    draws, delta = 80_000, 0.02
     sigma = 1.2 if relation == "add_or_remove_one" else 2.4
     mechanism = scalar(1, 2.0, distribution, noise_multiplier=sigma, expected_batch_size=3)
     a = torch.tensor([[1e30], [0.0], [0.0]])
@@ -456,7 +459,7 @@ def test_audit_of_one_full_batch_step(distribution, relation):
     threshold = (high + low) / 2 + shift
     hits_a, hits_b = (int((r > threshold).sum()) for r in released)
     assert hits_b > 100
-    confident = 5e-7
+    confident = 5e-8
     p_a = stats.beta.ppf(confident, hits_a, draws - hits_a + 1)
     p_b = stats.beta.ppf(1 - confident, hits_b + 1, draws - hits_b)
     lower = math.log((p_a - delta) / p_b)

@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -89,17 +90,25 @@ def test_gamma_gives_no_more_trials_than_the_mean(shape: float) -> None:
     assert isinstance(gamma, Decimal)
 
 
+@pytest.mark.false_alarm(2e-7)  # two cases
 @pytest.mark.statistical
 @pytest.mark.parametrize(("mean", "shape"), [(3.0, 0.5), (3.0, math.inf)])
 def test_draws_follow_the_law(mean: float, shape: float) -> None:
-    """Chi-squared over k = 0..7 and the rest: 99.99 % of sound runs stay below 33.7 (8 degrees)."""
-    law, n = TrialCount(mean=mean, shape=shape), 4000
-    counts = Counter(min(law.draw(), 8) for _ in range(n))
-    expected = [law.probability(k) * n for k in range(8)]
-    expected.append(n - sum(expected))
-    cells = [(counts[k], e) for k, e in enumerate(expected) if e > 1]
-    assert sum((o - e) ** 2 / e for o, e in cells) < 33.7
-    assert sum(o for o, _ in cells) >= n - 4
+    """Chi-squared over k = 0..7 and the rest, at 1e-7; another mean is told by a p of 1e-20."""
+    n = 4000
+    counts = Counter(min(TrialCount(mean=mean, shape=shape).draw(), 8) for _ in range(n))
+
+    def p(mean: float) -> float:
+        law = TrialCount(mean=mean, shape=shape)
+        expected = [law.probability(k) * n for k in range(8)]
+        cells = [(counts[k], e) for k, e in enumerate([*expected, n - sum(expected)]) if e > 0]
+        return float(stats.chi2.sf(sum((o - e) ** 2 / e for o, e in cells), len(cells) - 1))
+
+    law = TrialCount(mean=mean, shape=shape)
+    shares = [law.probability(k) for k in range(8)]
+    assert min(s for s in [*shares, 1 - sum(shares)] if s) * n > 30  # the law of chi-square holds
+    assert p(mean) > 1e-7
+    assert max(p(mean * 2 / 3), p(mean * 3 / 2)) < 1e-20
 
 
 def test_draws_differ_from_each_other() -> None:

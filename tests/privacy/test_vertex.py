@@ -41,6 +41,7 @@ def hidden(scores):
     return made
 
 
+@pytest.mark.false_alarm(1e-7)
 @pytest.mark.parametrize("source", [SecureNoise(), InsecureSeededNoise(5)], ids=lambda s: s.name)
 def test_draws_follow_the_softmax_and_no_other_temperature(source):
     counts = np.bincount(hidden(SCORES).draw(DRAWS, source, 0), minlength=6)
@@ -49,6 +50,7 @@ def test_draws_follow_the_softmax_and_no_other_temperature(source):
         assert stats.chisquare(counts, DRAWS * softmax(wrong * SCORES)).pvalue < 1e-12
 
 
+@pytest.mark.false_alarm(2e-7)  # two shifts
 def test_a_large_common_shift_and_hopeless_vertices_change_nothing():
     for shift in (0.0, 2.0**40):
         scores = np.array([0.0, 1.0, -2000.0]) + shift
@@ -57,6 +59,7 @@ def test_a_large_common_shift_and_hopeless_vertices_change_nothing():
         assert stats.binomtest(int(counts[1]), 4000, math.e / (1 + math.e)).pvalue > FALSE_ALARM
 
 
+@pytest.mark.false_alarm(4e-9)  # 6 deviations, twice
 def test_draws_of_a_call_and_of_two_calls_are_independent():
     made = hidden(np.zeros(2))
     first, second = (made.draw(DRAWS, SecureNoise(), 0) for _ in range(2))
@@ -196,6 +199,7 @@ def test_rounding_stays_within_the_margin_after_many_increments():
     np.testing.assert_allclose(one._levels * one._grid, total, atol=1e-6)
 
 
+@pytest.mark.false_alarm(0)  # a seed
 def test_scores_are_cut_off_at_the_public_bound():
     made = HiddenScores(2, 0.01, 1.0)
     made.add_(np.array([50.0, -50.0]))

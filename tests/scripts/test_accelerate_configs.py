@@ -23,7 +23,7 @@ from accelerate.commands.config import load_config_from_file
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs" / "accelerate"
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
-LIMIT_S = 300
+LIMIT_S = 900
 
 
 def read(name: str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_a_recipe_with_a_device_map_launches_and_gives_the_weights_of_one_withou
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     weights = [load_file(tmp_path / name / "out/model.safetensors") for name in ("plain", "away")]

@@ -399,7 +399,7 @@ def test_a_dry_run_where_packages_are_missing(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "scripts.on_gpu", "run", "--dry_run", "--output_dir", str(tmp_path),
          "--stages", *tried],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": place}, capture_output=True, text=True, timeout=400,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": place}, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     kept = json.loads((tmp_path / "results.json").read_text())["stages"]

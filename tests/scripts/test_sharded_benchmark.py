@@ -18,7 +18,7 @@ def test_parts_are_halves_and_end_as_the_whole():
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
     assert found.returncode == 0, found.stderr[-2000:]
     result = json.loads(found.stdout[found.stdout.index("{\n") :])

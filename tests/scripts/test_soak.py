@@ -31,7 +31,7 @@ def test_a_few_kills(tmp_path: Path) -> None:
     place = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--output_dir", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, **place}, capture_output=True, text=True, timeout=600,
+        cwd=ROOT, env={**os.environ, **place}, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads((tmp_path / "soak.json").read_text())

@@ -33,7 +33,7 @@ class Launch:
         log = folder / "log"
         script = several.__file__
         with several.started(script, str(world), str(folder), log=log) as process:
-            status = process.wait(timeout=400)
+            status = process.wait(timeout=900)
         assert world > 2 or status == 0, log.read_text(errors="replace")[-3000:]
         files = [folder / f"checks.rank{rank}" for rank in range(world)]
         self.told = [json.loads(f.read_text()) for f in files if f.is_file()]
@@ -90,8 +90,9 @@ def test_gradients_of_several_processes_add_up_to_those_of_one(one, launch):
         assert float((alone - base).abs().max()) > 1e-3
 
 
+@pytest.mark.false_alarm(2e-7)  # 5.4 deviations, two launches
 def test_first_order_noise_is_drawn_once(launch):
-    """The variance of 5,874 noised coordinates is known to 2 %; two draws would double it."""
+    """The variance of 5,874 noised coordinates is known to 1.85 %; two draws would double it."""
     told = [one["noise"] for one in launch.told]
     assert len(set(told)) == 1
     deviation = 1e-3 * 1e4 * 0.5 / 12  # learning rate x sigma C / B
@@ -173,4 +174,4 @@ def test_a_rank_that_fails_stops_the_others_who_name_it(launch):
     assert len(others) == last
     for told in others:
         assert told["failing"][0].startswith("RankError") and words in told["failing"][0]
-        assert told["seconds"] < 60
+        assert told["seconds"] < 300  # the collectives themselves would wait for half an hour

@@ -274,9 +274,13 @@ def test_a_compiled_model_is_refused(tmp_path):
         build(tmp_path, model=model, method="dp-sgd", **FIRST).train()
 
 
+@pytest.mark.false_alarm(2e-7)
 @pytest.mark.statistical
 def test_the_noise_on_the_weights_has_the_stated_deviation(tmp_path):
-    """Power: the law of a frozen-gradient step rejects 2/3 and 3/2 of its deviation."""
+    """Power: the law of a frozen-gradient step rejects 2/3 and 3/2 of its deviation.
+
+    False alarms: 1e-7 of Kolmogorov and Smirnov's test, 2e-9 of a mean beyond 6 deviations.
+    """
     from scipy import stats
 
     trainer = build(tmp_path, method="dp-sgd", max_steps=1, learning_rate=1.0,
@@ -288,10 +292,10 @@ def test_the_noise_on_the_weights_has_the_stated_deviation(tmp_path):
     pairs = zip(tiny_model().parameters(), totals, trainer.model.parameters())
     noise = torch.cat([(b - t / 12 - a).detach().view(-1) for b, t, a in pairs]).numpy()
     scaled = noise / (2.0 * 4.0 / 12)
-    assert stats.kstest(scaled, "norm").pvalue > 1e-4
+    assert stats.kstest(scaled, "norm").pvalue > 1e-7
     for wrong in (2 / 3, 3 / 2):
         assert stats.kstest(scaled * wrong, "norm").pvalue < 1e-9
-    assert abs(float(np.mean(scaled))) < 5 / math.sqrt(len(scaled))
+    assert abs(float(np.mean(scaled))) < 6 / math.sqrt(len(scaled))
 
 
 @pytest.mark.parametrize("place", ["parameter", "module"])

@@ -190,7 +190,7 @@ def test_a_killed_run_leaves_nothing_of_its_weights(tmp_path: Path, base: Path):
     }
     before = digests(base)
     code = subprocess.run(
-        [sys.executable, "-c", script.replace("{}", "40")], env=environment, timeout=120
+        [sys.executable, "-c", script.replace("{}", "40")], env=environment, timeout=900
     ).returncode
     assert code == -signal.SIGKILL
     assert digests(base) == before

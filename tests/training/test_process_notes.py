@@ -139,7 +139,7 @@ def test_a_note_that_cannot_be_written_stops_a_start(tmp_path: Path, monkeypatch
 def of_two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("of2")
     with started(__file__, str(folder), log=folder / "log") as process:
-        status = process.wait(timeout=300)
+        status = process.wait(timeout=900)
     assert status == 0, (folder / "log").read_text(errors="replace")[-3000:]
     return folder
 

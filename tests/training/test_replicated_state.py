@@ -147,7 +147,7 @@ def in_parts(folder: Path, rank: int) -> None:
 @pytest.mark.slow
 def test_processes_with_parts_stop_where_one_drifts(tmp_path: Path) -> None:
     with started(__file__, str(tmp_path), log=tmp_path / "log") as process:
-        status = process.wait(timeout=180)
+        status = process.wait(timeout=900)
     assert status == 0, (tmp_path / "log").read_text(errors="replace")[-3000:]
     told = [json.loads((tmp_path / f"told.{rank}").read_text()) for rank in (0, 1)]
     assert told[0] == told[1] and set(told[0]) == {nudge.__name__ for nudge in IN_PARTS}

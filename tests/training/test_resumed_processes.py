@@ -58,7 +58,7 @@ def in_two(folder: Path, steps: int) -> None:
     """`train` in two new processes, which are killed."""
     log = folder.with_suffix(".log")
     with started(__file__, str(folder), str(steps), log=log) as process:
-        status = process.wait(timeout=240)
+        status = process.wait(timeout=900)
     assert status in (-signal.SIGKILL, 1, -signal.SIGABRT), log.read_text(errors="replace")[-3000:]
 
 

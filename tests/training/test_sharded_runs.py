@@ -186,7 +186,7 @@ def runs(tmp_path_factory) -> dict[int, Path]:
         torch.set_num_threads(1)  # as in the two
         train(folders[1], processes=1, other=folders[2])
         torch.set_num_threads(threads)
-        assert two.wait(timeout=400) == 0, (folders[2] / "errors").read_text()[-3000:]
+        assert two.wait(timeout=900) == 0, (folders[2] / "errors").read_text()[-3000:]
     return folders
 
 
@@ -311,7 +311,7 @@ def test_accelerate_launches_an_ordinary_script(tmp_path):
     try:
         one = build(tmp_path / "one", max_steps=3)
         one.train()
-        assert process.wait(timeout=300) == 0, (tmp_path / "errors").read_text()[-3000:]
+        assert process.wait(timeout=900) == 0, (tmp_path / "errors").read_text()[-3000:]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
