@@ -74,12 +74,12 @@ class Sampler(ABC):
         return self.expected_batch_size / self.num_examples
 
     @property
-    def batches(self) -> int:
-        """E = ceil(n / B): steps in an epoch, as a DataLoader counts them.
+    def steps_per_epoch(self) -> int:
+        """ceil(n / B), as a DataLoader counts. Accounting knows epochs of fixed batches only (`batches`).
 
-        >>> PoissonSampler(num_examples=1000, expected_batch_size=16).batches
+        >>> PoissonSampler(num_examples=1000, expected_batch_size=16).steps_per_epoch
         63
-        >>> PoissonSampler(num_examples=15, expected_batch_size=15 / 13).batches  # 13 up to rounding
+        >>> PoissonSampler(num_examples=15, expected_batch_size=15 / 13).steps_per_epoch  # rounded
         13
         """
         return math.ceil(self.num_examples / self.expected_batch_size - 1e-9)
@@ -239,6 +239,11 @@ class FixedBatchesSampler(Sampler):
                 f"expected_batch_size={self.expected_batch_size} is not a whole number; fixed batches "
                 "need one (PoissonSampler takes any size)."
             )
+
+    @property
+    def batches(self) -> int:
+        """E, steps in an epoch."""
+        return math.ceil(self.num_examples / self.expected_batch_size)
 
     def _indices(self, step: int, key: bytes) -> np.ndarray:
         size, place = int(self.expected_batch_size), step % self.batches

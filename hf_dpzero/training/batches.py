@@ -234,7 +234,7 @@ class StepSampler(Sampler[int]):
         self.trainer, self._begun = trainer, False
 
     def __len__(self) -> int:
-        return int(self.trainer.plan.sampler.batches)
+        return int(self.trainer.plan.sampler.steps_per_epoch)
 
     def __iter__(self) -> Iterator[int]:
         start = self.trainer.state.global_step

@@ -357,7 +357,7 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
         """T: max_steps, or num_train_epochs of ceil(n / B) steps each, as Trainer counts."""
         if self.max_steps > 0:
             return int(self.max_steps)
-        steps = math.ceil(self.num_train_epochs * sampler_of(self, num_examples).batches)
+        steps = math.ceil(self.num_train_epochs * sampler_of(self, num_examples).steps_per_epoch)
         check_warmup(self, steps)
         return steps
 
@@ -444,7 +444,7 @@ def _refuse_deepspeed(settings: Any) -> None:
             f"{asked} wraps the model in an engine whose parameters the perturbation does not follow, "
             "to divide gradients and optimizer states that this training has not: use plain data "
             "parallelism (accelerate launch --multi_gpu, one process a GPU). For a model that does not "
-            "fit on one device use FSDP2 (accelerate launch --config_file configs/accelerate/fsdp2.yaml) "
+            "fit on one device use FSDP2 (--config_file configs/accelerate/fsdp2.yaml) "
             "or one process with offload (configs/accelerate/offload.yaml)."
         )
 

@@ -149,7 +149,7 @@ class RunCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Says what runs, once, on rank 0."""
         self._seconds, self._paid = [], self.trainer.trajectory.next_step
-        self._first_epoch = state.global_step // self.trainer.plan.sampler.batches
+        self._first_epoch = state.global_step // self.trainer.plan.sampler.steps_per_epoch
         if state.global_step == 0:
             self.trainer.follow_scheduler()
         if _speaks(args, state):
@@ -167,7 +167,7 @@ class RunCallback(TrainerCallback):
         """Sets the next rate, and `state.epoch` after a resume, before other callbacks and logs."""
         self.trainer.follow_scheduler()
         if (done := self._first_epoch) is not None:  # Trainer forgets the steps before a resume
-            steps = self.trainer.plan.sampler.batches
+            steps = self.trainer.plan.sampler.steps_per_epoch
             state.epoch = done + (state.global_step - done * steps) / steps
         if state.global_step <= self._paid or len(self._seconds) == _TIMED_STEPS:
             return

@@ -106,6 +106,7 @@ class DPZeroMixin(PublishingTrainer):
     longest_row: int | None = None  # tokens that rows were cut to by whoever made them
     compiling: contextlib.ExitStack | None = None  # open inside train()
     split = ALONE
+    _rate = math.nan  # of the last step
 
     def __init__(
         self,
@@ -353,7 +354,11 @@ class DPZeroMixin(PublishingTrainer):
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
-        """The rate of the next update: the optimizer's, which a callback may have set.
+        """The last step's, for logs."""
+        return self._rate
+
+    def _optimizer_rate(self) -> float:
+        """The rate of the next update, which a callback may have set.
 
         Raises:
           ValueError: groups of parameters have several rates.
@@ -378,8 +383,7 @@ class DPZeroMixin(PublishingTrainer):
 
     def _check_rate(self, *_: Any) -> None:
         """Refuses an update with another rate than that of the step's release."""
-        assert self.trajectory is not None
-        if (rate := self._get_learning_rate()) != self._rate:
+        if (rate := self._optimizer_rate()) != self._rate:
             raise ValueError(
                 f"a callback set the learning rate from {self._rate:g} to {rate:g} between a step's "
                 "release, which the ledger has, and its update: set it in on_step_begin or on_step_end."
@@ -444,7 +448,7 @@ class DPZeroMixin(PublishingTrainer):
                 f"{logged}: its report speaks of all steps. Set it before train(), in a new output_dir."
             )
         try:
-            self._rate = self._get_learning_rate()
+            self._rate = self._optimizer_rate()
             statistics = self.method.take(inputs, self._rate)
         except ParameterChanged:
             self._tainted = True
