@@ -390,7 +390,7 @@ INHERITED: Mapping[str, tuple[str, Cost]] = {
         ),
     ),
     "num_train_epochs": (
-        "without `max_steps`: T = ceil(num_train_epochs n / B)",
+        "without `max_steps`: T = ceil(num_train_epochs ceil(n / B))",
         Cost("as `max_steps`", "in proportion"),
     ),
     "per_device_train_batch_size": (

@@ -35,7 +35,12 @@ _TRAINER = {
     "an overridden `create_scheduler`": "is used",
     f"an overridden {', '.join(f'`{name}`' for name in INSTEAD)}": "refused, with what to use instead",
     "`preprocess_logits_for_metrics`, `compute_metrics`, `data_collator`": "as in Trainer",
-    "callbacks that stop the training": "as in Trainer; the report counts the steps that were taken",
+    "callbacks that stop the training or end an epoch": "as in Trainer; the report counts the steps "
+    "that were taken",
+    "callbacks that set `optimizer.param_groups[i]['lr']`": "before a step: it is taken, written to the "
+    "ledger and logged; groups of several rates are refused",
+    "`push_to_hub(...)`": "what Trainer's takes, but for `blocking=False`; entries of its card are "
+    "named in a warning",
 }
 _SECTIONS = {
     REFUSED: ("Refused", "why, and what to do"),

@@ -73,6 +73,17 @@ class Sampler(ABC):
         """q = B / n: the probability that a given example is in the batch, before any cap."""
         return self.expected_batch_size / self.num_examples
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """ceil(n / B), as a DataLoader counts. Accounting knows epochs of fixed batches only (`batches`).
+
+        >>> PoissonSampler(num_examples=1000, expected_batch_size=16).steps_per_epoch
+        63
+        >>> PoissonSampler(num_examples=15, expected_batch_size=15 / 13).steps_per_epoch  # rounded
+        13
+        """
+        return math.ceil(self.num_examples / self.expected_batch_size - 1e-9)
+
     def batch(self, step: int, key: bytes) -> np.ndarray:
         """The step's examples, a pure function of the arguments.
 

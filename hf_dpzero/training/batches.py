@@ -224,19 +224,20 @@ def places_of(microbatches: Sequence[Mapping[str, Tensor]]) -> list[int]:
 
 
 class StepSampler(Sampler[int]):
-    """The steps of one epoch, from wherever the trainer is to the next multiple of n / B.
+    """The next ceil(n / B) steps; at first, after a resume, those that are left of such an epoch.
 
-    Epochs are a reporting unit only (Poisson sampling has none): n / B steps each, rounded.
+    Epochs are a reporting unit only (Poisson sampling has none). One that a callback ends early
+    (`should_epoch_stop`) has fewer steps, and the next one takes them up.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+        self.trainer, self._begun = trainer, False
 
     def __len__(self) -> int:
-        sampler = self.trainer.plan.sampler
-        return max(1, round(sampler.num_examples / sampler.expected_batch_size))
+        return int(self.trainer.plan.sampler.steps_per_epoch)
 
     def __iter__(self) -> Iterator[int]:
         start = self.trainer.state.global_step
-        stop = (start // len(self) + 1) * len(self)
-        return iter(range(start, min(stop, self.trainer.plan.steps)))
+        taken = 0 if self._begun else start % len(self)
+        self._begun = True
+        return iter(range(start, min(start + len(self) - taken, self.trainer.plan.steps)))

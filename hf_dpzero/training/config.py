@@ -27,7 +27,7 @@ from hf_dpzero.training.defaults import fill_in
 from hf_dpzero.training.group_settings import GROUP_WEIGHTS, groups_of
 from hf_dpzero.training.kinds import check_scheduler_settings
 from hf_dpzero.training.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
-from hf_dpzero.training.plan_settings import plan_of
+from hf_dpzero.training.plan_settings import plan_of, sampler_of
 from hf_dpzero.training.ranges import check_ranges, check_warmup
 from hf_dpzero.training.released_signal import ON_NO_SIGNAL
 from hf_dpzero.training.schedule_settings import factors_of
@@ -354,13 +354,10 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
         return self.microbatch_size or self.per_device_train_batch_size
 
     def steps(self, num_examples: int) -> int:
-        """T: max_steps, or num_train_epochs worth of expected batches."""
+        """T: max_steps, or num_train_epochs of ceil(n / B) steps each, as Trainer counts."""
         if self.max_steps > 0:
             return int(self.max_steps)
-        epoch = num_examples / self.expected_batch_size
-        if self.sampling == "fixed_batches":
-            epoch = math.ceil(epoch)
-        steps = max(1, math.ceil(self.num_train_epochs * epoch))
+        steps = math.ceil(self.num_train_epochs * sampler_of(self, num_examples).steps_per_epoch)
         check_warmup(self, steps)
         return steps
 

@@ -81,7 +81,7 @@ _SHARDS = Use(
 FIELDS: dict[str, tuple[Use, ...]] = {
     **{name: (Use(WORKS),) for name in _AS_IN_TRAINER},
     "num_train_epochs": (
-        Use(WORKS, "passes in expectation: T = ceil(num_train_epochs n / expected_batch_size) steps"),
+        Use(WORKS, "of ceil(n / expected_batch_size) steps, so passes in expectation"),
     ),
     "lr_scheduler_type": (
         Use(WORKS, "also those that follow a metric: evaluation data is public, and rates are logged"),
@@ -241,14 +241,7 @@ FIELDS: dict[str, tuple[Use, ...]] = {
         ),
         Use(UNUSED, "push_to_hub is off, and push_to_hub() ships an allow list at the end"),
     ),
-    "hub_revision": (
-        Use(
-            REFUSED,
-            "names a branch, and hf_dpzero.reporting.hub uploads to the main one: leave it out.",
-            where="push_to_hub",
-        ),
-        Use(UNUSED, "hf_dpzero.reporting.hub uploads to the main branch"),
-    ),
+    "hub_revision": (Use(WORKS, "an existing branch"),),
     "fsdp": (
         Use(
             REFUSED,

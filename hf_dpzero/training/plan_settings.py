@@ -63,7 +63,7 @@ def _plan_of(config: Any, num_examples: int, dimension: int | None) -> PrivacyPl
 def _calibrated(config: Any, num_examples: int, mechanism: Mapping[str, Any]) -> PrivacyPlan:
     steps = config.steps(num_examples)
     plan = PrivacyPlan(
-        sampler=_sampler(config, num_examples),
+        sampler=sampler_of(config, num_examples),
         mechanism=mechanism_from_dict(mechanism),
         steps=steps,
         relation=config.neighboring_relation,
@@ -105,7 +105,8 @@ def extension_warning(plan: PrivacyPlan, target: float | None, delta: float) -> 
     )
 
 
-def _sampler(config: Any, num_examples: int) -> Sampler:
+def sampler_of(config: Any, num_examples: int) -> Sampler:
+    """The sampler of a `DPZeroConfig` for n rows."""
     full, cap = config.sampling == "full_batch", config.max_batch_size
     settings = {
         "name": config.sampling,
@@ -117,7 +118,7 @@ def _sampler(config: Any, num_examples: int) -> Sampler:
 
 def _mechanism(config: Any, num_examples: int) -> dict[str, Any]:
     """The method's mechanism by name and fields, for `mechanism_from_dict`; its clip fixed."""
-    batch = _sampler(config, num_examples).expected_batch_size
+    batch = sampler_of(config, num_examples).expected_batch_size
     values: dict[str, Any] = {"name": config.method, "expected_batch_size": batch}
     if not config.not_private:
         values |= {"clip": config.clip, "noise_multiplier": config.noise_multiplier or 0.0}

@@ -134,7 +134,7 @@ def replace_progress(trainer: Any) -> None:
 
 
 class RunCallback(TrainerCallback):
-    """The banner at the start, the time left after three steps, and epochs as expected passes.
+    """The banner at the start, the time left after three steps, and a straight run's count of epochs.
 
     Args:
       trainer: a `DPZeroTrainer`.
@@ -144,20 +144,31 @@ class RunCallback(TrainerCallback):
         self.trainer = trainer
         self._seconds: list[float] = []
         self._since, self._paid = 0.0, 0
+        self._first_epoch: int | None = None  # while it runs
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Says what runs, once, on rank 0."""
         self._seconds, self._paid = [], self.trainer.trajectory.next_step
+        self._first_epoch = state.global_step // self.trainer.plan.sampler.steps_per_epoch
+        if state.global_step == 0:
+            self.trainer.follow_scheduler()
         if _speaks(args, state):
             tqdm.write(banner(self.trainer))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leaves `state.epoch` to Trainer from here on."""
+        self._first_epoch = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts the clock of a step that is not replayed."""
         self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Sets `state.epoch` = step * B / n before anything is logged, also after a resume."""
-        state.epoch = state.global_step * self.trainer.plan.sampler.sampling_probability
+        """Sets the next rate, and `state.epoch` after a resume, before other callbacks and logs."""
+        self.trainer.follow_scheduler()
+        if (done := self._first_epoch) is not None:  # Trainer forgets the steps before a resume
+            steps = self.trainer.plan.sampler.steps_per_epoch
+            state.epoch = done + (state.global_step - done * steps) / steps
         if state.global_step <= self._paid or len(self._seconds) == _TIMED_STEPS:
             return
         self._seconds.append(time.perf_counter() - self._since)

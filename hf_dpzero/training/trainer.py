@@ -103,6 +103,7 @@ class DPZeroMixin(PublishingTrainer):
     longest_row: int | None = None  # tokens that rows were cut to by whoever made them
     compiling: contextlib.ExitStack | None = None  # open inside train()
     split = ALONE
+    _rate = math.nan  # of the last step
 
     def __init__(
         self,
@@ -327,7 +328,44 @@ class DPZeroMixin(PublishingTrainer):
             )
             self.method: TrainingMethod = kind(self, self._method_state)
             self.optimizer = self.method.optimizer or super().create_optimizer(model)
+            self.optimizer.register_step_pre_hook(self._check_rate)
         return self.optimizer
+
+    def _get_learning_rate(self) -> float:
+        """The last step's, for logs."""
+        return self._rate
+
+    def _optimizer_rate(self) -> float:
+        """The rate of the next update, which a callback may have set.
+
+        Raises:
+          ValueError: groups of parameters have several rates.
+        """
+        assert self.optimizer is not None
+        rates = sorted({float(group["lr"]) for group in self.optimizer.param_groups})
+        if len(rates) > 1:
+            raise ValueError(
+                f"learning rates {rates} of several groups of parameters, and the ledger writes one for "
+                "each step: set the same in all of optimizer.param_groups."
+            )
+        return rates[0]
+
+    def follow_scheduler(self) -> None:
+        """Sets the rate by a scheduler that was made with another optimizer: optimizers=(None, it)."""
+        scheduler, optimizer = self.lr_scheduler, self.optimizer
+        assert scheduler is not None and optimizer is not None
+        groups = optimizer.param_groups
+        if getattr(getattr(scheduler, "optimizer", None), "param_groups", None) is not groups:
+            for group in groups:
+                group["lr"] = scheduler.get_last_lr()[0]
+
+    def _check_rate(self, *_: Any) -> None:
+        """Refuses an update with another rate than that of the step's release."""
+        if (rate := self._optimizer_rate()) != self._rate:
+            raise ValueError(
+                f"a callback set the learning rate from {self._rate:g} to {rate:g} between a step's "
+                "release, which the ledger has, and its update: set it in on_step_begin or on_step_end."
+            )
 
     @property
     def space(self) -> ParameterSpace:
@@ -382,7 +420,8 @@ class DPZeroMixin(PublishingTrainer):
         """
         assert self.step.trajectory is self.trajectory
         try:
-            statistics = self.method.take(inputs, self._get_learning_rate())
+            self._rate = self._optimizer_rate()
+            statistics = self.method.take(inputs, self._rate)
         except ParameterChanged:
             self._tainted = True
             raise
