@@ -139,19 +139,6 @@ def restarted(problem: Problem, strong_convexity: float, constant: float = 1.0) 
     return base._replace(descent=replace(base.descent, stages=stages))
 
 
-def restart_budget(epsilon: float, delta: float, stages: int) -> tuple[float, float]:
-    """The paper's budget of one stage: eps / (2 sqrt(2 tau ln(2/delta))), delta / (2 tau).
-
-    Args:
-      epsilon, delta: of the whole.
-      stages: tau.
-
-    Returns:
-      Epsilon and delta of a stage. One accountant over all steps needs less noise.
-    """
-    return epsilon / (2 * math.sqrt(2 * stages * math.log(2 / delta))), delta / (2 * stages)
-
-
 def hoelder(problem: Problem, exponent: float, constant: float, accuracy: float) -> Parameters:
     """Theorem 7: gradients with ||grad f(x) - grad f(y)|| <= M_nu ||x - y||^nu on the ball of radius 7R.
 

@@ -195,33 +195,6 @@ def multipliers_for(schedule: NoiseSchedule | None, steps: int, budget: float) -
     return optimal_multipliers(log_influence, budget)
 
 
-def rate_log_influence(rates: Floats, smoothness: float, pl_constant: float) -> Floats:
-    """log q_t for any learning rates: eta_t^2 prod_{i>t} (1 - 2 mu eta_i (1 - M eta_i / 2)).
-
-    From the recursion in the proof of Theorem 4.2; with eta_t = 1/M it is gamma^(T-t) / M^2.
-
-    Args:
-      rates: eta_t in (0, 2/M), float64 [T].
-      smoothness: M.
-      pl_constant: mu, in (0, M].
-
-    Returns:
-      float64 [T].
-
-    Raises:
-      ValueError: constants or rates out of range.
-    """
-    rates = np.asarray(rates, dtype=np.float64)
-    if not 0 < pl_constant <= smoothness:
-        raise ValueError(f"mu={pl_constant} must be in (0, M={smoothness}].")
-    if not ((rates > 0) & (rates < 2 / smoothness)).all():
-        raise ValueError(f"rates from {rates.min()} to {rates.max()} must be in (0, 2/M).")
-    with np.errstate(divide="ignore"):
-        kept = np.log1p(-2 * pl_constant * rates * (1 - smoothness * rates / 2))
-    after = np.append(np.cumsum(kept[:0:-1])[::-1], 0.0)
-    return np.asarray(2 * np.log(rates) + after)
-
-
 def momentum_influence(steps: int, gamma: float, beta: float) -> Floats:
     r"""log of the exact coefficient of sigma_i^2 in U_3 of Theorem 4.6.
 

@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 from dp_accounting import rdp
+from dp_accounting.dp_event import ZCDpEvent
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from scipy import stats
 from scipy.optimize import brentq
@@ -18,7 +19,6 @@ from hf_dpzero.privacy.mechanisms.vertex import (
     HiddenScores,
     VertexDraw,
     draws_epsilon,
-    draws_event,
     total_rho,
     zcdp_epsilon,
     zcdp_rho,
@@ -172,7 +172,7 @@ def test_costs_add_up_with_other_releases():
     a, b = VertexDraw(sensitivity=0.01), VertexDraw(sensitivity=0.02, one_sided=True)
     # both ranges are 0.02
     assert total_rho([(a, 3), (b, 4)]) == pytest.approx(7 * 0.02**2 / 8 * (1 + ROUNDING) ** 2)
-    accountant = rdp.RdpAccountant().compose(draws_event([(a, 3), (b, 4)]))
+    accountant = rdp.RdpAccountant().compose(ZCDpEvent(rho=total_rho([(a, 3), (b, 4)])))
     assert accountant.get_epsilon(1e-5) >= zcdp_epsilon(total_rho([(a, 3), (b, 4)]), 1e-5) > 0
     assert draws_epsilon([], 1e-6) == draws_epsilon([(VertexDraw(sensitivity=0.0), 9)], 1e-6) == 0
 

@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,23 +100,6 @@ def total_rho(draws: Draws) -> float:
       ValueError: a negative count.
     """
     return math.fsum(count * draw.rho for draw, count in _checked(draws))
-
-
-def draws_event(draws: Draws) -> Any:
-    """The dp-accounting event of all draws, for the RDP accountant.
-
-    Args:
-      draws: kinds and counts.
-
-    Returns:
-      A `ZCDpEvent`.
-
-    Raises:
-      ValueError: a negative count.
-    """
-    from dp_accounting.dp_event import ZCDpEvent
-
-    return ZCDpEvent(rho=total_rho(draws))
 
 
 def draws_epsilon(draws: Draws, delta: float) -> float:
