@@ -1,4 +1,4 @@
-"""The plan of a run, and what it publishes of itself: privacy report, model card, files on the Hub."""
+"""The plan of a run, and what it saves and publishes: checkpoints, weights, report and card."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from transformers import Trainer
 from transformers.utils import logging
 
-from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -23,10 +23,14 @@ from hf_dpzero.reporting.budget import BudgetMeter
 from hf_dpzero.reporting.extension import header_entries, worst_tuning
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import base_origins, earlier_runs
+from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import NOT_COMPARED, delta_words
-from hf_dpzero.training import data_checks
+from hf_dpzero.training import checkpoint_files, data_checks, distributed, termination
+from hf_dpzero.training.base_weights import state_digest
+from hf_dpzero.training.between_steps import WeightsBetweenSteps
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.defaults import learning_rate, resolve
+from hf_dpzero.training.initial_values import copy_initial_values
 from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.prediction import PredictingTrainer
 from hf_dpzero.training.validation import SavedBesides
@@ -45,6 +49,7 @@ class PublishingTrainer(PredictingTrainer):
 
     args: DPZeroConfig
     model: Any
+    method: Any
     train_dataset: Any
     noise: NoiseSource
     trajectory: Trajectory | None = None
@@ -53,6 +58,11 @@ class PublishingTrainer(PredictingTrainer):
     _delta: float | None = None
     _resolved: DPZeroConfig | None = None
     _given: tuple[Any, ...] = ()  # what the three were made of
+    _besides: SavedBesides | None = None
+    _weights: WeightsBetweenSteps | None = None
+    _tainted = False  # a forward pass wrote to the weights
+    _trained_digest: str | None = None  # of the weights that training ended in
+    _saved_step: int | None = None  # of the last checkpoint that this call of train() wrote
 
     @property
     def output_dir(self) -> str:
@@ -157,6 +167,63 @@ class PublishingTrainer(PredictingTrainer):
         """Runs that the base model came out of; read once, before this run writes anything."""
         covered = [run["weights_digest"] for run in self._extended]
         return earlier_runs(base_origins(self.model), covered)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        assert self._besides is not None
+        self._besides.check()
+        self.method.settle_()
+        write = super()._save_checkpoint
+        checkpoint_files.save_whole(self, lambda: write(model, trial))
+        self._saved_step = self.state.global_step
+
+    def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
+        evaluates, control = self.control.should_evaluate, self.control
+        if stops := distributed.stop_agreed():
+            control.should_evaluate = control.should_save = False
+        try:
+            super()._maybe_log_save_evaluate(*given, **named)
+        except (Exception, termination.Terminated):  # an evaluation that is cut short
+            if distributed.active() or not distributed.stop.asked:
+                raise
+        if stops or distributed.stop_agreed(ask=evaluates):
+            self._stop()
+
+    def _stop(self) -> NoReturn:
+        """Leaves training after SIGTERM, with a checkpoint of this step that can be resumed."""
+        weights_alone = self.args.save_only_model
+        if self._saved_step != self.state.global_step or weights_alone:
+            self.args.save_only_model = False
+            try:
+                self._save_checkpoint(self.model, None)
+            finally:
+                self.args.save_only_model = weights_alone
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        raise termination.Terminated
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.output_dir)
+        checkpoint_files.refuse_checkpoint(Path(self.output_dir), folder)
+        if self._tainted:
+            raise ValueError(
+                "a forward pass wrote into the trained parameters, which now carry un-noised private "
+                "data and are not saved: make the module leave them alone and start again from the "
+                "base model."
+            )
+        if self._weights is not None:
+            self._weights.check()
+        if self._trained_digest not in (None, state_digest(self.model)):
+            raise ValueError(
+                "the model was changed after training, so it is not what the privacy report speaks of: "
+                "save_model() before anything else changes it, or save it elsewhere with "
+                "model.save_pretrained(), without a report."
+            )
+        if self._besides is not None:
+            self._besides.check_state()
+        super()._save(output_dir, state_dict)
+        if self.trajectory is not None and self.args.should_save:
+            self.trajectory.to_safetensors(folder / SHIPPING_NAME)
+            bound_to(self.privacy_report(), folder).save(folder / REPORT_FILE)
+            copy_initial_values(self.output_dir, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as README.md in output_dir, once `save_model` wrote a report there."""

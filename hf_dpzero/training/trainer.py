@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import datasets
 import numpy as np
@@ -18,17 +17,14 @@ from transformers.utils import logging
 
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import PerExampleLoss, Within
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.reporting.budget import budget_metrics
-from hf_dpzero.reporting.privacy_report import REPORT_FILE
-from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.training import (
-    checkpoint_files,
     data_checks,
     distributed,
     noise_keys,
@@ -39,16 +35,14 @@ from hf_dpzero.training import (
     termination,
     validation,
 )
-from hf_dpzero.training.base_weights import check_frozen, mark_as_trained, state_digest
+from hf_dpzero.training.base_weights import check_frozen, mark_as_trained
 from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.between_steps import WeightsBetweenSteps
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.evaluation_data import PrivateRows
 from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.group_settings import row_groups
 from hf_dpzero.training.group_training import group_logs
-from hf_dpzero.training.initial_values import copy_initial_values
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
     TrainingMethod,
@@ -102,7 +96,6 @@ class DPZeroMixin(PublishingTrainer):
     rows_are_examples = False  # known by their form
     _texts: TextRows | None = None
     _row_groups: np.ndarray | None = None  # private
-    _saved_step: int | None = None  # of the last checkpoint that this call of train() wrote
     longest_row: int | None = None  # tokens that rows were cut to by whoever made them
     compiling: contextlib.ExitStack | None = None  # open inside train()
     split = ALONE
@@ -152,12 +145,8 @@ class DPZeroMixin(PublishingTrainer):
         self.shapes: FixedShapes | None = None
         self._keys: noise_keys.RunKeys | None = None
         self._diagnostics: dict[str, float] = {}
-        self._besides: validation.SavedBesides | None = None
         self._started_from = ""  # digest of the model; of a resumed run's it is not known
-        self._trained_digest: str | None = None  # of the weights that training ended in
         self._reads = contextlib.ExitStack()
-        self._tainted = False
-        self._weights: WeightsBetweenSteps | None = None
         screen.replace_progress(self)
         self.watch = SignalCallback(self)
         self.callback_handler.callbacks[:0] = [
@@ -483,60 +472,3 @@ class DPZeroMixin(PublishingTrainer):
         """An upper bound on the epsilon of the steps taken so far."""
         taken = self.trajectory.next_step if self.trajectory else 0
         return self.meter.at(min(taken, self.plan.steps))
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        assert self._besides is not None
-        self._besides.check()
-        self.method.settle_()
-        write = super()._save_checkpoint
-        checkpoint_files.save_whole(self, lambda: write(model, trial))
-        self._saved_step = self.state.global_step
-
-    def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
-        evaluates, control = self.control.should_evaluate, self.control
-        if stops := distributed.stop_agreed():
-            control.should_evaluate = control.should_save = False
-        try:
-            super()._maybe_log_save_evaluate(*given, **named)
-        except (Exception, termination.Terminated):  # an evaluation that is cut short
-            if distributed.active() or not distributed.stop.asked:
-                raise
-        if stops or distributed.stop_agreed(ask=evaluates):
-            self._stop()
-
-    def _stop(self) -> NoReturn:
-        """Leaves training after SIGTERM, with a checkpoint of this step that can be resumed."""
-        weights_alone = self.args.save_only_model
-        if self._saved_step != self.state.global_step or weights_alone:
-            self.args.save_only_model = False
-            try:
-                self._save_checkpoint(self.model, None)
-            finally:
-                self.args.save_only_model = weights_alone
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        raise termination.Terminated
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = Path(output_dir or self.output_dir)
-        checkpoint_files.refuse_checkpoint(Path(self.output_dir), folder)
-        if self._tainted:
-            raise ValueError(
-                "a forward pass wrote into the trained parameters, which now carry un-noised private "
-                "data and are not saved: make the module leave them alone and start again from the "
-                "base model."
-            )
-        if self._weights is not None:
-            self._weights.check()
-        if self._trained_digest not in (None, state_digest(self.model)):
-            raise ValueError(
-                "the model was changed after training, so it is not what the privacy report speaks of: "
-                "save_model() before anything else changes it, or save it elsewhere with "
-                "model.save_pretrained(), without a report."
-            )
-        if self._besides is not None:
-            self._besides.check_state()
-        super()._save(output_dir, state_dict)
-        if self.trajectory is not None and self.args.should_save:
-            self.trajectory.to_safetensors(folder / SHIPPING_NAME)
-            bound_to(self.privacy_report(), folder).save(folder / REPORT_FILE)
-            copy_initial_values(self.output_dir, folder)
