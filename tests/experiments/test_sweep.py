@@ -379,6 +379,7 @@ def settings_of(recipe: Path, folder: Path, **changes: Any) -> SweepSettings:
 PREPARED = Prepared(extra={}, num_examples=96, metric="eval_accuracy", tuning="none")
 
 
+@pytest.mark.false_alarm(3e-8)  # four shares, 5.8 deviations at 1,000 points
 def test_points_are_drawn_uniformly_and_their_number_varies(recipe, tmp_path):
     drawn = [_draw_points(settings_of(recipe, tmp_path)) for _ in range(300)]
     assert len({len(points) for points in drawn}) > 5

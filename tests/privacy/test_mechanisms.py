@@ -221,6 +221,7 @@ def test_released_noise_has_the_accounted_scale(distribution, law):
     assert p(0.8 * 3 / 2) < 1e-50
 
 
+@pytest.mark.false_alarm(4e-7)  # equal float32: 2e-8 a pair
 def test_two_releases_of_the_same_total_differ():
     mechanism = scalar(4)
     first, second = (mechanism.release([0] * 4, 0, SecureNoise()) for _ in range(2))

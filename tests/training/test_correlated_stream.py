@@ -86,6 +86,7 @@ def is_the_stream(found: np.ndarray, draws: np.ndarray, inverse: np.ndarray) -> 
     return bool(np.abs(estimated - exact).max() < 1e-4 and left.std() < 2.0**-8 * 0.6)
 
 
+@pytest.mark.false_alarm(1e-12)  # 30 deviations
 @pytest.mark.parametrize(
     ("method", "resumed"),
     [
