@@ -75,7 +75,7 @@ class Sampler(ABC):
 
     @property
     def steps_per_epoch(self) -> int:
-        """ceil(n / B), as a DataLoader counts. Accounting knows epochs of fixed batches only (`batches`).
+        """ceil(n / B), as a DataLoader counts. Accounting knows epochs of fixed batches only.
 
         >>> PoissonSampler(num_examples=1000, expected_batch_size=16).steps_per_epoch
         63
