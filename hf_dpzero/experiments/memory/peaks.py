@@ -27,6 +27,7 @@ from hf_dpzero.experiments.memory.live_bytes import (
 )
 from hf_dpzero.experiments.memory.model_on_meta import MetaModel
 from hf_dpzero.experiments.memory.objective_passes import Classification, FreeText, ObjectivePass
+from hf_dpzero.training.defaults import resolve
 
 CARDS = (8, 12, 16, 24, 40, 80, 141)
 """GiB of common graphics cards."""
@@ -252,10 +253,11 @@ def _zeroth_order_step(
         matrices = (p.shape for p in model.parameters() if p.requires_grad and p.dim() > 1)
         sides = [shape[0] + shape[1:].numel() for shape in matrices]
         extra += 4 * args.subspace_rank * max(sides, default=0)
-    copies = 2 * args.num_directions * footprint.trained
+    directions = resolve(args, model).num_directions
+    copies = 2 * directions * footprint.trained
     strategy = args.perturbation_strategy
     if strategy == "auto":
-        many = args.num_directions >= AUTO_DIRECTIONS and copies <= STACK_BYTES
+        many = directions >= AUTO_DIRECTIONS and copies <= STACK_BYTES
         if args.subspace == "full" and footprint.half:
             strategy = "layerwise"
         elif args.subspace == "full" and many and objective.meta.trains_head_alone(model):
