@@ -160,8 +160,9 @@ class DPZeroMixin(PublishingTrainer):
         self._tainted = False
         screen.replace_progress(self)
         self.watch = SignalCallback(self)
+        self._termination = termination.TerminationCallback()
         self.callback_handler.callbacks[:0] = [
-            termination.TerminationCallback(),
+            self._termination,
             screen.RunCallback(self),
             self.watch,
         ]
@@ -443,11 +444,14 @@ class DPZeroMixin(PublishingTrainer):
         evaluates, control = self.control.should_evaluate, self.control
         if stops := distributed.stop_agreed():
             control.should_evaluate = control.should_save = False
+        self._termination.cuts = True
         try:
             super()._maybe_log_save_evaluate(*given, **named)
         except (Exception, termination.Terminated):  # an evaluation that is cut short
             if distributed.active() or not distributed.stop.asked:
                 raise
+        finally:
+            self._termination.cuts = False
         if stops or distributed.stop_agreed(ask=evaluates):
             self._stop()
 
