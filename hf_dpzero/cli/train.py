@@ -59,13 +59,15 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
     files are written after training, so a run that is refused or interrupted leaves no results.
     """
     from hf_dpzero.training.callbacks import StepMeter
+    from hf_dpzero.training.termination import heeding
 
     zero_shot = trainer.evaluate(metric_key_prefix="zero_shot")
     _check_metric(recipe.training.metric_for_best_model, zero_shot)
     meter = StepMeter()
     trainer.add_callback(meter)
-    output = trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
+    with heeding():  # until the model is saved: its weights may be nowhere else
+        output = trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
     trainer.save_state()
     evaluated = trainer.evaluate()
     samples = {"train_samples": trainer.plan.sampler.num_examples}

@@ -58,6 +58,7 @@ class PublishingTrainer(PredictingTrainer):
     _delta: float | None = None
     _resolved: DPZeroConfig | None = None
     _given: tuple[Any, ...] = ()  # what the three were made of
+    _termination: termination.TerminationCallback
     _besides: SavedBesides | None = None
     _weights: WeightsBetweenSteps | None = None
     _tainted = False  # a forward pass wrote to the weights
@@ -180,11 +181,14 @@ class PublishingTrainer(PredictingTrainer):
         evaluates, control = self.control.should_evaluate, self.control
         if stops := distributed.stop_agreed():
             control.should_evaluate = control.should_save = False
+        self._termination.cuts = True
         try:
             super()._maybe_log_save_evaluate(*given, **named)
         except (Exception, termination.Terminated):  # an evaluation that is cut short
             if distributed.active() or not distributed.stop.asked:
                 raise
+        finally:
+            self._termination.cuts = False
         if stops or distributed.stop_agreed(ask=evaluates):
             self._stop()
 

@@ -69,16 +69,27 @@ def left_to_parent(worker: int) -> None:
 
 
 class TerminationCallback(TrainerCallback):
-    """Stops before the first step, and in an evaluation of one process."""
+    """Stops before the first step, and in an evaluation of one process.
+
+    Attributes:
+      cuts: whether an evaluation may be cut short here: no paid step is lost by that.
+    """
+
+    cuts = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Nothing has been paid since the start, so nothing is written."""
+        self.cuts = True
         if distributed.stop_agreed(ask=True):
             raise Terminated
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """From here on the trainer says when."""
+        self.cuts = False
+
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Several processes would wait for each other, so they evaluate to the end."""
-        if not distributed.active() and distributed.stop.asked:
+        if self.cuts and not distributed.active() and distributed.stop.asked:
             raise Terminated
 
 

@@ -149,8 +149,9 @@ class DPZeroMixin(PublishingTrainer):
         self._reads = contextlib.ExitStack()
         screen.replace_progress(self)
         self.watch = SignalCallback(self)
+        self._termination = termination.TerminationCallback()
         self.callback_handler.callbacks[:0] = [
-            termination.TerminationCallback(),
+            self._termination,
             screen.RunCallback(self),
             self.watch,
         ]

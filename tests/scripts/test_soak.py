@@ -39,7 +39,7 @@ def test_a_few_kills(tmp_path: Path) -> None:
     kills = {name: row["kills"] for name, row in told["table"].items()}
     assert sum(kills[name] for name in kills if name.endswith("SIGTERM")) == 2
     assert told["replayed"].get(first := "dpzero from its ledger alone") == told["runs"].get(first)
-    assert told["lives"] == told["kills"] + sum(told["runs"].values())
+    assert told["lives"] == told["kills"] + sum(told["runs"].values()) + told["refused"]
 
 
 PAID = [Release(step, (float(step),), 0.1) for step in range(3)]

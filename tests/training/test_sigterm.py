@@ -23,7 +23,8 @@ from transformers import TrainerCallback
 
 from hf_dpzero import Trajectory
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
-from hf_dpzero.training import checkpoint_files, checkpoint_state
+from hf_dpzero.reporting import verification
+from hf_dpzero.training import checkpoint_files, checkpoint_state, termination
 
 KINDS: dict[str, dict[str, Any]] = {
     "dpzero": {},
@@ -146,6 +147,41 @@ def test_wherever_it_comes(tmp_path: Path, place: str) -> None:
     assert paid == kept == (3 if place in ("on_step_begin", "on_optimizer_step") else 2)
     assert evaluated < 2 or place in ("on_save", "on_step_begin", "on_optimizer_step")
     finish(tmp_path, settings)
+
+
+def test_an_evaluation_of_a_callback_ends_first(tmp_path: Path) -> None:
+    """Cut short there, the step before it would be in no checkpoint."""
+
+    class Own(Signal):
+        trainer: Any = None
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                self.trainer.evaluate()
+
+    def work() -> Any:
+        own = Own("on_prediction_step", 2)
+        settings = settings_of("dp-sgd", per_device_eval_batch_size=8)
+        own.trainer = build(tmp_path, trainer_settings={"callbacks": [own]}, **settings)
+        with pytest.raises(SystemExit):
+            own.trainer.train()
+
+    assert in_child(work) == (0, {"result": None})
+    assert steps_of(tmp_path) == (2, 2)
+
+
+def test_until_the_model_is_saved(tmp_path: Path) -> None:
+    """Between training and save_model the weights of a first-order run may be nowhere else."""
+
+    def work() -> None:
+        trainer = build(tmp_path, **settings_of("dp-sgd", max_steps=1))
+        with termination.heeding():
+            trainer.train()
+            os.kill(os.getpid(), signal.SIGTERM)
+            trainer.save_model()
+
+    assert in_child(work) == (signal.SIGTERM, None)
+    assert verification.report_of(tmp_path).steps == 1
 
 
 def test_during_a_checkpoint(tmp_path: Path) -> None:
