@@ -231,7 +231,7 @@ def test_estimates_are_what_real_steps_keep_alive(config, settings, recipe_of):
     """
     if settings.get("method", "").startswith("dp-"):
         pytest.importorskip("opacus")
-    recipe = recipe_of(config, max_seq_length=32, **settings)
+    recipe = recipe_of(config, max_seq_length=32, **{"num_directions": 1, **settings})
     objective, dtype = objective_of(recipe), recipe.model.torch_dtype
     expected = peaks._peaks(objective, recipe, dtype)
     model, batch = real(objective, dtype, 4)
