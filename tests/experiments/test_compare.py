@@ -103,7 +103,10 @@ def test_a_recipe_file_is_a_method_too_but_not_under_two_names(tmp_path):
     other = write_recipe(tmp_path / "elsewhere", "more-directions", num_directions=4)
     runs = grid(path, f"dpzero,{other}")
     assert [run.method for run in runs] == ["dpzero", "more-directions"]
-    assert [run.recipe.training.num_directions for run in runs] == [1, 4]
+    assert [run.recipe.training.num_directions for run in runs] == [
+        None,
+        4,
+    ]  # None: chosen for the model
     with pytest.raises(ValueError, match="'dpzero' and 'copy' have the same settings"):
         grid(path, f"dpzero,{write_recipe(tmp_path, 'copy')}")
 
@@ -266,6 +269,7 @@ def test_how_a_process_ended_is_a_status(status, errors, expected, line):
 REPORT: Settings = {
     "epsilon": 1.99, "delta": 1e-3, "neighboring_relation": "add_or_remove_one", "steps": 4,
     "expected_batch_size": 8.0, "private": True, "statement": "private",
+    "num_directions": 3,
 }  # fmt: skip
 RESULTS: Settings = {
     "eval_accuracy": 0.75, "eval_loss": 0.5, "eval_runtime": 1.0, "zero_shot_accuracy": 0.5,
