@@ -1,10 +1,6 @@
-"""Bounds on the excess loss under a noise schedule, choices of T, and quadratics, where all is exact.
+"""Bounds on the excess loss under a noise schedule, choices of T, and a zeroth-order quadratic, exactly.
 
 Symbols and source as in `budget`: Hong, Wang and Zhou 2022.
-
-*Quadratics.* f = (1/2) sum_j h_j theta_j^2. Noise s nu_t on the gradient of step t moves theta_(T+1) by
--eta k_tj s nu_t, with a response k_tj that depends on h_j only: so E f is a sum of squares, for gradient
-descent and with momentum.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_dpzero.papers.budget import positive
-from hf_dpzero.privacy.quadratics import quadratic_influence, quadratic_responses
 
 Floats = NDArray[Any]
 
@@ -111,33 +106,6 @@ def dynamic_steps(alpha: float, gamma: float) -> float:
 
 
 # ------------------------------------------------------------------ quadratics
-
-
-def quadratic_excess(
-    curvature: Floats,
-    start: Floats,
-    multipliers: Floats,
-    *,
-    rate: float,
-    clip: float,
-    examples: int,
-    beta: float = 0.0,
-) -> float:
-    """E f(theta_(T+1)) of Algorithm 1, exactly, if no gradient is clipped.
-
-    Args:
-      curvature: h_j, [D].
-      start: theta_1, [D].
-      multipliers: sigma_t, [T].
-      rate: eta.
-      clip: G.
-      examples: N.
-      beta: of momentum.
-    """
-    h, sigma = np.asarray(curvature, dtype=np.float64), np.asarray(multipliers, dtype=np.float64)
-    a, _ = quadratic_responses(h, rate, len(sigma), beta)
-    q = quadratic_influence(h, rate, len(sigma), beta)
-    return float(h @ (a * start) ** 2 / 2 + q @ (sigma * clip / examples) ** 2)
 
 
 def zeroth_order_quadratic(

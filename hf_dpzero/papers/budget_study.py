@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_dpzero.papers import budget
-from hf_dpzero.papers.budget_bounds import quadratic_influence
 from hf_dpzero.papers.budget_network import SOURCES, Network, Split, train
 from hf_dpzero.papers.study_rows import measure_points
+from hf_dpzero.privacy.quadratics import quadratic_influence
 from hf_dpzero.privacy.schedules import Exponential
 
 Floats = NDArray[Any]

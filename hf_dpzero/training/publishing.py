@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -38,6 +38,16 @@ from hf_dpzero.training.validation import SavedBesides
 logger = logging.get_logger(__name__)
 
 
+class Decided(NamedTuple):
+    """What `given` arguments, rows and parameters made of a run: resolved arguments, plan, budget."""
+
+    given: tuple[Any, ...]
+    args: DPZeroConfig
+    plan: PrivacyPlan
+    delta: float
+    meter: BudgetMeter
+
+
 class PublishingTrainer(PredictingTrainer):
     """A Trainer with a privacy plan, whose report, card and uploads are those of a private run.
 
@@ -54,10 +64,7 @@ class PublishingTrainer(PredictingTrainer):
     noise: NoiseSource
     trajectory: Trajectory | None = None
     process_starts: Sequence[Mapping[str, Any]] = ()
-    _plan: PrivacyPlan | None = None
-    _delta: float | None = None
-    _resolved: DPZeroConfig | None = None
-    _given: tuple[Any, ...] = ()  # what the three were made of
+    _decided: Decided | None = None
     _termination: termination.TerminationCallback
     _besides: SavedBesides | None = None
     _weights: WeightsBetweenSteps | None = None
@@ -90,51 +97,42 @@ class PublishingTrainer(PredictingTrainer):
     @property
     def plan(self) -> PrivacyPlan:
         """The run's `PrivacyPlan`, calibrated on first use."""
-        if self._plan is None:
-            self.decide()
-        assert self._plan is not None
-        return self._plan
+        return (self._decided or self.decide()).plan
 
     @property
     def resolved_args(self) -> DPZeroConfig:
         """A copy of `args` with T as `max_steps`, and the run's `learning_rate` and `num_directions`."""
-        if self._resolved is None:
-            self.decide()
-        assert self._resolved is not None
-        return self._resolved
+        return (self._decided or self.decide()).args
 
-    def decide(self) -> None:
+    @property
+    def delta(self) -> float:
+        """The delta that epsilon is stated at; fixed with the plan."""
+        return (self._decided or self.decide()).delta
+
+    def decide(self) -> Decided:
         """Makes the plan, and chooses what the arguments leave open, unless that was done for the same.
 
         Raises:
           ValueError: what cannot be accounted; or a run of this trainer began under another plan.
         """
         rows = data_checks.num_examples(self.train_dataset)
-        dimension = num_trainable(self.model, self.args.trainable)
+        dimension, before = num_trainable(self.model, self.args.trainable), self._decided
         given = copy.copy(self.args), rows, dimension
-        if given == self._given:
-            return
-        resolved = resolve(self.args, self.model)
-        plan = resolved.plan(rows, dimension)
-        if self.trajectory is not None and plan != self._plan:
+        if before is not None and given == before.given:
+            return before
+        args = resolve(self.args, self.model)
+        plan = args.plan(rows, dimension)
+        if before is not None and self.trajectory is not None and plan != before.plan:
             raise ValueError(
                 "the arguments or rows were changed after this trainer's run began, and would give it "
                 "another plan: make a new trainer, with another output_dir."
             )
-        resolved.max_steps = plan.steps
-        if resolved.learning_rate is None:
-            resolved.learning_rate = learning_rate(plan, resolved.lr_scheduler_type)
-        self._given, self._resolved, self._plan = given, resolved, plan
-        self._delta = resolved.delta(rows)
-        self.meter = BudgetMeter(plan, self._delta)
-
-    @property
-    def delta(self) -> float:
-        """The delta that epsilon is stated at; fixed with the plan."""
-        if self._delta is None:
-            self.decide()
-        assert self._delta is not None
-        return self._delta
+        args.max_steps = plan.steps
+        if args.learning_rate is None:
+            args.learning_rate = learning_rate(plan, args.lr_scheduler_type)
+        delta = args.delta(rows)
+        self._decided = Decided(given, args, plan, delta, BudgetMeter(plan, delta))
+        return self._decided
 
     def privacy_report(self) -> PrivacyReport:
         """The privacy that the run has spent so far, in numbers and words."""

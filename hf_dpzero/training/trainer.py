@@ -472,4 +472,4 @@ class DPZeroMixin(PublishingTrainer):
     def epsilon_spent(self) -> float:
         """An upper bound on the epsilon of the steps taken so far."""
         taken = self.trajectory.next_step if self.trajectory else 0
-        return self.meter.at(min(taken, self.plan.steps))
+        return self.decide().meter.at(min(taken, self.plan.steps))

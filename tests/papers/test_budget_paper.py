@@ -23,13 +23,11 @@ from hf_dpzero.papers.budget_bounds import (
     dynamic_steps,
     excess_bound,
     noise_constant,
-    quadratic_excess,
-    quadratic_influence,
-    quadratic_responses,
     uniform_bound,
     uniform_steps,
     zeroth_order_quadratic,
 )
+from hf_dpzero.privacy.quadratics import quadratic_influence, quadratic_responses
 from hf_dpzero.privacy.schedules import Exponential, LearningRateAware, Momentum
 
 CURVATURE = np.linspace(0.1, 1, 20)
@@ -196,7 +194,9 @@ def test_the_exact_excess_is_below_the_bound_and_as_derived():
     left = np.arange(119, -1, -1)[:, None]
     for schedule, expected in ((None, 7.81e-4), (Exponential(gamma=GAMMA), 1.31e-4)):
         sigma = multipliers_for(schedule, 120, R)
-        found = quadratic_excess(CURVATURE, START, sigma, rate=1.0, clip=1.0, examples=1000)
+        responses, _ = quadratic_responses(CURVATURE, 1.0, 120, 0.0)
+        found = CURVATURE @ (responses * START) ** 2 / 2
+        found += quadratic_influence(CURVATURE, 1.0, 120) @ (sigma / 1000) ** 2
         own = CURVATURE @ ((1 - CURVATURE) ** 120 * START) ** 2 / 2
         own += sigma**2 @ ((1 - CURVATURE) ** (2 * left) @ CURVATURE) * 1e-6 / 2
         assert found == pytest.approx(own)
