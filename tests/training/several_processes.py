@@ -175,11 +175,15 @@ class Fail(TrainerCallback):
 
 
 class Meddle(TrainerCallback):
-    """Changes a weight between two steps."""
+    """Changes a weight as a fault of memory would: as if the step had left it so."""
+
+    def __init__(self, trainer: DPZeroTrainer) -> None:
+        self.trainer = trainer
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         with torch.no_grad():
             next(model.parameters()).view(-1)[3] += 2.0**-10
+        self.trainer.method.weights.note()
 
 
 class Widen(TrainerCallback):
@@ -247,7 +251,7 @@ def checks(folder: Path, rank: int) -> dict[str, Any]:
     refused("widths", widened)
     meddled = trainer_of(folder, "meddled")
     if last:
-        meddled.add_callback(Meddle())
+        meddled.add_callback(Meddle(meddled))
     refused("meddled", meddled)
     failing = trainer_of(folder, "failing")
     if last:
