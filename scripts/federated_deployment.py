@@ -270,10 +270,15 @@ def follow(run: Deployment, chance: random.Random) -> list[str]:
 
 def check(run: Deployment) -> dict[str, Any]:
     """The report beside the clients' ledgers, and the weights beside the released numbers."""
+    from hf_dpzero.federated import message_log
     from hf_dpzero.federated.client import RELEASED_NAME
-    from hf_dpzero.federated.message_log import messages_of
     from hf_dpzero.ledger.trajectory import SHIPPING_NAME
     from hf_dpzero.reporting.redaction import RECIPE_FILE
+
+    def messages_of(path: Path) -> dict[tuple[int, int], tuple[float, ...]]:
+        """The whole messages of a log, by (round, client)."""
+        header, body = message_log.split_header(path.read_bytes(), path)
+        return message_log._messages(body, message_log._layout(header), path)
 
     server = run.folder / "server"
     report = json.loads((server / "federated_report.json").read_text())

@@ -222,12 +222,6 @@ def arriving_bytes(model: nn.Module) -> int:
     return _nbytes(list(living_elsewhere(model).values()))
 
 
-def largest_arrival(model: nn.Module) -> int:
-    """Bytes of the weights that come for one module, at most; 0 if none do."""
-    arrivals = filter(None, map(arrival_of, model.modules()))
-    return max((_nbytes(arrival.tensors()) for arrival in arrivals), default=0)
-
-
 class _Pending(NamedTuple):
     """Copies that are being made."""
 

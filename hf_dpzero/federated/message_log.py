@@ -38,16 +38,6 @@ def read_count(path: str | os.PathLike[str]) -> int:
     return len(body) // (_layout(header).size + 4)
 
 
-def messages_of(path: str | os.PathLike[str]) -> dict[tuple[int, int], tuple[float, ...]]:
-    """The whole messages of a log, by (round, client); reads only, as `read_count`.
-
-    Raises:
-      LedgerError: it is damaged.
-    """
-    header, body = split_header(Path(path).read_bytes(), path)
-    return _messages(body, _layout(header), path)
-
-
 def _layout(header: Mapping[str, Any]) -> struct.Struct:
     return struct.Struct(f"<QI{int(header['num_values'])}f")
 

@@ -1,4 +1,4 @@
-"""Bounds on the excess loss under a noise schedule, choices of T, and a zeroth-order quadratic, exactly.
+"""Bounds on the excess loss under a noise schedule, and choices of T.
 
 Symbols and source as in `budget`: Hong, Wang and Zhou 2022.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from hf_dpzero.papers.budget import positive
@@ -39,20 +38,6 @@ def noise_constant(
     values = {"D": dimension, "G": clip, "R": budget, "M": smoothness, "N": examples, "Delta": gap}
     d, g, r, m, n, delta = (positive(name, value) for name, value in values.items())
     return d * g**2 / (2 * r * m * n**2 * delta)
-
-
-def excess_bound(multipliers: Floats, budget: float, alpha: float, gamma: float) -> float:
-    """ERUB = gamma^T + R sum_t gamma^(T-t) alpha sigma_t^2 (Theorem 4.2), for rates 1/M.
-
-    Args:
-      multipliers: sigma_t, [T].
-      budget: R that alpha was computed with; it cancels.
-      alpha: `noise_constant`.
-      gamma: contraction, in [0, 1].
-    """
-    left = np.arange(len(multipliers) - 1, -1, -1)
-    noise = float(np.asarray(gamma, np.float64) ** left @ np.square(multipliers))
-    return float(gamma ** len(multipliers)) + budget * alpha * noise
 
 
 def uniform_bound(steps: float, alpha: float, gamma: float) -> float:
@@ -103,45 +88,6 @@ def dynamic_steps(alpha: float, gamma: float) -> float:
     rate = -math.log(_steps_gamma(gamma))
     ratio = math.expm1(-rate / 2) ** 2 / positive("alpha", alpha)
     return 2 * math.log1p(ratio) / rate if rate else 0.0
-
-
-# ------------------------------------------------------------------ quadratics
-
-
-def zeroth_order_quadratic(
-    curvature: Floats,
-    second_moments: Floats,
-    *,
-    rate: float,
-    noise_std: float,
-    steps: int,
-    sphere: bool = True,
-) -> Floats:
-    """Diagonal of E[theta theta^T] after each step of theta -= eta (u^T h theta + s z) u, exactly.
-
-    S_j' = S_j (1 - 2 eta h_j + 2 c eta^2 h_j^2) + c eta^2 sum_k h_k^2 S_k + eta^2 s^2, with c = 1 for
-    Gaussian u and d/(d+2) for u uniform on the sphere of radius sqrt(d). Off-diagonal moments stay out
-    of it.
-
-    Args:
-      curvature: h_j, [d].
-      second_moments: diagonal of E[theta theta^T] at the start, [d].
-      rate: eta.
-      noise_std: s, of the noise on the scalar.
-      steps: T >= 0.
-      sphere: or Gaussian directions.
-
-    Returns:
-      float64 [T+1, d]; E f is half of its product with h.
-    """
-    h = np.asarray(curvature, dtype=np.float64)
-    c = len(h) / (len(h) + 2) if sphere else 1.0
-    moments = [np.asarray(second_moments, dtype=np.float64)]
-    for _ in range(steps):
-        s = moments[-1]
-        kept = s * (1 - 2 * rate * h + 2 * c * rate**2 * h**2)
-        moments.append(kept + c * rate**2 * (h**2 @ s) + rate**2 * noise_std**2)
-    return np.stack(moments)
 
 
 def _steps_gamma(gamma: float) -> float:

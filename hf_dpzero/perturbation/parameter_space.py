@@ -170,8 +170,11 @@ class ParameterSpace(Coordinates):
         """Takes every perturbation off and makes the update that waits, if any.
 
         Afterwards the tensors may be read, saved, shared.
+
+        Raises:
+          RuntimeError: an earlier move failed half-way.
         """
-        if not self.settled:
+        if self._failed or not self.settled:
             self.move_to_(())
 
     @contextlib.contextmanager

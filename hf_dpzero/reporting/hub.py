@@ -373,14 +373,14 @@ def _require_token(token: str | None) -> str:
 
     if constants.HF_HUB_OFFLINE:
         raise ConnectionError(
-            "HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or use --dry_run "
-            "(dry_run=True) and upload the folder later."
+            "HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or make the "
+            "folder by `hf-dpzero push FOLDER --dry_run` and upload it later."
         )
     found = token or get_token()
     if not found:
         raise PermissionError(
             "There is no Hub token: run `hf auth login`, set HF_TOKEN, or pass token=...; "
-            "--dry_run (dry_run=True) needs none."
+            "`hf-dpzero push FOLDER --dry_run` needs none."
         )
     return found
 

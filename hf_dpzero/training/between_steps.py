@@ -84,7 +84,8 @@ class WeightsBetweenSteps:
                 "weights are no longer what the ledger's releases make of the base, may hold un-noised "
                 "private data, and are not saved. Clip or average weights after training, on a copy "
                 "(copy.deepcopy(model)), or in a run that is not private. Take that code out, load the "
-                "model anew and train(resume_from_checkpoint=True): what was paid is not paid again."
+                "model anew and train(resume_from_checkpoint=True): it goes on from the last "
+                "checkpoint, or, by dpzero's and mezo's ledger, from the base."
             )
 
     def _guard(self) -> ParameterGuard:

@@ -31,6 +31,11 @@ _LOADED = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
 
 _PIECE = 1 << 24
 
+_NOT_OURS = (
+    "It is no checkpoint of the run in {}; leave it as it is. resume_from_checkpoint=True goes on from "
+    "that run's last checkpoint, or from the base model and its ledger."
+)
+
 
 class DamagedError(LedgerError):
     """A checkpoint that is not what the run wrote; says which file, not yet what to do."""
@@ -139,7 +144,11 @@ def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
     try:
         return _checked(Path(checkpoint), trajectory)
     except DamagedError as error:
-        raise LedgerError(f"{error} {way_out(Path(checkpoint), trajectory)}") from error
+        folder = Path(checkpoint).absolute()
+        run = folder.parent if trajectory.path is None else trajectory.path.parent.absolute()
+        own = folder.parent == run and step_of(folder) >= 0
+        words = way_out(Path(checkpoint), trajectory) if own else _NOT_OURS.format(run)
+        raise LedgerError(f"{error} {words}") from error
 
 
 def _checked(checkpoint: Path, trajectory: Trajectory) -> dict[str, Any]:

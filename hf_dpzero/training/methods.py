@@ -176,6 +176,7 @@ class ZerothOrderMethod(TrainingMethod):
     def settle_(self) -> None:
         """Removes the perturbation and makes the update that waits, if nobody wrote to the weights."""
         if self.space.settled:
+            self.space.settle_()  # refuses what failed half-way
             return self.weights.check()
         with self.weights.own_write():
             self.space.settle_()

@@ -43,9 +43,9 @@ UPLOADS = {
 _NO_ORDER = (
     "the rows of train_dataset are drawn anew at each access (augmentation?), and what stays of them "
     "does not tell their order. In another one a row could take part twice in an epoch of fixed "
-    "batches, which epsilon does not cover. For a run that can be resumed, give rows an id column or "
-    "seed the split, draw augmentation from the row's number, or use sampling='poisson', which needs no "
-    "order."
+    "batches, which epsilon does not cover. For a run that can be resumed, give rows an id column (of "
+    "the row, not its number), seed the split, draw augmentation from the row's number, or use "
+    "sampling='poisson', which needs no order."
 )
 
 
@@ -126,6 +126,24 @@ def open_keys(trainer: Any) -> RunKeys:
 
     order, keys = distributed.on_main(on_main, lambda: (b"", ((0, new_noise_key()),)))
     return RunKeys(distributed.shared_from_main(lambda: order), keys, file)
+
+
+def check_kept(trainer: Any) -> None:
+    """Refuses to end a run on fixed batches whose rows changed places while it trained.
+
+    Raises:
+      LedgerError: a callback, or the data set itself, shuffled them.
+    """
+
+    def on_main() -> None:
+        stored = _read(trainer._keys.file, trainer.trajectory.header["direction_key"])
+        if stored["rows"]:
+            parts = trainer.trajectory.header.get("row_parts")
+            now = digest_of_rows(trainer.train_dataset, bytes.fromhex(stored["order"]), parts=parts)
+            _check_rows(trainer._keys.file, stored["rows"], now)
+
+    if trainer._keys.file is not None:
+        distributed.on_main(on_main, lambda: None)
 
 
 def noise_of_steps(trainer: Any, keys: RunKeys) -> NoiseSource:

@@ -29,7 +29,7 @@ _LOSS = (
 
 
 def check_overrides(trainer: Any) -> None:
-    """Refuses what would break the accounting; names in one warning what training does not use.
+    """`refuse_overrides`; and names in one warning what training does not use.
 
     A learning-rate scheduler in `optimizers=(None, scheduler)` is honoured in zeroth-order runs, and an
     overridden `create_scheduler` in all: learning rates are public.
@@ -40,13 +40,22 @@ def check_overrides(trainer: Any) -> None:
     Raises:
       ValueError: says what to use instead.
     """
-    refuse_fields(trainer.args)  # fields may have been set since the configuration was made
-    _check_losses(trainer)
-    _check_optimizers(trainer)
-    _check_early_stopping(trainer)
+    refuse_overrides(trainer)
     unused = [*_unused_methods(trainer), *_unused_losses(trainer), *_unused_generation(trainer)]
     if unused:
         logger.warning(f"not used by {type(trainer).__name__}: {'; '.join(unused)}.")
+
+
+def refuse_overrides(trainer: Any) -> None:
+    """Refuses what would break the accounting, when a trainer is made and when it trains.
+
+    Much can be set in between: fields of the arguments, a loss, an optimizer.
+    """
+    refuse_fields(trainer.args)
+    _check_losses(trainer)
+    if trainer.trajectory is None:  # else they are of the run before
+        _check_optimizers(trainer)
+    _check_early_stopping(trainer)
 
 
 def _check_losses(trainer: Any) -> None:
@@ -54,6 +63,8 @@ def _check_losses(trainer: Any) -> None:
     if trainer.per_example_loss is not None:
         return
     owner, _ = overriding(type(trainer), "compute_loss")
+    if "compute_loss" in vars(trainer):
+        owner = type(trainer)
     kind = getattr(trainer.args, "loss_type", "nll")
     if owner and (owner.__module__.split(".")[0], owner.__name__) == ("trl", "SFTTrainer"):
         if kind not in ("nll", "chunked_nll"):
@@ -65,7 +76,7 @@ def _check_losses(trainer: Any) -> None:
         raise ValueError(
             f"{f'{owner.__name__}.compute_loss' if owner else 'compute_loss_func'} returns one number "
             "for a batch, and a step needs each example's loss, so it would not be trained on: "
-            f"{_LOSS}. Evaluation goes on using yours."
+            f"{_LOSS}. Beside it, evaluation still uses yours."
         )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import logging
 
+from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import NoiseSource
@@ -26,7 +27,7 @@ from hf_dpzero.reporting.provenance import base_origins, earlier_runs
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import NOT_COMPARED, delta_words
 from hf_dpzero.training import checkpoint_files, data_checks, distributed, termination
-from hf_dpzero.training.base_weights import state_digest
+from hf_dpzero.training.base_weights import check_frozen, state_digest
 from hf_dpzero.training.between_steps import WeightsBetweenSteps
 from hf_dpzero.training.config import DPZeroConfig
 from hf_dpzero.training.defaults import learning_rate, resolve
@@ -68,7 +69,7 @@ class PublishingTrainer(PredictingTrainer):
     _termination: termination.TerminationCallback
     _besides: SavedBesides | None = None
     _weights: WeightsBetweenSteps | None = None
-    _tainted = False  # a forward pass wrote to the weights
+    _tainted = ""  # why the weights may not be saved
     _trained_digest: str | None = None  # of the weights that training ended in
     _saved_step: int | None = None  # of the last checkpoint that this call of train() wrote
 
@@ -136,26 +137,32 @@ class PublishingTrainer(PredictingTrainer):
 
     def privacy_report(self) -> PrivacyReport:
         """The privacy that the run has spent so far, in numbers and words."""
-        started: Mapping[str, Any] = self.trajectory.header if self.trajectory else {}
+        started: dict[str, Any] = {
+            "target_epsilon": self.args.target_epsilon,
+            "direction": self.args.direction_settings()["direction"],
+            "log_private_diagnostics": self.args.log_private_diagnostics,
+            "sampler_key_is_secret": self.args.sampler_key is None,
+            "privacy_unit": self.args.privacy_unit,
+            "tuning": worst_tuning(self.args.tuning, self._extended),
+            **(self.trajectory.header if self.trajectory else {}),  # what the run began with counts
+        }
         return PrivacyReport.from_run(
             self.plan,
             delta=self.delta,
-            target_epsilon=self.args.target_epsilon,
+            target_epsilon=started["target_epsilon"],
             steps_completed=self.trajectory.next_step if self.trajectory else 0,
             noise=self.noise,
-            direction=self.args.direction_settings()["direction"],
-            log_private_diagnostics=started.get(
-                "log_private_diagnostics", self.args.log_private_diagnostics
-            ),
-            sampler_key_is_secret=self.args.sampler_key is None,
-            privacy_unit=self.args.privacy_unit,
+            direction=started["direction"],
+            log_private_diagnostics=started["log_private_diagnostics"],
+            sampler_key_is_secret=started["sampler_key_is_secret"],
+            privacy_unit=started["privacy_unit"],
             earlier_runs=started.get("earlier_runs", self.earlier_runs),
             base_weights=started.get("base_weights", NOT_COMPARED),
             forward_passes=started.get("forward_passes", ""),
             row_parts=started.get("row_parts"),
             processes=self.process_starts if self.trajectory else (),
             extends=self._extended,
-        ).with_tuning(worst_tuning(self.args.tuning, self._extended), self.plan)
+        ).with_tuning(started["tuning"], self.plan)
 
     @functools.cached_property
     def _extended(self) -> list[dict[str, Any]]:
@@ -171,9 +178,24 @@ class PublishingTrainer(PredictingTrainer):
         assert self._besides is not None
         self._besides.check()
         self.method.settle_()
+        if not hasattr(self.model, "peft_config"):  # else the checkpoint is the adapter alone
+            self.check_frozen()
         write = super()._save_checkpoint
         checkpoint_files.save_whole(self, lambda: write(model, trial))
         self._saved_step = self.state.global_step
+
+    def check_frozen(self) -> None:
+        """Refuses frozen weights that something wrote to since the run began, here and in `_save`.
+
+        Raises:
+          LedgerError: see `base_weights.check_frozen`.
+        """
+        assert self.trajectory is not None
+        try:
+            check_frozen(self.model, self.trajectory.header)
+        except LedgerError as error:
+            self._tainted = f"not saved: {error}"
+            raise
 
     def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
         evaluates, control = self.control.should_evaluate, self.control
@@ -206,13 +228,9 @@ class PublishingTrainer(PredictingTrainer):
         folder = Path(output_dir or self.output_dir)
         checkpoint_files.refuse_checkpoint(Path(self.output_dir), folder)
         if self._tainted:
-            raise ValueError(
-                "a forward pass wrote into the trained parameters, which now carry un-noised private "
-                "data and are not saved: make the module leave them alone and start again from the "
-                "base model."
-            )
+            raise ValueError(self._tainted)
         if self._weights is not None:
-            self._weights.check()
+            self.method.settle_()
         if self._trained_digest not in (None, state_digest(self.model)):
             raise ValueError(
                 "the model was changed after training, so it is not what the privacy report speaks of: "

@@ -44,8 +44,13 @@ def steady_parts(dataset: Any, rows: Sequence[int] | None = None) -> list[str] |
             {name for name, part in once.items() if again.get(name) == part}
             for once, again in zip(_parts(dataset, chosen), _parts(dataset, chosen), strict=True)
         ]
-    names = set.intersection(*agreed)
-    places = _beneath(dataset, chosen)[1]
+        places = _beneath(dataset, chosen)[1]
+        numbers = [
+            {name for name, part in row.items() if part == Hasher.hash(place)}
+            for place, row in zip(places, _parts(dataset, chosen), strict=True)
+        ]
+    # a column that is the row's number says where a row stands, not which it is
+    names = set[str].intersection(*agreed) - set[str].intersection(*numbers)
     if len({b - a for a, b in itertools.pairwise(places)}) < 2:
         names.discard(INDICES)
     return sorted(names)
@@ -75,9 +80,11 @@ def digest_of_rows(
         if parts is None:
             found = list(_hashes(dataset, looked_at))
         else:
-            each = _parts(dataset, looked_at)
+            each = list(_parts(dataset, looked_at))
             found = ["|".join(row.get(name, "") for name in parts) for row in each]
-            alike = sum(math.lgamma(count + 1) for count in Counter(found).values())
+            # the numbers that a Subset selects say nothing of what lies there
+            own = ("|".join(row.get(name, "") for name in parts if name != INDICES) for row in each)
+            alike = sum(math.lgamma(count + 1) for count in Counter(own).values())
             if alike and alike - math.lgamma(len(found) + 1) > math.log(_UNNOTICED):
                 return ""
     digest.update("".join(found).encode())

@@ -49,7 +49,7 @@ from hf_dpzero.training.methods import (
     ZerothOrderMethod,
     private_diagnostics,
 )
-from hf_dpzero.training.overrides import check_overrides
+from hf_dpzero.training.overrides import check_overrides, refuse_overrides
 from hf_dpzero.training.preparation import by_name, checked_config, prepare
 from hf_dpzero.training.publishing import PublishingTrainer
 from hf_dpzero.training.rank_agreement import watched_training
@@ -59,6 +59,10 @@ from hf_dpzero.training.text_rows import TextRows
 
 logger = logging.get_logger(__name__)
 
+_WRITTEN = (
+    "a forward pass wrote into the trained parameters, which now carry un-noised private data and are "
+    "not saved: make the module leave them alone and start again from the base model."
+)
 _MODEL_INIT = "model_init makes a new model after the checks: pass the model itself as `model`."
 
 
@@ -137,7 +141,6 @@ class DPZeroMixin(PublishingTrainer):
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss
         check_overrides(self)
-        self._given_scheduler = self.lr_scheduler
         seed = args.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self.trajectory: Trajectory | None = None
@@ -227,6 +230,9 @@ class DPZeroMixin(PublishingTrainer):
         """
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
+        refuse_overrides(self)
+        if self.trajectory is None:
+            self._given_scheduler = self.lr_scheduler
         self.decide()
         resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
         self._besides = self.saved_besides()
@@ -251,6 +257,8 @@ class DPZeroMixin(PublishingTrainer):
                 self._stop()
             self.method.settle_()
             self._besides.check()
+            self.check_frozen()
+            noise_keys.check_kept(self)
             if self.trajectory.next_step == self.plan.steps:
                 self._keys.forget()
         except (termination.Terminated, KeyboardInterrupt) as error:
@@ -259,12 +267,13 @@ class DPZeroMixin(PublishingTrainer):
         finally:
             vars(self.args).pop("trains_privately", None)
             self._keys = None
-            self._reads.close()
             if self.trajectory is not None:
                 self.trajectory.close()
-                if self.trajectory.releases and self._trained_digest is None:
-                    self._trained_digest = digest = sharded_runs.final_digest(self)
-                    mark_as_trained(self.model, self._started_from, digest or "")
+            self._reads.close()
+            released = self.trajectory is not None and self.trajectory.releases
+            if released and self._trained_digest is None:
+                self._trained_digest = digest = sharded_runs.final_digest(self)
+                mark_as_trained(self.model, self._started_from, digest or "")
         for name in ("train_loss", "total_flos", "train_samples_per_second"):  # depend on the data
             output.metrics.pop(name, None)
         output.metrics.update(budget_metrics(self.privacy_report()))
@@ -441,7 +450,7 @@ class DPZeroMixin(PublishingTrainer):
             self._rate = self._optimizer_rate()
             statistics = self.method.take(inputs, self._rate)
         except ParameterChanged:
-            self._tainted = True
+            self._tainted = _WRITTEN
             raise
         if logged and statistics is not None:
             self._diagnostics = private_diagnostics(statistics, self.plan.mechanism)

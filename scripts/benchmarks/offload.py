@@ -21,7 +21,7 @@ import accelerate
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.arrivals import largest_arrival, schedule_of
+from hf_dpzero.estimators.arrivals import arrival_of, schedule_of
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.perturbation.directions import Direction
@@ -116,7 +116,10 @@ def measured(settings: argparse.Namespace) -> list[dict[str, Any]]:
                 "where": step.where,
                 "seconds": statistics.median(times),
                 "weights_bytes": step.weights,
-                "largest_module_bytes": largest_arrival(step.model),
+                "largest_module_bytes": max(
+                    sum(t.nbytes for t in a.tensors())
+                    for a in filter(None, map(arrival_of, step.model.modules()))
+                ),
                 "peak_bytes": step.peak(),
                 "bytes_in": step.moved[-1],
                 "bytes_written": step.weights,

@@ -172,6 +172,48 @@ def test_rows_that_stay_as_they_are_need_no_caveat(tmp_path):
     assert not caveat_of(trainer) and "row_parts" not in trainer.trajectory.header
 
 
+def test_a_column_of_numbers_is_no_id(tmp_path):
+    """idx = i says where a row stands: 27 of 120 rows came twice, in another order beneath it."""
+
+    class Numbered(_Cropped):
+        def __getitem__(self, i: int) -> dict:
+            return {**super().__getitem__(i), "idx": i}
+
+    data = tiny_data()
+    settings = {"remove_unused_columns": True}
+    killed(tmp_path, Numbered(data, label=1), **settings)
+    with pytest.raises(LedgerError, match="drawn anew"):
+        resumed(tmp_path, Numbered(shuffled(data), label=1), **settings)
+
+
+def test_the_numbers_that_a_subset_selects_are_not_rows(tmp_path):
+    """25 rows came twice: a seeded split of rows of one class whose order beneath it was another."""
+    data = tiny_data(200)
+
+    def split(rows):
+        return random_split(_Cropped(rows, label=1), [120, 80], torch.Generator().manual_seed(1))[0]
+
+    killed(tmp_path, split(data))
+    with pytest.raises(LedgerError, match="drawn anew"):
+        resumed(tmp_path, split(shuffled(data)))
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end"])
+def test_rows_that_are_shuffled_in_place_while_a_run_trains_end_it(tmp_path, event):
+    data = list(tiny_data())
+
+    class Shuffles(TrainerCallback):
+        pass
+
+    def shuffle(self, args, state, control, **kwargs):
+        data.insert(0, data.pop())
+
+    setattr(Shuffles, event, shuffle)
+    trainer = build(tmp_path, data=data, **RUN, trainer_settings={"callbacks": [Shuffles()]})
+    with pytest.raises(LedgerError, match="same rows in the same order"):
+        trainer.train()
+
+
 def test_an_id_column_knows_rows_again_that_are_drawn_anew(tmp_path):
     data = tiny_data()
     settings = {"remove_unused_columns": True}
@@ -184,7 +226,7 @@ def test_an_id_column_knows_rows_again_that_are_drawn_anew(tmp_path):
 
 def test_a_split_of_rows_that_are_drawn_anew_is_known_by_its_numbers(tmp_path):
     """Of a `Subset`, also one of another: with the same seed it goes on, without it is refused."""
-    data = _Cropped(tiny_data(200), label=1)
+    data = _Cropped(tiny_data(200))
 
     def split(seed):
         generator = torch.Generator().manual_seed(seed)

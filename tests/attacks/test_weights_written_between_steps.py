@@ -12,8 +12,10 @@ import torch
 from tiny_runs import build, same, tiny_model, weights
 from transformers import TrainerCallback, default_data_collator
 
+from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.perturbation.segments import GridSegment
 from hf_dpzero.training import between_steps
 
 SECRET = {"insecure_noise_seed": None, "sampler_key": None}
@@ -106,6 +108,42 @@ def test_weights_that_a_callback_writes_to_are_refused_and_not_saved(tmp_path, m
 def test_at_whatever_event_it_writes(tmp_path, method, event):
     every = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1}
     refused(tmp_path, event, average, method, **every)
+
+
+@pytest.mark.parametrize("saved", ["no", "steps"])
+@pytest.mark.parametrize("method", METHODS)
+def test_frozen_weights_that_a_callback_writes_to_are_refused(tmp_path, method, saved):
+    """A step of its own on the private rows, into a backbone that the run does not train."""
+
+    def write(model, rows):
+        model.bert.embeddings.word_embeddings.weight.data.add_(0.1)
+
+    settings = {**SECRET, "trainable": "classifier", "save_strategy": saved, "save_steps": 2}
+    trainer = build(tmp_path, method=method, **settings)
+    trainer.add_callback(_Writes("on_step_end", write))
+    with pytest.raises(LedgerError, match="frozen parameters are not those that this run began"):
+        trainer.train()
+    with pytest.raises(ValueError, match="not saved: the frozen parameters"):
+        trainer.save_model()
+    assert not (tmp_path / "privacy_report.json").exists()
+    assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_weights_that_were_left_half_way_are_not_saved(tmp_path, monkeypatch):
+    trainer = build(tmp_path, **SECRET)
+    moved = GridSegment.apply_
+
+    def breaks(segment, changes):
+        moved(segment, changes)
+        if trainer.trajectory.next_step == 3:
+            raise MemoryError
+
+    monkeypatch.setattr(GridSegment, "apply_", breaks)
+    with pytest.raises((MemoryError, RuntimeError)):
+        trainer.train()
+    with pytest.raises(RuntimeError, match="half-way"):
+        trainer.save_model()
+    assert not (tmp_path / "privacy_report.json").exists()
 
 
 def test_what_was_paid_is_not_paid_again(tmp_path):

@@ -15,7 +15,7 @@ from test_layerwise import microbatches, transformer
 from torch import Tensor, nn
 
 from hf_dpzero.estimators import arrivals
-from hf_dpzero.estimators.arrivals import arrival_of, largest_arrival, living_elsewhere, schedule_of
+from hf_dpzero.estimators.arrivals import arrival_of, living_elsewhere, schedule_of
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -110,7 +110,6 @@ def test_at_most_two_modules_are_here_and_every_weight_comes_once_a_pass(tmp_pat
         sum(p.nbytes for p in m.parameters(recurse=False) if id(p) not in held)
         for m in model.modules()
     )
-    assert largest_arrival(model) == max(m.weight.nbytes for m in tables)
     assert sizes[-1] <= schedule.peak <= sizes[-1] + sizes[-2] < matrices / 4
     assert schedule.held == 0
 

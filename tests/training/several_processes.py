@@ -177,7 +177,7 @@ class Fail(TrainerCallback):
 class Meddle(TrainerCallback):
     """Changes a weight as a fault of memory would: as if the step had left it so."""
 
-    def __init__(self, trainer: DPZeroTrainer) -> None:
+    def __init__(self, trainer):
         self.trainer = trainer
 
     def on_step_end(self, args, state, control, model=None, **kwargs):

@@ -86,6 +86,32 @@ def test_a_loss_that_would_not_be_trained_on_is_refused(tmp_path, caplog):
     assert "label_smoothing_factor=0.1 (compute_per_example_loss is" in caplog.text
 
 
+def test_what_is_set_after_the_trainer_was_made_is_refused_when_it_trains(tmp_path):
+    """Each would have trained something else than it says, or paid for steps that were lost."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    for number, (change, words) in enumerate(
+        [
+            (lambda t: setattr(t, "compute_loss", print), "compute_loss returns one number"),
+            (lambda t: setattr(t, "compute_loss_func", print), "compute_loss_func returns one"),
+            (lambda t: setattr(t, "optimizer", torch.optim.SGD([parameter])), "optimizer SGD with"),
+            (lambda t: setattr(t.args, "gradient_accumulation_steps", 4), "gradient_accumulation"),
+            (lambda t: setattr(t.args, "load_best_model_at_end", True), "load_best_model_at_end"),
+        ]
+    ):
+        trainer = build(tmp_path / str(number))
+        change(trainer)
+        with pytest.raises(ValueError, match=words):
+            trainer.train()
+        assert trainer.trajectory is None
+
+
+def test_a_scheduler_that_is_set_after_the_trainer_was_made_is_followed(tmp_path):
+    trainer = build(tmp_path)
+    trainer.lr_scheduler = schedule()
+    trainer.train()
+    assert rates(trainer)[:3] == [0.02, 0.01, 0.005]
+
+
 def test_a_given_per_example_loss_is_trained_on_and_ones_own_loss_evaluates(tmp_path):
     class Mine(DPZeroTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, **settings):
