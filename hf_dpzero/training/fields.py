@@ -81,7 +81,7 @@ _SHARDS = Use(
 FIELDS: dict[str, tuple[Use, ...]] = {
     **{name: (Use(WORKS),) for name in _AS_IN_TRAINER},
     "num_train_epochs": (
-        Use(WORKS, "of ceil(n / expected_batch_size) steps, so passes in expectation"),
+        Use(WORKS, "ceil(n / expected_batch_size) steps an epoch; each row takes part about once"),
     ),
     "lr_scheduler_type": (
         Use(WORKS, "also those that follow a metric: evaluation data is public, and rates are logged"),

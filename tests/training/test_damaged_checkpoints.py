@@ -232,6 +232,21 @@ def test_a_checkpoint_of_another_run(finished: Any, tmp_path: Path) -> None:
     assert files_of(folder) == before
 
 
+@pytest.mark.parametrize("given", ["the run's folder", "a plain Trainer's checkpoint"])
+def test_nobody_is_told_to_remove_what_is_no_checkpoint_of_the_run(
+    finished: Any, tmp_path: Path, given: str
+) -> None:
+    """Whoever followed that advice removed the ledger, and the next message said nothing was spent."""
+    folder = cut(finished, tmp_path)
+    plain = tmp_path / "plain" / "checkpoint-4"
+    shutil.copytree(folder / "checkpoint-4", plain)
+    (plain / checkpoint_state.STATE_NAME).unlink()
+    words = refused(
+        folder, "leave it as it is", str(plain if given.startswith("a plain") else folder)
+    )
+    assert "remove " not in words and "resume_from_checkpoint=True" in words
+
+
 def test_a_state_without_digests_of_all_files(finished: Any, tmp_path: Path) -> None:
     folder = cut(finished, tmp_path)
     path = folder / "checkpoint-4" / checkpoint_state.STATE_NAME

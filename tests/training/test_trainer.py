@@ -544,6 +544,16 @@ def test_perturbations_follow_a_replaced_storage():
 # ---- attacks that were once open
 
 
+def test_the_report_is_the_ledgers_whatever_the_arguments_say_since(tmp_path):
+    trainer = build(tmp_path, insecure_noise_seed=None)
+    trainer.train()
+    before = trainer.privacy_report()
+    assert not before.private and "sampler_key" in trainer.args.to_dict()
+    trainer.args.sampler_key, trainer.args.rows_are = None, "text"
+    trainer.args.log_private_diagnostics, trainer.args.target_epsilon = True, 0.1
+    assert trainer.privacy_report() == before
+
+
 def test_resuming_with_the_same_trainer_reports_every_step(tmp_path):
     secret = {"insecure_noise_seed": None, "sampler_key": None}
     settings = {"save_strategy": "steps", "save_steps": 2, **secret}
