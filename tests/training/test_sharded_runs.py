@@ -230,10 +230,10 @@ def test_releases_weights_and_files_are_those_of_one_process(runs, name):
     states = [
         json.loads((run / "checkpoint-2" / "dpzero_state.json").read_text()) for run in (one, two)
     ]
-    for state in states:  # what says how many processes there were differs
-        state["files"] = {n: d for n, d in state["files"].items() if n.endswith(".safetensors")}
+    for state in states:  # others tell of the processes, or write their metadata in any order
+        state["files"] = {n: d for n, d in state["files"].items() if "model.safetensors" in n}
         del state["digest"]
-    assert states[0] == states[1] and len(states[0]["files"]) >= 2
+    assert states[0] == states[1] and states[0]["files"]
     assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
 
 
