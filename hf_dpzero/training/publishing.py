@@ -121,6 +121,8 @@ class PublishingTrainer(PredictingTrainer):
         given = copy.copy(self.args), rows, dimension
         if before is not None and given == before.given:
             return before
+        if self.trajectory is None:  # they may be of other arguments
+            vars(self).pop("_extended", None), vars(self).pop("earlier_runs", None)
         args = resolve(self.args, self.model)
         plan = args.plan(rows, dimension)
         if before is not None and self.trajectory is not None and plan != before.plan:

@@ -117,8 +117,11 @@ def measured(settings: argparse.Namespace) -> list[dict[str, Any]]:
                 "seconds": statistics.median(times),
                 "weights_bytes": step.weights,
                 "largest_module_bytes": max(
-                    sum(t.nbytes for t in a.tensors())
-                    for a in filter(None, map(arrival_of, step.model.modules()))
+                    (
+                        sum(t.nbytes for t in a.tensors())
+                        for a in filter(None, map(arrival_of, step.model.modules()))
+                    ),
+                    default=0,
                 ),
                 "peak_bytes": step.peak(),
                 "bytes_in": step.moved[-1],

@@ -365,15 +365,20 @@ def test_of_a_rate_that_was_chosen_the_warning_says_so(tmp_path, caplog):
 
 
 class Overflow(TrainerCallback):
+    """Weights as an update could leave them that is too large."""
+
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if state.global_step == 2:
             with torch.no_grad():
                 model.classifier.bias.fill_(math.inf)
+            self.trainer.method.weights.note()
 
 
 def test_weights_that_are_not_finite_stop_the_run_whatever_is_set(tmp_path, caplog):
-    settings = {"callbacks": [Overflow()]}
+    overflow = Overflow()
+    settings = {"callbacks": [overflow]}
     trainer = build(tmp_path, method="dp-sgd", on_no_signal="ignore", trainer_settings=settings)
+    overflow.trainer = trainer
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert trainer.state.global_step == 3 == trainer.trajectory.next_step
