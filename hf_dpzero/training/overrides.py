@@ -29,7 +29,7 @@ _LOSS = (
 
 
 def check_overrides(trainer: Any) -> None:
-    """`refuse_overrides`; and names in one warning what training does not use.
+    """Calls `refuse_overrides`, and names in one warning what training does not use.
 
     A learning-rate scheduler in `optimizers=(None, scheduler)` is honoured in zeroth-order runs, and an
     overridden `create_scheduler` in all: learning rates are public.

@@ -258,7 +258,11 @@ class DPZeroMixin(PublishingTrainer):
             self.method.settle_()
             self._besides.check()
             self.check_frozen()
-            noise_keys.check_kept(self)
+            try:
+                noise_keys.check_kept(self)
+            except LedgerError as error:
+                self._tainted = f"not saved: {error}"
+                raise
             if self.trajectory.next_step == self.plan.steps:
                 self._keys.forget()
         except (termination.Terminated, KeyboardInterrupt) as error:

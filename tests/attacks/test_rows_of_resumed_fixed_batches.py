@@ -212,6 +212,8 @@ def test_rows_that_are_shuffled_in_place_while_a_run_trains_end_it(tmp_path, eve
     trainer = build(tmp_path, data=data, **RUN, trainer_settings={"callbacks": [Shuffles()]})
     with pytest.raises(LedgerError, match="same rows in the same order"):
         trainer.train()
+    with pytest.raises(ValueError, match="not saved"):
+        trainer.save_model()
 
 
 def test_an_id_column_knows_rows_again_that_are_drawn_anew(tmp_path):
