@@ -26,6 +26,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -451,6 +452,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=given.output_dir) as name:
         lengths = straight_runs(Path(name), kinds, steps)
+        # Its lock is shared with forked processes, and a run that is killed may hold it.
+        tqdm.set_lock(threading.RLock())
         with tqdm(total=given.kills, desc="kills") as bar:
             number = 0
             while soak.kills < given.kills:
