@@ -109,8 +109,8 @@ def planted(copy: Path, bug: Bug) -> Iterator[None]:
       SyntaxError: the changed file is not Python.
     """
     changed: dict[Path, str] = {}
-    for file, old, new in filter(None, ((bug.file, bug.old, bug.new), bug.also)):
-        source = (copy / file).read_text(encoding="utf-8")
+    for file, old, new in ((bug.file, bug.old, bug.new), *bug.also):
+        source = changed.get(copy / file) or (copy / file).read_text(encoding="utf-8")
         if source.count(old) != 1:
             raise ValueError(f"{file} holds {old!r} {source.count(old)} times, not once")
         changed[copy / file] = source.replace(old, new)
