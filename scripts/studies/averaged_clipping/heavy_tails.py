@@ -16,6 +16,7 @@ import numpy as np
 from scipy.special import expit
 
 from hf_dpzero.papers.regressions import LINEAR, LOGISTIC, Array, Data, Objective
+from scripts.studies.harness import pcg64
 
 DIMENSION = 10
 RADIUS = math.sqrt(2)
@@ -29,16 +30,6 @@ NOISES: dict[str, Callable[[np.random.Generator, int], Array]] = {
 """Name -> centred draws: t with 2 degrees of freedom, Laplace(1, 1) - 1, chi-squared with 1, less 1."""
 
 OBJECTIVES = {objective.name: objective for objective in (LINEAR, LOGISTIC)}
-
-
-def generator_of(seed: int, stream: int) -> np.random.Generator:
-    """A generator of its own for each seed and stream.
-
-    Args:
-      seed: of a run.
-      stream: 0 for the data, 1 for batches and noise, 7 for what stands for the population.
-    """
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, stream])))
 
 
 def optimum() -> Array:
@@ -94,7 +85,7 @@ class Yardstick:
           num_examples: in the place of the population.
           seed: of the draw.
         """
-        data = draw(objective, noise, num_examples, generator_of(seed, 7))
+        data = draw(objective, noise, num_examples, pcg64(seed, 7))
         return cls(objective, data, optimum() if objective is LINEAR else _newton(data))
 
     def excess(self, x: Array, num_examples: int | None = None) -> Array:

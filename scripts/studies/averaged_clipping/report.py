@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.studies.averaged_clipping.study import COLUMNS, Study
-from scripts.studies.averaged_clipping.sweeps import (
-    interval,
-    shown_epsilon,
-    sweep_table,
-    theorem_table,
-)
+from scripts.studies.averaged_clipping.sweeps import shown_epsilon, sweep_table, theorem_table
+from scripts.studies.harness import Row, interval, left, panels, save, table
 
-TABLE_FILE, JSON_FILE, PLOT_FILE = "table.md", "table.json", "excess.png"
-Row = dict[str, Any]
+PLOT_FILE = "excess.png"
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """The rows with mean and 95 % half width in the place of the seeds' figures.
-
-    Args:
-      rows: those of the study.
-
-    Returns:
-      JSON-safe rows; `excess_over_dp_sgd` is the ratio to DP-SGD under the same calibration.
-    """
+    """The rows with mean and 95 % half width in the place of the seeds' figures."""
     reference = {
         _key(row): interval(row["excess"]).mean for row in rows if row["method"] == "DP-SGD"
     }
@@ -55,32 +42,19 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 def _table(
     rows: Sequence[Row], calibration: str, cell: Callable[[Row], str], methods: Sequence[str]
-) -> list[str]:
+) -> str:
     """Markdown: a row for each objective, noise and epsilon, a column for each method."""
     at = {(r["objective"], r["noise"], r["epsilon"], r["method"]): r for r in rows}
     mine = {k: r for k, r in at.items() if r["calibration"] == calibration}
-    lines = [
-        "| model | noise | ε | " + " | ".join(methods) + " |",
-        "|---|---|---|" + "---|" * len(methods),
-    ]
+    lines = []
     for o, n, e in dict.fromkeys((o, n, e) for o, n, e, _ in mine if e is not None):
         found = [mine.get((o, n, e, m)) or mine.get((o, n, None, m)) for m in methods]
-        lines.append(
-            f"| {o} | {n} | {e:g} | " + " | ".join(cell(r) if r else "" for r in found) + " |"
-        )
-    return lines
+        lines.append([o, n, f"{e:g}", *(cell(r) if r else "" for r in found)])
+    return table(("model", "noise", "ε", *methods), lines)
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """All tables as Markdown.
-
-    Args:
-      rows: those of the study.
-
-    Returns:
-      Excess risk and loss over initial loss under correct accounting, the same excess risk under Eq. 9
-      with the true epsilon, and the cells that were chosen.
-    """
+    """All tables as Markdown."""
     correct = [r for r in rows if r["calibration"] == "correct"]
     paper = [r for r in rows if r["calibration"] == "paper"]
     methods = COLUMNS["correct"]
@@ -107,39 +81,27 @@ def tables(rows: Sequence[Row]) -> str:
         ),
         ("Chosen: steps x batch, clip, learning rate", _table(correct, "correct", cell, methods)),
     ]
-    return "\n".join(f"## {title}\n\n" + "\n".join(lines) + "\n" for title, lines in parts)
+    return "\n".join(f"## {title}\n\n{text}" for title, text in parts)
 
 
 def plot(rows: Sequence[Row], path: Path) -> Path:
-    """Excess risk against epsilon with 95 % intervals under correct accounting.
-
-    Args:
-      rows: those of the study.
-      path: of the image.
-
-    Returns:
-      `path`.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Excess risk against epsilon with 95 % intervals under correct accounting."""
     rows = [row for row in rows if row["calibration"] == "correct"]
     objectives = list(dict.fromkeys(row["objective"] for row in rows))
     noises = list(dict.fromkeys(row["noise"] for row in rows))
-    figure = Figure(figsize=(10.0, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(objectives), len(noises), sharex=True, sharey="row", squeeze=False)
-    for line, objective in zip(panels, objectives, strict=True):
+    shared = {"sharex": True, "sharey": "row"}
+    figure, axes_of = panels(len(objectives), len(noises), (10.0, 5.6), **shared)
+    for line, objective in zip(axes_of, objectives, strict=True):
         for axes, noise in zip(line, noises, strict=True):
             _draw(axes, [r for r in rows if (r["objective"], r["noise"]) == (objective, noise)])
             axes.set(xscale="log", yscale="log", title=f"{objective}, {noise}")
         line[0].set_ylabel("excess risk")
     epsilons = sorted({row["epsilon"] for row in rows if row["epsilon"] is not None})
-    for axes in panels[-1]:
+    for axes in axes_of[-1]:
         axes.set_xlabel("ε")
         axes.set_xticks(epsilons, [f"{e:g}" for e in epsilons], minor=False)
         axes.minorticks_off()
-    handles, labels = panels[0][0].get_legend_handles_labels()
+    handles, labels = axes_of[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=6, fontsize=8)
     figure.savefig(path, dpi=90)
     return path
@@ -165,25 +127,11 @@ def _draw(axes: Any, rows: Sequence[Row]) -> None:
     axes.grid(alpha=0.3)
 
 
-def write(study: Study, rows: Sequence[Row], output_dir: Path, *, sweeps: bool = True) -> str:
-    """Writes table.md, table.json and excess.png.
-
-    Args:
-      study: what was run.
-      rows: all or some of its rows.
-      output_dir: an existing folder.
-      sweeps: adds the tables on one problem, which run for a minute.
-
-    Returns:
-      The text of table.md.
-    """
+def write(study: Study, rows: Sequence[Row], output_dir: Path) -> str:
+    """Writes the tables and excess.png; with all rows also the tables on one problem, in a minute."""
     text = tables(rows)
-    if sweeps:
+    if not left(study, rows):
         text += f"\n## Theorems' parameters, linear, Laplace, ε = 1\n\n{theorem_table(study)}"
         text += f"\n## Groups, batch size and steps, linear, Laplace, ε = 1\n\n{sweep_table(study)}"
-    (output_dir / TABLE_FILE).write_text(text, encoding="utf-8")
-    values = json.dumps(summary(rows), indent=1)
-    (output_dir / JSON_FILE).write_text(values + "\n", encoding="utf-8")
-    if rows:
-        plot(rows, output_dir / PLOT_FILE)
-    return text
+    plot(rows, output_dir / PLOT_FILE)
+    return save(output_dir, text, summary(rows))

@@ -7,12 +7,12 @@ variants of averaged clipping, and a smaller one for the baselines.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -26,16 +26,14 @@ from scripts.studies.averaged_clipping.heavy_tails import (
     OBJECTIVES,
     Yardstick,
     draw,
-    generator_of,
 )
 from scripts.studies.averaged_clipping.parameters import paper_calibration
-from scripts.studies.rows import measure_points
+from scripts.studies.harness import Row, pcg64
 
 THEOREMS = ("3 (CC)", "4 (UC)", "6 (R-AClip)", "7 (ν = 1)")
 Calibration = Literal["correct", "paper"]
 CALIBRATIONS: tuple[Calibration, ...] = ("correct", "paper")
 
-ROWS_FILE = "rows.jsonl"
 POPULATION = 200_000
 TUNING_EXAMPLES = 20_000  # of the population, to make a shortlist of cells
 SHORTLIST = 12  # compared on the whole population
@@ -99,6 +97,8 @@ class Study:
       step_factors: how many times the steps the smaller batches of the sweep are given.
     """
 
+    fields: ClassVar = ("calibration", "objective", "noise", "method")
+
     num_examples: int = 100_000
     epsilons: tuple[float, ...] = (0.5, 0.75, 1.0, 2.0)
     seeds: tuple[int, ...] = tuple(range(1, 11))
@@ -123,6 +123,21 @@ class Study:
             for objective, noise in pairs
             for method in COLUMNS[calibration]
         ]
+
+    def measure(
+        self, calibration: Calibration, name: str, noise: str, method: str
+    ) -> Iterator[Row]:
+        """A row for each epsilon; it is null for the baseline, as JSON knows no infinity."""
+        yardstick = yardstick_of(name, noise)
+        point = Point(self, calibration, OBJECTIVES[name], noise, method, yardstick)
+        for row in point.rows():
+            yield {k: None if v == math.inf else v for k, v in row.items()}
+
+
+@functools.cache
+def yardstick_of(name: str, noise: str) -> Yardstick:
+    """The excess risk of an objective under a noise."""
+    return Yardstick.of(OBJECTIVES[name], noise, POPULATION, POPULATION_SEED)
 
 
 QUICK = Study(
@@ -224,7 +239,7 @@ class Point:
     def run(self, choices: Sequence[Choice], data: Data, seed: int) -> Array:
         """Outputs [P, d] of choices with one schedule, on data."""
         values = np.array([(c.rate, c.clip, c.noise) for c in choices]).T
-        cells, generator = Cells(*values), generator_of(seed, 1)
+        cells, generator = Cells(*values), pcg64(seed, 1)
         schedule = choices[0].schedule
         if self.method == "DP-GD":
             return catoni_holland.run(self.objective, data, schedule.steps, cells, generator)
@@ -232,7 +247,7 @@ class Point:
 
     def draw(self, seed: int) -> Data:
         """A data set."""
-        generator = generator_of(seed, 0)
+        generator = pcg64(seed, 0)
         return draw(self.objective, self.noise, self.study.num_examples, generator)
 
     def tune(self) -> list[Choice]:
@@ -262,7 +277,7 @@ class Point:
                 found[at, s, 1] = self.objective.mean_loss(x, data) / initial
         return found
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Tunes and measures: a JSON-safe row for each epsilon."""
         choices = self.tune()
         measured = self.measure(choices)
@@ -284,35 +299,3 @@ class Point:
             }
             for choice, figures in zip(choices, measured, strict=True)
         ]
-
-
-def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
-    """Rows for every point of the study; those that `output_dir` holds already are not run again.
-
-    Args:
-      study: what to run.
-      output_dir: holds the rows.
-
-    Returns:
-      JSON-safe rows; epsilon is null for the baseline.
-
-    Raises:
-      ValueError: the folder holds rows of another study.
-    """
-    yardsticks: dict[tuple[str, str], Yardstick] = {}
-
-    def measure(calibration: Any, name: str, noise: Any, method: str) -> Iterator[dict[str, Any]]:
-        objective = OBJECTIVES[name]
-        if (name, noise) not in yardsticks:
-            made = Yardstick.of(objective, noise, POPULATION, POPULATION_SEED)
-            yardsticks[name, noise] = made
-        point = Point(study, calibration, objective, noise, method, yardsticks[name, noise])
-        return map(_finite, point.rows())
-
-    fields = ("calibration", "objective", "noise", "method")
-    return measure_points(output_dir / ROWS_FILE, study, study.points(), fields, measure)
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no infinity: null."""
-    return {k: None if v == math.inf else v for k, v in row.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from scripts.studies.averaged_clipping.heavy_tails import (
     DIMENSION,
     RADIUS,
     draw,
-    generator_of,
     optimum,
 )
 from scripts.studies.averaged_clipping.parameters import (
@@ -29,40 +27,9 @@ from scripts.studies.averaged_clipping.parameters import (
     unconstrained,
 )
 from scripts.studies.averaged_clipping.study import METHODS, TUNING_SEED, Study
+from scripts.studies.harness import interval, pcg64, table
 
 GROUPS = (1, 4, 16, 64)
-
-
-class Interval(NamedTuple):
-    """Mean over seeds, and half the width of its 95 % confidence interval (Student)."""
-
-    mean: float
-    half_width: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2g} ± {self.half_width:.1g}"
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Mean and 95 % interval.
-
-    Args:
-      values: one a seed.
-
-    Returns:
-      Half width NaN for a single value.
-
-    >>> interval([1.0, 2.0, 3.0])
-    Interval(mean=2.0, half_width=2.484...)
-    """
-    from scipy.stats import t
-
-    k = len(values)
-    if k < 2:
-        return Interval(float(np.mean(values)), math.nan)
-    return Interval(
-        float(np.mean(values)), float(t.ppf(0.975, k - 1) * np.std(values, ddof=1) / math.sqrt(k))
-    )
 
 
 def shown_epsilon(epsilon: float | None) -> str:
@@ -78,22 +45,10 @@ def shown_epsilon(epsilon: float | None) -> str:
 
 
 def theorem_table(study: Study, noise: str = "laplace", epsilon: float = 1.0) -> str:
-    """What the theorems' parameters ask for and reach, linear regression, constants as published.
-
-    Args:
-      study: n, delta and seeds.
-      noise: a key of `NOISES` with a variance.
-      epsilon: the target.
-
-    Returns:
-      Markdown: parameters, Eq. 9's noise and its true epsilon, the noise needed, and the excess risk of
-      each; or why a theorem's parameters cannot be used.
-    """
-    lines = [
-        "| theorem | N | m | λ | γ | Eq. 9 noise / λ | its true ε | needed noise / λ "
-        "| excess, Eq. 9 | excess, correct |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    """What the theorems' parameters ask for and reach, linear regression, constants as published."""
+    noises = ("Eq. 9 noise / λ", "its true ε", "needed noise / λ")
+    head = ("theorem", "N", "m", "λ", "γ", *noises, "excess, Eq. 9", "excess, correct")
+    lines = []
     problem = linear_problem(study, epsilon)
     makers: dict[str, Callable[[], Parameters]] = {
         "3 (CC)": lambda: constrained(problem),
@@ -103,20 +58,16 @@ def theorem_table(study: Study, noise: str = "laplace", epsilon: float = 1.0) ->
     }
     for name in study.theorems:
         try:
-            lines.append(f"| {name} | {_theorem_row(study, makers[name](), noise, epsilon)} |")
+            lines.append([name, *_theorem_row(study, makers[name](), noise, epsilon)])
         except ValueError as error:
-            lines.append(f"| {name} | refused: {str(error).split(':')[0]} |" + " |" * 8)
-    return "\n".join(lines) + "\n"
+            lines.append([name, f"refused: {str(error).split(':')[0]}", *[""] * 8])
+    return table(head, lines)
 
 
 def linear_problem(study: Study, epsilon: float) -> Problem:
     """The constants of linear regression with noise of variance 2.
 
     sigma^2 at the start: E ||2 xi (<xi, w> - e)||^2 - ||2 w||^2 = 4 (d + 1) R^2 + 8 d, w = x - x*.
-
-    Args:
-      study: n and delta.
-      epsilon: the target.
     """
     variance = 4 * (DIMENSION + 1) * RADIUS**2 + 8 * DIMENSION
     return Problem(
@@ -130,7 +81,7 @@ def linear_problem(study: Study, epsilon: float) -> Problem:
     )
 
 
-def _theorem_row(study: Study, parameters: Parameters, noise: str, epsilon: float) -> str:
+def _theorem_row(study: Study, parameters: Parameters, noise: str, epsilon: float) -> list[str]:
     descent, rate, clip = parameters
     n, delta = study.num_examples, study.delta
     published = paper_calibration(descent, n, epsilon, delta)
@@ -146,15 +97,11 @@ def _theorem_row(study: Study, parameters: Parameters, noise: str, epsilon: floa
         shown_epsilon(spent),
         f"{needed:.3g}",
     ]
-    return " | ".join(shown + risks)
+    return shown + risks
 
 
 def sweeps(study: Study) -> list[Descent]:
-    """More groups, fewer examples in a batch, more steps; per-example clipping beside each.
-
-    Args:
-      study: its second schedule (or the only one) has the groups; its seeds and sizes are used.
-    """
+    """More groups, fewer examples in a batch, more steps; per-example clipping beside each."""
     steps, m = study.schedules[min(1, len(study.schedules) - 1)]
     grouped = [Descent(steps=steps, batch_size=m, groups=k) for k in GROUPS]
     smaller = [(f * steps, m // part) for f in study.step_factors for part in (4, 20)]
@@ -167,20 +114,10 @@ def sweeps(study: Study) -> list[Descent]:
 
 
 def sweep_table(study: Study, noise: str = "laplace", epsilon: float = 1.0) -> str:
-    """Excess risk of linear regression with the best of the study's clips and rates for each row.
-
-    Args:
-      study: n, delta, seeds, schedules.
-      noise: a key of `NOISES`.
-      epsilon: the target.
-
-    Returns:
-      Markdown.
-    """
-    lines = [
-        "| clipping | k | steps x batch | noise / λ on the release | λ | γ | excess risk |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """Excess risk of linear regression with the best of the study's clips and rates for each row."""
+    noise_name = "noise / λ on the release"
+    head = ("clipping", "k", "steps x batch", noise_name, "λ", "γ", "excess risk")
+    lines = []
     for descent in sweeps(study):
         sigma = calibrated(descent, study.num_examples, epsilon, study.delta)
         spec = METHODS["DP-SGD" if descent.clipping == "per_example" else "UC"]
@@ -192,11 +129,10 @@ def sweep_table(study: Study, noise: str = "laplace", epsilon: float = 1.0) -> s
         best = grid[int(np.nan_to_num(scores, nan=np.inf).argmin())]
         values = [float(_excess(study, descent, [best], noise, s)[0]) for s in study.seeds]
         k = descent.groups if descent.clipping == "averaged" else "–"
-        lines.append(
-            f"| {descent.clipping.replace('_', '-')} | {k} | {descent.steps} x {descent.batch_size} "
-            f"| {sigma / descent.divisor:.3g} | {best[1]:.3g} | {best[0]:.3g} | {interval(values)} |"
-        )
-    return "\n".join(lines) + "\n"
+        shown = (f"{v:.3g}" for v in (sigma / descent.divisor, best[1], best[0]))
+        size = f"{descent.steps} x {descent.batch_size}"
+        lines.append([descent.clipping.replace("_", "-"), k, size, *shown, interval(values)])
+    return table(head, lines)
 
 
 def _excess(
@@ -207,7 +143,7 @@ def _excess(
     seed: int,
 ) -> Array:
     """Excess risk of (rate, clip, noise multiplier) on one draw, [P]."""
-    data = draw(LINEAR, noise, study.num_examples, generator_of(seed, 0))
-    generator = generator_of(seed, 1)
+    data = draw(LINEAR, noise, study.num_examples, pcg64(seed, 0))
+    generator = pcg64(seed, 1)
     x = averaged_clipping.run(LINEAR, data, descent, Cells(*np.array(grid).T), generator)
     return np.asarray(((x - optimum()) ** 2).sum(axis=1))

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_dpzero.papers.budget import affordable_steps, momentum_average
+from scripts.studies.harness import philox
 
 Floats = NDArray[Any]
 
@@ -62,7 +63,7 @@ def digits(train: int, seed: int) -> Split:
 
     pixels, labels = load_digits(return_X_y=True)
     chosen = np.flatnonzero((labels == 3) | (labels == 5))
-    chosen = _generator(seed, 1).permutation(chosen)
+    chosen = philox(seed, 1).permutation(chosen)
     if not 0 < train < len(chosen):
         raise ValueError(
             f"train={train} must be from 1 to {len(chosen) - 1}: there are 365 digits."
@@ -78,7 +79,7 @@ def gaussians(train: int, seed: int, *, test: int = 2000) -> Split:
       seed: of means and rows.
       test: number of test rows.
     """
-    generator = _generator(seed, 2)
+    generator = philox(seed, 2)
     direction = generator.standard_normal(COMPONENTS)
     y = generator.choice([1.0, -1.0], size=train + test)
     x = generator.standard_normal((train + test, COMPONENTS))
@@ -93,7 +94,7 @@ def auxiliary(train: int, seed: int) -> Split:
       train: number of training rows, as many as of the private data.
       seed: of rows and direction.
     """
-    generator = _generator(seed, 3)
+    generator = philox(seed, 3)
     x = generator.standard_normal((2 * train, COMPONENTS))
     direction = generator.standard_normal(COMPONENTS)
     direction /= np.linalg.norm(direction)
@@ -226,7 +227,3 @@ def train(
         average = momentum_average(average, gradient, t + 1, beta)
         theta = np.where(done[:, None] > t, theta - np.float32(rate) * average, theta)
     return theta
-
-
-def _generator(seed: int, stream: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, stream])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from scripts.studies.budget.study import ARMS, BUDGETS, summary, total_budget
+from scripts.studies.budget.study import ARMS, BUDGETS, Study, summary, total_budget
+from scripts.studies.harness import Row, panels, save, table
 
-TABLE_FILE, ROWS_FILE, FIGURE_FILE = "table.md", "rows.json", "figure1.png"
+FIGURE_FILE = "figure1.png"
 CHOICES = ("auxiliary", "private")
 DRAWN = {"uniform": "o", "exp": "s", "gd_dynamic": "^", "momentum_uniform": "x"}
 """Arms in the figure -> marker."""
 BASES = ("uniform", "momentum_uniform")
 
 
-def all_rows(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def all_rows(results: Sequence[Row]) -> list[Row]:
     """`summary` under both budgets and both choices of T, JSON-safe."""
     return [
         {"chosen_on": chosen_on, **row}
@@ -29,12 +29,8 @@ def all_rows(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a section for each budget and choice of T, a line for each data set, N and arm.
-
-    Args:
-      rows: of `all_rows`.
-    """
+def tables(rows: Sequence[Row]) -> str:
+    """Markdown: a section for each budget and choice of T, a line for each data set, N and arm."""
     parts = []
     for kind in BUDGETS:
         for chosen_on in CHOICES:
@@ -44,11 +40,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def _lines(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| data | N | arm | T | train loss | less than uniform by | test accuracy | more by |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def _lines(rows: Sequence[Row]) -> str:
+    lines = []
     for r in rows:
         gains = ["", ""]
         if r["arm"] not in BASES:
@@ -56,37 +49,21 @@ def _lines(rows: Sequence[dict[str, Any]]) -> str:
                 f"{sign * r[f'{what}_gain']:.4f} ± {r[f'{what}_gain_se']:.4f}"
                 for what, sign in (("loss", -1), ("accuracy", 1))
             ]
-        cells = [
+        lines.append([
             r["source"], str(r["examples"]), ARMS[r["arm"]], str(r["steps"]),
             f"{r['loss']:.4f} ± {r['loss_se']:.4f}", gains[0],
             f"{r['accuracy']:.4f} ± {r['accuracy_se']:.4f}", gains[1],
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        ])  # fmt: skip
+    gains = ("less than uniform by", "test accuracy", "more by")
+    return table(("data", "N", "arm", "T", "train loss", *gains), lines)
 
 
-def plot(
-    results: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], output_dir: Path
-) -> Path:
-    """Figure 1: influence by step; train loss and test accuracy by N. A row for each data set.
-
-    Args:
-      results: of `budget_study.run`.
-      rows: of `all_rows`; those of the paper's budget with T from auxiliary data are drawn.
-      output_dir: where the image goes.
-
-    Returns:
-      Its path.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def plot(results: Sequence[Row], rows: Sequence[Row], output_dir: Path) -> Path:
+    """Figure 1: influence by step; train loss and test accuracy by N. A row for each data set."""
     shown = [r for r in rows if (r["budget"], r["chosen_on"]) == ("zcdp", "auxiliary")]
     sources = list(dict.fromkeys(r["source"] for r in shown))
-    figure = Figure(figsize=(11.0, 3.2 * len(sources)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(sources), 3, squeeze=False)
-    for (left, middle, right), source in zip(panels, sources, strict=True):
+    figure, axes_of = panels(len(sources), 3, (11.0, 3.2 * len(sources)))
+    for (left, middle, right), source in zip(axes_of, sources, strict=True):
         for name in ("auxiliary", source):
             _draw_influence(left, [r for r in results if r["source"] == f"influence of {name}"])
         left.set(yscale="log", xlabel="step", ylabel="influence, loss per $\\sigma_t^2$")
@@ -104,7 +81,7 @@ def plot(
     return path
 
 
-def _draw_influence(axes: Any, results: Sequence[dict[str, Any]]) -> None:
+def _draw_influence(axes: Any, results: Sequence[Row]) -> None:
     for r in results:
         at, q, error = (np.array(r[key]) for key in ("at", "influence", "error"))
         good = q > 0
@@ -118,24 +95,14 @@ def _draw_influence(axes: Any, results: Sequence[dict[str, Any]]) -> None:
             axes.plot(at, np.exp(fit), color=line[0].get_color(), linewidth=1)
 
 
-def _draw_arm(axes: Any, rows: Sequence[dict[str, Any]], what: str, marker: str) -> None:
+def _draw_arm(axes: Any, rows: Sequence[Row], what: str, marker: str) -> None:
     x, y, error = ([r[key] for r in rows] for key in ("examples", what, f"{what}_se"))
     axes.errorbar(x, y, error, marker=marker, markersize=4, capsize=2, label=ARMS[rows[0]["arm"]])
 
 
-def write(results: Sequence[dict[str, Any]], output_dir: Path) -> str:
-    """Writes table.md, rows.json and figure1.png.
-
-    Args:
-      results: of `budget_study.run`.
-      output_dir: where they go.
-
-    Returns:
-      The table.
-    """
+def write(study: Study, results: Sequence[Row], output_dir: Path) -> str:
+    """Writes table.md, table.json and, once some arms are compared, figure1.png."""
     rows = all_rows(results)
-    text = table(rows)
-    (output_dir / TABLE_FILE).write_text(text, encoding="utf-8")
-    (output_dir / ROWS_FILE).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    plot(results, rows, output_dir)
-    return text
+    if rows:
+        plot(results, rows, output_dir)
+    return save(output_dir, tables(rows), rows)

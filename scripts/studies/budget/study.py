@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from hf_dpzero.papers import budget
 from hf_dpzero.privacy.quadratics import quadratic_influence
 from hf_dpzero.privacy.schedules import Exponential
 from scripts.studies.budget.network import SOURCES, Network, Split, train
-from scripts.studies.rows import measure_points
+from scripts.studies.harness import Row, philox
 
 Floats = NDArray[Any]
 
@@ -39,7 +38,6 @@ ARMS = {
 }
 """Key -> label. Those with momentum are compared with uniform noise under momentum."""
 BUDGETS = ("zcdp", "tight")
-FILE = "points.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,8 @@ class Study:
       influence_size: N.
     """
 
+    fields: ClassVar = ("source", "examples", "steps")
+
     sizes: dict[str, tuple[int, ...]]
     steps: tuple[int, ...] = (50, 100, 150)
     seeds: int = 30
@@ -76,6 +76,12 @@ class Study:
         return left + [
             (s, n, t) for s, sizes in self.sizes.items() for n in sizes for t in self.steps
         ]
+
+    def measure(self, source: str, examples: int, steps: int) -> list[Row]:
+        """The influence of steps, or all arms."""
+        left, _, name = source.partition("influence of ")
+        work = estimate_influence if name else compare_arms
+        return [work(self, name or left, examples, steps)]
 
 
 FULL = Study(sizes={"digits": (120, 180, 240), "gaussians": (250, 500, 1000, 2000)})
@@ -102,12 +108,12 @@ class Bench:
         split = SOURCES[source](examples, 0)
         network = Network(split.train.x.shape[1], study.hidden)
         key = (list(SOURCES).index(source), examples)
-        starts = _generator(*key, 0)
+        starts = philox(*key, 0)
         return cls(split, network, np.stack([network.initial(starts) for _ in range(runs)]), key)
 
     def losses(self, sigma: Floats, total: float, beta: float = 0.0) -> tuple[Floats, Floats]:
         """Train loss and test accuracy of all runs, float64 [P] each, under sigma_t [T] and R."""
-        noise = _generator(*self.key, 1)
+        noise = philox(*self.key, 1)
         theta = train(
             self.network, self.split.train, self.start, np.tile(sigma, (len(self.start), 1)),
             lambda _: noise.standard_normal(self.start.shape, dtype=np.float32),
@@ -132,13 +138,6 @@ def sigma_of(arm: str, steps: int, total: float, tuned: float, theory: float) ->
 
     "momentum_exact" follows the exact coefficients of Theorem 4.6, "momentum_quadratic" the exact loss
     on one coordinate whose loss contracts by gamma a step.
-
-    Args:
-      arm: one of `ARMS`.
-      steps: T.
-      total: R.
-      tuned: gamma of exp and of "momentum_quadratic".
-      theory: gamma of the arms that follow a theorem.
     """
     if arm == "momentum_exact":
         return budget.optimal_multipliers(budget.momentum_influence(steps, theory, BETA), total)
@@ -154,7 +153,7 @@ def sigma_of(arm: str, steps: int, total: float, tuned: float, theory: float) ->
     return budget.multipliers_for(schedules.get(arm), steps, total)
 
 
-def compare_arms(study: Study, source: str, examples: int, steps: int) -> dict[str, Any]:
+def compare_arms(study: Study, source: str, examples: int, steps: int) -> Row:
     """One point: gamma from auxiliary data, then all arms on the data under both budgets."""
     public = Bench.of(study, "auxiliary", examples, study.tuning_seeds)
     total = total_budget("zcdp")
@@ -168,7 +167,7 @@ def compare_arms(study: Study, source: str, examples: int, steps: int) -> dict[s
     ratio = min(candidates, key=candidates.__getitem__)
     tuned = ratio_gamma(ratio, steps)
     private = Bench.of(study, source, examples, study.seeds)
-    arms: dict[str, Any] = {}
+    arms: Row = {}
     for arm in ARMS:
         beta = BETA if arm.startswith("momentum") else 0.0
         loss, _ = public.losses(sigma_of(arm, steps, total, tuned, theory), total, beta)
@@ -191,7 +190,7 @@ def _rounded(values: Floats) -> list[float]:
     return [round(float(value), 6) for value in values]
 
 
-def estimate_influence(study: Study, source: str, examples: int, steps: int) -> dict[str, Any]:
+def estimate_influence(study: Study, source: str, examples: int, steps: int) -> Row:
     """q_t by retraining: what twice the noise variance in step t alone adds to the final loss.
 
     With the extra noise and with its negative, beside a run without it, on the same noise otherwise.
@@ -216,7 +215,7 @@ def _added_loss(bench: Bench, sigma: Floats, step: int, plain: Floats) -> Floats
     """[P], loss units per unit of sigma_t^2."""
     added = np.zeros(len(plain))
     for sign in (1.0, -1.0):
-        noise, extra = _generator(*bench.key, 1), _generator(*bench.key, 2)
+        noise, extra = philox(*bench.key, 1), philox(*bench.key, 2)
         shift = np.float32(sign) * extra.standard_normal(bench.start.shape, dtype=np.float32)
 
         def draw(t: int, noise: Any = noise, shift: Floats = shift) -> Floats:
@@ -231,43 +230,8 @@ def _added_loss(bench: Bench, sigma: Floats, step: int, plain: Floats) -> Floats
     return (added - plain) / sigma[step] ** 2
 
 
-def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
-    """All points of the study; those that `output_dir` holds already are not run again.
-
-    Args:
-      study: what to run.
-      output_dir: holds the points.
-
-    Returns:
-      JSON-safe results, one a point.
-
-    Raises:
-      ValueError: the folder holds points of another study.
-    """
-
-    def measure(source: str, examples: int, steps: int) -> list[dict[str, Any]]:
-        left, _, name = source.partition("influence of ")
-        work = estimate_influence if name else compare_arms
-        return [work(study, name or left, examples, steps)]
-
-    fields = ("source", "examples", "steps")
-    return measure_points(output_dir / FILE, study, study.points(), fields, measure)
-
-
-def summary(
-    results: Sequence[dict[str, Any]], kind: str, chosen_on: str = "auxiliary"
-) -> list[dict[str, Any]]:
-    """A row for each data set, N and arm, at the arm's best T.
-
-    Args:
-      results: of `run`.
-      kind: of `BUDGETS`.
-      chosen_on: "auxiliary", or "private" as the paper has it: T of the least mean train loss there.
-
-    Returns:
-      Means and standard errors over runs of train loss and test accuracy, and of the differences run
-      by run to uniform noise with the same update, negative losses being better.
-    """
+def summary(results: Sequence[Row], kind: str, chosen_on: str = "auxiliary") -> list[Row]:
+    """A row for each data set, N and arm, at the arm's best T."""
     rows = []
     compared = [r for r in results if "arms" in r]
     for source, examples in dict.fromkeys((r["source"], r["examples"]) for r in compared):
@@ -277,7 +241,7 @@ def summary(
         }
         for arm, own in best.items():
             base = "momentum_uniform" if arm.startswith("momentum") else "uniform"
-            row: dict[str, Any] = {"source": source, "examples": examples, "arm": arm}
+            row: Row = {"source": source, "examples": examples, "arm": arm}
             row |= {"budget": kind, "steps": own["steps"], "ratio": own["ratio"]}
             for what in ("loss", "accuracy"):
                 values = np.array(own["arms"][arm][kind][what])
@@ -288,7 +252,7 @@ def summary(
     return rows
 
 
-def _score(found: dict[str, Any], kind: str, chosen_on: str) -> float:
+def _score(found: Row, kind: str, chosen_on: str) -> float:
     if chosen_on == "private":
         return float(np.mean(found[kind]["loss"]))
     return float(found["auxiliary_loss"])
@@ -296,7 +260,3 @@ def _score(found: dict[str, Any], kind: str, chosen_on: str) -> float:
 
 def _mean_error(values: Floats) -> tuple[float, float]:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
-
-
-def _generator(*key: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))

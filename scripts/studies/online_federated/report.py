@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,16 @@ from hf_dpzero.papers.online_federated_noise import (
     true_epsilon,
 )
 from hf_dpzero.privacy.correlated_noise import factorization as f
-from scripts.studies.averaged_clipping.sweeps import interval
-from scripts.studies.online_federated.study import Study, generator_of, made
+from scripts.studies.harness import Row, interval, panels, philox, save, table
+from scripts.studies.online_federated.study import Study, made
 from scripts.studies.online_federated.theory import drifting
 
-TABLE_FILE, JSON_FILE = "table.md", "table.json"
 PLOT_FILES = {"logistic": "logistic.png", "digits": "digits.png"}
-Row = dict[str, Any]
 KEY = ("experiment", "local_steps", "calibration", "epsilon", "delta")
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """The rows with means, deviations and gaps in the place of the seeds' figures.
-
-    Args:
-      rows: those of the study.
-
-    Returns:
-      JSON-safe rows; accuracies are means over the last fifth of the rounds. `gap` is the mean
-      difference over seeds to the noiseless run at its own step, `gap_half_width` its 95 % half width.
-    """
+    """The rows with means, deviations and gaps in the place of the seeds' figures."""
     clear = {_key(r): r["accuracy"] for r in rows if r["noise"] == "noiseless" and r["chosen"]}
     found = []
     for row in rows:
@@ -60,26 +49,10 @@ def _key(row: Row) -> tuple[Any, ...]:
     return tuple(row[k] for k in KEY)
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table."""
-    body = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
-    return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *body]) + "\n"
-
-
 def accuracy_table(
     rows: Sequence[Row], experiment: str, pick: Callable[[Row], bool], *, gaps: bool = False
 ) -> str:
-    """A line for each setting, a column for each noise.
-
-    Args:
-      rows: of `summary`.
-      experiment: "logistic" or "digits".
-      pick: which row of a setting and noise is shown; the noiseless run is always the chosen one.
-      gaps: points below the noiseless run with 95 % half widths, not accuracies.
-
-    Returns:
-      Markdown.
-    """
+    """A line for each setting, a column for each noise."""
     mine = [r for r in rows if r["experiment"] == experiment]
     names = [
         n for n in NOISES if any(r["noise"] == n for r in mine) and not (gaps and n == "noiseless")
@@ -123,12 +96,7 @@ def _gap(row: Row | None) -> str:
 
 
 def step_table(rows: Sequence[Row], calibration: str, epsilon: float) -> str:
-    """Accuracy of logistic regression at each server step, tau = 5, delta = 1e-3.
-
-    Args:
-      rows: of `summary`.
-      calibration, epsilon: of the setting.
-    """
+    """Accuracy of logistic regression at each server step, tau = 5, delta = 1e-3."""
     wanted = ("logistic", 5, calibration, epsilon, 1e-3)
     mine = [r for r in rows if _key(r) == wanted]
     names = [n for n in NOISES if any(r["noise"] == n for r in mine)]
@@ -144,11 +112,7 @@ def step_table(rows: Sequence[Row], calibration: str, epsilon: float) -> str:
 
 
 def noise_table(rounds: Sequence[int]) -> str:
-    """max ||c_col||^2 ||B||_F^2 / R of each noise, and the paper's tree, which counts all 2R - 1 nodes.
-
-    Args:
-      rounds: R of each line.
-    """
+    """max ||c_col||^2 ||B||_F^2 / R of each noise, and of the paper's tree with all 2R - 1 nodes."""
     names = [n for n in NOISES if n != "noiseless"]
     lines = []
     for r in rounds:
@@ -163,9 +127,6 @@ def column_table(rounds: Sequence[int] = (4, 16, 64, 256, 1000, 10_000)) -> str:
     """The square of Toeplitz' column norm, Eq. (8)'s bound, and epsilon at (2, 1e-3) with that bound.
 
     The last columns calibrate with the bound, by the exact Gaussian mechanism and by Lemma IV.8.
-
-    Args:
-      rounds: R of each line.
     """
     lines = []
     for r in rounds:
@@ -177,14 +138,9 @@ def column_table(rounds: Sequence[int] = (4, 16, 64, 256, 1000, 10_000)) -> str:
 
 
 def theory_table(rounds: int = 512, steps: Sequence[float] = (0.125, 0.03, 0.01, 0.003)) -> str:
-    """Expected dynamic regret on quadratics and Lemma IV.9's bound: tau = 5, n = d = 20, (2, 1e-3).
-
-    Args:
-      rounds: R.
-      steps: etilde of each block; at most 1/8.
-    """
+    """Expected dynamic regret on quadratics and Lemma IV.9's bound: tau = 5, n = d = 20, (2, 1e-3)."""
     federation = Federation(rounds=rounds, local_steps=5, learners=20)
-    problem = drifting(federation, 20, generator_of(1, 0))
+    problem = drifting(federation, 20, philox(1, 0))
     lines = []
     for step in steps:
         for name in ("independent", "tree", "optimized", "toeplitz"):
@@ -197,12 +153,7 @@ def theory_table(rounds: int = 512, steps: Sequence[float] = (0.125, 0.03, 0.01,
 
 
 def tables(rows: Sequence[Row], study: Study) -> str:
-    """All tables as Markdown.
-
-    Args:
-      rows: of the study.
-      study: what was run.
-    """
+    """All tables as Markdown."""
     found, parts = summary(rows), []
     for experiment in dict.fromkeys(r["experiment"] for r in found):
         args = (found, experiment)
@@ -240,20 +191,7 @@ def _chosen(rows: Sequence[Row], experiment: str) -> str:
 
 
 def plot(rows: Sequence[Row], experiment: str, path: Path) -> Path:
-    """Curves of accuracy with a band of one standard deviation, each noise at its own best step.
-
-    Args:
-      rows: of the study.
-      experiment: whose settings have a panel each, those at delta = 1e-3; of logistic regression
-        those with the first tau.
-      path: of the image.
-
-    Returns:
-      `path`.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Curves of accuracy with a band of one standard deviation, each noise at its own best step."""
     mine = [r for r in rows if r["experiment"] == experiment and r["chosen"] and r["delta"] == 1e-3]
     if experiment == "logistic":
         mine = [r for r in mine if r["local_steps"] == mine[0]["local_steps"]]
@@ -261,10 +199,8 @@ def plot(rows: Sequence[Row], experiment: str, path: Path) -> Path:
     keys = sorted(dict.fromkeys(_key(r) for r in mine), key=order)
     columns = min(3, len(keys))
     lines = math.ceil(len(keys) / columns)
-    figure = Figure(figsize=(3.6 * columns, 2.8 * lines), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).ravel()
-    for axes, key in zip(panels, keys, strict=False):
+    figure, grid = panels(lines, columns, (3.6 * columns, 2.8 * lines), sharey=True)
+    for axes, key in zip(grid.flat, keys, strict=False):
         for row in (r for r in mine if _key(r) == key):
             at, curve, spread = (np.array(row[k], float) for k in ("at", "curve", "spread"))
             style = "k:" if row["noise"] == "noiseless" else f"C{list(NOISES).index(row['noise'])}-"
@@ -272,31 +208,18 @@ def plot(rows: Sequence[Row], experiment: str, path: Path) -> Path:
             axes.fill_between(at, curve - spread, curve + spread, color=style[:-1], alpha=0.12)
         axes.set(title=f"{key[2]}, ε = {key[3]:g}, τ = {key[1]}", xlabel="round")
         axes.grid(alpha=0.3)
-    for axes in panels[len(keys) :]:
+    for axes in grid.flat[len(keys) :]:
         axes.set_visible(False)
-    panels[0].set_ylabel("accuracy")
-    handles = {h.get_label(): h for axes in panels for h in axes.get_legend_handles_labels()[0]}
+    grid.flat[0].set_ylabel("accuracy")
+    handles = {h.get_label(): h for axes in grid.flat for h in axes.get_legend_handles_labels()[0]}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=6, fontsize=8)
     figure.savefig(path, dpi=90)
     return path
 
 
 def write(study: Study, rows: Sequence[Row], output_dir: Path) -> str:
-    """Writes table.md, table.json and the plots.
-
-    Args:
-      study: what was run.
-      rows: all or some of its rows.
-      output_dir: an existing folder; its `rows.jsonl` is left alone.
-
-    Returns:
-      The text of table.md.
-    """
-    text = tables(rows, study)
-    (output_dir / TABLE_FILE).write_text(text, encoding="utf-8")
-    values = json.dumps(summary(rows), indent=1)
-    (output_dir / JSON_FILE).write_text(values + "\n", encoding="utf-8")
+    """Writes table.md, table.json and a plot of each experiment."""
     for experiment, name in PLOT_FILES.items():
         if any(row["experiment"] == experiment for row in rows):
             plot(rows, experiment, output_dir / name)
-    return text
+    return save(output_dir, tables(rows, study), summary(rows))

@@ -10,8 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +27,12 @@ from hf_dpzero.papers.online_federated_noise import (
     true_epsilon,
 )
 from hf_dpzero.privacy.correlated_noise.factorization import MAX_DENSE_ROUNDS, Factorization
-from scripts.studies.online_federated import logistic as logistic
-from scripts.studies.online_federated import network as network
-from scripts.studies.rows import measure_points
+from scripts.studies.harness import Row, philox
+from scripts.studies.online_federated import logistic, network
 
 Array = NDArray[Any]
 Calibration = Literal["exact", "convex", "paper", "over tau"]
 
-ROWS_FILE = "rows.jsonl"
 MAX_NORM = 12.0
 """Of features under the convex calibration: they have norms of 10.2 +- 0.8."""
 EVALUATIONS = 50
@@ -77,6 +74,8 @@ class Study:
       targets: (tau, calibration, epsilon, delta) of logistic regression.
       digit_targets: (tau, calibration, epsilon) of the digits, at delta = 1e-3.
     """
+
+    fields: ClassVar = Point._fields
 
     records: int = 5000
     digit_records: int = 5000
@@ -121,6 +120,10 @@ class Study:
         """All settings."""
         first = [Point("logistic", *target) for target in self.targets]
         return first + [Point("digits", *target, 1e-3) for target in self.digit_targets]
+
+    def measure(self, *point: Any) -> list[Row]:
+        """A row for each noise and step of a setting."""
+        return Setting(self, Point(*point)).rows()
 
 
 QUICK = Study(
@@ -230,7 +233,7 @@ class Setting:
     def world(self, seeds: Sequence[int]) -> World:
         """Fresh data for each seed."""
         study, federation = self.study, self.federation
-        generators = [generator_of(seed, 0) for seed in seeds]
+        generators = [philox(seed, 0) for seed in seeds]
         rounds, tau = federation.rounds, federation.local_steps
         if self.point.experiment == "logistic":
             populations = [
@@ -254,15 +257,7 @@ class Setting:
         return World(model, records, start, lambda x: model.accuracy(x, tests))
 
     def measure(self, cells: Sequence[Cell], seeds: Sequence[int]) -> tuple[Array, Array]:
-        """Runs cells on seeds.
-
-        Args:
-          cells: of the grid.
-          seeds: of data, start and noise.
-
-        Returns:
-          Rounds at which accuracies were taken, [E], and those, [E, C, S].
-        """
+        """Runs cells on seeds."""
         world, federation = self.world(seeds), self.federation
         rounds = federation.rounds
         names = list(dict.fromkeys(cell.noise for cell in cells))
@@ -281,7 +276,7 @@ class Setting:
                 found.append(world.accuracy(x))
         return np.array(at), np.stack(found)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Tunes and measures: a JSON-safe row for each cell.
 
         `chosen` marks the best step of a noise on the tuning seeds; `shared` the steps that Toeplitz
@@ -326,37 +321,11 @@ def all_increments(
     """(b^{r+1} - b^r) xi of each noise with one xi ~ N(0, I) a seed: [K, R, S, d]."""
     found = np.empty((len(noises), rounds, *start.shape), np.float32)
     for s, seed in enumerate(seeds):
-        xi = generator_of(seed, 1).standard_normal((rounds, start.shape[1]), dtype=np.float32)
+        xi = philox(seed, 1).standard_normal((rounds, start.shape[1]), dtype=np.float32)
         for k, noise in enumerate(noises):
             found[k, :, s] = increments(noise, xi)
     return found
 
 
-def generator_of(seed: int, stream: int) -> np.random.Generator:
-    """A generator for data (0) or noise (1)."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, stream])))
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
-    """Rows for every point of the study; those that `output_dir` holds already are not run again.
-
-    Args:
-      study: what to run.
-      output_dir: holds the rows.
-
-    Returns:
-      JSON-safe rows.
-
-    Raises:
-      ValueError: the folder holds rows of another study.
-    """
-
-    def measure(*point: Any) -> list[dict[str, Any]]:
-        return Setting(study, Point(*point)).rows()
-
-    path = output_dir / ROWS_FILE
-    return measure_points(path, study, study.points(), Point._fields, measure)

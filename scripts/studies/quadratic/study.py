@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hf_dpzero.papers.quadratic import Cell, Quadratic
+from scripts.studies.harness import Row, panels, save, table
 from scripts.studies.quadratic import grid
-from scripts.studies.quadratic.grid import METHODS, SPECTRA, Best
-from scripts.studies.rows import measure_points
+from scripts.studies.quadratic.grid import METHODS, SPECTRA
 
-ROWS_FILE, TABLE_FILE = "rows.jsonl", "table.md"
 FIGURES = {
     "figure1.png": (
         ("train_gradient", "train gradient norm"),
@@ -37,6 +36,8 @@ class Study:
       num_examples: n, of the train and of the test data.
     """
 
+    fields: ClassVar = ("spectrum", "dimension", "method")
+
     dimensions: tuple[int, ...] = grid.DIMENSIONS
     seeds: tuple[int, ...] = (1,)
     steps: tuple[int, ...] = grid.STEPS
@@ -55,6 +56,15 @@ class Study:
         """(spectrum, d, method), small dimensions first."""
         return [(s, d, m) for d in self.dimensions for s in SPECTRA for m in METHODS]
 
+    def measure(self, spectrum: str, dimension: int, method: str) -> list[Row]:
+        """The best figures over the grid."""
+        cells, total = self.cells(method), np.zeros(())
+        for seed in self.seeds:
+            problem = Quadratic.draw(SPECTRA[spectrum](dimension), self.num_examples, seed)
+            total = total + grid.figures(problem, method, cells, seed) / len(self.seeds)
+        best = grid.best(total, cells)
+        return [{"spectrum": spectrum, "dimension": dimension, "method": method, **best._asdict()}]
+
 
 QUICK = Study(
     dimensions=(20, 200, 2000),
@@ -67,81 +77,42 @@ QUICK = Study(
 """A coarse grid on fewer examples: the shape of the figures in about 15 seconds."""
 
 
-def run(study: Study, output_dir: Path) -> list[dict[str, Any]]:
-    """Rows for every point of the study; those that `output_dir` holds already are not run again.
-
-    Args:
-      study: what to run.
-      output_dir: holds the rows.
-
-    Returns:
-      JSON-safe rows.
-
-    Raises:
-      ValueError: the folder holds rows of another study.
-    """
-
-    def measure(spectrum: str, dimension: int, method: str) -> list[dict[str, Any]]:
-        best = _run_point(study, spectrum, dimension, method)
-        return [{"spectrum": spectrum, "dimension": dimension, "method": method, **best._asdict()}]
-
-    fields = ("spectrum", "dimension", "method")
-    return measure_points(output_dir / ROWS_FILE, study, study.points(), fields, measure)
-
-
-def _run_point(study: Study, spectrum: str, dimension: int, method: str) -> Best:
-    cells, total = study.cells(method), np.zeros(())
-    for seed in study.seeds:
-        problem = Quadratic.draw(SPECTRA[spectrum](dimension), study.num_examples, seed)
-        total = total + grid.figures(problem, method, cells, seed) / len(study.seeds)
-    return grid.best(total, cells)
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Train gradient norms as Markdown: a row for each spectrum and dimension."""
+def gradient_table(rows: Sequence[Row]) -> str:
+    """Train gradient norms: a line for each spectrum and dimension."""
     norms = {(r["spectrum"], r["dimension"], r["method"]): r["train_gradient"] for r in rows}
-    lines = [
-        "| Tr(A) | d | " + " | ".join(LABELS[m] for m in METHODS) + " |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for spectrum, dimension in dict.fromkeys((s, d) for s, d, _ in norms):
         values = [norms.get((spectrum, dimension, m)) for m in METHODS]
-        shown = ["" if v is None else f"{v:.4g}" for v in values]
-        lines.append(f"| {spectrum} | {dimension} | " + " | ".join(shown) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([spectrum, dimension, *("" if v is None else f"{v:.4g}" for v in values)])
+    return table(("Tr(A)", "d", *(LABELS[m] for m in METHODS)), lines)
 
 
-def plot(rows: Sequence[dict[str, Any]], output_dir: Path) -> list[Path]:
-    """The paper's Figures 1 (gradient norms) and 2 (losses), train above test.
+def write(study: Study, rows: Sequence[Row], output_dir: Path) -> str:
+    """Writes table.md and the figures."""
+    plot(rows, output_dir)
+    return save(output_dir, gradient_table(rows))
 
-    Args:
-      rows: those of `run`.
-      output_dir: where the images go.
 
-    Returns:
-      Paths of the images.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def plot(rows: Sequence[Row], output_dir: Path) -> list[Path]:
+    """The paper's Figures 1 (gradient norms) and 2 (losses), train above test."""
     paths = []
     for name, quantities in FIGURES.items():
-        figure = Figure(figsize=(11.0, 6.0), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(2, len(SPECTRA), sharex=True)
-        for line, (key, label) in zip(panels, quantities, strict=True):
+        figure, axes_of = panels(2, len(SPECTRA), (11.0, 6.0), sharex=True)
+        for line, (key, label) in zip(axes_of, quantities, strict=True):
             for axes, spectrum in zip(line, SPECTRA, strict=True):
                 _draw(axes, [row for row in rows if row["spectrum"] == spectrum], key)
                 axes.set(xscale="log", yscale="log", xlabel="d", ylabel=label)
                 axes.set_title(f"Tr(A) = O({spectrum})", fontsize=10)
-        panels[0][0].legend()
+        axes_of[0][0].legend()
         figure.savefig(output_dir / name, dpi=120)
         paths.append(output_dir / name)
     return paths
 
 
-def _draw(axes: Any, rows: Sequence[dict[str, Any]], key: str) -> None:
+def _draw(axes: Any, rows: Sequence[Row], key: str) -> None:
     for method, marker in zip(METHODS, "o^s", strict=True):
         points = sorted((r["dimension"], r[key]) for r in rows if r["method"] == method)
-        axes.plot(*zip(*points, strict=True), marker=marker, label=LABELS[method])
+        axes.plot(
+            [d for d, _ in points], [v for _, v in points], marker=marker, label=LABELS[method]
+        )
     axes.grid(alpha=0.3)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.studies.averaged_clipping.heavy_tails import generator_of
+from scripts.studies.harness import pcg64
 from scripts.studies.saddle_point.releases import on_simplex
 
 Array = NDArray[np.float64]
@@ -36,8 +36,8 @@ class Bilinear:
     mean: Array = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.mean = generator_of(self.seed, 0).uniform(-1, 1, self.dimensions)
-        self._generator = generator_of(self.seed, 1)
+        self.mean = pcg64(self.seed, 0).uniform(-1, 1, self.dimensions)
+        self._generator = pcg64(self.seed, 1)
 
     def gradients(self, x: Array, y: Array, examples: NDArray[np.int64]) -> tuple[Array, Array]:
         """A_z y and A_z^T x, [b, d_x] and [b, d_y]."""
@@ -77,10 +77,10 @@ class SmoothGame:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        draw = generator_of(self.seed, 2)
+        draw = pcg64(self.seed, 2)
         self.mean = draw.uniform(-1, 1, self.dimensions)
         self.targets = tuple(draw.dirichlet(np.full(d, 0.2)) for d in self.dimensions)
-        self._generator = generator_of(self.seed, 3)
+        self._generator = pcg64(self.seed, 3)
 
     @property
     def lipschitz(self) -> float:
@@ -144,7 +144,7 @@ class LeastSquares:
         self.dimensions = (self.dimension, 1)
         self.best = np.zeros(self.dimension)
         self.best[:3] = (0.5, 0.3, 0.2)
-        self._generator = generator_of(self.seed, 4)
+        self._generator = pcg64(self.seed, 4)
 
     def gradients(self, x: Array, y: Array, examples: NDArray[np.int64]) -> tuple[Array, Array]:
         """(<a, x> - b) a and zeros, [b, d] and [b, 1]."""

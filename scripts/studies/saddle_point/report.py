@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from scripts.studies.averaged_clipping.sweeps import interval
-from scripts.studies.saddle_point.study import Row, Study
+from scripts.studies.harness import Row, interval, panels, save, table
+from scripts.studies.saddle_point.study import Study
 
-TABLE_FILE, JSON_FILE = "table.md", "table.json"
 GAP_PLOT, QUERY_PLOT = "gaps.png", "queries.png"
 PARTS = {
     "n": "Bilinear games, Algorithm 1: duality gap against n",
@@ -26,14 +24,7 @@ PARTS = {
 
 
 def slope(rows: Sequence[Row]) -> float:
-    """The exponent a of value ~ size^a, by least squares on the logarithms of the means.
-
-    Args:
-      rows: of one part and method, at least two sizes.
-
-    Returns:
-      a; NaN for fewer than two sizes.
-    """
+    """The exponent a of value ~ size^a, by least squares on the logarithms of the means."""
     if len(rows) < 2:
         return math.nan
     sizes = [math.log(row["size"]) for row in rows]
@@ -41,63 +32,51 @@ def slope(rows: Sequence[Row]) -> float:
     return float(np.polyfit(sizes, values, 1)[0])
 
 
-def table(part: str, rows: Sequence[Row]) -> str:
-    """One part as Markdown.
+HEAD = ("n", "dimensions", "method", "value", "uniform", "steps x vertices", "step size", "true ε")
 
-    Args:
-      part: a key of `PARTS`.
-      rows: those of the part.
 
-    Returns:
-      Mean and 95 % confidence interval of each row, its steps, and the epsilon that it really has.
-    """
-    lines = [
-        "| n | dimensions | method | value | uniform | steps x vertices | step size | true ε |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def part_table(rows: Sequence[Row]) -> str:
+    """One part: mean and 95 % interval of each row, its steps, and the epsilon that it really has."""
+    lines = []
     for row in rows:
         if "refused" in row:
-            lines.append(
-                f"| {row['size']} |  | {row['method']} | refused: {row['refused']} | | | | |"
-            )
+            refused = f"refused: {row['refused']}"
+            lines.append([row["size"], "", row["method"], refused, *[""] * 4])
             continue
-        shape = " x ".join(map(str, row["dimensions"]))
-        steps = " x ".join(str(row[k]) for k in ("steps", "vertices") if row.get(k))
-        step_size = f"{row['step_size']:.3g}" if "step_size" in row else ""
         lines.append(
-            f"| {row['num_examples']} | {shape} | {row['method']} | {interval(row['values'])} | "
-            f"{np.mean(row['uniform']):.3g} | {steps} | {step_size} | {row['true_epsilon']:.3g} |"
+            [
+                row["num_examples"],
+                " x ".join(map(str, row["dimensions"])),
+                row["method"],
+                interval(row["values"]),
+                f"{np.mean(row['uniform']):.3g}",
+                " x ".join(str(row[k]) for k in ("steps", "vertices") if row.get(k)),
+                f"{row['step_size']:.3g}" if "step_size" in row else "",
+                f"{row['true_epsilon']:.3g}",
+            ]
         )
-    return "\n".join(lines) + "\n"
+    return table(HEAD, lines)
 
 
 def slopes(rows: Sequence[Row]) -> str:
-    """The exponents of the parts that run over n, as Markdown."""
-    lines = ["| part | method | exponent of n |", "|---|---|---|"]
+    """The exponents of the parts that run over n."""
+    lines = []
     for part in ("n", "smooth", "regression", "queries"):
         mine = [row for row in rows if row["part"] == part and "values" in row]
         for method in dict.fromkeys(row["method"] for row in mine):
             found = slope([row for row in mine if row["method"] == method])
             if not math.isnan(found):
-                lines.append(f"| {part} | {method} | {found:.2f} |")
-    return "\n".join(lines) + "\n"
+                lines.append([part, method, f"{found:.2f}"])
+    return table(("part", "method", "exponent of n"), lines)
 
 
 def tables(study: Study, rows: Sequence[Row]) -> str:
-    """All parts as Markdown.
-
-    Args:
-      study: what was run.
-      rows: all or some of its rows.
-
-    Returns:
-      A section for each part, and the exponents.
-    """
+    """All parts as Markdown."""
     order = {point: i for i, point in enumerate(study.points())}
     rows = sorted(rows, key=lambda row: order[row["part"], row["size"], row["method"]])
     head = f"Target ε = {study.epsilon:g}, δ = {study.delta:g}, {len(study.seeds)} seeds.\n\n"
     sections = [
-        f"## {title}\n\n{table(part, [row for row in rows if row['part'] == part])}\n"
+        f"## {title}\n\n{part_table([row for row in rows if row['part'] == part])}\n"
         for part, title in PARTS.items()
         if any(row["part"] == part for row in rows)
     ]
@@ -105,22 +84,9 @@ def tables(study: Study, rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], parts: Sequence[str], path: Path) -> Path:
-    """Values against size on logarithmic axes, a panel for each part.
-
-    Args:
-      rows: of the study.
-      parts: panels.
-      path: of the image.
-
-    Returns:
-      `path`.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(parts), 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+    """Values against size on logarithmic axes, a panel for each part."""
+    figure, (line,) = panels(1, len(parts), (4.6 * len(parts), 4.0))
+    for axes, part in zip(line, parts, strict=True):
         mine = [row for row in rows if row["part"] == part and "values" in row]
         axes.set_xlabel("d" if part == "dimension" else "n")
         title, _, label = PARTS[part].partition(": ")
@@ -149,20 +115,7 @@ def _draw(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def write(study: Study, rows: Sequence[Row], output_dir: Path) -> str:
-    """Writes table.md, table.json, gaps.png and queries.png.
-
-    Args:
-      study: what was run.
-      rows: all or some of its rows.
-      output_dir: an existing folder.
-
-    Returns:
-      The text of table.md.
-    """
-    text = tables(study, rows)
-    (output_dir / TABLE_FILE).write_text(text, encoding="utf-8")
-    (output_dir / JSON_FILE).write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
-    if rows:
-        plot(rows, ("n", "dimension"), output_dir / GAP_PLOT)
-        plot(rows, ("smooth", "regression", "queries"), output_dir / QUERY_PLOT)
-    return text
+    """Writes table.md, table.json, gaps.png and queries.png."""
+    plot(rows, ("n", "dimension"), output_dir / GAP_PLOT)
+    plot(rows, ("smooth", "regression", "queries"), output_dir / QUERY_PLOT)
+    return save(output_dir, tables(study, rows), rows)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,14 +25,11 @@ from hf_dpzero.papers.saddle_point_parameters import (
 )
 from hf_dpzero.papers.saddle_point_plans import Plan
 from hf_dpzero.privacy.noise import InsecureSeededNoise
-from scripts.studies.averaged_clipping.heavy_tails import generator_of
-from scripts.studies.rows import measure_points
+from scripts.studies.harness import Row, pcg64
 from scripts.studies.saddle_point import releases
 from scripts.studies.saddle_point.problems import Bilinear, LeastSquares, SmoothGame
 from scripts.studies.saddle_point.text_table import Table, text_table
 
-Row = dict[str, Any]
-ROWS_FILE = "rows.jsonl"
 RELEASES = ("laplace histogram", "gaussian histogram", "gaussian answers")
 STEP_FACTORS = (0.25, 1.0, 4.0)
 """Steps of Algorithm 5 over the theorem's, under the corrected account."""
@@ -55,6 +52,8 @@ class Study:
       texts: folder with train.jsonl for the table of sentences; "" leaves that part out.
     """
 
+    fields: ClassVar = ("part", "size", "method")
+
     epsilon: float = 0.9
     delta: float = 1e-6
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -68,11 +67,11 @@ class Study:
     texts: str = ""
 
     def points(self) -> list[tuple[str, int, str]]:
-        """(part, n or d, method), each a row."""
+        """(part, n or d, method), each a row; the small ones first."""
         table = (
             [("table", size, m) for size in (0, 1) for m in query_methods()] if self.texts else []
         )
-        return [
+        points = [
             *(("n", n, m) for n in self.sizes for m in ("paper", "corrected", "uncapped")),
             *(("dimension", d, m) for d in self.dimensions for m in ("paper", "corrected")),
             *(("smooth", n, m) for n in self.smooth_sizes for m in SMOOTH),
@@ -80,6 +79,11 @@ class Study:
             *(("queries", n, m) for n in self.query_sizes for m in query_methods()),
             *table,
         ]
+        return sorted(points, key=lambda point: point[1])
+
+    def measure(self, part: str, size: int, method: str) -> list[Row]:
+        """The row of a point."""
+        return [Point(self, part, size, method).row()]
 
 
 QUICK = Study(
@@ -152,7 +156,7 @@ class Point:
             self.size, shape, lipschitz=example.lipschitz, smoothness=4.0, second_order=6.0
         )
         if self.method.startswith("bias-reduced"):
-            levels = generator_of(self.size, 9)
+            levels = pcg64(self.size, 9)
             try:
                 plan: Plan = bias_reduced_descent(problem, levels, calibration)  # type: ignore[arg-type]
             except ValueError as error:
@@ -194,7 +198,7 @@ class Point:
 
     def _random_queries(self) -> Row:
         def drawn(seed: int) -> tuple[np.ndarray, np.ndarray]:
-            draw = generator_of(seed, 5)
+            draw = pcg64(seed, 5)
             queries = draw.choice([-1.0, 1.0], (100, 128))
             return queries, draw.choice(128, self.size, p=draw.dirichlet(np.full(128, 0.1)))
 
@@ -248,25 +252,3 @@ class Point:
         else:
             return releases.gaussian_answers(queries, shares, n, epsilon, delta, noise)
         return np.asarray(queries @ found)
-
-
-def run(study: Study, output_dir: Path) -> list[Row]:
-    """A row for every point; those that `output_dir` holds already are not run again.
-
-    Args:
-      study: what to run.
-      output_dir: holds the rows.
-
-    Returns:
-      JSON-safe rows.
-
-    Raises:
-      ValueError: the folder holds rows of another study.
-    """
-
-    def measure(part: str, size: int, method: str) -> list[Row]:
-        return [Point(study, part, size, method).row()]
-
-    points = sorted(study.points(), key=lambda point: point[1])  # the small ones first
-    fields = ("part", "size", "method")
-    return measure_points(output_dir / ROWS_FILE, study, points, fields, measure, unit="rows")

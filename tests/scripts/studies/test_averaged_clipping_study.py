@@ -26,8 +26,8 @@ from scripts.studies.averaged_clipping import (
 )
 from scripts.studies.averaged_clipping import study as study_module
 from scripts.studies.averaged_clipping.heavy_tails import OBJECTIVES, Yardstick, draw
-from scripts.studies.averaged_clipping.study import QUICK, ROWS_FILE, Study, run
-from scripts.studies.rows import read_rows
+from scripts.studies.averaged_clipping.study import QUICK, Study
+from scripts.studies.harness import ROWS_FILE, read_rows, run
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Study(
@@ -290,7 +290,11 @@ def test_a_study_resumes_and_refuses_other_settings(tmp_path, monkeypatch):
             assert row["true_epsilon"] == row["epsilon"]
         else:
             assert row["true_epsilon"] == 99.0
-    text = report.write(SMALL, rows, tmp_path, sweeps=False)
+    monkeypatch.setattr(report, "theorem_table", lambda _: "theorems")
+    monkeypatch.setattr(report, "sweep_table", lambda _: "sweeps")
+    assert "sweeps" not in report.write(SMALL, rows[1:], tmp_path)
+    text = report.write(SMALL, rows, tmp_path)
+    assert "theorems" in text and "sweeps" in text
     assert "| linear | chi2 | 2 |" in text and "(ε = 99)" in text
     assert len(json.loads((tmp_path / "table.json").read_text())) == len(rows)
     assert (tmp_path / "excess.png").read_bytes()[:4] == b"\x89PNG"
@@ -316,12 +320,6 @@ def test_the_sweep_has_a_row_for_each_algorithm(monkeypatch):
     assert (
         "| averaged | 64 | 3 x 40 | 0.0312 |" in text and "| per-example | – | 30 x 2 | 1 |" in text
     )
-
-
-def test_the_intervals_are_students():
-    mean, half = sweeps.interval([1.0, 2.0, 3.0, 4.0])
-    assert mean == 2.5 and half == pytest.approx(3.182446 * math.sqrt(5 / 3) / 2)
-    assert math.isnan(sweeps.interval([1.0]).half_width)
 
 
 def script(tmp_path, monkeypatch):

@@ -21,11 +21,11 @@ from scripts.studies.budget.study import (
     QUICK,
     Study,
     ratio_gamma,
-    run,
     sigma_of,
     summary,
     total_budget,
 )
+from scripts.studies.harness import ROWS_FILE, run
 
 TINY = Study(
     sizes={"digits": (40,), "gaussians": (30, 60)}, steps=(6, 9), seeds=3, tuning_seeds=2,
@@ -123,7 +123,7 @@ def test_all_arms_spend_the_same():
 def test_a_study_resumes_after_a_cut_line_and_refuses_other_settings(tmp_path, monkeypatch):
     results = run(TINY, tmp_path)
     assert len(results) == 3 + 3 * 2
-    path = tmp_path / budget_study.FILE
+    path = tmp_path / ROWS_FILE
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:40])
     assert run(TINY, tmp_path) == results
@@ -135,10 +135,10 @@ def test_a_study_resumes_after_a_cut_line_and_refuses_other_settings(tmp_path, m
 
 def test_summaries_are_means_and_paired_differences(tmp_path):
     results = run(TINY, tmp_path)
-    text = write(results, tmp_path)
+    text = write(TINY, results, tmp_path)
     assert text.count("\n| gaussians | 60 |") == 4 * len(ARMS)
     assert (tmp_path / "figure1.png").read_bytes()[:4] == b"\x89PNG"
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows = json.loads((tmp_path / "table.json").read_text())
     assert rows == all_rows(results) and len(rows) == 2 * 2 * 3 * len(ARMS)
     for row in summary(results, "tight", "private"):
         points = [
@@ -175,12 +175,12 @@ def test_the_command_writes_its_files_and_survives_ctrl_c(tmp_path, monkeypatch,
 
     monkeypatch.setattr(budget_study, "compare_arms", interrupted)
     assert call(monkeypatch, *words) == 130
-    assert "continues from" in capsys.readouterr().err
-    assert len((tmp_path / "points.jsonl").read_text().splitlines()) == 1 + 3 + 2
+    assert "same command continues" in capsys.readouterr().err
+    assert len((tmp_path / ROWS_FILE).read_text().splitlines()) == 1 + 3 + 2
     assert call(monkeypatch, *words) == 0
     assert len(seen) == 1 + 6  # none of the finished ones again
     assert {p.name for p in tmp_path.iterdir()} == {
-        "points.jsonl", "rows.json", "table.md", "figure1.png",
+        ROWS_FILE, "table.json", "table.md", "figure1.png",
     }  # fmt: skip
     assert "GD-dynamic" in capsys.readouterr().out
     for refused in (("--seeds", "1"), ("--steps", "50", "1")):
@@ -192,7 +192,7 @@ def test_the_quick_study_as_it_is(tmp_path, monkeypatch, capsys):
     assert call(monkeypatch, "--quick", "--output_dir", str(tmp_path)) == 0
     losses = {
         (row["source"], row["examples"], row["arm"]): row["loss"]
-        for row in json.loads((tmp_path / "rows.json").read_text())
+        for row in json.loads((tmp_path / "table.json").read_text())
         if (row["budget"], row["chosen_on"]) == ("zcdp", "private")
     }
     assert len(losses) == 4 * len(ARMS) and QUICK.seeds == 6

@@ -13,9 +13,10 @@ import pytest
 from hf_dpzero.papers.online_federated import Federation, Stream, learn
 from hf_dpzero.papers.online_federated_noise import calibrated, increments
 from hf_dpzero.privacy.correlated_noise import factorization as f
-from scripts.studies.online_federated import report as report
+from scripts.studies.harness import run
+from scripts.studies.online_federated import report
 from scripts.studies.online_federated import study as study_module
-from scripts.studies.online_federated.study import Point, Setting, Study, run
+from scripts.studies.online_federated.study import Point, Setting, Study
 from scripts.studies.online_federated.theory import Quadratics, drifting
 
 TINY = Study(

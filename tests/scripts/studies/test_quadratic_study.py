@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from hf_dpzero.papers.quadratic import Cell, Quadratic
+from scripts.studies.harness import run
 from scripts.studies.quadratic import grid
 from scripts.studies.quadratic import study as study_module
 from scripts.studies.quadratic.grid import SPECTRA
-from scripts.studies.quadratic.study import QUICK, Study, plot, run, table
+from scripts.studies.quadratic.study import QUICK, Study, gradient_table, plot
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Study(
@@ -61,7 +62,7 @@ def test_a_study_resumes_and_refuses_other_settings(tmp_path, monkeypatch):
     assert run(SMALL, tmp_path) == rows
     with pytest.raises(ValueError, match="other settings"):
         run(dataclasses.replace(SMALL, seeds=(2,)), tmp_path)
-    assert "| log(d) | 10 |" in table(rows)
+    assert "| log(d) | 10 |" in gradient_table(rows)
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in plot(rows, tmp_path))
 
 
@@ -75,11 +76,13 @@ def test_the_command_writes_rows_table_and_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(study_module, "QUICK", SMALL)
     words = ["quadratic", "--quick", "--output_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
-    runpy.run_module("scripts.studies.quadratic", run_name="__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("scripts.studies.quadratic", run_name="__main__")
+    assert ended.value.code == 0
     assert {path.name for path in tmp_path.iterdir()} >= {
         "rows.jsonl", "table.md", "figure1.png", "figure2.png",
     }  # fmt: skip
-    assert (tmp_path / "table.md").read_text() == table(run(SMALL, tmp_path))
+    assert (tmp_path / "table.md").read_text() == gradient_table(run(SMALL, tmp_path))
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from scripts.studies.saddle_point import report as report
+from scripts.studies.harness import ROWS_FILE, run
+from scripts.studies.saddle_point import report, text_table
 from scripts.studies.saddle_point import study as study_module
-from scripts.studies.saddle_point import text_table
-from scripts.studies.saddle_point.study import ROWS_FILE, SMOOTH, Study, query_methods, run
+from scripts.studies.saddle_point.study import SMOOTH, Study, query_methods
 
 SMALL = Study(
     seeds=(1, 2),

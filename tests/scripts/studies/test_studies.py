@@ -49,7 +49,7 @@ def data(folder: Path) -> list[str]:
 
 
 def test_no_study_is_left_out():
-    alone = {path.stem for path in FOLDER.glob("*.py") if "def main(" in path.read_text()}
+    alone = {p.stem for p in FOLDER.glob("*.py") if "if __name__ ==" in p.read_text()}
     assert set(TABLES) == alone | {path.parent.name for path in FOLDER.glob("*/__main__.py")}
 
 
