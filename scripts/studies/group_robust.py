@@ -11,33 +11,38 @@ ordered by the SHA-256 of their text, and the first 5,400 positive and 600 negat
 (--negative takes another share than 0.1), so that the groups' shares are known without counting. The
 validation rows are all kept. Every arm is the recipe sst2/minilm-dpzero.yaml with 200 steps; what
 differs is in ARMS. Encoding takes a minute or two, once; a run takes about half a minute on one core.
-Writes rows.json and table.md, and continues where it stopped.
+Writes rows.jsonl and table.md.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import hashlib
 import json
+import statistics
 import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from scripts.studies import harness
+from scripts.studies.harness import Row
 
 NAMES = ("negative", "positive")
-ROWS = 6000
-GROUPS: dict[str, Any] = {"group_column": "group"}
-FIXED = {**GROUPS, "sampling": "fixed_batches"}
+FIXED = {"sampling": "fixed_batches"}
 FIRST_ORDER = {"method": "dp-adamw", "clip": 16.0, "learning_rate": 1e-2}
 ARMS: dict[str, dict[str, Any]] = {
     "zero-shot": {},  # before training: the same for all arms, so it runs once
     "plain": {},
-    "balanced": {**GROUPS, "group_weights": "balanced"},
-    "per_step": {**GROUPS, "group_weights": "per_step"},
-    "plain, fixed batches": {"sampling": "fixed_batches"},
+    "balanced": {"group_weights": "balanced"},
+    "per_step": {"group_weights": "per_step"},
+    "plain, fixed batches": FIXED,
     "prefix_sum": {**FIXED, "group_weights": "prefix_sum"},
     "vertex": {**FIXED, "group_weights": "vertex", "group_draws": 8},
     "dp-adamw, plain": FIRST_ORDER,
-    "dp-adamw, per_step": {**FIRST_ORDER, **GROUPS, "group_weights": "per_step"},
+    "dp-adamw, per_step": {**FIRST_ORDER, "group_weights": "per_step"},
 }
 COMMON: dict[str, Any] = {
     "max_steps": 200,
@@ -47,52 +52,75 @@ COMMON: dict[str, Any] = {
     "logging_steps": 50,
     "report_to": "none",
     "use_cpu": True,
+    "keep_column": "group",
 }
-QUICK: dict[str, Any] = {"max_steps": 4, "expected_batch_size": 16}
-QUICK_ROWS = 192
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--train", type=Path, required=True, help="SST-2's training rows, .jsonl")
-    parser.add_argument("--validation", type=Path, required=True)
-    parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument(
-        "--negative", type=float, default=0.1, help="their share of the training rows"
-    )
-    parser.add_argument("--epsilon", type=float, default=2.0)
-    parser.add_argument("--seeds", type=int, help="runs of each arm (default 3; quick 1)")
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_ROWS} rows, 4 steps: that everything works"
-    )
-    parser.add_argument("overrides", nargs="*", help="settings of all arms: --max_steps=100")
-    arguments, further = parser.parse_known_args()
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    shares = {"negative": arguments.negative, "positive": 1 - arguments.negative}
-    count, fast = (QUICK_ROWS, QUICK) if arguments.quick else (ROWS, {})
-    files = prepared(arguments.train, arguments.validation, shares, count, arguments.output_dir)
-    GROUPS["group_shares"] = json.dumps(shares)
-    for settings in ARMS.values():
-        settings |= GROUPS if "group_column" in settings else {}
-    results = arguments.output_dir / "rows.json"
-    rows = json.loads(results.read_text()) if results.exists() else []
-    done = {(row["arm"], row["seed"]) for row in rows}
-    for seed in range(arguments.seeds or (1 if arguments.quick else 3)):
-        for arm in arguments.arms:
-            if arm == "zero-shot" and seed:
-                continue  # the head comes from label texts: every run would measure the same
-            if (arm, seed) not in done:
-                settings = {**files, **fast, "target_epsilon": arguments.epsilon}
-                settings |= dict(word.removeprefix("--").split("=", 1) for word in further)
-                rows.append(
-                    {"arm": arm, "seed": seed, **run(arm, seed, settings, arguments.output_dir)}
-                )
-                results.write_text(json.dumps(rows, indent=1))
-    text = table(rows)
-    (arguments.output_dir / "table.md").write_text(text)
-    print(text)
-    return 0
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What is run.
+
+    Attributes:
+      train, validation: SST-2's rows, .jsonl.
+      negative: the share of negative sentences among the training rows.
+      rows: how many training rows.
+      common: settings of all arms.
+    """
+
+    fields: ClassVar = ("arm", "seed")
+
+    train: str = ""
+    validation: str = ""
+    arms: tuple[str, ...] = tuple(ARMS)
+    seeds: int = 3
+    epsilon: float = 2.0
+    negative: float = 0.1
+    rows: int = 6000
+    common: dict[str, Any] = field(default_factory=lambda: COMMON)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the groups, public."""
+        return {"negative": self.negative, "positive": 1 - self.negative}
+
+    def points(self) -> list[tuple[str, int]]:
+        """Arms and seeds; the zero-shot head comes from label texts, alike for every seed."""
+        pairs = [(arm, seed) for seed in range(self.seeds) for arm in self.arms]
+        return [(arm, seed) for arm, seed in pairs if not (arm == "zero-shot" and seed)]
+
+    def measure(self, arm: str, seed: int) -> list[Row]:
+        """One run's metrics on the validation rows, with the epsilon that it spent."""
+        from hf_dpzero.recipes.build import build_trainer
+        from hf_dpzero.recipes.recipe import load_recipe
+
+        groups = {"group_column": "group", "group_shares": json.dumps(self.shares)}
+        settings = {**self.common, **self.files, "target_epsilon": self.epsilon}
+        settings |= ARMS[arm] | (groups if "group_weights" in ARMS[arm] else {})
+        with tempfile.TemporaryDirectory() as folder:
+            own = {**settings, "seed": seed, "output_dir": folder}
+            trainer = build_trainer(load_recipe("sst2/minilm-dpzero", own))
+            if arm != "zero-shot":
+                trainer.train()
+            for name, value in groups.items():  # metrics of groups, also of arms without
+                setattr(trainer.args, name, value)
+            metrics, report = trainer.evaluate(), trainer.privacy_report()
+        row = {"arm": arm, "seed": seed, "epsilon": report.epsilon}
+        row |= {n.removeprefix("eval_"): v for n, v in metrics.items() if "accuracy" in n}
+        logged = [e for e in trainer.state.log_history if "group_weight_negative" in e]
+        return [row | ({"weight": logged[-1]["group_weight_negative"]} if logged else {})]
+
+    @functools.cached_property
+    def files(self) -> dict[str, str]:
+        """The unbalanced training rows and the validation rows, each with its group."""
+        folder = Path(self._folder.name)
+        return prepared(Path(self.train), Path(self.validation), self.shares, self.rows, folder)
+
+    @functools.cached_property
+    def _folder(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory()
+
+
+QUICK = Study(seeds=1, rows=192, common={**COMMON, "max_steps": 4, "expected_batch_size": 16})
 
 
 def prepared(
@@ -117,59 +145,41 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [{**row, "group": NAMES[int(row["label"])]} for row in rows]
 
 
-def run(arm: str, seed: int, settings: dict[str, Any], folder: Path) -> dict[str, float]:
-    """One run's metrics on the validation rows, with the epsilon that it spent."""
-    import shutil
-
-    from hf_dpzero.recipes.build import build_trainer
-    from hf_dpzero.recipes.recipe import load_recipe
-
-    out = folder / "run"
-    shutil.rmtree(out, ignore_errors=True)
-    own = {**COMMON, "keep_column": "group", **settings, **ARMS[arm], "seed": seed}
-    trainer = build_trainer(load_recipe("sst2/minilm-dpzero", {**own, "output_dir": str(out)}))
-    if arm != "zero-shot":
-        trainer.train()
-    for name, value in GROUPS.items():  # the metrics of groups, also of arms that train without
-        setattr(trainer.args, name, value)
-    metrics = trainer.evaluate()
-    report = trainer.privacy_report()
-    names = [name for name in metrics if "accuracy" in name]
-    logged = [entry for entry in trainer.state.log_history if "group_weight_negative" in entry]
-    weight = {"weight": logged[-1]["group_weight_negative"]} if logged else {}
-    return {
-        **{n.removeprefix("eval_"): metrics[n] for n in names},
-        "epsilon": report.epsilon,
-        **weight,
-    }
+MEASURES = ("worst_group_accuracy", "accuracy_of_negative", "accuracy_of_positive", "accuracy")
+HEAD = (
+    *("arm", "worst group", "negative", "positive", "all"),
+    *("y of negative at the end", "epsilon", "runs"),
+)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: mean and standard deviation of each arm."""
-    import statistics
-
-    lines = [
-        "| arm | worst group | negative | positive | all | y of negative at the end | epsilon | runs |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def write(study: Study, rows: Sequence[Row], folder: Path) -> str:
+    """Writes table.md: mean and standard deviation of each arm."""
+    lines = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         own = [row for row in rows if row["arm"] == arm]
         cells = []
-        for name in (
-            "worst_group_accuracy",
-            "accuracy_of_negative",
-            "accuracy_of_positive",
-            "accuracy",
-        ):
+        for name in MEASURES:
             values = [100 * row[name] for row in own]
             spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
             cells.append(f"{statistics.mean(values):.1f}{spread}")
         weights = [row["weight"] for row in own if "weight" in row]
         cells.append(f"{statistics.mean(weights):.2f}" if weights else "")
-        cells.append(f"{max(row['epsilon'] for row in own):.3f}")
-        lines.append(f"| {arm} | {' | '.join(cells)} | {len(own)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([arm, *cells, f"{max(row['epsilon'] for row in own):.3f}", len(own)])
+    return harness.save(folder, harness.table(HEAD, lines))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        harness.main(
+            __doc__,
+            Study(),
+            QUICK,
+            write,
+            lambda count: {"seeds": count},
+            train={"required": True, "help": "SST-2's training rows, .jsonl"},
+            validation={"required": True},
+            arms={"nargs": "+", "choices": list(ARMS)},
+            negative={"type": float, "help": "their share of the training rows"},
+            epsilon={"type": float},
+        )
+    )

@@ -24,6 +24,7 @@ from hf_dpzero.experiments.compare import compare
 from hf_dpzero.experiments.grid import build_grid
 from hf_dpzero.experiments.results import Exit
 from hf_dpzero.experiments.runner import Attempt
+from scripts.studies import harness
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "sst2"
 QUICK = (
@@ -152,12 +153,12 @@ def table(record: Record, title: str) -> str:
     names = list(dict.fromkeys(cell.method for cell in record.cells))
     methods = list(dict.fromkeys(_split(name)[0] for name in names))
     columns = [(method, epsilon) for method in methods for epsilon in record.epsilons]
-    head = " | ".join(f"{method}, ε = {epsilon:g}" for method, epsilon in columns)
-    lines = [f"### {title}", "", f"| | {head} |", "|---|" + "---:|" * len(columns)]
+    lines = []
     for arm in dict.fromkeys(_split(name)[1] for name in names):
         cells = [record.cell(f"{method}-{arm}", epsilon) for method, epsilon in columns]
-        lines.append(f"| {arm.replace('_', ' ')} | {' | '.join(map(_entry, cells))} |")
-    return "\n".join([*lines, ""])
+        lines.append([arm.replace("_", " "), *map(_entry, cells)])
+    head = ["", *(f"{method}, ε = {epsilon:g}" for method, epsilon in columns)]
+    return f"### {title}\n\n{harness.table(head, lines)}"
 
 
 def _split(name: str) -> tuple[str, str]:
