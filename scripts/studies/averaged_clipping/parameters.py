@@ -67,12 +67,6 @@ def constrained(problem: Problem) -> Parameters:
     gamma = 1/(2 L ln(4/beta)). X is the ball of radius R around the start, which holds x*; the paper's
     own ball is around x*, where nobody can project without knowing it.
 
-    Args:
-      problem: its constants.
-
-    Returns:
-      The parameters.
-
     Raises:
       ValueError: m > n.
     """
@@ -88,14 +82,7 @@ def unconstrained(problem: Problem, steps: int | None = None) -> Parameters:
 
     gamma = 1/(24 L ln(4N/beta)), and
     D = 648 gamma L N^3 sigma^2 sqrt(d N ln(4N^2/beta) ln(1/delta)) / (n eps ln^2(4N/beta)), the proof's
-    constant with the theorem's beta, which is the proof's times N.
-
-    Args:
-      problem: its constants.
-      steps: N; default the theorem's.
-
-    Returns:
-      The parameters.
+    constant with the theorem's beta, which is the proof's times N. Another N is `steps`.
 
     Raises:
       ValueError: m > n.
@@ -112,26 +99,19 @@ def unconstrained(problem: Problem, steps: int | None = None) -> Parameters:
     return Parameters(Descent(steps=count, batch_size=m), rate, clip)
 
 
-def restarted(problem: Problem, strong_convexity: float, constant: float = 1.0) -> Parameters:
-    """Theorem 6 (Algorithm 2): N0 / ln(4 N0 / beta) >= 768 c^2 L / mu, the rest as in Theorem 4.
+def restarted(problem: Problem, strong_convexity: float) -> Parameters:
+    """Theorem 6 (Algorithm 2): N0 / ln(4 N0 / beta) >= 768 L / mu (c = 1), the rest as in Theorem 4.
 
-    tau = (L/mu) ln n, rounded up; R^t = R 2^{-t/2}. Stage t clips at lambda 2^{-t/2} here (the theorem
-    shrinks only the part 4 L R^t of it) and keeps m (the theorem's grows with 1/lambda^2). The
-    accounting composes the steps of all stages, in place of the paper's split of epsilon.
-
-    Args:
-      problem: its constants.
-      strong_convexity: mu > 0.
-      constant: c.
-
-    Returns:
-      The parameters; the clip is that of the first stage.
+    tau = (L/mu) ln n, rounded up; R^t = R 2^{-t/2}. Stage t clips at lambda 2^{-t/2} here (the
+    theorem shrinks only the part 4 L R^t of it; the clip returned is lambda) and keeps m (the
+    theorem's grows with 1/lambda^2). The accounting composes the steps of all stages, in place of the
+    paper's split of epsilon.
 
     Raises:
       ValueError: m > n.
     """
     ratio = problem.smoothness / strong_convexity
-    need, count = 768 * constant**2 * ratio, 1.0
+    need, count = 768 * ratio, 1.0
     for _ in range(100):  # the fixed point of N0 = need ln(4 N0 / beta), from below
         count = need * math.log(4 * max(count, need) / problem.beta)
     base = unconstrained(problem, math.ceil(count))
@@ -142,19 +122,12 @@ def restarted(problem: Problem, strong_convexity: float, constant: float = 1.0) 
 def hoelder(problem: Problem, exponent: float, constant: float, accuracy: float) -> Parameters:
     """Theorem 7: gradients with ||grad f(x) - grad f(y)|| <= M_nu ||x - y||^nu on the ball of radius 7R.
 
+    nu is `exponent`, in [0, 1], M_nu `constant`, a (alpha in the paper) `accuracy`; L is not used.
+
     lambda = 2 M 7^nu R^nu, m = 27 N sigma^2 / (lambda^2 ln(8/beta)), and gamma the least of
     a^{(1-nu)/(1+nu)} / (8 M^{2/(1+nu)}), R / (sqrt(2N) a^{nu/(1+nu)} M^{1/(1+nu)}),
     R / (2 lambda ln(8/beta)) and lambda R / (2 D N), where D is
     108 N^1.5 sigma^2 sqrt(d ln(8N/beta) ln(1/delta)) / (n eps ln(8/beta)).
-
-    Args:
-      problem: its constants; L is not used.
-      exponent: nu in [0, 1].
-      constant: M_nu > 0.
-      accuracy: a > 0 (alpha in the paper).
-
-    Returns:
-      The parameters.
 
     Raises:
       ValueError: nu outside [0, 1], or m > n.
@@ -177,34 +150,20 @@ def hoelder(problem: Problem, exponent: float, constant: float, accuracy: float)
     return Parameters(Descent(steps=count, batch_size=m), rate, clip)
 
 
-def paper_calibration(
-    descent: Descent, num_examples: int, epsilon: float, delta: float, constant: float = 1.0
-) -> float:
+def paper_calibration(descent: Descent, num_examples: int, epsilon: float, delta: float) -> float:
     """Eq. 9: noise deviation over the clip, c m sqrt(N ln(1/delta)) / (n eps); not private.
 
-    It takes the sensitivity for lambda, leaves c open and needs eps <= c2 N m^2/n^2, which the paper's
-    parameters break. For per-example clipping it is Theorem 1 of Abadi et al. 2016, with the same
-    conditions. `averaged_clipping.true_epsilon` says what it really gives.
-
-    Args:
-      descent: the algorithm.
-      num_examples: n.
-      epsilon, delta: what the paper would call it.
-      constant: c.
-
-    Returns:
-      Deviation of the noise on the clipped mean (per-example: on the sum) over the clip.
+    On the clipped mean; per-example: on the sum. It takes the sensitivity for lambda, leaves c open (1
+    here) and needs eps <= c2 N m^2/n^2, which the paper's parameters break. For per-example clipping
+    it is Theorem 1 of Abadi et al. 2016, with the same conditions. `averaged_clipping.true_epsilon`
+    says what it really gives.
 
     >>> round(paper_calibration(Descent(steps=14, batch_size=222), 100_000, 1.0, 1e-5), 4)
     0.0282
     """
     steps = descent.steps * descent.stages
-    return (
-        constant
-        * descent.batch_size
-        * math.sqrt(steps * math.log(1 / delta))
-        / (num_examples * epsilon)
-    )
+    root = math.sqrt(steps * math.log(1 / delta))
+    return descent.batch_size * root / (num_examples * epsilon)
 
 
 def _batch_size(wanted: float, num_examples: int) -> int:

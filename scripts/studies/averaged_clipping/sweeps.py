@@ -11,12 +11,7 @@ import numpy as np
 from hf_dpzero.papers import averaged_clipping
 from hf_dpzero.papers.averaged_clipping import Cells, Descent, calibrated, true_epsilon
 from hf_dpzero.papers.regressions import LINEAR, Array
-from scripts.studies.averaged_clipping.heavy_tails import (
-    DIMENSION,
-    RADIUS,
-    draw,
-    optimum,
-)
+from scripts.studies.averaged_clipping.heavy_tails import DIMENSION, RADIUS, draw, optimum
 from scripts.studies.averaged_clipping.parameters import (
     Parameters,
     Problem,
@@ -29,6 +24,7 @@ from scripts.studies.averaged_clipping.parameters import (
 from scripts.studies.averaged_clipping.study import METHODS, TUNING_SEED, Study
 from scripts.studies.harness import interval, pcg64, table
 
+NOISE, EPSILON = "laplace", 1.0
 GROUPS = (1, 4, 16, 64)
 
 
@@ -44,12 +40,12 @@ def shown_epsilon(epsilon: float | None) -> str:
     return "∞" if epsilon is None or epsilon == math.inf else f"{epsilon:.3g}"
 
 
-def theorem_table(study: Study, noise: str = "laplace", epsilon: float = 1.0) -> str:
+def theorem_table(study: Study) -> str:
     """What the theorems' parameters ask for and reach, linear regression, constants as published."""
     noises = ("Eq. 9 noise / λ", "its true ε", "needed noise / λ")
     head = ("theorem", "N", "m", "λ", "γ", *noises, "excess, Eq. 9", "excess, correct")
     lines = []
-    problem = linear_problem(study, epsilon)
+    problem = linear_problem(study)
     makers: dict[str, Callable[[], Parameters]] = {
         "3 (CC)": lambda: constrained(problem),
         "4 (UC)": lambda: unconstrained(problem),
@@ -58,13 +54,13 @@ def theorem_table(study: Study, noise: str = "laplace", epsilon: float = 1.0) ->
     }
     for name in study.theorems:
         try:
-            lines.append([name, *_theorem_row(study, makers[name](), noise, epsilon)])
+            lines.append([name, *_theorem_row(study, makers[name]())])
         except ValueError as error:
             lines.append([name, f"refused: {str(error).split(':')[0]}", *[""] * 8])
     return table(head, lines)
 
 
-def linear_problem(study: Study, epsilon: float) -> Problem:
+def linear_problem(study: Study) -> Problem:
     """The constants of linear regression with noise of variance 2.
 
     sigma^2 at the start: E ||2 xi (<xi, w> - e)||^2 - ||2 w||^2 = 4 (d + 1) R^2 + 8 d, w = x - x*.
@@ -76,18 +72,18 @@ def linear_problem(study: Study, epsilon: float) -> Problem:
         variance=variance,
         dimension=DIMENSION,
         num_examples=study.num_examples,
-        epsilon=epsilon,
+        epsilon=EPSILON,
         delta=study.delta,
     )
 
 
-def _theorem_row(study: Study, parameters: Parameters, noise: str, epsilon: float) -> list[str]:
+def _theorem_row(study: Study, parameters: Parameters) -> list[str]:
     descent, rate, clip = parameters
     n, delta = study.num_examples, study.delta
-    published = paper_calibration(descent, n, epsilon, delta)
-    needed = calibrated(descent, n, epsilon, delta)
+    published = paper_calibration(descent, n, EPSILON, delta)
+    needed = calibrated(descent, n, EPSILON, delta)
     cells = [(rate, clip, published), (rate, clip, needed)]
-    excess = [_excess(study, descent, cells, noise, seed).tolist() for seed in study.seeds]
+    excess = [_excess(study, descent, cells, seed).tolist() for seed in study.seeds]
     risks = [str(interval(values)) for values in zip(*excess, strict=True)]
     spent = true_epsilon(descent, n, published, delta)
     shown = [
@@ -113,21 +109,21 @@ def sweeps(study: Study) -> list[Descent]:
     ]
 
 
-def sweep_table(study: Study, noise: str = "laplace", epsilon: float = 1.0) -> str:
+def sweep_table(study: Study) -> str:
     """Excess risk of linear regression with the best of the study's clips and rates for each row."""
     noise_name = "noise / λ on the release"
     head = ("clipping", "k", "steps x batch", noise_name, "λ", "γ", "excess risk")
     lines = []
     for descent in sweeps(study):
-        sigma = calibrated(descent, study.num_examples, epsilon, study.delta)
+        sigma = calibrated(descent, study.num_examples, EPSILON, study.delta)
         spec = METHODS["DP-SGD" if descent.clipping == "per_example" else "UC"]
         grid = [
             (rate / LINEAR.smoothness, clip, sigma)
             for rate, clip in itertools.product(spec.rates, spec.clips)
         ]
-        scores = _excess(study, descent, grid, noise, TUNING_SEED)
+        scores = _excess(study, descent, grid, TUNING_SEED)
         best = grid[int(np.nan_to_num(scores, nan=np.inf).argmin())]
-        values = [float(_excess(study, descent, [best], noise, s)[0]) for s in study.seeds]
+        values = [float(_excess(study, descent, [best], s)[0]) for s in study.seeds]
         k = descent.groups if descent.clipping == "averaged" else "–"
         shown = (f"{v:.3g}" for v in (sigma / descent.divisor, best[1], best[0]))
         size = f"{descent.steps} x {descent.batch_size}"
@@ -136,14 +132,10 @@ def sweep_table(study: Study, noise: str = "laplace", epsilon: float = 1.0) -> s
 
 
 def _excess(
-    study: Study,
-    descent: Descent,
-    grid: Sequence[tuple[float, float, float]],
-    noise: str,
-    seed: int,
+    study: Study, descent: Descent, grid: Sequence[tuple[float, float, float]], seed: int
 ) -> Array:
     """Excess risk of (rate, clip, noise multiplier) on one draw, [P]."""
-    data = draw(LINEAR, noise, study.num_examples, pcg64(seed, 0))
+    data = draw(LINEAR, NOISE, study.num_examples, pcg64(seed, 0))
     generator = pcg64(seed, 1)
     x = averaged_clipping.run(LINEAR, data, descent, Cells(*np.array(grid).T), generator)
     return np.asarray(((x - optimum()) ** 2).sum(axis=1))

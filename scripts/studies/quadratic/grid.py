@@ -43,13 +43,7 @@ class Best(NamedTuple):
 
 
 def grid(steps: Sequence[int], rates: Sequence[float], clips: Sequence[float]) -> list[Cell]:
-    """Every combination.
-
-    Args:
-      steps: T.
-      rates: learning rates alpha.
-      clips: clipping norms C.
-    """
+    """Every combination."""
     return [Cell(*values) for values in itertools.product(steps, rates, clips)]
 
 
@@ -63,16 +57,7 @@ def useful(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def figures(problem: Quadratic, method: str, cells: Sequence[Cell], seed: int) -> NDArray[Any]:
-    """Runs a method over a grid.
-
-    Args:
-      problem: data and Hessian.
-      method: one of `METHODS`.
-      cells: P runs.
-      seed: of directions and noise.
-
-    Returns:
-      [P, 4] as `Quadratic.measure`, infinite where a run diverged.
+    """Runs a method over a grid: [P, 4] as `Quadratic.measure`, infinite where a run diverged.
 
     Raises:
       ValueError: an unknown method.
@@ -87,15 +72,7 @@ def figures(problem: Quadratic, method: str, cells: Sequence[Cell], seed: int) -
 
 
 def best(measured: NDArray[Any], cells: Sequence[Cell]) -> Best:
-    """The best of each column.
-
-    Args:
-      measured: what `figures` returned, or its mean over seeds, [P, 4].
-      cells: the P runs.
-
-    Returns:
-      Each best figure, and the cell with the best train gradient.
-    """
+    """The best of each column of [P, 4], and the cell with the best train gradient."""
     gradients, test_gradients, losses, test_losses = measured.min(axis=0).tolist()
     winner = cells[int(measured[:, 0].argmin())]
     return Best(gradients, test_gradients, losses, test_losses, winner)

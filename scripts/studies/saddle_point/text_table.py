@@ -41,14 +41,7 @@ class Table:
         return np.ravel_multi_index(tuple(self.rows.T), self.sizes)
 
     def without(self, *names: str) -> Table:
-        """A smaller table.
-
-        Args:
-          names: attributes to leave out.
-
-        Returns:
-          The table of the others.
-        """
+        """A table without these attributes."""
         keep = [i for i, name in enumerate(self.names) if name not in names]
         kept = tuple(self.names[i] for i in keep)
         return Table(kept, tuple(self.sizes[i] for i in keep), self.rows[:, keep])
@@ -71,12 +64,7 @@ class Table:
 def text_table(folder: Path) -> Table:
     """The table of a folder's train.jsonl: label, lengths, some words, first letter.
 
-    Args:
-      folder: holds train.jsonl, each line an object with an integer label and a sentence or text. The
-        set of labels counts as public.
-
-    Returns:
-      A row for each line.
+    Each line is an object with an integer label and a sentence or text; the set of labels is public.
 
     Raises:
       ValueError: no such file, or a line without label or text.
