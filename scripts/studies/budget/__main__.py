@@ -1,6 +1,6 @@
 """Figure 1 of "Dynamic privacy budget allocation" (Hong, Wang and Zhou 2022): uniform against exp noise.
 
-    python -m scripts.studies.budget --output_dir out/budget              # 9 minutes of one core
+    python -m scripts.studies.budget --output_dir out/budget              # 4 minutes of one core
     python -m scripts.studies.budget --quick --output_dir out/budget-quick
 
 Needs scikit-learn (its small digits, nothing is downloaded). Writes rows.jsonl, table.md, table.json and
