@@ -60,7 +60,7 @@ class Trajectory:
 
     Attributes:
       header: base model digest, direction key, distribution, K, values a record holds, smoothing, weight
-        decay, trainable names, plan, update rule, subspace, versions; all public and JSON-safe.
+        decay, trainable names, plan, update rule, versions; all public and JSON-safe.
       releases: the records, steps strictly increasing.
 
     Raises:

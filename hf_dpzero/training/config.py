@@ -14,7 +14,6 @@ from transformers.utils import logging
 from hf_dpzero.estimators.finite_differences import STRATEGIES
 from hf_dpzero.ledger.update_rules import UPDATE_RULES, UpdateRule, make_update_rule
 from hf_dpzero.perturbation.directions import check_distribution
-from hf_dpzero.perturbation.subspaces import SUBSPACES, Subspace, subspace_from_dict
 from hf_dpzero.privacy.events import ACCOUNTANTS
 from hf_dpzero.privacy.mechanisms.base import RELATIONS
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -148,11 +147,6 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     trainable: str | None = _setting(
         None, "regular expression; only parameters whose name it finds are trained"
     )
-    subspace: str = _setting(
-        "full", "directions in the whole space, or low_rank (matrices of low rank)"
-    )
-    subspace_rank: int = _setting(4, "low_rank: r of U V^T")
-    subspace_steps: int = _setting(50, "low_rank: steps that V is held")
     update_rule: str = _setting("sgd", "optimiser on the released scalars: sgd, momentum or adam")
     momentum: float = _setting(0.9, "beta of momentum, b1 of adam")
     update_window: int | None = _setting(
@@ -308,25 +302,14 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
             )
 
     def _check_direction_settings(self) -> None:
-        """The subspace that directions lie in, and the update rule."""
-        _choose("subspace", self.subspace, tuple(SUBSPACES))
+        """The rule by which released scalars move the weights."""
         _choose("update_rule", self.update_rule, tuple(UPDATE_RULES))
-        self._subspace(), self._update_rule()
+        self._update_rule()
         if self.update_rule != "sgd" and self.method not in ("dpzero", "mezo"):
             raise ValueError(
                 f"update_rule={self.update_rule!r} works on released scalars, which "
                 f"method={self.method!r} has none of: use 'sgd' (first-order methods take theirs from "
                 "optim)."
-            )
-        if self.subspace != "full" and self.perturbation_strategy not in ("auto", "whole_model"):
-            raise ValueError(
-                f"perturbation_strategy={self.perturbation_strategy!r} with subspace="
-                f"{self.subspace!r}, which moves the tensors themselves: use 'whole_model' or 'auto'."
-            )
-        if self.subspace == "low_rank" and self.method == "dpgd-0th":
-            raise ValueError(
-                "subspace='low_rank' with method='dpgd-0th', whose noise is d-dimensional: use 'full', "
-                "or method='dpzero'."
             )
 
     def _check_training_settings(self) -> None:
@@ -416,18 +399,10 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
                 else {"hold_direction_for": self.hold_direction_for}
             ),
             "update_rule": self._update_rule().to_dict(),
-            "subspace": self._subspace().to_dict(),
         }
 
     def _update_rule(self) -> UpdateRule:
         return make_update_rule(self.update_rule, self.momentum, self.update_window)
-
-    def _subspace(self) -> Subspace:
-        settings: dict[str, dict[str, Any]] = {
-            "full": {},
-            "low_rank": {"rank": self.subspace_rank, "hold": self.subspace_steps},
-        }
-        return subspace_from_dict({"name": self.subspace, **settings[self.subspace]})
 
     @property
     def optim_name(self) -> str:

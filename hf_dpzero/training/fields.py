@@ -267,7 +267,7 @@ _DEFAULTS = {
 
 NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
-        "smoothing smoothing_schedule direction num_directions subspace perturbation_strategy "
+        "smoothing smoothing_schedule direction num_directions perturbation_strategy "
         "hold_direction_for direction_parallel_size",
         "method", ZEROTH_ORDER,
     ),
@@ -281,7 +281,6 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("clip_stability", "clipping", ("automatic",)),
     ("clip_groups", "clipping", ("averaged",)),
     ("noise_bands", "noise_correlation", ("banded",)),
-    ("subspace_rank subspace_steps", "subspace", ("low_rank",)),
     ("momentum update_window", "update_rule", ("momentum", "adam")),
     ("group_budget group_loss_bound group_rate", "group_weights",
         ("per_step", "prefix_sum", "vertex")),
