@@ -212,7 +212,7 @@ _OPTIMISATION = {
         "direction_key": Cost("nothing: it is public", none="drawn at random"),
         "update_rule": Cost(
             "nothing: a function of what was released",
-            "momentum and adam follow W K directions in each update instead of K",
+            "momentum follows W K directions in each update instead of K",
         ),
         "momentum": Cost(NOTHING, "a larger one makes the default `update_window` longer"),
         "update_window": Cost(

@@ -147,10 +147,10 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     trainable: str | None = _setting(
         None, "regular expression; only parameters whose name it finds are trained"
     )
-    update_rule: str = _setting("sgd", "optimiser on the released scalars: sgd, momentum or adam")
-    momentum: float = _setting(0.9, "beta of momentum, b1 of adam")
+    update_rule: str = _setting("sgd", "optimiser on the released scalars: sgd or momentum")
+    momentum: float = _setting(0.9, "beta of momentum")
     update_window: int | None = _setting(
-        None, "past steps that momentum and adam use; default until beta^W <= 0.01"
+        None, "past steps that momentum uses; default until beta^W <= 0.01"
     )
     reuse_frozen_prefix: bool = _setting(True, "run frozen first layers once per batch")
     perturbation_strategy: str = _setting(

@@ -281,7 +281,7 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("clip_stability", "clipping", ("automatic",)),
     ("clip_groups", "clipping", ("averaged",)),
     ("noise_bands", "noise_correlation", ("banded",)),
-    ("momentum update_window", "update_rule", ("momentum", "adam")),
+    ("momentum update_window", "update_rule", ("momentum",)),
     ("group_budget group_loss_bound group_rate", "group_weights",
         ("per_step", "prefix_sum", "vertex")),
     ("group_draws", "group_weights", ("vertex",)),

@@ -19,7 +19,7 @@ VARIANTS = {
     "adaptive": ADAPTIVE,
     "adaptive-K": {**ADAPTIVE, "num_directions": 3},
     "momentum": {"update_rule": "momentum", "update_window": 3},
-    "adam": {"update_rule": "adam", "num_directions": 2},
+    "momentum-K": {"update_rule": "momentum", "num_directions": 2},
     "momentum-adaptive": {"update_rule": "momentum", **ADAPTIVE},
     "stacked": {"perturbation_strategy": "stacked", "num_directions": 4},
 }
@@ -116,7 +116,7 @@ def test_the_epsilon_of_adaptive_clipping_covers_both_releases(tmp_path):
     ("settings", "message"),
     [
         ({"update_rule": "momentum", "momentum": 1.5}, "momentum"),
-        ({"update_rule": "kalman"}, "update_rule='kalman' is not one of sgd, momentum, adam"),
+        ({"update_rule": "kalman"}, "update_rule='kalman' is not one of sgd, momentum"),
         ({"method": "dpgd-0th", "update_rule": "momentum"}, "released scalars"),
         ({"clipping": "adaptive", "clip_count_noise": 0.1}, "clip_count_noise"),
         ({"clipping": "adaptive", "noise_distribution": "laplace"}, "gaussian"),
