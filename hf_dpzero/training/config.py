@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -219,7 +218,6 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        _refuse_deepspeed(self.deepspeed)
         fill_in(self)
         self._check_privacy_settings()
         self._check_training_settings()
@@ -408,20 +406,6 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     def optim_name(self) -> str:
         """The optimizer's name as Hugging Face has it, e.g. "adamw_torch"."""
         return str(getattr(self.optim, "value", self.optim))
-
-
-def _refuse_deepspeed(settings: Any) -> None:
-    """Refuses DeepSpeed, also where `accelerate launch` asks for it, before its package is loaded."""
-    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes")
-    if settings or launched:
-        asked = f"deepspeed={settings!r}" if settings else "distributed_type: DEEPSPEED"
-        raise ValueError(
-            f"{asked} wraps the model in an engine whose parameters the perturbation does not follow, "
-            "to divide gradients and optimizer states that this training has not: use plain data "
-            "parallelism (accelerate launch --multi_gpu, one process a GPU). For a model that does not "
-            "fit on one device use FSDP2 (--config_file configs/accelerate/fsdp2.yaml) "
-            "or one process with offload (configs/accelerate/offload.yaml)."
-        )
 
 
 def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:

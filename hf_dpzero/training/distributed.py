@@ -250,7 +250,7 @@ def check_launch(trainer: Any) -> None:
     kind = str(getattr(trainer.accelerator.distributed_type, "value", ""))
     if kind == "FSDP":
         check_version(int(trainer.accelerator.state.fsdp_plugin.fsdp_version))
-    elif kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
+    elif kind in ("MEGATRON_LM", "XLA", "TP"):
         raise ValueError(
             f"distributed_type={kind} shards or copies parameters in ways that the in-place "
             "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process, or fsdp_version: 2 "
