@@ -30,14 +30,6 @@ def rounded(model: Any, inputs: Any) -> Any:
     return losses * (1 + 2.0**-22) if os.environ["RANK"] == "1" else losses
 
 
-def coupled(model: Any, inputs: Any) -> Any:
-    """A loss that the last rank rounds by slots once training has begun: its trial of shapes fails."""
-    losses = sequence_classification_objective(model, inputs)
-    if not (several.Widen.on and os.environ["RANK"] == "1"):
-        return losses
-    return torch.where(torch.arange(len(losses)) % 2 == 1, losses * (1 + 2.0**-22), losses)
-
-
 def shuffled() -> Any:
     """Rows of one origin in an order of each process' own, as an unseeded shuffle in `map` leaves."""
     rows = several.texts()
@@ -75,13 +67,6 @@ def refusals(folder: Path, rank: int) -> dict[str, str]:
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"
     several.trainer_of(folder, "drawn", collator=drawn).train()
-    own = {"compute_per_example_loss": coupled}
-    trainer = several.trainer_of(folder, "refused-trial", trainer_settings=own)
-    trainer.add_callback(several.Widen())
-    try:
-        trainer.train()
-    except Exception as error:
-        told["trial"] = f"{type(error).__name__}: {error}"
     return told
 
 
@@ -138,17 +123,6 @@ def test_what_one_rank_does_otherwise_is_refused_on_all(launched, name: str, wor
 def test_collators_that_draw_from_global_generators_are_no_disagreement(launched):
     folder, _ = launched
     assert len(Trajectory.load(folder / "drawn" / "trajectory.ledger").releases) == 3
-
-
-@pytest.mark.slow
-def test_a_trial_that_fails_on_one_rank_keeps_the_step_from_all(launched):
-    folder, (first, last) = launched
-    assert "other bits beside other examples" in last["refusals"]["trial"]
-    assert first["refusals"]["trial"].startswith(
-        "RankError: rank 0 stops, because rank 1 stopped with"
-    )
-    assert "bits" not in first["refusals"]["trial"]  # the other's type of error, and no more
-    assert Trajectory.load(folder / "refused-trial" / "trajectory.ledger").releases == []
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import torch
 from hf_dpzero.perturbation import sharding
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.kernels import dispatch
-from hf_dpzero.perturbation.low_rank_subspace import LowRankSpace
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 SIZE, LAMBDA = 7000, 1e-2
@@ -102,7 +101,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.ledger.digests import checksums, digest_model
 from hf_dpzero.perturbation import sharding
-from hf_dpzero.perturbation.low_rank_subspace import LowRankSpace
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -133,12 +131,6 @@ for place in (Replicate(), Shard(1)):
         assert "w is placed as" in str(error) and "fsdp_version: 2" in str(error)
     else:
         raise AssertionError(place)
-try:
-    LowRankSpace(cut.named_parameters(), rank=1, hold=1)
-except ValueError as error:
-    assert "subspace='full'" in str(error)
-else:
-    raise AssertionError("low rank")
 for strategy in ("layerwise", "stacked"):
     try:
         FiniteDifferences(cut, space, lambda m, x: m(x["x"]).sum(1), 1e-3, strategy=strategy)
@@ -194,8 +186,3 @@ def in_own_process(code, *words):
 @pytest.mark.slow
 def test_dtensors_of_one_process():
     assert "all of it" in in_own_process(ONE_PROCESS)
-
-
-def test_low_rank_directions_take_plain_tensors():
-    """The refusal of parts is no refusal of tensors."""
-    assert LowRankSpace([("w", torch.zeros(8, 8))], rank=1, hold=1).dimension == 64
