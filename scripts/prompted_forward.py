@@ -1,7 +1,6 @@
 """A prompted forward pass: logits at the scored positions alone, against all logits.
 
-Times both by turns in one process (medians, and their ratio) and counts the bytes that live at the peak
-of each (`hf_dpzero.experiments.memory.live_bytes`, on the meta device). Random weights, random tokens.
+Times both by turns in one process (medians, and their ratio). Random weights, random tokens.
 
   python -m scripts.prompted_forward --shape roberta-base --head masked_lm
   python -m scripts.prompted_forward --shape opt-125m --head causal_lm --batch_size 8 --seq_length 256
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.initialization import no_init_weights
 
-from hf_dpzero.experiments.memory.live_bytes import forward_bytes
-from hf_dpzero.experiments.memory.model_on_meta import SHAPES
+from hf_dpzero.experiments.model_on_meta import SHAPES
 from hf_dpzero.objectives.losses import model_logits
-from hf_dpzero.objectives.prompted import LabelWords, selected_logits
+from hf_dpzero.objectives.prompted import LabelWords
 from scripts.benchmarks.shapes import build_config, fill_
 
 CLASSES = {"masked_lm": AutoModelForMaskedLM, "causal_lm": AutoModelForCausalLM}
@@ -46,12 +44,10 @@ def main() -> None:
     losses = {"selected": lambda: WORDS(model, batch), "full": lambda: full(model, batch)}
     torch.testing.assert_close(*(evaluate() for evaluate in losses.values()))
     seconds = timed(losses, asked.repeats)
-    peak = peaks(asked)
     print(
         f"{asked.shape} {asked.head} {asked.batch_size} x {asked.seq_length}: "
         f"{seconds['selected']:.3f} s against {seconds['full']:.3f} s (ratio "
-        f"{seconds['selected'] / seconds['full']:.2f}); beyond weights {peak['selected'] / 1e6:.0f} MB "
-        f"against {peak['full'] / 1e6:.0f} MB"
+        f"{seconds['selected'] / seconds['full']:.2f})"
     )
 
 
@@ -97,17 +93,6 @@ def timed(losses: dict[str, Any], repeats: int) -> dict[str, float]:
             run()
             seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-def peaks(asked: Any) -> dict[str, int]:
-    """Bytes over the weights at the peak of a forward pass."""
-    model = build(asked, "meta")
-    batch = inputs(asked, model, "meta")
-    ids, places = {"input_ids": batch["input_ids"]}, batch["positions"].unsqueeze(1)
-    return {
-        "selected": forward_bytes(model, batch, lambda: selected_logits(model, ids, places)),
-        "full": forward_bytes(model, batch, lambda: model(**ids)),
-    }
 
 
 if __name__ == "__main__":

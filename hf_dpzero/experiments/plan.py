@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hf_dpzero.experiments import memory
 from hf_dpzero.experiments.blank_slots import blank_slots, in_words
-from hf_dpzero.experiments.memory import peaks
-from hf_dpzero.experiments.memory.live_bytes import GIB
-from hf_dpzero.experiments.memory.model_on_meta import MetaModel, find_config, offline
-from hf_dpzero.experiments.memory.objective_passes import ObjectivePass, SingleWords, objective_pass
+from hf_dpzero.experiments.memory import GIB
+from hf_dpzero.experiments.model_on_meta import MetaModel, find_config, offline
 from hf_dpzero.recipes.recipe import Recipe
 from hf_dpzero.tasks import build_task, description_of
 from hf_dpzero.tasks.arguments import DataArguments
@@ -52,12 +51,11 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     """
     rows = count_rows(recipe.data, num_examples)
     meta, source = shape_of(recipe, rows.labels)
-    model = meta.build(peaks.own_dtype(meta))
+    model = meta.build(memory.own_dtype(meta))
     recipe = dataclasses.replace(recipe, training=resolve(recipe.training, model))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     plan = None if rows.train is None else recipe.training.plan(rows.train, trained)
-    objective = objective_pass(meta, recipe.data)
-    sections = _model_section(meta, source, recipe), _memory_section(objective, recipe)
+    sections = _model_section(meta, source, recipe), _memory_section(meta, recipe)
     if plan is not None:
         _add_blank_slots(sections[1], plan, recipe, sum(p.numel() for p in model.parameters()))
     return Overview(rows, plan, dict(zip(("model", "memory"), sections, strict=True)))
@@ -95,7 +93,7 @@ def choose_directions(recipe: Recipe, labels: int | None) -> Recipe:
     if "num_directions" not in recipe.training.chosen:
         return recipe
     meta, _ = shape_of(recipe, labels)
-    training = resolve(recipe.training, meta.build(peaks.own_dtype(meta)))
+    training = resolve(recipe.training, meta.build(memory.own_dtype(meta)))
     return dataclasses.replace(recipe, training=training)
 
 
@@ -157,7 +155,7 @@ def _derived(data: DataArguments, labels: int | None) -> tuple[int | None, str]:
 
 def _model_section(meta: MetaModel, source: str, recipe: Recipe) -> dict[str, Any]:
     """The model's size and what of it trains; tied parameters count once."""
-    dtype = peaks.own_dtype(meta)
+    dtype = memory.own_dtype(meta)
     parameters = list(meta.build(dtype).parameters())
     trained = [p for p in parameters if p.requires_grad]
     return {
@@ -174,26 +172,27 @@ def _model_section(meta: MetaModel, source: str, recipe: Recipe) -> dict[str, An
     }
 
 
-def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
+def _memory_section(meta: MetaModel, recipe: Recipe) -> dict[str, Any]:
     """Expected peaks by precision, and which devices a run fits on."""
-    machine, by_precision = peaks.devices(), {}
-    rooms = {**machine, **{f"{size} GiB": size * GIB for size in peaks.CARDS}}
-    for run in peaks.all_peaks(objective, recipe):
+    length = meta.longest_row(recipe.data.max_seq_length)
+    machine, by_precision = memory.devices(), {}
+    rooms = {**machine, **{f"{size} GiB": size * GIB for size in memory.CARDS}}
+    for run in memory.all_peaks(meta, recipe):
         row = asdict(run) | {"peak": run.peak}
         precision = row.pop("precision")
         row["fits"] = {name: run.fits(size) for name, size in rooms.items()}
         by_precision[precision] = row
     bits = recipe.model.quantised
     notes = [
-        f"rows of {objective.length} tokens, as long as max_seq_length allows: shorter texts take less",
+        f"rows of {length} tokens, as long as max_seq_length allows: shorter texts take less",
         "libraries and a GPU's context, about 0.5 GB each, come on top; a device fits if a tenth of "
         "it is left",
     ]
-    if isinstance(objective, SingleWords) and recipe.data.prompt == "causal_lm":
+    if meta.head == "causal_lm" and meta.num_labels and not memory.several_words(meta, recipe.data):
         notes.append("label words are taken to be one token each; several make as many rows")
     if recipe.training.bf16:
         notes.append("bf16: autocast holds one layer's weights in bfloat16 as well")
-    precision = f"{bits}-bit" if bits else peaks.own_dtype(objective.meta)
+    precision = f"{bits}-bit" if bits else memory.own_dtype(meta)
     if _couples_examples(recipe, precision):
         notes.append(
             f"training will be refused: microbatch_size={recipe.training.physical_batch_size} in low "
@@ -209,7 +208,7 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
         "method": recipe.training.method,
         "microbatch_size": recipe.training.physical_batch_size,
         "eval_batch_size": recipe.training.per_device_eval_batch_size,
-        "sequence_length": objective.length,
+        "sequence_length": length,
         "own_precision": precision,
         "devices": machine,
         "by_precision": by_precision,
@@ -217,12 +216,12 @@ def _memory_section(objective: ObjectivePass, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _add_blank_slots(memory: dict[str, Any], plan: Any, recipe: Recipe, parameters: int) -> None:
+def _add_blank_slots(found: dict[str, Any], plan: Any, recipe: Recipe, parameters: int) -> None:
     longest = None if recipe.model.precompute_features else recipe.data.max_seq_length
-    low = memory["own_precision"] != "float32" or recipe.training.bf16
-    memory |= blank_slots(plan, recipe.training, longest, parameters, low)
-    if words := in_words(memory):
-        memory["notes"].append(words)
+    low = found["own_precision"] != "float32" or recipe.training.bf16
+    found |= blank_slots(plan, recipe.training, longest, parameters, low)
+    if words := in_words(found):
+        found["notes"].append(words)
 
 
 def _couples_examples(recipe: Recipe, precision: str) -> bool:
@@ -254,16 +253,16 @@ def print_sections(sections: Mapping[str, Any]) -> None:
         console.print(f"  {note}", markup=False, highlight=False)
 
 
-def _memory_table(memory: Mapping[str, Any]) -> Any:
+def _memory_table(found: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
-    sizes = f"{memory['microbatch_size']} x {memory['sequence_length']} tokens"
-    table = Table(title=f"expected peak memory in GiB ({memory['method']}, {sizes})")
+    sizes = f"{found['microbatch_size']} x {found['sequence_length']} tokens"
+    table = Table(title=f"expected peak memory in GiB ({found['method']}, {sizes})")
     table.add_column("weights in", style="bold")
-    for precision in memory["by_precision"]:
-        own = " (the recipe's)" if precision == memory["own_precision"] else ""
+    for precision in found["by_precision"]:
+        own = " (the recipe's)" if precision == found["own_precision"] else ""
         table.add_column(precision + own, justify="right")
-    columns = list(memory["by_precision"].values())
+    columns = list(found["by_precision"].values())
     for phase, title in {
         "weights": "weights",
         "inference": "inference, one microbatch",
@@ -273,9 +272,9 @@ def _memory_table(memory: Mapping[str, Any]) -> Any:
     }.items():
         table.add_row(title, *(gib(column[phase]) for column in columns))
     table.add_row("the step is", *(column["how"] for column in columns))
-    cards = [[f"{s} GiB" for s in peaks.CARDS if c["fits"][f"{s} GiB"]] for c in columns]
-    table.add_row("smallest card", *((c or [f"above {peaks.CARDS[-1]} GiB"])[0] for c in cards))
-    for name, size in memory["devices"].items():
+    cards = [[f"{s} GiB" for s in memory.CARDS if c["fits"][f"{s} GiB"]] for c in columns]
+    table.add_row("smallest card", *((c or [f"above {memory.CARDS[-1]} GiB"])[0] for c in cards))
+    for name, size in found["devices"].items():
         fits = ("fits" if column["fits"][name] else "no" for column in columns)
         table.add_row(f"{name}, {gib(size)} here", *fits)
     return table

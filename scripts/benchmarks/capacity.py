@@ -9,13 +9,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from hf_dpzero.experiments.memory.live_bytes import GIB, dense_gradient_bytes, forward_bytes
-from hf_dpzero.experiments.memory.peaks import Footprint, dp_adamw_bytes, dpzero_bytes
-from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.experiments.memory import (
+    GIB,
+    first_order_bytes,
+    forward_bytes,
+    weight_bytes,
+    zeroth_order_bytes,
+)
+from hf_dpzero.training.pass_memory import measured
 from scripts.benchmarks.memory import in_fresh_process, phases_of
 from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.shapes import PUBLISHED, empty_model, model_inputs
@@ -98,7 +104,7 @@ def _available_bytes(device: str) -> int:
 
 
 def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
-    """Peak bytes by memory phase, counted on the meta device.
+    """Peak bytes by memory phase: a table, and one pass on the meta device (`experiments.memory`).
 
     The published loop keeps beside the weights z, coefficient * z and their sum, of one tensor.
 
@@ -108,19 +114,23 @@ def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
     ids = torch.zeros(asked.batch_size, asked.seq_length, dtype=torch.int64, device="meta")
     # No attention mask: without padding the models leave it out of the attention as well.
     batch = {"input_ids": ids, "labels": ids[:, 0]}
-    inputs = model_inputs(model, batch)
-    forward = forward_bytes(model, batch, lambda: model(**inputs))
-    first_order = asked.dtype != "float16" and importlib.util.find_spec("opacus") is not None
-    objective = select_objective(model)
-    backward = dense_gradient_bytes(model, objective, batch) if first_order else 0
-    footprint = Footprint.of(model, asked.batch_size, ids.numel())
-    temporary = 3 * footprint.largest * int(getattr(torch, asked.dtype).itemsize)
+    with torch.no_grad(), measured(model) as found:
+        model(**model_inputs(model, batch))
+    # as `StepBench`: one direction, AdamW on dense per-example gradients
+    args = SimpleNamespace(
+        chosen=(), perturbation_strategy=asked.strategy, num_directions=1, method="dp-adamw",
+        per_example_gradients="dense", not_private=False, clipping="fixed", bf16=False,
+    )  # fmt: skip
+    weights, forward = weight_bytes(model), forward_bytes(found)
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
     estimate = {
-        "inference": footprint.weights + forward,
-        "step": dpzero_bytes(footprint, forward, asked.strategy),
-        "reference": footprint.weights + max(forward, temporary),
+        "inference": weights + forward,
+        "step": zeroth_order_bytes(model, args, ids.numel(), found)[1],
+        "reference": weights + max(forward, 3 * largest),
     }
-    return estimate | ({"dp-adamw": dp_adamw_bytes(footprint, backward)} if first_order else {})
+    if asked.dtype != "float16" and importlib.util.find_spec("opacus") is not None:
+        estimate["dp-adamw"] = first_order_bytes(model, args, asked.batch_size, found)[1] or 0
+    return estimate
 
 
 # ---------------------------------------------------------------- for people

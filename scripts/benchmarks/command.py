@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import hf_dpzero
-from hf_dpzero.experiments.memory.model_on_meta import SHAPES
+from hf_dpzero.experiments.model_on_meta import SHAPES
 from scripts.benchmarks.capacity import CapacityTable, capacity, capacity_table
 from scripts.benchmarks.memory import measure_memory, peak_bytes
 from scripts.benchmarks.settings import CHOICES, PHASES, StepBench

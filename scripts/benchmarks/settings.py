@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_dpzero.experiments.memory.model_on_meta import SHAPES
+from hf_dpzero.experiments.model_on_meta import SHAPES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from hf_dpzero.training.pass_sizes import pass_cost, pass_sizes
 from scripts.benchmarks.shapes import PUBLISHED, build_config, parameters_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.experiments.memory.model_on_meta import SHAPES
+from hf_dpzero.experiments.model_on_meta import SHAPES
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.recipes.checkpoints import settle_quantised_
 

@@ -4,37 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import AutoConfig
 
 from hf_dpzero.cli import main
-from hf_dpzero.estimators.exactness_checks import make_exact
-from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.estimators.ghost_clipping import per_example_gradients
-from hf_dpzero.experiments import plan
-from hf_dpzero.experiments.memory import model_on_meta, objective_passes, peaks
-from hf_dpzero.experiments.memory.live_bytes import LiveBytes
-from hf_dpzero.experiments.memory.model_on_meta import SHAPES, MetaModel
-from hf_dpzero.experiments.memory.objective_passes import ObjectivePass
+from hf_dpzero.experiments import memory, model_on_meta, plan
+from hf_dpzero.experiments.model_on_meta import SHAPES, MetaModel
 from hf_dpzero.experiments.plan import gib
-from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.objectives.prompted import Answers, Candidates, LabelWords
-from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.privacy.mechanisms import mechanism_from_dict
-from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.training.first_order_step import FirstOrderStep, PlainGradients
-from scripts.benchmarks.shapes import fill_
 
 TINY = {
     "model_type": "roberta", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 4,
@@ -68,12 +52,11 @@ def recipe_of(tmp_path: Path) -> Any:
     return make
 
 
-def objective_of(recipe: Recipe, labels: int = 2) -> ObjectivePass:
+def meta_of(recipe: Recipe, labels: int = 2) -> MetaModel:
     """The recipe's, as `overview` makes it where the data is not here."""
     config, _ = model_on_meta.find_config(recipe.model)
     head = recipe.data.prompt or "sequence_classification"
-    meta = MetaModel(recipe.model, config, head, labels, recipe.training.trainable)
-    return objective_passes.objective_pass(meta, recipe.data)
+    return MetaModel(recipe.model, config, head, labels, recipe.training.trainable)
 
 
 def published(name: str, head: str, **settings: Any) -> list[nn.Parameter]:
@@ -120,7 +103,7 @@ def test_lora_trains_two_thin_matrices_for_query_and_value(head):
 
 
 def test_bitfit_trains_biases_and_the_head(recipe_of):
-    model = objective_of(recipe_of(peft_method="bitfit")).meta.build("float32")
+    model = meta_of(recipe_of(peft_method="bitfit")).build("float32")
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert any(n.endswith("bias") for n in trained)
     assert all(n.endswith("bias") or n.startswith("classifier") for n in trained)
@@ -137,173 +120,93 @@ def test_bitfit_trains_biases_and_the_head(recipe_of):
     ],
 )
 def test_a_head_alone_is_what_comes_after_the_layers(settings, alone, recipe_of):
-    meta = objective_of(recipe_of(**settings)).meta
+    meta = meta_of(recipe_of(**settings))
     assert meta.trains_head_alone(meta.build("float32")) is alone
 
 
 def test_rows_are_no_longer_than_the_model_has_positions(recipe_of):
-    roberta, opt = (objective_of(recipe_of(config)).meta for config in (TINY, TINY_OPT))
+    roberta, opt = (meta_of(recipe_of(config)) for config in (TINY, TINY_OPT))
     longest = roberta.longest_row(128), opt.longest_row(128), opt.longest_row(32)
     assert longest == (40, 64, 32)  # RoBERTa counts from 2
 
 
-def own(objective: ObjectivePass, model: nn.Module) -> Any:
-    """The objective that training evaluates."""
-    if isinstance(objective, objective_passes.Classification):
-        return select_objective(model)
-    if isinstance(objective, objective_passes.SingleWords):
-        return LabelWords(tuple(range(objective.meta.num_labels)))
-    if isinstance(objective, objective_passes.SeveralWords):
-        return Candidates()
-    return Answers(objective.max_new_tokens, (), 0)
+def test_a_pass_holds_what_its_modules_return(recipe_of):
+    """Three rows of 16 tokens through layers of 16 and 32 numbers: 4 x 3 x 16 x 32 bytes at most each.
 
-
-def real(objective: ObjectivePass, dtype: str, size: int) -> tuple[nn.Module, dict[str, Any]]:
-    """The model on the CPU with random weights, and a batch of random tokens without padding."""
-    model = objective.meta.build(dtype, "cpu")
-    fill_(model)
-    generator = torch.Generator().manual_seed(0)
-    batch = dict(objective.batch(size, "cpu"))
-    ids = batch["input_ids"] = torch.randint(4, 64, batch["input_ids"].shape, generator=generator)
-    batch["attention_mask"] = torch.ones_like(ids)
-    if isinstance(objective, objective_passes.SeveralWords):
-        batch["answer_lengths"] = torch.full(ids.shape[:2], objective_passes.WORD_TOKENS)
-    if isinstance(objective, objective_passes.FreeText):
-        batch["labels"] = ids.clone()
-        batch["labels"][:, : -objective.max_new_tokens] = -100
-    return model, batch
-
-
-@pytest.mark.parametrize(
-    ("config", "settings", "kind", "labels"),
-    [
-        (TINY, {}, "Classification", 2),
-        (TINY, {"prompt": "masked_lm"}, "SingleWords", 2),
-        (TINY_OPT, CAUSAL, "SingleWords", 2),
-        (TINY_OPT, {**CAUSAL, "label_words": ["very good", "bad"]}, "SeveralWords", 2),
-        (TINY_OPT, {**CAUSAL, "max_new_tokens": 5}, "FreeText", 0),
-    ],
-)
-def test_the_losses_are_the_objectives_own(config, settings, kind, labels, recipe_of):
-    """Of rows without padding, which is what the meta device is given."""
-    objective = objective_of(recipe_of(config, **settings), labels)
-    assert type(objective).__name__ == kind
-    model, batch = real(objective, "float32", 3)
-    expected = own(objective, model)(model, batch)
-    assert expected.shape == (3,) and float(expected.detach().std()) > 0
-    torch.testing.assert_close(objective.losses(model, batch), expected)
+    Where only one position is scored, the 64 logits of a row are fewer.
+    """
+    recipe = recipe_of(TINY_OPT, **CAUSAL)
+    meta = meta_of(recipe)
+    found = memory.measured_pass(meta, recipe.data, meta.build("float32"), 3)
+    assert found.largest == 4 * 3 * 16 * 32 and found.total > 4 * found.largest
+    half = memory.measured_pass(meta, recipe.data, meta.build("bfloat16"), 6)
+    assert half.largest == found.largest  # half the bytes, twice the rows
+    assert memory.forward_bytes(found) == 4 * found.largest
 
 
 def test_words_of_several_tokens_run_a_row_for_each_label(recipe_of):
-    recipe = recipe_of(TINY_OPT, **CAUSAL)
-    one = objective_of(recipe)
-    several = objective_passes.SeveralWords(one.meta, one.length)
-    assert (one.rows_per_example, several.rows_per_example) == (1, 2)
-    less, more = (peaks._peaks(o, recipe, "float32") for o in (one, several))
-    assert more.inference - more.weights > 1.5 * (less.inference - less.weights)
+    passes = []
+    for words in (["good", "bad"], ["very good", "bad"]):
+        recipe = recipe_of(TINY_OPT, **CAUSAL, label_words=words)
+        meta = meta_of(recipe)
+        passes.append(memory.measured_pass(meta, recipe.data, meta.build("float32"), 3))
+    assert passes[1].largest == 2 * passes[0].largest
+
+
+def test_stored_features_take_no_pass_through_the_encoder(recipe_of):
+    settings = {"architecture": "sentence_classifier", "trainable": "^classifier"}
+    recipe = recipe_of(TINY, **settings)
+    meta = meta_of(recipe)
+    given = meta, recipe.data, meta.build("float32"), 4
+    stored, whole = memory.measured_pass(*given, True), memory.measured_pass(*given)
+    assert 0 < stored.total < whole.total / 100
 
 
 def test_weights_take_their_number_times_their_size(recipe_of):
     recipe = recipe_of(TINY_OPT, **CAUSAL)
     h, layer = 16, 4 * (16 * 16 + 16) + 2 * 16 * 32 + 32 + 16 + 4 * 16
-    weights = [p.weights for p in peaks.all_peaks(objective_of(recipe), recipe)]
+    weights = [p.weights for p in memory.all_peaks(meta_of(recipe), recipe)]
     assert weights == [size * (64 * h + 66 * h + 4 * layer + 2 * h) for size in (4, 2)]
 
 
-CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (TINY, {}),
-    (TINY, {"torch_dtype": "bfloat16"}),
-    (TINY, {"trainable": r"layer\.3\.|^classifier"}),
-    (TINY, {"trainable": "^classifier", "num_directions": 8}),
-    (TINY_OPT, {**CAUSAL, "peft_method": "lora"}),
-    (TINY, {"method": "dp-adamw", "per_example_gradients": "dense"}),
-    (TINY, {"method": "dp-sgd", "per_example_gradients": "ghost"}),
-    (TINY, {"method": "adamw", "target_epsilon": None}),
-]
+def test_a_step_takes_weights_a_pass_and_what_the_method_keeps(recipe_of):
+    """By hand, in float32 and bfloat16 of the same model, d numbers of it trained."""
+    recipe = recipe_of(TINY, num_directions=1, microbatch_size=4)
+    meta = meta_of(recipe)
+    d = sum(p.numel() for p in meta.build("float32").parameters())
+    full, half = (memory.peaks_in(meta, recipe, dtype) for dtype in ("float32", "bfloat16"))
+    assert full.training == full.inference and full.how == "whole_model"
+    own = 2 * (16 * 32 + 32)  # the widest layer; of the embedding the rows of 4 x 16 tokens, twice
+    rows = 2 * 64 * 16 * 2
+    assert half.how == "layerwise" and half.training - half.inference == max(own, rows)
+    recipe.training.perturbation_strategy = "whole_model"
+    assert (copied := memory.peaks_in(meta, recipe, "bfloat16").training) is not None
+    assert copied - half.inference == 2 * d
 
-
-@pytest.mark.parametrize(("config", "settings"), CASES)
-def test_estimates_are_what_real_steps_keep_alive(config, settings, recipe_of):
-    """Counts the tensors of real steps on the CPU, where the same dispatch mode sees them.
-
-    All examples at 32 tokens, so that activations are as large as the tiny model's weights; one of
-    them is padded, so that the attention takes the path with a mask.
-    """
-    if settings.get("method", "").startswith("dp-"):
-        pytest.importorskip("opacus")
-    recipe = recipe_of(config, max_seq_length=32, **{"num_directions": 1, **settings})
-    objective, dtype = objective_of(recipe), recipe.model.torch_dtype
-    expected = peaks._peaks(objective, recipe, dtype)
-    model, batch = real(objective, dtype, 4)
-    batch["attention_mask"][-1, -1] = 0
-    live = LiveBytes()
-    live.hold([*model.parameters(), *model.buffers()])
-    assert live.live == expected.weights
-    step = first_order_step if recipe.training.first_order else zeroth_order_step
-    take_step = step(model, own(objective, model), batch, recipe.training)
-    with live:
-        for number in range(2):
-            take_step(number)
-    assert expected.training is not None
-    assert expected.training > 1.05 * expected.weights or "classifier" in str(settings)
-    assert expected.training == pytest.approx(live.peak, rel=0.15)
-
-
-def zeroth_order_step(
-    model: nn.Module, objective: Any, batch: Any, args: Any
-) -> Callable[[int], None]:
-    """The evaluations of a step and the restore, as the trainer makes them."""
-    space = ParameterSpace.from_model(model, distribution=args.direction, smoothing=args.smoothing)
-    space.snap_()
-    differences = FiniteDifferences(
-        model, space, objective, args.smoothing, args.reuse_frozen_prefix
-    )
-    make_exact(differences, batch, Direction(7, 1 << 40), args.num_directions)
-
-    def take(step: int) -> None:
-        differences([batch], [Direction(7, step, k) for k in range(args.num_directions)])
-        space.settle_()
-
-    return take
-
-
-def first_order_step(
-    model: nn.Module, objective: Any, batch: Any, args: Any
-) -> Callable[[int], None]:
-    """The gradients that the trainer takes, its mechanism and torch's AdamW (SGD for dp-sgd)."""
-    if args.not_private:
-        gradients: Any = PlainGradients(model, objective)
-    else:
-        how = (args.per_example_gradients, args.physical_batch_size)
-        gradients = per_example_gradients(model, objective, *how)
-    values = {"name": args.method, "expected_batch_size": 4.0}
-    values |= {} if args.not_private else {"clip": 1.0, "noise_multiplier": 1.0}
-    mechanism = mechanism_from_dict(values)
-    header = {"direction_key": "0", "replayable": False, "num_values": mechanism.values_per_release}
-    trajectory = Trajectory({**args.direction_settings(), **header})
-    step = FirstOrderStep(mechanism, gradients, SecureNoise(), trajectory)
-    kind = torch.optim.SGD if "sgd" in args.method else torch.optim.AdamW
-    optimizer = kind(gradients.parameters, lr=1e-8)
-
-    def take(number: int) -> None:
-        step(number, [batch], 1e-8)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return take
+    model = meta.build("float32")
+    found = memory.measured_pass(meta, recipe.data, model, 4)
+    args = SimpleNamespace(
+        method="dp-adamw", per_example_gradients="dense", not_private=False, clipping="fixed",
+        bf16=False,
+    )  # fmt: skip
+    dense, how = memory.first_order_bytes(model, args, 4, found)[::-1]
+    assert (how, dense) == ("dense", full.weights + 2 * 4 * d + 8 * d + 5 * 4 * d + found.total)
+    args.per_example_gradients, args.method = "ghost", "dp-sgd"
+    ghost = memory.first_order_bytes(model, args, 4, found)
+    assert ghost == ("ghost", full.weights + 4 * d + 2 * 4 * d + found.total)
 
 
 def test_ghost_clipping_is_not_for_half_precision(recipe_of):
     pytest.importorskip("opacus")
     recipe = recipe_of(method="dp-adamw", per_example_gradients="ghost")
-    half = peaks._peaks(objective_of(recipe), recipe, "bfloat16")
+    half = memory.peaks_in(meta_of(recipe), recipe, "bfloat16")
     assert (half.training, half.peak, half.how) == (None, None, "ghost")
     assert not half.fits(1 << 60)
 
 
 def test_a_device_fits_with_a_tenth_to_spare():
     sizes = {"weights": 1, "inference": 2, "evaluation": 90}
-    run = peaks.Peaks(precision="float32", **sizes, training=70, how="whole_model")
+    run = memory.Peaks(precision="float32", **sizes, training=70, how="whole_model")
     assert run.peak == 90 and run.fits(100) and not run.fits(99)
     longer = dataclasses.replace(run, training=91)
     assert longer.peak == 91 and not longer.fits(100)
@@ -319,7 +222,7 @@ def test_a_quantised_base_packs_the_frozen_linear_layers(recipe_of):
     numel, largest = 4 * 2048, 16 * 32 * 4
     for bits, packed_bytes in ((4, numel * (4 + 0.5) / 8), (8, numel + 4 * 4 * 112)):
         recipe = recipe_of(TINY_OPT, **settings, **{f"load_in_{bits}bit": True})
-        full, _, packed = peaks.all_peaks(objective_of(recipe), recipe)
+        full, _, packed = memory.all_peaks(meta_of(recipe), recipe)
         assert packed.precision == f"{bits}-bit"
         less = 4 * numel - packed_bytes
         assert full.weights - packed.weights == less
@@ -333,13 +236,12 @@ def test_evaluation_by_generation_keeps_keys_and_values(recipe_of):
     Grouped heads keep fewer: two of size 8 for a key and two for a value.
     """
     recipe = recipe_of(TINY_OPT, **CAUSAL, per_device_eval_batch_size=3, microbatch_size=3)
-    one_token = dataclasses.replace(objective_of(recipe, labels=0), by_generation=True)
-    run = peaks._peaks(one_token, recipe, "float32")
+    run = memory.peaks_in(meta_of(recipe, labels=0), recipe, "float32")
     assert run.evaluation - run.inference == 5 * 3 * 16 * 2 * 16 * 4
     llama = AutoConfig.for_model(
         "llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=8
     )
-    assert peaks.cache_width(llama) == 2 * 2 * 8
+    assert memory.cache_width(llama) == 2 * 2 * 8
 
 
 def test_rows_that_are_here_are_counted():

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from hf_dpzero.experiments.memory.live_bytes import FusedAttention, LiveBytes
 from hf_dpzero.ledger.digests import digest_tensors
 from hf_dpzero.training.pass_sizes import pass_cost, pass_sizes
 from scripts.benchmarks import capacity, clock, memory, timing
@@ -353,53 +351,10 @@ def test_what_fits_is_measured(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_estimate_agrees_with_what_a_fresh_process_takes():
-    """MiniLM on the CPU: its allocator keeps up to 40 % more than lives, and a little is unseen."""
+    """MiniLM on the CPU: what fits is said with some room."""
     asked = capacity.CapacityTable(shapes=("minilm",), batch_size=2)
     measured = memory.in_fresh_process(asked.bench("minilm", "step"), "step")
-    assert 0.6 < capacity.estimates(asked, "minilm")["step"] / measured < 1.1
-
-
-def test_live_bytes_of_a_hand_computed_module():
-    """Float32 [3, 4] -> [3, 8] -> [3, 8] -> [3, 2] on meta: 96, 96 and 24 bytes of outputs.
-
-    Without gradients the first goes before the third comes. With them both hidden layers' outputs
-    live until the backward pass; views and repeats count once.
-    """
-    with torch.device("meta"):
-        layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-        x = torch.empty(3, 4)
-    live = LiveBytes()
-    live.hold([*layers.parameters(), x])
-    before = 4 * (4 * 8 + 8 + 8 * 8 + 8 + 8 * 2 + 2) + 48
-    assert live.live == before
-    with torch.no_grad(), live:
-        y = layers(x)
-    assert (live.peak - before, live.live - before) == (96 + 96, 24)
-    del y
-    assert live.live == before
-    with live:
-        y = layers(x)
-        again = y.view(-1).view(3, 2)
-    assert live.live - before == 96 + 96 + 24
-    del again
-    assert live.live - before == 96 + 96 + 24
-    del y
-    assert live.live == before
-
-
-def test_attention_is_estimated_without_the_matrix_of_scores():
-    sizes = (2, 2, 128, 8)  # [B, heads, T, head size]
-    with torch.device("meta"):
-        q, k, v = (torch.empty(sizes, requires_grad=True) for _ in range(3))
-    live = LiveBytes()
-    with FusedAttention(), live:
-        y = nn.functional.scaled_dot_product_attention(q, k, v)
-        output = math.prod(sizes) * 4
-        assert live.peak == output + math.prod(sizes[:3]) * 4
-        y.sum().backward()
-    assert q.grad is not None and q.grad.shape == sizes
-    scores = 2 * 2 * 128 * 128 * 4
-    assert live.peak < output + scores
+    assert 0.7 < capacity.estimates(asked, "minilm")["step"] / measured < 1.3
 
 
 def test_the_table_marks_what_does_not_fit(capsys):

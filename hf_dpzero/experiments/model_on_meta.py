@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dpzero.experiments.memory.live_bytes import NothingPadded
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import prefix_config, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
@@ -88,6 +88,19 @@ def find_config(arguments: ModelArguments) -> tuple[Any, str]:
             f"model {name!r} is no local folder and not in the cache, and its shape is not built in; "
             f"fetch its configuration, a few kB, with `hf download {name} config.json`."
         ) from error
+
+
+class NothingPadded(TorchDispatchMode):
+    """Answers "yes" where code asks a truth value of a tensor on the meta device.
+
+    What transformers asks there is whether a mask attends to every token.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool
+        if asks and args[0].device.type == "meta":
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
