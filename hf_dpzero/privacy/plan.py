@@ -198,6 +198,16 @@ class PrivacyPlan:
             changed["clip_count_noise"] = mechanism.clip_count_noise * ratio
         return replace(mechanism, **changed) if changed else self.mechanism
 
+    @property
+    def smallest_clip(self) -> float:
+        """The smallest clip of the run's steps; of automatic clipping gamma, where that is smaller."""
+        mechanism: Any = self.mechanism
+        clip = float(mechanism.clip)
+        if self.clip_schedule is not None:
+            clip *= float(min(self._clip_factors))
+        automatic = getattr(mechanism, "clipping", "") == "automatic"
+        return min(clip, mechanism.clip_stability) if automatic else clip
+
     def _check_earlier(self) -> None:
         for plan, steps in self.after:
             if plan.after or not plan.private or not 1 <= steps <= plan.steps:

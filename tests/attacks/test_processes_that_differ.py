@@ -30,14 +30,6 @@ def rounded(model: Any, inputs: Any) -> Any:
     return losses * (1 + 2.0**-22) if os.environ["RANK"] == "1" else losses
 
 
-def coupled(model: Any, inputs: Any) -> Any:
-    """A loss that the last rank rounds by slots once training has begun: its trial of shapes fails."""
-    losses = sequence_classification_objective(model, inputs)
-    if not (several.Widen.on and os.environ["RANK"] == "1"):
-        return losses
-    return torch.where(torch.arange(len(losses)) % 2 == 1, losses * (1 + 2.0**-22), losses)
-
-
 def shuffled() -> Any:
     """Rows of one origin in an order of each process' own, as an unseeded shuffle in `map` leaves."""
     rows = several.texts()
@@ -75,13 +67,6 @@ def refusals(folder: Path, rank: int) -> dict[str, str]:
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"
     several.trainer_of(folder, "drawn", collator=drawn).train()
-    own = {"compute_per_example_loss": coupled}
-    trainer = several.trainer_of(folder, "refused-trial", trainer_settings=own)
-    trainer.add_callback(several.Widen())
-    try:
-        trainer.train()
-    except Exception as error:
-        told["trial"] = f"{type(error).__name__}: {error}"
     return told
 
 

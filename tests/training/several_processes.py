@@ -21,7 +21,6 @@ from datasets import Dataset
 from tiny_runs import build, tiny_data, tiny_model
 from transformers import TrainerCallback
 
-from hf_dpzero.training import independence_check
 from hf_dpzero.training.callbacks import StepMeter
 from hf_dpzero.training.split import step_bytes
 
@@ -263,10 +262,9 @@ def checks(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def cheaper_runs() -> None:
-    """Takes libraries out of garbage collections, which accelerate asks for, and rows out of trials."""
+    """Takes libraries out of garbage collections, which accelerate asks for."""
     gc.collect()
     gc.freeze()
-    independence_check.SAMPLE = 16
 
 
 def in_processes(world: int, work: Callable[[int], None]) -> None:

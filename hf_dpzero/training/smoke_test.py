@@ -1,0 +1,229 @@
+"""Tries before step 0, on invented rows, what the placement lemma assumes (see `placement`).
+
+A1: no bit of a loss, nor of what any innermost module returns for a row, moves when others stand beside
+it, blank ones included; nothing that came before changes a pass. A2: D, the largest move of a loss
+between a pass of one row and every place of a pass of each size, bounds the move of an unclipped
+contribution. A size that moves too much is not used. All of it runs at weights of which no trained
+tensor is zero. No private row is read but the form of row 0, and nothing is tried again later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.objectives.losses import is_compiled
+from hf_dpzero.training.fixed_shapes import (
+    FixedShapes,
+    Row,
+    blank_like,
+    shape_of,
+    stacked,
+    unmasked,
+)
+from hf_dpzero.training.invented_rows import InventedRows
+from hf_dpzero.training.pass_memory import PassBytes, measured
+from hf_dpzero.training.placement import bucket
+
+TOKENS = 512
+"""Of one pass of the smoke test at most, where a pass has more than one row of the narrowest width."""
+
+ROOM = 2.0**-12
+"""D may be this share of the smallest clip: a sixteenth of what A2 allows, for what was not tried."""
+
+_FEW_OUTPUTS, _INPUTS = 64, 16
+
+COUPLED = (
+    "an example's loss depends on the other examples of its batch: it differs {}, so clipping it would "
+    "not bound one example's influence. Compute each loss from its own row only (no batch mean, no "
+    "in-batch negatives, no batch statistics), with a model that ignores padding and keeps no state."
+)
+
+
+class CoupledLosses(ValueError):
+    """An example's loss depends on other examples by more than rounding."""
+
+
+class Losses(Protocol):
+    """A batch's per-example losses, float32 [B] on the CPU; equal seeds seed generators alike."""
+
+    def __call__(self, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor: ...
+
+
+@dataclass
+class SmokeTest:
+    """What a few passes of invented rows show of a model.
+
+    Attributes:
+      shapes: of the run; its widths bound those that are tried.
+      rows: what is tried.
+      losses: of the run, without gradients, in eval mode.
+      model: whose innermost modules are looked at, unless it is compiled.
+      coarse: whether something computes in low precision.
+      exact: whether a loss is a count or another step function, in which no bit may move.
+      moves: size -> largest absolute move of a loss by its place.
+      bytes: of what modules returned in a pass of `tokens` tokens.
+    """
+
+    shapes: FixedShapes
+    rows: InventedRows
+    losses: Losses
+    model: nn.Module
+    coarse: bool = False
+    exact: bool = False
+    moves: dict[int, float] = field(default_factory=dict)
+    bytes: PassBytes = field(default_factory=PassBytes)
+    tokens: int = 1
+
+    def run(self, sizes: Sequence[int]) -> str:
+        """Tries passes of these sizes.
+
+        Returns:
+          Why rows must be evaluated one by one; "" where they need not.
+
+        Raises:
+          CoupledLosses: a loss moves by more than rounding beside other rows, or with what came before.
+        """
+        narrow, least = self._row(0, 1, wide=False)
+        with measured(self.model) as self.bytes:
+            alone = self._evaluated([narrow])
+        self.tokens, found = max(least, 1), ""
+        for size in sorted(sizes, reverse=True):
+            if size == 1:
+                continue
+            for wide in (False, True):
+                row, width = self._row(size, size, wide) if wide else (narrow, least)
+                reference = self._evaluated([row]) if wide else alone
+                placed, copied = self._in_all_places(row, size)
+                self._note(size, placed, reference[0])
+                found = found or self._beside_others(row, width, size, placed, copied)
+            self._note_narrow_layers(size, float(alone.abs()))
+        if _same(self._evaluated([narrow]), alone):
+            return found
+        if torch.are_deterministic_algorithms_enabled():
+            raise CoupledLosses(COUPLED.format("before and after other examples were seen"))
+        torch.use_deterministic_algorithms(True, warn_only=True)  # kernels may add up in any order
+        return self.run(sizes)
+
+    def allowed(self, size: int, clip: float, scale: float) -> bool:
+        """Whether passes of so many rows may be used.
+
+        Args:
+          size: rows, of a size that was tried.
+          clip: the smallest of the run.
+          scale: what a move of a loss is multiplied by in a contribution.
+        """
+        move = self.moves.get(size, 0.0)
+        return move == 0.0 if self.exact else move * scale <= ROOM * clip
+
+    def _row(self, seed: int, size: int, wide: bool) -> tuple[Row, int]:
+        """A row, padded where it is narrow and unmasked where it is wide, and its width."""
+        shapes = self.shapes
+        least = bucket(1, shapes.most, shapes.cut)
+        widest = min(t for t in (TOKENS // size, shapes.most, shapes.cut) if t is not None)
+        width = self.rows.width(wide, least, widest)
+        return self.rows.row(seed, width, width if wide else max(1, width - 2)), width
+
+    def _evaluated(self, rows: Sequence[Row]) -> Tensor:
+        return self.losses(stacked(rows))
+
+    def _in_all_places(self, row: Row, size: int) -> tuple[Tensor, list[Tensor]]:
+        with looked_at(self.model, size, size - 1) as seen:
+            return self._evaluated([row] * size), seen
+
+    def _note(self, size: int, placed: Tensor, reference: Tensor) -> None:
+        """Adds to `moves` how far places move a loss; infinitely, where it is finite in some only."""
+        finite = placed.isfinite()
+        if not bool(reference.isfinite()) and not finite.any():
+            return
+        far = math.inf
+        if finite.all() and bool(reference.isfinite()):
+            far = float((placed.double() - reference.double()).abs().max())
+        self.moves[size] = max(self.moves.get(size, 0.0), far)
+
+    def _beside_others(
+        self, row: Row, width: int, size: int, placed: Tensor, copied: list[Tensor]
+    ) -> str:
+        """Evaluates the row in the last place, a blank and other rows being in front of it."""
+        others = [blank_like(row, self.shapes.side), *self._others(row, width, size - 2)]
+        with looked_at(self.model, size, size - 1) as seen:
+            losses = self._evaluated([*others[: size - 1], row])
+        moved = (losses[-1] - placed[-1]).abs()
+        share, least = (5e-2, 2e-2) if self.coarse else (1e-3, 1e-4)
+        if bool(moved > share * placed[-1].abs() + least):
+            raise CoupledLosses(COUPLED.format("beside copies of itself and beside other examples"))
+        if not _same(losses[-1:], placed[-1:]):
+            return "an example's loss has other bits beside other examples"
+        same = len(seen) == len(copied) and all(map(_same, seen, copied))
+        return "" if same else "what a layer returns for an example has other bits beside others"
+
+    def _others(self, row: Row, width: int, count: int) -> list[Row]:
+        """Rows of the same shape with other tokens and lengths, some with numbers times 2^10."""
+        whole, found = unmasked(row), list[Row]()
+        for number in range(count):
+            length = width if whole else 1 + (number % max(width - 1, 1))
+            scale = 2.0**10 if number % 2 else 1.0
+            other = self.rows.row(1000 + number, width, length, scale)
+            if shape_of(other) != shape_of(row) or unmasked(other) != whole:
+                length = width if whole else max(1, width - 2)
+                other = self.rows.row(1000 + number, width, length, scale)
+            found.append(other)
+        return found
+
+    def _note_narrow_layers(self, size: int, loss: float) -> None:
+        """Adds to `moves` what places move in products of few outputs, on random inputs.
+
+        They round rarely, one row in some hundreds. A relative move of a row's outputs counts as one of
+        its loss.
+        """
+        generator = torch.Generator().manual_seed(size)
+        for module in self.model.modules():
+            if type(module) is not nn.Linear or module.out_features >= _FEW_OUTPUTS:
+                continue
+            if type(module.weight.data) is not Tensor or module.weight.is_meta:
+                continue
+            inputs = torch.randn(_INPUTS, module.in_features, generator=generator)
+            inputs = inputs.to(module.weight)
+            alone = torch.cat([module.forward(inputs[i : i + 1]) for i in range(_INPUTS)]).double()
+            for by in range(max(1, _INPUTS // size) * 4):
+                turned = torch.arange(by, by + size) % _INPUTS
+                moved = (module.forward(inputs[turned]).double() - alone[turned]).norm(dim=1)
+                relative = float((moved / alone[turned].norm(dim=1).clamp(min=1e-30)).max())
+                self.moves[size] = max(self.moves.get(size, 0.0), relative * loss)
+
+
+@contextlib.contextmanager
+def looked_at(model: nn.Module, rows: int, place: int) -> Iterator[list[Tensor]]:
+    """Copies, inside, of what the model's innermost modules return for one place of a pass, in order."""
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not isinstance(output, Tensor) or not output.is_floating_point() or not output.dim():
+            return
+        if output.shape[0] % rows == 0:
+            seen.append(output.detach().reshape(rows, -1)[place].clone())
+
+    innermost = [m for m in model.modules() if next(m.children(), None) is None]
+    watched = [] if is_compiled(model) else innermost
+    handles = [module.register_forward_hook(look) for module in watched]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, NaN being equal to NaN."""
+    nan = one.isnan()
+    return (
+        one.shape == other.shape
+        and torch.equal(nan, other.isnan())
+        and (torch.equal(one[~nan], other[~nan]))
+    )
