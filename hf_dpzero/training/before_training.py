@@ -106,6 +106,7 @@ def check_before_training(trainer: Any) -> None:
         if args.first_order:
             check_precision(model, args)
         validation.check_widths(model)
+        validation.check_kernels_are_fixed(args.device.type)
         known = trainer.rows_are_examples or isinstance(trainer.per_example_loss, PromptObjective)
         if args.rows_are is None and not known:
             rows = trainer.training_rows()

@@ -39,7 +39,7 @@ class InventedRows:
         self._classes = "ForTokenClassification" in name
 
     def width(self, wide: bool, least: int, widest: int) -> int:
-        """Columns of a narrow and of a wide row: tokens as given, sounds as long as convolutions need."""
+        """Columns of a narrow or a wide row: tokens as given, sounds as long as convolutions need."""
         for name, widths in _OTHER_WIDTHS.items():
             if name in self.form:
                 return widths[wide]
@@ -87,7 +87,9 @@ class InventedRows:
     ) -> Tensor:
         size = list(like.shape)
         along = self._shape is not None and is_along(name, like, self._shape)
-        decoder = name in _DECODER and like.dim() == 2 and not like.is_floating_point() and not along
+        decoder = (
+            name in _DECODER and like.dim() == 2 and not like.is_floating_point() and not along
+        )
         if self._shape is not None and along:
             size[len(self._shape) - 1] = width
         elif decoder:

@@ -31,8 +31,7 @@ from hf_dpzero.training.invented_rows import InventedRows
 from hf_dpzero.training.pass_memory import PassBytes, measured
 from hf_dpzero.training.placement import bucket
 
-TOKENS = 512
-"""Of one pass of the smoke test at most, where a pass has more than one row of the narrowest width."""
+_LEAST, _MOST, _WEIGHED = 512, 1 << 14, 1 << 36
 
 ROOM = 2.0**-12
 """D may be this share of the smallest clip: a sixteenth of what A2 allows, for what was not tried."""
@@ -44,6 +43,20 @@ COUPLED = (
     "not bound one example's influence. Compute each loss from its own row only (no batch mean, no "
     "in-batch negatives, no batch statistics), with a model that ignores padding and keeps no state."
 )
+
+
+def tokens_of_a_pass(parameters: int, device: str) -> int:
+    """Tokens of one pass of the smoke test, at most, where it has more than its narrowest rows.
+
+    A start takes seconds on a CPU: a pass of 135 million parameters has 512 tokens there, which is 32
+    columns of 16 rows. A GPU takes as many as it needs for widths of ordinary texts.
+
+    >>> tokens_of_a_pass(135_000_000, "cpu"), tokens_of_a_pass(22_700_000, "cpu")
+    (512, 3027)
+    """
+    if device != "cpu":
+        return _MOST
+    return min(_MOST, max(_LEAST, _WEIGHED // max(parameters, 1)))
 
 
 class CoupledLosses(ValueError):
@@ -124,9 +137,11 @@ class SmokeTest:
 
     def _row(self, seed: int, size: int, wide: bool) -> tuple[Row, int]:
         """A row, padded where it is narrow and unmasked where it is wide, and its width."""
-        shapes = self.shapes
+        shapes, parameters = self.shapes, list(self.model.parameters())
+        device = parameters[0].device.type if parameters else "cpu"
+        tokens = tokens_of_a_pass(sum(p.numel() for p in parameters), device)
         least = bucket(1, shapes.most, shapes.cut)
-        widest = min(t for t in (TOKENS // size, shapes.most, shapes.cut) if t is not None)
+        widest = min(t for t in (tokens // size, shapes.most, shapes.cut) if t is not None)
         width = self.rows.width(wide, least, widest)
         return self.rows.row(seed, width, width if wide else max(1, width - 2)), width
 
@@ -152,7 +167,7 @@ class SmokeTest:
     ) -> str:
         """Evaluates the row in the last place, a blank and other rows being in front of it."""
         others = [blank_like(row, self.shapes.side), *self._others(row, width, size - 2)]
-        with looked_at(self.model, size, size - 1) as seen:
+        with looked_at(self.model, size, size - 1) as seen, _loud(self.model, size):
             losses = self._evaluated([*others[: size - 1], row])
         moved = (losses[-1] - placed[-1]).abs()
         share, least = (5e-2, 2e-2) if self.coarse else (1e-3, 1e-4)
@@ -164,7 +179,7 @@ class SmokeTest:
         return "" if same else "what a layer returns for an example has other bits beside others"
 
     def _others(self, row: Row, width: int, count: int) -> list[Row]:
-        """Rows of the same shape with other tokens and lengths, some with numbers times 2^10."""
+        """Rows of the same shape with other tokens and lengths; every other one's numbers times 2^10."""
         whole, found = unmasked(row), list[Row]()
         for number in range(count):
             length = width if whole else 1 + (number % max(width - 1, 1))
@@ -214,6 +229,26 @@ def looked_at(model: nn.Module, rows: int, place: int) -> Iterator[list[Tensor]]
     handles = [module.register_forward_hook(look) for module in watched]
     try:
         yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _loud(model: nn.Module, rows: int) -> Iterator[None]:
+    """Multiplies the embeddings of every other row of a pass by 2^10, inside, but not of the last row."""
+
+    def scale(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[0] != rows:
+            return output
+        factors = output.new_ones(rows)
+        factors[1 : rows - 1 : 2] = 2.0**10
+        return output * factors.view(-1, *[1] * (output.dim() - 1))
+
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    handles = [] if is_compiled(model) else [m.register_forward_hook(scale) for m in tables]
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()

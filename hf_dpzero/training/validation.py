@@ -295,6 +295,29 @@ def check_widths(model: nn.Module) -> None:
         )
 
 
+def check_kernels_are_fixed(device: str) -> None:
+    """Refuses kernels that are chosen by timing: private rows would choose how later ones are computed.
+
+    Args:
+      device: type of the device that the model runs on.
+
+    Raises:
+      ValueError: cudnn.benchmark or TunableOp is on, on a GPU.
+    """
+    if device != "cuda":
+        return
+    if torch.backends.cudnn.benchmark:
+        raise ValueError(
+            "torch.backends.cudnn.benchmark=True chooses convolutions by timing them on private "
+            "batches: set it to False."
+        )
+    if torch.cuda.tunable.is_enabled():
+        raise ValueError(
+            "torch.cuda.tunable is enabled (PYTORCH_TUNABLEOP_ENABLED) and chooses products by timing "
+            "them on private batches: call torch.cuda.tunable.enable(False)."
+        )
+
+
 def rope_types(config: Any) -> set[str]:
     """The kinds of rotary positions that a configuration names, also nested ones."""
     kinds: set[str] = set()

@@ -118,7 +118,7 @@ def test_the_test_rejects_what_displaces_more(scheme: Any, rows: list[int], more
 
 
 def test_sums_move_by_the_row_and_one_displaced_row():
-    """Along the proof's coupling, with contributions of +-1 that follow from the place: 3, and no more."""
+    """Along the proof's coupling, with contributions of +-1 that follow from the place: 3 at most."""
     generator, table = np.random.default_rng(0), dict[Any, float]()
 
     def total(outcome: Outcome) -> float:
@@ -147,7 +147,8 @@ def test_a_step_takes_places_in_the_order_of_words_of_their_own(monkeypatch: pyt
     )
     backwards = steps[3]["microbatches"]
     assert taken == [(7, 3, key)]
-    assert [p["input_ids"][0, 0].item() for p in backwards if p["input_ids"].shape[1] == 16][0] == 7
+    wide = next(p for p in backwards if p["input_ids"].shape[1] == 16)
+    assert wide["input_ids"][0, 0].item() == 7
     domains = []
     words = sampling._words
     monkeypatch.setattr(sampling, "_words", lambda *a: domains.append(a[3]) or words(*a))
