@@ -102,6 +102,11 @@ BUGS = (
         "return [int(n) for n in on_grid(rows, self.radius, self.granularity, order).sum(axis=0)]",
         "single = on_grid(rows.reshape(-1, 1), self.radius, self.granularity, order)\n"
         "        return [int(n) for n in single.reshape(rows.shape).sum(axis=0)]"),
+    Bug("radius_is_the_clip",
+        "Rows are clipped to C, and nothing is left for the row that one more displaces.",
+        "hf_dpzero/privacy/mechanisms/base.py", "tests/privacy/test_radius.py",
+        "return self.clip / (1 + DISPLACEMENT)",
+        "return self.clip"),
     Bug("rounded_above_clip",
         "Rounding to the grid may lift a clipped row above C; nothing checks it afterwards.",
         "hf_dpzero/privacy/discretization.py",
