@@ -106,9 +106,13 @@ class Rows:
         return [self.dataset[i] for i in indices]
 
 
+class RowsJoined(ValueError):
+    """A data set or a collator does not keep one row for each example."""
+
+
 def _check_rows(examples: int, rows: int, size: int) -> None:
     if rows != examples or size != examples:
-        raise ValueError(
+        raise RowsJoined(
             f"{examples} examples became {rows} rows and a batch of {size}: use a data set and a "
             "collator that keep one row for each example (no packing or flattening, no overflowing "
             "windows, no pairs)."

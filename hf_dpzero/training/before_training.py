@@ -23,6 +23,7 @@ from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.group_losses import group_warning
 from hf_dpzero.privacy.mechanisms import VectorMechanism
 from hf_dpzero.training import data_checks, distributed, public_rows, validation
+from hf_dpzero.training.batches import RowsJoined
 from hf_dpzero.training.defaults import rate_hint
 from hf_dpzero.training.fixed_shapes import (
     FixedShapes,
@@ -194,7 +195,7 @@ def _placement(trainer: Any, sizes: tuple[int, ...], tokens: int | None) -> Plac
     """The passes of a run with these sizes, from public numbers."""
     model, shapes = trainer.model, trainer.shapes
     expected = trainer.plan.sampler.expected_batch_size
-    if shapes is None or shapes.one_by_one or sizes == (1,):
+    if shapes is None or shapes.one_by_one:
         return Placement(expected, sizes, {0: 1.0}, 0.0)
     first = shapes.collate_each([0])[0]
     coarse = bool(low_precision(model, trainer.args))
@@ -235,6 +236,12 @@ def _try_objective(trainer: Any) -> Placement:
         validation.check_evaluation_mode(model)
         with _first_row("evaluated"), uncompiled(model):
             losses_of(objective, first := rows.collate_rows([0]))
+        try:  # its count alone is looked at
+            rows.collate_rows([0, min(1, len(trainer.train_dataset) - 1)])
+        except RowsJoined:
+            raise
+        except Exception as error:  # a collator that cannot pad: rows are collated one by one
+            logger.info(f"two rows were not collated together ({type(error).__name__})")
         if "start_positions" in first:
             count = len(trainer.train_dataset)
             some = sorted({i * count // 64 for i in range(64)})
@@ -250,6 +257,8 @@ def _try_objective(trainer: Any) -> Placement:
             )
     finally:
         restore()
+    if sizes == (1,):
+        return Placement(trainer.plan.sampler.expected_batch_size, sizes, {0: 1.0}, 0.0)
     return _placement(trainer, sizes, tokens)
 
 

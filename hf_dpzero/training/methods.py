@@ -264,7 +264,7 @@ def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]
     norms = differences.norm(dim=1)
     return {
         "private_batch_size": float(len(differences)),
-        "private_clip_fraction": float((norms > mechanism.clip).double().mean()),
+        "private_clip_fraction": float((norms > mechanism.radius).double().mean()),
         "private_difference_norm": float(norms.median()),
     }
 

@@ -161,7 +161,7 @@ class SmokeTest:
         if (expected := seconds * tokens / self.tokens / _SPEED_UP) > _SILENT:
             logger.warning(
                 f"forward passes on invented rows are tried before step 0, up to {expected:.0f} s: "
-                "whether an example's loss depends on what stands beside it (microbatch_size=1 needs none)."
+                "whether a loss depends on what stands beside its example (none with microbatch_size=1)."
             )
 
     def _budget(self) -> int:
@@ -243,9 +243,10 @@ class SmokeTest:
         """
         inputs_of = torch.Generator().manual_seed(0)
         for module in self.model.modules():
-            if type(module) is not nn.Linear or module.out_features >= _FEW_OUTPUTS:
+            if not isinstance(module, nn.Linear) or module.out_features >= _FEW_OUTPUTS:
                 continue
-            if type(module.weight.data) is not Tensor or module.weight.is_meta:
+            plain = type(module.weight.data) is Tensor and module.weight.is_floating_point()
+            if not plain or module.weight.is_meta:
                 continue
             inputs = torch.randn(_INPUTS, module.in_features, generator=inputs_of)
             inputs = inputs.to(module.weight)
@@ -297,7 +298,7 @@ def looked_at(model: nn.Module, rows: int, place: int) -> Iterator[list[Tensor]]
 
 @contextlib.contextmanager
 def _loud(model: nn.Module, rows: int) -> Iterator[None]:
-    """Multiplies the embeddings of every other row of a pass by 2^10, inside, but not of the last row."""
+    """Multiplies embeddings of every other row of a pass by 2^10, inside, but not of the last row."""
 
     def scale(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[0] != rows:

@@ -126,17 +126,6 @@ def test_collators_that_draw_from_global_generators_are_no_disagreement(launched
 
 
 @pytest.mark.slow
-def test_a_trial_that_fails_on_one_rank_keeps_the_step_from_all(launched):
-    folder, (first, last) = launched
-    assert "other bits beside other examples" in last["refusals"]["trial"]
-    assert first["refusals"]["trial"].startswith(
-        "RankError: rank 0 stops, because rank 1 stopped with"
-    )
-    assert "bits" not in first["refusals"]["trial"]  # the other's type of error, and no more
-    assert Trajectory.load(folder / "refused-trial" / "trajectory.ledger").releases == []
-
-
-@pytest.mark.slow
 def test_no_rank_learns_of_a_release_that_is_not_in_the_ledger(launched):
     """Were rank 0 killed in between, the others would hold a release that nobody paid for."""
     _, told = launched

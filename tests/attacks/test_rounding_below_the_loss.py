@@ -10,8 +10,8 @@ from tiny_runs import build, tiny_model
 from tiny_texts import differences, pad, texts
 from torch import Tensor, nn
 
+from hf_dpzero.training import smoke_test
 from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.smoke_test import SmokeTest
 
 
 class RoundsRest(nn.Linear):
@@ -53,16 +53,17 @@ def grown(trainer: Any) -> None:
 def test_rounding_by_place_is_measured_in_the_layer_though_no_loss_shows_it(tmp_path):
     """Units in the last place of 1e-3 vanish in log 2; the layer itself is tried on random inputs."""
     settings = {"microbatch_size": 64, "smoothing": 1e-2, "trainable": "classifier"}
-    for clip, sizes in ((5.0, (1, 4, 16, 64)), (1e-3, (1, 16, 64))):  # 4 rows are no whole block
+    for clip in (50.0, 1e-3):
         model = with_small_logits()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith("classifier"))
         trainer = trainer_of(tmp_path / str(clip), model, clip=clip, **settings)
-        losses = SmokeTest._note
         with pytest.MonkeyPatch.context() as patch:  # the layer alone
-            patch.setattr(SmokeTest, "_note", lambda *given: None)
+            patch.setattr(smoke_test, "_bounds", lambda placed: (torch.zeros(1, 1),) * 2)
             check_before_training(trainer)
-        assert trainer.shapes.placement.sizes == sizes and losses is not None
+        found = set(trainer.shapes.placement.sizes)
+        # 4 rows are no whole block; where one row rounds as 16 do depends on the processor
+        assert found == {1, 4, 16, 64} if clip == 50.0 else found in ({1, 16, 64}, {16, 64})
 
 
 @pytest.mark.parametrize("microbatch_size", [4, 15, 64])

@@ -72,8 +72,8 @@ from hf_dpzero.privacy.mechanisms.gradient import clip_factors
 from hf_dpzero.privacy.mechanisms.scalar import ScalarMechanism
 from hf_dpzero.privacy.noise import NoiseSource
 
-MAX_CLIP_CHANGE = 2.0**20
-"""C_t stays within this factor of C_0."""
+MIN_CLIP_CHANGE, MAX_CLIP_CHANGE = 2.0**-10, 2.0**20
+"""C_t / C_0 stays between these; the smallest bounds what places may move (`training.smoke_test`)."""
 
 COUNT_DISPLACEMENT = 4 * DISPLACEMENT
 """Largest move of a displaced row's b over the 1/2 that a row adds: b falls by 2 per C."""
@@ -170,8 +170,8 @@ class AdaptiveClipping(NoisedSum):
           This mechanism with the clip of that step.
         """
         exponent = -self.clip_learning_rate * (total - steps * self.clip_quantile)
-        limit = math.log(MAX_CLIP_CHANGE)
-        moved = self.clip * math.exp(min(max(exponent, -limit), limit))
+        least, most = math.log(MIN_CLIP_CHANGE), math.log(MAX_CLIP_CHANGE)
+        moved = self.clip * math.exp(min(max(exponent, least), most))
         return replace(self, clip=min(max(moved, 1 / MAX_CLIP), MAX_CLIP))
 
     def _count_of(self, norms: np.ndarray, finite: np.ndarray) -> int:
