@@ -1,6 +1,7 @@
 """Measures the package: rooms, imports between them, docstrings, sizes, and the calls of one step.
 
-    python scripts/house.py                  a plain table
+    python scripts/house.py                  goals, then a plain table
+    python scripts/house.py --goals          what is to be reached, with the goal beside it
     python scripts/house.py --json           the same as JSON
     python scripts/house.py --trace          also runs a tiny model and counts the calls of one step
     python scripts/house.py --root DIR       another checkout
@@ -12,6 +13,9 @@ Reads the source with `ast`; only `--trace` imports the package. What is counted
 - An import counts wherever it stands, in a function too. Those under `if TYPE_CHECKING` count in
   `circles_with_type_imports` only.
 - A module is a file with code; an `__init__` that holds a docstring only is not one.
+- A line of code holds a token that is no comment and no docstring; line ends and indents are no tokens.
+- An `Any` annotation is nothing but `Any`; a whole trainer is a parameter called `trainer`.
+- A function's lines run from `def` (or its decorators) to its end, functions inside it included.
 - Public: no leading underscore in the name or its classes, not inside a function. Parameters leave out
   `self` and `cls`. A body starts after the docstring.
 """
@@ -25,7 +29,7 @@ import json
 import statistics
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,31 @@ PACKAGE = "hf_dpzero"
 LONG_FILE = 450
 LONG_BODY = 10
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Fact = Callable[[dict[str, Any]], Any]
+GOALS: tuple[tuple[str, Fact, str], ...] = (
+    ("lines in all", lambda f: f["package_lines"], "36,000; stretch 32,000"),
+    ("lines of code", lambda f: f["code_lines"], "23,000; stretch 21,000"),
+    ("tokens of code", lambda f: f["code_tokens"], "210,000"),
+    ("modules", lambda f: f["modules"], "140"),
+    ("functions", lambda f: f["functions"], "2,000"),
+    ("90th percentile of a function, lines", lambda f: f["function_lines_90th"], "40"),
+    ("comment lines", lambda f: f["comment_lines"], "800"),
+    ("Any annotations", lambda f: f["any_annotations"], "120"),
+    ("functions that take a whole trainer", lambda f: f["take_a_trainer"], "0"),
+    ("settings of DPZeroConfig", lambda f: f["settings"], "25 flat, 6 nested"),
+    ("files of a step", lambda f: f["step"]["modules_entered"], "20"),
+    ("functions of a step", lambda f: f["step"]["functions_entered"], "90"),
+    ("Python calls of a step", lambda f: f["step"]["calls"], "250"),
+    ("test lines", lambda f: f["test_lines"], "32,000"),
+    ("planted bugs", lambda f: f["planted_bugs"], "60, all caught"),
+    ("characters of a line, on average", lambda f: f["mean_line"], "43 at most"),
+    ("lines of package, scripts, recipes", lambda f: f["all_lines"], "counted together too"),
+)
+"""Label, where it is among the facts, what is to be reached."""
+LAYOUT_TOKENS = (
+    *(tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+    *(tokenize.COMMENT, tokenize.ENCODING),
+)
 
 
 def functions(node: ast.AST, public: bool = True, outer: bool = True) -> Iterator[tuple[Any, bool]]:
@@ -123,6 +152,64 @@ def comment_lines(text: str) -> int:
     return sum(t.type == tokenize.COMMENT and t.line.lstrip().startswith("#") for t in tokens)
 
 
+def code_facts(texts: dict[Path, str], trees: dict[Path, ast.Module]) -> dict[str, int]:
+    """Lines and tokens of code, and what of it is untyped or large."""
+    lines = tokens = 0
+    for path, text in texts.items():
+        strings = set(_string_lines(trees[path]))
+        read = tokenize.generate_tokens(io.StringIO(text).readline)
+        found = [t for t in read if t.type not in LAYOUT_TOKENS and t.start[0] not in strings]
+        tokens += len(found)
+        lines += len({n for t in found for n in range(t.start[0], t.end[0] + 1)})
+    everything = [f for tree in trees.values() for f, _ in functions(tree)]
+    sizes = sorted(
+        (f.end_lineno or 0) - min([f.lineno, *(d.lineno for d in f.decorator_list)]) + 1
+        for f in everything
+    )
+    return {
+        "code_lines": lines,
+        "code_tokens": tokens,
+        "function_lines_90th": sizes[len(sizes) * 9 // 10],
+        "any_annotations": sum(map(_is_any, _annotations(trees))),
+        "take_a_trainer": sum(
+            any(a.arg == "trainer" for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs))
+            for f in everything
+        ),
+    }
+
+
+def _string_lines(tree: ast.AST) -> Iterator[int]:
+    """Lines of strings that are statements: docstrings, and those under a constant."""
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            yield from range(node.lineno, (node.end_lineno or 0) + 1)
+
+
+def _annotations(trees: dict[Path, ast.Module]) -> Iterator[ast.AST]:
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        found = (getattr(node, name, None) for name in ("annotation", "returns"))
+        yield from (annotation for annotation in found if isinstance(annotation, ast.AST))
+
+
+def _is_any(annotation: ast.AST) -> bool:
+    return isinstance(annotation, ast.Name) and annotation.id == "Any"
+
+
+def settings_of(tree: ast.Module) -> int:
+    """Fields that `DPZeroConfig` has of its own."""
+    (config,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "DPZeroConfig")
+    return sum(isinstance(node, ast.AnnAssign) for node in config.body)
+
+
+def planted_bugs(root: Path) -> int:
+    """Bugs that `planted_bugs.py` knows."""
+    files = [root / "scripts" / name for name in ("bugs_to_plant.py", "planted_bugs.py")]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return sum(isinstance(call.func, ast.Name) and call.func.id == "Bug" for call in calls)
+
+
 def measure(root: Path) -> dict[str, Any]:
     """Every count of the tree at `root`."""
     package = root / PACKAGE
@@ -138,6 +225,7 @@ def measure(root: Path) -> dict[str, Any]:
     for path, count in lines.items():
         sizes.setdefault(path.parts[0] if len(path.parts) > 1 else "(root)", []).append(count)
     comments = sum(map(comment_lines, texts.values()))
+    config = next(tree for tree in trees.values() if _has_config(tree))
     return {
         "files_at_root": len(sizes["(root)"]),
         "python_files": len(trees),
@@ -155,9 +243,36 @@ def measure(root: Path) -> dict[str, Any]:
         "circles_with_type_imports": circles(import_graph(trees, root, types=True)),
         "circles_between_rooms": circles(rooms),
         "files_over_450_lines": {str(p): n for p, n in lines.items() if n > LONG_FILE},
+        "comment_lines": comments,
         "comment_lines_percent": round(100 * comments / sum(lines.values()), 1),
+        "mean_line": round(sum(map(len, texts.values())) / sum(lines.values()), 1),
+        "all_lines": sum(lines.values()) + _beside(root),
+        "settings": settings_of(config),
+        "planted_bugs": planted_bugs(root),
+        **code_facts(texts, trees),
         **docstring_facts(trees),
     }
+
+
+def _has_config(tree: ast.Module) -> bool:
+    return any(isinstance(n, ast.ClassDef) and n.name == "DPZeroConfig" for n in tree.body)
+
+
+def _beside(root: Path) -> int:
+    """Lines of scripts and recipes."""
+    files = [*(root / "scripts").rglob("*.py"), *(root / "recipes").rglob("*.yaml")]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def goals(facts: dict[str, Any]) -> Iterator[str]:
+    """A row for each of `GOALS`; those of a step only where one was traced."""
+    for label, value_of, goal in GOALS:
+        try:
+            value = value_of(facts)
+        except KeyError:
+            continue
+        shown = f"{value:,}" if isinstance(value, int) else str(value)
+        yield f"{label:38}{shown:>10}   {goal}"
 
 
 def table(facts: dict[str, Any], indent: str = "") -> Iterator[str]:
@@ -182,6 +297,7 @@ def main() -> None:
     """Prints the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--goals", action="store_true", help="print the rows with a goal only")
     parser.add_argument("--trace", action="store_true", help="also count the calls of one step")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     options = parser.parse_args()
@@ -191,7 +307,11 @@ def main() -> None:
         from step_trace import trace_one_step
 
         facts["step"] = trace_one_step()
-    print(json.dumps(facts, indent=2) if options.json else "\n".join(table(facts)))
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return
+    rows = list(goals(facts))
+    print("\n".join(rows if options.goals else [*rows, "", *table(facts)]))
 
 
 if __name__ == "__main__":

@@ -210,12 +210,9 @@ _OPTIMISATION = {
             unit="steps",
         ),
         "direction_key": Cost("nothing: it is public", none="drawn at random"),
-        "subspace": Cost("nothing: it depends on no data", "low_rank: small matrices only"),
-        "subspace_rank": Cost(NOTHING, "of the small matrices"),
-        "subspace_steps": Cost(NOTHING, unit="steps"),
         "update_rule": Cost(
             "nothing: a function of what was released",
-            "momentum and adam follow W K directions in each update instead of K",
+            "momentum follows W K directions in each update instead of K",
         ),
         "momentum": Cost(NOTHING, "a larger one makes the default `update_window` longer"),
         "update_window": Cost(

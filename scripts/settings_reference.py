@@ -13,7 +13,6 @@ from typing import Any
 from hf_dpzero.estimators.finite_differences import STRATEGIES
 from hf_dpzero.ledger.update_rules import UPDATE_RULES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
-from hf_dpzero.perturbation.subspaces import SUBSPACES
 from hf_dpzero.privacy.events import ACCOUNTANTS
 from hf_dpzero.privacy.mechanisms.base import RELATIONS
 from hf_dpzero.privacy.private_selection import WORDS
@@ -37,7 +36,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "method": METHODS, "clipping": tuple(CLIPPINGS), "per_example_gradients": GRADIENTS,
     "direction": DISTRIBUTIONS, "sampling": SAMPLINGS, "neighboring_relation": RELATIONS,
     "accountant": ACCOUNTANTS, "noise_distribution": ("gaussian", "laplace"),
-    "subspace": tuple(SUBSPACES), "update_rule": tuple(UPDATE_RULES), "tuning": WORDS,
+    "update_rule": tuple(UPDATE_RULES), "tuning": WORDS,
     "perturbation_strategy": STRATEGIES, "rows_are": ROWS, "on_no_signal": ON_NO_SIGNAL,
     "group_weights": GROUP_WEIGHTS,
     "noise_correlation": CORRELATIONS,

@@ -16,7 +16,6 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.perturbation.subspaces import subspace_from_dict
 
 
 def space_from_header(model: nn.Module, header: Mapping[str, Any]) -> ParameterSpace:
@@ -27,9 +26,9 @@ def space_from_header(model: nn.Module, header: Mapping[str, Any]) -> ParameterS
       header: of the trajectory.
 
     Returns:
-      The space, with the header's subspace, direction, smoothing and decayed tensors.
+      The space, with the header's direction, smoothing and decayed tensors.
     """
-    return subspace_from_dict(header["subspace"]).space_of(
+    return ParameterSpace.from_model(
         model,
         distribution=header["direction"],
         smoothing=header["smoothing"],

@@ -38,7 +38,13 @@ from hf_dpzero.ledger.log_file import (
     never_written,
     split_header,
 )
-from hf_dpzero.ledger.update_rules import Release, Term, UpdateTerms, update_rule_from_dict
+from hf_dpzero.ledger.update_rules import (
+    Release,
+    Term,
+    UpdateRule,
+    update_rule_from_dict,
+    update_terms,
+)
 
 FORMAT, VERSION = "hf_dpzero.trajectory", 2  # 2: Philox4x32 directions
 LEDGER_NAME, SHIPPING_NAME = "trajectory.ledger", "trajectory.safetensors"
@@ -60,7 +66,7 @@ class Trajectory:
 
     Attributes:
       header: base model digest, direction key, distribution, K, values a record holds, smoothing, weight
-        decay, trainable names, plan, update rule, subspace, versions; all public and JSON-safe.
+        decay, trainable names, plan, update rule, versions; all public and JSON-safe.
       releases: the records, steps strictly increasing.
 
     Raises:
@@ -248,15 +254,14 @@ class Trajectory:
             raise LedgerError(
                 f"step {step} has no update: the last release is of {self.next_step - 1}."
             )
-        return self._updates(self.releases, step)
+        return update_terms(self._rule, self.num_directions, self.releases, step)
 
     @functools.cached_property
-    def _updates(self) -> UpdateTerms:
+    def _rule(self) -> UpdateRule:
         try:
-            rule = update_rule_from_dict(self.header["update_rule"])
+            return update_rule_from_dict(self.header["update_rule"])
         except ValueError as error:
             raise LedgerError(f"the header's {error}") from None
-        return UpdateTerms(rule, self.num_directions)
 
     def append(self, release: Release) -> None:
         """Adds a record; on return it is on disk (flushed and synced).

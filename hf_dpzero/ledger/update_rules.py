@@ -12,10 +12,9 @@ W K directions instead of K in the pass that makes the update.
 Privacy: post-processing, and therefore free. A rule reads released values, the learning rate and
 K, and nothing else: not the batch, not a loss, not a weight.
 
-Replay and resume: an update is a pure function of the releases up to its step. `UpdateTerms` keeps a
-rule's `State` only to save time. The results agree to the last bit on all machines because the
-arithmetic is +, -, *, /, square roots and exactly rounded sums (powers, exponentials and Python's
-own `sum` do not agree).
+Replay and resume: an update is a pure function of the releases up to its step. The results agree to
+the last bit on all machines because the arithmetic is + and * alone (powers, exponentials and
+Python's own `sum` do not agree).
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
-
-State = tuple[float, ...]
-"""What a rule keeps of the releases up to a step: a few floats."""
 
 NEGLIGIBLE = 1e-2
 """The default window ends where a release's weight falls to this share of its first weight."""
@@ -69,13 +65,9 @@ class UpdateRule(ABC):
         """W >= 1: how many of the last releases an update is made of."""
         return 1
 
-    def _advance(self, state: State | None, values: Sequence[float]) -> State:
-        """The state after a release of K `values`; `state` is the one before, None for the first."""
-        return ()
-
     @abstractmethod
-    def weights(self, states: Sequence[State]) -> list[float]:
-        """w_{t,s} for the last min(t + 1, W) steps s, oldest first; `states` are those after each."""
+    def weights(self, count: int) -> list[float]:
+        """w_{t,s} for the last `count` = min(t + 1, W) steps s, oldest first."""
 
     def to_dict(self) -> dict[str, Any]:
         """Name and fields, JSON-safe, for the header; `update_rule_from_dict` reads it back."""
@@ -88,7 +80,7 @@ class SGD(UpdateRule):
 
     name: ClassVar[str] = "sgd"
 
-    def weights(self, states: Sequence[State]) -> list[float]:
+    def weights(self, count: int) -> list[float]:
         """1 for the present release."""
         return [1.0]
 
@@ -128,68 +120,15 @@ class Momentum(UpdateRule):
         assert self.window is not None
         return self.window
 
-    def weights(self, states: Sequence[State]) -> list[float]:
-        """beta^(n - 1), ..., beta, 1, each the one after it times beta."""
+    def weights(self, count: int) -> list[float]:
+        """beta^(count - 1), ..., beta, 1, each the one after it times beta."""
         powers = [1.0]
-        while len(powers) < len(states):
+        while len(powers) < count:
             powers.append(powers[-1] * self.momentum)
         return powers[::-1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adam(Momentum):
-    """Adam (Kingma and Ba, 2015) on g_t = sum_k v_{t,k} u_{t,k}, with one second moment for all.
-
-    For Rademacher directions and K = 1 every coordinate of g_t is +-v_t, so Adam's second moment is
-    exactly one scalar, and this is Adam on the dense vector. Elsewhere the square of a coordinate
-    is replaced by its mean over the directions, which E[u_i u_j] = 0 makes E[g_i^2] = sum_k v_k^2.
-
-        second_t = b2 second_{t-1} + (1 - b2) sum_k v_{t,k}^2
-        w_{t,s}  = (1 - b1) b1^(t-s) / (1 - b1^n) / (sqrt(second_t / (1 - b2^(t+1))) + eps)
-
-    with n = min(t + 1, W), which corrects both averages for their start and for the cut-off. The noise
-    in every v is not subtracted from the second moment: steps of pure noise are as long as lr allows,
-    as in DP-Adam. A learning rate is per coordinate, as in Adam, and weight decay is apart from it,
-    as in AdamW.
-
-    Attributes:
-      momentum: b1 in [0, 1).
-      window: W, as in `Momentum`.
-      second_moment: b2 in [0, 1).
-      stability: eps > 0, in the units of v; releases that are all zero give an update of zero.
-    """
-
-    second_moment: float = 0.999
-    stability: float = 1e-8
-
-    name: ClassVar[str] = "adam"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "second_moment", float(self.second_moment))
-        object.__setattr__(self, "stability", float(self.stability))
-        _check_fraction("second_moment", self.second_moment)
-        if not (math.isfinite(self.stability) and self.stability >= 1e-30):
-            raise ValueError(
-                f"stability={self.stability} divides an update and must be finite and at least "
-                "1e-30; Adam's own value is 1e-8."
-            )
-
-    def _advance(self, state: State | None, values: Sequence[float]) -> State:
-        """(second_t, 1 - b2^(t+1))."""
-        second, weight = state or (0.0, 0.0)
-        square, decay = math.fsum(value * value for value in values), self.second_moment
-        return decay * second + (1.0 - decay) * square, decay * weight + (1.0 - decay) * 1.0
-
-    def weights(self, states: Sequence[State]) -> list[float]:
-        """w_{t,s} of the class docstring, oldest first."""
-        second, weight = states[-1]
-        powers = super().weights(states)  # their sum is (1 - b1^n) / (1 - b1)
-        factor = 1.0 / math.fsum(powers) / (math.sqrt(second / weight) + self.stability)
-        return [factor * power for power in powers]
-
-
-UPDATE_RULES: dict[str, type[UpdateRule]] = {rule.name: rule for rule in (SGD, Momentum, Adam)}
+UPDATE_RULES: dict[str, type[UpdateRule]] = {rule.name: rule for rule in (SGD, Momentum)}
 
 
 def make_update_rule(name: str, momentum: float = 0.9, window: int | None = None) -> UpdateRule:
@@ -197,11 +136,11 @@ def make_update_rule(name: str, momentum: float = 0.9, window: int | None = None
 
     Args:
       name: a key of `UPDATE_RULES`.
-      momentum: beta of `momentum`, b1 of `adam`; in [0, 1).
+      momentum: beta of `momentum`, in [0, 1).
       window: W >= 1; None for the smallest with momentum^W <= 1e-2.
 
     Returns:
-      The rule, other settings at their defaults.
+      The rule.
 
     Raises:
       ValueError: an unknown name, or a setting out of range.
@@ -240,43 +179,28 @@ def default_window(momentum: float) -> int:
     return math.ceil(math.log(NEGLIGIBLE) / math.log(momentum))
 
 
-class UpdateTerms:
-    """Any step's update, at the cost of its window: states are folded once and remembered.
+def update_terms(
+    rule: UpdateRule, num_directions: int, releases: Sequence[Release], step: int
+) -> list[Term]:
+    """The terms of the update of `step`, the newest release first; finite.
 
     Args:
       rule: the run's.
       num_directions: K; further values of a record, such as a clip's count, are not coefficients.
+      releases: those of a run from step 0 on, at least up to `step`; later ones are not read.
+      step: t, also the release's place in the list.
+
+    Returns:
+      All K terms of step t, and those of the W - 1 steps before that are not zero.
     """
-
-    def __init__(self, rule: UpdateRule, num_directions: int) -> None:
-        self.rule, self.num_directions = rule, num_directions
-        self._states: list[State] = []
-
-    def __call__(self, releases: Sequence[Release], step: int) -> list[Term]:
-        """The terms of the update of `step`, the newest release first; finite.
-
-        Args:
-          releases: those of a run from step 0 on, at least up to `step`; later ones are not read.
-            The same ones, perhaps more, in every call.
-          step: t, also the release's place in the list.
-
-        Returns:
-          All K terms of step t, and those of the W - 1 steps before that are not zero.
-        """
-        for s in range(len(self._states), step + 1):
-            before = self._states[-1] if self._states else None
-            self._states.append(
-                self.rule._advance(before, releases[s].values[: self.num_directions])
-            )
-        first = max(0, step + 1 - self.rule.length)
-        weights = self.rule.weights(self._states[first : step + 1])
-        rate, terms = -releases[step].learning_rate, []
-        for s, weight in zip(range(step, first - 1, -1), reversed(weights), strict=True):
-            for query, value in enumerate(releases[s].values[: self.num_directions]):
-                coefficient = rate * (weight * value)
-                if coefficient or s == step:
-                    terms.append(Term(s, query, coefficient))
-        return terms
+    weights = rule.weights(min(step + 1, rule.length))
+    rate, terms = -releases[step].learning_rate, []
+    for age, weight in enumerate(reversed(weights)):
+        for query, value in enumerate(releases[step - age].values[:num_directions]):
+            coefficient = rate * (weight * value)
+            if coefficient or age == 0:
+                terms.append(Term(step - age, query, coefficient))
+    return terms
 
 
 def _check_fraction(field: str, value: float) -> None:

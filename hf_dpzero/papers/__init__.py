@@ -1,7 +1,7 @@
 """The algorithms of the papers on explicit objectives, to compare with what the papers report.
 
-Imports `privacy`, never torch itself. Start at `quadratic`; `quadratic_study` runs its grid and draws.
-`averaged_clipping` has the algorithms of the heavy-tails paper, `averaged_clipping_study` its tables;
-`online_federated` has federated learning with correlated noise, `online_federated_study` its tables;
-`saddle_point` solves private saddle points given first-order oracles, `synthetic_data` is Algorithm 5.
+Imports `privacy`, never torch itself. `quadratic` has those of the DPZero paper, `budget` noise that
+changes from step to step, `averaged_clipping` clipped means on heavy tails, `online_federated` learners
+with correlated noise; `saddle_point` solves private saddle points given first-order oracles, and
+`synthetic_data` is Algorithm 5. The studies that compare them are `scripts.studies` of the checkout.
 """

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.papers.heavy_tails import Array, Data, Objective
+from hf_dpzero.papers.regressions import Array, Data, Objective
 from hf_dpzero.privacy.mechanisms import DPSGD
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler

@@ -132,14 +132,6 @@ def tight_budget(epsilon: float, delta: float) -> float:
     return float(get_sigma_gaussian(positive("epsilon", epsilon), delta)) ** -2
 
 
-def tight_epsilon(budget: float, delta: float) -> float:
-    """Epsilon of sum_t sigma_t^-2 = R at delta, exactly; the inverse of `tight_budget`."""
-    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
-
-    _log_inverse(delta)
-    return float(get_epsilon_gaussian(positive("budget", budget) ** -0.5, delta))
-
-
 # ------------------------------------------------------------------ schedules
 
 

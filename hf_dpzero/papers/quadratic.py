@@ -13,11 +13,10 @@ This simulates the algorithms from seeded generators: nothing here is a private 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,27 +25,8 @@ from hf_dpzero.privacy.accounting import lemma_noise_multiplier
 
 Floats = NDArray[np.float32]
 
-METHODS = ("dpzero", "dpgd-0th", "dp-gd")
 EPSILON, DELTA = 2.0, 1e-6
-NUM_EXAMPLES = 10_000
-DIMENSIONS = (20, 50, 100, 200, 500, 1000, 2000)
-STEPS = tuple(10 * 2**k for k in range(10))  # 10, 20, ..., 5120
-RATES = (*(c * 10.0**e for e in range(-5, 0) for c in (1, 3)), 1.0)  # 1e-5, 3e-5, ..., 1
-CLIPS = tuple(c * 10.0**e for e in range(-1, 3) for c in (1, 3))  # 0.1, 0.3, ..., 300
-GRADIENT_STEPS = tuple(t for t in STEPS if t <= 160)
 BLOCK = 16  # directions that are projected at a time
-
-
-def _exponent(power: float) -> Callable[[int], Floats]:
-    return lambda d: (np.arange(1, d + 1, dtype=np.float64) ** -power).astype(np.float32)
-
-
-SPECTRA: dict[str, Callable[[int], Floats]] = {
-    "d": _exponent(0.0),
-    "sqrt(d)": _exponent(0.5),
-    "log(d)": _exponent(1.0),
-}
-"""Order of the effective rank Tr(A) / ||A|| -> the diagonal of A: 1, 1/sqrt(i), 1/i."""
 
 
 class Cell(NamedTuple):
@@ -55,16 +35,6 @@ class Cell(NamedTuple):
     steps: int
     rate: float
     clip: float
-
-
-class Best(NamedTuple):
-    """The best over a grid, each figure by itself, and the cell with the best train gradient."""
-
-    train_gradient: float
-    test_gradient: float
-    train_loss: float
-    test_loss: float
-    cell: Cell
 
 
 @dataclass(frozen=True)
@@ -240,65 +210,6 @@ def _clipped_gradients(problem: Quadratic, x: Floats, clips: Floats, squares: Fl
     norms = squares[:, None] - 2 * (data @ (a**2 * x).T) + ((a * x) ** 2).sum(axis=1)
     weights = np.minimum(1.0, clips / np.sqrt(np.maximum(norms, 1e-12)))
     return np.asarray(a * (x * weights.sum(axis=0)[:, None] - weights.T @ data) / len(data))
-
-
-def grid(steps: Sequence[int], rates: Sequence[float], clips: Sequence[float]) -> list[Cell]:
-    """Every combination.
-
-    Args:
-      steps: T.
-      rates: learning rates alpha.
-      clips: clipping norms C.
-    """
-    return [Cell(*values) for values in itertools.product(steps, rates, clips)]
-
-
-def useful(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of a DP-GD grid that move at all: alpha T >= 1/2 (the largest curvature is 1).
-
-    A step shrinks the distance along that axis by at most 1 - alpha, so the others end at more than
-    half of the initial gradient there.
-    """
-    return [cell for cell in cells if cell.rate * cell.steps >= 0.5]
-
-
-def figures(problem: Quadratic, method: str, cells: Sequence[Cell], seed: int) -> NDArray[Any]:
-    """Runs a method over a grid.
-
-    Args:
-      problem: data and Hessian.
-      method: one of `METHODS`.
-      cells: P runs.
-      seed: of directions and noise.
-
-    Returns:
-      [P, 4] as `Quadratic.measure`, infinite where a run diverged.
-
-    Raises:
-      ValueError: an unknown method.
-    """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is not one of {', '.join(METHODS)}.")
-    if method == "dp-gd":
-        x = gradient_descent(problem, cells, seed=seed)
-    else:
-        x = zeroth_order(problem, cells, vector_noise=method == "dpgd-0th", seed=seed)
-    return np.nan_to_num(problem.measure(x), nan=np.inf)
-
-
-def best(measured: NDArray[Any], cells: Sequence[Cell]) -> Best:
-    """The best of each column.
-
-    Args:
-      measured: what `figures` returned, or its mean over seeds, [P, 4].
-      cells: the P runs.
-
-    Returns:
-      Each best figure, and the cell with the best train gradient.
-    """
-    gradients, test_gradients, losses, test_losses = measured.min(axis=0).tolist()
-    winner = cells[int(measured[:, 0].argmin())]
-    return Best(gradients, test_gradients, losses, test_losses, winner)
 
 
 def _columns(cells: Sequence[Cell], n: int) -> tuple[NDArray[np.float64], ...]:

@@ -6,6 +6,5 @@ whatever was fused with it. Nothing here is private: what may be released is dec
 
 Imports torch and numpy only (numba and Triton when a kernel runs). Start with
 `parameter_space.ParameterSpace`, then `directions` for the numbers and `exact_grid` for why float32
-arithmetic can be undone. `subspaces` narrows where directions point, `trainable` says what may train,
-`kernels` holds the loops.
+arithmetic can be undone. `trainable` says what may train, `kernels` holds the loops.
 """

@@ -44,7 +44,7 @@ _CELLS = 3 * 255 + 1  # values of a sum of three bytes
 _DITHERS = 128  # equidistant points in a cell
 _PART = 1 << 16  # squares below 2^47 that an int64 sum holds
 _SURE_DIMENSION = 149  # above it, a sphere's sqrt(d)/||z|| lies in [1/2, 2] whatever happens
-_DOMAIN_DIRECTION, _DOMAIN_TENSOR, _DOMAIN_PERTURBATION, DOMAIN_HELD = 0, 1, 2, 3
+_DOMAIN_DIRECTION, _DOMAIN_TENSOR, _DOMAIN_PERTURBATION = 0, 1, 2
 
 
 SumOfSquares = Callable[[Words, int, int], int]

@@ -129,14 +129,7 @@ class GridSegment(Segment):
     `bounds` are upper bounds on their magnitudes computed from public numbers alone; when the next
     update could pass a grid's range, that tensor is measured and, if need be, moved to a coarser
     grid. Both depend only on theta and the updates, so a replay does the same at the same step.
-
-    Attributes:
-      unit, most: a coordinate of a direction is at most `unit` x an integer up to `most` times what
-        the space takes for its largest (1 and 1 but for factored directions).
     """
-
-    unit: float = 1.0
-    most: int = 1
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -152,7 +145,7 @@ class GridSegment(Segment):
         """Puts every member on its grid."""
         for m in range(len(self.sizes)):
             self.bounds[m] = self.agree(exact_grid.largest_magnitude(self.member(m)))
-            self.exponents[m] = exact_grid.exponent_for(self.bounds[m] + reach * self._widest)
+            self.exponents[m] = exact_grid.exponent_for(self.bounds[m] + reach)
             self._round_(m)
         self.snapped = True
 
@@ -198,15 +191,11 @@ class GridSegment(Segment):
           bool [M].
         """
         grown = self.bounds + self._grown(growth, roundings)
-        return grown + reach * self._widest > np.ldexp(1.0, self.exponents) * _SLACK
-
-    @property
-    def _widest(self) -> float:
-        return self.unit * self.most
+        return grown + reach > np.ldexp(1.0, self.exponents) * _SLACK
 
     def _grown(self, growth: float, roundings: int) -> Doubles:
         """What an update adds to a coordinate at most, float64 [M]."""
-        return growth * self._widest + roundings * self.most * self.spacing
+        return growth + roundings * self.spacing
 
     def make_room_(self, growth: float, reach: float, roundings: int) -> None:
         """Ensures that theta, settled where it is short, may grow and be perturbed within range.
@@ -222,7 +211,7 @@ class GridSegment(Segment):
 
     def _regrid_(self, m: int, growth: float, reach: float) -> None:
         self.bounds[m] = self.agree(exact_grid.largest_magnitude(self.member(m)))
-        needed = exact_grid.exponent_for(self.bounds[m] + (growth + reach) * self._widest)
+        needed = exact_grid.exponent_for(self.bounds[m] + (growth + reach))
         if needed > self.exponents[m]:
             self.exponents[m] = needed
             self._round_(m)
@@ -288,7 +277,7 @@ class GridSegment(Segment):
         unbiased for a coordinate (E[update] = c u) as one of its own, and free.
         """
         spacing = self.spacing
-        old, new, update = (np.array([[c[i]] for c in changes]) * self.unit for i in (1, 2, 3))
+        old, new, update = (np.array([[c[i]] for c in changes]) for i in (1, 2, 3))
         amounts = exact_grid.snapped(new, spacing) - exact_grid.snapped(old, spacing)
         updated = np.flatnonzero(update)
         if updated.size:

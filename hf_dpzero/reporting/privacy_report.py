@@ -23,7 +23,6 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
 from hf_dpzero.privacy.schedule_gain import LABELS
 from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
-from hf_dpzero.reporting.process_words import check_processes, process_words
 from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
     EXAMPLE,
@@ -99,10 +98,8 @@ class PrivacyReport:
         "": several in batches of any shape, or not known.
       row_parts: of a run on fixed batches whose rows are drawn anew at each access, the parts of a row
         that a resumed start compares; None where it compares whole rows, or needs not.
-      processes: how many processes ran, and how they shared the work: one entry for each start of the
-        run whose layout is another than before. Each has the `first_step` that it may have taken,
-        the number of `processes`, `row_shares` times `direction_parallel_size`, and whether parameters
-        lay in parts (`sharded`, FSDP2). Steps before the first entry are not recorded; [] if none are.
+      processes: how many processes began the run, and how they shared the work; "" if not known. A
+        resumed run may have gone on with another number.
       parts: of a run that extends others (`extends_run`), all of them, oldest first and this one last:
         `folder`, `method`, `noise_multiplier`, `steps`, `planned_steps`, the `epsilon` of each alone,
         and for earlier ones what their reports say of `base_weights`, `tuning`, `weights_digest`,
@@ -146,7 +143,7 @@ class PrivacyReport:
     base_weights: str
     forward_passes: str
     row_parts: list[str] | None
-    processes: list[dict[str, Any]]
+    processes: str
     parts: list[dict[str, Any]]
     weights_digest: str | None
     statement: str
@@ -176,7 +173,6 @@ class PrivacyReport:
                     f"{', '.join(_RUN_ENTRY)} of each. It was edited or damaged; take the file that "
                     "the run wrote."
                 )
-        check_processes(self.processes, self.steps)
         reason = why_not_private(
             method=self.method,
             epsilon=self.epsilon,
@@ -206,7 +202,7 @@ class PrivacyReport:
         base_weights: str = NOT_COMPARED,
         forward_passes: str = "",
         row_parts: Sequence[str] | None = None,
-        processes: Sequence[Mapping[str, Any]] = (),
+        processes: str = "",
         extends: Sequence[Mapping[str, Any]] = (),
     ) -> PrivacyReport:
         """Reports what `steps_completed` steps of `plan` spent, never more than was run.
@@ -262,7 +258,7 @@ class PrivacyReport:
             "base_weights": base_weights,
             "forward_passes": forward_passes,
             "row_parts": None if row_parts is None else list(row_parts),
-            "processes": [dict(entry) for entry in processes],
+            "processes": processes,
             "parts": parts_of(plan, delta, steps_completed, extends),
             "weights_digest": None,
         }
@@ -326,8 +322,8 @@ class PrivacyReport:
         Raises:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
-        older: dict[str, Any] = {"groups": "", "forward_passes": "", "row_parts": None}
-        values = {**older, "processes": [], **values}
+        older = {"groups": "", "forward_passes": "", "row_parts": None, "processes": ""}
+        values = {**older, **values}
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:
@@ -410,7 +406,7 @@ class PrivacyReport:
             *(("of that", part_words(part)) for part in self.parts),
             ("accountant", self.accountant),
             ("noise", self.noise_source),
-            *([("processes", process_words(self.processes, self.steps))] if self.processes else []),
+            *([("processes", f"{self.processes} at the start")] if self.processes else []),
             ("tuning", tuning_words(self.tuning)),
             *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),
             ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),

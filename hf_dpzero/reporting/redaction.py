@@ -47,7 +47,7 @@ OWN_SETTINGS = frozenset(
     num_demonstrations num_directions num_examples_per_class num_virtual_tokens objective
     offload_folder on_no_signal pair_features peft_method per_example_gradients perturbation_strategy
     pooling precompute_features prompt reuse_frozen_prefix rows_are sampler_key sampling smoothing
-    smoothing_schedule subset_seed subspace subspace_rank subspace_steps target_delta target_epsilon
+    smoothing_schedule subset_seed target_delta target_epsilon
     task template text_column text_pair_column torch_dtype train_file trainable tuning update_rule
     update_window validation_file
     """.split()  # noqa: SIM905

@@ -104,6 +104,7 @@ def _facts(
         "base_weights": header.get("base_weights", NOT_COMPARED),
         "forward_passes": header.get("forward_passes", ""),
         "row_parts": header.get("row_parts"),
+        "processes": header.get("processes", ""),
         "parts": parts_of(plan, report.delta, min(steps, plan.steps), header.get("extends", ())),
     }
     if plan.private:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.privacy.schedules import Given, GivenFactors
-from hf_dpzero.reporting.process_words import process_caveats
 
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
@@ -294,7 +293,8 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
     first, *rest = _COMMON_CAVEATS
     rest.append(_COUPLING_CAVEATS[facts["forward_passes"]])
     rest += [_rows_caveat(facts["row_parts"])] if facts["row_parts"] else []
-    rest += process_caveats(facts, plan)
+    several = facts["processes"] not in ("", "1")
+    rest += [_LINKS_CAVEAT.format(facts["processes"])] if several else []
     of_base = base_caveats(facts["earlier_runs"])
     leaky = sum(not run["private"] for run in facts["earlier_runs"])
     earlier = facts["parts"][:-1]
@@ -393,6 +393,16 @@ _COMMON_CAVEATS = (
     "progress bars and monitoring files tell when a step ended, which depends on the rows it drew: they "
     "stay on the training machine. Memory use, aborted runs and other side channels are not covered "
     "either.",
+)
+
+_LINKS_CAVEAT = (
+    "The run began in several processes, {}; resumed, it may have gone on in another number. The links "
+    "between them, and every machine that runs one, are assumed to be as private as one training "
+    "machine: torch.distributed (gloo, NCCL) sends sums of finite differences or gradients before "
+    "noise, with shares of the directions losses of single examples, with groups the sums of their "
+    "losses, with FSDP2 numbers of forward passes, and the secret key that batches are drawn by, "
+    "neither encrypted nor authenticated. The first process draws the noise, and neither its values nor "
+    "its keys are sent; but a sum and the released number tell the noise that is between them."
 )
 
 _COUPLING_CAVEATS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,6 @@ from transformers.utils import logging
 from hf_dpzero.estimators.finite_differences import STRATEGIES
 from hf_dpzero.ledger.update_rules import UPDATE_RULES, UpdateRule, make_update_rule
 from hf_dpzero.perturbation.directions import check_distribution
-from hf_dpzero.perturbation.subspaces import SUBSPACES, Subspace, subspace_from_dict
 from hf_dpzero.privacy.events import ACCOUNTANTS
 from hf_dpzero.privacy.mechanisms.base import RELATIONS
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -148,15 +146,10 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     trainable: str | None = _setting(
         None, "regular expression; only parameters whose name it finds are trained"
     )
-    subspace: str = _setting(
-        "full", "directions in the whole space, or low_rank (matrices of low rank)"
-    )
-    subspace_rank: int = _setting(4, "low_rank: r of U V^T")
-    subspace_steps: int = _setting(50, "low_rank: steps that V is held")
-    update_rule: str = _setting("sgd", "optimiser on the released scalars: sgd, momentum or adam")
-    momentum: float = _setting(0.9, "beta of momentum, b1 of adam")
+    update_rule: str = _setting("sgd", "optimiser on the released scalars: sgd or momentum")
+    momentum: float = _setting(0.9, "beta of momentum")
     update_window: int | None = _setting(
-        None, "past steps that momentum and adam use; default until beta^W <= 0.01"
+        None, "past steps that momentum uses; default until beta^W <= 0.01"
     )
     reuse_frozen_prefix: bool = _setting(True, "run frozen first layers once per batch")
     perturbation_strategy: str = _setting(
@@ -225,7 +218,6 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        _refuse_deepspeed(self.deepspeed)
         fill_in(self)
         self._check_privacy_settings()
         self._check_training_settings()
@@ -308,25 +300,14 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
             )
 
     def _check_direction_settings(self) -> None:
-        """The subspace that directions lie in, and the update rule."""
-        _choose("subspace", self.subspace, tuple(SUBSPACES))
+        """The rule by which released scalars move the weights."""
         _choose("update_rule", self.update_rule, tuple(UPDATE_RULES))
-        self._subspace(), self._update_rule()
+        self._update_rule()
         if self.update_rule != "sgd" and self.method not in ("dpzero", "mezo"):
             raise ValueError(
                 f"update_rule={self.update_rule!r} works on released scalars, which "
                 f"method={self.method!r} has none of: use 'sgd' (first-order methods take theirs from "
                 "optim)."
-            )
-        if self.subspace != "full" and self.perturbation_strategy not in ("auto", "whole_model"):
-            raise ValueError(
-                f"perturbation_strategy={self.perturbation_strategy!r} with subspace="
-                f"{self.subspace!r}, which moves the tensors themselves: use 'whole_model' or 'auto'."
-            )
-        if self.subspace == "low_rank" and self.method == "dpgd-0th":
-            raise ValueError(
-                "subspace='low_rank' with method='dpgd-0th', whose noise is d-dimensional: use 'full', "
-                "or method='dpzero'."
             )
 
     def _check_training_settings(self) -> None:
@@ -416,37 +397,15 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
                 else {"hold_direction_for": self.hold_direction_for}
             ),
             "update_rule": self._update_rule().to_dict(),
-            "subspace": self._subspace().to_dict(),
         }
 
     def _update_rule(self) -> UpdateRule:
         return make_update_rule(self.update_rule, self.momentum, self.update_window)
 
-    def _subspace(self) -> Subspace:
-        settings: dict[str, dict[str, Any]] = {
-            "full": {},
-            "low_rank": {"rank": self.subspace_rank, "hold": self.subspace_steps},
-        }
-        return subspace_from_dict({"name": self.subspace, **settings[self.subspace]})
-
     @property
     def optim_name(self) -> str:
         """The optimizer's name as Hugging Face has it, e.g. "adamw_torch"."""
         return str(getattr(self.optim, "value", self.optim))
-
-
-def _refuse_deepspeed(settings: Any) -> None:
-    """Refuses DeepSpeed, also where `accelerate launch` asks for it, before its package is loaded."""
-    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes")
-    if settings or launched:
-        asked = f"deepspeed={settings!r}" if settings else "distributed_type: DEEPSPEED"
-        raise ValueError(
-            f"{asked} wraps the model in an engine whose parameters the perturbation does not follow, "
-            "to divide gradients and optimizer states that this training has not: use plain data "
-            "parallelism (accelerate launch --multi_gpu, one process a GPU). For a model that does not "
-            "fit on one device use FSDP2 (--config_file configs/accelerate/fsdp2.yaml) "
-            "or one process with offload (configs/accelerate/offload.yaml)."
-        )
 
 
 def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -4,7 +4,7 @@ What a step sends goes through here, as tensors of a fixed size, and is counted 
 that are Python objects are pickled; only starts, resumes and checkpoints send such.
 
 Tensors on the CPU go by gloo, also where GPUs train by NCCL: a step's integers and noised values are on
-the CPU in any case, and a gloo operation that waits for a dead process can be given up
+the CPU in any case, and a gloo operation fails at once where a peer's process has ended
 (`rank_failures`).
 """
 
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hf_dpzero.training.rank_failures import RankError, active, complete, failures
+from hf_dpzero.training.rank_failures import RankError, active, exchanging
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -32,7 +33,7 @@ class _Stop:
 stop = _Stop()
 _sent = 0
 _control: tuple[Any, Any] = (None, None)
-"""The default group and the number of failures that it was made for; the group of the CPU's tensors."""
+"""The default group; the group of the CPU's tensors."""
 
 
 def sent_bytes() -> int:
@@ -44,23 +45,27 @@ def sent_bytes() -> int:
     return _sent
 
 
-def control_group() -> Any:
-    """The gloo group of all processes, for tensors on the CPU. Called on all of them the first time."""
+def control_group(seconds: float = 1800.0) -> Any:
+    """The gloo group of all processes, for tensors on the CPU. Called on all of them the first time.
+
+    Args:
+      seconds: that its operations may take; read in the first call. The default is Hugging Face's.
+    """
     global _control
-    world, failed = dist.group.WORLD, failures()
-    if _control[0] != (world, failed):
-        own = "cpu:gloo" in str(dist.get_backend_config()) and not failed
-        _control = (world, failed), world if own else dist.new_group(backend="gloo")
+    world = dist.group.WORLD
+    if _control[0] is not world:
+        own, limit = "cpu:gloo" in str(dist.get_backend_config()), timedelta(seconds=seconds)
+        _control = world, world if own else dist.new_group(backend="gloo", timeout=limit)
     return _control[1]
 
 
 def _run(operation: Callable[..., Any], tensor: torch.Tensor, *given: Any, **settings: Any) -> None:
-    """A collective operation on a tensor; counted, and given up when another process fails."""
+    """A collective operation on a tensor, counted."""
     global _sent
     _sent += tensor.nbytes
     settings.setdefault("group", control_group() if tensor.device.type == "cpu" else None)
-    patient = tensor.device.type == "cpu" or dist.get_backend() == "gloo"
-    complete(lambda: operation(*given, tensor, async_op=True, **settings), patient)
+    with exchanging():
+        operation(*given, tensor, **settings)
 
 
 def sum_over_processes(values: Sequence[N]) -> list[N]:
@@ -189,9 +194,9 @@ def shared(value: T) -> T:
     """Rank 0's value, on every process; pickled."""
     if not active():
         return value
-    wait()  # a process that fails before it comes here is noticed there
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=control_group())
+    with exchanging():
+        dist.broadcast_object_list(box, src=0, group=control_group())
     return box[0]
 
 
@@ -199,9 +204,9 @@ def gather_objects(value: T) -> list[T]:
     """A value of each process, by rank; pickled."""
     if not active():
         return [value]
-    wait()
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value, group=control_group())
+    with exchanging():
+        dist.all_gather_object(told, value, group=control_group())
     return told
 
 
@@ -238,7 +243,8 @@ def on_main(main: Callable[[], T], others: Callable[[], T]) -> T:
 def wait() -> None:
     """Returns once every process has come here."""
     if active():
-        complete(lambda: dist.barrier(group=control_group(), async_op=True))
+        with exchanging():
+            dist.barrier(group=control_group())
 
 
 def check_launch(trainer: Any) -> None:
@@ -250,7 +256,7 @@ def check_launch(trainer: Any) -> None:
     kind = str(getattr(trainer.accelerator.distributed_type, "value", ""))
     if kind == "FSDP":
         check_version(int(trainer.accelerator.state.fsdp_plugin.fsdp_version))
-    elif kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
+    elif kind in ("MEGATRON_LM", "XLA", "TP"):
         raise ValueError(
             f"distributed_type={kind} shards or copies parameters in ways that the in-place "
             "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process, or fsdp_version: 2 "

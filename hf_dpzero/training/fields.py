@@ -7,6 +7,7 @@ it was changed. `docs/training_arguments.md` is written from these tables.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -252,7 +253,16 @@ FIELDS: dict[str, tuple[Use, ...]] = {
         ),
         Use(WORKS, "version 2 only, over zeroth-order methods"),
     ),
-    "deepspeed": (_SHARDS,),
+    "deepspeed": (
+        Use(
+            REFUSED,
+            "wraps the model in an engine whose parameters the perturbation does not follow, to divide "
+            "gradients and optimizer states that this training has not: use plain data parallelism "
+            "(accelerate launch --multi_gpu, one process a GPU). For a model that does not fit on one "
+            "device use FSDP2 (--config_file configs/accelerate/fsdp2.yaml) or one process with offload "
+            "(configs/accelerate/offload.yaml).",
+        ),
+    ),
     "parallelism_config": (_SHARDS,),
 }  # fmt: skip
 """Field of any supported version -> what it does; the first entry that holds counts."""
@@ -267,7 +277,7 @@ _DEFAULTS = {
 
 NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
-        "smoothing smoothing_schedule direction num_directions subspace perturbation_strategy "
+        "smoothing smoothing_schedule direction num_directions perturbation_strategy "
         "hold_direction_for direction_parallel_size",
         "method", ZEROTH_ORDER,
     ),
@@ -281,8 +291,7 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("clip_stability", "clipping", ("automatic",)),
     ("clip_groups", "clipping", ("averaged",)),
     ("noise_bands", "noise_correlation", ("banded",)),
-    ("subspace_rank subspace_steps", "subspace", ("low_rank",)),
-    ("momentum update_window", "update_rule", ("momentum", "adam")),
+    ("momentum update_window", "update_rule", ("momentum",)),
     ("group_budget group_loss_bound group_rate", "group_weights",
         ("per_step", "prefix_sum", "vertex")),
     ("group_draws", "group_weights", ("vertex",)),
@@ -317,9 +326,13 @@ def use_of(name: str, config: Any) -> Use:
 def refuse_fields(config: Any) -> None:
     """Refuses changed fields that would break the run or its guarantee.
 
+    DeepSpeed also where `accelerate launch` asks for it, before transformers asks for its package.
+
     Raises:
       ValueError: names the field and its value, and says what to do.
     """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes"):
+        raise ValueError(f"distributed_type: DEEPSPEED {FIELDS['deepspeed'][0].text}")
     for name, value in _changed(config):
         use = use_of(name, config)
         if use.kind == REFUSED:

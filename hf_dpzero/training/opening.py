@@ -18,11 +18,11 @@ from hf_dpzero.training.checkpoint_state import load_state, whole_checkpoints
 from hf_dpzero.training.fixed_shapes import forward_passes
 from hf_dpzero.training.group_training import check_resumed
 from hf_dpzero.training.initial_values import write_initial_values
-from hf_dpzero.training.process_notes import note_start
 from hf_dpzero.training.rank_agreement import check_agreement, compare
 from hf_dpzero.training.rank_failures import RankError
 from hf_dpzero.training.row_order import steady_parts
 from hf_dpzero.training.sharded_runs import is_split, on_first_of
+from hf_dpzero.training.split import mesh_words
 
 
 class Opened(NamedTuple):
@@ -70,7 +70,7 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
 
 
 def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
-    """Opens the ledger of a `DPZeroTrainer`'s run, checks that the model fits it, and notes the start.
+    """Opens the ledger of a `DPZeroTrainer`'s run, and checks that the model fits it.
 
     Args:
       trainer: after the checks before training.
@@ -88,13 +88,7 @@ def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
     """
     header = run_files.ledger_header(trainer)
     check_agreement(trainer, header)
-    opened = _resume(trainer, header, checkpoint) if resumes else _start(trainer, header)
-    try:
-        trainer.process_starts = note_start(trainer, opened.trajectory, resumes)
-    except (ValueError, RankError):
-        opened.trajectory.close() if resumes else run_files.discard_unused(opened.trajectory)
-        raise
-    return opened
+    return _resume(trainer, header, checkpoint) if resumes else _start(trainer, header)
 
 
 def _resume(trainer: Any, header: Mapping[str, Any], checkpoint: str | None) -> Opened:
@@ -118,6 +112,7 @@ def _start(trainer: Any, header: dict[str, Any]) -> Opened:
     header["frozen_digest"] = digest_frozen(model)
     header["earlier_runs"] = trainer.earlier_runs
     header["forward_passes"] = forward_passes(trainer.shapes)
+    header["processes"] = mesh_words(trainer)
     if isinstance(trainer.plan.sampler, FixedBatchesSampler):
         parts = distributed.shared_from_main(lambda: steady_parts(trainer.train_dataset))
         header |= {} if parts is None else {"row_parts": parts}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -55,7 +54,6 @@ class PublishingTrainer(PredictingTrainer):
     Attributes:
       noise: that steps draw from.
       trajectory: what was released; None before training.
-      process_starts: how many processes took its steps (`process_notes.note_start`).
     """
 
     args: DPZeroConfig
@@ -64,7 +62,6 @@ class PublishingTrainer(PredictingTrainer):
     train_dataset: Any
     noise: NoiseSource
     trajectory: Trajectory | None = None
-    process_starts: Sequence[Mapping[str, Any]] = ()
     _decided: Decided | None = None
     _termination: termination.TerminationCallback
     _besides: SavedBesides | None = None
@@ -162,7 +159,7 @@ class PublishingTrainer(PredictingTrainer):
             base_weights=started.get("base_weights", NOT_COMPARED),
             forward_passes=started.get("forward_passes", ""),
             row_parts=started.get("row_parts"),
-            processes=self.process_starts if self.trajectory else (),
+            processes=started.get("processes", ""),
             extends=self._extended,
         ).with_tuning(started["tuning"], self.plan)
 

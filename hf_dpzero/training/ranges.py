@@ -65,8 +65,6 @@ RANGES: Mapping[str, Range] = {
     "hold_direction_for": _COUNT,
     "momentum": _BELOW_ONE,
     "update_window": _COUNT,
-    "subspace_rank": _COUNT,
-    "subspace_steps": _COUNT,
     "max_grad_norm": _NOT_NEGATIVE,
     "learning_rate": Range(lambda x: 0 <= x <= 1e6, "a number in [0, 1e6]"),
     "weight_decay": _NOT_NEGATIVE,

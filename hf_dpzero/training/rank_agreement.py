@@ -27,13 +27,14 @@ from hf_dpzero.objectives.losses import evaluation_mode, num_examples
 from hf_dpzero.perturbation.sharding import is_sharded, local
 from hf_dpzero.training.distributed import (
     active,
+    control_group,
     differing,
     gather_numbers,
     gather_objects,
     shared,
 )
 from hf_dpzero.training.random_state import drawing_from, isolated_randomness
-from hf_dpzero.training.rank_failures import RankError, watching
+from hf_dpzero.training.rank_failures import RankError
 
 T = TypeVar("T")
 
@@ -193,14 +194,15 @@ def _machine(device: torch.device) -> str:
 
 
 def watched_training(train: Callable[..., T]) -> Callable[..., T]:
-    """Decorates `train` of a trainer: all ranks stop where one does, and end with the same weights."""
+    """Decorates `train` of a trainer: all ranks end with the same weights."""
 
     @functools.wraps(train)
     def wrapped(self: Any, *positional: Any, **settings: Any) -> T:
-        with watching(float(self.args.ddp_timeout)):
-            output = train(self, *positional, **settings)
-            check_weights(self)
-            return output
+        if active():
+            control_group(float(self.args.ddp_timeout))
+        output = train(self, *positional, **settings)
+        check_weights(self)
+        return output
 
     return wrapped
 

@@ -21,7 +21,6 @@ from hf_dpzero.reporting.privacy_report import REPORT_FILE, versions
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 from hf_dpzero.training import distributed
 from hf_dpzero.training.checkpoint_state import STATE_NAME, file_digest, read_state, way_out
-from hf_dpzero.training.process_notes import NOTE_NAME
 
 logger = logging.get_logger(__name__)
 
@@ -83,7 +82,6 @@ def discard_unused(trajectory: Trajectory) -> None:
     trajectory.close()
     if trajectory.path is not None and not trajectory.releases:
         trajectory.path.unlink()
-        trajectory.path.with_name(NOTE_NAME).unlink(missing_ok=True)
 
 
 def continue_ledger(

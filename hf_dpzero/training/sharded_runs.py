@@ -160,7 +160,6 @@ def _check_settings(args: Any) -> None:
         )
     refused = {
         "torch_compile": (args.torch_compile, True, "leave it off"),
-        "subspace": (args.subspace, "low_rank", "use subspace='full'"),
         "perturbation_strategy": (args.perturbation_strategy, "layerwise", "use 'whole_model'"),
         "perturbation_strategy ": (args.perturbation_strategy, "stacked", "use 'whole_model'"),
     }

@@ -263,6 +263,17 @@ def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
     return fixed, 8 * shared
 
 
+def mesh_words(trainer: Any) -> str:
+    """How many processes run, and how they share the work, for the ledger's header and the report."""
+    split = trainer.split
+    if split.rows * split.directions == 1:
+        return "1"
+    shares = {"rows": split.rows, "directions": split.directions}
+    mesh = " x ".join(f"{n} shares of the {of}" for of, n in shares.items() if n > 1)
+    parts = ", parameters in parts by FSDP2" if trainer.shards else ""
+    return f"{split.rows * split.directions} ({mesh}{parts})"
+
+
 def process_words(trainer: Any, dimension: int) -> str:
     """The mesh and what a step sends, for a run's first lines."""
     split = trainer.split

@@ -9,7 +9,7 @@ from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
 from hf_dpzero.privacy import accounting
 from hf_dpzero.privacy.accounting import epsilon_after
-from hf_dpzero.privacy.events import StepSpec
+from hf_dpzero.privacy.events import StepSpec, step_event
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,15 @@ def test_the_smallest_accepted_delta_is_not_understated(steps: int):
     exact = get_epsilon_gaussian(sigma / math.sqrt(steps), delta)
     found = accounting._pld_epsilon(spec, steps, delta)
     assert exact <= found <= 1.02 * exact
+
+
+def test_what_arithmetic_may_hide_is_taken_off_delta():
+    """T convolutions may lose T 2^-53 of the mass; epsilon is that at the delta which is left."""
+    steps, delta = 100_000, 5e-11
+    spec = StepSpec(sampling="poisson", num_examples=1000, batch_size=1.0, noise_multiplier=2.0)
+    left = delta - (steps * 2.0**-53 + 1e-15)
+    assert left < 0.8 * delta
+    at = {
+        d: accounting._pld_on_fitted_grid(spec, step_event(spec), steps, d) for d in (delta, left)
+    }
+    assert at[delta] < accounting._pld_epsilon(spec, steps, delta) == at[left]

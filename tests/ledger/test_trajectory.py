@@ -50,7 +50,6 @@ def header_for(model: nn.Module | None = None, **changes: object) -> dict[str, o
         "plan": {"name": "test", "steps": 20},
         "versions": {"hf_dpzero": "0.1.0"},
         "update_rule": {"name": "sgd"},
-        "subspace": {"name": "full"},
     }
     return {**header, "num_values": changes.get("num_directions", 2), **changes}
 
@@ -443,8 +442,8 @@ def test_missing_trained_tensors_are_named():
 
 def test_a_header_without_a_key_names_it():
     header = header_for(Explicit())
-    del header["subspace"]
-    with pytest.raises(LedgerError, match="header has no 'subspace'"):
+    del header["direction"]
+    with pytest.raises(LedgerError, match="header has no 'direction'"):
         replay(Explicit(), Trajectory(header))
 
 

@@ -11,7 +11,6 @@ import inspect
 import itertools
 import json
 import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,14 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import (
     SGD,
     UPDATE_RULES,
-    Adam,
     Momentum,
     Release,
     Term,
     UpdateRule,
-    UpdateTerms,
     default_window,
     update_rule_from_dict,
 )
 from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.perturbation.subspaces import LowRank
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
@@ -52,13 +48,12 @@ KEY = 0x00112233445566778899AABBCCDDEEFF
 RULES = [
     SGD(),
     Momentum(momentum=0.8, window=5),
-    Adam(momentum=0.7, window=6),
 ]
 
 
 def update_terms(rule: UpdateRule, releases: Sequence[Release], count: int) -> list[Term]:
     """The terms of the last release's update, from nothing but the releases."""
-    return UpdateTerms(rule, count)(releases, len(releases) - 1)
+    return update_rules.update_terms(rule, count, releases, len(releases) - 1)
 
 
 def by_name(rule: UpdateRule) -> str:
@@ -137,47 +132,6 @@ def test_the_default_window_leaves_out_one_percent():
     assert default_window(0.9) == 44
 
 
-# ---------------------------------------------------------------- adam
-
-
-@pytest.mark.parametrize("settings", [(0.9, 0.999, 1e-8), (0.0, 0.0, 1e-3)])
-def test_adam_on_one_rademacher_scalar_is_torch_adam_on_the_dense_vector(settings):
-    b1, b2, eps = settings
-    steps, dimension, rates = 60, 50, (0.1, 0.03)
-    values, us = drawn(steps), signs(steps, 1, dimension)
-    releases = releases_of(values, rates)
-    theta = nn.Parameter(torch.zeros(dimension, dtype=torch.float64))
-    optimizer = torch.optim.Adam([theta], lr=1.0, betas=(b1, b2), eps=eps)
-    rule = Adam(momentum=b1, second_moment=b2, stability=eps, window=steps)
-    found = np.zeros(dimension)
-    for t in range(steps):
-        theta.grad = torch.from_numpy(values[t][0] * us[t, 0])
-        optimizer.param_groups[0]["lr"] = rates[t % 2]
-        optimizer.step()
-        found += dense(update_terms(rule, releases[: t + 1], 1), us)
-        assert np.abs(found - theta.detach().numpy()).max() < 1e-10
-    assert np.abs(found).max() > 0.1
-
-
-def test_adam_for_several_directions_uses_the_mean_square_of_a_coordinate():
-    """sum_k v_k^2, which the mean over many coordinates of g_i^2 comes close to."""
-    values, dimension = (3.0, -1.0, 0.5), 20_000
-    g = np.tensordot(values, signs(1, 3, dimension)[0], axes=1)
-    square = 9 + 1 + 0.25
-    assert abs(np.mean(g**2) / square - 1) < 0.05  # sd of the mean: 2 sqrt(11.5) / 10.25 / 141
-    terms = update_terms(Adam(), releases_of([values]), 3)
-    expected = [-0.1 * v / (math.sqrt(square) + 1e-8) for v in values]
-    assert [c for _, _, c in terms] == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_cut_off_adam_keeps_the_weights_sum_at_one():
-    for t in (0, 1, 5, 30):
-        releases = releases_of([(2.0,)] * (t + 1))
-        terms = update_terms(Adam(window=4), releases, 1)
-        assert len(terms) == min(t + 1, 4)
-        assert sum(c for _, _, c in terms) == pytest.approx(-0.1, rel=1e-7)  # -lr v / (|v| + eps)
-
-
 # ---------------------------------------------------------------- every rule
 
 
@@ -189,19 +143,6 @@ def test_extreme_releases_give_finite_updates(rule: UpdateRule):
         assert all(math.isfinite(c) for _, _, c in terms)
         if not value:
             assert [(s, k, abs(c)) for s, k, c in terms] == [(t, 0, 0.0), (t, 1, 0.0)]
-
-
-@pytest.mark.parametrize("rule", RULES, ids=by_name)
-def test_random_access_is_sequential_access(rule: UpdateRule):
-    releases = releases_of(drawn(120, 2), rates=(0.1, 0.3))
-    order = [7, 119, 0, 64, *random.Random(0).sample(range(120), 40)]
-
-    shuffled = UpdateTerms(rule, 2)
-    forward = UpdateTerms(rule, 2)
-    in_order = [forward(releases, t) for t in range(120)]
-    for t in order:
-        alone = update_terms(rule, releases[: t + 1], 2)
-        assert shuffled(releases, t) == in_order[t] == alone
 
 
 class Counted(list):
@@ -217,10 +158,10 @@ class Counted(list):
 
 @pytest.mark.parametrize("rule", RULES, ids=by_name)
 def test_a_step_reads_its_window_and_no_more(rule: UpdateRule):
-    releases, terms = Counted(releases_of(drawn(500))), UpdateTerms(rule, 1)
+    releases = Counted(releases_of(drawn(500)))
     for t in range(500):
         before = releases.reads
-        terms(releases, t)
+        update_rules.update_terms(rule, 1, releases, t)
         assert releases.reads - before <= rule.length + 2
 
 
@@ -228,9 +169,9 @@ def test_a_step_reads_its_window_and_no_more(rule: UpdateRule):
 def test_nothing_but_public_numbers_reaches_a_rule(rule: UpdateRule):
     """Signature-level: there is no argument through which data, a loss or a weight could come."""
     assert Release._fields == ("step", "values", "learning_rate")
-    assert list(inspect.signature(UpdateTerms.__call__).parameters)[1:] == ["releases", "step"]
-    assert list(inspect.signature(rule._advance).parameters) == ["state", "values"]
-    assert list(inspect.signature(rule.weights).parameters) == ["states"]
+    taken = list(inspect.signature(update_rules.update_terms).parameters)
+    assert taken == ["rule", "num_directions", "releases", "step"]
+    assert list(inspect.signature(rule.weights).parameters) == ["count"]
     tree = ast.parse(Path(update_rules.__file__).read_text())
     modules = [n.module for n in tree.body if isinstance(n, ast.ImportFrom)]
     names = [alias.name for n in tree.body if isinstance(n, ast.Import) for alias in n.names]
@@ -254,7 +195,7 @@ def test_what_is_not_a_coefficient_and_what_comes_later_changes_nothing(rule: Up
     plain = [r._replace(values=r.values[:2]) for r in releases]
     found = [update_terms(rule, given[:10], 2) for given in (releases, others, plain)]
     assert found[0] == found[1] == found[2]
-    assert UpdateTerms(rule, 2)(later, 9) == found[0]
+    assert update_rules.update_terms(rule, 2, later, 9) == found[0]
     assert {query for _, query, _ in found[0]} == {0, 1}
 
 
@@ -263,11 +204,9 @@ def test_arithmetic_is_the_same_on_every_machine():
     tree = ast.parse(Path(update_rules.__file__).read_text())
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     inside = [n for f in functions if f.name != "default_window" for n in ast.walk(f)]
-    assert len(functions) > 12 and len(inside) > 300
+    assert len(functions) > 10 and len(inside) > 200
     called = {ast.unparse(n.func) for n in inside if isinstance(n, ast.Call)}
-    assert {name for name in called if name.startswith("math.")} <= {
-        "math.fsum", "math.sqrt", "math.isfinite",
-    }  # fmt: skip
+    assert not any(name.startswith("math.") for name in called)
     assert not called & {"sum", "pow"}
     assert not any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Pow) for n in inside)
 
@@ -292,7 +231,7 @@ def test_golden_coefficients(rule: UpdateRule):
 # ---------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize("rule", [*RULES, Momentum(), Adam()], ids=by_name)
+@pytest.mark.parametrize("rule", [*RULES, Momentum()], ids=by_name)
 def test_a_rule_comes_back_from_json(rule: UpdateRule):
     assert update_rule_from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
 
@@ -300,18 +239,15 @@ def test_a_rule_comes_back_from_json(rule: UpdateRule):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "kalman"}, "update_rule='kalman' is unknown; use one of sgd, momentum, adam"),
+        ({"name": "kalman"}, "update_rule='kalman' is unknown; use one of sgd, momentum"),
         ({}, "update_rule=None is unknown"),
         ({"name": "sgd", "momentum": 0.9}, r"update_rule sgd has no \['momentum'\]; it has \[\]"),
         ({"name": "momentum", "momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
         ({"name": "momentum", "momentum": -0.1}, "momentum=-0.1 must be"),
         ({"name": "momentum", "momentum": math.nan}, "momentum=nan must be"),
-        ({"name": "adam", "window": 0}, "update_window=0 must be an integer of at least 1"),
-        ({"name": "adam", "window": 2.0}, "update_window=2.0 must be an integer"),
-        ({"name": "adam", "window": True}, "update_window=True must be an integer"),
-        ({"name": "adam", "second_moment": 1.0}, "second_moment=1.0 must be"),
-        ({"name": "adam", "stability": 0.0}, "stability=0.0 divides .* at least 1e-30"),
-        ({"name": "adam", "stability": math.inf}, "stability=inf divides"),
+        ({"name": "momentum", "window": 0}, "update_window=0 must be an integer of at least 1"),
+        ({"name": "momentum", "window": 2.0}, "update_window=2.0 must be an integer"),
+        ({"name": "momentum", "window": True}, "update_window=True must be an integer"),
     ],
 )
 def test_settings_out_of_range_are_refused(values: dict[str, Any], message: str):
@@ -358,7 +294,6 @@ def header_for(rule: UpdateRule, count: int = 3, **changes: Any) -> dict[str, An
         "direction": "rademacher",
         "num_directions": count,
         "num_values": count,
-        "subspace": {"name": "full"},
         "smoothing": 1e-3,
         "weight_decay": 0.05,
         "trainable": ["weight", "bias"],
@@ -417,15 +352,6 @@ def test_replay_is_bit_exact(tmp_path: Path, rule: UpdateRule, distribution: str
         base = Quadratic()
         replay(base, Trajectory.load(tmp_path / form))
         assert digest_model(base) == digest_model(run.model) != header["base_model_digest"]
-
-
-@pytest.mark.parametrize("rule", RULES, ids=by_name)
-def test_replay_is_bit_exact_in_a_subspace(rule: UpdateRule):
-    """A window reaches back over the steps at which the low-rank factor changes."""
-    header = header_for(rule, 2, subspace=LowRank(rank=2, hold=3).to_dict())
-    run, base = Run(Trajectory(header)).take(0, 10), Quadratic()
-    replay(base, run.trajectory)
-    assert digest_model(base) == digest_model(run.model) != header["base_model_digest"]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=by_name)

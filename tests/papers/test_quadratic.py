@@ -1,40 +1,19 @@
-"""The quadratic study: its algorithms against plain loops, and the shape of the paper's figures."""
+"""The algorithms of the DPZero paper on quadratics, against plain loops."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import runpy
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hf_dpzero.papers import quadratic, quadratic_study
-from hf_dpzero.papers.quadratic import SPECTRA, Cell, Quadratic
-from hf_dpzero.papers.quadratic_study import QUICK, Study, plot, run, table
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = Study(
-    dimensions=(5, 10), steps=(10, 20), gradient_steps=(10,), rates=(0.1, 1.0), clips=(1.0,),
-    num_examples=50,
-)  # fmt: skip
+from hf_dpzero.papers import quadratic
+from hf_dpzero.papers.quadratic import Cell, Quadratic
+from scripts.studies.quadratic.grid import SPECTRA
 
 
 def problem(d=6, n=40, spectrum="sqrt(d)"):
     return Quadratic.draw(SPECTRA[spectrum](d), n, seed=3)
-
-
-def test_the_grid_is_the_papers():
-    assert quadratic.STEPS == (10, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120)
-    np.testing.assert_allclose(
-        quadratic.RATES, [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0]
-    )
-    np.testing.assert_allclose(quadratic.CLIPS, [0.1, 0.3, 1, 3, 10, 30, 100, 300])
-    assert quadratic.DIMENSIONS == (20, 50, 100, 200, 500, 1000, 2000)
-    for name, order in (("d", 2000), ("sqrt(d)", 2 * math.sqrt(2000)), ("log(d)", math.log(2000))):
-        assert math.isclose(float(SPECTRA[name](2000).sum()), order, rel_tol=0.1)
 
 
 def test_the_noise_is_lemma_2_2s():
@@ -97,79 +76,3 @@ def test_measures_are_the_functions():
     np.testing.assert_allclose(
         found[[1, 3]], [np.linalg.norm(gradient), np.mean(losses)], rtol=1e-5
     )
-
-
-def test_left_out_dp_gd_cells_cannot_be_best():
-    cells = quadratic.grid((10, 40), (0.01, 0.1), (1.0,))
-    kept = quadratic.useful(cells)
-    assert [c for c in cells if c not in kept] == [Cell(10, 0.01, 1.0), Cell(40, 0.01, 1.0)]
-    p = Quadratic.draw(SPECTRA["log(d)"](20), 2000, seed=1)
-    figures = quadratic.figures(p, "dp-gd", cells, seed=1)[:, 0]
-    left_out = [f for f, c in zip(figures, cells) if c not in kept]
-    assert (
-        min(left_out) > 0.5 * float(p.measure(np.zeros((1, 20), np.float32))[0, 0]) > figures.min()
-    )
-
-
-def test_a_study_resumes_and_refuses_other_settings(tmp_path, monkeypatch):
-    rows = run(SMALL, tmp_path)
-    assert len(rows) == 2 * 3 * 3
-    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines[:-2]) + "\n")
-    assert run(SMALL, tmp_path) == rows
-    monkeypatch.setattr(quadratic, "figures", None)  # nothing is left to run
-    assert run(SMALL, tmp_path) == rows
-    with pytest.raises(ValueError, match="other settings"):
-        run(dataclasses.replace(SMALL, seeds=(2,)), tmp_path)
-    assert "| log(d) | 10 |" in table(rows)
-    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in plot(rows, tmp_path))
-
-
-def test_unknown_methods_are_refused():
-    with pytest.raises(ValueError, match="dp-gd"):
-        quadratic.figures(problem(), "newton", [Cell(10, 0.1, 1.0)], seed=1)
-
-
-def test_the_command_writes_rows_table_and_figures(tmp_path, monkeypatch):
-    """On a small grid in the place of the quick one, which takes a minute."""
-    monkeypatch.setattr(quadratic_study, "QUICK", SMALL)
-    words = ["dpzero_quadratic.py", "--quick", "--output_dir", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", words)
-    runpy.run_path(str(ROOT / "scripts/reproduce/dpzero_quadratic.py"), run_name="__main__")
-    assert {path.name for path in tmp_path.iterdir()} >= {
-        "rows.jsonl", "table.md", "figure1.png", "figure2.png",
-    }  # fmt: skip
-    assert (tmp_path / "table.md").read_text() == table(run(SMALL, tmp_path))
-
-
-@pytest.mark.slow
-def test_the_shape_of_figure_1(tmp_path):
-    """DPGD-0th grows with d in every mode; DPZero stays by DP-GD where Tr(A) = O(log d).
-
-    On a part of the quick grid and half of its largest dimension, which show the same.
-    """
-    study = dataclasses.replace(
-        QUICK, dimensions=(20, 200, 1000), steps=(160, 1280), gradient_steps=(10, 40),
-        rates=(0.003, 0.01, 0.1, 1.0), clips=(0.3, 1.0, 3.0),
-        num_examples=2000,
-    )  # fmt: skip
-    found = {
-        (row["spectrum"], row["dimension"], row["method"]): row["train_gradient"]
-        for row in run(study, tmp_path)
-    }
-    dimensions = study.dimensions
-
-    def growth(spectrum, method):
-        return found[spectrum, dimensions[-1], method] / found[spectrum, dimensions[0], method]
-
-    for spectrum in SPECTRA:
-        curve = [found[spectrum, d, "dpgd-0th"] for d in dimensions]
-        assert curve == sorted(curve) and curve[-1] > 2.5 * curve[0]
-        for d in dimensions:  # Algorithm 1 is the worst everywhere
-            assert found[spectrum, d, "dpgd-0th"] > 1.3 * found[spectrum, d, "dpzero"]
-    for d in dimensions:
-        assert found["log(d)", d, "dpzero"] < 2 * found["log(d)", d, "dp-gd"]
-    # nearly flat next to the other modes; see docs/results.md for how flat
-    assert growth("log(d)", "dpzero") < 3 < growth("sqrt(d)", "dpzero") / 3
-    assert growth("sqrt(d)", "dpzero") < growth("d", "dpzero") / 5
-    assert growth("log(d)", "dpzero") < 1.5 * growth("log(d)", "dp-gd")

@@ -23,7 +23,6 @@ from hf_dpzero.perturbation.directions import DITHER_STEP, Direction
 from hf_dpzero.perturbation.kernels import dispatch, numba_kernels, torch_reference
 from hf_dpzero.perturbation.kernels.dispatch import Members, Terms
 from hf_dpzero.perturbation.kernels.torch_reference import half_precision, stochastically_rounded
-from hf_dpzero.perturbation.low_rank_subspace import LowRankSpace
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -502,23 +501,17 @@ def test_stochastic_rounding_to_integers_is_unbiased(value: float):
         assert abs(round(value) - value) > 2.0**-16  # nearest rounding would fail
 
 
-@pytest.mark.parametrize("kind", ["rademacher", "gaussian", "sphere", "low_rank"])
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian", "sphere"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moves_are_those_of_one_thread(threads, kind: str, dtype: torch.dtype):
-    """Also where a move needs what threads compute: a sphere's norm, the factors of a matrix."""
-    if kind == "low_rank" and dtype != torch.float32:
-        pytest.skip("float32 only")
+    """Also where a move needs what threads compute: a sphere's norm."""
     generator = torch.Generator().manual_seed(3)
     made = [torch.randn(size, generator=generator) for size in [(1 << 17, 3), (300_001,), (40,)]]
     found = []
     for number in (1, 2):
         threads(number)
         named = [(str(i), value.to(dtype, copy=True)) for i, value in enumerate(made)]
-        space: ParameterSpace
-        if kind == "low_rank":
-            space = LowRankSpace(named, rank=2, hold=1, smoothing=1e-2)
-        else:
-            space = ParameterSpace(named, distribution=kind, smoothing=1e-2)
+        space = ParameterSpace(named, distribution=kind, smoothing=1e-2)
         for step in range(2):
             u = Direction(5, step)
             for scale in (1e-2, -1e-2):

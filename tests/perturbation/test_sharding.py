@@ -14,7 +14,6 @@ import torch
 from hf_dpzero.perturbation import sharding
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.kernels import dispatch
-from hf_dpzero.perturbation.low_rank_subspace import LowRankSpace
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 SIZE, LAMBDA = 7000, 1e-2
@@ -102,7 +101,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.ledger.digests import checksums, digest_model
 from hf_dpzero.perturbation import sharding
-from hf_dpzero.perturbation.low_rank_subspace import LowRankSpace
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -133,12 +131,6 @@ for place in (Replicate(), Shard(1)):
         assert "w is placed as" in str(error) and "fsdp_version: 2" in str(error)
     else:
         raise AssertionError(place)
-try:
-    LowRankSpace(cut.named_parameters(), rank=1, hold=1)
-except ValueError as error:
-    assert "subspace='full'" in str(error)
-else:
-    raise AssertionError("low rank")
 for strategy in ("layerwise", "stacked"):
     try:
         FiniteDifferences(cut, space, lambda m, x: m(x["x"]).sum(1), 1e-3, strategy=strategy)
@@ -155,19 +147,42 @@ print("all of it")
 """
 
 
-@pytest.mark.slow
-def test_dtensors_of_one_process():
-    """In a process of its own: a process group cannot be taken back without traces."""
+PLAYED = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from hf_dpzero.perturbation import sharding
+
+rank, rows = int(sys.argv[1]), [2, 2, 1, 0]
+dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+mesh, here = init_device_mesh("cpu", (4,)), torch.ones(rows[rank], 3)
+cut = DTensor.from_local(here, mesh, [Shard(0)], shape=torch.Size([5, 3]), stride=(3, 1))
+part = sharding.own_part("w", cut)
+assert part.tensor.shape == here.shape
+print("begins at", part.first)
+"""
+
+
+@pytest.mark.parametrize(("rank", "first"), [(1, 6), (2, 12), (3, 0)])
+def test_a_part_begins_after_those_of_the_processes_before_it(rank, first):
+    """Four processes of five rows of three; the last one has none. The others are played."""
+    assert f"begins at {first}\n" in in_own_process(PLAYED, str(rank))
+
+
+def in_own_process(code, *words):
+    """What code prints; a process group cannot be taken back without traces."""
     found = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS],
+        [sys.executable, "-c", code, *words],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert found.returncode == 0 and "all of it" in found.stdout, found.stderr[-2000:]
+    assert found.returncode == 0, found.stderr[-2000:]
+    return found.stdout
 
 
-def test_low_rank_directions_take_plain_tensors():
-    """The refusal of parts is no refusal of tensors."""
-    assert LowRankSpace([("w", torch.zeros(8, 8))], rank=1, hold=1).dimension == 64
+@pytest.mark.slow
+def test_dtensors_of_one_process():
+    assert "all of it" in in_own_process(ONE_PROCESS)

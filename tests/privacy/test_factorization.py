@@ -14,7 +14,6 @@ from hf_dpzero.privacy.correlated_noise.factorization import (
     Dense,
     Restarted,
     banded,
-    banded_strategy,
     independent,
     optimized,
     reciprocal,
@@ -31,7 +30,6 @@ KINDS = {
     "optimized": optimized,
     "toeplitz": toeplitz,
     "banded": lambda rounds: banded(rounds, 4),
-    "banded_strategy": lambda rounds: banded_strategy(rounds, 4),
     "restarted": lambda rounds: Restarted(toeplitz(5), rounds),
 }
 
@@ -120,8 +118,6 @@ def test_bands():
     assert banded(10, 99).prefix_error == pytest.approx(toeplitz(10).prefix_error)
     assert banded(10, 3).noise_row(9).draws.tolist() == [7, 8, 9]
     assert banded(300, 32).sensitivity != pytest.approx(toeplitz(300).sensitivity, rel=1e-3)
-    gram = banded_strategy(40, 8).gram(np.arange(0, 40, 8))
-    assert not (gram - np.diag(np.diag(gram))).any()  # orthogonal at the distance of the bands
 
 
 def test_reciprocal_of_a_power_series():

@@ -70,8 +70,10 @@ def test_one_process_equals_several_bit_for_bit(one, launch):
     for name in launch.trained(several.SAME):
         alone = torch.load(one / f"{name}.rank0")
         assert all(torch.equal(alone, flat) for flat in launch.weights(name)), name
-        ledgers = [(f / name / "trajectory.ledger").read_bytes() for f in (one, launch.folder)]
-        assert ledgers[0].split(b"\n", 1)[1] == ledgers[1].split(b"\n", 1)[1], name
+        ledgers = [Trajectory.load(f / name / "trajectory.ledger") for f in (one, launch.folder)]
+        assert ledgers[0].releases == ledgers[1].releases, name
+        headers = [{**ledger.header, "processes": ""} for ledger in ledgers]
+        assert headers[0] == headers[1], name
         assert not torch.equal(alone, torch.cat([p.view(-1) for p in several.half().parameters()]))
 
 
@@ -153,7 +155,7 @@ def test_a_batch_that_ranks_see_differently_is_never_released(launch):
     for told in launch.told:
         error, left = told["widths"]
         assert error.startswith("RankError") and "in this step's batch" in error
-        assert left == ["trajectory.ledger", "trajectory.processes.json"]
+        assert left == ["trajectory.ledger"]
     assert Trajectory.load(launch.folder / "refused" / "trajectory.ledger").releases == []
 
 
@@ -165,13 +167,12 @@ def test_weights_that_drift_are_noticed_at_the_end(launch):
         )
 
 
-def test_a_rank_that_fails_stops_the_others_who_name_it(launch):
-    """Of two processes the last one raises, of four it is killed."""
+def test_a_rank_that_fails_stops_the_others(launch):
+    """Of two processes the last one raises and ends, of four it is killed."""
     last = launch.world - 1
-    killed = f"rank {last} gave no sign of life"
-    words = killed if launch.world > 2 else f"rank {last} stopped with MemoryError"
     others = launch.told[:last]
     assert len(others) == last
-    for told in others:
-        assert told["failing"][0].startswith("RankError") and words in told["failing"][0]
-        assert told["seconds"] < 300  # the collectives themselves would wait for half an hour
+    for rank, told in enumerate(others):
+        assert told["failing"][0].startswith(f"RankError: rank {rank} stops, because an exchange")
+        assert "resume_from_checkpoint=True" in told["failing"][0]
+        assert told["seconds"] < 300  # one that hangs would be waited for, for half an hour

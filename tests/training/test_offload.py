@@ -256,7 +256,7 @@ def test_weights_on_disk_are_saved_in_shards(
     [
         {"method": "dpgd-0th", "num_directions": 2},
         {"method": "mezo", "noise_multiplier": None, "target_delta": None, "clip": None},
-        {"direction": "gaussian", "num_directions": 3, "update_rule": "adam"},
+        {"direction": "gaussian", "num_directions": 3, "update_rule": "momentum"},
     ],
 )
 def test_other_methods_and_rules(tmp_path: Path, base: Path, settings: dict[str, Any]):

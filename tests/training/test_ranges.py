@@ -42,8 +42,6 @@ BAD = {
     "max_grad_norm": (-1.0, NAN),
     "momentum": (1.0, -0.1, NAN),
     "update_window": (0, 1.5),
-    "subspace_rank": (0, 1.5),
-    "subspace_steps": (0,),
     "adam_beta1": (1.0, -0.1),
     "adam_beta2": (1.0, NAN),
     "adam_epsilon": (-1e-8,),

@@ -91,7 +91,7 @@ RUNS = {
     "half": (half_model, {"learning_rate": 0.1}),
     "autocast": (tiny_model, {"bf16": True}),
     "adapter": (adapter_model, {"direction": "gaussian", "learning_rate": 0.1, **FEW}),
-    "tied": (tied_model, {"microbatch_size": 2, "update_rule": "adam"}),
+    "tied": (tied_model, {"microbatch_size": 2, "update_rule": "momentum"}),
 }
 
 

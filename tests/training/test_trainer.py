@@ -411,7 +411,6 @@ def test_samplers_run(tmp_path, sampling):
         ({"method": "newton"}, "method='newton'"),
         ({"trainable": "("}, "regular expression"),
         ({"num_directions": 0}, "num_directions=0"),
-        ({"method": "dpgd-0th", "subspace": "low_rank"}, "low_rank"),
         ({"push_to_hub": True, "hub_strategy": "every_save"}, "allow list"),
         ({"fp16": True}, "bf16"),
         (

@@ -1,4 +1,4 @@
-"""Directions, clips, update rules and subspaces through the trainer: resume, replay, refusals."""
+"""Directions, clips and update rules through the trainer: resume, replay, refusals."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ VARIANTS = {
     "adaptive": ADAPTIVE,
     "adaptive-K": {**ADAPTIVE, "num_directions": 3},
     "momentum": {"update_rule": "momentum", "update_window": 3},
-    "adam": {"update_rule": "adam", "num_directions": 2},
+    "momentum-K": {"update_rule": "momentum", "num_directions": 2},
     "momentum-adaptive": {"update_rule": "momentum", **ADAPTIVE},
-    "low_rank": {"subspace": "low_rank", "subspace_rank": 2, "subspace_steps": 2},
-    "low_rank-momentum": {"subspace": "low_rank", "update_rule": "momentum", "num_directions": 2},
     "stacked": {"perturbation_strategy": "stacked", "num_directions": 4},
 }
 
@@ -57,13 +55,11 @@ def test_replay_and_resume_give_the_weights_of_a_straight_run(tmp_path, name):
 
 
 def test_all_variants_are_there():
-    """Every update rule, subspace and adaptive clip has a row above."""
+    """Every update rule and adaptive clip has a row above."""
     from hf_dpzero.ledger.update_rules import UPDATE_RULES
-    from hf_dpzero.perturbation.subspaces import SUBSPACES
 
     values = set(itertools.chain.from_iterable(v.values() for v in VARIANTS.values()))
     assert set(UPDATE_RULES) - {"sgd"} <= values
-    assert set(SUBSPACES) - {"full"} <= values
 
 
 def test_dpgd_0th_with_k_directions_clips_the_vector(tmp_path):
@@ -119,14 +115,9 @@ def test_the_epsilon_of_adaptive_clipping_covers_both_releases(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"subspace": "low_rank", "subspace_rank": 0}, "rank"),
-        ({"subspace": "low_rank", "direction": "gaussian"}, "rademacher"),
-        ({"subspace": "low_rank", "perturbation_strategy": "layerwise"}, "whole_model"),
-        ({"subspace": "sparse"}, "subspace='sparse'.*full, low_rank"),
         ({"update_rule": "momentum", "momentum": 1.5}, "momentum"),
-        ({"update_rule": "kalman"}, "update_rule='kalman' is not one of sgd, momentum, adam"),
+        ({"update_rule": "kalman"}, "update_rule='kalman' is not one of sgd, momentum"),
         ({"method": "dpgd-0th", "update_rule": "momentum"}, "released scalars"),
-        ({"method": "dpgd-0th", "subspace": "low_rank"}, "low_rank"),
         ({"clipping": "adaptive", "clip_count_noise": 0.1}, "clip_count_noise"),
         ({"clipping": "adaptive", "noise_distribution": "laplace"}, "gaussian"),
     ],

@@ -242,25 +242,21 @@ def cache_width(body: Any) -> int:
 def _zeroth_order_step(
     objective: ObjectivePass, model: nn.Module, args: Any, footprint: Footprint
 ) -> tuple[str, int]:
-    """The strategy, and bytes: forward passes, and copies where strategy or subspace keep some."""
+    """The strategy, and bytes: forward passes, and copies where the strategy keeps some."""
     size, prefix = args.physical_batch_size, FrozenPrefix(model)
     reused = prefix if args.reuse_frozen_prefix and prefix.worthwhile else None
     forward = _evaluation_bytes(objective, model, size, reused)
     extra = 0
     if isinstance(objective, FreeText) and objective.by_generation:
         extra += _generation_bytes(objective, model, size)
-    if args.subspace == "low_rank":  # U and V of one matrix
-        matrices = (p.shape for p in model.parameters() if p.requires_grad and p.dim() > 1)
-        sides = [shape[0] + shape[1:].numel() for shape in matrices]
-        extra += 4 * args.subspace_rank * max(sides, default=0)
     directions = resolve(args, model).num_directions
     copies = 2 * directions * footprint.trained
     strategy = args.perturbation_strategy
     if strategy == "auto":
         many = directions >= AUTO_DIRECTIONS and copies <= STACK_BYTES
-        if args.subspace == "full" and footprint.half:
+        if footprint.half:
             strategy = "layerwise"
-        elif args.subspace == "full" and many and objective.meta.trains_head_alone(model):
+        elif many and objective.meta.trains_head_alone(model):
             strategy = "stacked"
         else:
             strategy = "whole_model"

@@ -72,20 +72,6 @@ def banded(rounds: int, bands: int) -> Factorization:
     return Toeplitz(rounds, reciprocal(inverse, rounds), inverse, "banded")
 
 
-def banded_strategy(rounds: int, bands: int) -> Factorization:
-    """C is that of `toeplitz` with `bands` diagonals; C^{-1} is the inverse of that.
-
-    Columns at least `bands` rounds apart are orthogonal, so a record that takes part k times at that
-    distance has the sensitivity of one round times the root of k.
-
-    Args:
-      rounds: R.
-      bands: b >= 1; b >= R gives `toeplitz`.
-    """
-    column = square_root(_checked_bands(rounds, bands))
-    return Toeplitz(rounds, column, reciprocal(column, rounds), "banded_strategy")
-
-
 def tree(rounds: int) -> Factorization:
     """The binary tree with B picking nodes; any number of rounds."""
     return Tree(rounds)

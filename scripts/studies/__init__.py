@@ -1,0 +1,7 @@
+"""Studies of the papers, and of methods on SST-2: they make what docs/papers and docs/results.md show.
+
+    python -m scripts.studies.quadratic --quick --output_dir out/quadratic
+
+Run them from the root of the checkout. A folder is a study of a paper whose algorithms are in
+`hf_dpzero.papers`; `schedules` and `group_robust` train on SST-2. `--quick` takes less than a minute.
+"""

@@ -1,0 +1,1 @@
+"""Correlated noise in locally private federated learning; start at `study`."""

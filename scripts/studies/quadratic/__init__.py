@@ -1,0 +1,1 @@
+"""DPZero, DPGD-0th and DP-GD on quadratics; start at `study`."""

@@ -1,0 +1,1 @@
+"""Private saddle points and synthetic data for linear queries; start at `study`."""

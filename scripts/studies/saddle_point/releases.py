@@ -1,0 +1,91 @@
+"""Plain releases of a histogram or of answers, to hold Algorithm 5 against."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_dpzero.privacy.noise import NoiseSource
+
+Array = NDArray[np.float64]
+
+
+def laplace_histogram(
+    shares: Array, num_examples: int, epsilon: float, noise: NoiseSource
+) -> Array:
+    """The histogram with discrete Laplace noise of scale 2 / eps on the counts: pure eps, replace-one.
+
+    Args:
+      shares: of `histogram`.
+      num_examples: n.
+      epsilon: > 0.
+      noise: the source.
+
+    Returns:
+      Shares [|Z|], perhaps negative; projected on the simplex.
+    """
+    z = np.array(noise.laplace(2 / epsilon, len(shares), 0), dtype=float)
+    return on_simplex(shares + z / num_examples)
+
+
+def gaussian_histogram(
+    shares: Array, num_examples: int, epsilon: float, delta: float, noise: NoiseSource
+) -> Array:
+    """The histogram with discrete Gaussian noise: one example moves the counts by sqrt 2 in L2.
+
+    Args:
+      shares, num_examples, epsilon, noise: as in `laplace_histogram`.
+      delta: in (0, 1).
+
+    Returns:
+      Shares [|Z|], projected on the simplex.
+    """
+    from dp_accounting.gaussian_mechanism import get_sigma_gaussian
+
+    sigma = math.sqrt(2) * float(get_sigma_gaussian(epsilon, delta))
+    z = np.array(noise.gaussian(sigma, len(shares), 0), dtype=float)
+    return on_simplex(shares + z / num_examples)
+
+
+def gaussian_answers(
+    queries: Array,
+    shares: Array,
+    num_examples: int,
+    epsilon: float,
+    delta: float,
+    noise: NoiseSource,
+) -> Array:
+    """The answers of integer-valued queries with discrete Gaussian noise, without negations.
+
+    Args:
+      queries: [m, |Z|], values -1, 0 or 1.
+      shares, num_examples, epsilon, delta, noise: as in `gaussian_histogram`.
+
+    Returns:
+      Answers [m].
+    """
+    from dp_accounting.gaussian_mechanism import get_sigma_gaussian
+
+    norms = np.sum(queries**2, axis=0)
+    farthest = 0.0
+    for start in range(0, queries.shape[1], 512):
+        part = slice(start, start + 512)
+        squares = norms[part, None] + norms[None] - 2 * queries[:, part].T @ queries
+        farthest = max(farthest, float(squares.max()))
+    sigma = math.sqrt(farthest) * float(get_sigma_gaussian(epsilon, delta))
+    z = np.array(noise.gaussian(sigma, len(queries), 1), dtype=float)
+    return queries @ shares + z / num_examples
+
+
+def on_simplex(values: Array) -> Array:
+    """The nearest point of the simplex in L2.
+
+    >>> on_simplex(np.array([0.9, 0.3, -0.5])).round(6).tolist()
+    [0.8, 0.2, 0.0]
+    """
+    ordered = np.sort(values)[::-1]
+    excess = (np.cumsum(ordered) - 1) / np.arange(1, len(values) + 1)
+    threshold = excess[np.flatnonzero(ordered > excess)[-1]]
+    return np.maximum(values - threshold, 0)
