@@ -96,8 +96,8 @@ def _rows(result: Mapping[str, Any]) -> list[str]:
     if result["settings"]["one_batch"] or result["settings"]["method"] != "dpzero":
         return []
     return [
-        f"private settings: Poisson batches in passes of {result['rows_per_pass']} rows, of which "
-        f"{100 * result['blank_share']:.0f} % were blanks; the bare passes run them too"
+        f"private settings: Poisson batches in passes of {result['rows_per_pass']:.1f} rows on average, "
+        f"of which {100 * result['blank_share']:.0f} % were blanks; the bare passes run them too"
     ]
 
 
