@@ -19,11 +19,10 @@ import torch
 import transformers
 
 import hf_dpzero
-from hf_dpzero.experiments.memory.model_on_meta import SHAPES
 from scripts.benchmarks.capacity import CapacityTable, capacity, capacity_table
 from scripts.benchmarks.memory import measure_memory, peak_bytes
 from scripts.benchmarks.settings import CHOICES, PHASES, StepBench
-from scripts.benchmarks.shapes import PUBLISHED
+from scripts.benchmarks.shapes import PUBLISHED, SHAPES
 from scripts.benchmarks.timing import measure_time
 
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
 FIXED_BYTES, VALUE_BYTES = 64, 16
 """What a DPZero step sends a rank: about 64 bytes and 16 for each direction (a sum and its release)."""
 UPDATE_BYTES = 20

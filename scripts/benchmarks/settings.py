@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_dpzero.experiments.memory.model_on_meta import SHAPES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from hf_dpzero.training.placement import Placement, pass_cost, sizes_up_to
-from scripts.benchmarks.shapes import PUBLISHED, build_config, parameters_of
+from scripts.benchmarks.shapes import PUBLISHED, SHAPES, build_config, parameters_of
 
 SMOOTHING, LEARNING_RATE, CLIP = 1e-3, 1e-6, 50.0
 """DPZero's settings for RoBERTa-large (Zhang et al. 2024); they do not change what a step costs."""

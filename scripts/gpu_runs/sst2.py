@@ -1,11 +1,11 @@
 """SST-2 with all parameters of a MiniLM: DPZero with K directions against DP-AdamW, from a packed file.
 
-DPZero is the package's own step (`ZerothOrderStep`) on Poisson batches in passes of fixed sizes: the first
-has 1.25 B rows, of 32 columns, the last of which is always padding, so that attention always has a mask;
-what is not full is filled up with blanks. Per-example gradients of DP-AdamW come from torch.func, `vmap(grad(loss))`
-over rows: the memory of one gradient a row, no hooks. Noise is that of a seeded generator, because the
-data are public and OpenDP may be missing: the epsilon of an outcome is that of the same run with secret
-noise.
+DPZero is the package's own step (`ZerothOrderStep`) on Poisson batches in passes of fixed sizes: the
+first has 1.25 B rows, of 32 columns, the last of which is always padding, so that attention always has a
+mask; what is not full is filled up with blanks. Per-example gradients of DP-AdamW come from torch.func,
+`vmap(grad(loss))` over rows: the memory of one gradient a row, no hooks. Noise is that of a seeded
+generator, because the data are public and OpenDP may be missing: the epsilon of an outcome is that of
+the same run with secret noise.
 """
 
 from __future__ import annotations
