@@ -21,6 +21,7 @@ from hf_dpzero.objectives.losses import base_model, check_per_example, single_pa
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.group_losses import group_warning
+from hf_dpzero.privacy.mechanisms import VectorMechanism
 from hf_dpzero.training import data_checks, distributed, public_rows, validation
 from hf_dpzero.training.defaults import rate_hint
 from hf_dpzero.training.fixed_shapes import (
@@ -268,9 +269,7 @@ def _tried_sizes(trainer: Any, losses: Any) -> tuple[tuple[int, ...], int | None
             cap = rows_that_fit(free, trained, dense and args.first_order)
             sizes = sizes_up_to(distributed.shared(cap))
         coarse = bool(low_precision(model, args))
-        exact = trial(trainer.per_example_loss) is not trainer.per_example_loss
-        exact = exact or (args.first_order and args.clipping == "averaged")
-        smoke = SmokeTest(shapes, invented, losses, model, coarse, exact)
+        smoke = SmokeTest(shapes, invented, losses, model, coarse)
         reason = smoke.run(sizes)
         if args.microbatch_size is None:
             fitting = tokens_that_fit(smoke.bytes, smoke.tokens, free, trained, args.first_order)
@@ -286,15 +285,21 @@ def _tried_sizes(trainer: Any, losses: Any) -> tuple[tuple[int, ...], int | None
     if reason:
         logger.warning(f"{reason}, even in a batch of the same shape: {ONE_BY_ONE}")
         return (1,), None
-    if args.first_order:
-        kept = [n for n in sizes if n == 1 or smoke.moves.get(n, 0.0) == 0.0 or not smoke.exact]
-        if args.clipping != "averaged":
-            kept = _gradient_sizes(trainer, invented, kept)
-    else:
-        kept = [n for n in sizes if n == 1 or smoke.allowed(n, *smallest_clip_and_scale(trainer))]
-    if lost := sorted(set(sizes) - set(kept)):
+    groups = trainer.plan.groups
+    bound = math.inf if groups is None else ROOM * groups.loss_bound
+    if not args.first_order:
+        clip, scale = smallest_clip_and_scale(trainer)
+        stepwise = trial(trainer.per_example_loss) is not trainer.per_example_loss
+        bound = 0.0 if stepwise else min(bound, ROOM * clip / scale)
+    sets = smoke.largest_sets(sizes, lambda move: move <= bound)
+    if args.first_order and args.clipping != "averaged":
+        # averaged clipping: a row's passes are its group's alone, whose clip bounds whatever it moves
+        sets = [_gradient_sizes(trainer, invented, chosen) for chosen in sets]
+    if len(sets) > 1:  # the same on all processes, whose invented rows and weights are
+        sets.sort(key=lambda chosen: _placement(trainer, chosen, tokens).expected_tokens())
+    if lost := sorted(set(sizes) - set(sets[0])):
         logger.info(f"passes of {lost} rows are not used: a loss moves by its place in them.")
-    return tuple(kept), tokens
+    return sets[0], tokens
 
 
 def smallest_clip_and_scale(trainer: Any) -> tuple[float, float]:
@@ -304,11 +309,16 @@ def smallest_clip_and_scale(trainer: Any) -> tuple[float, float]:
     least = args.smoothing if at is None else min(map(at, range(plan.steps)))
     directions = args.num_directions
     norm = directions if plan.mechanism.distribution == "laplace" else math.sqrt(directions)
-    return plan.smallest_clip, norm / least
+    if isinstance(plan.mechanism, VectorMechanism):  # it clips x u, and ||u|| is about sqrt(d)
+        norm *= math.sqrt(sum(p.numel() for p in trainer.model.parameters() if p.requires_grad))
+    return plan.smallest_clip, norm * _largest_weight(plan) / least
 
 
-def _gradient_sizes(trainer: Any, invented: InventedRows, sizes: Any) -> list[int]:
-    """The sizes whose first and last place hardly move an invented row's gradient."""
+def _gradient_sizes(trainer: Any, invented: InventedRows, sizes: Any) -> tuple[int, ...]:
+    """Those of sizes in whose places an invented row's gradient hardly moves.
+
+    A plain clip is a projection, so a relative move counts; automatic clipping is none.
+    """
     args, plan, shapes = trainer.args, trainer.plan, trainer.shapes
     gradients = per_example_gradients(
         trainer.model,
@@ -317,21 +327,21 @@ def _gradient_sizes(trainer: Any, invented: InventedRows, sizes: Any) -> list[in
         args.physical_batch_size,
         autocast=args.mixed_precision != "no",
     )
-    least = bucket(1, shapes.most, shapes.cut)
-    row = invented.narrow(1, least)
+    row = invented.narrow(1, bucket(1, shapes.most, shapes.cut))
 
-    def gradient(size: int, place: int) -> Tensor:
-        chosen = torch.zeros(size)
-        chosen[place] = 1.0
-        totals, _ = gradients.weighted_sum([stacked([row] * size)], lambda norms: chosen.to(norms))
+    def summed(size: int) -> Tensor:
+        totals, _ = gradients.weighted_sum([stacked([row] * size)], torch.ones_like)
         return torch.cat([total.view(-1) for total in totals])
 
-    kept = []
     with torch.enable_grad(), isolated_randomness(0):
-        alone = gradient(1, 0)
+        alone = summed(min(sizes)) / min(sizes)
         norm = 0.0 if args.clipping == "automatic" else float(alone.norm())
-        for size in sizes:
-            moved = max(float((gradient(size, p) - alone).norm()) for p in {0, size - 1})
-            if size == 1 or moved <= ROOM * max(plan.smallest_clip, norm):
-                kept.append(size)
-    return kept
+        # what one place moves is in the sum as a whole
+        moves = {size: float((summed(size) - size * alone).norm()) for size in sizes}
+    bound = ROOM * max(plan.smallest_clip, norm) / _largest_weight(plan)
+    return tuple(size for size in sizes if moves[size] <= bound) or (1,)
+
+
+def _largest_weight(plan: Any) -> float:
+    """What a group-robust run multiplies an example's contribution by, at most; else 1."""
+    return 1.0 if plan.groups is None else 1.0 / min(plan.groups.shares)

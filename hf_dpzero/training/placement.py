@@ -175,7 +175,7 @@ class Placement:
 
     Attributes:
       expected: B, rows that a step is expected to have.
-      sizes: rows that a pass may have, ascending, 1 among them.
+      sizes: rows that a pass may have, ascending.
       shares: width -> the public share of rows that have it; other widths are taken to be rare.
       cost: of a pass beside its tokens, in tokens.
       tokens: in one pass at most, for memory; None for any number. One row always goes.
@@ -205,7 +205,8 @@ class Placement:
     def passes(self, width: int) -> tuple[int, ...]:
         """Rows of the passes of a width, in order; more take further ones like the last."""
         if width not in self._sequences:
-            sizes = [n for n in self.sizes if n == 1 or n * width <= (self.tokens or math.inf)]
+            fitting = (n for n in self.sizes if n * width <= (self.tokens or math.inf))
+            sizes = list(fitting) or [1]  # other widths' places are no places of its rows
             mean = max(self.expected * self.shares.get(width, 0.0) / self.repeats, 0.1)
             sequence = pass_sequence(mean, sizes, self.cost, max(width, 1))
             self._sequences[width] = tuple(n for n in sequence for _ in range(self.repeats))

@@ -10,13 +10,16 @@ tensor is zero. No private row is read but the form of row 0, and nothing is tri
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.training.fixed_shapes import (
@@ -31,7 +34,11 @@ from hf_dpzero.training.invented_rows import InventedRows
 from hf_dpzero.training.pass_memory import PassBytes, measured
 from hf_dpzero.training.placement import bucket
 
-_LEAST, _MOST, _WEIGHED = 512, 1 << 14, 1 << 36
+logger = logging.get_logger(__name__)
+
+_LEAST, _MOST, _WEIGHED = 512, 1 << 12, 1 << 36
+_SPEED_UP = 4.0  # a token in a pass of many takes a fourth of one in the first pass of a few
+_SILENT = 5.0  # seconds that a user waits without a word
 
 ROOM = 2.0**-12
 """D may be this share of the smallest clip: a sixteenth of what A2 allows, for what was not tried."""
@@ -63,6 +70,28 @@ class CoupledLosses(ValueError):
     """An example's loss depends on other examples by more than rounding."""
 
 
+@dataclass
+class Probe:
+    """Numbers that follow from a row, in each place of passes of each size that was tried.
+
+    Attributes:
+      scale: [r] what the move of each of r rows is multiplied by.
+      bounds: size -> smallest and largest numbers over the places, [r, m] each.
+    """
+
+    scale: Tensor
+    bounds: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def move(self, sizes: Sequence[int]) -> float:
+        """The largest distance between two places of passes of these sizes, times its scale."""
+        tried = [self.bounds[size] for size in sizes if size in self.bounds]
+        if not tried:
+            return 0.0
+        least, most = map(torch.stack, zip(*tried, strict=True))
+        apart = (most.amax(dim=0) - least.amin(dim=0)).nan_to_num(nan=0.0, posinf=math.inf)
+        return float((apart.norm(dim=1) * self.scale).max())
+
+
 class Losses(Protocol):
     """A batch's per-example losses, float32 [B] on the CPU; equal seeds seed generators alike."""
 
@@ -79,8 +108,7 @@ class SmokeTest:
       losses: of the run, without gradients, in eval mode.
       model: whose innermost modules are looked at, unless it is compiled.
       coarse: whether something computes in low precision.
-      exact: whether a loss is a count or another step function, in which no bit may move.
-      moves: size -> largest absolute move of a loss by its place.
+      probes: what moved by its place.
       bytes: of what modules returned in a pass of `tokens` tokens.
     """
 
@@ -89,8 +117,7 @@ class SmokeTest:
     losses: Losses
     model: nn.Module
     coarse: bool = False
-    exact: bool = False
-    moves: dict[int, float] = field(default_factory=dict)
+    probes: list[Probe] = field(default_factory=list)
     bytes: PassBytes = field(default_factory=PassBytes)
     tokens: int = 1
 
@@ -104,19 +131,23 @@ class SmokeTest:
           CoupledLosses: a loss moves by more than rounding beside other rows, or with what came before.
         """
         narrow, least = self._row(0, 1, wide=False)
+        began = time.monotonic()
         with measured(self.model) as self.bytes:
             alone = self._evaluated([narrow])
         self.tokens, found = max(least, 1), ""
+        self._announce(sizes, time.monotonic() - began)
+        of_narrow = Probe(torch.ones(1), {1: _bounds(alone)})
+        self.probes = [of_narrow, *self._narrow_layers(sizes, float(alone.abs()))]
         for size in sorted(sizes, reverse=True):
             if size == 1:
                 continue
-            for wide in (False, True):
-                row, width = self._row(size, size, wide) if wide else (narrow, least)
-                reference = self._evaluated([row]) if wide else alone
+            wide, width = self._row(size, size, wide=True)
+            of_wide = Probe(torch.ones(1), {1: _bounds(self._evaluated([wide]))})
+            self.probes.append(of_wide)
+            for probe, row, columns in ((of_narrow, narrow, least), (of_wide, wide, width)):
                 placed, copied = self._in_all_places(row, size)
-                self._note(size, placed, reference[0])
-                found = found or self._beside_others(row, width, size, placed, copied)
-            self._note_narrow_layers(size, float(alone.abs()))
+                probe.bounds[size] = _bounds(placed)
+                found = found or self._beside_others(row, columns, size, placed, copied)
         if _same(self._evaluated([narrow]), alone):
             return found
         if torch.are_deterministic_algorithms_enabled():
@@ -124,24 +155,47 @@ class SmokeTest:
         torch.use_deterministic_algorithms(True, warn_only=True)  # kernels may add up in any order
         return self.run(sizes)
 
-    def allowed(self, size: int, clip: float, scale: float) -> bool:
-        """Whether passes of so many rows may be used.
+    def _announce(self, sizes: Sequence[int], seconds: float) -> None:
+        """Says what a user waits for, where one pass of the narrowest row took so many seconds."""
+        tokens = sum(2 * (size * self.tokens + self._budget()) for size in sizes if size > 1)
+        if (expected := seconds * tokens / self.tokens / _SPEED_UP) > _SILENT:
+            logger.warning(
+                f"forward passes on invented rows are tried before step 0, up to {expected:.0f} s: "
+                "whether an example's loss depends on what stands beside it (microbatch_size=1 needs none)."
+            )
+
+    def _budget(self) -> int:
+        parameters = list(self.model.parameters())
+        device = parameters[0].device.type if parameters else "cpu"
+        return tokens_of_a_pass(sum(p.numel() for p in parameters), device)
+
+    def move(self, sizes: Sequence[int]) -> float:
+        """D, the largest move of a loss between two places of passes of these sizes."""
+        return max(probe.move(sizes) for probe in self.probes)
+
+    def largest_sets(
+        self, sizes: Sequence[int], holds: Callable[[float], bool]
+    ) -> list[tuple[int, ...]]:
+        """The sets of sizes whose D holds, and that no larger such set contains; passes of one do.
 
         Args:
-          size: rows, of a size that was tried.
-          clip: the smallest of the run.
-          scale: what a move of a loss is multiplied by in a contribution.
+          sizes: that were tried.
+          holds: whether a D is small enough.
         """
-        move = self.moves.get(size, 0.0)
-        return move == 0.0 if self.exact else move * scale <= ROOM * clip
+        found: list[tuple[int, ...]] = []
+        for count in range(len(sizes), 0, -1):
+            for chosen in itertools.combinations(sizes, count):
+                if not any(set(chosen) < set(larger) for larger in found) and (
+                    chosen == (1,) or holds(self.move(chosen))
+                ):
+                    found.append(chosen)
+        return found
 
     def _row(self, seed: int, size: int, wide: bool) -> tuple[Row, int]:
         """A row, padded where it is narrow and unmasked where it is wide, and its width."""
-        shapes, parameters = self.shapes, list(self.model.parameters())
-        device = parameters[0].device.type if parameters else "cpu"
-        tokens = tokens_of_a_pass(sum(p.numel() for p in parameters), device)
+        shapes = self.shapes
         least = bucket(1, shapes.most, shapes.cut)
-        widest = min(t for t in (tokens // size, shapes.most, shapes.cut) if t is not None)
+        widest = min(t for t in (self._budget() // size, shapes.most, shapes.cut) if t is not None)
         width = self.rows.width(wide, least, widest)
         return self.rows.row(seed, width, width if wide else max(1, width - 2)), width
 
@@ -151,16 +205,6 @@ class SmokeTest:
     def _in_all_places(self, row: Row, size: int) -> tuple[Tensor, list[Tensor]]:
         with looked_at(self.model, size, size - 1) as seen:
             return self._evaluated([row] * size), seen
-
-    def _note(self, size: int, placed: Tensor, reference: Tensor) -> None:
-        """Adds to `moves` how far places move a loss; infinitely, where it is finite in some only."""
-        finite = placed.isfinite()
-        if not bool(reference.isfinite()) and not finite.any():
-            return
-        far = math.inf
-        if finite.all() and bool(reference.isfinite()):
-            far = float((placed.double() - reference.double()).abs().max())
-        self.moves[size] = max(self.moves.get(size, 0.0), far)
 
     def _beside_others(
         self, row: Row, width: int, size: int, placed: Tensor, copied: list[Tensor]
@@ -191,26 +235,43 @@ class SmokeTest:
             found.append(other)
         return found
 
-    def _note_narrow_layers(self, size: int, loss: float) -> None:
-        """Adds to `moves` what places move in products of few outputs, on random inputs.
+    def _narrow_layers(self, sizes: Sequence[int], loss: float) -> Iterator[Probe]:
+        """What places move in products of few outputs, on random inputs.
 
         They round rarely, one row in some hundreds. A relative move of a row's outputs counts as one of
         its loss.
         """
-        generator = torch.Generator().manual_seed(size)
+        inputs_of = torch.Generator().manual_seed(0)
         for module in self.model.modules():
             if type(module) is not nn.Linear or module.out_features >= _FEW_OUTPUTS:
                 continue
             if type(module.weight.data) is not Tensor or module.weight.is_meta:
                 continue
-            inputs = torch.randn(_INPUTS, module.in_features, generator=generator)
+            inputs = torch.randn(_INPUTS, module.in_features, generator=inputs_of)
             inputs = inputs.to(module.weight)
             alone = torch.cat([module.forward(inputs[i : i + 1]) for i in range(_INPUTS)]).double()
-            for by in range(max(1, _INPUTS // size) * 4):
-                turned = torch.arange(by, by + size) % _INPUTS
-                moved = (module.forward(inputs[turned]).double() - alone[turned]).norm(dim=1)
-                relative = float((moved / alone[turned].norm(dim=1).clamp(min=1e-30)).max())
-                self.moves[size] = max(self.moves.get(size, 0.0), relative * loss)
+            probe = Probe(loss / alone.norm(dim=1).clamp(min=1e-30).cpu())
+            for size in sizes:
+                least, most = torch.full_like(alone, math.inf), torch.full_like(alone, -math.inf)
+                for first in range(_INPUTS):
+                    turned = torch.arange(first, first + size, device=alone.device) % _INPUTS
+                    outputs = (
+                        alone[turned] if size == 1 else module.forward(inputs[turned]).double()
+                    )
+                    into = turned[:, None].expand_as(outputs)
+                    least.scatter_reduce_(0, into, outputs, "amin")
+                    most.scatter_reduce_(0, into, outputs, "amax")
+                probe.bounds[size] = least.cpu(), most.cpu()
+            yield probe
+
+
+def _bounds(placed: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest of a row's losses, [1, 1] each; all or none must be finite."""
+    finite = placed.isfinite()
+    if finite.all():
+        return placed.double().amin().view(1, 1), placed.double().amax().view(1, 1)
+    infinite = torch.full((1, 1), math.inf, dtype=torch.float64)
+    return (-infinite, infinite) if finite.any() else (infinite, infinite)
 
 
 @contextlib.contextmanager

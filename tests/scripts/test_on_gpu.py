@@ -217,11 +217,11 @@ def test_dpzero_releases_within_its_clip_and_moves_the_weights(packed):
     for number in range(3):
         run(number, 1e-3)
     model = run.finish()
-    bound = run.step.mechanism.clip
-    assert bound == sst2.CLIP_PER_DIRECTION * 2
+    mechanism = run.step.mechanism
+    assert mechanism.clip == sst2.CLIP_PER_DIRECTION * 2
     values = run.step.trajectory.get(1).values
     drawn = len(run.batches.drawn(1))
-    assert 0 < sum(v * v for v in values) ** 0.5 <= bound * drawn / tiny.BATCH
+    assert 0 < sum(v * v for v in values) ** 0.5 <= mechanism.radius * drawn / tiny.BATCH
     assert any(not torch.equal(before[n], t) for n, t in model.state_dict().items())
 
 

@@ -255,10 +255,9 @@ def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend
     )
     trainer.data_collator = pad
     check_before_training(trainer)
-    assert trainer.shapes.slots == 2
-    after_trial = graphs()
-    widths = {len(m["input_ids"][0]) for m in trainer.shapes.microbatches(range(60))}
-    assert widths == {8, 16, 32, 64}
+    assert trainer.shapes.placement.largest == 2
+    shapes = {(m["input_ids"].shape, unmasked(m)) for m in trainer.shapes.microbatches(range(60))}
+    assert len(shapes) > 4
     trainer.train()
     made = trainer.shapes.microbatches(range(60))
     evaluate = trainer.step.differences.evaluate
@@ -358,7 +357,7 @@ def test_bf16_trains_and_is_near_float32(tmp_path, tiny_bert):
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
     several = build(tmp_path / "several", tiny_bert(), bf16=True, expected_batch_size=32)
     several.train()
-    assert several.shapes.slots == 4
+    assert several.shapes.placement.largest == 4
     with pytest.raises(ValueError, match="bf16=True with microbatch_size=4"):
         build(tmp_path / "coupled", tiny_bert(), bf16=True, method="dp-sgd").train()
 
