@@ -169,29 +169,6 @@ def test_no_private_row_but_row_0_is_evaluated(tmp_path):
     assert {private[row] for row in seen} == {0}
 
 
-@pytest.mark.parametrize("directions", [1, 32])
-def test_passes_before_step_0_and_inside_the_first_steps(tmp_path, directions: int):
-    """At most 32 before, none in a step beyond its own; three steps of B = 64 and K = 32 take 24."""
-    model, counts, inside = tiny_model(), Counter[str](), [False]
-    trainer = build(
-        tmp_path, model, data=tiny_data(2000), expected_batch_size=64, microbatch_size=None,
-        max_steps=3, num_directions=directions,
-    )  # fmt: skip
-    model.register_forward_pre_hook(lambda *_: counts.update(["step" if inside[0] else "before"]))
-    take = trainer.training_step
-
-    def counted(*given: Any, **settings: Any) -> Any:
-        inside[0] = True
-        try:
-            return take(*given, **settings)
-        finally:
-            inside[0] = False
-
-    trainer.training_step = counted  # type: ignore[method-assign]
-    trainer.train()
-    assert 5 < counts["before"] <= 32 and 3 <= counts["step"] <= 24
-
-
 def test_the_default_cap_follows_from_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(before_training, "free_bytes", lambda _: 10**12)
     assert checked(tmp_path, microbatch_size=None).shapes.placement.sizes == (1, 4, 16, 64)
