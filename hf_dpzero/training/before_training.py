@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from hf_dpzero.training.batches import RowsJoined
 from hf_dpzero.training.defaults import rate_hint
 from hf_dpzero.training.fixed_shapes import (
     FixedShapes,
+    Row,
     context_length,
     decoder_length,
     is_unmasked_sound,
@@ -36,7 +37,7 @@ from hf_dpzero.training.fixed_shapes import (
 )
 from hf_dpzero.training.invented_rows import InventedRows, nonzero_weights
 from hf_dpzero.training.offloading import check_offload
-from hf_dpzero.training.pass_memory import free_bytes, rows_that_fit, tokens_that_fit
+from hf_dpzero.training.pass_memory import CAPS, free_bytes, rows_that_fit, tokens_that_fit
 from hf_dpzero.training.placement import (
     STEPS,
     WIDEST,
@@ -336,17 +337,27 @@ def _gradient_sizes(trainer: Any, invented: InventedRows, sizes: Any) -> tuple[i
         args.physical_batch_size,
         autocast=args.mixed_precision != "no",
     )
-    row = invented.narrow(1, bucket(1, shapes.most, shapes.cut))
+    least = bucket(1, shapes.most, shapes.cut)
 
-    def summed(size: int) -> Tensor:
-        totals, _ = gradients.weighted_sum([stacked([row] * size)], torch.ones_like)
+    def summed(rows: Sequence[Row]) -> Tensor:
+        totals, _ = gradients.weighted_sum([stacked(rows)], torch.ones_like)
         return torch.cat([total.view(-1) for total in totals])
 
+    moves, norm = dict[int, float](), math.inf
     with torch.enable_grad(), isolated_randomness(0):
-        alone = summed(min(sizes)) / min(sizes)
-        norm = 0.0 if args.clipping == "automatic" else float(alone.norm())
-        # what one place moves is in the sum as a whole
-        moves = {size: float((summed(size) - size * alone).norm()) for size in sizes}
+        for size in sizes:  # thousands of equal rows would add up their rounding
+            kinds = [
+                invented.narrow(i, least) for i in range(1 if size <= max(CAPS) else max(CAPS))
+            ]
+            alone = [summed([row] * min(sizes)) / min(sizes) for row in kinds]
+            rows = [kinds[i % len(kinds)] for i in range(size)]
+            apart = summed(rows)  # what one place moves is in the sum
+            for i, gradient in enumerate(alone):
+                apart -= len(rows[i :: len(kinds)]) * gradient
+            moves[size] = float(apart.norm())
+            norm = min(norm, *(float(g.norm()) for g in alone))
+    if args.clipping == "automatic":
+        norm = 0.0
     bound = ROOM * max(plan.smallest_clip, norm) / _largest_weight(plan)
     return tuple(size for size in sizes if moves[size] <= bound) or (1,)
 

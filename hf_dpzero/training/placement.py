@@ -49,6 +49,9 @@ WIDEST = 512
 SIZES = (1, 4, 16)
 """Rows of a pass that are considered below its cap."""
 
+_BEYOND = 16
+"""Rows of a pass beyond those that a width is expected to have, at most."""
+
 _CPU_PASS, _CPU_MOST = 5e7, 2000.0
 _GPU_PASS = 2e12
 _GPU_BYTES, _GPU_OPERATIONS = 2.5e10, 3e14
@@ -138,12 +141,13 @@ def pass_sequence(mean: float, sizes: Sequence[int], cost: float, width: int) ->
     Returns:
       At least one pass; more rows than these hold take further passes like the last.
 
-    >>> pass_sequence(20.0, (1, 4, 16), cost=40.0, width=8)[:4]
-    (16, 4, 4, 4)
+    >>> pass_sequence(20.0, (1, 4, 16), cost=40.0, width=8)
+    (16, 4, 4, 4, 4, 4, 4, 4, 16)
     """
     largest, spread = max(sizes), 10 * math.sqrt(mean)
     sure = max(0, math.floor((mean - spread) / largest))  # passes that are as good as always full
     first, top = sure * largest, math.ceil(mean + spread + 20)
+    expected = mean + 4 * math.sqrt(mean) + 4
     above = _exceeds(mean, first, top)
     times = np.zeros(top - first + 1)
     best = np.ones(top - first, dtype=int)
@@ -153,10 +157,11 @@ def pass_sequence(mean: float, sizes: Sequence[int], cost: float, width: int) ->
         ]
         times[place], best[place] = min(options), sizes[int(np.argmin(options))]
     sequence, place = [largest] * sure, 0
-    while place < top - first:
+    while first + place <= expected:
         sequence.append(int(best[place]))
         place += sequence[-1]
-    return tuple(sequence)
+    # where more rows have this width than its share says, the share is wrong and many more may have it
+    return (*sequence, max((n for n in sizes if n <= _BEYOND), default=min(sizes)))
 
 
 def _exceeds(mean: float, first: int, top: int) -> np.ndarray:
@@ -167,7 +172,7 @@ def _exceeds(mean: float, first: int, top: int) -> np.ndarray:
     return (1.0 - below)[first:top]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Placement:
     """Passes by width and place, for all steps of a run.
 
@@ -196,6 +201,13 @@ class Placement:
     _deals: dict[int, tuple[dict[int, list[int]], float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def restrict_(self, sizes: tuple[int, ...]) -> None:
+        """Has passes of these sizes alone from now on; before the first step."""
+        self.sizes = sizes
+        self._sequences.clear()
+        self._deals.clear()
+        self.__dict__.pop("_costs", None)
 
     @property
     def largest(self) -> int:

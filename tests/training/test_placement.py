@@ -45,12 +45,13 @@ def test_the_sequence_is_the_cheapest(mean: float, cost: float):
         for head in itertools.product((1, 2, 4), repeat=4)
         for last in (1, 2, 4)
     ]
-    assert found <= min(others) * (1 + 1e-6)
+    assert found <= min(others) * (1 + 1e-2)  # beyond mean + 4 sqrt(mean) + 4 the largest are taken
 
 
 def test_many_rows_go_in_full_passes_and_the_rest_in_smaller_ones():
     sequence = pass_sequence(1e5, (1, 4, 16, 64), 40.0, 8)
-    assert set(sequence[:1000]) == {64} and sum(sequence) >= 1e5 + 10 * math.sqrt(1e5)
+    assert set(sequence[:1000]) == {64} and sum(sequence) >= 1e5 + 4 * math.sqrt(1e5)
+    assert sequence[-1] == 16 and set(sequence[-4:-1]) <= {1, 4}
     assert pass_sequence(3.0, (1,), 40.0, 8)[:9] == (1,) * 9
 
 
