@@ -92,8 +92,8 @@ _PRIVACY = {
         ),
         "microbatch_size": Cost(
             NOTHING,
-            "the memory of a step; too small a value is slow",
-            none="`per_device_train_batch_size`",
+            "the memory of a step; too small a value is slow, on a GPU above all",
+            none="64, or 32, 16 or 1 where more does not fit into what is free at the start",
             unit="examples",
         ),
         "direction_parallel_size": Cost(
@@ -392,8 +392,8 @@ INHERITED: Mapping[str, tuple[str, Cost]] = {
         Cost("as `max_steps`", "in proportion"),
     ),
     "per_device_train_batch_size": (
-        "as `microbatch_size`, where that is not set",
-        Cost(NOTHING, "memory"),
+        "nothing: `expected_batch_size` and `microbatch_size` say what it says elsewhere",
+        Cost(NOTHING),
     ),
     "lr_scheduler_type": ("as in Trainer", Cost("nothing: rates are public")),
     "weight_decay": ("as in Trainer", Cost(NOTHING)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,20 +49,6 @@ def _quick_collections() -> None:
     """Keeps libraries out of garbage collections: accelerate asks for one in every training run."""
     gc.collect()
     gc.freeze()
-
-
-TRIAL_TESTED = ("attacks", "fixed_shapes", "independence_check", "low_precision_shapes")
-"""Words of the paths whose tests need the trial before training at its full size."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_trials(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The trial before training takes 16 rows instead of 64 where a test is about something else."""
-    words = (request.path.parent.name, request.path.stem.removeprefix("test_"))
-    with pytest.MonkeyPatch.context() as patch:
-        if not set(words) & set(TRIAL_TESTED):
-            patch.setattr("hf_dpzero.training.independence_check.SAMPLE", 16)
-        yield
 
 
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.training.batches import places_of
+from hf_dpzero.training.placement import Placement
 
 
 def texts(rows: int = 60, seed: int = 4) -> list[dict[str, Any]]:
@@ -36,3 +37,8 @@ def differences(trainer: Any, chosen: list[int]) -> dict[int, float]:
     x = step(parts, [Direction(7, 0)])[:, 0].tolist()
     step.space.settle_()
     return dict(zip((chosen[i] for i in places_of(parts)), x, strict=True))
+
+
+def passes_of(rows: int) -> Placement:
+    """Passes of so many rows at every width."""
+    return Placement(float(rows), (rows,), {0: 1.0}, cost=0.0)

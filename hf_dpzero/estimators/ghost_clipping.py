@@ -123,6 +123,7 @@ class GhostGradients(HookedGradients):
         hooks: Any,
         part: Batch,
         weigh: Callable[[Tensor], Tensor],
+        count: int,
     ) -> Tensor:
         if rounds_products():
             _refuse_coarse("float32 products are taken in TF32 or bfloat16")
@@ -134,6 +135,7 @@ class GhostGradients(HookedGradients):
             weights = weigh(norms).to(norms)
             trusted = (scales <= CANCELLED * norms) & (weights * norms >= SMALLEST)
             finite = scales.isfinite()
+            finite[count:] = False
             for i in (finite & ~trusted).nonzero().flatten().tolist():
                 norms[i] = _add_gradient_(totals, hooks.gradient(self.parameters, i), weigh)[0]
             kept = finite & trusted & norms.isfinite()

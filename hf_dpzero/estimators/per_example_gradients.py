@@ -32,6 +32,7 @@ from hf_dpzero.objectives.losses import (
     check_differentiable,
     check_per_example,
     evaluation_mode,
+    num_examples,
     single_pass,
 )
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
@@ -83,7 +84,8 @@ class HookedGradients(ABC):
         """Per-example gradients, weighted by their norms and added.
 
         Args:
-          microbatches: differentiated one after the other; none gives zeros.
+          microbatches: differentiated one after the other; none gives zeros. Rows of a `Filled` one that
+            are no examples count for nothing.
           weigh: norms [b] float64 of a microbatch -> w [b]. An example whose gradient is not finite
             counts as zero whatever its weight.
 
@@ -95,7 +97,8 @@ class HookedGradients(ABC):
         norms = [torch.zeros(0)]
         with self._hooked() as hooks:
             for part in microbatches:
-                norms.append(self._add_weighted_(totals, hooks, part, weigh))
+                count = num_examples(part)
+                norms.append(self._add_weighted_(totals, hooks, part, weigh, count)[:count])
         return totals, torch.cat(norms)
 
     def check_attribution(self, batch: Batch, exact: bool = False) -> None:
@@ -156,8 +159,9 @@ class HookedGradients(ABC):
         hooks: Any,
         part: Batch,
         weigh: Callable[[Tensor], Tensor],
+        count: int,
     ) -> Tensor:
-        """Adds the weighted gradients of a microbatch, none that is not finite; its norms [b]."""
+        """Adds the weighted gradients of the first rows, none that is not finite; all norms [b]."""
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[Any]:
@@ -225,6 +229,7 @@ class PerExampleGradients(HookedGradients):
         hooks: Any,
         part: Batch,
         weigh: Callable[[Tensor], Tensor],
+        count: int,
     ) -> Tensor:
         with torch.enable_grad():
             self._differentiate(hooks, part)
@@ -238,6 +243,7 @@ class PerExampleGradients(HookedGradients):
             for g in samples:
                 g[~finite] = 0
         weights = torch.where(finite, weigh(norms).float(), 0.0)
+        weights[count:] = 0.0
         for n, g in zip(used, samples, strict=True):
             plain = _add_sums_(totals[n].view(-1), weights, g)
             check_total(self.names[n], self.parameters[n], plain, norms, hooks.coarse)

@@ -27,7 +27,12 @@ import numpy as np
 
 from hf_dpzero.federated.messages import MOST_RELEASES
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.sampling import PoissonSampler, TruncatedPoissonSampler, new_sampler_key
+from hf_dpzero.privacy.sampling import (
+    PoissonSampler,
+    TruncatedPoissonSampler,
+    new_sampler_key,
+    place_order,
+)
 
 
 class PlanError(ValueError):
@@ -74,11 +79,16 @@ class LocalPlan:
         return self.plan.epsilon(self.delta, at=self.steps_of(released))
 
     def rows(self, number: int) -> np.ndarray:
-        """The client's rows in a round, int64 in [0, n_i); drawn with a key that nobody keeps."""
+        """The client's rows in a round, int64 in [0, n_i); drawn with a key that nobody keeps.
+
+        They come in the secret order in which they take their places in passes (`training.placement`).
+        """
         if self.participation == "once":
             block = self.plan.sampler.num_examples
-            return np.arange(number * block, (number + 1) * block, dtype=np.int64)
-        return self.plan.sampler.batch(number, new_sampler_key())
+            chosen = np.arange(number * block, (number + 1) * block, dtype=np.int64)
+        else:
+            chosen = self.plan.sampler.batch(number, new_sampler_key())
+        return chosen[place_order(len(chosen), number, new_sampler_key())]
 
     def largest_value(self) -> float:
         """A bound on each value of an honest message; exceeded with probability below 1e-21.

@@ -2,11 +2,12 @@
 Descent Algorithms with Nearly Dimension-Independent Rates for Differentially-Private Stochastic
 Saddle-Point Problems").
 
-All plans are for replace-one neighbours with n fixed. Each example is in one batch. If it is in that of
-step r, the increment of that step moves by at most Delta_r in each coordinate, the scores of all later
-steps by the same vector, and those of the steps up to r not at all. So the cost is that of the draws
-after the worst r: as zCDP, max_r D_r (2 Delta_r)^2 / 8, D_r being the vertices drawn after step r from
-simplices with two vertices or more. `privacy.mechanisms.vertex` has the proofs for a draw.
+All plans are for replace-one neighbours with n fixed. Each example is in one batch, at a place that
+follows from its number alone, so that it displaces no other row (`training.placement`). If it is in
+that of step r, the increment of that step moves by at most Delta_r in each coordinate, the scores of all
+later steps by the same vector, and those of the steps up to r not at all. So the cost is that of the
+draws after the worst r: as zCDP, max_r D_r (2 Delta_r)^2 / 8, D_r being the vertices drawn after step r
+from simplices with two vertices or more. `privacy.mechanisms.vertex` has the proofs for a draw.
 
 Where the paper differs: Proposition 4.1 counts T(K + 1) draws, those of one of the two players;
 Proposition E.1 bounds the move of the scores by 4.5 tau alpha L0, where the two points of each gradient

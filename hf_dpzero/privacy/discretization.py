@@ -1,11 +1,14 @@
 r"""Clipped rows on an integer grid: exact sums, and why the Gaussian epsilon holds for them.
 
-All arithmetic before the release is on integers. The grid is gamma = C * 2^-30, so one example
-moves the integer total by a vector of norm at most R = 2^30, exactly, and the noise is a discrete
-Gaussian with parameter s = sigma * 2^30 per coordinate (Canonne, Kamath, Steinke 2020,
-arXiv:2004.00010; their Theorem 4 gives it the zCDP of the continuous Gaussian, which is what an
-RDP accountant needs). For accountants that need the whole privacy-loss distribution, compare the
-discrete Gaussian Y with X = the continuous N(0, s^2) rounded to the nearest integer:
+All arithmetic before the release is on integers. The grid is gamma = C * 2^-30. An example adds an
+integer vector of norm at most floor(2^30 / (1 + 2^-8)), exactly, and what it adds in another place
+differs by 2^-8 of that at most (A2 of `training.placement`, which is meant of these integers; the
+tests behind it leave room for a truncation). So one example moves the integer total by a vector of
+norm at most R = 2^30, and the noise is a discrete Gaussian with parameter s = sigma * 2^30 per
+coordinate (Canonne, Kamath, Steinke 2020, arXiv:2004.00010; their Theorem 4 gives it the zCDP of the
+continuous Gaussian, which is what an RDP accountant needs). For accountants that need the whole
+privacy-loss distribution, compare the discrete Gaussian Y with X = the continuous N(0, s^2) rounded
+to the nearest integer:
 
 1. X + k, for an integer vector k, is a rounding of (noise + k), hence a post-processing of the
    continuous mechanism. The continuous accounting applies to X without any loss.
@@ -116,7 +119,7 @@ DENSE_TAILS = 118.0
 DITHER = 0.25
 """b, scale of the Laplace draws under noise that is correlated over steps, in cells of the grid."""
 GRID_RADIUS = 2**GRID_BITS
-"""C in units of the grid: one example moves the integer total by at most this norm."""
+"""C in units of the grid: one example more moves the integer total by at most this norm."""
 
 
 def discretisation_slack(noise_multiplier: float, draws: int) -> float:
@@ -252,8 +255,8 @@ def finite_rows(x: Tensor, num_directions: int) -> tuple[np.ndarray, np.ndarray]
     return np.where(finite[:, None], rows, 0.0), finite
 
 
-def on_grid(rows: np.ndarray, clip: float, order: int) -> np.ndarray:
-    """Integer rows v with ||v||_order <= 2^30 exactly: rows * min(1, C/||row||) / gamma, truncated.
+def on_grid(rows: np.ndarray, radius: float, grid: float, order: int) -> np.ndarray:
+    """Integer rows v with ||v||_order <= r / gamma exactly: rows * min(1, r/||row||) / gamma, truncated.
 
     The floating-point scaling is wrong by a few units in the last place, a relative 1e-15 K or
     less, so a row whose norm is at the bound may land just above it. The integers of such a row
@@ -265,36 +268,26 @@ def on_grid(rows: np.ndarray, clip: float, order: int) -> np.ndarray:
 
     Args:
       rows: finite, float64 [B, K].
-      clip: C > 0, in their units.
+      radius: r > 0, in their units; at most 2^30 gamma.
+      grid: gamma, the spacing.
       order: 2 for Gaussian noise, 1 for Laplace.
 
     Returns:
       int64 [B, K].
+
+    >>> on_grid(np.array([[3.0, 4.0], [-60.0, 80.0]]), radius=10.0, grid=0.125, order=2).tolist()
+    [[24, 32], [-48, 64]]
     """
-    inside, unit, norm = _inside(rows, clip, order)
-    direction = np.divide(unit, norm, out=np.zeros_like(unit), where=norm > 0)
-    kept = np.divide(rows, clip, out=np.zeros_like(rows), where=inside)
-    integers = np.trunc(np.where(inside, kept, direction) * GRID_RADIUS).astype(np.int64)
-    while (over := _exceeds(integers, order)).any():
+    largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
+    unit = np.divide(rows, largest, out=np.zeros_like(rows), where=largest > 0)
+    norm = np.linalg.norm(unit, ord=order, axis=1, keepdims=True)
+    inside = largest <= np.divide(radius, norm, out=np.full_like(norm, np.inf), where=norm > 0)
+    clipped = np.divide(unit, norm, out=np.zeros_like(unit), where=norm > 0) * (radius / grid)
+    kept = np.divide(rows, grid, out=clipped, where=inside)
+    integers, most = np.trunc(kept).astype(np.int64), math.floor(radius / grid)
+    while (over := _exceeds(integers, most, order)).any():
         integers[over] -= np.sign(integers[over])
     return integers
-
-
-def within(rows: np.ndarray, clip: float, order: int = 2) -> np.ndarray:
-    """Which rows have norm at most C, to float64's accuracy.
-
-    Args:
-      rows: finite, float64 [B, K].
-      clip: C > 0, in their units.
-      order: of the norm.
-
-    Returns:
-      bool [B].
-
-    >>> within(np.array([[3.0, 4.0], [6.0, 8.0], [1e300, 1e300]]), clip=5.0).tolist()
-    [True, False, False]
-    """
-    return _inside(rows, clip, order)[0][:, 0]
 
 
 def float32s(values: Iterable[float]) -> tuple[float, ...]:
@@ -302,17 +295,8 @@ def float32s(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(float(np.float32(v)) for v in values)
 
 
-def _inside(rows: np.ndarray, clip: float, order: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(norm <= C, rows over their largest entry, norms of those), [B, 1], [B, K], [B, 1]."""
-    largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
-    unit = np.divide(rows, largest, out=np.zeros_like(rows), where=largest > 0)
-    norm = np.linalg.norm(unit, ord=order, axis=1, keepdims=True)
-    inside = largest <= np.divide(clip, norm, out=np.full_like(norm, np.inf), where=norm > 0)
-    return inside, unit, norm
-
-
-def _exceeds(integers: np.ndarray, order: int) -> np.ndarray:
-    """Which integer rows have norm above 2^30, decided in integer arithmetic."""
+def _exceeds(integers: np.ndarray, most: int, order: int) -> np.ndarray:
+    """Which integer rows have norm above `most`, decided in integer arithmetic."""
     if order == 1:
-        return np.abs(integers).sum(axis=1) > GRID_RADIUS
-    return (integers * integers).sum(axis=1) > GRID_RADIUS**2
+        return np.abs(integers).sum(axis=1) > most
+    return (integers * integers).sum(axis=1) > most**2

@@ -37,7 +37,7 @@ from hf_dpzero.privacy.events import (
 )
 from hf_dpzero.privacy.group_losses import GroupLosses, group_losses_from_dict
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
+from hf_dpzero.privacy.mechanisms.adaptive_clipping import MIN_CLIP_CHANGE, AdaptiveClipping
 from hf_dpzero.privacy.mechanisms.base import MIN_NOISE_MULTIPLIER
 from hf_dpzero.privacy.sampling import (
     FixedBatchesSampler,
@@ -197,6 +197,18 @@ class PrivacyPlan:
             ratio = changed["noise_multiplier"] / mechanism.noise_multiplier
             changed["clip_count_noise"] = mechanism.clip_count_noise * ratio
         return replace(mechanism, **changed) if changed else self.mechanism
+
+    @property
+    def smallest_clip(self) -> float:
+        """The smallest clip of the run's steps; of automatic clipping gamma, where that is smaller."""
+        mechanism: Any = self.mechanism
+        clip = float(mechanism.clip)
+        if self.clip_schedule is not None:
+            clip *= float(min(self._clip_factors))
+        if isinstance(mechanism, AdaptiveClipping):
+            clip *= MIN_CLIP_CHANGE
+        automatic = getattr(mechanism, "clipping", "") == "automatic"
+        return min(clip, mechanism.clip_stability) if automatic else clip
 
     def _check_earlier(self) -> None:
         for plan, steps in self.after:

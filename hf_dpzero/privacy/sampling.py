@@ -308,12 +308,37 @@ def _subset(n: int, size: int, step: int, key: bytes, domain: bytes) -> np.ndarr
         attempt += 1
 
 
+def place_order(count: int, step: int, key: bytes) -> np.ndarray:
+    """A uniform order of a step's rows, in which they take their places in forward passes.
+
+    A pure function of the arguments, from words of a domain of their own: independent of which rows are
+    sampled. `training.placement` proves what a secret uniform order is good for.
+
+    Args:
+      count: rows of the step.
+      step: in [0, 2^64).
+      key: secret, 32 bytes: the sampler's.
+
+    Returns:
+      A permutation of range(count), int64.
+
+    >>> sorted(place_order(5, step=0, key=bytes(32)).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    return _permutation(count, step, key, b"places")
+
+
 @lru_cache(maxsize=2)
 def _order(n: int, key: bytes) -> np.ndarray:
+    """The fixed order of a run's examples over its places."""
+    return _permutation(n, 0, key, b"order")
+
+
+def _permutation(n: int, step: int, key: bytes, domain: bytes) -> np.ndarray:
     """A uniform permutation of range(n): the order of its words, drawn again if two are equal."""
     attempt = 0
     while True:
-        words = _words(n, 0, key, b"order", attempt)
+        words = _words(n, step, key, domain, attempt)
         order = np.argsort(words)
         if (np.diff(words[order]) > 0).all():
             return order.astype(np.int64)

@@ -30,8 +30,13 @@ from hf_dpzero.recipes.checkpoints import (
 )
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, label_text_weights
 from hf_dpzero.reporting.provenance import resolve_path
-from hf_dpzero.training.fillers import blank_like, repeat_last, unmasked
-from hf_dpzero.training.fixed_shapes import context_length, shape_of
+from hf_dpzero.training.fixed_shapes import (
+    blank_like,
+    context_length,
+    shape_of,
+    stacked,
+    unmasked,
+)
 from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.precision import couples_values
 
@@ -363,8 +368,8 @@ def precompute_features(
         for members in alike.values():
             for start in range(0, len(members), size):
                 chosen = members[start : start + size]
-                blank = blank_like(batches[chosen[0]], "right", unmasked(batches[chosen[0]]))
-                filled = repeat_last([*(batches[i] for i in chosen), blank][:size], size)
+                blanks = [blank_like(batches[chosen[0]])] * (size - len(chosen))
+                filled = stacked([*(batches[i] for i in chosen), *blanks])
                 embeddings[chosen] = _embedded(classifier, filled)[: len(chosen)]
         return {"sentence_embedding": embeddings.numpy()}
 

@@ -93,9 +93,9 @@ class PrivacyReport:
       base_weights: what the weights were at the start. "equal_to_named": those of the model that the
         configuration names, wherever that has them; "declared_public": something else, which the user
         declared public; "not_compared": nothing on this machine to compare with.
-      forward_passes: how examples were evaluated. "fixed shapes": several in a batch of a fixed shape,
-        where a trial found no bit of a loss to depend on the others; "one example": each by itself;
-        "": several in batches of any shape, or not known.
+      forward_passes: how examples were evaluated. "fixed shapes": several in a pass, whose size follows
+        from their places (`training.placement`); "one example": each by itself; "": several in batches
+        of any shape, or not known.
       row_parts: of a run on fixed batches whose rows are drawn anew at each access, the parts of a row
         that a resumed start compares; None where it compares whole rows, or needs not.
       processes: how many processes began the run, and how they shared the work; "" if not known. A

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from hf_dpzero.objectives.losses import batch_size, num_examples
-from hf_dpzero.training.dealing import fingerprint
+from hf_dpzero.privacy.sampling import place_order
 from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.random_state import isolated_randomness
 
@@ -28,7 +28,7 @@ class LogicalBatch(TypedDict):
     examples: list[int]  # rows of each microbatch that count; the others only fill it up
     groups: list[int]  # averaged clipping: the group of each example that counts; else empty
     row_groups: list[int]  # group-robust training: the group of each example that counts, in order
-    agreed: int  # `split.fingerprint` of the step and of what every process takes
+    agreed: int  # `fingerprint` of the step and of what every process takes
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,13 @@ class Rows:
         return [self.dataset[i] for i in indices]
 
 
+class RowsJoined(ValueError):
+    """A data set or a collator does not keep one row for each example."""
+
+
 def _check_rows(examples: int, rows: int, size: int) -> None:
     if rows != examples or size != examples:
-        raise ValueError(
+        raise RowsJoined(
             f"{examples} examples became {rows} rows and a batch of {size}: use a data set and a "
             "collator that keep one row for each example (no packing or flattening, no overflowing "
             "windows, no pairs)."
@@ -125,7 +129,7 @@ class StepBatches(Dataset):
       rows: the training data.
       plan: its sampler is the one that is accounted.
       key: 32 secret bytes, the same on every process.
-      microbatch_size: rows in one forward pass, at most.
+      microbatch_size: rows in one forward pass where there are no `shapes`.
       share, shares: this process takes so many-th of so many shares of the batch.
       paid: steps before this one are replayed: nothing is sampled for them.
       shapes: makes microbatches of fixed shapes; None collates neighbours together.
@@ -149,6 +153,8 @@ class StepBatches(Dataset):
         if step < self.paid:
             return self._batch(step, {}, [])
         chosen = self.plan.sampler.batch(step, self.key)
+        if self.shapes is not None:  # the placement lemma's order (training/placement.py)
+            chosen = chosen[place_order(len(chosen), step, self.key)]
         mechanism = self.plan.mechanism
         if getattr(mechanism, "clipping", "fixed") != "averaged":
             return self._dealt(step, chosen.tolist())
@@ -157,10 +163,9 @@ class StepBatches(Dataset):
         told = [chosen[of % self.shares == share].tolist() for share in range(self.shares)]
         own = of % self.shares == self.share
         chosen, of = chosen[own], of[own]
-        if self._share_passes():
-            order = np.argsort(of, kind="stable")
-            batch = self._batch(step, {-1: chosen[order].tolist()}, told)
-            return {**batch, "groups": of[order].tolist()}
+        if mechanism.values_per_release > 0:  # losses: a pass may hold examples of several groups
+            batch = self._batch(step, {-1: chosen.tolist()}, told)
+            return {**batch, "groups": of[places_of(batch["microbatches"])].tolist()}
         return self._batch(step, {int(g): chosen[of == g].tolist() for g in np.unique(of)}, told)
 
     def _dealt(self, step: int, chosen: list[int]) -> LogicalBatch:
@@ -183,11 +188,6 @@ class StepBatches(Dataset):
         label = b"hf_dpzero.collators." + step.to_bytes(8, "little")
         drawn = hashlib.blake2b(label, key=self.key, digest_size=16).digest()
         return int.from_bytes(drawn, "little")
-
-    def _share_passes(self) -> bool:
-        """Whether a forward pass may hold examples of several groups: losses, in the order given."""
-        zeroth_order = self.plan.mechanism.values_per_release > 0
-        return zeroth_order and (self.shapes is None or self.shapes.keeps_order)
 
     def _batch(
         self, step: int, chosen: Mapping[int, list[int]], told: Sequence[Sequence[int]]
@@ -221,6 +221,12 @@ def places_of(microbatches: Sequence[Mapping[str, Tensor]]) -> list[int]:
         places = getattr(part, "places", None)
         found += range(len(found), len(found) + batch_size(part)) if places is None else places
     return found
+
+
+def fingerprint(step: int, shares: Iterable[Sequence[int]]) -> int:
+    """A number of a step and of which rows each share has; as good as never the same for another one."""
+    told = repr((step, [list(map(int, share)) for share in shares]))
+    return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little")
 
 
 class StepSampler(Sampler[int]):

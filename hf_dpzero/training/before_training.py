@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,30 +14,40 @@ from transformers.utils import logging
 
 from hf_dpzero.estimators.arrivals import arriving_bytes
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
-from hf_dpzero.estimators.row_traces import Traced
+from hf_dpzero.estimators.ghost_clipping import per_example_gradients
+from hf_dpzero.estimators.per_example_gradients import rounds_products
 from hf_dpzero.objectives.heads import select_objective, smoothed
-from hf_dpzero.objectives.losses import PerExampleLoss, base_model, check_per_example, single_pass
+from hf_dpzero.objectives.losses import base_model, check_per_example, single_pass, trial
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.group_losses import group_warning
+from hf_dpzero.privacy.mechanisms import VectorMechanism
 from hf_dpzero.training import data_checks, distributed, public_rows, validation
+from hf_dpzero.training.batches import RowsJoined
 from hf_dpzero.training.defaults import rate_hint
 from hf_dpzero.training.fixed_shapes import (
     FixedShapes,
+    Row,
     context_length,
     decoder_length,
     is_unmasked_sound,
     kind_of,
     masked_shape,
+    stacked,
 )
-from hf_dpzero.training.independence_check import (
-    check_independence,
-    check_widths,
-    long_and_short,
-    rope_types,
-)
+from hf_dpzero.training.invented_rows import InventedRows, nonzero_weights
 from hf_dpzero.training.offloading import check_offload
-from hf_dpzero.training.pass_sizes import one_size, pass_cost, pass_sizes
+from hf_dpzero.training.pass_memory import CAPS, free_bytes, rows_that_fit, tokens_that_fit
+from hf_dpzero.training.placement import (
+    STEPS,
+    WIDEST,
+    Placement,
+    bucket,
+    buckets,
+    pass_cost,
+    public_shares,
+    sizes_up_to,
+)
 from hf_dpzero.training.plan_settings import extension_warning
 from hf_dpzero.training.precision import (
     check_mixed_precision,
@@ -49,14 +58,18 @@ from hf_dpzero.training.precision import (
     low_precision,
     uncompiled,
 )
-from hf_dpzero.training.random_state import drawing_from, isolated_randomness
+from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.row_lengths import check_lengths
-from hf_dpzero.training.schedule_settings import judge_schedule
-from hf_dpzero.training.shape_choice import ONE_BY_ONE, ShapeChoice
+from hf_dpzero.training.schedule_settings import judge_schedule, smoothing_of_steps
 from hf_dpzero.training.sharded_runs import agreed
-from hf_dpzero.training.split import split_shapes
+from hf_dpzero.training.smoke_test import ROOM, CoupledLosses, SmokeTest
+from hf_dpzero.training.split import split_placement
 
 logger = logging.get_logger(__name__)
+
+ONE_BY_ONE = (
+    "every example is evaluated by itself, which is slower. microbatch_size=1 says the same."
+)
 
 UNMASKED = (
     "waveforms without an attention_mask cannot be padded: every example is evaluated by itself. If the "
@@ -95,7 +108,8 @@ def check_before_training(trainer: Any) -> None:
     if trainer.plan.mechanism.private:
         if args.first_order:
             check_precision(model, args)
-        check_widths(model, args.physical_batch_size, fixed=not args.first_order)
+        validation.check_widths(model)
+        validation.check_kernels_are_fixed(args.device.type)
         known = trainer.rows_are_examples or isinstance(trainer.per_example_loss, PromptObjective)
         if args.rows_are is None and not known:
             rows = trainer.training_rows()
@@ -112,9 +126,12 @@ def check_before_training(trainer: Any) -> None:
     if hint := rate_hint(args, trainer.plan):
         logger.warning(hint)
     check_lengths(trainer)
-    trainer.shapes, trainer.split = split_shapes(trainer, _run_shapes(trainer), _pass_cost(trainer))
+    trainer.shapes = _run_shapes(trainer)
     compile_(model, args, trainer.shapes is not None, trainer.compiling)
-    _try_objective(trainer)
+    placement = _try_objective(trainer)
+    placement, trainer.split = split_placement(trainer, placement)
+    if trainer.shapes is not None:
+        trainer.shapes = dataclasses.replace(trainer.shapes, placement=placement)
     public_rows.check_finite(trainer)
 
 
@@ -137,55 +154,19 @@ def _first_row(done: str) -> Iterator[None]:
         ) from error
 
 
-def _run_shapes(trainer: Any) -> Callable[[float], FixedShapes | None]:
-    """The fixed shapes that a private zeroth-order run evaluates, for B rows; None for others."""
-    args, plan = trainer.args, trainer.plan
-    if args.first_order or not plan.mechanism.private:
-        return lambda _: None
-    shapes = _shapes(trainer, 1)
-    if not single_pass(trainer.per_example_loss):
-        return lambda _: shapes  # each example runs by itself: nothing to fill up
-    first = shapes.collate_each([0])[0]
-    shapes = dataclasses.replace(shapes, kind=kind_of(first))
-    if is_unmasked_sound(first):
-        logger.warning(UNMASKED)
-        return lambda _: shapes
-    if args.physical_batch_size > 1 and (reason := couples_values(trainer.model)):
-        logger.warning(f"{reason}: {ONE_BY_ONE}")
-        return lambda _: shapes
-    return lambda rows: dataclasses.replace(shapes, **_sizes(trainer, shapes, first, rows))
-
-
-def _sizes(
-    trainer: Any, shapes: FixedShapes, row: Mapping[str, Tensor], expected: float
-) -> dict[str, Any]:
-    """Rows of a microbatch, by width where rows are texts."""
-    most = trainer.args.physical_batch_size
-    if masked_shape(row) is None:
-        return {"slots": one_size(expected, most)}
-    if "input_ids" not in row:  # sounds, whose widths are not tokens
-        return {"slots": max(1, min(most, round(math.sqrt(expected))))}
-    known = [tokens for tokens in (shapes.cut, shapes.most) if tokens is not None]
-    sizes = pass_sizes(expected, most, min(known, default=None), _pass_cost(trainer))
-    return {"slots": max(sizes.rows.values()), "sizes": sizes}
-
-
-def _pass_cost(trainer: Any) -> float:
-    count = sum(p.numel() for p in trainer.model.parameters())
-    coarse = bool(low_precision(trainer.model, trainer.args))
-    return pass_cost(trainer.args.device.type, count, coarse, arriving_bytes(trainer.model))
-
-
-def _shapes(trainer: Any, rows: int) -> FixedShapes:
-    """Fixed shapes of so many rows, padded as the run's tokenizer and model have it."""
+def _run_shapes(trainer: Any) -> FixedShapes | None:
+    """How a private run collates rows, with the sizes of passes still to be tried; None for others."""
+    if not trainer.plan.mechanism.private:
+        return None
+    alone = Placement(trainer.plan.sampler.expected_batch_size, (1,), {0: 1.0}, 0.0)
     model, tokenizer = trainer.model, trainer.processing_class
     config = getattr(base_model(model), "config", None)
     pad = getattr(tokenizer, "pad_token_id", None)
     decoder = getattr(config, "is_encoder_decoder", False)  # its labels may have the texts' shape
     private = trainer.training_rows()
-    return FixedShapes(
+    shapes = FixedShapes(
         private.collate_each,
-        rows,
+        alone,
         most=context_length(model),
         side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
         pad=getattr(config, "pad_token_id", None) if pad is None else pad,
@@ -193,58 +174,194 @@ def _shapes(trainer: Any, rows: int) -> FixedShapes:
         decoder_most=decoder_length(model),
         cut=trainer.longest_row or (trainer.args.max_length if trainer._texts else None),
     )
+    if not single_pass(trainer.per_example_loss):
+        return shapes  # each example runs by itself: nothing to fill up
+    with _first_row("collated"):
+        first = shapes.collate_each([0])[0]
+    shapes = dataclasses.replace(shapes, kind=kind_of(first))
+    reason = couples_values(model)
+    if trainer.args.physical_batch_size == 1:
+        return shapes
+    if is_unmasked_sound(first):
+        logger.warning(UNMASKED)
+        return shapes
+    if reason:
+        logger.warning(f"{reason}: {ONE_BY_ONE}")
+        return shapes
+    sizes = sizes_up_to(trainer.args.physical_batch_size)
+    return dataclasses.replace(shapes, placement=dataclasses.replace(alone, sizes=sizes))
+
+
+def _placement(trainer: Any, sizes: tuple[int, ...], tokens: int | None) -> Placement:
+    """The passes of a run with these sizes, from public numbers."""
+    model, shapes = trainer.model, trainer.shapes
+    expected = trainer.plan.sampler.expected_batch_size
+    if shapes is None or shapes.one_by_one:
+        return Placement(expected, sizes, {0: 1.0}, 0.0)
+    first = shapes.collate_each([0])[0]
+    coarse = bool(low_precision(model, trainer.args))
+    count = sum(p.numel() for p in model.parameters())
+    cost = pass_cost(trainer.args.device.type, count, coarse, arriving_bytes(model))
+    if masked_shape(first) is None or shapes.collate_stacked is not None:
+        return Placement(expected, sizes, {0: 1.0}, cost, tokens)
+    found = public_rows.widths(trainer)
+    text = "input_ids" in first  # else sounds, whose widths are not tokens
+    most, cut = (shapes.most, shapes.cut) if text else (None, None)
+    widest = min([n for n in (most, cut) if n is not None] + [WIDEST])
+
+    def in_steps(step: int) -> Placement:
+        of_public = [bucket(width, most, cut, step) for width in found]
+        widths = buckets(widest, most, cut, step) if text or not found else []
+        shares = public_shares(of_public, widths)
+        return Placement(expected, sizes, shares, cost, tokens, step=step)
+
+    return min(map(in_steps, STEPS), key=Placement.expected_tokens)
 
 
 @torch.no_grad()
-def _try_objective(trainer: Any) -> None:
-    """Checks that the objective returns one loss per example, independent of the other examples.
+def _try_objective(trainer: Any) -> Placement:
+    """Tries the objective on row 0, then the run's passes on invented rows; the losses are discarded.
 
-    The losses are discarded.
+    Returns:
+      The placement of one process, with the sizes that passed.
     """
-
+    args, model, shapes = trainer.args, trainer.model, trainer.shapes
     rows, objective = trainer.training_rows(), trainer.evaluated_objective()
-    private, size = trainer.plan.mechanism.private, trainer.args.physical_batch_size
-    coarse = bool(low_precision(trainer.model, trainer.args))
-    by_width = "longrope" in rope_types(getattr(base_model(trainer.model), "config", None))
-    count, entropy = len(trainer.train_dataset), distributed.shared(secrets.randbits(100))
 
-    def losses_of(objective: PerExampleLoss, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
-        with isolated_randomness(entropy + seed):
-            found = check_per_example(objective(trainer.model, batch), batch_size(batch)).cpu()
+    def losses_of(evaluate: Any, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
+        with isolated_randomness(seed):
+            found = check_per_example(evaluate(model, batch), batch_size(batch)).cpu()
             return agreed(found) if trainer.shards else found
 
-    def tried(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
-        return losses_of(objective.trial, batch, seed)
-
-    def traced(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
-        with uncompiled(trainer.model):
-            return losses_of(Traced(objective), batch, seed)
-
-    watched = validation.parameters_left_alone(trainer.model)
-    with watched, evaluation_mode(trainer.model):
-        validation.check_evaluation_mode(trainer.model)
-        with _first_row("evaluated"), uncompiled(trainer.model):
+    with validation.parameters_left_alone(model), evaluation_mode(model):
+        validation.check_evaluation_mode(model)
+        with _first_row("evaluated"), uncompiled(model):
             losses_of(objective, first := rows.collate_rows([0]))
+        try:  # its count alone is looked at
+            rows.collate_rows([0, min(1, len(trainer.train_dataset) - 1)])
+        except RowsJoined:
+            raise
+        except Exception as error:  # a collator that cannot pad: rows are collated one by one
+            logger.info(f"two rows were not collated together ({type(error).__name__})")
         if "start_positions" in first:
-            tokens = long_and_short(rows.collate_rows, count)
-            data_checks.check_positions(rows.collate_rows, tokens)
-        alone = private and (size == 1 or (trainer.shapes and trainer.shapes.slots == 1))
-        with uncompiled(trainer.model):  # none of these shapes is one of the run's
-            check_independence(
-                rows.collate_rows,
-                count,
-                tried,
-                widths=private and size > 1 and not (coarse and alone),
-                pad=_shapes(trainer, 1).pad,
-                one_by_one=alone,
-                coarse=coarse,
-                mixed=not (by_width and trainer.shapes),
+            count = len(trainer.train_dataset)
+            some = sorted({i * count // 64 for i in range(64)})
+            data_checks.check_positions(rows.collate_rows, some)
+        if shapes is None or shapes.one_by_one:
+            alone = 1 if shapes is not None else args.physical_batch_size
+            return _placement(trainer, (alone,), None)
+    restore = nonzero_weights(model)
+    try:
+        with validation.parameters_left_alone(model), evaluation_mode(model):
+            sizes, tokens = _tried_sizes(
+                trainer, lambda batch, seed=0: losses_of(objective.trial, batch, seed)
             )
-        if not private or size == 1:
-            return
-        choice = ShapeChoice(trainer, count, tried, traced, coarse)
-        if trainer.args.first_order:
-            choice.holds(dataclasses.replace(_shapes(trainer, size), blanks=False), count, tried)
-        elif trainer.shapes.slots > 1:
-            with drawing_from(entropy):  # what is found of public rows decides, on all processes
-                choice.make(_pass_cost(trainer))
+    finally:
+        restore()
+    if sizes == (1,):
+        return Placement(trainer.plan.sampler.expected_batch_size, sizes, {0: 1.0}, 0.0)
+    return _placement(trainer, sizes, tokens)
+
+
+def _tried_sizes(trainer: Any, losses: Any) -> tuple[tuple[int, ...], int | None]:
+    """The sizes of passes that fit and pass the smoke test, and the tokens of one that fit."""
+    args, model, shapes = trainer.args, trainer.model, trainer.shapes
+    free = free_bytes(args.device)
+    form = shapes.collate_each([0])[0]
+    invented = InventedRows(form, model, shapes.side)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    dense = (
+        args.per_example_gradients == "dense" or args.mixed_precision != "no" or rounds_products()
+    )
+    sizes, tokens = shapes.placement.sizes, None
+    try:
+        if args.microbatch_size is None:
+            cap = rows_that_fit(free, trained, dense and args.first_order)
+            sizes = sizes_up_to(distributed.shared(cap))
+        coarse = bool(low_precision(model, args))
+        smoke = SmokeTest(shapes, invented, losses, model, coarse)
+        reason = smoke.run(sizes)
+        if args.microbatch_size is None:
+            fitting = tokens_that_fit(smoke.bytes, smoke.tokens, free, trained, args.first_order)
+            tokens = distributed.shared(max(fitting, 1))
+    except public_rows.NOT_TAKEN as error:
+        if isinstance(error, CoupledLosses):
+            raise
+        logger.warning(
+            f"the loss does not take rows invented in the form of row 0 ({type(error).__name__}), on "
+            f"which passes of several rows are tried: {ONE_BY_ONE}"
+        )
+        return (1,), None
+    if reason:
+        logger.warning(f"{reason}, even in a batch of the same shape: {ONE_BY_ONE}")
+        return (1,), None
+    groups = trainer.plan.groups
+    bound = math.inf if groups is None else ROOM * groups.loss_bound
+    if not args.first_order:
+        clip, scale = smallest_clip_and_scale(trainer)
+        stepwise = trial(trainer.per_example_loss) is not trainer.per_example_loss
+        bound = 0.0 if stepwise else min(bound, ROOM * clip / scale)
+    sets = smoke.largest_sets(sizes, lambda move: move <= bound)
+    if args.first_order and args.clipping != "averaged":
+        # averaged clipping: a row's passes are its group's alone, whose clip bounds whatever it moves
+        sets = [_gradient_sizes(trainer, invented, chosen) for chosen in sets]
+    if len(sets) > 1:  # the same on all processes, whose invented rows and weights are
+        sets.sort(key=lambda chosen: _placement(trainer, chosen, tokens).expected_tokens())
+    if lost := sorted(set(sizes) - set(sets[0])):
+        logger.info(f"passes of {lost} rows are not used: a loss moves by its place in them.")
+    return sets[0], tokens
+
+
+def smallest_clip_and_scale(trainer: Any) -> tuple[float, float]:
+    """The smallest clip of a zeroth-order run, and what the move of a loss is multiplied by."""
+    args, plan = trainer.resolved_args, trainer.plan
+    at = smoothing_of_steps(args, plan.steps)
+    least = args.smoothing if at is None else min(map(at, range(plan.steps)))
+    directions = args.num_directions
+    norm = directions if plan.mechanism.distribution == "laplace" else math.sqrt(directions)
+    if isinstance(plan.mechanism, VectorMechanism):  # it clips x u, and ||u|| is about sqrt(d)
+        norm *= math.sqrt(sum(p.numel() for p in trainer.model.parameters() if p.requires_grad))
+    return plan.smallest_clip, norm * _largest_weight(plan) / least
+
+
+def _gradient_sizes(trainer: Any, invented: InventedRows, sizes: Any) -> tuple[int, ...]:
+    """Those of sizes in whose places an invented row's gradient hardly moves.
+
+    A plain clip is a projection, so a relative move counts; automatic clipping is none.
+    """
+    args, plan, shapes = trainer.args, trainer.plan, trainer.shapes
+    gradients = per_example_gradients(
+        trainer.model,
+        trainer.evaluated_objective(),
+        args.per_example_gradients,
+        args.physical_batch_size,
+        autocast=args.mixed_precision != "no",
+    )
+    least = bucket(1, shapes.most, shapes.cut)
+
+    def summed(rows: Sequence[Row]) -> Tensor:
+        totals, _ = gradients.weighted_sum([stacked(rows)], torch.ones_like)
+        return torch.cat([total.view(-1) for total in totals])
+
+    moves, norm = dict[int, float](), math.inf
+    with torch.enable_grad(), isolated_randomness(0):
+        for size in sizes:  # thousands of equal rows would add up their rounding
+            kinds = [
+                invented.narrow(i, least) for i in range(1 if size <= max(CAPS) else max(CAPS))
+            ]
+            alone = [summed([row] * min(sizes)) / min(sizes) for row in kinds]
+            rows = [kinds[i % len(kinds)] for i in range(size)]
+            apart = summed(rows)  # what one place moves is in the sum
+            for i, gradient in enumerate(alone):
+                apart -= len(rows[i :: len(kinds)]) * gradient
+            moves[size] = float(apart.norm())
+            norm = min(norm, *(float(g.norm()) for g in alone))
+    if args.clipping == "automatic":
+        norm = 0.0
+    bound = ROOM * max(plan.smallest_clip, norm) / _largest_weight(plan)
+    return tuple(size for size in sizes if moves[size] <= bound) or (1,)
+
+
+def _largest_weight(plan: Any) -> float:
+    """What a group-robust run multiplies an example's contribution by, at most; else 1."""
+    return 1.0 if plan.groups is None else 1.0 / min(plan.groups.shares)

@@ -123,7 +123,7 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
     )
     expected_batch_size: float = _setting(64, "B, the public expected logical batch size")
     microbatch_size: int | None = _setting(
-        None, "examples in one forward pass; default per_device_train_batch_size"
+        None, "most examples of one forward pass; default 64, or 32, 16, 1 where memory is short"
     )
     direction_parallel_size: int | None = _setting(
         None, "processes that share the directions of one share of the rows; default from the work"
@@ -331,8 +331,8 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
 
     @property
     def physical_batch_size(self) -> int:
-        """Examples in one forward pass."""
-        return self.microbatch_size or self.per_device_train_batch_size
+        """Examples in one forward pass at most; fewer where memory is short (`pass_memory`)."""
+        return self.microbatch_size or 64
 
     def steps(self, num_examples: int) -> int:
         """T: max_steps, or num_train_epochs of ceil(n / B) steps each, as Trainer counts."""

@@ -98,9 +98,9 @@ FIELDS: dict[str, tuple[Use, ...]] = {
     "hub_private_repo": (Use(WORKS, "True where it is not given"),),
     "per_device_train_batch_size": (
         Use(
-            OTHER,
-            "the examples of one forward pass, where microbatch_size is not set; the batch of a step "
-            "is expected_batch_size",
+            UNUSED,
+            "the batch of a step is expected_batch_size, and a forward pass has at most "
+            "microbatch_size examples",
         ),
     ),
     "save_only_model": (Use(OTHER, "resuming from its checkpoints is refused"),),

@@ -27,6 +27,7 @@ from hf_dpzero.objectives.losses import (
     check_differentiable,
     check_per_example,
     evaluation_mode,
+    num_examples,
 )
 from hf_dpzero.perturbation.trainable import has_plain_storage
 from hf_dpzero.privacy.mechanisms import Mechanism
@@ -91,6 +92,7 @@ class PlainGradients:
         with evaluation_mode(self.model), torch.enable_grad():
             for part in microbatches:
                 losses = check_per_example(self.objective(self.model, part), batch_size(part))
+                losses = losses[: num_examples(part)]
                 loss = torch.where(losses.isfinite(), losses, 0.0).sum()
                 gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
                 for total, gradient in zip(totals, gradients, strict=True):
@@ -128,7 +130,7 @@ class GroupMeans:
         norms = [torch.zeros(0)]
         for parts in groups:
             mean, _ = self.plain.weighted_sum(parts, weigh)
-            count = sum(batch_size(part) for part in parts)
+            count = sum(num_examples(part) for part in parts)
             flat = [row_norms(m.view(1, -1)) for m in mean]
             norm = torch.stack(flat).norm(dim=0) / count
             weight = float(weigh(norm)) / count
@@ -189,7 +191,7 @@ class FirstOrderStep:
             none.
           learning_rate: written to the ledger.
           row_groups: group-robust training: the group of each example, in order.
-          agreed: `dealing.fingerprint` of the batch, compared between processes before any release.
+          agreed: `batches.fingerprint` of the batch, compared between processes before any release.
 
         Returns:
           The un-noised gradient norms [B, 1] (private: for opt-in diagnostics only), or None for a

@@ -1,13 +1,11 @@
-"""Microbatches of a few fixed shapes, so that an example's loss is a function of that example alone.
+"""Microbatches of fixed shapes: an example's loss follows from that example and its place alone.
 
 Kernels round a row differently in batches of another shape. A finite difference divides that rounding by
 2 lambda, and over a batch the sum may then move by more than one clipping norm when one example is
-removed. In a fixed shape kernels treat every row alike, whatever it stands beside. So each forward pass
-of a private zeroth-order run has one of a few shapes: a width that follows from a row's own length, and
-a number of rows that is fixed for that width (`pass_sizes`). Rows are collated one by one and widened
-with masked columns; a microbatch that is not full is filled up with a constant blank row (`fillers`),
-whose losses are dropped. `independence_check.check_fixed_shapes` tries this bit for bit before training,
-in the run's precision.
+removed. So each pass of a private run has a width that follows from a row's own length, and a number of
+rows that follows from its place (`placement`, with the proof why that is enough). Rows are collated one
+by one and widened with masked columns. A pass that is not full is filled up with one constant blank row
+for each shape, whose losses are dropped. `smoke_test` tries this on invented rows before a run.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from hf_dpzero.objectives.losses import (
     power_of_two,
     right_padded,
 )
-from hf_dpzero.training.dealing import deal
-from hf_dpzero.training.fillers import blank_like, repeat_last, unmasked
-from hf_dpzero.training.pass_sizes import NARROWEST, PassSizes
+from hf_dpzero.training.placement import Placement, bucket
 from hf_dpzero.training.random_state import drawing_from
 
 Row = Mapping[str, Tensor]
@@ -45,6 +41,8 @@ _FILL = {
 _DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
 _POSITIONS = ("start_positions", "end_positions")
 _WITH_FEATURES = ("input_features", "bbox")  # [B, T, ...] where the mask is [B, T]
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_PLACES = "position_ids"
 
 
 def context_length(model: nn.Module) -> int | None:
@@ -67,31 +65,6 @@ def decoder_length(model: nn.Module) -> int | None:
     names = ("max_target_positions", "max_position_embeddings")
     found = (getattr(config, name, None) for name in names)
     return next((most for most in found if isinstance(most, int)), None)
-
-
-def bucket(width: int, most: int | None, cut: int | None = None, narrowest: int = NARROWEST) -> int:
-    """The width of the fixed shape for a row: a power of two, at least `narrowest`, at most `most`.
-
-    It follows from that row's width and from settings; never from the widths of other rows.
-
-    Args:
-      width: of the row, as the collator makes it alone.
-      most: tokens that the model takes; None for any number.
-      cut: length at which rows of text are cut, the last bucket; None for any number.
-      narrowest: width of the first bucket.
-
-    Returns:
-      At least `width`.
-
-    >>> bucket(5, None), bucket(33, None), bucket(33, 48), bucket(50, 48)
-    (8, 64, 48, 50)
-    >>> bucket(33, 512, cut=40), bucket(41, 512, cut=40)
-    (40, 64)
-    """
-    wide = max(narrowest, 1 << (width - 1).bit_length())
-    if cut is not None and width <= cut:
-        wide = min(wide, cut)
-    return max(width, wide if most is None else min(wide, most))
 
 
 def widened(
@@ -122,7 +95,7 @@ def widened(
         side = "right"
     along, wide = len(shape) - 1, dict(batch)
     for name, value in batch.items():
-        if isinstance(value, Tensor) and _is_along(name, value, shape):
+        if isinstance(value, Tensor) and is_along(name, value, shape):
             wide[name] = _more(name, value, side, columns, pad, along)
     return wide
 
@@ -138,7 +111,7 @@ def masked_shape(batch: Row) -> torch.Size | None:
     return mask.shape if over == mask.shape else None
 
 
-def _is_along(name: str, value: Tensor, shape: torch.Size) -> bool:
+def is_along(name: str, value: Tensor, shape: torch.Size) -> bool:
     """Whether a tensor has an entry for each column of the mask; numbers to be predicted have not."""
     if name == "labels" and value.is_floating_point():
         return False
@@ -178,17 +151,62 @@ def _kind_of_value(value: Any) -> tuple[Any, ...]:
     return value.dtype, value.dim(), value.dim() > 0 and value.shape[0] == 1
 
 
+def unmasked(row: Row) -> frozenset[str]:
+    """The masks of a batch of one that mask nothing, and position_ids that start but once.
+
+    transformers leaves out a mask that is all ones, and so takes another kernel. Without a mask it reads
+    position_ids that start again as a mask of packed texts, and computes none where no row has such.
+
+    >>> unmasked({"attention_mask": torch.tensor([[1, 1]])})
+    frozenset({'attention_mask'})
+    """
+    given = ((name, row.get(name)) for name in _MASKS)
+    whole = {name for name, mask in given if mask is not None and bool(mask.ne(0).all())}
+    positions = row.get(_PLACES)
+    if positions is not None and bool(positions.diff(dim=-1).eq(1).all()):
+        whole.add(_PLACES)
+    return frozenset(whole)
+
+
+def blank_like(row: Row, side: str = "right") -> dict[str, Tensor]:
+    """The blank row of a shape: zeros, labels of tokens -100, one column attended.
+
+    It attends to all columns where the row does: then all rows of its shape do.
+
+    Args:
+      row: a batch of one; its names, shapes, dtypes and `unmasked` are read, no other value.
+      side: of the padding.
+
+    Returns:
+      A batch of one, the same for every row of that shape.
+
+    >>> blank_like({"labels": torch.tensor([1]), "attention_mask": torch.tensor([[1, 0]])})
+    {'labels': tensor([0]), 'attention_mask': tensor([[1, 0]])}
+    """
+    blank, whole = {name: torch.zeros_like(value) for name, value in row.items()}, unmasked(row)
+    labels = blank.get("labels")
+    if labels is not None and labels.dim() > 1 and not labels.is_floating_point():
+        labels.fill_(IGNORE_INDEX)
+    if _PLACES in whole:
+        blank[_PLACES] += torch.arange(blank[_PLACES].shape[-1])
+    for name in _MASKS:
+        if name in whole:
+            blank[name].fill_(1)
+        elif (mask := blank.get(name)) is not None and mask.numel():
+            mask[..., -1 if side == "left" and name == "attention_mask" else 0] = 1
+    return blank
+
+
 @dataclass(frozen=True)
 class FixedShapes:
-    """Collates rows into microbatches of fixed shapes.
+    """Collates rows into the passes that their places belong to.
 
-    Guarantee: a row's tensors, and the number of rows in its microbatch, are a function of that row
-    alone.
+    Guarantee: a row's tensors follow from that row alone; its pass, the number of rows in it and the
+    process that computes it follow from its shape and its place.
 
     Attributes:
       collate_each: row numbers -> batches of one.
-      slots: rows of a microbatch, b; 1 for every example by itself. With `sizes` the most of any width.
-      sizes: rows by width, and the narrowest width; None for `slots` at every width.
+      placement: width and place -> pass; one row a pass where `placement.largest` is 1.
       most: tokens that the model takes; None for any number.
       side: of the padding, "right" or "left".
       pad: the pad token, or None.
@@ -198,14 +216,10 @@ class FixedShapes:
       kind: `kind_of` every row; None for any.
       cut: length at which rows of text are cut (`max_length`, a recipe's `max_seq_length`); None for any
         number.
-      blanks: fill up with blank rows; else, where a model does not take these, with the last row.
-      unmasked_apart: rows without padding stand among themselves. Else a blank is put among as many as
-        would fill a microbatch. Public rows decide: it pays where most rows are as wide as their bucket.
     """
 
     collate_each: Callable[[list[int]], list[Mapping[str, Tensor]]]
-    slots: int
-    sizes: PassSizes | None = None
+    placement: Placement
     most: int | None = None
     side: str = "right"
     pad: int | None = None
@@ -213,23 +227,14 @@ class FixedShapes:
     decoder_most: int | None = None
     kind: tuple[Any, ...] | None = None
     cut: int | None = None
-    blanks: bool = True
-    unmasked_apart: bool = False
 
     @property
-    def keeps_order(self) -> bool:
-        """Whether `microbatches` gives the examples in the order of their indices."""
-        return self.slots == 1 or self.collate_stacked is not None
-
-    def slots_of(self, row: Row) -> int:
-        """Rows of a microbatch with such a row, which is in its bucket."""
-        shape = masked_shape(row)
-        if self.sizes is None or shape is None:
-            return self.slots
-        return min(self.slots, self.sizes.of(shape[-1]))
+    def one_by_one(self) -> bool:
+        """Whether every example is evaluated by itself."""
+        return self.placement.largest == 1
 
     def microbatches(self, indices: Sequence[int]) -> list[Filled]:
-        """The examples of `indices` in microbatches; examples of one shape stand together.
+        """The examples in passes, each taking the next place of its shape in the order given.
 
         Raises:
           ValueError: the collator gives a row no tensors of its own, or not one row, or tensors of
@@ -240,90 +245,88 @@ class FixedShapes:
     def dealt(
         self, indices: Sequence[int], share: int = 0, shares: int = 1, entropy: int | None = None
     ) -> tuple[list[Filled], list[list[int]]]:
-        """The microbatches of one of several shares; those of all shares are what one would have.
+        """The passes of one of several shares; those of all shares are what one would have.
 
-        So the shapes, and the bits of an example's loss, do not follow from the number of processes, and
-        dealing leaves no more places unfilled. Where widths vary every share must collate all rows.
+        Where widths vary every share must collate all rows.
 
         Args:
-          indices: of the whole batch.
+          indices: of the whole batch, in the secret order of the step (`sampling.place_order`).
           share: which, from 0.
           shares: how many.
           entropy: what global generators run on where all rows are collated, or None for fresh one: what
             a collator draws may decide widths, on which the shares must agree.
 
         Returns:
-          (the microbatches, whose `places` are in `indices`; the places of every share).
+          (the passes, whose `places` are in `indices`; the places of every share).
 
         Raises:
           ValueError: as `microbatches`.
         """
-        stacked, count = self.collate_stacked is not None, len(indices)
-        if stacked or self.slots == 1:  # each place's microbatch follows from its number
-            starts = range(0, count, self.slots)
-            portions: list[Sequence[int]] = [
-                range(start, min(start + self.slots, count)) for start in starts
-            ]
-            plans = [list(portions[each::shares]) for each in range(shares)]
+        rows: list[Row] = []
+        if self.collate_stacked is not None or self.one_by_one:  # known before rows are collated
+            passes = self._numbered(0, range(len(indices)))
         else:
             with drawing_from(entropy):
-                collated = self.collate_each(list(indices)) if count else []
+                collated = self.collate_each(list(indices)) if len(indices) else []
             rows = [self.in_bucket(row) for row in collated]
-            portions = self.portioned(rows)
-            firsts = [rows[portion[0]] for portion in portions]
-            costs = [self.slots_of(r) * sum(t.numel() for t in r.values()) for r in firsts]
-            plans = [[portions[i] for i in places] for places in deal(costs, shares)]
-        told = [[place for portion in plan for place in portion] for plan in plans]
+            passes = [part for group in self._alike(rows) for part in self._numbered(*group)]
+        plans: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(shares)]
+        for width, number, chosen in passes:
+            owner = self.placement.process_of(width, number, shares)
+            plans[owner].append((self.placement.rows_of(width, number), chosen))
+        told = [[place for _, chosen in plan for place in chosen] for plan in plans]
         if not plans[share]:
             return [], told
-        if stacked:
+        if self.collate_stacked is not None:
             return list(self._stacked(indices, plans[share])), told
-        if self.slots == 1:  # nothing is beside a row: it stays as it is
+        if self.one_by_one:  # nothing is beside a row: it stays as it is
             alone = self.collate_each([indices[place] for place in told[share]])
             pairs = zip(alone, told[share], strict=True)
             return [Filled(self._of_kind(row), 1, [place]) for row, place in pairs], told
-        return [self.filled([rows[i] for i in chosen], chosen) for chosen in plans[share]], told
+        return [self.filled([rows[i] for i in c], slots, c) for slots, c in plans[share]], told
+
+    def _alike(self, rows: Sequence[Row]) -> Iterator[tuple[int, Sequence[int]]]:
+        """The width and the rows of each shape, in the order given."""
+        groups: dict[Any, list[int]] = {}
+        for place, row in enumerate(rows):
+            groups.setdefault((*shape_of(row), unmasked(row)), []).append(place)
+        return ((width_of(rows[group[0]]), group) for group in groups.values())
+
+    def _numbered(self, width: int, group: Sequence[int]) -> list[tuple[int, int, Sequence[int]]]:
+        """(width, number of the pass among those of its shape, its rows)."""
+        parts = self.placement.filled(width, len(group))
+        return [(width, i, [group[place] for place in part]) for i, part in enumerate(parts)]
 
     def _stacked(
-        self, indices: Sequence[int], portions: Sequence[Sequence[int]]
+        self, indices: Sequence[int], plan: Sequence[tuple[int, Sequence[int]]]
     ) -> Iterator[Filled]:
         assert self.collate_stacked is not None
-        batch = self.collate_stacked([indices[i] for portion in portions for i in portion])
+        batch = self.collate_stacked([indices[i] for _, portion in plan for i in portion])
         start = 0
-        for portion in portions:
+        for slots, portion in plan:
             stop = start + len(portion)
-            chosen = torch.arange(start, start + self.slots).clamp_(max=stop - 1)
+            chosen = torch.arange(start, start + slots).clamp_(max=stop - 1)
             rows = {name: value[chosen] for name, value in batch.items()}
-            if self.blanks and len(portion) < self.slots:
+            if len(portion) < slots:
                 blank = blank_like({name: value[:1] for name, value in batch.items()})
                 for name, value in rows.items():
                     value[len(portion) :] = blank[name]
             yield Filled(rows, len(portion), portion)
             start = stop
 
-    def in_bucket(self, batch: Row, width: int = 0) -> dict[str, Tensor]:
-        """A collated row in the fixed width that its own length gives.
-
-        Args:
-          batch: one row.
-          width: a length to take in place of its own where that is larger.
-
-        Returns:
-          A new batch of one.
-        """
+    def in_bucket(self, batch: Row) -> dict[str, Tensor]:
+        """A collated row in the fixed width that its own length gives; a new batch of one."""
         wide, ids = dict(self._of_kind(batch)), batch.get("input_ids")
         if (shape := masked_shape(batch)) is not None:
-            most = None if ids is None else self.most
-            cut = None if ids is None else self.cut
-            narrowest = NARROWEST if self.sizes is None else self.sizes.narrowest
-            columns = bucket(max(shape[-1], width), most, cut, narrowest) - shape[-1]
+            most, cut = (self.most, self.cut) if ids is not None else (None, None)
+            columns = bucket(shape[-1], most, cut, self.placement.step) - shape[-1]
             wide = widened(batch, self.side, columns, self.pad) or wide
         for name in _DECODER:
             value = batch.get(name)
             if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
                 continue
             if ids is None or value.shape != ids.shape:  # of a decoder
-                columns = bucket(value.shape[1], self.decoder_most) - value.shape[1]
+                columns = _doubled(value.shape[1], self.decoder_most) - value.shape[1]
                 wide[name] = _more(name, value, "right", columns)
         return wide
 
@@ -335,54 +338,36 @@ class FixedShapes:
             )
         return row
 
-    def packed(self, rows: Sequence[Row]) -> list[Filled]:
-        """Batches of one -> microbatches; rows of one shape keep their order."""
-        return [self.filled([rows[i] for i in chosen], chosen) for chosen in self.portioned(rows)]
+    def filled(
+        self, rows: Sequence[Row], slots: int, places: Sequence[int] | None = None
+    ) -> Filled:
+        """Rows of one shape, at most `slots`, as one pass of so many; blanks take the rest."""
+        blanks = [blank_like(rows[0], self.side)] * (slots - len(rows))
+        return Filled(stacked([*rows, *blanks]), len(rows), places)
 
-    def portioned(self, rows: Sequence[Row]) -> list[Sequence[int]]:
-        """Places of the rows of each microbatch."""
-        groups: dict[Any, list[int]] = {}
-        for place, row in enumerate(rows):
-            groups.setdefault(self.group_of(row), []).append(place)
-        return [chosen for group in groups.values() for chosen in self.portions(group, rows)]
 
-    def group_of(self, row: Row) -> tuple[Any, ...]:
-        """Rows with the same may share a microbatch: their shape, and whether they are unmasked."""
-        apart = self.unmasked_apart or not self.blanks
-        return (*shape_of(row), unmasked(row) if apart else None)
+def stacked(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Batches of one of one shape as one batch."""
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
-    def may_fill(self, rows: Sequence[Row]) -> bool:
-        """Whether rows of one group may fill a microbatch, without a blank among them."""
-        if len(rows) == 1 or self.unmasked_apart or not self.blanks:
-            return True  # one alone meets no other, whatever its mask
-        return not frozenset.intersection(*map(unmasked, rows))
 
-    def portions(self, group: Sequence[int], rows: Sequence[Row]) -> Iterator[Sequence[int]]:
-        """Places of one group's rows, a microbatch's at a time."""
-        start, slots = 0, self.slots_of(rows[group[0]])
-        while start < len(group):
-            chosen = group[start : start + slots]
-            if len(chosen) == slots and not self.may_fill([rows[i] for i in chosen]):
-                chosen = chosen[:-1]
-            yield chosen
-            start += len(chosen)
+def width_of(row: Row) -> int:
+    """Columns of a row's mask; 0 where there is none."""
+    shape = masked_shape(row)
+    return 0 if shape is None else shape[-1]
 
-    def blank(self, row: Row) -> dict[str, Tensor]:
-        """What fills up a microbatch of such rows, where `blanks`."""
-        return blank_like(row, self.side, unmasked(row) if self.unmasked_apart else ())
 
-    def filled(self, rows: Sequence[Row], places: Sequence[int] | None = None) -> Filled:
-        """Rows of one group, at most as many as a microbatch has, as one."""
-        slots = self.slots_of(rows[0])
-        blanks = [self.blank(rows[0])] if self.blanks and len(rows) < slots else []
-        return Filled(repeat_last([*rows, *blanks], slots), len(rows), places)
+def _doubled(width: int, most: int | None) -> int:
+    """The width of a decoder's shape: a power of two, at least 8, at most `most`."""
+    wide = max(8, 1 << max(width - 1, 0).bit_length())
+    return max(width, wide if most is None else min(wide, most))
 
 
 def forward_passes(shapes: FixedShapes | None) -> str:
     """How a run evaluates examples, for its report: "fixed shapes", "one example", or "" for neither."""
     if shapes is None:
         return ""
-    return "fixed shapes" if shapes.slots > 1 else "one example"
+    return "one example" if shapes.one_by_one else "fixed shapes"
 
 
 def shape_of(row: Row) -> tuple[Any, ...]:

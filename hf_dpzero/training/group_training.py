@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, Within, batch_size
+from hf_dpzero.objectives.losses import (
+    Filled,
+    Inputs,
+    PerExampleLoss,
+    Within,
+    batch_size,
+    num_examples,
+)
 from hf_dpzero.privacy.group_losses import metric_keys
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -103,7 +110,8 @@ class WeighedLosses:
             losses = objective(model, own)
             if WEIGHTS not in inputs:
                 return losses
-            self.losses[inputs[PLACES]] = losses.detach().double().cpu()
+            places = inputs[PLACES].cpu()
+            self.losses[places[places >= 0]] = losses.detach().double().cpu()[places >= 0]
             return losses * inputs[WEIGHTS].to(losses)
 
         return evaluate
@@ -121,9 +129,11 @@ class WeighedLosses:
         self.losses = torch.full((len(of),), torch.nan, dtype=torch.float64)
         each, parts, start = torch.from_numpy(weights[np.asarray(of, dtype=np.int64)]), [], 0
         for part in microbatches:
-            stop = start + batch_size(part)
-            own = {WEIGHTS: each[start:stop], PLACES: torch.arange(start, stop)}
-            parts.append({**part, **own})
+            stop, blanks = start + num_examples(part), batch_size(part) - num_examples(part)
+            weight = torch.cat([each[start:stop], each.new_zeros(blanks)])
+            places = torch.cat([torch.arange(start, stop), torch.full((blanks,), -1)])
+            own = {WEIGHTS: weight, PLACES: places}
+            parts.append(Filled({**part, **own}, stop - start))
             start = stop
         return parts
 

@@ -25,10 +25,14 @@ from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
 from hf_dpzero.training.batches import LogicalBatch
+from hf_dpzero.training.before_training import smallest_clip_and_scale
 from hf_dpzero.training.between_steps import WeightsBetweenSteps
 from hf_dpzero.training.defaults import steps_that_follow
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
+from hf_dpzero.training.fixed_shapes import stacked
 from hf_dpzero.training.group_training import WeighedLosses, weighting_of
+from hf_dpzero.training.invented_rows import InventedRows
+from hf_dpzero.training.placement import bucket
 from hf_dpzero.training.precision import low_precision, refuse_compiled
 from hf_dpzero.training.public_rows import (
     NOT_TAKEN,
@@ -41,8 +45,8 @@ from hf_dpzero.training.rank_agreement import check_strategy, check_weights
 from hf_dpzero.training.rank_failures import RankError
 from hf_dpzero.training.run_files import discard_unused
 from hf_dpzero.training.schedule_settings import smoothing_of_steps
-from hf_dpzero.training.shape_trials import NARROW, ShapeTrials, keep_strategy
 from hf_dpzero.training.sharded_runs import Lockstep
+from hf_dpzero.training.smoke_test import ROOM
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
@@ -122,11 +126,9 @@ class ZerothOrderMethod(TrainingMethod):
                 public,
                 may_stack=not low_precision(trainer.model, args),
             )
-        self.trials: ShapeTrials | None = None
-        if trainer.shapes is not None and trainer.shapes.slots > 1:
-            lockstep = self.lockstep if trainer.shards else None
+        if differences.stack is not None and trainer.shapes and not trainer.shapes.one_by_one:
             with _discarding(trainer):
-                self.trials = _shape_trials(trainer, differences, messages, lockstep)
+                messages += _try_stacked(trainer, differences)
         for message in messages:
             logger.warning(message)
         with _discarding(trainer):
@@ -163,8 +165,6 @@ class ZerothOrderMethod(TrainingMethod):
             parts: Sequence[Any] = list(map(Filled, batch["microbatches"], batch["examples"]))
             groups = batch["groups"] if self.trainer.args.clipping == "averaged" else None
             row_groups = batch["row_groups"]
-            if self.trials is not None:
-                self.trials.check(batch["step"], parts)
             parts = self.lockstep(parts)
             differences = self.step(
                 batch["step"], parts, learning_rate, groups, row_groups, batch["agreed"]
@@ -224,10 +224,10 @@ class FirstOrderMethod(TrainingMethod):
             args.physical_batch_size,
             autocast=args.mixed_precision != "no",
         )
-        rows = self.trainer.training_rows()
+        rows, shapes = self.trainer.training_rows(), self.trainer.shapes
         tried = [i % len(self.trainer.train_dataset) for i in range(3)]
         with isolated_randomness():
-            several = self.trainer.plan.mechanism.private and args.physical_batch_size > 1
+            several = shapes is not None and not shapes.one_by_one
             gradients.check_attribution(rows.collate_rows(tried), exact=several)
         return gradients
 
@@ -264,7 +264,7 @@ def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]
     norms = differences.norm(dim=1)
     return {
         "private_batch_size": float(len(differences)),
-        "private_clip_fraction": float((norms > mechanism.clip).double().mean()),
+        "private_clip_fraction": float((norms > mechanism.radius).double().mean()),
         "private_difference_norm": float(norms.median()),
     }
 
@@ -282,35 +282,48 @@ class _LearningRate(torch.optim.Optimizer):
 def passes_of(trainer: Any) -> float:
     """Microbatches that a step is expected to have on this process, by public numbers."""
     rows = trainer.plan.sampler.expected_batch_size / trainer.split.rows
-    shapes = trainer.shapes
-    if shapes is not None and shapes.sizes is not None and shapes.slots > 1:
-        return float(shapes.sizes.passes(rows))
-    return float(rows / (shapes.slots if shapes else trainer.args.physical_batch_size))
+    if trainer.shapes is None:
+        return float(rows / trainer.args.physical_batch_size)
+    return float(trainer.shapes.placement.expected_passes() / trainer.split.rows)
 
 
-def _shape_trials(
-    trainer: Any, differences: FiniteDifferences, messages: list[str], lockstep: Any
-) -> ShapeTrials:
-    """The trials of a run's shapes; adds to `messages` if stacked copies fail on public rows.
+def _try_stacked(trainer: Any, differences: FiniteDifferences) -> list[str]:
+    """Leaves out small passes whose places move what a row adds under `stacked` (see `smoke_test`).
+
+    Where a pass' own places do, the strategy is `whole_model`.
+
+    Returns:
+      What was turned off and why, for a log.
 
     Raises:
-      ValueError: so do passes along one direction after another: the run would stop in the middle.
+      ValueError: `stacked` was asked for by name.
     """
-    settings = trainer.shapes, differences, trainer.resolved_args.num_directions
-    holds = True
+    shapes, directions = trainer.shapes, directions_of(0, trainer.trajectory.header)
+    invented = InventedRows(shapes.collate_each([0])[0], trainer.model, shapes.side)
+    least = bucket(1, shapes.most, shapes.cut)
+    row = invented.narrow(1, least)
+    clip, _ = smallest_clip_and_scale(trainer)
     try:
-        if differences.stack is not None:
-            holds = all(map(ShapeTrials(*settings).holds, public_microbatches(trainer)))
-    except ParameterChanged:
-        raise
-    except NOT_TAKEN as error:
-        logger.info(f"stacked copies were not tried beside public rows: {error}")
-    if message := keep_strategy(differences, holds):
-        messages.append(message)
-        thorough = ShapeTrials(*settings, thorough=True)
-        if not all(map(thorough.holds, public_microbatches(trainer))):
-            raise ValueError(NARROW)
-    return ShapeTrials(*settings, lockstep)
+        with isolated_randomness(0):
+            found = [
+                differences([Filled(stacked([row] * size), size)], directions)
+                for size in shapes.placement.sizes
+            ]
+    finally:
+        differences.space.settle_()
+    order = 1 if trainer.plan.mechanism.distribution == "laplace" else 2
+    for left_out in range(len(found)):
+        placed = torch.cat(found[left_out:])
+        if float((placed - placed[0]).norm(p=order, dim=1).max()) <= ROOM * clip:
+            shapes.placement.restrict_(shapes.placement.sizes[left_out:])
+            return []
+    reason = "moves what an example adds by its place in a pass"
+    if not differences.chosen_automatically:
+        raise ValueError(
+            f"strategy='stacked' {reason}: use 'whole_model', or set microbatch_size=1."
+        )
+    differences.use("whole_model")
+    return [f"the strategy is whole_model: stacked {reason}."]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.objectives.losses import evaluation_mode, num_examples, trial
 from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.training.fixed_shapes import FixedShapes
+from hf_dpzero.training.fixed_shapes import FixedShapes, width_of
 from hf_dpzero.training.random_state import isolated_randomness
 
 logger = logging.get_logger(__name__)
@@ -24,15 +24,16 @@ logger = logging.get_logger(__name__)
 NOT_TAKEN = (RuntimeError, ValueError, LookupError, TypeError)
 """What an objective raises for rows that are not of its form."""
 
-_DRAWS = 2
+_LOOKED_AT = 256
 _ULPS = 4.0  # differences below so many units in the last place of the loss are mostly rounding
 
 
 def public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:
-    """A few rows of eval_dataset, or random tokens, split as the run splits its batches."""
+    """A few rows of eval_dataset, or random tokens, in passes of the run; those with most rows first."""
     if trainer.shapes is not None:
         shapes = public_shapes(trainer, precision_diagnostics.ROWS)
-        return [] if shapes is None else list(shapes[0].microbatches(range(shapes[1])))
+        parts = [] if shapes is None else shapes[0].microbatches(range(shapes[1]))
+        return sorted(parts, key=num_examples, reverse=True)
     evaluation, size = evaluation_rows(trainer), trainer.args.physical_batch_size
     if evaluation is not None:
         rows, count = trainer.rows_of(evaluation), min(precision_diagnostics.ROWS, len(evaluation))
@@ -68,6 +69,21 @@ def public_shapes(trainer: Any, most: int = sys.maxsize) -> tuple[FixedShapes, i
     return dataclasses.replace(of_run, collate_each=lambda chosen: [rows[i] for i in chosen]), len(
         rows
     )
+
+
+def widths(trainer: Any) -> list[int]:
+    """Columns of the masks of up to 256 evaluation rows, evenly spread; [] where there are none."""
+    evaluation = evaluation_rows(trainer)
+    if evaluation is None:
+        return []
+    count = min(len(evaluation), _LOOKED_AT)
+    chosen = [i * len(evaluation) // count for i in range(count)]
+    try:
+        each = trainer.rows_of(evaluation).collate_each(chosen)
+        return [width_of(row) for row in each]
+    except NOT_TAKEN as error:
+        logger.info(f"widths of public rows were not looked at: {error}")
+        return []
 
 
 def evaluation_rows(trainer: Any) -> Any:
@@ -123,7 +139,7 @@ def check_finite(trainer: Any) -> None:
         with isolated_randomness(), evaluation_mode(trainer.model):
             losses = [
                 trainer.evaluated_objective()(trainer.model, part)[: num_examples(part)]
-                for part in public_microbatches(trainer)
+                for part in public_microbatches(trainer)[:2]
             ]
     except ParameterChanged:
         raise
@@ -153,7 +169,7 @@ def check_differences(trainer: Any, differences: FiniteDifferences) -> None:
     """
     try:
         with isolated_randomness():
-            pair = _losses_at_both_signs(differences, public_microbatches(trainer))
+            pair = _losses_at_both_signs(differences, public_microbatches(trainer)[:1])
     except ParameterChanged:
         raise
     except NOT_TAKEN as error:
@@ -168,15 +184,13 @@ def _losses_at_both_signs(
 ) -> tuple[Tensor, Tensor] | None:
     if not public:
         return None
-    objective, directions = differences.objective, [Direction(0, k, 0) for k in range(_DRAWS)]
+    objective = differences.objective
     differences.objective = trial(objective)
     try:
-        pairs = [differences.losses(public, [direction]) for direction in directions]
+        return differences.losses(public, [Direction(0, 0, 0)])
     finally:
         differences.objective = objective
         differences.space.settle_()
-    plus, minus = zip(*pairs, strict=True)
-    return torch.cat(plus), torch.cat(minus)
 
 
 def judge_differences(plus: Tensor, minus: Tensor, smoothing: float) -> None:

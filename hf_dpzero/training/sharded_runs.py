@@ -31,6 +31,7 @@ from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.weights import open_weights
 from hf_dpzero.training import distributed
 from hf_dpzero.training.base_weights import saved_tensors, state_digest
+from hf_dpzero.training.fixed_shapes import blank_like, width_of
 
 logger = logging.get_logger(__name__)
 
@@ -279,10 +280,11 @@ def _blank_batch(trainer: Any) -> Mapping[str, Tensor]:
         batch: Mapping[str, Tensor] = trainer.training_rows().collate_rows([0])
         return batch
     row = shapes.collate_each([0])[0]
-    if shapes.slots == 1:
+    if shapes.one_by_one:
         return dict(row)
     row = shapes.in_bucket(row)
-    return dict(shapes.filled([shapes.blank(row) if shapes.blanks else row]))
+    blank, slots = blank_like(row, shapes.side), shapes.placement.rows_of(width_of(row), 0)
+    return dict(shapes.filled([blank], slots))
 
 
 def agreed(losses: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ size is sent.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,8 +24,7 @@ from torch import Tensor
 from hf_dpzero.estimators.stacked import STACK_BYTES
 from hf_dpzero.privacy.mechanisms import VectorMechanism
 from hf_dpzero.training.distributed import active, control_group, gather_blocks, sum_and_agree
-from hf_dpzero.training.fixed_shapes import FixedShapes
-from hf_dpzero.training.pass_sizes import expected_passes
+from hf_dpzero.training.placement import Placement
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -115,33 +115,13 @@ class Split:
 
         Args:
           values: of this process' rows.
-          agreed: `dealing.fingerprint` of the step.
+          agreed: `batches.fingerprint` of the step.
 
         Raises:
           RankError: another process has another step or batch; on all, before anything is released.
         """
         own = values if self.counts else [value * 0 for value in values]
         return sum_and_agree(own, agreed, _OTHER_BATCH)
-
-
-def busiest(rows: Mapping[int, int], expected: float, cost: float, shares: int) -> float:
-    """What the busiest of R shares evaluates for one direction and sign, in tokens.
-
-    A width w, each as likely as the others, is expected to fill p_w = E[ceil(N_w / n_w)] passes of
-    n_w rows, which take t_w = cost + n_w w. Dealt to R shares the total T = sum_w p_w t_w becomes T / R,
-    and (R - 1) / (2 R) of a mean pass more for the last round; a share has a pass at least.
-
-    Args:
-      rows: width w -> n_w.
-      expected: B.
-      cost: of a pass beside its tokens, in tokens.
-      shares: R.
-    """
-    times = {width: cost + count * width for width, count in rows.items()}
-    each = {w: expected_passes(expected / len(rows), [n])[0] for w, n in rows.items()}
-    total, count = sum(each[w] * times[w] for w in rows), sum(each.values())
-    mean = total / max(count, 1e-9)
-    return max(mean, total / shares + mean * (shares - 1) / (2 * shares))
 
 
 ALONE = Split()
@@ -154,7 +134,7 @@ def direction_shares(
     """D of the mesh that leaves the busiest process the fewest forward passes.
 
     D divides the number of processes and is at most K. The work is ceil(K / D) times what the busiest of
-    R = world / D shares evaluates (`busiest`). Shares of the rows alone (D = 1) stay unless
+    R = world / D shares evaluates (`Placement.busiest`). Shares of the rows alone (D = 1) stay unless
     another mesh saves a tenth: then K is large and B small, so that rows do not fill R shares.
 
     Args:
@@ -166,9 +146,9 @@ def direction_shares(
     Returns:
       D.
 
-    >>> direction_shares(4, 16, lambda R: busiest({8: 16, 16: 8}, 512, 40, R))
+    >>> direction_shares(4, 16, Placement(512, (1, 16), {8: 0.5, 16: 0.5}, 40.0).busiest)
     1
-    >>> direction_shares(4, 16, lambda R: busiest({8: 4, 16: 2}, 4, 40, R))
+    >>> direction_shares(4, 16, Placement(4, (1, 4), {8: 1.0}, 40.0).busiest)
     4
     """
     meshes = [d for d in range(1, world + 1) if world % d == 0 and d <= num_directions]
@@ -179,51 +159,39 @@ def direction_shares(
     return min(d for d in meshes if work[d] <= least * (1 + 1e-9))
 
 
-def split_shapes(
-    trainer: Any, sized: Callable[[float], FixedShapes | None], cost: float
-) -> tuple[FixedShapes | None, Split]:
-    """The mesh of a `DPZeroTrainer`'s run, and its fixed shapes.
+def split_placement(trainer: Any, placement: Placement) -> tuple[Placement, Split]:
+    """The mesh of a `DPZeroTrainer`'s run, and its placement.
 
-    The shapes are those of one process, so that losses have the same bits whatever the number of
-    processes, unless that takes the busiest one over a tenth longer than shapes for its share of the
+    The placement is that of one process, so that losses have the same bits whatever the number of
+    processes, unless that takes the busiest one over a tenth longer than one for its share of the
     rows. So it is where one process needs few passes: rows of one width, that go through one; or a GPU,
     where a pass costs much beside its rows. There `microbatch_size` can keep the bits.
 
     Args:
       trainer: with its arguments and its plan.
-      sized: B -> the shapes for so many rows; None without fixed shapes.
-      cost: of a pass beside its tokens, in tokens.
+      placement: for one process.
 
     Raises:
       ValueError: `direction_parallel_size` does not fit the processes, K or the method.
     """
-    expected, most = trainer.plan.sampler.expected_batch_size, trainer.args.physical_batch_size
 
-    def work(shapes: FixedShapes | None, shares: int) -> float:
-        if shapes is None:
-            return busiest({1: most}, expected, 0.0, shares)
-        if shapes.sizes is None or shapes.slots == 1:
-            return busiest({1: shapes.slots}, expected, 0.0, shares)
-        return busiest(shapes.sizes.rows, expected, cost, shares)
+    def best(shares: int) -> Placement:
+        own = dataclasses.replace(placement, repeats=shares)
+        return own if own.busiest(shares) < WORTH * placement.busiest(shares) else placement
 
-    def best(shares: int) -> tuple[float, FixedShapes | None]:
-        whole, own = sized(expected), sized(expected / shares)
-        kept = own if work(own, shares) < WORTH * work(whole, shares) else whole
-        return work(kept, shares), kept
-
-    split = choose_split(trainer, lambda shares: best(shares)[0])
-    return best(split.rows)[1], split
+    split = choose_split(trainer, lambda shares: best(shares).busiest(shares))
+    return best(split.rows), split
 
 
 def choose_split(trainer: Any, work: Callable[[int], float]) -> Split:
     """The mesh that `direction_parallel_size` asks for, or the one that leaves the least work.
 
     Args:
-      trainer: as in `split_shapes`.
+      trainer: as in `split_placement`.
       work: R -> what the busiest share evaluates for one direction and sign.
 
     Raises:
-      ValueError: as in `split_shapes`.
+      ValueError: as in `split_placement`.
     """
     args = trainer.resolved_args
     world, asked, averaged = (
@@ -271,8 +239,8 @@ def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
     V released numbers: an all-reduce of V + 2 integers and a broadcast of V floats, of 8 bytes each. So
     16 K + 16 for K directions, and 16 more with adaptive clipping. m groups: 2 m more, and what they
     release. A dense release of d coordinates: 4 d for the noised one, and of first-order methods 8 d for
-    the sums in float64. Under FSDP2 8 or 16 more, which agree on the number of passes; what
-    torch gathers and the trials of new shapes are left out. Comparing the weights
+    the sums in float64. Under FSDP2 8 more, which agree on the number of passes; what
+    torch gathers is left out. Comparing the weights
     (`rank_agreement.EVERY`) is left out: 8 bytes in a hundred steps.
 
     Args:
@@ -290,8 +258,7 @@ def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
     if groups is not None:
         fixed += 8 * (2 * groups.num_groups + groups.num_values)
     fixed += 12 * dimension if args.first_order else 4 * dimension * vector
-    if trainer.shards:  # the number of passes, and of those that try shapes
-        fixed += 8 * (1 + bool(trainer.shapes and trainer.shapes.slots > 1))
+    fixed += 8 * bool(trainer.shards)  # the number of passes
     shared = -(-args.num_directions // split.directions) if split.directions > 1 else 0
     return fixed, 8 * shared
 

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -270,3 +271,61 @@ def _configuration(model: nn.Module) -> dict[str, str]:
     config: Any = getattr(base_model(model), "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
     return {name: repr(value) for name, value in settings.items() if name not in _FILLED_IN}
+
+
+def check_widths(model: nn.Module) -> None:
+    """Refuses attention that changes with what was seen before, which no shape of a pass helps.
+
+    Args:
+      model: judged by its configuration.
+
+    Raises:
+      ValueError: block-sparse attention (BigBird, which leaves it for good at the first short batch), or
+        rotary positions of type `dynamic` (which remember the longest text).
+    """
+    config: Any = getattr(base_model(model), "config", None)
+    if getattr(config, "attention_type", None) == "block_sparse":
+        raise ValueError(
+            "attention_type='block_sparse' changes for all later texts once a short one was seen: load "
+            "the model with attention_type='original_full'."
+        )
+    if "dynamic" in rope_types(config):
+        raise ValueError(
+            "rope_type='dynamic' remembers the longest text, so losses depend on earlier examples: load "
+            "the model with a rope_type that does not (default, linear, yarn, llama3)."
+        )
+
+
+def check_kernels_are_fixed(device: str) -> None:
+    """Refuses kernels that are chosen by timing: private rows would choose how later ones are computed.
+
+    Args:
+      device: type of the device that the model runs on.
+
+    Raises:
+      ValueError: cudnn.benchmark or TunableOp is on, on a GPU.
+    """
+    if device != "cuda":
+        return
+    if torch.backends.cudnn.benchmark:
+        raise ValueError(
+            "torch.backends.cudnn.benchmark=True chooses convolutions by timing them on private "
+            "batches: set it to False."
+        )
+    if torch.cuda.tunable.is_enabled():
+        raise ValueError(
+            "torch.cuda.tunable is enabled (PYTORCH_TUNABLEOP_ENABLED) and chooses products by timing "
+            "them on private batches: call torch.cuda.tunable.enable(False)."
+        )
+
+
+def rope_types(config: Any) -> set[str]:
+    """The kinds of rotary positions that a configuration names, also nested ones."""
+    kinds: set[str] = set()
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = getattr(config, name, None)
+        nested: list[Any] = list(settings.values()) if isinstance(settings, Mapping) else []
+        for values in (settings, *nested):
+            if isinstance(values, Mapping):
+                kinds |= {str(values[key]) for key in ("rope_type", "type") if key in values}
+    return kinds

@@ -98,7 +98,7 @@ class ZerothOrderStep:
           learning_rate: alpha.
           groups: averaged clipping: the group of each example, in order.
           row_groups: group-robust training: the group of each example, in order.
-          agreed: `dealing.fingerprint` of the batch, compared between processes before any release.
+          agreed: `batches.fingerprint` of the batch, compared between processes before any release.
 
         Returns:
           The un-noised, weighted differences, float64 [B, K] (private: for opt-in diagnostics only);

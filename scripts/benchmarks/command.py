@@ -19,11 +19,10 @@ import torch
 import transformers
 
 import hf_dpzero
-from hf_dpzero.experiments.model_on_meta import SHAPES
 from scripts.benchmarks.capacity import CapacityTable, capacity, capacity_table
 from scripts.benchmarks.memory import measure_memory, peak_bytes
 from scripts.benchmarks.settings import CHOICES, PHASES, StepBench
-from scripts.benchmarks.shapes import PUBLISHED
+from scripts.benchmarks.shapes import PUBLISHED, SHAPES
 from scripts.benchmarks.timing import measure_time
 
 
@@ -96,8 +95,8 @@ def _rows(result: Mapping[str, Any]) -> list[str]:
     if result["settings"]["one_batch"] or result["settings"]["method"] != "dpzero":
         return []
     return [
-        f"private settings: Poisson batches in passes of {result['rows_per_pass']} rows, of which "
-        f"{100 * result['blank_share']:.0f} % were blanks; the bare passes run them too"
+        f"private settings: Poisson batches in passes of {result['rows_per_pass']:.1f} rows on average, "
+        f"of which {100 * result['blank_share']:.0f} % were blanks; the bare passes run them too"
     ]
 
 

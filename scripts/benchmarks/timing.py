@@ -47,7 +47,7 @@ def measure_time(bench: StepBench) -> dict[str, Any]:
                 result[name] = result[f"reference_{name}"]
     seconds = {name: statistics.median(v) for name, v in result["all_seconds"].items()}
     result["seconds"] = {"two_forwards": next(iter(seconds.values())), **seconds}
-    result |= {"rows_per_pass": bench.slots, "blank_share": batch.blank_share()}
+    result |= {"rows_per_pass": batch.rows_per_pass(), "blank_share": batch.blank_share()}
     result["dimension"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return result
 

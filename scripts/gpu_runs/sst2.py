@@ -1,11 +1,11 @@
 """SST-2 with all parameters of a MiniLM: DPZero with K directions against DP-AdamW, from a packed file.
 
-DPZero is the package's own step (`ZerothOrderStep`) on Poisson batches in one fixed shape: `slots` rows
-of 32 columns, the last of which is always padding, so that attention always has a mask; what is not
-full is filled up with blanks. Per-example gradients of DP-AdamW come from torch.func, `vmap(grad(loss))`
-over rows: the memory of one gradient a row, no hooks. Noise is that of a seeded generator, because the
-data are public and OpenDP may be missing: the epsilon of an outcome is that of the same run with secret
-noise.
+DPZero is the package's own step (`ZerothOrderStep`) on Poisson batches in passes of fixed sizes: the
+first has 1.25 B rows, of 32 columns, the last of which is always padding, so that attention always has a
+mask; what is not full is filled up with blanks. Per-example gradients of DP-AdamW come from torch.func,
+`vmap(grad(loss))` over rows: the memory of one gradient a row, no hooks. Noise is that of a seeded
+generator, because the data are public and OpenDP may be missing: the epsilon of an outcome is that of
+the same run with secret noise.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.mechanisms.gradient import clip_factors
 from hf_dpzero.privacy.noise import InsecureSeededNoise
-from hf_dpzero.privacy.sampling import PoissonSampler
+from hf_dpzero.privacy.sampling import PoissonSampler, place_order
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, pool
 from hf_dpzero.training.fixed_shapes import FixedShapes
+from hf_dpzero.training.placement import Placement, pass_cost, sizes_up_to
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 from scripts.gpu_runs.pack import EPSILONS, TRAIN_TOKENS
 from scripts.gpu_runs.results import Item
@@ -42,7 +43,7 @@ CLIP_PER_DIRECTION = 16.0
 """C of DPZero over the square root of K. Differences at the start: 13 in the median, 22 at 90 %."""
 GRADIENT_CLIP = 1.0
 SLOTS_FOR_BATCH = 1.25
-"""Rows of a pass, over the expected batch: a Poisson batch of 512 is larger once in 10^7."""
+"""Rows of a pass at most, over the expected batch: one of 512 is larger once in 10^7."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,11 @@ class DrawnRows:
             num_examples=len(self.rows["labels"]), expected_batch_size=size
         )
         self.key = seed.to_bytes(32, "little")
-        slots = max(2, round(SLOTS_FOR_BATCH * size))
-        self.shapes = FixedShapes(self._refuse, slots, collate_stacked=self.of)
+        sizes = sizes_up_to(max(2, round(SLOTS_FOR_BATCH * size)))
+        parameters = sum(weight.numel() for weight in packed.weights.values())
+        cost = pass_cost(torch.device(packed.device).type, parameters, low_precision=False)
+        placement = Placement(size, sizes, {0: 1.0}, cost)
+        self.shapes = FixedShapes(self._refuse, placement, collate_stacked=self.of)
 
     def of(self, indices: list[int]) -> dict[str, Tensor]:
         """The rows of `indices`."""
@@ -214,8 +218,10 @@ class DrawnRows:
         return self.sampler.batch(step, self.key).tolist()
 
     def fixed(self, step: int) -> list[Any]:
-        """A step's microbatches in the fixed shape."""
-        return self.shapes.microbatches(self.drawn(step))
+        """A step's microbatches in fixed shapes."""
+        chosen = np.array(self.drawn(step), dtype=np.int64)
+        order = place_order(len(chosen), step, self.key)
+        return self.shapes.microbatches(chosen[order].tolist())
 
     def _refuse(self, indices: list[int]) -> list[Mapping[str, Tensor]]:
         raise NotImplementedError("rows are stacked")

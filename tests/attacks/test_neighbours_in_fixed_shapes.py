@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import build, tiny_data, tiny_model
-from tiny_texts import differences
+from tiny_texts import differences, passes_of
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -53,7 +53,7 @@ def test_routed_experts_see_as_many_tokens_as_all_rows_send_them(tmp_path):
     )  # fmt: skip
     trainer.data_collator = pad
     trainer.train()
-    assert "experts" in couples_values(trainer.model) and trainer.shapes.slots == 1
+    assert "experts" in couples_values(trainer.model) and trainer.shapes.one_by_one
     assert trainer.privacy_report().forward_passes == "one example"
     whole = differences(trainer, list(range(60)))
     generator = torch.Generator().manual_seed(0)
@@ -68,8 +68,7 @@ def test_global_attention_is_as_wide_as_the_row_with_most():
     assert not couples_values(tiny_model())
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_positions_that_start_again_change_no_mask_of_other_rows(apart: bool):
+def test_positions_that_start_again_change_no_mask_of_other_rows():
     """Without a mask, transformers makes one where position_ids of any row of the batch start again."""
     rows = []
     for i in range(23):
@@ -79,7 +78,7 @@ def test_positions_that_start_again_change_no_mask_of_other_rows(apart: bool):
         )
 
     def masks(chosen: list[int]) -> dict[int, bool]:
-        shapes = FixedShapes(lambda of: [rows[i] for i in of], 4, unmasked_apart=apart)
+        shapes = FixedShapes(lambda of: [rows[i] for i in of], passes_of(4))
         made = shapes.microbatches(chosen)
         packed = [bool((m["position_ids"].diff() != 1).any()) for m in made]
         return {chosen[i]: p for m, p in zip(made, packed, strict=True) for i in m.places}
@@ -115,50 +114,5 @@ def test_row_0_does_not_choose_what_fills_up_microbatches(tmp_path, with_public:
             check_before_training(trainer)
         except ValueError:
             continue  # a private row may stop a run
-        outcomes.append((trainer.shapes.slots, trainer.shapes.blanks))
+        outcomes.append(repr(trainer.shapes.placement))
     assert outcomes and len(set(outcomes)) == 1
-
-
-class CoupledOnPublic(nn.Module):
-    """Adds the batch's mean where high tokens occur, which only public rows have."""
-
-    single_pass = True
-
-    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
-        losses = sequence_classification_objective(model, inputs)
-        return losses + losses.mean() * bool((inputs["input_ids"] >= 40).any())
-
-
-def test_coupling_that_public_rows_show_is_not_passed_over(tmp_path):
-    data = tiny_data(400).filter(lambda row: max(row["input_ids"]) < 40)
-    public = tiny_data(60, seed=9)
-    objective = {"compute_per_example_loss": CoupledOnPublic(), "eval_dataset": public}
-    trainer = build(tmp_path, data=data, trainer_settings=objective)
-    with pytest.raises(ValueError, match="depends on the other examples"):
-        check_before_training(trainer)
-
-
-class RoundsOddSlots(nn.Module):
-    """Rounds a fifth of all rows otherwise in odd slots, as products of two rows at a time do."""
-
-    single_pass = True
-
-    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
-        losses = sequence_classification_objective(model, inputs)
-        odd = torch.arange(len(losses)) % 2 == 1
-        return torch.where(
-            odd & (inputs["input_ids"][:, 1] % 5 == 0), losses * (1 + 2.0**-20), losses
-        )
-
-
-def test_rounding_by_slot_that_most_rows_do_not_show_is_found(tmp_path):
-    """A trial of one row for each shape passed float32 BERT, where 17 of 60 rows differ in odd slots."""
-    data = [
-        row for row in tiny_data(300) if row["input_ids"][1] % 5 or row["input_ids"][0] % 3 == 0
-    ]
-    public = [dict(row) for row in tiny_data(64, seed=9)]
-    public.insert(0, next(row for row in public if row["input_ids"][1] % 5))
-    objective = {"compute_per_example_loss": RoundsOddSlots(), "eval_dataset": public}
-    trainer = build(tmp_path, data=data, trainer_settings=objective)
-    check_before_training(trainer)
-    assert trainer.shapes.slots == 1

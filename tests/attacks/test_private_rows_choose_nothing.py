@@ -8,6 +8,7 @@ import datasets
 import pytest
 import torch
 from tiny_runs import build, tiny_data, tiny_model
+from tiny_texts import passes_of
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
@@ -117,7 +118,7 @@ def test_rows_with_longer_answers_stand_beside_others_of_their_kind():
         {"input_ids": i, "attention_mask": [[1] * 8] * 2, "answer_lengths": [n, 1], "labels": 0}
         for i, n in zip(ids, (1, 1, 5, 1, 6, 1), strict=True)
     ]
-    made = FixedShapes(Rows(rows, candidates).collate_each, slots=3).microbatches(range(6))
+    made = FixedShapes(Rows(rows, candidates).collate_each, passes_of(3)).microbatches(range(6))
     lengths = [m["answer_lengths"][: m.examples] for m in made]
     longest = [sorted(set(of_rows.max(1).values.tolist())) for of_rows in lengths]
     assert longest == [[1], [1], [5, 6]] and Candidates is not None
@@ -185,8 +186,9 @@ def test_the_first_row_does_not_choose_how_many_run_together(tmp_path):
     """Without a mask it put 16 rows of others in a microbatch, not 8: their sum moved by 4 clips."""
     rows = list(tiny_data())
     odd = {name: cell for name, cell in rows[0].items() if name != "attention_mask"}
-    for data in ([odd, *rows], [*rows, odd]):
-        trainer = build(tmp_path, data=data, trainer_settings={"eval_dataset": None})
+    for number, data in enumerate(([odd, *rows], [*rows, odd])):
+        folder = tmp_path / str(number)
+        trainer = build(folder, data=data, trainer_settings={"eval_dataset": None})
         trainer.data_collator = mask_where_it_is_given
         with pytest.raises(ValueError, match="other tensors than row 0"):
             trainer.train()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_runs import build, tiny_model
+from tiny_texts import passes_of
 from torch import Tensor
 from transformers import (
     OPTConfig,
@@ -77,7 +78,7 @@ def test_removing_a_row_moves_the_sum_by_no_more_than_the_clip(model: Any, smoot
     differences = FiniteDifferences(
         network, space, sequence_classification_objective, smoothing, strategy="whole_model"
     )
-    shapes = FixedShapes(lambda indices: [rows[i] for i in indices], SLOTS, most=79)
+    shapes = FixedShapes(lambda indices: [rows[i] for i in indices], passes_of(SLOTS), most=79)
     mechanism = ScalarMechanism(clip=C, noise_multiplier=1.0, expected_batch_size=64)
     generator, u = np.random.default_rng(3), [Direction(5, 0)]
 
@@ -116,7 +117,7 @@ def test_copies_of_a_row_and_one_long_row(tmp_path: Any):
         network, space, sequence_classification_objective, smoothing, strategy="whole_model"
     )
     data = [short] * 511 + [long]
-    shapes = FixedShapes(lambda indices: [data[i] for i in indices], 512, most=64)
+    shapes = FixedShapes(lambda indices: [data[i] for i in indices], passes_of(512), most=64)
     mechanism = ScalarMechanism(clip=C, noise_multiplier=1.0, expected_batch_size=512)
     sums = [
         mechanism.clip_sum(differences(shapes.microbatches(range(n)), [Direction(5, 0)]))[0]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from tiny_runs import build, tiny_data
-from torch import Tensor, nn
+from tiny_texts import passes_of
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForSequenceClassification
 
 from hf_dpzero.objectives.heads import causal_lm_objective, sequence_classification_objective
 from hf_dpzero.privacy.mechanisms import DPSGD
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
-from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.fixed_shapes import FixedShapes
 
 
@@ -35,7 +33,7 @@ def gpt2() -> GPT2LMHeadModel:
 def test_a_neighbour_labelled_from_its_first_token_changes_no_bit():
     """`logits_to_keep` is computed from a batch's labels; rows that differ in it never meet."""
     rows = [row(32, 31, seed) for seed in range(63)] + [row(32, 0, 99)]
-    shapes = FixedShapes(lambda indices: [rows[i] for i in indices], slots=64, most=64)
+    shapes = FixedShapes(lambda indices: [rows[i] for i in indices], passes_of(64), most=64)
     model = gpt2()
 
     def losses(indices: Any) -> Tensor:
@@ -49,7 +47,7 @@ def test_a_neighbour_labelled_from_its_first_token_changes_no_bit():
 
 def test_rows_with_other_numbers_of_answers_do_not_meet():
     rows = [row(32, first, first) for first in (31, 30, 28, 24, 16)]
-    shapes = FixedShapes(lambda indices: [rows[i] for i in indices], slots=8, most=64)
+    shapes = FixedShapes(lambda indices: [rows[i] for i in indices], passes_of(8), most=64)
     assert len(shapes.microbatches(range(5))) == 5  # 1, 2, 4, 8 and 16 labelled tokens
 
 
@@ -63,37 +61,12 @@ def test_classifiers_that_look_for_the_last_pad_token_read_the_same_row():
             )
         ).eval()  # fmt: skip
     one = {**row(5, 0, 3), "labels": torch.tensor([1])}
-    shapes = FixedShapes(lambda _: [one], slots=2, most=64, pad=1)
+    shapes = FixedShapes(lambda _: [one], passes_of(2), most=64, pad=1)
     with torch.no_grad():
         (m,) = shapes.microbatches([0])
         assert m["input_ids"].shape == (2, 8)
         found = sequence_classification_objective(model, dict(m))[:1]
         torch.testing.assert_close(found, sequence_classification_objective(model, one))
-
-
-class OneRowCouples(nn.Module):
-    """A loss that has other bits in a batch that holds one certain token."""
-
-    single_pass = True
-
-    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
-        losses = sequence_classification_objective(model, inputs)
-        return losses * (1 + 3e-6 * bool((inputs["input_ids"] == 49).any()))
-
-
-def test_private_rows_stop_a_run_and_do_not_choose_how_it_computes(tmp_path: Any):
-    data = tiny_data(120)
-    clean = data.filter(lambda r: 49 not in r["input_ids"])
-    public = tiny_data(60, seed=9).filter(lambda r: 49 not in r["input_ids"])
-    settings: dict[str, Any] = {
-        "expected_batch_size": 40,
-        "trainer_settings": {"compute_per_example_loss": OneRowCouples(), "eval_dataset": public},
-    }
-    trainer = build(tmp_path / "clean", data=clean, **settings)
-    check_before_training(trainer)
-    assert trainer.shapes.slots > 1
-    with pytest.raises(ValueError, match="set microbatch_size=1"):
-        check_before_training(build(tmp_path / "one", data=data, **settings))
 
 
 def test_norms_of_constant_and_strided_rows_are_accurate():

@@ -29,6 +29,9 @@ from hf_dpzero.privacy.sampling import (
     TruncatedPoissonSampler,
 )
 
+COUNTED = 2**36 // 65
+"""What a row adds to the count at most, in units of 2^-31: 2^30 / (1 + 2^-6)."""
+
 CLASSES = [AdaptiveScalarMechanism, AdaptiveDPSGD, AdaptiveDPAdamW]
 DELTA = 1e-5
 
@@ -86,25 +89,41 @@ def hostile_rows(k: int, clip: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("clip", [2.0, 0.1])
-def test_one_example_moves_both_parts_by_1_over_z_together(k, clip):
-    """add_or_remove_one and replace_special; and the total is the sum of what each brings alone."""
+def test_one_example_moves_both_parts_by_what_a_row_may_add(k, clip):
+    """The total is the sum of what each brings alone; with a displaced row it is 1/z: test_radius."""
     m = adaptive(clip=clip, num_directions=k)
     rows = hostile_rows(k, clip)
     moves = [squared(p) for p in contributions(m, rows)]
-    bound = Fraction(1) / Fraction(m.noise_multiplier) ** 2
+    parts = Fraction(256, 257) / Fraction(m.sum_multiplier), Fraction(64, 65) / Fraction(5)
+    bound = sum(part**2 for part in parts)
     assert bound * Fraction(1 - 1e-8) <= max(moves) <= bound
     alone = [m.clip_sum(row[None]) for row in rows]
     assert m.clip_sum(rows) == [sum(column) for column in zip(*alone, strict=True)]
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_one_exchanged_example_moves_both_parts_by_2_over_z_together(k):
+def test_one_exchanged_example_moves_both_parts_most_at_the_ends_of_the_ramp(k):
+    """From 3C/4 (counted whole) to -9 (clipped, not counted); the sum of two squares is convex."""
     m = adaptive(num_directions=k)
-    rows = torch.cat([hostile_rows(k, 2.0)[::9], 2.0 * torch.eye(k)[:1], -9.0 * torch.eye(k)[:1]])
+    rows = torch.cat([hostile_rows(k, 2.0)[::9], 1.5 * torch.eye(k)[:1], -9.0 * torch.eye(k)[:1]])
     points = contributions(m, rows)
     moves = [squared(p, q) for p in points for q in points]
-    bound = Fraction(2) ** 2 / Fraction(m.noise_multiplier) ** 2
-    assert bound * Fraction(1 - 1e-8) <= max(moves) <= bound
+    parts = (
+        (Fraction(256, 257) + Fraction(3, 4)) / Fraction(m.sum_multiplier),
+        Fraction(2 * 64, 65 * 5),
+    )
+    bound = sum(part**2 for part in parts)
+    assert bound * Fraction(1 - 1e-8) <= max(moves) <= bound < Fraction(4, 9)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_count_falls_linearly_from_three_to_five_quarters_of_the_clip(cls):
+    m = adaptive(cls, clip=4.0)
+    halves = {0.0: 0.5, 3.0: 0.5, 3.5: 0.25, 4.0: 0.0, 4.25: -0.125, 5.0: -0.5, 1e300: -0.5}
+    for norm, half in halves.items():
+        norms = torch.tensor([norm], dtype=torch.float64)
+        *_, count = m.clip_sum(norms[:, None]) if hasattr(m, "clip_sum") else m.count(norms)
+        assert count == int(2 * half * (COUNTED + 1 / 65))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -114,7 +133,7 @@ def test_what_is_not_finite_moves_neither_part(value):
     bad = torch.tensor([[value, 0.0]])
     assert m.clip_sum(torch.cat([good, bad])) == m.clip_sum(good)
     gradients = adaptive(AdaptiveDPSGD)
-    assert gradients.count(torch.tensor([1.0, 7.0, 0.5, value])) == [GRID_RADIUS]
+    assert gradients.count(torch.tensor([1.0, 7.0, 0.5, value])) == [COUNTED]
     assert gradients.weights(torch.tensor([value])).tolist() == [0.0]
 
 
@@ -217,9 +236,9 @@ def test_calibration_says_when_the_count_has_too_little_noise():
 
 
 def test_release_of_scalars():
-    m = adaptive(num_directions=2, noise_multiplier=0.0)
+    m = adaptive(num_directions=2, noise_multiplier=0.0, clip=2.0 * 257 / 256)
     assert not m.private
-    x = torch.tensor([[1.0, -1.0], [3.0, 4.0], [0.5, 0.5]])  # norms 1.41, 5, 0.71; C = 2
+    x = torch.tensor([[1.0, -1.0], [3.0, 4.0], [0.5, 0.5]])  # norms 1.41, 5, 0.71; the radius is 2
     expected = [(1.0 + 1.2 + 0.5) / 16, (-1.0 + 1.6 + 0.5) / 16, (2 - 1) / 2 / 16 + 0.5]
     assert m.release(m.clip_sum(x), 0, SecureNoise()) == pytest.approx(expected, rel=1e-6)
     with pytest.raises(ValueError, match="total has 2 entries"):
@@ -248,15 +267,15 @@ def check_deviation(draws: np.ndarray, deviation: float) -> None:
 
 @pytest.mark.false_alarm(5e-7)  # four of 1e-7, and 4e-8 of the power at 500 draws
 def test_noise_has_the_accounted_scales():
-    """z_d C / B on each mean and on gradients, sigma_b / B on the fraction."""
+    """z_d C / B on each mean and on gradients, (1 + 2^-6) sigma_b / B on the fraction."""
     m, dense = adaptive(num_directions=8), adaptive(AdaptiveDPAdamW)
     source = SecureNoise()
     released = np.array([m.release([0] * 9, 0, source) for _ in range(500)])
     counts = np.array([dense.release_count([0], 0, source)[0] for _ in range(500)])
     check_deviation(released[:, :-1].ravel(), 3.75 * 2.0 / 16)
     check_deviation(dense.release_part(np.zeros(10_000), source, 0, 0), 3.75 * 2.0 / 16)
-    check_deviation(released[:, -1] - 0.5, 2.5 / 16)
-    check_deviation(counts - 0.5, 2.5 / 16)
+    check_deviation(released[:, -1] - 0.5, 2.5 * 65 / 64 / 16)
+    check_deviation(counts - 0.5, 2.5 * 65 / 64 / 16)
 
 
 @pytest.mark.false_alarm(1e-11)  # Student, r = 0.3 of 500
@@ -307,7 +326,7 @@ def test_what_does_not_adapt_stays_itself():
 
 def test_the_clip_stays_in_range():
     m = adaptive(clip_learning_rate=1.0)
-    assert at(m, [(0.0, 1e6)]).clip == pytest.approx(2.0 * 2.0**-20)
+    assert at(m, [(0.0, 1e6)]).clip == pytest.approx(2.0 * 2.0**-10)
     assert at(m, [(0.0, -1e6)]).clip == pytest.approx(2.0 * 2.0**20)
     assert at(adaptive(clip=2.0**60), [(0.0, -1e6)]).clip == 2.0**64
 

@@ -47,8 +47,8 @@ def test_no_contribution_exceeds_the_clip_and_some_attain_it(clip, clipping):
     weights = mechanism(clip=clip, clipping=clipping).weights(norms)
     assert weights.dtype == torch.float32
     sizes = weights.double() * norms.double()
-    assert (sizes <= clip * (1 - 2.0**-17)).all()
-    assert sizes.max() >= clip * (1 - 2.0**-15)
+    assert (sizes <= clip / (1 + 2.0**-8) * (1 - 2.0**-17)).all()
+    assert sizes.max() >= clip / (1 + 2.0**-8) * (1 - 2.0**-15)
 
 
 @pytest.mark.parametrize("clipping", ["fixed", "automatic", "averaged"])
@@ -65,16 +65,17 @@ def test_factors_that_float32_rounds_coarsely_are_zero(clipping):
 
 
 def test_fixed_weights_are_abadis():
-    """min(1, C / norm): nothing is touched below the bound, everything is on it above."""
-    m = mechanism(clip=2.0)
+    """min(1, r / norm): nothing is touched below the bound, everything is on it above."""
+    m = mechanism(clip=2.0 * 257 / 256)
+    assert m.radius == 2.0
     assert m.weights(torch.tensor([0.0, 1e-30, 1.0, 1.9999])).tolist() == [1.0] * 4
     weights = m.weights(torch.tensor([3.0, 8.0, 1e30]))
     assert weights.tolist() == pytest.approx([2 / 3, 1 / 4, 2e-30], rel=2e-5)
 
 
 def test_automatic_weights_are_auto_s_times_c():
-    """C / (norm + gamma): the size of a contribution grows with the norm and stays below C."""
-    m = mechanism(clip=2.0, clipping="automatic", clip_stability=0.5)
+    """r / (norm + gamma): the size of a contribution grows with the norm and stays below r = 2."""
+    m = mechanism(clip=2.0 * 257 / 256, clipping="automatic", clip_stability=0.5)
     norms = torch.tensor([0.0, 0.5, 1.5, 99.5])
     assert m.weights(norms).tolist() == pytest.approx([4.0, 2.0, 1.0, 0.02], rel=2e-5)
     sizes = m.weights(norms) * norms
@@ -94,7 +95,7 @@ def test_norms_that_are_not_finite_weigh_nothing(clipping):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_every_dtype_and_no_examples(dtype):
-    m = mechanism()
+    m = mechanism(clip=2.0 * 257 / 256)
     assert m.weights(torch.empty(0, dtype=dtype)).shape == (0,)
     assert m.weights(torch.tensor([4.0], dtype=dtype)).tolist() == pytest.approx([0.5], rel=2e-5)
 
@@ -166,16 +167,16 @@ def worst_moves(m: GradientMechanism) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_averaged_clipping_moves_by_2c_under_every_relation_and_never_by_more(groups):
-    """From -C to +C by one example, however many others are averaged with it: no gain of 1/m."""
-    m = mechanism(clip=1.5, clipping="averaged", clip_groups=groups)
+def test_averaged_clipping_moves_by_2_radii_under_every_relation_and_never_by_more(groups):
+    """From -r to +r by one example, however many others are averaged with it: no gain of 1/m."""
+    m = mechanism(clip=1.5 * 257 / 256, clipping="averaged", clip_groups=groups)
     worst = worst_moves(m)
     for found, relation in (
         (worst["add"], "add_or_remove_one"),
         (worst["add"], "replace_special"),
         (worst["replace"], "replace_one"),
     ):
-        assert m.sensitivity(relation) == 3.0
+        assert m.sensitivity(relation) == 2 * m.clip
         assert 3.0 * (1 - 1e-4) <= found <= 3.0
 
 

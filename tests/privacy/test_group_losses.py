@@ -42,6 +42,8 @@ from hf_dpzero.privacy.schedules import noise_schedule_from_dict
 
 THREE = {"names": ("a", "b", "c"), "shares": (0.5, 0.3, 0.2)}
 UNIT = 2**30
+ROW = 2**38 // 257
+"""What a row adds at most, in units of 2^-30: 2^30 / (1 + 2^-8)."""
 KINDS = [BalancedGroups, PerStepGroups, PrefixSumGroups, VertexGroups]
 SAMPLERS = {
     "poisson": PoissonSampler(num_examples=1000, expected_batch_size=100),
@@ -116,7 +118,8 @@ def hostile(count: int, seed: int) -> np.ndarray:
     return generator.choice([*extremes, *generator.uniform(0, 3, 8)], size=count)
 
 
-def test_one_example_moves_one_coordinate_by_one_and_a_replacement_by_two():
+def test_one_example_moves_one_coordinate_by_what_a_row_adds_and_a_replacement_by_twice_that():
+    """The rest of the sensitivities, 1 and 2, is a displaced row's: test_radius."""
     groups, generator = PerStepGroups(**THREE), np.random.Generator(np.random.PCG64(0))
     largest = {"add": 0.0, "replace": 0.0}
     for seed in range(300):
@@ -130,20 +133,20 @@ def test_one_example_moves_one_coordinate_by_one_and_a_replacement_by_two():
         assert np.count_nonzero(added) <= 1
         largest["add"] = max(largest["add"], float(np.linalg.norm(added)))
         largest["replace"] = max(largest["replace"], float(np.linalg.norm(moved)))
-    assert largest == {"add": 1.0, "replace": 2.0}  # attained, and never exceeded
+    assert largest == {"add": ROW / UNIT, "replace": 2 * ROW / UNIT}  # attained, and never exceeded
 
 
 def test_losses_that_are_no_numbers_and_empty_groups_count_nothing():
     groups = PerStepGroups(**THREE, loss_bound=4.0)
     assert groups.total(np.array([math.nan, math.inf, -math.inf]), [0, 1, 2]) == [0, 0, 0]
     assert groups.total(np.zeros(0), []) == [0, 0, 0]
-    assert groups.total(np.array([4.0, 1.0]), [0, 0]) == [UNIT - UNIT // 2, 0, 0]
+    assert groups.total(np.array([4.0, 1.0]), [0, 0]) == [ROW - ROW // 2, 0, 0]
     with pytest.raises(ValueError, match="one for each"):
         groups.total(np.zeros(2), [0])
 
 
 def test_weights_before_the_clip_leave_the_sensitivity_alone():
-    """Whatever the weights: the sum of clipped weighted rows moves by C at most, and by C."""
+    """Whatever the weights: the sum of clipped weighted rows moves by the radius at most, and by it."""
     mechanism = ScalarMechanism(
         clip=2.0, noise_multiplier=1.0, expected_batch_size=4, num_directions=3
     )
@@ -157,9 +160,9 @@ def test_weights_before_the_clip_leave_the_sensitivity_alone():
         ]
         whole, rest = mechanism.clip_sum(weights * x), mechanism.clip_sum((weights * x)[1:])
         moved = math.hypot(*(a - b for a, b in zip(whole, rest, strict=True)))
-        assert moved <= UNIT
+        assert moved <= ROW
         reached = max(reached, moved)
-    assert reached > 0.999 * UNIT
+    assert reached > 0.999 * ROW
     # weights after the clip would not do
     clipped = np.array(mechanism.clip_sum(torch.tensor([[9.0, 0.0, 0.0]])), dtype=float)
     assert np.linalg.norm(5 * clipped) > UNIT
@@ -486,7 +489,7 @@ def test_one_group_has_the_weight_one():
 def test_the_default_rate_is_that_of_multiplicative_weights():
     groups = PerStepGroups(**THREE, loss_bound=2.0)
     assert groups.default_rate(200) == pytest.approx(math.sqrt(2 * math.log(3) / 200) / 2)
-    sums = np.array([10.0, 0.0, 0.0])
+    sums = np.array([10.0, 0.0, 0.0]) / (1 + 2.0**-8)
     odds = math.exp(groups.default_rate(200) * 2 / (2 * 50 * 0.5) * 10)
     assert groups.softmax(sums, 50, 200)[0] == pytest.approx(odds / (odds + 2))
 

@@ -25,6 +25,8 @@ from hf_dpzero.privacy.mechanisms import (
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 
 NOISE = InsecureSeededNoise(0)
+ROW = 2**38 // 257
+"""What a row adds at most, in units of 2^-30 C: 2^30 / (1 + 2^-8)."""
 CLIPS = [0.1, 7.3, 1e9]
 
 
@@ -35,36 +37,36 @@ def scalar(
     return ScalarMechanism(clip=clip, num_directions=k, distribution=distribution, **more)
 
 
-def adversarial_rows(k: int, clip: float, distribution: str) -> np.ndarray:
+def adversarial_rows(k: int, radius: float, distribution: str) -> np.ndarray:
     """Rows of every size from 1e-300 to 1e300, on the axes, and within rounding of the bound."""
     rng = np.random.default_rng(k)
     directions = rng.standard_normal((400, k)) * 10.0 ** rng.uniform(-3, 3, (400, k))
     order = 2 if distribution == "gaussian" else 1
     unit = directions / np.linalg.norm(directions, ord=order, axis=1, keepdims=True)
     ulps = 1 + np.arange(-8, 9) * np.finfo(float).eps
-    at_bound = np.concatenate([unit[:40] * clip * u for u in ulps])
-    ones = np.ones((1, k)) * clip * np.array([[1.0], [k**-0.5], [1 / k]])
+    at_bound = np.concatenate([unit[:40] * radius * u for u in ulps])
+    ones = np.ones((1, k)) * radius * np.array([[1.0], [k**-0.5], [1 / k]])
     sizes = np.array([1e-300, 1e-30, 0.5, 1.0, 2.0, 1e30, 1e300])
     sized = (unit[:50, None, :] * sizes[None, :, None]).reshape(-1, k)
-    axes = np.concatenate([np.eye(k) * s * clip for s in (1.0, -1.0, 3.0, -1e9)])
-    invisible = axes + clip * 2.0**-30 * rng.integers(-3, 4, axes.shape)
+    axes = np.concatenate([np.eye(k) * s * radius for s in (1.0, -1.0, 3.0, -1e9)])
+    invisible = axes + radius * 2.0**-30 * rng.integers(-3, 4, axes.shape)
     return np.concatenate([directions, at_bound, ones, sized, axes, invisible])
 
 
 def norm_power(integers: list[int], distribution: str) -> tuple[int, int]:
     """(norm^p, radius^p) in exact integers: p = 2 for Gaussian noise, 1 for Laplace."""
     if distribution == "gaussian":
-        return sum(v * v for v in integers), GRID_RADIUS**2
-    return sum(map(abs, integers)), GRID_RADIUS
+        return sum(v * v for v in integers), ROW**2
+    return sum(map(abs, integers)), ROW
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
 @pytest.mark.parametrize("k", [1, 4, 16])
 @pytest.mark.parametrize("clip", CLIPS)
-def test_one_row_never_exceeds_the_sensitivity_and_attains_it(k, clip, distribution):
-    """Add or remove: the total moves by exactly the row's own integer vector."""
+def test_one_row_never_exceeds_the_radius_and_attains_it(k, clip, distribution):
+    """Add or remove: the total moves by exactly the row's own integer vector. More: test_radius."""
     mechanism = scalar(k, clip, distribution)
-    rows = torch.from_numpy(adversarial_rows(k, clip, distribution))
+    rows = torch.from_numpy(adversarial_rows(k, mechanism.radius, distribution))
     others = mechanism.clip_sum(rows)
     worst = 0
     for row in rows:
@@ -83,40 +85,42 @@ def test_one_row_never_exceeds_the_sensitivity_and_attains_it(k, clip, distribut
 
 @pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
 @pytest.mark.parametrize("k", [1, 16])
-def test_replacing_one_row_moves_at_most_twice_the_clip_and_attains_it(k, distribution):
+def test_replacing_one_row_moves_at_most_twice_the_radius_and_attains_it(k, distribution):
     mechanism = scalar(k, 0.1, distribution)
     rows = [
         mechanism.clip_sum(torch.from_numpy(r)[None])
-        for r in adversarial_rows(k, 0.1, distribution)[::7]
+        for r in adversarial_rows(k, mechanism.radius, distribution)[::7]
     ]
     power = 2 if distribution == "gaussian" else 1
     moves = [
         norm_power([a - b for a, b in zip(x, y, strict=True)], distribution)[0]
         for x, y in itertools.product(rows[:60], rows)
     ]
-    assert max(moves) <= (2 * GRID_RADIUS) ** power
+    assert max(moves) <= (2 * ROW) ** power
     axis = torch.zeros(1, k)
     axis[0, 0] = 1e9
     up, down = mechanism.clip_sum(axis), mechanism.clip_sum(-axis)
     moved = norm_power([a - b for a, b in zip(up, down, strict=True)], distribution)[0]
-    assert moved == (2 * GRID_RADIUS) ** power
+    assert moved == (2 * ROW) ** power
     assert mechanism.sensitivity("replace_one") == 0.2
 
 
 @pytest.mark.parametrize(("size", "small"), [(1.0, 1), (1e9, 8)])
 def test_the_integer_check_catches_what_float64_cannot_see(size, small):
-    """(2^30, s) has norm^2 = 2^60 + s^2 > 2^60, and its float64 norm rounds to 2^30 exactly."""
+    """(R, s) has norm^2 = R^2 + s^2 > R^2, and its float64 norm rounds to R exactly."""
     mechanism = scalar(2, 1.0)
-    row = torch.tensor([[size, size * small * 2.0**-30]], dtype=torch.float64)
+    size *= mechanism.radius
+    row = torch.tensor([[size, size * small / ROW]], dtype=torch.float64)
     assert float(row.norm()) == size
     first, second = mechanism.clip_sum(row)
-    assert first**2 + second**2 <= GRID_RADIUS**2
-    assert (first, second) == (GRID_RADIUS - 1, small - 1)
+    assert first**2 + second**2 <= ROW**2
+    assert (first, second) == (ROW - 1, small - 1)
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
 def test_clipping_keeps_direction_and_truncates_toward_zero(distribution):
-    mechanism = scalar(2, 5.0, distribution)
+    mechanism = scalar(2, 5.0 * 257 / 256, distribution)
+    assert mechanism.radius == 5.0
     at_bound = [3.0, -4.0] if distribution == "gaussian" else [15 / 7, -20 / 7]
     cases = [
         ([30.0, -40.0], at_bound),
@@ -229,7 +233,7 @@ def test_two_releases_of_the_same_total_differ():
     assert mechanism.release([0] * 4, 3, NOISE) == mechanism.release([0] * 4, 3, NOISE)
 
 
-def vector(k: int = 1, clip: float = 6.0, **more) -> VectorMechanism:
+def vector(k: int = 1, clip: float = 6.0 * 257 / 256, **more) -> VectorMechanism:
     more = {"noise_multiplier": 1.0, "expected_batch_size": 2, **more}
     return VectorMechanism(clip=clip, num_directions=k, **more)
 
@@ -252,10 +256,10 @@ def test_vector_mechanism_clips_along_the_direction():
 
 
 def test_vector_mechanism_with_one_direction_is_what_it_was():
-    """|s| clipped at C / ||u||, each term truncated to 2^-30 of the power of two below the bound."""
+    """|s| clipped at r / ||u||, each term truncated to 2^-30 of the power of two below the bound."""
     x = torch.randn(64, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for norm in (2.3, 17.0, math.sqrt(11)):
-        bound = 0.3 / norm
+        bound = 0.3 / (1 + 2.0**-8) / norm
         grid = 2.0 ** (math.floor(math.log2(bound)) - 30)
         terms = [int(min(max(s, -bound), bound) / grid) for s in x[:, 0].tolist()]
         assert vector(1, 0.3).clip_sum(x, along(norm)) == (sum(terms) * grid,)
@@ -281,34 +285,34 @@ def squared_norm(coefficients: tuple[float, ...], u: np.ndarray) -> Fraction:
 
 @pytest.mark.parametrize("kind", ["signs", "close", "nearly equal", "equal"])
 @pytest.mark.parametrize("k", [2, 5])
-def test_one_vector_never_exceeds_the_clip_in_exact_arithmetic(k, kind):
+def test_one_vector_never_exceeds_the_radius_in_exact_arithmetic(k, kind):
     u = directions(k, kind)
     mechanism, gram = vector(k, 0.7), u @ u.T
     cancelling = np.zeros((4, k))
     cancelling[:, 0], cancelling[:, 1] = [1, 1e5, 1e12, 1e30], [-1, -1e5, -1e12, -1e30]
-    rows = np.concatenate([adversarial_rows(k, 0.7, "gaussian")[::17], cancelling])
-    worst = Fraction(0)
+    rows = np.concatenate([adversarial_rows(k, mechanism.radius, "gaussian")[::17], cancelling])
+    bound, worst = Fraction(0.7) / (1 + Fraction(1, 256)), Fraction(0)
     for row in torch.from_numpy(rows):
         squared = squared_norm(mechanism.clip_sum(row[None], gram), u)
-        assert squared <= Fraction(0.7) ** 2
+        assert squared <= bound**2
         worst = max(worst, squared)
-    assert worst >= (Fraction(0.7) * Fraction(1 - 2.0**-19)) ** 2
+    assert worst >= (bound * Fraction(1 - 2.0**-19)) ** 2
 
 
 def test_several_directions_clip_the_vector_that_they_span():
-    """Against d-vectors made in full: scaled to norm C as wholes, then added."""
-    u = directions(3, "signs")
+    """Against d-vectors made in full: scaled to norm r = 2 as wholes, then added."""
+    u, mechanism = directions(3, "signs"), vector(3, 2.0 * 257 / 256)
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     vectors = x.numpy() @ u
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     assert (norms > 2).sum() > 5
     assert (norms < 2).sum() > 5
     expected = (vectors * np.minimum(1, 2.0 / norms)).sum(axis=0)
-    found = np.array(vector(3, 2.0).clip_sum(x, torch.from_numpy(u @ u.T))) @ u
+    found = np.array(mechanism.clip_sum(x, torch.from_numpy(u @ u.T))) @ u
     assert np.abs(found - expected).max() < 40 * 2.0 * 2.0**-20
     bad = torch.tensor([[math.nan, 0, 0], [0, math.inf, 0]], dtype=torch.float64)
-    mixed = vector(3, 2.0).clip_sum(torch.cat([bad, x]), u @ u.T)
-    assert mixed == vector(3, 2.0).clip_sum(x, u @ u.T)
+    mixed = mechanism.clip_sum(torch.cat([bad, x]), u @ u.T)
+    assert mixed == mechanism.clip_sum(x, u @ u.T)
 
 
 @pytest.mark.parametrize(

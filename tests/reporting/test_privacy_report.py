@@ -234,6 +234,19 @@ def test_caveats_state_what_is_assumed() -> None:
     assert "1/n" not in text
 
 
+def test_a_caveat_says_what_places_in_a_forward_pass_may_cost() -> None:
+    def own(passes: str) -> str:
+        (words,) = set(report(forward_passes=passes).caveats) - set(report().caveats)
+        return words
+
+    several, alone = own("fixed shapes"), own("one example")
+    assert "at most 2^-8 of the clipping norm" in several and "invented rows" in several
+    assert (
+        "at most 3 clipping norms" in several
+    )  # placement lemma without A2: three radii, below 3 C
+    assert "by itself" in alone and "tried" not in alone
+
+
 def test_own_caveats_of_a_method_and_of_a_large_delta() -> None:
     grouped = DPSGD(
         clip=1.0,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from hf_dpzero.ledger.digests import digest_tensors
-from hf_dpzero.training.pass_sizes import pass_cost, pass_sizes
 from scripts.benchmarks import capacity, clock, memory, timing
 from scripts.benchmarks.command import build_parser, main
 from scripts.benchmarks.settings import StepBench
@@ -373,17 +373,23 @@ def test_the_table_marks_what_does_not_fit(capsys):
 def test_a_private_step_draws_a_batch_for_every_round_in_fixed_shapes(capsys):
     """By default: Poisson batches, and the yardstick runs the very same microbatches."""
     bench = tiny(batch_size=24, one_batch=False, microbatch_size=5)
-    assert bench.fixed_shapes and bench.slots == 5 and not tiny(method="mezo").fixed_shapes
+    assert bench.fixed_shapes and not tiny(method="mezo").fixed_shapes
+    assert bench.placement.sizes == (1, 4, 5) and bench.placement.shares == {8: 1.0}
     model, batches = build(bench)
     drawn = [batches(number) for number in range(40)]
     sizes = [sum(part.examples for part in parts) for parts in drawn]
     assert (
         24 - 5 < sum(sizes) / 40 < 24 + 5 and len(set(sizes)) > 8
     )  # standard error 24^0.5 / 40^0.5
-    assert {part["input_ids"].shape for parts in drawn for part in parts} == {(5, 8)}
+    for parts in drawn:
+        shapes = [tuple(part["input_ids"].shape) for part in parts]
+        assert shapes == [(bench.placement.rows_of(8, i), 8) for i in range(len(parts))]
     assert batches(3) is drawn[3]
-    rows = 5 * sum(map(len, drawn))
+    passes = sum(map(len, drawn))
+    assert passes / 40 == pytest.approx(bench.passes, abs=1.5) and 24 / 5 < bench.passes < 24
+    rows = sum(len(part["input_ids"]) for parts in drawn for part in parts)
     assert batches.blank_share() == pytest.approx(1 - sum(sizes) / rows) and rows > sum(sizes)
+    assert batches.rows_per_pass() == rows / passes
     calls: list[int] = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     Forwards(bench, model, batches)(5)
@@ -393,7 +399,7 @@ def test_a_private_step_draws_a_batch_for_every_round_in_fixed_shapes(capsys):
     step(5)
     assert len(calls) == 2 * len(drawn[5])
     result = run(capsys, "--batch_size", "8", "--skip_reference", "--microbatch_size", "3")
-    assert result["rows_per_pass"] == 3 and 0 < result["blank_share"] < 1
+    assert 1 <= result["rows_per_pass"] <= 3 and 0 < result["blank_share"] < 1
     assert isinstance(result["instruction_sets"], list)
 
 
@@ -401,6 +407,6 @@ def test_what_is_being_measured_is_said_while_it_is(capsys):
     words = ["--repeats", "2", "--no_memory", "--batch_size", "16"]
     assert main([*TINY, *words]) == 0
     printed = capsys.readouterr()
-    rows = pass_sizes(16.0, 16, 8, pass_cost("cpu", 0, low_precision=False)).of(8)
-    assert f"passes of {rows} rows" in printed.out and "were blanks" in printed.out
+    (rows,) = re.findall(r"passes of ([0-9.]+) rows on average", printed.out)
+    assert 1 < float(rows) <= 64 and "were blanks" in printed.out
     assert "building tiny" in printed.err and "round 2 of 3" in printed.err

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import build, tiny_data
+from tiny_texts import passes_of
 from torch import Tensor, nn
 from transformers import OPTConfig, OPTForSequenceClassification
 
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.fixed_shapes import FixedShapes
-from hf_dpzero.training.pass_sizes import PassSizes
-from hf_dpzero.training.shape_trials import ShapeTrials
+from hf_dpzero.training.placement import Placement
 
 
 def collate(lengths: list[int]) -> Any:
@@ -32,31 +33,48 @@ def collate(lengths: list[int]) -> Any:
     return lambda indices: [one(i) for i in indices]
 
 
-def test_microbatches_have_few_shapes_and_rows_of_their_own():
-    shapes = FixedShapes(collate([3, 9, 8, 20, 10, 2, 33, 16]), slots=3, most=40)
+LENGTHS = [3, 9, 8, 20, 10, 2, 33, 15]
+
+
+def test_rows_take_the_next_place_of_their_shape():
+    shapes = FixedShapes(collate(LENGTHS), passes_of(3), most=40)
     made = shapes.microbatches(range(8))
     found = [(tuple(m["input_ids"].shape), m["labels"].tolist(), m.examples) for m in made]
     assert found == [
-        ((3, 8), [0, 2, 5], 3),
-        ((3, 16), [1, 4, 7], 3),
-        ((3, 32), [3, 0, 0], 1),
+        ((3, 8), [0, 5, 0], 2),
+        ((3, 16), [1, 2, 4], 3),
+        ((3, 16), [7, 0, 0], 1),
+        ((3, 24), [3, 0, 0], 1),
         ((3, 40), [6, 0, 0], 1),
     ]
     for m in made:
         assert int(m["attention_mask"][m.examples :].sum()) == 3 - m.examples  # blanks
         examples = zip(m["input_ids"], m["attention_mask"], m["labels"].tolist())
         for ids, mask, i in list(examples)[: m.examples]:
-            alone = collate([3, 9, 8, 20, 10, 2, 33, 16])([i])[0]["input_ids"][0]
+            alone = collate(LENGTHS)([i])[0]["input_ids"][0]
             assert torch.equal(ids[mask.bool()], alone)
             assert int(mask.sum()) == len(alone)
 
 
-def test_a_row_without_padding_stands_alone_where_its_width_has_one_slot():
-    """Among several, a full row needs a blank beside it; alone there is no other to tell of."""
-    shapes = FixedShapes(collate([8, 32, 8, 8]), slots=3, most=40, sizes=PassSizes({8: 3, 32: 1}))
+def test_rows_of_a_pass_follow_from_its_place_whatever_is_drawn():
+    placement = Placement(5.0, (1, 4), {8: 1.0}, cost=30.0)
+    sizes = placement.passes(8)
+    assert len(set(sizes)) == 2
+    shapes = FixedShapes(collate([3] * 12), placement)
+    for count in range(1, 12):
+        made = shapes.microbatches(range(count))
+        assert [len(m["labels"]) for m in made] == list(sizes[: len(made)])
+        assert sum(m.examples for m in made) == count
+
+
+def test_rows_without_padding_stand_among_themselves():
+    """A mask that is all ones takes another kernel: it may not be whole by chance."""
+    shapes = FixedShapes(collate([40, 33, 40, 39]), passes_of(2), most=40)
     made = shapes.microbatches(range(4))
-    found = [(tuple(m["input_ids"].shape), m["labels"].tolist(), m.examples) for m in made]
-    assert found == [((3, 8), [0, 2, 0], 2), ((3, 8), [3, 0, 0], 1), ((1, 32), [1], 1)]
+    found = [(m.places, bool(m["attention_mask"].all())) for m in made]
+    assert found == [([0, 2], True), ([1, 3], False)]
+    (one,) = shapes.microbatches([0])
+    assert one["attention_mask"].all()  # its blank attends to all columns too
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -68,14 +86,16 @@ def test_labels_of_tokens_are_masked_and_decoders_have_their_own_width(side):
         "labels": torch.full((1, 9), 7),
         "decoder_input_ids": torch.full((1, 9), 3),
     }
-    (m,) = FixedShapes(lambda _: [row], slots=2, side=side).microbatches([0])
+    (m,) = FixedShapes(lambda _: [row], passes_of(2), side=side).microbatches([0])
     assert m["attention_mask"][0].tolist() == ([1] * 5 + [0] * 3)[:: 1 if side == "right" else -1]
     assert m["labels"].tolist() == [[7] * 9 + [-100] * 7, [-100] * 16]
     assert m["decoder_input_ids"].shape == (2, 16)
 
 
 def test_what_is_no_row_of_its_own_is_refused():
-    shapes = FixedShapes(lambda _: [{"ids": torch.ones(1, 4), "scale": torch.tensor(1.0)}], 2)
+    shapes = FixedShapes(
+        lambda _: [{"ids": torch.ones(1, 4), "scale": torch.tensor(1.0)}], passes_of(2)
+    )
     with pytest.raises(ValueError, match="'scale' of one row a \\[\\].*microbatch_size=1"):
         shapes.microbatches([0])
 
@@ -84,11 +104,11 @@ def test_fillers_do_not_count(tmp_path):
     """x has a row for each sampled example, whatever the slots."""
     trainer = build(tmp_path, max_steps=1, microbatch_size=5, expected_batch_size=40)
     trainer.train()
-    assert trainer.shapes.slots > 1
+    assert not trainer.shapes.one_by_one
     chosen = list(range(0, 114, 3))
     parts = trainer.shapes.microbatches(chosen)
-    assert [m.examples for m in parts] == [5] * 7 + [3]
-    assert {len(m["labels"]) for m in parts} == {5}
+    assert sum(m.examples for m in parts) == 38
+    assert {len(m["labels"]) for m in parts} <= {1, 4, 5}
     rows, evaluate = trainer.training_rows(), trainer.step.differences.evaluate
     with evaluation_mode(trainer.model):
         losses = torch.cat([evaluate(m) for m in parts])
@@ -121,10 +141,10 @@ def checked(tmp_path, objective: Any, **settings: Any) -> Any:
 
 def test_coupling_as_small_as_rounding_falls_back_to_one_example_a_pass(tmp_path, caplog):
     logging.getLogger("transformers").propagate = True
-    assert checked(tmp_path, sequence_classification_objective).shapes.slots > 1
+    assert not checked(tmp_path, sequence_classification_objective).shapes.one_by_one
     assert "one example" not in caplog.text and "by itself" not in caplog.text
     trainer = checked(tmp_path, Coupled(1e-4))
-    assert trainer.shapes.slots == 1
+    assert trainer.shapes.one_by_one
     assert "every example is evaluated by itself" in caplog.text
     batch = trainer.shapes.microbatches([0, 1])
     assert [len(m["labels"]) for m in batch] == [1, 1]
@@ -214,7 +234,7 @@ def test_tf32_set_globally_runs_in_fixed_shapes_and_is_refused_for_gradients(tmp
             torch.backends.cuda.matmul.allow_tf32 = True
         trainer = build(tmp_path, expected_batch_size=40)
         check_before_training(trainer)
-        assert trainer.shapes.slots > 1
+        assert not trainer.shapes.one_by_one
         with pytest.raises(ValueError, match="TF32.*microbatch_size=8"):
             check_before_training(build(tmp_path, method="dp-sgd"))
         check_before_training(build(tmp_path, method="dp-sgd", microbatch_size=1))
@@ -249,7 +269,7 @@ def test_rows_that_are_stacked_make_the_same_microbatches_as_rows_collated_one_b
     ]
     rows = Rows(stored, Collator(tokenizer=None))  # type: ignore[arg-type]
     assert rows.are_stacked()
-    alone = FixedShapes(rows.collate_each, 4)
+    alone = FixedShapes(rows.collate_each, passes_of(4))
     together = dataclasses.replace(alone, collate_stacked=rows.collate_rows)
     for chosen in ([], [5], [9, 0, 3, 1], list(range(11))):
         made, expected = together.microbatches(chosen), alone.microbatches(chosen)
@@ -262,27 +282,20 @@ def test_rows_that_are_stacked_make_the_same_microbatches_as_rows_collated_one_b
     assert not Rows([{"input_ids": [1], "labels": 0}], Collator(tokenizer=None)).are_stacked()  # type: ignore[arg-type]
 
 
-def test_what_rounds_by_slots_along_all_directions_is_refused_before_a_release(
-    tmp_path, monkeypatch
-):
-    """Public rows fail in stacked copies and along single directions: step 0 or 9 would stop too."""
+def test_stacked_copies_that_round_by_place_go_back_to_whole_model(tmp_path, monkeypatch):
+    """Directions that share a pass have kernels of their own, which public rows are tried in."""
+
+    class RoundsStacked(FiniteDifferences):
+        def __call__(self, microbatches: Any, directions: Any, *more: Any) -> Tensor:
+            x = super().__call__(microbatches, directions, *more)
+            places = torch.arange(len(x))[:, None]
+            return x + 0.01 * places * (self.stack is not None)
+
+    monkeypatch.setattr("hf_dpzero.training.methods.FiniteDifferences", RoundsStacked)
     settings = {"num_directions": 5, "expected_batch_size": 40, "max_steps": 1}
-    tried = []
-
-    def never(self, part):
-        tried.append(len(self._directions))
-        return False
-
-    def stacked_only(self, part):
-        tried.append(len(self._directions))
-        return self.differences.stack is None
-
-    monkeypatch.setattr(ShapeTrials, "holds", never)
-    with pytest.raises(ValueError, match="Set microbatch_size=1"):
-        build(tmp_path, **settings).train()
-    assert set(tried) == {5} and len(tried) == 2
-    assert not (tmp_path / "trajectory.ledger").exists()
-    monkeypatch.setattr(ShapeTrials, "holds", stacked_only)
-    trainer = build(tmp_path, **settings)
+    trainer = build(tmp_path / "auto", **settings)
     trainer.train()
-    assert trainer.trajectory.next_step == 1
+    assert trainer.step.differences.strategy == "whole_model"
+    with pytest.raises(ValueError, match="stacked' moves what an example adds by its place"):
+        build(tmp_path / "named", perturbation_strategy="stacked", **settings).train()
+    assert not (tmp_path / "named" / "trajectory.ledger").exists()

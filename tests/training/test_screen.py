@@ -79,7 +79,7 @@ def test_the_banner_names_the_processes_once(tmp_path: Path) -> None:
         assert "gathers" not in screen.banner(trainer)
         trainer.shards = True
         parts = screen.banner(trainer)
-        assert "48 bytes in a step, and every pass gathers the parameters (FSDP2)" in parts
+        assert "40 bytes in a step, and every pass gathers the parameters (FSDP2)" in parts
     finally:
         trainer.args.distributed_state.num_processes = 1
 

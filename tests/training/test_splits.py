@@ -8,23 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from several_processes import padded, texts
+from tiny_texts import passes_of
 
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler
 from hf_dpzero.training import distributed, rank_agreement, split
-from hf_dpzero.training.batches import Rows, StepBatches
-from hf_dpzero.training.dealing import deal, fingerprint
+from hf_dpzero.training.batches import Rows, StepBatches, fingerprint
 from hf_dpzero.training.distributed import differing
 from hf_dpzero.training.fixed_shapes import FixedShapes
+from hf_dpzero.training.placement import Placement
 from hf_dpzero.training.rank_agreement import checksum, source_digest
 from hf_dpzero.training.rank_failures import RankError
-from hf_dpzero.training.split import Split, busiest, choose_split, direction_shares
+from hf_dpzero.training.split import Split, choose_split, direction_shares
 
 
 @pytest.fixture
 def shapes() -> FixedShapes:
-    return FixedShapes(Rows(texts(), padded).collate_each, slots=4)
+    return FixedShapes(Rows(texts(), padded).collate_each, passes_of(4))
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 7])
@@ -54,7 +55,7 @@ def test_processes_that_share_directions_draw_the_same_widths():
     sampler = FullBatchSampler(num_examples=60, expected_batch_size=60)
     mechanism = ScalarMechanism(clip=1.0, noise_multiplier=1.0, expected_batch_size=60)
     plan = PrivacyPlan(sampler=sampler, mechanism=mechanism, steps=2)
-    steps = StepBatches(rows, plan, key, 4, shapes=FixedShapes(rows.collate_each, slots=4))
+    steps = StepBatches(rows, plan, key, 4, shapes=FixedShapes(rows.collate_each, passes_of(4)))
     before = torch.get_rng_state()
     one, other, later = steps[0], steps[0], steps[1]
     assert one["agreed"] == other["agreed"] and torch.equal(before, torch.get_rng_state())
@@ -66,13 +67,6 @@ def test_processes_that_share_directions_draw_the_same_widths():
 
 def test_an_empty_batch_has_empty_shares(shapes):
     assert shapes.dealt([], 1, 3) == ([], [[], [], []])
-
-
-def test_dealing_leaves_no_share_a_microbatch_more_than_it_must():
-    """Equal costs: shares differ by one microbatch at most. A large one is left alone."""
-    assert sorted(map(len, deal([1.0] * 11, 3))) == [3, 4, 4]
-    assert deal([1.0, 1.0, 9.0, 1.0], 2) == [[2], [0, 1, 3]]
-    assert deal([], 2) == [[], []]
 
 
 @pytest.mark.parametrize(("total", "parts"), [(4, 2), (5, 4), (3, 3), (7, 2)])
@@ -107,12 +101,8 @@ def test_gathered_columns_stand_in_order(monkeypatch):
 def test_directions_are_split_where_rows_do_not_fill_the_processes():
     """One microbatch cannot be shared by two processes; a hundred can."""
 
-    def one(shares):
-        return busiest({8: 12}, 8.0, 40.0, shares)
-
-    def many(shares):
-        return busiest({8: 8}, 800.0, 40.0, shares)
-
+    one = Placement(8.0, (12,), {8: 1.0}, 40.0).busiest
+    many = Placement(800.0, (8,), {8: 1.0}, 40.0).busiest
     assert one(2) > 0.85 * one(1) and many(2) < 0.52 * many(1)
     assert direction_shares(2, 8, one) == 2 and direction_shares(2, 8, many) == 1
     assert direction_shares(2, 1, one) == 1 and direction_shares(2, 8, one, may=False) == 1

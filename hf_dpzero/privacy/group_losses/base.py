@@ -19,13 +19,15 @@ another group. Counting pi on the private rows would release these counts withou
 
 Contributions
 -------------
-An example of group i contributes one number in [-1, 1] to coordinate i, and nothing to the others:
+An example of group i contributes one number to coordinate i, and nothing to the others:
 
-    v = 2 min(max(l, 0), b) / b - 1,        0 if l is NaN or infinite,
+    v = (2 min(max(l, 0), b) / b - 1) / (1 + 2^-8),        0 if l is NaN or infinite,
 
-and g_i = b / (2 B pi_i) sum v estimates L_i - b/2; the softmax does not see the constant b/2. Under
-add-or-remove one coordinate moves by at most 1; under replacement one by at most 2 (the same group),
-or two by at most 1 each (another group), at most 2 in L2 norm. Each coordinate has a scale of its own,
+and g_i = (1 + 2^-8) b / (2 B pi_i) sum v estimates L_i - b/2; the softmax does not see the constant
+b/2. One example more also puts one other in another place, of this group or another one, which moves
+that one's loss by at most 2^-9 b (A2 of `training.placement`, for losses). Under add-or-remove the sums
+therefore move by at most (1 + 2^-8) / (1 + 2^-8) = 1 in L1 norm, and so in L2; a replaced row is one
+less and one more, at most 2. Each coordinate has a scale of its own,
 b / (2 B pi_i): a large group gets less noise. (Without the shift of b/2, and with the smallest group's
 scale for all, the sensitivity would be b / (B min pi), at least twice as large.)
 
@@ -68,6 +70,7 @@ import numpy as np
 from hf_dpzero.privacy.discretization import GRID_BITS, GRID_RADIUS, float32s
 from hf_dpzero.privacy.group_losses.names import places
 from hf_dpzero.privacy.mechanisms.base import (
+    DISPLACEMENT,
     MAX_NOISE_MULTIPLIER,
     MIN_NOISE_MULTIPLIER,
     NotNoised,
@@ -180,7 +183,9 @@ class GroupLosses(ABC):
         return found
 
     def contributions(self, losses: np.ndarray, groups: Sequence[int] | np.ndarray) -> np.ndarray:
-        """What each example adds to its group's coordinate: integers in [-2^30, 2^30], int64 [B].
+        """What each example adds to its group's coordinate, v in units of 2^-30: int64 [B].
+
+        Guarantee: at most 2^30 / (1 + 2^-8), so that a displaced row fits into the sensitivity of 1.
 
         Args:
           losses: float [B]; one that is NaN or infinite contributes nothing.
@@ -194,16 +199,18 @@ class GroupLosses(ABC):
             raise ValueError(f"{len(groups)} groups for {len(wide)} losses: give one for each.")
         finite = np.isfinite(wide)
         inside = np.clip(np.where(finite, wide, 0.0), 0.0, self.loss_bound) / self.loss_bound
-        return np.where(finite, np.trunc((2 * inside - 1) * GRID_RADIUS), 0).astype(np.int64)
+        scaled = (2 * inside - 1) * (GRID_RADIUS / (1 + DISPLACEMENT))
+        return np.where(finite, np.trunc(scaled), 0).astype(np.int64)
 
     def total(self, losses: np.ndarray, groups: Sequence[int] | np.ndarray) -> list[int]:
         """sum v of each group, in units of 2^-30: m integers. A group without an example has 0.
 
-        Guarantee: one example more or less moves one entry by at most 2^30; exact over processes.
+        Guarantee: one example more or less moves the entries by at most 2^30 in L1 norm, the move of a
+        displaced row included (`training.placement`); exact over processes.
 
         >>> from hf_dpzero.privacy.group_losses import PerStepGroups
         >>> two = PerStepGroups(names=("a", "b"), shares=(0.5, 0.5), loss_bound=2.0)
-        >>> [n / 2**30 for n in two.total(np.array([2.0, 9.0, 0.5]), [0, 0, 1])]
+        >>> [round(n / 2**30 * (1 + 2**-8), 6) for n in two.total(np.array([2.0, 9.0, 0.5]), [0, 0, 1])]
         [2.0, -0.5]
         """
         values = self.contributions(losses, groups)
@@ -225,7 +232,7 @@ class GroupLosses(ABC):
     def softmax(self, sums: np.ndarray, batch_size: float, steps: int) -> np.ndarray:
         """y after the contributions `sums`, float64 [m] in units of 1: adds up to 1."""
         rate = self.default_rate(steps) if self.rate is None else self.rate
-        exponents = rate * self.scales(batch_size) * sums
+        exponents = rate * (1 + DISPLACEMENT) * self.scales(batch_size) * sums
         odds = np.exp(exponents - exponents.max())
         return odds / odds.sum()
 

@@ -9,18 +9,20 @@ one row of one Gaussian mechanism on C V (Denisov et al. 2022, arXiv:2202.08312;
 Fichtenberger, Henzinger and Upadhyay 2023, arXiv:2202.11205). What is used of it is post-processing:
 A V + C noise = C r, whose rows are the prefix sums, with noise that grows as log t instead of t.
 
-Sensitivity: an example adds a number in [-1, 1] to one coordinate in each step that has it, which are
-E = ceil(T / P) steps, P apart (`FixedBatchesSampler`; P = 1 for a full batch). It moves C V by at most
-S = ||sum of these columns of C||, since C has no negative entry; column 0 and those P, 2P, .. behind
-it have the largest sum. Under replacement twice that. Noise of deviation z_g S costs one Gaussian event
-of multiplier z_g, whatever E is; z_g = z_w sqrt((1-s) / (s E)) is the share s of the run's precision, of
-which E / z_w^2 is the weights' part.
+Sensitivity: an example, with the row that it displaces, moves V in each step that has it by a vector of
+norm at most 1 (`base.py`). These are E = ceil(T / P) steps, P apart (`FixedBatchesSampler`; P = 1 for a
+full batch). It moves C V by at most S = ||sum of these columns of C||, since C' C has no negative
+entry; column 0 and those P, 2P, .. behind it have the largest sum. Under replacement twice that. Noise
+of deviation z_g S costs one Gaussian event of multiplier z_g, whatever E is;
+z_g = z_w sqrt((1-s) / (s E)) is the share s of the run's precision, of which E / z_w^2 is the weights'
+part.
 
 Arithmetic: (C V)_t is computed in float64 from exact integers and rounded to an integer in units of
-2^-30. Only the coordinates of the one or two groups that an example is in differ between neighbours. In
-float64 a row's error is at most T 2^-53 sum |V| <= T 2^-23 n E units, so over T rows of both runs and
-rounding the difference grows by at most 2 sqrt(2 T) (T 2^-23 n E + 1) units in L2 norm. `ROOM` covers
-that, 2^-10 of S 2^30 with S >= 1, for T^1.5 n E up to `MOST`; larger runs are refused.
+2^-30. In float64 the errors of a row's m numbers add up to at most T 2^-53 sum |V| <= T 2^-23 n E units,
+over T rows of both runs to at most 2 sqrt(T) T 2^-23 n E units in L2 norm. Only the coordinates of an
+example's groups and of the rows that it displaces differ between neighbours, at most 2 (E + 1) <= 4 E,
+and rounding adds at most 1 unit to each in each row: sqrt(4 E T). `ROOM` covers both, 2^-10 of S 2^30
+with S >= 1, for T^1.5 n E up to `MOST`: 2^19 each, as E <= T. Larger runs are refused.
 
 The history V is private and stays in memory: a run that was interrupted cannot go on.
 """

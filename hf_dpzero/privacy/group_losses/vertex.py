@@ -6,12 +6,12 @@ logged, saved or returned (the y-player of Algorithm 1 in the saddle-point paper
 vertices of the simplex for that reason; Maurey's empirical method gives an unbiased y).
 
 Cost of a draw: in t steps an example has been in at most e = ceil(t / P) (`FixedBatchesSampler`; P = 1
-for a full batch), and moved its group's log-weight by at most tau b / (2 B pi_i) in each. Under
-add-or-remove one log-weight moves by at most e D, D = tau b / (2 B min pi); under replacement one by
-at most 2 e D, or two by at most e D each, perhaps in opposite directions. Log-ratios of probabilities
-lie in an interval of length eta = e D, or 2 e D: the draw has bounded range eta (Durfee and Rogers
-2019, arXiv:1905.04273; half of what pure differential privacy of the exponential mechanism is stated
-for).
+for a full batch), and moved its group's log-weight by at most tau b / (2 B pi_i) / (1 + 2^-8) in each,
+and that of a displaced row's group, perhaps another one and the other way, by 2^-8 of that (`base.py`).
+With D = tau b / (2 B min pi) the largest difference of two moves is at most e D under add-or-remove,
+and 2 e D under replacement. Log-ratios of probabilities lie in an interval of length eta = e D, or
+2 e D: the draw has bounded range eta (Durfee and Rogers 2019, arXiv:1905.04273; half of what pure
+differential privacy of the exponential mechanism is stated for).
 
 A mechanism of bounded range eta is dominated by the Gaussian mechanism of multiplier 1 / mu,
 
@@ -30,7 +30,8 @@ Draws are exact for the scores, which `mechanisms.vertex.HiddenScores` holds on 
 margin on the range is `SLACK`.
 
 The rate follows from the budget: tau is the largest for which all K T draws cost the share s of the
-run's precision, sum_t K mu(eta_t)^2 = s / (1 - s) E / z_w^2. A run without noise takes `default_rate`.
+run's precision, sum_t K mu(eta_t)^2 = s / (1 - s) E / z_w^2. (The 1 + 2^-8 is not undone here: no noise
+stands between the losses and the draws.) A run without noise takes `default_rate`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@ r"""A clip that follows a quantile of the examples' norms, privately (Andrew, Th
 Ramaswamy 2021, "Differentially private learning with adaptive clipping", arXiv:1905.03871).
 
 Step t clips at C_t and releases two things about the same batch: the clipped sum, and a noisy count
-of the examples that were not clipped. The clip follows from earlier releases alone (their
+of the examples whose norm is below C_t. The clip follows from earlier releases alone (their
 Section 2.1, the geometric update):
 
     C_t = C_0 exp(-eta sum_{s<t} (fraction_s - gamma)),      C_0 2^-20 <= C_t <= C_0 2^20
@@ -13,26 +13,31 @@ One Gaussian of multiplier z, given the past
 --------------------------------------------
 Fix the earlier releases, hence C. Example i contributes the vector p_i of two parts,
 
-    p_i = ( v_i / (z_d C),  (b_i - 1/2) / sigma_b ),    ||v_i|| <= C,  b_i = [norm_i <= C],
+    p_i = ( v_i / (z_d C),  (b_i - 1/2) / ((1 + 2^-6) sigma_b) ),      ||v_i|| <= C / (1 + 2^-8),
 
 to a total that receives standard normal noise in every coordinate; the release is that total with
-its two parts multiplied by the public z_d C and sigma_b. An example whose norm is not finite
-contributes nothing to either part. With z_d = (z^-2 - (2 sigma_b)^-2)^(-1/2),
+its two parts multiplied by the public z_d C and (1 + 2^-6) sigma_b. An example whose norm is not finite
+contributes nothing to either part. b_i is 1 for norms up to 3C/4, 0 from 5C/4, linear between.
 
-    ||p_i||^2 <= z_d^-2 + (1/2)^2 / sigma_b^2 = z_d^-2 + (2 sigma_b)^-2 = z^-2     for every example.
+One example more also puts one other in another place (`training.placement`), which moves that one's v by
+at most 2^-8 C / (1 + 2^-8) and its norm by at most 2^-8 C, hence its b by 2^-7, as b falls by 2 per C.
+(A bit, [norm <= C], would flip by a rounding: a move of 1.) The first parts of the totals then differ by
+at most 1 / z_d and the second ones by (1/2 + 2^-7) / ((1 + 2^-6) sigma_b) = 1 / (2 sigma_b). With
+z_d = (z^-2 - (2 sigma_b)^-2)^(-1/2) the square of both together is at most
 
-*add_or_remove_one*: the totals differ by p_i, of norm at most 1/z. With unit noise that is the
+    z_d^-2 + (2 sigma_b)^-2 = z^-2     for every example.
+
+*add_or_remove_one*: the totals differ by a vector of norm at most 1/z. With unit noise that is the
 Gaussian mechanism with multiplier z.
 *replace_special*: the special example contributes nothing to either part, as an absent one does (a
-row that is not finite is one such); the totals differ by p_i again. A row of zeros is not special:
-it counts as unclipped.
-*replace_one*: the totals differ by p_i - p_i', of norm at most 2/z; and, which sampled accounting
-needs, both lie in the ball of radius 1/z around the total without the example.
+row that is not finite is one such); the totals differ by at most 1/z again. A row of zeros is not
+special: it counts as unclipped.
+*replace_one*: the totals differ by at most 2/z; and, which sampled accounting needs, both lie in the
+ball of radius 1/z around the total without the example.
 
-Nothing is lost: an example of norm C or more attains ||p_i|| = 1/z, since |b_i - 1/2| is 1/2
-whatever b_i is; and one clipped example and one of norm just C in the opposite direction attain 2/z.
-A fixed bound of 1/2 on the count, rather than 1 for b_i itself, is what makes it cheap (their
-Section 2.2). T steps compose adaptively, each with multiplier z whatever its clip.
+Nothing is lost: an example of norm 5C/4 or more, with a displaced one that moves as far as it may,
+attains 1/z. A fixed bound of 1/2 on the count, rather than 1 for b_i itself, is what makes it cheap
+(their Section 2.2). T steps compose adaptively, each with multiplier z whatever its clip.
 
 The condition 2 sigma_b > z is what leaves something for the sum: at 2 sigma_b = z the count alone
 would spend the step. sigma_b = B / 20 (their choice) costs little where B is well above 10 z;
@@ -54,8 +59,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from torch import Tensor
 
-from hf_dpzero.privacy.discretization import GRID_BITS, GRID_RADIUS, finite_rows, float32s, within
+from hf_dpzero.privacy.discretization import GRID_BITS, finite_rows, float32s
 from hf_dpzero.privacy.mechanisms.base import (
+    DISPLACEMENT,
     MAX_CLIP,
     MAX_NOISE_MULTIPLIER,
     DenseNoise,
@@ -66,8 +72,11 @@ from hf_dpzero.privacy.mechanisms.gradient import clip_factors
 from hf_dpzero.privacy.mechanisms.scalar import ScalarMechanism
 from hf_dpzero.privacy.noise import NoiseSource
 
-MAX_CLIP_CHANGE = 2.0**20
-"""C_t stays within this factor of C_0."""
+MIN_CLIP_CHANGE, MAX_CLIP_CHANGE = 2.0**-10, 2.0**20
+"""C_t / C_0 stays between these; the smallest bounds what places may move (`training.smoke_test`)."""
+
+COUNT_DISPLACEMENT = 4 * DISPLACEMENT
+"""Largest move of a displaced row's b over the 1/2 that a row adds: b falls by 2 per C."""
 
 COUNT_STREAM = 1 << 62
 """Added to the step for the count's noise, so that insecure sources give it a draw of its own."""
@@ -80,13 +89,17 @@ M = TypeVar("M", bound=MechanismBase)
 class AdaptiveClipping(NoisedSum):
     """Base: the count of unclipped examples, its noise, and the clip that follows from it.
 
+    Guarantee: sum and count together are one Gaussian mechanism of multiplier z, a displaced row's move
+    in both included; see the module's docstring.
+
     Attributes:
       clip: C_0 of the whole run; in what `after_fractions` returns, the C_t of one step.
       noise_multiplier: z of sum and count together; 0 releases both without noise.
       expected_batch_size: B, public.
       clip_quantile: gamma in (0, 1), the share of examples to leave unclipped.
       clip_learning_rate: eta >= 0 of the geometric update; 0 keeps C_0.
-      clip_count_noise: sigma_b, standard deviation of the noise on sum_i (b_i - 1/2); 2 sigma_b > z.
+      clip_count_noise: sigma_b, standard deviation of the noise on sum_i (b_i - 1/2) / (1 + 2^-6);
+        2 sigma_b > z.
     """
 
     clip_quantile: float = 0.5
@@ -157,14 +170,16 @@ class AdaptiveClipping(NoisedSum):
           This mechanism with the clip of that step.
         """
         exponent = -self.clip_learning_rate * (total - steps * self.clip_quantile)
-        limit = math.log(MAX_CLIP_CHANGE)
-        moved = self.clip * math.exp(min(max(exponent, -limit), limit))
+        least, most = math.log(MIN_CLIP_CHANGE), math.log(MAX_CLIP_CHANGE)
+        moved = self.clip * math.exp(min(max(exponent, least), most))
         return replace(self, clip=min(max(moved, 1 / MAX_CLIP), MAX_CLIP))
 
-    def _count_of(self, unclipped: np.ndarray, finite: np.ndarray) -> int:
-        """sum_i (b_i - 1/2) over examples with a finite norm, in units of 2^-31: +-2^30 each."""
-        inside = int((unclipped & finite).sum())
-        return (2 * inside - int(finite.sum())) * GRID_RADIUS
+    def _count_of(self, norms: np.ndarray, finite: np.ndarray) -> int:
+        """sum_i (b_i - 1/2) / (1 + 2^-6) over finite examples, in units of 2^-31, each truncated."""
+        shares = np.minimum(norms[finite], 2 * self.clip) / self.clip
+        half = np.clip(2 * (1 - shares), -0.5, 0.5)
+        integers = np.trunc(np.ldexp(half / (1 + COUNT_DISPLACEMENT), GRID_BITS + 1))
+        return int(integers.astype(np.int64).sum())
 
     def _fraction(self, count: int, step: int, noise: NoiseSource) -> float:
         """The noised share of unclipped examples; float32, may be outside [0, 1]."""
@@ -172,7 +187,7 @@ class AdaptiveClipping(NoisedSum):
         if self.private:
             scale = math.ldexp(self.count_multiplier, GRID_BITS)
             (drawn,) = noise.gaussian(scale, 1, step + COUNT_STREAM)
-        noised = math.ldexp(int(count) + drawn, -GRID_BITS - 1)
+        noised = math.ldexp(int(count) + drawn, -GRID_BITS - 1) * (1 + COUNT_DISPLACEMENT)
         return float32s([noised / self.expected_batch_size + 0.5])[0]
 
 
@@ -181,7 +196,8 @@ class AdaptiveScalarMechanism(AdaptiveClipping):
     """DPZero with adaptive clipping: K finite differences and the count, as K + 1 exact integers.
 
     Guarantee: one example moves the first K integers by at most 2^30 in L2 norm and the last by at
-    most 2^30, whatever its finite differences are; see the module's docstring for what follows.
+    most 2^30, whatever its finite differences are, what a displaced row adds included; see the module's
+    docstring for what follows.
 
     Those of `AdaptiveClipping`, with `clip` in loss units per unit of smoothing, and:
 
@@ -230,14 +246,16 @@ class AdaptiveScalarMechanism(AdaptiveClipping):
 
         >>> import torch
         >>> m = AdaptiveScalarMechanism(
-        ...     clip=4.0, noise_multiplier=1.0, expected_batch_size=3, clip_count_noise=1.0
+        ...     clip=4.015625, noise_multiplier=1.0, expected_batch_size=3, clip_count_noise=1.0
         ... )
         >>> *sums, count = m.clip_sum(torch.tensor([[3.0], [-9.0], [1.0]]))
-        >>> [n * m.granularity for n in sums], count * 2.0**-31
+        >>> [round(n * m.granularity, 6) for n in sums], round(count * 2.0**-31 * (1 + 2**-6), 6)
         ([0.0], 0.5)
         """
         rows, finite = finite_rows(x, self.num_directions)
-        return [*self._sum.clip_sum(x), self._count_of(within(rows, self.clip), finite)]
+        with np.errstate(over="ignore"):  # infinitely many clips are as good as many
+            norms = np.linalg.norm(rows, axis=1)
+        return [*self._sum.clip_sum(x), self._count_of(norms, finite)]
 
     def release(self, total: Sequence[int], step: int, noise: NoiseSource) -> tuple[float, ...]:
         """K noised means and the noised fraction of unclipped examples.
@@ -269,17 +287,17 @@ class AdaptiveGradientMechanism(AdaptiveClipping, DenseNoise):
     clipping: ClassVar[str] = "adaptive"
 
     def weights(self, norms: Tensor) -> Tensor:
-        """min(1, C / norm), 0 where the norm is not finite; float32, see `clip_factors`."""
-        return clip_factors(norms, self.clip)
+        """min(1, radius / norm), 0 where the norm is not finite; float32, see `clip_factors`."""
+        return clip_factors(norms, self.radius)
 
     def count(self, norms: Tensor) -> list[int]:
-        """sum_i (b_i - 1/2) in units of 2^-31, one integer: add it up over processes.
+        """sum_i (b_i - 1/2) / (1 + 2^-6) in units of 2^-31, one integer: add it up over processes.
 
         Args:
           norms: un-noised L2 norms [B]; one that is not finite moves nothing.
         """
         values = norms.detach().cpu().double().numpy().reshape(-1)
-        return [self._count_of(np.less_equal(values, self.clip), np.isfinite(values))]
+        return [self._count_of(values, np.isfinite(values))]
 
     def release_count(
         self, total: Sequence[int], step: int, noise: NoiseSource

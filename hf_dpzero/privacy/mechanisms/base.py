@@ -20,6 +20,9 @@ MIN_NOISE_MULTIPLIER = 2.0**-10
 MAX_NOISE_MULTIPLIER = 2.0**25
 MAX_CLIP = 2.0**64
 
+DISPLACEMENT = 2.0**-8
+"""Another place moves what a row adds by this share of the radius: A2 of `training.placement`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MechanismBase:
@@ -95,7 +98,7 @@ class NoisedSum(MechanismBase):
     what that costs.
 
     Attributes:
-      clip: C, the bound of one example's contribution.
+      clip: C, the sensitivity of the sum when one example is added or removed.
       noise_multiplier: sigma; 0 releases without noise and is not private.
     """
 
@@ -133,6 +136,16 @@ class NoisedSum(MechanismBase):
         return self.noise_multiplier > 0
 
     @property
+    def radius(self) -> float:
+        """C / (1 + 2^-8): what every contribution is clipped to; the rest of C pays for a displaced row.
+
+        >>> from hf_dpzero.privacy.mechanisms import DPSGD
+        >>> DPSGD(clip=257.0, noise_multiplier=1.0, expected_batch_size=8).radius
+        256.0
+        """
+        return self.clip / (1 + DISPLACEMENT)
+
+    @property
     def noise_scale(self) -> float:
         """Noise scale on the sum, sigma * C, in the units of `clip`."""
         return self.noise_multiplier * self.clip
@@ -143,7 +156,12 @@ class NoisedSum(MechanismBase):
         return self.noise_multiplier / self.sensitivity_add_remove
 
     def sensitivity(self, relation: Relation) -> float:
-        """Sensitivity of the sum (L2; L1 for Laplace noise) under `relation`, in the units of `clip`."""
+        """Sensitivity of the sum (L2; L1 for Laplace noise) under `relation`, in the units of `clip`.
+
+        One row more adds at most `radius` and may put one other row in another place, which moves what
+        that one adds by at most 2^-8 radii (`training.placement`): together C. A replaced row is one
+        less and one more.
+        """
         return self.clip * sensitivity_factor(
             relation, self.sensitivity_add_remove, self.sensitivity_replace
         )

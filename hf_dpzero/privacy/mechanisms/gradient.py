@@ -2,22 +2,27 @@ r"""First-order mechanisms: weights of per-example gradients, noise on their sum
 
 DP-SGD (Abadi et al. 2016, arXiv:1607.00133) releases
 
-    (sum_i w(||g_i||) g_i + N(0, sigma^2 C^2 I)) / B,        w(||g||) ||g|| <= C
+    (sum_i w(||g_i||) g_i + N(0, sigma^2 C^2 I)) / B,        w(||g||) ||g|| <= r = C / (1 + 2^-8)
 
 and the optimizer behind it is post-processing: `dp-sgd` and `dp-adamw` are one mechanism under two
-names. "Automatic" clipping is w = C / (||g|| + gamma) (AUTO-S of Bu et al. 2023, arXiv:2206.07136,
-times C). In both, the sensitivity is C under add-or-remove and 2C under replacement.
+names. "Automatic" clipping is w = r / (||g|| + gamma) (AUTO-S of Bu et al. 2023, arXiv:2206.07136,
+times r). In both, the sensitivity is C under add-or-remove and 2C under replacement: a displaced row
+(`training.placement`) moves by 2^-8 r. Fixed clipping is a projection, so it moves no further than the
+gradient does; automatic clipping has the Lipschitz constant r / gamma, so there the gradient itself may
+move by 2^-8 gamma only.
 
 Averaged clipping
 -----------------
 Every example has a fixed group out of k. The gradients sampled in a group are averaged and the mean
 is clipped once; the SUM of the k clipped means receives the noise, and the release divides by k.
 
-Sensitivity is 2C, under every relation. One example has one group, so the other k - 1 terms stay.
-The term of its group is a vector in the ball of radius C before and another one after: they differ
-by at most 2C, whether the example was added, removed or replaced. Less cannot be claimed: where
-the others' mean is -v with ||v|| > C, one example with a gradient large enough makes it +v, and the
-term goes from -C to +C. In particular averaging over m examples gains no factor 1/m.
+Sensitivity is 2C, under every relation. One example has one group. The term of its group is a vector in
+the ball of radius r before and another one after: they differ by at most 2r, whether the example was
+added, removed or replaced. The other k - 1 terms stay, but for one where a displaced row stands in
+another group (two of a replacement): its gradient moves by at most 2^-8 r, so does the mean, and the
+clip does not lengthen that. Together 2r + 2 * 2^-8 r = 2C. Less cannot be claimed: where the others'
+mean is -v with ||v|| > r, one example with a gradient large enough makes it +v, and the term goes from
+-r to +r. In particular averaging over m examples gains no factor 1/m.
 
 The accounting therefore uses the bound R = 2C: multiplier sigma / 2. `events.py` assumes of a step
 that, given the rest of the batch, the sum with an example lies within R of the sum without it,
@@ -36,7 +41,7 @@ mixtures of runs is at most the largest between their parts (joint convexity).
 Floating point
 --------------
 Weights are a relative 2^-16 below the bound, so that the rounding of norms, weights and products does
-not lift a contribution over C. The norms must be accurate to 2^-17 for that, which one float32 sum
+not lift a contribution over r. The norms must be accurate to 2^-17 for that, which one float32 sum
 over millions of coordinates is not (it may miss a tenth of a percent); `row_norms` is. Weighted
 gradients are added in float64, where the rounding of the sum stays far inside the same margin, and
 the noised sum is rounded to a grid (`discretization.py`).
@@ -62,7 +67,7 @@ NORM_PIECE = 1 << 14
 """Coordinates of a row that are held in float64 at a time."""
 
 CLIP_MARGIN = 1.0 - 2.0**-16
-"""Weights aim at this share of C: room for the rounding of norms, weights and products."""
+"""Weights aim at this share of the bound: room for the rounding of norms, weights and products."""
 
 SMALLEST_FACTOR = 2.0**-100
 """Smaller factors are 0: float32 numbers below 2^-126 have fewer bits than the margin needs."""
@@ -113,15 +118,16 @@ class GradientMechanism(DenseNoise, KeyedGroups):
     """Base of DP-SGD and DP-AdamW: weigh, sum, noise, divide.
 
     Guarantee: the weighted sum of gradients has L2 sensitivity `sensitivity(relation)` over all
-    parameters, provided that the caller takes `weights` of the gradients' norms, and leaves out
-    gradients that are not finite (0 * NaN is NaN). Source: Abadi et al. 2016, Algorithm 1.
+    parameters, a displaced row's move of 2^-8 radii included (see the module's docstring), provided that
+    the caller takes `weights` of the gradients' norms, and leaves out gradients that are not finite
+    (0 * NaN is NaN). Source: Abadi et al. 2016, Algorithm 1.
 
     Attributes:
       clip: C, in units of the gradient's norm.
       noise_multiplier: sigma; every coordinate of the sum receives deviation sigma * C. 0 releases
         without noise and is not private.
-      clipping: "fixed": min(1, C / norm); "automatic": C / (norm + gamma); "averaged": the mean of
-        each group is clipped (see the module's docstring).
+      clipping: "fixed": min(1, r / norm); "automatic": r / (norm + gamma), r the `radius`; "averaged":
+        the mean of each group is clipped (see the module's docstring).
       clip_stability: gamma > 0 of automatic clipping, in units of the gradient's norm.
       clip_groups: k >= 1 of averaged clipping.
     """
@@ -172,7 +178,7 @@ class GradientMechanism(DenseNoise, KeyedGroups):
     def weights(self, norms: Tensor) -> Tensor:
         """Factors of the gradients (averaged clipping: of the groups' mean gradients).
 
-        Guarantee: factor * norm <= clip; 0 where the norm is NaN or infinite, or the factor below
+        Guarantee: factor * norm <= radius; 0 where the norm is NaN or infinite, or the factor below
         2^-100 (see `clip_factors`).
 
         Args:
@@ -187,8 +193,8 @@ class GradientMechanism(DenseNoise, KeyedGroups):
         """
         if self.clipping == "automatic":
             wide = norms.detach().double()
-            return _usable(self.clip * CLIP_MARGIN / (wide + self.clip_stability), wide)
-        return clip_factors(norms, self.clip)
+            return _usable(self.radius * CLIP_MARGIN / (wide + self.clip_stability), wide)
+        return clip_factors(norms, self.radius)
 
 
 @dataclass(frozen=True, kw_only=True)

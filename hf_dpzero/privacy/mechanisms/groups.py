@@ -66,8 +66,9 @@ class AveragedScalarMechanism(ScalarMechanism, KeyedGroups):
     """DPZero with averaged clipping: the K-vectors of a group are averaged, and the mean is clipped.
 
     Guarantee: one example moves `clip_sum` by at most 2 C in L2 norm, whatever its finite differences
-    are and whatever those of its group: the mean of its group is a vector of norm at most C before and
-    after. There is no gain from the size of a group. An ablation: `clipping: fixed` is better in all
+    are and whatever those of its group: the clipped mean of its group has norm at most `radius` before
+    and after, and a displaced row moves the mean of its own group by 2^-8 radii at most (`gradient.py`).
+    There is no gain from the size of a group. An ablation: `clipping: fixed` is better in all
     that this project measured.
 
     Those of `ScalarMechanism`, Gaussian, and:
@@ -105,7 +106,7 @@ class AveragedScalarMechanism(ScalarMechanism, KeyedGroups):
         )
 
     def clip_sum(self, x: Tensor, groups: Sequence[int] = ()) -> list[int]:
-        """Averages the rows of each group, clips each mean to norm C and sums, exactly.
+        """Averages the rows of each group, clips each mean to norm `radius` and sums, exactly.
 
         Args:
           x: [B, K] finite differences. B = 0 gives zeros. A row that holds NaN or infinity is left
@@ -131,4 +132,4 @@ class AveragedScalarMechanism(ScalarMechanism, KeyedGroups):
             return [0] * self.num_directions
         parts = [rows[of == group] for group in np.unique(of)]
         means = np.stack([(part / len(part)).sum(axis=0) for part in parts])  # finite: no overflow
-        return [int(n) for n in on_grid(means, self.clip, 2).sum(axis=0)]
+        return [int(n) for n in on_grid(means, self.radius, self.granularity, 2).sum(axis=0)]

@@ -40,10 +40,12 @@ class ScalarMechanism(NoisedSum):
     """DPZero's scalar mechanism for K directions (Algorithm 2, line 3, K = 1 in the paper).
 
     Guarantee: one example moves `clip_sum` by at most `sensitivity(relation)` in L2 norm (L1 for
-    `distribution="laplace"`), whatever its finite differences are, NaN and infinity included.
+    `distribution="laplace"`), whatever its finite differences are, NaN and infinity included: its
+    integers are within `radius`, and 2^-8 of that, in the same norm, is left for a displaced row.
 
     Attributes:
-      clip: C, in loss units per unit of smoothing; bounds the norm of one example's K-vector.
+      clip: C, in loss units per unit of smoothing; the norm of one example's K-vector is bounded by
+        `radius`.
       noise_multiplier: sigma. Gaussian: the noise on the sum has standard deviation sigma * C in
         each coordinate. Laplace: its scale parameter b is sigma * C (deviation sqrt(2) b).
         0 releases without noise and is not private.
@@ -86,9 +88,9 @@ class ScalarMechanism(NoisedSum):
         return self.num_directions
 
     def clip_sum(self, x: Tensor) -> list[int]:
-        """Clips each row to norm C, truncates it to the grid and sums, exactly.
+        """Clips each row to norm `radius`, truncates it to the grid and sums, exactly.
 
-        Guarantee: every row contributes an integer vector of norm at most 2^30, checked in
+        Guarantee: every row contributes an integer vector of norm at most 2^30 / (1 + 2^-8), checked in
         integer arithmetic, so floating-point error cannot exceed the bound. Partial sums from
         several processes add up to the total without rounding.
 
@@ -100,13 +102,13 @@ class ScalarMechanism(NoisedSum):
           K integers, in units of `granularity`.
 
         >>> import torch
-        >>> m = ScalarMechanism(clip=4.0, noise_multiplier=1.0, expected_batch_size=2)
-        >>> [n * m.granularity for n in m.clip_sum(torch.tensor([[3.0], [-9.0]]))]
-        [-1.0]
+        >>> m = ScalarMechanism(clip=4.015625, noise_multiplier=1.0, expected_batch_size=2)
+        >>> m.radius, [round(n * m.granularity, 6) for n in m.clip_sum(torch.tensor([[3.0], [-9.0]]))]
+        (4.0, [-1.0])
         """
         rows, _ = finite_rows(x, self.num_directions)
         order = 2 if self.distribution == "gaussian" else 1
-        return [int(n) for n in on_grid(rows, self.clip, order).sum(axis=0)]
+        return [int(n) for n in on_grid(rows, self.radius, self.granularity, order).sum(axis=0)]
 
     def release(self, total: Sequence[int], step: int, noise: NoiseSource) -> tuple[float, ...]:
         """Adds one draw of noise to the integer total and divides by the public batch size.
@@ -199,10 +201,10 @@ class VectorMechanism(DenseNoise):
 
     An example's vector is v_i = sum_k s_ik u_k along the step's K shared directions (K = 1 in the
     paper), so its norm is sqrt(s_i^T G s_i) with the Gram matrix G_kl = <u_k, u_l>, and clipping the
-    d-vector to norm C is scaling the K numbers: per-example d-vectors never exist. Two data sets
-    differ by a vector in the span of the directions of norm at most `sensitivity`, and each of the d
-    coordinates of the sum receives independent Gaussian noise of standard deviation sigma * C: one
-    Gaussian event, whatever K and d are.
+    d-vector to norm `radius` is scaling the K numbers: per-example d-vectors never exist. Two data sets
+    differ by a vector in the span of the directions of norm at most `sensitivity` (what a displaced row
+    adds moves by 2^-8 radii as a d-vector), and each of the d coordinates of the sum receives
+    independent Gaussian noise of standard deviation sigma * C: one Gaussian event, whatever K and d are.
     """
 
     num_directions: int = 1
@@ -216,8 +218,8 @@ class VectorMechanism(DenseNoise):
     def clip_sum(self, x: Tensor, gram: Tensor | np.ndarray) -> tuple[float, ...]:
         """K coefficients c with sum_k c_k u_k = the sum over examples of their clipped vectors.
 
-        Guarantee: every example contributes a vector of norm at most C, for entries of G accurate to
-        2^-37 of sqrt(G_kk G_ll). Each coefficient is a multiple, by an integer of limited size, of
+        Guarantee: every example contributes a vector of norm at most `radius`, for entries of G accurate
+        to 2^-37 of sqrt(G_kk G_ll). Each coefficient is a multiple, by an integer of limited size, of
         one power of two, so float64 adds the terms, and the partial sums of several processes,
         exactly (for up to 2^20 / K examples).
 
@@ -230,7 +232,7 @@ class VectorMechanism(DenseNoise):
           K floats, in loss units per unit of smoothing.
 
         >>> import torch
-        >>> m = VectorMechanism(clip=4.0, noise_multiplier=1.0, expected_batch_size=2)
+        >>> m = VectorMechanism(clip=4.015625, noise_multiplier=1.0, expected_batch_size=2)
         >>> (c,) = m.clip_sum(torch.tensor([[1.0], [-9.0]]), gram=torch.tensor([[4.0]]))
         >>> round(c, 6)
         -1.0
@@ -238,8 +240,8 @@ class VectorMechanism(DenseNoise):
         rows, _ = finite_rows(x, self.num_directions)
         matrix = _checked_gram(np.asarray(gram, dtype=np.float64), self.num_directions)
         if self.num_directions > 1:
-            return _sum_along_many(rows, matrix, self.clip)
-        bound = self.clip * (1 - 2.0**-40) / math.sqrt(matrix[0, 0])  # room for rounding c u
+            return _sum_along_many(rows, matrix, self.radius)
+        bound = self.radius * (1 - 2.0**-40) / math.sqrt(matrix[0, 0])  # room for rounding c u
         grid = math.ldexp(1.0, math.frexp(bound)[1] - 1 - GRID_BITS)  # about 2^-30 of the bound
         integers = np.trunc(np.clip(rows[:, 0], -bound, bound) / grid).astype(np.int64)
         return (float(int(integers.sum()) * grid),)
@@ -249,7 +251,7 @@ GRAM_SLACK = 2.0**-36
 """Relative room for errors in the Gram matrix and in the norms computed from it."""
 
 VECTOR_MARGIN = 1.0 - 2.0**-20
-"""Several directions are clipped to this share of C: room for truncation, which shortens the
+"""Several directions are clipped to this share of the radius: room for truncation, which shortens the
 coefficients but perhaps not the vector, and for the float64 rounding of sum_k c_k u_k."""
 
 
@@ -275,16 +277,16 @@ def _checked_gram(gram: np.ndarray, num_directions: int) -> np.ndarray:
     return gram
 
 
-def _sum_along_many(rows: np.ndarray, gram: np.ndarray, clip: float) -> tuple[float, ...]:
-    """Column sums of rows [B, K] scaled to norm sqrt(s^T G s) <= C and truncated to a grid.
+def _sum_along_many(rows: np.ndarray, gram: np.ndarray, radius: float) -> tuple[float, ...]:
+    """Column sums of rows [B, K] scaled to norm sqrt(s^T G s) <= r and truncated to a grid.
 
-    Truncation moves a vector by at most grid * sum_k ||u_k|| <= 2^-30 C, inside `VECTOR_MARGIN`.
+    Truncation moves a vector by at most grid * sum_k ||u_k|| <= 2^-30 r, inside `VECTOR_MARGIN`.
     Nearly dependent directions could have huge coefficients that cancel. For sums to stay exact none
     may exceed 2^33 K grid units, four times what orthogonal directions of like norms need; a row
     that does is scaled down as a whole.
     """
     lengths = np.sqrt(np.diag(gram))
-    grid = math.ldexp(1.0, math.frexp(clip / lengths.sum())[1] - 1 - GRID_BITS)
+    grid = math.ldexp(1.0, math.frexp(radius / lengths.sum())[1] - 1 - GRID_BITS)
     largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     unit = np.divide(rows, largest, out=np.zeros_like(rows), where=largest > 0)
     # s^T G s, plus what it may lack for the errors of G and of this evaluation
@@ -292,7 +294,7 @@ def _sum_along_many(rows: np.ndarray, gram: np.ndarray, clip: float) -> tuple[fl
     room = GRAM_SLACK * (np.abs(unit) @ lengths[:, None]) ** 2
     norms = np.sqrt(np.maximum(squares, 0.0) + room)
     allowed = np.divide(
-        clip * VECTOR_MARGIN, norms, out=np.zeros_like(norms), where=norms > 0
+        radius * VECTOR_MARGIN, norms, out=np.zeros_like(norms), where=norms > 0
     ).clip(max=math.ldexp(grid, GRID_BITS + 2 + len(lengths).bit_length()))
     integers = np.trunc(unit * np.minimum(largest, allowed) / grid).astype(np.int64)
     return tuple(float(int(n) * grid) for n in integers.sum(axis=0))

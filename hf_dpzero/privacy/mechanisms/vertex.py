@@ -46,10 +46,13 @@ _GRID, _MANTISSA = 2.0**-22, 2.0**53
 class VertexDraw:
     """One draw of a vertex, as the accounting sees it.
 
+    Where examples have places in forward passes, a row displaced by one more is part of what that one
+    moves (`training.placement`): scale what each adds by 1 / (1 + 2^-8), as `group_losses` does.
+
     Attributes:
       sensitivity: Delta, how much one example can move any one score; 0 for scores without data.
       one_sided: an example moves all scores the same way (one more example, which only ever raises
-        scores); halves the range.
+        scores, and displaces none); halves the range.
       averaged: the draw is from an average over steps of the softmaxes instead of from the last one.
 
     Raises:

@@ -1,0 +1,326 @@
+"""Tries before step 0, on invented rows, what the placement lemma assumes (see `placement`).
+
+A1: no bit of a loss, nor of what any innermost module returns for a row, moves when others stand beside
+it, blank ones included; nothing that came before changes a pass. A2: D, the largest move of a loss
+between a pass of one row and every place of a pass of each size, bounds the move of an unclipped
+contribution. A size that moves too much is not used. All of it runs at weights of which no trained
+tensor is zero. No private row is read but the form of row 0, and nothing is tried again later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from hf_dpzero.objectives.losses import is_compiled
+from hf_dpzero.training.fixed_shapes import (
+    FixedShapes,
+    Row,
+    blank_like,
+    shape_of,
+    stacked,
+    unmasked,
+)
+from hf_dpzero.training.invented_rows import InventedRows
+from hf_dpzero.training.pass_memory import PassBytes, measured
+from hf_dpzero.training.placement import bucket
+
+logger = logging.get_logger(__name__)
+
+_LEAST, _MOST, _WEIGHED = 512, 1 << 12, 1 << 36
+_SPEED_UP = 4.0  # a token in a pass of many takes a fourth of one in the first pass of a few
+_SILENT = 5.0  # seconds that a user waits without a word
+
+ROOM = 2.0**-12
+"""D may be this share of the smallest clip: a sixteenth of what A2 allows, for what was not tried."""
+
+_FEW_OUTPUTS, _INPUTS = 64, 16
+
+COUPLED = (
+    "an example's loss depends on the other examples of its batch: it differs {}, so clipping it would "
+    "not bound one example's influence. Compute each loss from its own row only (no batch mean, no "
+    "in-batch negatives, no batch statistics), with a model that ignores padding and keeps no state."
+)
+
+
+def tokens_of_a_pass(parameters: int, device: str) -> int:
+    """Tokens of one pass of the smoke test, at most, where it has more than its narrowest rows.
+
+    A start takes seconds on a CPU: a pass of 135 million parameters has 512 tokens there, which is 32
+    columns of 16 rows. A GPU takes as many as it needs for widths of ordinary texts.
+
+    >>> tokens_of_a_pass(135_000_000, "cpu"), tokens_of_a_pass(22_700_000, "cpu")
+    (512, 3027)
+    """
+    if device != "cpu":
+        return _MOST
+    return min(_MOST, max(_LEAST, _WEIGHED // max(parameters, 1)))
+
+
+class CoupledLosses(ValueError):
+    """An example's loss depends on other examples by more than rounding."""
+
+
+@dataclass
+class Probe:
+    """Numbers that follow from a row, in each place of passes of each size that was tried.
+
+    Attributes:
+      scale: [r] what the move of each of r rows is multiplied by.
+      bounds: size -> smallest and largest numbers over the places, [r, m] each.
+    """
+
+    scale: Tensor
+    bounds: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def move(self, sizes: Sequence[int]) -> float:
+        """The largest distance between two places of passes of these sizes, times its scale."""
+        tried = [self.bounds[size] for size in sizes if size in self.bounds]
+        if not tried:
+            return 0.0
+        least, most = map(torch.stack, zip(*tried, strict=True))
+        apart = (most.amax(dim=0) - least.amin(dim=0)).nan_to_num(nan=0.0, posinf=math.inf)
+        return float((apart.norm(dim=1) * self.scale).max())
+
+
+class Losses(Protocol):
+    """A batch's per-example losses, float32 [B] on the CPU; equal seeds seed generators alike."""
+
+    def __call__(self, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor: ...
+
+
+@dataclass
+class SmokeTest:
+    """What a few passes of invented rows show of a model.
+
+    Attributes:
+      shapes: of the run; its widths bound those that are tried.
+      rows: what is tried.
+      losses: of the run, without gradients, in eval mode.
+      model: whose innermost modules are looked at, unless it is compiled.
+      coarse: whether something computes in low precision.
+      probes: what moved by its place.
+      bytes: of what modules returned in a pass of `tokens` tokens.
+    """
+
+    shapes: FixedShapes
+    rows: InventedRows
+    losses: Losses
+    model: nn.Module
+    coarse: bool = False
+    probes: list[Probe] = field(default_factory=list)
+    bytes: PassBytes = field(default_factory=PassBytes)
+    tokens: int = 1
+
+    def run(self, sizes: Sequence[int]) -> str:
+        """Tries passes of these sizes.
+
+        Returns:
+          Why rows must be evaluated one by one; "" where they need not.
+
+        Raises:
+          CoupledLosses: a loss moves by more than rounding beside other rows, or with what came before.
+        """
+        narrow, least = self._row(0, 1, wide=False)
+        began = time.monotonic()
+        with measured(self.model) as self.bytes:
+            alone = self._evaluated([narrow])
+        self.tokens, found = max(least, 1), ""
+        self._announce(sizes, time.monotonic() - began)
+        of_narrow = Probe(torch.ones(1), {1: _bounds(alone)})
+        self.probes = [of_narrow, *self._narrow_layers(sizes, float(alone.abs()))]
+        for size in sorted(sizes, reverse=True):
+            if size == 1:
+                continue
+            wide, width = self._row(size, size, wide=True)
+            of_wide = Probe(torch.ones(1), {1: _bounds(self._evaluated([wide]))})
+            self.probes.append(of_wide)
+            for probe, row, columns in ((of_narrow, narrow, least), (of_wide, wide, width)):
+                placed, copied = self._in_all_places(row, size)
+                probe.bounds[size] = _bounds(placed)
+                found = found or self._beside_others(row, columns, size, placed, copied)
+        if _same(self._evaluated([narrow]), alone):
+            return found
+        if torch.are_deterministic_algorithms_enabled():
+            raise CoupledLosses(COUPLED.format("before and after other examples were seen"))
+        torch.use_deterministic_algorithms(True, warn_only=True)  # kernels may add up in any order
+        return self.run(sizes)
+
+    def _announce(self, sizes: Sequence[int], seconds: float) -> None:
+        """Says what a user waits for, where one pass of the narrowest row took so many seconds."""
+        tokens = sum(2 * (size * self.tokens + self._budget()) for size in sizes if size > 1)
+        if (expected := seconds * tokens / self.tokens / _SPEED_UP) > _SILENT:
+            logger.warning(
+                f"forward passes on invented rows are tried before step 0, up to {expected:.0f} s: "
+                "whether a loss depends on what stands beside its example (none with microbatch_size=1)."
+            )
+
+    def _budget(self) -> int:
+        parameters = list(self.model.parameters())
+        device = parameters[0].device.type if parameters else "cpu"
+        return tokens_of_a_pass(sum(p.numel() for p in parameters), device)
+
+    def move(self, sizes: Sequence[int]) -> float:
+        """D, the largest move of a loss between two places of passes of these sizes."""
+        return max(probe.move(sizes) for probe in self.probes)
+
+    def largest_sets(
+        self, sizes: Sequence[int], holds: Callable[[float], bool]
+    ) -> list[tuple[int, ...]]:
+        """The sets of sizes whose D holds, and that no larger such set contains; passes of one do.
+
+        Args:
+          sizes: that were tried.
+          holds: whether a D is small enough.
+        """
+        found: list[tuple[int, ...]] = []
+        for count in range(len(sizes), 0, -1):
+            for chosen in itertools.combinations(sizes, count):
+                if not any(set(chosen) < set(larger) for larger in found) and (
+                    chosen == (1,) or holds(self.move(chosen))
+                ):
+                    found.append(chosen)
+        return found
+
+    def _row(self, seed: int, size: int, wide: bool) -> tuple[Row, int]:
+        """A row, padded where it is narrow and unmasked where it is wide, and its width."""
+        shapes = self.shapes
+        least = bucket(1, shapes.most, shapes.cut)
+        widest = min(t for t in (self._budget() // size, shapes.most, shapes.cut) if t is not None)
+        width = self.rows.width(wide, least, widest)
+        return self.rows.row(seed, width, width if wide else max(1, width - 2)), width
+
+    def _evaluated(self, rows: Sequence[Row]) -> Tensor:
+        return self.losses(stacked(rows))
+
+    def _in_all_places(self, row: Row, size: int) -> tuple[Tensor, list[Tensor]]:
+        with looked_at(self.model, size, size - 1) as seen:
+            return self._evaluated([row] * size), seen
+
+    def _beside_others(
+        self, row: Row, width: int, size: int, placed: Tensor, copied: list[Tensor]
+    ) -> str:
+        """Evaluates the row in the last place, a blank and other rows being in front of it."""
+        others = [blank_like(row, self.shapes.side), *self._others(row, width, size - 2)]
+        with looked_at(self.model, size, size - 1) as seen, _loud(self.model, size):
+            losses = self._evaluated([*others[: size - 1], row])
+        moved = (losses[-1] - placed[-1]).abs()
+        share, least = (5e-2, 2e-2) if self.coarse else (1e-3, 1e-4)
+        if bool(moved > share * placed[-1].abs() + least):
+            raise CoupledLosses(COUPLED.format("beside copies of itself and beside other examples"))
+        if not _same(losses[-1:], placed[-1:]):
+            return "an example's loss has other bits beside other examples"
+        same = len(seen) == len(copied) and all(map(_same, seen, copied))
+        return "" if same else "what a layer returns for an example has other bits beside others"
+
+    def _others(self, row: Row, width: int, count: int) -> list[Row]:
+        """Rows of the same shape with other tokens and lengths; every other one's numbers times 2^10."""
+        whole, found = unmasked(row), list[Row]()
+        for number in range(count):
+            length = width if whole else 1 + (number % max(width - 1, 1))
+            scale = 2.0**10 if number % 2 else 1.0
+            other = self.rows.row(1000 + number, width, length, scale)
+            if shape_of(other) != shape_of(row) or unmasked(other) != whole:
+                length = width if whole else max(1, width - 2)
+                other = self.rows.row(1000 + number, width, length, scale)
+            found.append(other)
+        return found
+
+    def _narrow_layers(self, sizes: Sequence[int], loss: float) -> Iterator[Probe]:
+        """What places move in products of few outputs, on random inputs.
+
+        They round rarely, one row in some hundreds. A relative move of a row's outputs counts as one of
+        its loss.
+        """
+        inputs_of = torch.Generator().manual_seed(0)
+        for module in self.model.modules():
+            if not isinstance(module, nn.Linear) or module.out_features >= _FEW_OUTPUTS:
+                continue
+            plain = type(module.weight.data) is Tensor and module.weight.is_floating_point()
+            if not plain or module.weight.is_meta:
+                continue
+            inputs = torch.randn(_INPUTS, module.in_features, generator=inputs_of)
+            inputs = inputs.to(module.weight)
+            alone = torch.cat([module.forward(inputs[i : i + 1]) for i in range(_INPUTS)]).double()
+            probe = Probe(loss / alone.norm(dim=1).clamp(min=1e-30).cpu())
+            for size in sizes:
+                least, most = torch.full_like(alone, math.inf), torch.full_like(alone, -math.inf)
+                for first in range(_INPUTS):
+                    turned = torch.arange(first, first + size, device=alone.device) % _INPUTS
+                    outputs = (
+                        alone[turned] if size == 1 else module.forward(inputs[turned]).double()
+                    )
+                    into = turned[:, None].expand_as(outputs)
+                    least.scatter_reduce_(0, into, outputs, "amin")
+                    most.scatter_reduce_(0, into, outputs, "amax")
+                probe.bounds[size] = least.cpu(), most.cpu()
+            yield probe
+
+
+def _bounds(placed: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest of a row's losses, [1, 1] each; all or none must be finite."""
+    finite = placed.isfinite()
+    if finite.all():
+        return placed.double().amin().view(1, 1), placed.double().amax().view(1, 1)
+    infinite = torch.full((1, 1), math.inf, dtype=torch.float64)
+    return (-infinite, infinite) if finite.any() else (infinite, infinite)
+
+
+@contextlib.contextmanager
+def looked_at(model: nn.Module, rows: int, place: int) -> Iterator[list[Tensor]]:
+    """Copies, inside, of what the model's innermost modules return for one place of a pass, in order."""
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not isinstance(output, Tensor) or not output.is_floating_point() or not output.dim():
+            return
+        if output.shape[0] % rows == 0:
+            seen.append(output.detach().reshape(rows, -1)[place].clone())
+
+    innermost = [m for m in model.modules() if next(m.children(), None) is None]
+    watched = [] if is_compiled(model) else innermost
+    handles = [module.register_forward_hook(look) for module in watched]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _loud(model: nn.Module, rows: int) -> Iterator[None]:
+    """Multiplies embeddings of every other row of a pass by 2^10, inside, but not of the last row."""
+
+    def scale(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[0] != rows:
+            return output
+        factors = output.new_ones(rows)
+        factors[1 : rows - 1 : 2] = 2.0**10
+        return output * factors.view(-1, *[1] * (output.dim() - 1))
+
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    handles = [] if is_compiled(model) else [m.register_forward_hook(scale) for m in tables]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, NaN being equal to NaN."""
+    nan = one.isnan()
+    return (
+        one.shape == other.shape
+        and torch.equal(nan, other.isnan())
+        and (torch.equal(one[~nan], other[~nan]))
+    )

@@ -1,0 +1,190 @@
+"""The smoke test: what it lets run in passes of several rows, what runs one by one, what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import build, tiny_data, tiny_model
+from torch import Tensor, nn
+
+from hf_dpzero.objectives.heads import sequence_classification_objective
+from hf_dpzero.training import before_training
+from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.training.pass_memory import PassBytes, rows_that_fit, tokens_that_fit
+from hf_dpzero.training.smoke_test import ROOM
+
+ALL = (1, 4, 8)
+
+
+def checked(
+    tmp_path: Any, objective: Any = sequence_classification_objective, **settings: Any
+) -> Any:
+    given = {"compute_per_example_loss": objective, **settings.pop("trainer_settings", {})}
+    trainer = build(tmp_path, expected_batch_size=40, trainer_settings=given, **settings)
+    check_before_training(trainer)
+    return trainer
+
+
+def moved(change: Any) -> Any:
+    def objective(model: nn.Module, inputs: Any) -> Tensor:
+        return change(sequence_classification_objective(model, inputs), inputs)
+
+    return objective
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd", "dpgd-0th"])
+def test_rows_that_do_not_couple_run_together(tmp_path, method: str):
+    settings = {"clip": 1e3} if method == "dpgd-0th" else {}  # of x u, whose norm is that of u too
+    assert checked(tmp_path, method=method, **settings).shapes.placement.sizes == ALL
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
+def test_a_batch_mean_is_refused(tmp_path, method: str):
+    with pytest.raises(ValueError, match="depends on the other examples of its batch"):
+        checked(tmp_path, moved(lambda losses, _: losses + losses.mean()), method=method)
+
+
+def test_coupling_as_small_as_rounding_runs_one_by_one(tmp_path, caplog):
+    logging.getLogger("transformers").propagate = True
+    trainer = checked(tmp_path, moved(lambda losses, _: losses + 1e-6 * losses.mean()))
+    assert trainer.shapes.one_by_one
+    assert "other bits beside other examples" in caplog.text and "by itself" in caplog.text
+    assert [len(m["labels"]) for m in trainer.shapes.microbatches([0, 1])] == [1, 1]
+
+
+class CouplesInside(nn.Linear):
+    """Its rows' last bits follow from the batch, though the loss does not show it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + 2.0**-20 * y.mean()
+
+
+def test_what_only_a_layer_shows_runs_one_by_one(tmp_path):
+    model = tiny_model()
+    model.classifier.__class__ = CouplesInside
+    assert checked(
+        tmp_path, moved(lambda losses, _: losses.round(decimals=3)), model=model
+    ).shapes.one_by_one
+
+
+def by_place(size: float) -> Any:
+    """Adds a number to the loss in the last slot of passes of eight."""
+
+    def change(losses: Tensor, _: Any) -> Tensor:
+        last = torch.arange(len(losses)) == 7
+        return torch.where(last, losses.double() + size, losses.double()).float()
+
+    return moved(change)
+
+
+@pytest.mark.parametrize(("share", "sizes"), [(0.9, ALL), (1.1, (1, 4))])
+@pytest.mark.parametrize("directions", [1, 4])
+def test_a_size_is_used_up_to_the_bound_on_what_places_move(tmp_path, share, sizes, directions):
+    """sqrt(K) move / lambda against 2^-12 of the smallest clip, 5."""
+    clip, smoothing = 5.0, 1e-2
+    bound = ROOM * clip * smoothing / directions**0.5
+    settings = {"clip": clip, "smoothing": smoothing, "num_directions": directions}
+    trainer = checked(tmp_path, by_place(share * bound), **settings)
+    assert trainer.shapes.placement.sizes == sizes
+
+
+def test_a_schedule_counts_with_its_smallest_clip_and_smoothing(tmp_path):
+    clip, smoothing = 5.0, 1e-2
+    bound = ROOM * clip * smoothing
+    settings = {"clip": clip, "smoothing": smoothing, "max_steps": 4}
+    settings["smoothing_schedule"] = "linear(0.5)"
+    trainer = checked(tmp_path, by_place(0.9 * bound), **settings)
+    assert trainer.shapes.placement.sizes == (1, 4)
+
+
+def test_a_loss_that_counts_may_not_move_at_all(tmp_path):
+    class Counts(nn.Module):
+        single_pass = True
+
+        def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+            return (sequence_classification_objective(model, inputs) > 0.69).float()
+
+        def trial(self, model: nn.Module, inputs: Any) -> Tensor:
+            return by_place(1e-6)(model, inputs)
+
+    assert 8 not in checked(tmp_path, Counts(), clip=1e6).shapes.placement.sizes
+
+
+def test_a_model_that_remembers_is_refused(tmp_path):
+    seen = []
+
+    def change(losses: Tensor, _: Any) -> Tensor:
+        seen.extend([None] * (len(losses) == 1))
+        return losses + 1e-3 * len(seen) * (len(losses) == 1)
+
+    try:
+        with pytest.raises(ValueError, match="before and after other examples were seen"):
+            checked(tmp_path, moved(change))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_loss_that_takes_no_invented_rows_runs_one_by_one(tmp_path, caplog):
+    logging.getLogger("transformers").propagate = True
+    known = {tuple(row) for row in tiny_data()["input_ids"]}
+
+    def change(losses: Tensor, inputs: Any) -> Tensor:
+        if not all(tuple(ids[:8].tolist()) in known for ids in inputs["input_ids"]):
+            raise ValueError("an unknown row")
+        return losses
+
+    assert checked(tmp_path, moved(change)).shapes.one_by_one
+    assert "does not take rows invented in the form of row 0 (ValueError)" in caplog.text
+
+
+def test_zeros_are_filled_and_put_back(tmp_path):
+    """A head of zeros hides whatever comes before it; a coupling there is found all the same."""
+    model = tiny_model()
+    nn.init.zeros_(model.classifier.weight)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.bert.pooler.dense.__class__ = CouplesInside
+    trainer = checked(tmp_path, model=model)
+    assert trainer.shapes.one_by_one
+    after = dict(trainer.model.named_parameters())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not trainer.model.classifier.weight.any()
+
+
+def test_no_private_row_but_row_0_is_evaluated(tmp_path):
+    data, seen = tiny_data(200), Counter[tuple[int, ...]]()
+    private = {tuple(row): i for i, row in enumerate(data["input_ids"])}
+
+    def change(losses: Tensor, inputs: Any) -> Tensor:
+        rows = (tuple(ids[:8].tolist()) for ids in inputs["input_ids"])
+        seen.update(row for row in rows if row in private)
+        return losses
+
+    public = {"eval_dataset": tiny_data(40, seed=9)}
+    checked(tmp_path, moved(change), data=data, trainer_settings=public)
+    assert {private[row] for row in seen} == {0}
+
+
+def test_the_default_cap_follows_from_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(before_training, "free_bytes", lambda _: 10**12)
+    assert checked(tmp_path, microbatch_size=None).shapes.placement.sizes == (1, 4, 16, 64)
+    monkeypatch.setattr(before_training, "free_bytes", lambda _: 0)
+    short = checked(tmp_path, microbatch_size=None).shapes.placement
+    assert {n for width in short.shares for n in short.passes(width)} == {1}
+    given = checked(tmp_path, microbatch_size=8).shapes.placement  # a wish is granted
+    assert max(n for width in given.shares for n in given.passes(width)) == 8
+
+
+def test_bytes_of_a_pass():
+    found = PassBytes(largest=1000, total=9000)  # of ten tokens
+    assert tokens_that_fit(found, 10, 2_000_000, 0, backward=False) == 1_000_000 // 400
+    assert tokens_that_fit(found, 10, 2_000_000, 0, backward=True) == 1_000_000 // 1800
+    assert tokens_that_fit(found, 10, 2_000_000, 10**6, backward=False) == 0
+    free = 2 * 2 * 32 * 4 * 10**9  # half of it holds two copies of 32 gradients
+    assert rows_that_fit(free, 10**9, dense=True) == 32
+    assert rows_that_fit(free, 10**9, dense=False) == 64
+    assert rows_that_fit(1, 10**9, dense=True) == 1
