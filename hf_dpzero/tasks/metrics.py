@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    pass
+    import evaluate
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # of ASCII; others, such as “ or –, stay
@@ -128,6 +128,35 @@ def answer_f1(prediction: Answer, golds: Sequence[Answer], metric: str) -> float
             f"golds={golds!r} is not a list of right answers; give at least one, as in ['Paris']."
         )
     return _RULES[metric][1](prediction, golds)
+
+
+def evaluate_metric(name: str) -> evaluate.Metric:
+    """The scores of a task as a metric of `evaluate`, which collects batches, without a network.
+
+    >>> metric = evaluate_metric("squad")
+    >>> metric.add_batch(predictions=["the cat"], references=[["cat"]])
+    >>> metric.add_batch(predictions=["dog"], references=[["cat", "hot dog"]])
+    >>> metric.compute()
+    {'exact_match': 0.5, 'f1': 0.8333333333333333}
+    """
+    import evaluate
+    from datasets import Features, Sequence, Value
+
+    text, label = Value("string"), Value("int64")
+    answers = {"squad": (text, Sequence(text)), "drop": (Sequence(text), Sequence(Sequence(text)))}
+    predictions, references = answers.get(name, (label, label))
+    scores = answer_scores if name in answers else classification_scores
+
+    class Scores(evaluate.Metric):
+        def _info(self) -> evaluate.MetricInfo:
+            about = {"description": name, "citation": "", "inputs_description": ""}
+            features = Features({"predictions": predictions, "references": references})
+            return evaluate.MetricInfo(**about, features=features)
+
+        def _compute(self, **columns: Any) -> dict[str, float]:
+            return scores(**columns, metric=name)
+
+    return Scores(keep_in_memory=True)
 
 
 # SQuAD v1.1: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the data set's evaluation script.

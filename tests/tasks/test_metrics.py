@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hf_dpzero.tasks.metrics import (
     answer_f1,
     answer_scores,
     classification_scores,
+    evaluate_metric,
 )
 
 
@@ -317,3 +319,28 @@ def test_spans_that_are_not_strings_are_refused():
         answer_scores([["6", 7]], [["6"]], "drop")  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"row 0 has \['a'\], not a string"):
         answer_scores([["a"]], [["a"]], "squad")
+
+
+@pytest.mark.parametrize(
+    ("name", "predictions", "references"),
+    [
+        ("accuracy", [0, 1, 1, 2], [0, 1, 2, 2]),
+        ("macro_f1", [0, 1, 1, 2], [0, 1, 2, 2]),
+        ("squad", ["x", "y z", ""], [["x"], ["y", "z z"], ["the", "u"]]),
+        ("drop", [["x"], [], ["1"]], [[["y"], ["x", "z"]], [["z"], []], [["1.0"]]]),
+    ],
+)
+def test_rows_in_any_batches_give_the_same_without_a_network(
+    name, predictions, references, monkeypatch
+):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a metric opened a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    scores = answer_scores if name in ("squad", "drop") else classification_scores
+    expected = scores(predictions, references, name)
+    assert all(0 < value < 1 for value in expected.values())
+    collected = evaluate_metric(name)
+    for start, end in ((0, 1), (1, len(predictions))):
+        collected.add_batch(predictions=predictions[start:end], references=references[start:end])
+    assert collected.compute() == expected
