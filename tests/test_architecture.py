@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_dpzero"
 
 HEAVY = frozenset(
-    """accelerate bitsandbytes datasets dp_accounting huggingface_hub matplotlib numba opacus
+    """accelerate bitsandbytes datasets dp_accounting evaluate huggingface_hub matplotlib numba opacus
     opendp pandas peft rich safetensors scipy sklearn transformers triton""".split()  # noqa: SIM905
 )
 

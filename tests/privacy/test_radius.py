@@ -245,6 +245,9 @@ def largest_move_of_losses() -> float:
 
 def test_losses_of_groups_move_by_one(monkeypatch):
     assert 1 - 1e-7 <= largest_move_of_losses() <= 1.0
+    groups = PerStepGroups(**THREE, loss_bound=3.0)
+    beyond, at = (groups.total(np.array([loss]), [0]) for loss in (1e6, 3.0))
+    assert list(beyond) == list(at)
     monkeypatch.setattr(group_losses, "DISPLACEMENT", 0.0)
     assert largest_move_of_losses() > 1.003
 

@@ -64,7 +64,9 @@ def test_rows_of_a_pass_follow_from_its_place_whatever_is_drawn():
     for count in range(1, 12):
         made = shapes.microbatches(range(count))
         assert [len(m["labels"]) for m in made] == list(sizes[: len(made)])
-        assert sum(m.examples for m in made) == count
+        starts = [sum(sizes[:number]) for number in range(len(made))]
+        for part, start, rows in zip(made, starts, sizes):
+            assert list(part.places) == list(range(start, min(start + rows, count)))
 
 
 def test_rows_without_padding_stand_among_themselves():

@@ -155,6 +155,24 @@ def test_zeros_are_filled_and_put_back(tmp_path):
     assert not trainer.model.classifier.weight.any()
 
 
+class MovesByPlace(nn.LayerNorm):
+    """What it returns in the last place of eight rows is larger by a thousandth."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = torch.arange(len(x))[:, None, None] == 7
+        return super().forward(x) * torch.where(last, 1.001, 1.0)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_head_of_zeros_does_not_hide_what_places_move(tmp_path, zero: bool):
+    """At zero logits no loss moves; at the first step's they do."""
+    model = tiny_model()
+    if zero:
+        nn.init.zeros_(model.classifier.weight)
+    model.bert.encoder.layer[-1].output.LayerNorm.__class__ = MovesByPlace
+    assert 8 not in checked(tmp_path, model=model, clip=0.5).shapes.placement.sizes
+
+
 def test_no_private_row_but_row_0_is_evaluated(tmp_path):
     data, seen = tiny_data(200), Counter[tuple[int, ...]]()
     private = {tuple(row): i for i, row in enumerate(data["input_ids"])}
