@@ -5,7 +5,7 @@ Step t clips at C_t and releases two things about the same batch: the clipped su
 of the examples whose norm is below C_t. The clip follows from earlier releases alone (their
 Section 2.1, the geometric update):
 
-    C_t = C_0 exp(-eta sum_{s<t} (fraction_s - gamma)),      C_0 2^-20 <= C_t <= C_0 2^20
+    C_t = C_0 exp(-eta sum_{s<t} (fraction_s - gamma)),      C_0 2^-10 <= C_t <= C_0 2^20
 
 so it costs nothing beyond the counts, and a run that resumes finds it in its ledger.
 
