@@ -145,7 +145,9 @@ class SmokeTest:
             of_wide = Probe(torch.ones(1), {1: _bounds(self._evaluated([wide]))})
             self.probes.append(of_wide)
             for probe, row, columns in ((of_narrow, narrow, least), (of_wide, wide, width)):
-                placed, copied = self._in_all_places(row, size)
+                with measured(self.model) as taken:
+                    placed, copied = self._in_all_places(row, size)
+                self._keep_costliest(taken, size * max(columns, 1))
                 probe.bounds[size] = _bounds(placed)
                 found = found or self._beside_others(row, columns, size, placed, copied)
         if _same(self._evaluated([narrow]), alone):
@@ -154,6 +156,11 @@ class SmokeTest:
             raise CoupledLosses(COUPLED.format("before and after other examples were seen"))
         torch.use_deterministic_algorithms(True, warn_only=True)  # kernels may add up in any order
         return self.run(sizes)
+
+    def _keep_costliest(self, taken: PassBytes, tokens: int) -> None:
+        """Keeps, of the passes, that whose modules returned most bytes a token."""
+        if taken.largest * self.tokens > self.bytes.largest * tokens:
+            self.bytes, self.tokens = taken, tokens
 
     def _announce(self, sizes: Sequence[int], seconds: float) -> None:
         """Says what a user waits for, where one pass of the narrowest row took so many seconds."""
