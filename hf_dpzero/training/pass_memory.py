@@ -80,7 +80,7 @@ def tokens_that_fit(found: PassBytes, tokens: int, free: int, trained: int, back
       At least 0.
 
     >>> tokens_that_fit(PassBytes(largest=1000, total=9000), 10, 2_000_000, trained=1000, backward=False)
-    2490
+    2480
     """
     each = (2.0 * found.total if backward else _ALIVE * found.largest) / tokens
     left = _SHARE * free - (8 if backward else 2) * trained * 4

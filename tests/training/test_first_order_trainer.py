@@ -252,7 +252,7 @@ def test_unsupported_layers_are_refused_by_name_before_a_step(tmp_path):
         ),
         ({"method": "mezo", "noise_multiplier": None, "clipping": "adaptive"}, "it is for dpzero"),
         ({"method": "dp-adamw", "noise_distribution": "laplace"}, "noise_distribution='laplace'"),
-        ({"method": "dp-adamw", "update_rule": "adam"}, "released scalars"),
+        ({"method": "dp-adamw", "update_rule": "momentum"}, "released scalars"),
         ({"method": "adamw", "noise_multiplier": None, "target_epsilon": 1.0}, None),
         ({"method": "dp-adamw", "sampling": "fixed_size_without_replacement"}, "no sound event"),
     ],
