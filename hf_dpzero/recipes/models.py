@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,11 @@ from hf_dpzero.training.fixed_shapes import (
     shape_of,
     stacked,
     unmasked,
+    widened,
+    width_of,
 )
 from hf_dpzero.training.offloading import settle_offloaded
+from hf_dpzero.training.placement import bucket
 from hf_dpzero.training.precision import couples_values
 
 if TYPE_CHECKING:
@@ -277,20 +281,24 @@ def _embedded(classifier: SentenceClassifier, tokens: Mapping[str, Tensor]) -> T
 
 
 @torch.no_grad()
-def _encodes_in_fixed_shapes(classifier: SentenceClassifier, size: int) -> bool:
-    """Whether, on random tokens, no bit of a row follows from its neighbours in a batch of one shape."""
-    encoder, draw = classifier.encoder, torch.Generator().manual_seed(0)
+def _encodes_together(classifier: SentenceClassifier, size: int, width: int) -> bool:
+    """Whether, on random tokens, no bit of a row follows from its place or its neighbours in a pass.
+
+    Args:
+      size: rows of the pass.
+      width: tokens of each.
+    """
+    encoder, draw = classifier.encoder, torch.Generator().manual_seed(width)
     place = classifier.classifier.weight.device
-    for width in (8, min(64, context_length(encoder) or 64)):
-        ids = torch.randint(encoder.config.vocab_size, (size, width), generator=draw).to(place)
-        lengths = torch.randint(2, width + 1, (size, 1), generator=draw)
-        mask = (torch.arange(width) < lengths).long().to(place)
-        together = encoder(input_ids=ids, attention_mask=mask)[0]
-        for row in {0, size // 2, size - 1}:
-            same = [row] * size
-            alone = encoder(input_ids=ids[same], attention_mask=mask[same])[0]
-            if not torch.equal(alone, together[same]):
-                return False
+    ids = torch.randint(encoder.config.vocab_size, (size, width), generator=draw).to(place)
+    lengths = torch.randint(min(2, width), width + 1, (size, 1), generator=draw)
+    mask = (torch.arange(width) < lengths).long().to(place)
+    together = encoder(input_ids=ids, attention_mask=mask)[0]
+    for row in {0, size // 2, size - 1}:
+        same = [row] * size
+        alone = encoder(input_ids=ids[same], attention_mask=mask[same])[0]
+        if not torch.equal(alone, together[same]):
+            return False
     return True
 
 
@@ -347,25 +355,34 @@ def precompute_features(
     embedding = datasets.Sequence(datasets.Value("float32"), length=config.feature_size)
     features = {"labels": dataset.features["labels"], "sentence_embedding": embedding}
     size = min(batch_size, _ENCODED)
-    alone = bool(couples_values(classifier)) or not _encodes_in_fixed_shapes(classifier, size)
-    size = 1 if alone else size
+    alone = bool(couples_values(classifier)) or size == 1
+    most = context_length(classifier.encoder)
+
+    @functools.cache
+    def rows_of(width: int) -> int:
+        """Rows of a pass of a width, by that width alone."""
+        return 1 if alone or not _encodes_together(classifier, size, width) else size
+
     settings = (
         config.pooling,
         config.normalize,
         config.pair_features,
-        "alone" if alone else "filled up with blanks",
+        "alone" if alone else "in passes of fixed widths",
     )
 
     @torch.no_grad()
     def encode(rows: Mapping[str, list[Any]]) -> dict[str, Any]:
-        alike: dict[Any, list[int]] = {}  # rows of one shape run together, always `size` of them
+        alike: dict[Any, list[int]] = {}  # rows of one shape run together, always so many
         batches = []
         for i in range(len(rows["input_ids"])):
             batch = right_padded(collate([{name: rows[name][i] for name in rows}]))
+            columns = bucket(width_of(batch), most) - width_of(batch)
+            batch = widened(batch, "right", columns) or batch
             batches.append({key: value for key, value in batch.items() if key != "labels"})
             alike.setdefault((shape_of(batches[i]), unmasked(batches[i])), []).append(i)
         embeddings = torch.empty(len(batches), config.feature_size)
         for members in alike.values():
+            size = rows_of(width_of(batches[members[0]]))
             for start in range(0, len(members), size):
                 chosen = members[start : start + size]
                 blanks = [blank_like(batches[chosen[0]])] * (size - len(chosen))

@@ -33,6 +33,7 @@ from hf_dpzero.training.fixed_shapes import (
     is_unmasked_sound,
     kind_of,
     masked_shape,
+    sizes_of,
     stacked,
 )
 from hf_dpzero.training.invented_rows import InventedRows, nonzero_weights
@@ -106,6 +107,7 @@ def check_before_training(trainer: Any) -> None:
     distributed.check_same_rows(trainer.train_dataset)
     check_mixed_precision(args, args.device.type)
     if trainer.plan.mechanism.private:
+        data_checks.check_draws(trainer.data_collator, trainer.train_dataset)
         if args.first_order:
             check_precision(model, args)
         validation.check_widths(model)
@@ -179,6 +181,9 @@ def _run_shapes(trainer: Any) -> FixedShapes | None:
     with _first_row("collated"):
         first = shapes.collate_each([0])[0]
     shapes = dataclasses.replace(shapes, kind=kind_of(first))
+    if trainer.args.physical_batch_size > 1 and invented_form(trainer, shapes, first) is first:
+        free = masked_shape(first) is None and shapes.collate_stacked is None
+        shapes = dataclasses.replace(shapes, sizes=sizes_of(first) if free else None)
     reason = couples_values(model)
     if trainer.args.physical_batch_size == 1:
         return shapes
@@ -190,6 +195,19 @@ def _run_shapes(trainer: Any) -> FixedShapes | None:
         return shapes
     sizes = sizes_up_to(trainer.args.physical_batch_size)
     return dataclasses.replace(shapes, placement=dataclasses.replace(alone, sizes=sizes))
+
+
+def invented_form(trainer: Any, shapes: FixedShapes, first: Row | None = None) -> Row:
+    """The row whose form invented rows have: row 0, of which the length along its mask is not read.
+
+    Where no mask tells what its length is, an evaluation row's sizes are; without one, row 0's, and then
+    all rows must have them (`FixedShapes.sizes`).
+    """
+    first = shapes.collate_each([0])[0] if first is None else first
+    if masked_shape(first) is not None or shapes.collate_stacked is not None:
+        return first
+    public = public_rows.first_row(trainer)
+    return public if public is not None and kind_of(public) == kind_of(first) else first
 
 
 def _placement(trainer: Any, sizes: tuple[int, ...], tokens: int | None) -> Placement:
@@ -267,8 +285,7 @@ def _tried_sizes(trainer: Any, losses: Any) -> tuple[tuple[int, ...], int | None
     """The sizes of passes that fit and pass the smoke test, and the tokens of one that fit."""
     args, model, shapes = trainer.args, trainer.model, trainer.shapes
     free = free_bytes(args.device)
-    form = shapes.collate_each([0])[0]
-    invented = InventedRows(form, model, shapes.side)
+    invented = InventedRows(invented_form(trainer, shapes), model, shapes.side)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dense = (
         args.per_example_gradients == "dense" or args.mixed_precision != "no" or rounds_products()
@@ -304,7 +321,7 @@ def _tried_sizes(trainer: Any, losses: Any) -> tuple[tuple[int, ...], int | None
     sets = smoke.largest_sets(sizes, lambda move: move <= bound)
     if args.first_order and args.clipping != "averaged":
         # averaged clipping: a row's passes are its group's alone, whose clip bounds whatever it moves
-        sets = [_gradient_sizes(trainer, invented, chosen) for chosen in sets]
+        sets = [_gradient_sizes(trainer, smoke, chosen) for chosen in sets]
     if len(sets) > 1:  # the same on all processes, whose invented rows and weights are
         sets.sort(key=lambda chosen: _placement(trainer, chosen, tokens).expected_tokens())
     if lost := sorted(set(sizes) - set(sets[0])):
@@ -324,7 +341,7 @@ def smallest_clip_and_scale(trainer: Any) -> tuple[float, float]:
     return plan.smallest_clip, norm * _largest_weight(plan) / least
 
 
-def _gradient_sizes(trainer: Any, invented: InventedRows, sizes: Any) -> tuple[int, ...]:
+def _gradient_sizes(trainer: Any, smoke: SmokeTest, sizes: Any) -> tuple[int, ...]:
     """Those of sizes in whose places an invented row's gradient hardly moves.
 
     A plain clip is a projection, so a relative move counts; automatic clipping is none.
@@ -337,25 +354,29 @@ def _gradient_sizes(trainer: Any, invented: InventedRows, sizes: Any) -> tuple[i
         args.physical_batch_size,
         autocast=args.mixed_precision != "no",
     )
-    least = bucket(1, shapes.most, shapes.cut)
+    invented, least = smoke.rows, bucket(1, shapes.most, shapes.cut)
 
     def summed(rows: Sequence[Row]) -> Tensor:
         totals, _ = gradients.weighted_sum([stacked(rows)], torch.ones_like)
         return torch.cat([total.view(-1) for total in totals])
 
-    moves, norm = dict[int, float](), math.inf
+    def moved(kinds: Sequence[Row], size: int) -> tuple[float, float]:
+        """What places move in the sum over a pass, and the smallest norm of its rows' gradients."""
+        alone = [summed([row] * min(sizes)) / min(sizes) for row in kinds]
+        rows = [kinds[i % len(kinds)] for i in range(size)]
+        apart = summed(rows)
+        for i, gradient in enumerate(alone):
+            apart -= len(rows[i :: len(kinds)]) * gradient
+        return float(apart.norm()), min(float(gradient.norm()) for gradient in alone)
+
+    moves, norm = dict.fromkeys(sizes, 0.0), math.inf
     with torch.enable_grad(), isolated_randomness(0):
         for size in sizes:  # thousands of equal rows would add up their rounding
-            kinds = [
-                invented.narrow(i, least) for i in range(1 if size <= max(CAPS) else max(CAPS))
-            ]
-            alone = [summed([row] * min(sizes)) / min(sizes) for row in kinds]
-            rows = [kinds[i % len(kinds)] for i in range(size)]
-            apart = summed(rows)  # what one place moves is in the sum
-            for i, gradient in enumerate(alone):
-                apart -= len(rows[i :: len(kinds)]) * gradient
-            moves[size] = float(apart.norm())
-            norm = min(norm, *(float(g.norm()) for g in alone))
+            many = size > max(CAPS)
+            narrow = [invented.narrow(i, least) for i in range(max(CAPS) if many else 1)]
+            for kinds in (narrow,) if many else (narrow, [smoke.row(size, size, wide=True)[0]]):
+                move, smallest = moved(kinds, size)
+                moves[size], norm = max(moves[size], move), min(norm, smallest)
     if args.clipping == "automatic":
         norm = 0.0
     bound = ROOM * max(plan.smallest_clip, norm) / _largest_weight(plan)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -70,6 +72,34 @@ def passed_rows(init: Callable[..., None], positional: Sequence[Any], settings: 
     if "train_dataset" not in names:
         names = ["data_collator", "train_dataset"]
     return {**dict(zip(names, positional, strict=False)), **settings}.get("train_dataset")
+
+
+def check_draws(collator: Any, dataset: Any) -> None:
+    """Refuses random generators of a collator's or a data set's own.
+
+    What it draws for a row would follow from how many rows it saw before. The global generators run on
+    fresh secret entropy for each row (`random_state`).
+
+    Raises:
+      ValueError: names what holds one.
+    """
+    held = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    for name, given in (("data_collator", collator), ("train_dataset", dataset)):
+        cells = {n: c.cell_contents for n, c in _cells(given)}
+        for attribute, value in {**getattr(given, "__dict__", {}), **cells}.items():
+            seeded = attribute == "seed" and value is not None and name == "data_collator"
+            if isinstance(value, held) or seeded:
+                raise ValueError(
+                    f"{name} ({type(given).__name__}) draws from a generator of its own ({attribute}), "
+                    "so what a row becomes follows from how many rows it saw before: leave it out. The "
+                    "global generators are secret here, and fresh for each row."
+                )
+
+
+def _cells(function: Any) -> list[tuple[str, Any]]:
+    """Names and cells of what a function closes over."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    return list(zip(code.co_freevars, cells, strict=True)) if code and cells else []
 
 
 def check_all_kept(given: Any, prepared: Any) -> None:

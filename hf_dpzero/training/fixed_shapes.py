@@ -151,6 +151,11 @@ def _kind_of_value(value: Any) -> tuple[Any, ...]:
     return value.dtype, value.dim(), value.dim() > 0 and value.shape[0] == 1
 
 
+def sizes_of(row: Row) -> dict[str, torch.Size]:
+    """The sizes of a row's tensors."""
+    return {name: value.shape for name, value in row.items() if isinstance(value, Tensor)}
+
+
 def unmasked(row: Row) -> frozenset[str]:
     """The masks of a batch of one that mask nothing, and position_ids that start but once.
 
@@ -214,6 +219,7 @@ class FixedShapes:
         thousands of stored features); None elsewhere.
       decoder_most: tokens that a decoder takes; None for any number.
       kind: `kind_of` every row; None for any.
+      sizes: of row 0's tensors, which every row then has too; None for any.
       cut: length at which rows of text are cut (`max_length`, a recipe's `max_seq_length`); None for any
         number.
     """
@@ -226,6 +232,7 @@ class FixedShapes:
     collate_stacked: Callable[[list[int]], Mapping[str, Tensor]] | None = None
     decoder_most: int | None = None
     kind: tuple[Any, ...] | None = None
+    sizes: Mapping[str, torch.Size] | None = None
     cut: int | None = None
 
     @property
@@ -335,6 +342,11 @@ class FixedShapes:
             raise ValueError(
                 "the collator gives rows other tensors than row 0 (a mask for some, say), and how all "
                 "rows are run follows from these: give every row the same names and dtypes."
+            )
+        if self.sizes is not None and self.sizes != sizes_of(row):
+            raise ValueError(
+                "rows without an attention_mask have other sizes than row 0, by which passes of several "
+                "rows were tried: give an eval_dataset, whose sizes are public, or microbatch_size=1."
             )
         return row
 

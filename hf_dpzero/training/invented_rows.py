@@ -36,7 +36,9 @@ class InventedRows:
         self._shape = masked_shape(form)
         self._tokens, self._end = _vocabulary(model)
         name = type(base_model(model)).__name__
-        self._classes = "ForTokenClassification" in name
+        self._of_tokens = "ForTokenClassification" in name
+        classes = getattr(getattr(base_model(model), "config", None), "num_labels", None)
+        self._classes = classes if isinstance(classes, int) and classes > 0 else 2
 
     def width(self, wide: bool, least: int, widest: int) -> int:
         """Columns of a narrow or a wide row: tokens as given, sounds as long as convolutions need."""
@@ -71,7 +73,7 @@ class InventedRows:
             if is_along(name, value, torch.Size((*self._shape[:-1], width))):
                 value.masked_fill_(_like(~here, value), IGNORE_INDEX if name == "labels" else 0)
         ids = row.get("input_ids")
-        if labels is None or ids is None or labels.shape != ids.shape or self._classes:
+        if labels is None or ids is None or labels.shape != ids.shape or self._of_tokens:
             return row
         if not labels.is_floating_point():  # of a language model: the tokens themselves
             row["labels"] = torch.where(labels == IGNORE_INDEX, labels, ids)
@@ -106,6 +108,8 @@ class InventedRows:
             return torch.arange(size[-1]).expand(size).to(like.dtype).clone()
         if name in ("start_positions", "end_positions"):
             return torch.ones(size, dtype=like.dtype)
+        if name == "labels":
+            return torch.randint(self._classes, size, generator=generator).to(like.dtype)
         return torch.zeros(size, dtype=like.dtype)
 
     def _ids(self, size: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -25,7 +25,7 @@ from hf_dpzero.estimators.ghost_clipping import per_example_gradients
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
 from hf_dpzero.training.batches import LogicalBatch
-from hf_dpzero.training.before_training import smallest_clip_and_scale
+from hf_dpzero.training.before_training import invented_form, smallest_clip_and_scale
 from hf_dpzero.training.between_steps import WeightsBetweenSteps
 from hf_dpzero.training.defaults import steps_that_follow
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
@@ -299,10 +299,10 @@ def _try_stacked(trainer: Any, differences: FiniteDifferences) -> list[str]:
       ValueError: `stacked` was asked for by name.
     """
     shapes, directions = trainer.shapes, directions_of(0, trainer.trajectory.header)
-    invented = InventedRows(shapes.collate_each([0])[0], trainer.model, shapes.side)
+    invented = InventedRows(invented_form(trainer, shapes), trainer.model, shapes.side)
     least = bucket(1, shapes.most, shapes.cut)
     row = invented.narrow(1, least)
-    clip, _ = smallest_clip_and_scale(trainer)
+    clip, scale = smallest_clip_and_scale(trainer)
     try:
         with isolated_randomness(0):
             found = [
@@ -312,9 +312,11 @@ def _try_stacked(trainer: Any, differences: FiniteDifferences) -> list[str]:
     finally:
         differences.space.settle_()
     order = 1 if trainer.plan.mechanism.distribution == "laplace" else 2
+    # what is above one: other smoothing than this step's, the norm of u, weights of groups
+    beyond = scale * differences.smoothing / len(directions) ** (1 / order)
     for left_out in range(len(found)):
         placed = torch.cat(found[left_out:])
-        if float((placed - placed[0]).norm(p=order, dim=1).max()) <= ROOM * clip:
+        if beyond * float((placed - placed[0]).norm(p=order, dim=1).max()) <= ROOM * clip:
             shapes.placement.restrict_(shapes.placement.sizes[left_out:])
             return []
     reason = "moves what an example adds by its place in a pass"

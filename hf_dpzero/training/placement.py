@@ -217,7 +217,7 @@ class Placement:
     def passes(self, width: int) -> tuple[int, ...]:
         """Rows of the passes of a width, in order; more take further ones like the last."""
         if width not in self._sequences:
-            fitting = (n for n in self.sizes if n * width <= (self.tokens or math.inf))
+            fitting = (n for n in self.sizes if n * max(width, 1) <= (self.tokens or math.inf))
             sizes = list(fitting) or [1]  # other widths' places are no places of its rows
             mean = max(self.expected * self.shares.get(width, 0.0) / self.repeats, 0.1)
             sequence = pass_sequence(mean, sizes, self.cost, max(width, 1))

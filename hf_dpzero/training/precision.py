@@ -193,8 +193,8 @@ def refuse_compiled(model: nn.Module, method: str) -> None:
 def check_precision(model: nn.Module, args: Any) -> None:
     """Refuses low-precision gradients of several examples at once.
 
-    Matrix kernels round differently for other batch shapes, and gradients are not evaluated in fixed
-    shapes, as the losses of zeroth-order runs are. A pass of one example cannot depend on another.
+    What places move in low-precision gradients is not tried. A pass of one example cannot depend on
+    another.
 
     Args:
       model: to be trained by a first-order method.

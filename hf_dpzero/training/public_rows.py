@@ -86,6 +86,19 @@ def widths(trainer: Any) -> list[int]:
         return []
 
 
+def first_row(trainer: Any) -> Mapping[str, Tensor] | None:
+    """The first evaluation row, collated alone; None where there is none that can be."""
+    evaluation = evaluation_rows(trainer)
+    if evaluation is None:
+        return None
+    try:
+        row: Mapping[str, Tensor] = trainer.rows_of(evaluation).collate_each([0])[0]
+    except NOT_TAKEN as error:
+        logger.info(f"evaluation rows were not collated: {error}")
+        return None
+    return row
+
+
 def evaluation_rows(trainer: Any) -> Any:
     """The evaluation rows, which are public; None where there are none."""
     evaluation = trainer.eval_dataset

@@ -130,7 +130,7 @@ class SmokeTest:
         Raises:
           CoupledLosses: a loss moves by more than rounding beside other rows, or with what came before.
         """
-        narrow, least = self._row(0, 1, wide=False)
+        narrow, least = self.row(0, 1, wide=False)
         began = time.monotonic()
         with measured(self.model) as self.bytes:
             alone = self._evaluated([narrow])
@@ -141,7 +141,7 @@ class SmokeTest:
         for size in sorted(sizes, reverse=True):
             if size == 1:
                 continue
-            wide, width = self._row(size, size, wide=True)
+            wide, width = self.row(size, size, wide=True)
             of_wide = Probe(torch.ones(1), {1: _bounds(self._evaluated([wide]))})
             self.probes.append(of_wide)
             for probe, row, columns in ((of_narrow, narrow, least), (of_wide, wide, width)):
@@ -149,6 +149,8 @@ class SmokeTest:
                     placed, copied = self._in_all_places(row, size)
                 self._keep_costliest(taken, size * max(columns, 1))
                 probe.bounds[size] = _bounds(placed)
+                if not placed.isfinite().all():
+                    found = found or "the loss of an invented row is NaN or infinite"
                 found = found or self._beside_others(row, columns, size, placed, copied)
         if _same(self._evaluated([narrow]), alone):
             return found
@@ -198,7 +200,7 @@ class SmokeTest:
                     found.append(chosen)
         return found
 
-    def _row(self, seed: int, size: int, wide: bool) -> tuple[Row, int]:
+    def row(self, seed: int, size: int, wide: bool) -> tuple[Row, int]:
         """A row, padded where it is narrow and unmasked where it is wide, and its width."""
         shapes = self.shapes
         least = bucket(1, shapes.most, shapes.cut)
@@ -233,7 +235,7 @@ class SmokeTest:
         """Rows of the same shape with other tokens and lengths; every other one's numbers times 2^10."""
         whole, found = unmasked(row), list[Row]()
         for number in range(count):
-            length = width if whole else 1 + (number % max(width - 1, 1))
+            length = width if whole else max(1, width - 1 - number % max(width - 1, 1))
             scale = 2.0**10 if number % 2 else 1.0
             other = self.rows.row(1000 + number, width, length, scale)
             if shape_of(other) != shape_of(row) or unmasked(other) != whole:

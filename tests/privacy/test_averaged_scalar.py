@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -165,3 +167,14 @@ def test_groups_are_needed_for_each_row():
         mechanism().clip_sum(torch.zeros(2, 1))
     with pytest.raises(ValueError, match="averaged clipping"):
         mechanism(distribution="laplace")
+
+
+def test_a_mean_does_not_follow_from_the_order_of_its_rows():
+    """Rows that cancel: in a float64 sum what is left of 60 depends on who comes first."""
+    mechanism = AveragedScalarMechanism(clip=4.0, noise_multiplier=1.0, expected_batch_size=3)
+    rows = [2.0**60, -(2.0**60), 60.0]
+    sums = {
+        tuple(mechanism.clip_sum(torch.tensor([[v] for v in order], dtype=torch.float64), [0] * 3))
+        for order in itertools.permutations(rows)
+    }
+    assert len(sums) == 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_runs import build, tiny_data, tiny_model
 from torch import Tensor, nn
+from transformers import default_data_collator
 
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training import before_training
@@ -50,7 +51,7 @@ def test_a_batch_mean_is_refused(tmp_path, method: str):
 
 def test_coupling_as_small_as_rounding_runs_one_by_one(tmp_path, caplog):
     logging.getLogger("transformers").propagate = True
-    trainer = checked(tmp_path, moved(lambda losses, _: losses + 1e-6 * losses.mean()))
+    trainer = checked(tmp_path, moved(lambda losses, _: losses + 2e-5 * losses.mean()))
     assert trainer.shapes.one_by_one
     assert "other bits beside other examples" in caplog.text and "by itself" in caplog.text
     assert [len(m["labels"]) for m in trainer.shapes.microbatches([0, 1])] == [1, 1]
@@ -171,6 +172,105 @@ def test_a_head_of_zeros_does_not_hide_what_places_move(tmp_path, zero: bool):
         nn.init.zeros_(model.classifier.weight)
     model.bert.encoder.layer[-1].output.LayerNorm.__class__ = MovesByPlace
     assert 8 not in checked(tmp_path, model=model, clip=0.5).shapes.placement.sizes
+
+
+def test_coupling_by_labels_is_found(tmp_path):
+    """Weights of classes over their mean in the batch: with equal labels no loss shows it."""
+    weights = torch.tensor([1.0, 2.0])
+
+    def change(losses: Tensor, inputs: Any) -> Tensor:
+        own = weights[inputs["labels"]]
+        return losses * own / own.mean()
+
+    with pytest.raises(ValueError, match="depends on the other examples of its batch"):
+        checked(tmp_path, moved(change))
+
+
+def test_losses_that_invented_rows_make_nan_run_one_by_one(tmp_path, caplog):
+    logging.getLogger("transformers").propagate = True
+    known = {tuple(row) for row in tiny_data()["input_ids"]}
+
+    def change(losses: Tensor, inputs: Any) -> Tensor:
+        rows = [tuple(ids[:8].tolist()) in known for ids in inputs["input_ids"]]
+        return torch.where(torch.tensor(rows), losses, torch.nan)
+
+    assert checked(tmp_path, moved(change)).shapes.one_by_one
+    assert "the loss of an invented row is NaN or infinite" in caplog.text
+
+
+@pytest.mark.parametrize("microbatch_size", [4, 8, 64])
+def test_the_longest_row_of_a_batch_is_noticed(tmp_path, microbatch_size: int):
+    def change(losses: Tensor, inputs: Any) -> Tensor:
+        return losses * inputs["attention_mask"].sum(1).max()
+
+    with pytest.raises(ValueError, match="depends on the other examples of its batch"):
+        checked(tmp_path, moved(change), microbatch_size=microbatch_size)
+
+
+class Series(nn.Module):
+    """The mean of a series of any length, without a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.layer(x.unsqueeze(-1)).mean(dim=1)
+
+
+def series_of(tmp_path: Any, lengths: list[int], public: list[int] | None = None) -> Any:
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(of: list[int]) -> list[Any]:
+        return [{"x": torch.randn(n, generator=generator), "labels": torch.tensor(0)} for n in of]
+
+    def losses(model: nn.Module, inputs: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(inputs["x"]), inputs["labels"], reduction="none")
+
+    given = {"compute_per_example_loss": losses, "eval_dataset": public and rows(public)}
+    settings = {"expected_batch_size": 4, "sampling": "full_batch", "max_steps": 1}
+    trainer = build(
+        tmp_path, Series(), data=rows(lengths), trainer_settings=given,
+        remove_unused_columns=False, **{**settings, "expected_batch_size": len(lengths)},
+    )  # fmt: skip
+    return trainer
+
+
+def test_sizes_that_no_mask_tells_are_public_or_those_of_all_rows(tmp_path):
+    sizes = []
+    for first in (3, 200):
+        trainer = series_of(tmp_path / str(first), [first, 8, 8, 9], public=[7, 7])
+        check_before_training(trainer)
+        sizes.append(trainer.shapes.placement.sizes)
+        assert trainer.shapes.sizes is None
+    assert sizes[0] == sizes[1]
+    series_of(tmp_path / "alike", [8, 8, 8, 8]).train()
+    with pytest.raises(ValueError, match="other sizes than row 0"):
+        series_of(tmp_path / "apart", [8, 8, 9, 8]).train()
+    series_of(tmp_path / "public", [8, 8, 9, 8], public=[7]).train()
+
+
+@pytest.mark.parametrize("held", ["attribute", "closure", "seed"])
+def test_collators_with_a_generator_of_their_own_are_refused(tmp_path, held: str):
+    """One row more would change what all later rows become."""
+    generator = torch.Generator().manual_seed(0)
+
+    class Masks:
+        def __init__(self) -> None:
+            self.seed = 42 if held == "seed" else None
+            self.generator = generator if held == "attribute" else None
+
+        def __call__(self, rows: list[Any]) -> Any:
+            return default_data_collator(rows)
+
+    def closed(rows: list[Any]) -> Any:
+        torch.rand(1, generator=generator)
+        return default_data_collator(rows)
+
+    trainer = build(tmp_path)
+    trainer.data_collator = closed if held == "closure" else Masks()
+    with pytest.raises(ValueError, match="draws from a generator of its own"):
+        trainer.train()
 
 
 def test_no_private_row_but_row_0_is_evaluated(tmp_path):

@@ -9,6 +9,7 @@ example's index. It is the same proof for vectors of K finite differences.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -131,5 +132,7 @@ class AveragedScalarMechanism(ScalarMechanism, KeyedGroups):
         if not len(rows):
             return [0] * self.num_directions
         parts = [rows[of == group] for group in np.unique(of)]
-        means = np.stack([(part / len(part)).sum(axis=0) for part in parts])  # finite: no overflow
+        # Correctly rounded sums: in one of float64 additions the order of a group's rows, which follows
+        # from who else was drawn, would decide what is left of large differences that cancel.
+        means = np.array([[math.fsum(column) for column in (part / len(part)).T] for part in parts])
         return [int(n) for n in on_grid(means, self.radius, self.granularity, 2).sum(axis=0)]
