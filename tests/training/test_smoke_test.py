@@ -188,13 +188,15 @@ def test_coupling_by_labels_is_found(tmp_path):
 
 def test_losses_that_invented_rows_make_nan_run_one_by_one(tmp_path, caplog):
     logging.getLogger("transformers").propagate = True
-    known = {tuple(row) for row in tiny_data()["input_ids"]}
+    public = tiny_data(40, seed=9)
+    known = {tuple(row) for data in (tiny_data(), public) for row in data["input_ids"]}
 
     def change(losses: Tensor, inputs: Any) -> Tensor:
         rows = [tuple(ids[:8].tolist()) in known for ids in inputs["input_ids"]]
         return torch.where(torch.tensor(rows), losses, torch.nan)
 
-    assert checked(tmp_path, moved(change)).shapes.one_by_one
+    given = {"eval_dataset": public}
+    assert checked(tmp_path, moved(change), trainer_settings=given).shapes.one_by_one
     assert "the loss of an invented row is NaN or infinite" in caplog.text
 
 
