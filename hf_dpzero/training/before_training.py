@@ -300,7 +300,7 @@ def _tried_sizes(trainer: Any, losses: Any) -> tuple[tuple[int, ...], int | None
         reason = smoke.run(sizes)
         if args.microbatch_size is None:
             fitting = tokens_that_fit(smoke.bytes, smoke.tokens, free, trained, args.first_order)
-            tokens = distributed.shared(max(fitting, 1))
+            tokens = distributed.shared(1 << (max(fitting, 1).bit_length() - 1))
     except public_rows.NOT_TAKEN as error:
         if isinstance(error, CoupledLosses):
             raise
@@ -360,23 +360,34 @@ def _gradient_sizes(trainer: Any, smoke: SmokeTest, sizes: Any) -> tuple[int, ..
         totals, _ = gradients.weighted_sum([stacked(rows)], torch.ones_like)
         return torch.cat([total.view(-1) for total in totals])
 
-    def moved(kinds: Sequence[Row], size: int) -> tuple[float, float]:
-        """What places move in the sum over a pass, and the smallest norm of its rows' gradients."""
-        alone = [summed([row] * min(sizes)) / min(sizes) for row in kinds]
+    def alone(row: Row) -> Tensor:
+        return summed([row] * min(sizes)) / min(sizes)
+
+    def moved(kinds: Sequence[Row], each: Sequence[Tensor], size: int) -> float:
+        """What places move in the sum over a pass of these rows, of which each gradient is known."""
         rows = [kinds[i % len(kinds)] for i in range(size)]
         apart = summed(rows)
-        for i, gradient in enumerate(alone):
+        for i, gradient in enumerate(each):
             apart -= len(rows[i :: len(kinds)]) * gradient
-        return float(apart.norm()), min(float(gradient.norm()) for gradient in alone)
+        return float(apart.norm())
 
-    moves, norm = dict.fromkeys(sizes, 0.0), math.inf
+    moves = dict.fromkeys(sizes, 0.0)
     with torch.enable_grad(), isolated_randomness(0):
-        for size in sizes:  # thousands of equal rows would add up their rounding
-            many = size > max(CAPS)
-            narrow = [invented.narrow(i, least) for i in range(max(CAPS) if many else 1)]
-            for kinds in (narrow,) if many else (narrow, [smoke.row(size, size, wide=True)[0]]):
-                move, smallest = moved(kinds, size)
-                moves[size], norm = max(moves[size], move), min(norm, smallest)
+        # a pass of thousands of equal rows would add up their rounding
+        kinds = max(CAPS) if max(sizes) > max(CAPS) else 1
+        narrow = [invented.narrow(i, least) for i in range(kinds)]
+        known = [alone(row) for row in narrow]
+        norm = min(float(gradient.norm()) for gradient in known)
+        for size in sizes:
+            if size == 1:
+                continue
+            used = kinds if size > max(CAPS) else 1
+            moves[size] = moved(narrow[:used], known[:used], size)
+            if used == 1:
+                wide = smoke.row(size, size, wide=True)[0]
+                gradient = alone(wide)
+                norm = min(norm, float(gradient.norm()))
+                moves[size] = max(moves[size], moved([wide], [gradient], size))
     if args.clipping == "automatic":
         norm = 0.0
     bound = ROOM * max(plan.smallest_clip, norm) / _largest_weight(plan)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_dpzero.objectives.losses import is_compiled
+from hf_dpzero.objectives.losses import base_model, is_compiled
 from hf_dpzero.training.fixed_shapes import (
     FixedShapes,
     Row,
@@ -307,7 +307,10 @@ def looked_at(model: nn.Module, rows: int, place: int) -> Iterator[list[Tensor]]
 
 @contextlib.contextmanager
 def _loud(model: nn.Module, rows: int) -> Iterator[None]:
-    """Multiplies embeddings of every other row of a pass by 2^10, inside, but not of the last row."""
+    """Multiplies tokens' embeddings of every other row of a pass by 2^10, but not of the last row.
+
+    Other tables may be looked up by positions, which belong to all rows (T5's relative bias).
+    """
 
     def scale(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[0] != rows:
@@ -316,8 +319,11 @@ def _loud(model: nn.Module, rows: int) -> Iterator[None]:
         factors[1 : rows - 1 : 2] = 2.0**10
         return output * factors.view(-1, *[1] * (output.dim() - 1))
 
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    handles = [] if is_compiled(model) else [m.register_forward_hook(scale) for m in tables]
+    handles = []
+    with contextlib.suppress(AttributeError, NotImplementedError):  # a model without tokens
+        tokens: Any = base_model(model)
+        if not is_compiled(model):
+            handles = [tokens.get_input_embeddings().register_forward_hook(scale)]
     try:
         yield
     finally:

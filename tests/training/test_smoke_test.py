@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_runs import build, tiny_data, tiny_model
 from torch import Tensor, nn
-from transformers import default_data_collator
+from transformers import T5Config, T5ForConditionalGeneration, default_data_collator
 
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training import before_training
@@ -207,6 +207,38 @@ def test_the_longest_row_of_a_batch_is_noticed(tmp_path, microbatch_size: int):
 
     with pytest.raises(ValueError, match="depends on the other examples of its batch"):
         checked(tmp_path, moved(change), microbatch_size=microbatch_size)
+
+
+@pytest.mark.parametrize("microbatch_size", [8, 16])
+def test_tables_of_positions_are_no_rows(tmp_path, microbatch_size: int):
+    """T5 looks its bias up by [queries, keys], in a pass of as many rows as columns too."""
+    config = T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, num_labels=2,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, dropout_rate=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    rows = [
+        {"input_ids": [5 + i, 6, 7, 1], "attention_mask": [1] * 4, "labels": [8, 9, 1]}
+        for i in range(9)
+    ]
+    trainer = build(
+        tmp_path, T5ForConditionalGeneration(config), data=rows, microbatch_size=microbatch_size,
+        expected_batch_size=9, sampling="full_batch", max_length=microbatch_size,
+    )  # fmt: skip
+    check_before_training(trainer)
+    assert trainer.shapes.placement.largest == microbatch_size
+
+
+@pytest.mark.parametrize(("place", "kept"), [(None, True), (7, False)])
+def test_gradients_of_wide_rows_are_tried(tmp_path, place: Any, kept: bool):
+    """A wide row's loss is 20 times as steep in the last of eight places."""
+
+    def change(losses: Tensor, inputs: Any) -> Tensor:
+        wide = inputs["attention_mask"].all(dim=1) & (torch.arange(len(losses)) == place)
+        return torch.where(wide, losses.detach() + 20 * (losses - losses.detach()), losses)
+
+    trainer = checked(tmp_path, moved(change), method="dp-sgd")
+    assert (8 in trainer.shapes.placement.sizes) == kept
 
 
 class Series(nn.Module):
