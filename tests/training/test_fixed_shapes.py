@@ -69,6 +69,19 @@ def test_rows_of_a_pass_follow_from_its_place_whatever_is_drawn():
             assert list(part.places) == list(range(start, min(start + rows, count)))
 
 
+def test_second_texts_of_pairs_are_masked_where_they_are_widened():
+    """Of as many tokens as the first: both are widened."""
+    ids, mask = torch.tensor([[5, 6]]), torch.tensor([[1, 1]])
+    row = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "input_ids_pair": ids,
+        "attention_mask_pair": mask,
+    }
+    wide = widened(row, "right", 2)
+    assert wide["attention_mask_pair"].tolist() == wide["attention_mask"].tolist() == [[1, 1, 0, 0]]
+
+
 def test_rows_without_padding_stand_among_themselves():
     """A mask that is all ones takes another kernel: it may not be whole by chance."""
     shapes = FixedShapes(collate([40, 33, 40, 39]), passes_of(2), most=40)
