@@ -3,7 +3,7 @@
 Zeroth order, start at `finite_differences`: x [B, K] by forward passes, with the strategies `layerwise`
 and `stacked`, the `prefix_cache`, the `exactness_checks` before training, and `deferred_updates` between
 steps. First order, start at `per_example_gradients`: weighted sums of per-example gradients, dense or by
-`ghost_clipping`; `opacus_hooks` alone imports opacus, when first used.
+`ghost_clipping`; `layer_rules` alone imports opacus, when first used.
 
 Promises: evaluations leave the parameters bit for bit at theta once settled, also after an exception;
 what cannot be attributed to single examples is refused by name.

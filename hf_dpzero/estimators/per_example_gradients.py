@@ -2,30 +2,20 @@
 
 g_i = grad f(theta; xi_i),   sum_i min(1, C / ||g_i||) g_i      (Abadi et al. 2016, DP-SGD)
 
-The gradients of each layer come from Opacus' hooks (`opacus_hooks`). What cannot be attributed to
+What each layer's calls give an example comes from `layer_rules`. What cannot be attributed to
 single examples is refused by name, never skipped: shapes alone do not tell `[T, B, h]` from
 `[B, T, h]`, so `check_attribution` tries the layers on a few rows before the first step.
 """
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.opacus_hooks import (
-    WAY_OUT,
-    forget,
-    hooks_class,
-    ids_noted,
-    owned,
-    supported,
-)
+from hf_dpzero.estimators.ghost_clipping import CANCELLED, SMALLEST
+from hf_dpzero.estimators.layer_rules import WAY_OUT, LayerRecord, owned, supported
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
     batch_size,
@@ -38,14 +28,50 @@ from hf_dpzero.objectives.losses import (
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 
 Batch = Mapping[str, Tensor]
-PIECE = 1 << 13
-"""Coordinates of a microbatch's gradients that are held in float64 at a time."""
-Seen = Mapping[str, Sequence[int]]
-"""Leading dimensions of what a layer was given in each of its calls, by the layer's name."""
+Weigh = Callable[[Tensor], Tensor]
+"""Norms [b] float64 of a microbatch -> the weights of its examples [b]."""
+DENSE_BYTES = 1 << 28
+"""Per-example gradients of a microbatch that `auto` still holds."""
 
 
-class HookedGradients(ABC):
-    """Weighted sums of per-example gradients: what keeping them (dense) and not (ghost) share.
+def per_example_gradients(
+    model: nn.Module,
+    objective: PerExampleLoss,
+    how: str,
+    microbatch_size: int,
+    autocast: bool = False,
+) -> PerExampleGradients:
+    """Dense or ghost gradients of a model's trainable parameters.
+
+    Args:
+      model: see `PerExampleGradients`.
+      objective: (model, inputs) -> per-example losses [B] float.
+      how: "dense", "ghost", or "auto": dense while the float32 gradients of one microbatch take less
+        than 256 MiB, for they need no tables, and in half precision or TF32; ghost otherwise.
+      microbatch_size: examples differentiated at a time.
+      autocast: whether the objective computes in half precision.
+
+    Returns:
+      `PerExampleGradients` or `GhostGradients`.
+
+    Raises:
+      ValueError: a trainable layer that neither supports, by its name; another `how`; ghost with
+        parameters that are not float32, frozen ones included, under autocast or with TF32.
+    """
+    kinds = {"dense": PerExampleGradients, "ghost": GhostGradients}
+    if how == "auto":
+        trained = [p for p in model.parameters() if p.requires_grad]
+        few = 4 * sum(p.numel() for p in trained) * microbatch_size < DENSE_BYTES
+        how = "dense" if few or autocast or _coarse(model) else "ghost"
+    if how not in kinds:
+        raise ValueError(f"per_example_gradients={how!r} is not one of auto, dense, ghost.")
+    if how == "ghost" and autocast:
+        _refuse_coarse("the run computes in half precision (autocast)")
+    return kinds[how](model, objective)
+
+
+class PerExampleGradients:
+    """Weighted sums of dense gradients, held for one microbatch at a time: its size times d numbers.
 
     Args:
       model: run in eval mode (no dropout), with gradients. Not compiled.
@@ -55,10 +81,12 @@ class HookedGradients(ABC):
       parameters: the trainable parameters, tied ones once, in `named_parameters` order.
 
     Raises:
-      ValueError: nothing is trainable, a layer with trainable parameters that Opacus has no
-        per-example gradient for, or an objective that is not differentiable or not `single_pass`.
-      ImportError: Opacus is not installed.
+      ValueError: nothing is trainable, a layer with trainable parameters that no rule gives a
+        per-example gradient of, or an objective that is not differentiable or not `single_pass`.
+      ImportError: Opacus is needed and not installed.
     """
+
+    ghost = False
 
     def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
         self.model, self.objective = model, objective
@@ -74,12 +102,9 @@ class HookedGradients(ABC):
         self.names = [name for name, _ in trained]
         self.parameters = [p for _, p in trained]
         _refuse_unsupported(model)
-        self._embeddings = [
-            m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad
-        ]
 
     def weighted_sum(
-        self, microbatches: Sequence[Batch], weigh: Callable[[Tensor], Tensor]
+        self, microbatches: Sequence[Batch], weigh: Weigh
     ) -> tuple[list[Tensor], Tensor]:
         """Per-example gradients, weighted by their norms and added.
 
@@ -95,14 +120,15 @@ class HookedGradients(ABC):
         """
         totals = [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
         norms = [torch.zeros(0)]
-        with self._hooked() as hooks:
+        with evaluation_mode(self.model), torch.enable_grad():
             for part in microbatches:
                 count = num_examples(part)
-                norms.append(self._add_weighted_(totals, hooks, part, weigh, count)[:count])
+                found = self._add_weighted_(totals, part, weigh, count)
+                norms.append(found[:count].float().cpu())
         return totals, torch.cat(norms)
 
     def check_attribution(self, batch: Batch, exact: bool = False) -> None:
-        """Tries the hooks on a few rows: is what they give an example that example's own gradient?
+        """Tries the rules on a few rows: is what they give an example that example's own gradient?
 
         What a layer sees must grow with the number of examples, and each example's gradient must
         have, parameter by parameter, the norm that plain autograd finds for the example alone (to
@@ -120,139 +146,132 @@ class HookedGradients(ABC):
         size = batch_size(batch)
         if size < 2:
             raise ValueError("attribution is tried on at least 2 examples: repeat one.")
-        with self._hooked() as hooks:
-            norms = self._norms_by_parameter(hooks, batch)
-            if exact and hooks.coarse:
+        with evaluation_mode(self.model), torch.enable_grad():
+            record = self._differentiate(batch)[0]
+            if exact and record.coarse:
                 raise ValueError(
                     "a layer computes in half precision (torch.autocast in its forward?), where one "
                     "example's gradient is rounded by what stands beside it: set microbatch_size=1, or "
                     "compute in float32."
                 )
-            seen, coarse = dict(hooks.seen), hooks.coarse or rounds_products()
-            self._norms_by_parameter(hooks, _part(batch, 0, size - 1))
-            _check_scaling(seen, size, hooks.seen, size - 1)
+            norms = [_norms(record.gradient(self.parameters, i)) for i in range(size)]
+            seen, coarse = record.seen, bool(record.coarse) or rounds_products()
+            del record  # with B times the model's size
+            fewer = self._differentiate(_part(batch, 0, size - 1))[0].seen
+            _check_scaling(seen, size, fewer, size - 1)
             for i in range(size):
-                alone = self._alone(hooks, _part(batch, i, i + 1))
-                _check_own(self.names, norms[:, i], parameter_norms(alone), coarse)
+                alone = self._alone(_part(batch, i, i + 1))
+                _check_own(self.names, norms[i], _norms(alone), coarse)
 
-    @abstractmethod
-    def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
-        """Norms `[parameters, B]` float64, on the CPU, of what the hooks attribute to examples."""
-
-    def _alone(self, hooks: Any, example: Batch) -> list[Tensor | None]:
+    def _alone(self, example: Batch) -> list[Tensor | None]:
         """The gradient of a microbatch of one, by plain autograd."""
-        hooks.disable_hooks()
-        try:
-            loss = self._losses(hooks, example).sum()
-            return list(torch.autograd.grad(loss, self.parameters, allow_unused=True))
-        finally:
-            hooks.enable_hooks()
+        loss = check_per_example(self.objective(self.model, example), 1).sum()
+        return list(torch.autograd.grad(loss, self.parameters, allow_unused=True))
 
-    @abstractmethod
-    def _hooks_class(self) -> Any:
-        """The class of Opacus' hooks that gather what is needed."""
+    def _differentiate(self, part: Batch) -> tuple[LayerRecord, Tensor, Tensor]:
+        """What the layers saw, which must be all that the loss depends on; its `measure`."""
+        record = LayerRecord(batch_size(part), self.ghost)
+        with record.recording(self.model):
+            losses = check_per_example(self.objective(self.model, part), record.size)
+        plain = torch.autograd.grad(losses.sum(), self.parameters, allow_unused=True)
+        if self.ghost and record.coarse:
+            _refuse_coarse(f"a {record.coarse} computes in half precision")
+        with torch.no_grad():
+            norms, scales = record.measure()
+            rounding = float((norms + 1e-3 * scales).norm()) * (5e-2 if record.coarse else 1e-3)
+            for name, p, gradient in zip(self.names, self.parameters, plain, strict=True):
+                if gradient is None:
+                    continue  # not part of this loss
+                if not record.complete(p):
+                    raise ValueError(
+                        f"{name} does not have one gradient for each example: it is used outside its "
+                        "own layer's forward, for all examples at once, or its layer's output is "
+                        "changed in place by the model (sound classifiers: that of the projector). "
+                        f"{WAY_OUT}"
+                    )
+                if record.error(p, gradient) > rounding + 1e-12:  # never when one is not finite
+                    raise ValueError(
+                        f"{name}: the per-example gradients do not add up to the gradient of their "
+                        f"loss: it is also used outside its own layer's forward. {WAY_OUT}"
+                    )
+        return record, norms, scales
 
-    @abstractmethod
     def _add_weighted_(
-        self,
-        totals: Sequence[Tensor],
-        hooks: Any,
-        part: Batch,
-        weigh: Callable[[Tensor], Tensor],
-        count: int,
+        self, totals: Sequence[Tensor], part: Batch, weigh: Weigh, count: int
     ) -> Tensor:
         """Adds the weighted gradients of the first rows, none that is not finite; all norms [b]."""
-
-    @contextlib.contextmanager
-    def _hooked(self) -> Iterator[Any]:
-        """Opacus' hooks and the embeddings' wrappers inside; all gone on exit."""
-        hooks = self._hooks_class()(self.model, loss_reduction="sum")
-        try:
-            with contextlib.ExitStack() as stack, torch.enable_grad():
-                stack.enter_context(evaluation_mode(self.model))
-                stack.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", message="Full backward hook is firing when")
-                for module in self._embeddings:
-                    stack.enter_context(ids_noted(module, hooks))
-                yield hooks
-        except RuntimeError as error:
-            if "BackwardHookFunction" not in str(error):
-                raise
-            raise ValueError(
-                "the model changes the output of a trained layer in place (sound classifiers: that of "
-                f"the projector), which Opacus' hooks do not allow. {WAY_OUT}"
-            ) from error
-        finally:
-            hooks.remove_hooks()
-            forget(self.model)
-
-    def _losses(self, hooks: Any, part: Batch) -> Tensor:
-        """Losses [b] of a microbatch, watched by hooks that know of no other."""
-        hooks.begin(batch_size(part))
-        return check_per_example(self.objective(self.model, part), hooks.size)
+        record, norms, scales = self._differentiate(part)
+        with torch.no_grad():
+            weights = weigh(norms).to(norms)
+            trusted = (scales <= CANCELLED * norms) & (weights * norms >= SMALLEST)
+            trusted |= scales == 0  # nothing but gradients that were multiplied out
+            finite = scales.isfinite()
+            finite[count:] = False
+            for i in (finite & ~trusted).nonzero().flatten().tolist():
+                norms[i] = _add_gradient_(totals, record.gradient(self.parameters, i), weigh)[0]
+            kept = finite & trusted & norms.isfinite()
+            record.add_weighted_(totals, self.parameters, kept, weights)
+            return torch.where(finite, norms, torch.nan)
 
 
-class PerExampleGradients(HookedGradients):
-    """Dense gradients, held for one physical microbatch at a time: its size times d numbers."""
+class GhostGradients(PerExampleGradients):
+    """Weighted sums without per-example gradients of large weights (see `ghost_clipping`).
 
-    def _hooks_class(self) -> Any:
-        return hooks_class()
+    Guarantee: with weights w_i <= C / ||g_i|| an example moves the sum by at most C, to within 2^-16 of
+    it (see `ghost_clipping` on rounding).
 
-    def per_example(self, batch: Batch) -> list[Tensor | None]:
-        """g_i of every example of one microbatch, unclipped: `[B, *shape]` for each parameter.
+    One forward and one backward pass. Memory: the plain gradient, the inputs and output gradients of
+    every trained layer and, in turn, two `[B, T, T]` tables for each weight; one example's gradient
+    where that is taken by itself. A microbatch of one is differentiated without any of it.
 
-        None for a parameter that the loss does not depend on. B times the model's size in memory.
-        """
-        with self._hooked() as hooks:
-            self._differentiate(hooks, batch)
-            return [p.grad_sample if p.grad is not None else None for p in self.parameters]  # type: ignore[attr-defined]
+    Raises:
+      ValueError: as for dense gradients; a parameter that is not float32, frozen ones included;
+        TF32; at the first pass, a layer under autocast.
+    """
 
-    def _differentiate(self, hooks: Any, part: Batch) -> None:
-        self._losses(hooks, part).sum().backward()
-        for name, p in zip(self.names, self.parameters, strict=True):
-            check_complete(name, p, hooks.size)
+    ghost = True
 
-    def _norms_by_parameter(self, hooks: Any, part: Batch) -> Tensor:
-        self._differentiate(hooks, part)
-        none = torch.zeros(hooks.size, dtype=torch.float64)
-        norms = [
-            none if p.grad is None else row_norms(_samples(p).flatten(1)).cpu()
-            for p in self.parameters
-        ]
-        forget_gradients(self.parameters)
-        return torch.stack(norms)
+    def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
+        super().__init__(model, objective)
+        if what := _coarse(model):
+            _refuse_coarse(what)
 
-    @torch.no_grad()
     def _add_weighted_(
-        self,
-        totals: Sequence[Tensor],
-        hooks: Any,
-        part: Batch,
-        weigh: Callable[[Tensor], Tensor],
-        count: int,
+        self, totals: Sequence[Tensor], part: Batch, weigh: Weigh, count: int
     ) -> Tensor:
-        with torch.enable_grad():
-            self._differentiate(hooks, part)
-        used = [n for n, p in enumerate(self.parameters) if p.grad is not None]
-        samples = [_samples(self.parameters[n]).flatten(1) for n in used]
-        device = self.parameters[0].device
-        none = torch.zeros(hooks.size, dtype=torch.float64, device=device)
-        norms = torch.stack([none, *map(row_norms, samples)]).norm(dim=0)
-        finite = norms.isfinite()
-        if not bool(finite.all()):
-            for g in samples:
-                g[~finite] = 0
-        weights = torch.where(finite, weigh(norms).float(), 0.0)
-        weights[count:] = 0.0
-        for n, g in zip(used, samples, strict=True):
-            plain = _add_sums_(totals[n].view(-1), weights, g)
-            check_total(self.names[n], self.parameters[n], plain, norms, hooks.coarse)
-        forget_gradients(self.parameters)
-        return norms.float().cpu()
+        if rounds_products():
+            _refuse_coarse("float32 products are taken in TF32 or bfloat16")
+        if batch_size(part) > 1:
+            return super()._add_weighted_(totals, part, weigh, count)
+        return _add_gradient_(totals, self._alone(part), weigh if count else torch.zeros_like)
+
+
+@torch.no_grad()
+def _add_gradient_(
+    totals: Sequence[Tensor], gradient: Sequence[Tensor | None], weigh: Weigh
+) -> Tensor:
+    """totals += w g for one example's gradient, w = weigh(||g||) of that very array; ||g|| [1].
+
+    One that is not finite adds nothing.
+    """
+    used = [(total, g) for total, g in zip(totals, gradient, strict=True) if g is not None]
+    none = torch.zeros(1, dtype=torch.float64, device=totals[0].device)
+    norm = torch.stack([none, *(row_norms(g.reshape(1, -1)) for _, g in used)]).norm(dim=0)
+    if bool(norm.isfinite()):
+        weight = float(weigh(norm))
+        for total, g in used:
+            total.add_(g.view(total.shape), alpha=weight)
+    return norm
 
 
 def _part(batch: Batch, start: int, stop: int) -> dict[str, Tensor]:
     return {name: value[start:stop] for name, value in batch.items()}
+
+
+def _norms(gradient: Sequence[Tensor | None]) -> Tensor:
+    """Norms [parameters] float64, on the CPU, of one example's gradient."""
+    none = torch.zeros(1, dtype=torch.float64)
+    return torch.cat([none if g is None else row_norms(g.reshape(1, -1)).cpu() for g in gradient])
 
 
 def rounds_products() -> bool:
@@ -268,58 +287,24 @@ def rounds_products() -> bool:
         return True
 
 
-def _add_sums_(total: Tensor, weights: Tensor, gradients: Tensor) -> Tensor:
-    """total += sum_i w_i g_i, float64 [n], of gradients [B, n]; returns sum_i g_i, float32.
-
-    In float64, whatever the gradients' dtype and however products are rounded: to round the sum would
-    move it, as the examples come and go, by more than their clip.
-    """
-    both = torch.stack([weights.double(), torch.ones_like(weights, dtype=torch.float64)])
-    plain = torch.empty_like(total, dtype=torch.float32)
-    for piece, into, whole in zip(
-        gradients.split(PIECE, dim=1), total.split(PIECE), plain.split(PIECE), strict=True
-    ):
-        weighted, added = both @ piece.double()
-        into.add_(weighted)
-        whole.copy_(added)
-    return plain
+def _coarse(model: nn.Module) -> str | None:
+    """Why sums over examples would be coarser than the clip's margin; None if they are not."""
+    for name, p in model.named_parameters():
+        if p.dtype != torch.float32:
+            return f"{name} is {str(p.dtype).removeprefix('torch.')}"
+    return "float32 products are taken in TF32 or bfloat16" if rounds_products() else None
 
 
-def check_total(
-    name: str,
-    parameter: nn.Parameter,
-    total: Tensor,
-    norms: Tensor,
-    coarse: bool,
-    project: Callable[[Tensor], Tensor] = Tensor.flatten,
+def _refuse_coarse(what: str) -> None:
+    raise ValueError(
+        f"{what}, and ghost clipping rounds sums over examples in that precision, which is coarser "
+        "than the clip's margin: use per_example_gradients: dense, or float32 throughout."
+    )
+
+
+def _check_scaling(
+    more: Mapping[str, Sequence[int]], many: int, less: Mapping[str, Sequence[int]], few: int
 ) -> None:
-    """The examples' gradients must add up to the gradient of the summed loss; overwrites `total`.
-
-    Args:
-      total: their sum, through `project`, a linear map that keeps the length of most matrices.
-      norms: ||g_i||, the scale of what rounding may do.
-      coarse: whether some layer computed in half precision.
-
-    Raises:
-      ValueError: they do not; names the parameter.
-    """
-    assert parameter.grad is not None
-    error = float(total.sub_(project(parameter.grad)).norm())
-    tolerance = 5e-2 if coarse else 1e-3
-    if error > tolerance * float(norms.norm()) + 1e-12:  # never when either is not finite
-        raise ValueError(
-            f"{name}: the per-example gradients do not add up to the gradient of their loss: it is "
-            f"also used outside its own layer's forward. {WAY_OUT}"
-        )
-
-
-def parameter_norms(gradient: Sequence[Tensor | None]) -> Tensor:
-    """Norms [parameters] float64, on the CPU, of one example's gradient."""
-    none = torch.zeros(1, dtype=torch.float64)
-    return torch.cat([none if g is None else row_norms(g.reshape(1, -1)).cpu() for g in gradient])
-
-
-def _check_scaling(more: Seen, many: int, less: Seen, few: int) -> None:
     """Every call of every layer must see rows in proportion to the number of examples."""
     for name in [*more, *(name for name in less if name not in more)]:
         first, second = more.get(name, []), less.get(name, [])
@@ -340,43 +325,12 @@ def _check_own(names: Sequence[str], batched: Tensor, alone: Tensor, coarse: boo
 
 def _refuse_unsupported(model: nn.Module) -> None:
     """ValueError for a trainable parameter that no supported layer owns."""
-    covered = {id(p) for m in model.modules() if supported(m) for p in owned(m)}
-    for name, module in model.named_modules():
+    trained = [(name, module) for name, module in model.named_modules() if owned(module)]
+    covered = {id(p) for _, module in trained if supported(module) for p in owned(module)}
+    for name, module in trained:
         if any(id(p) not in covered for p in owned(module)):
             raise ValueError(
                 f"{name or 'the model itself'} ({type(module).__name__}) owns trainable parameters "
-                "that have no per-example gradient in Opacus: freeze them, or use dpzero, which "
-                "needs none."
+                "that have no per-example gradient, here or in Opacus: freeze them, or use dpzero, "
+                "which needs none."
             )
-
-
-def _samples(parameter: nn.Parameter) -> Any:
-    """Opacus' per-example gradients `[B, ...]`; None where its hooks saw none."""
-    return getattr(parameter, "grad_sample", None)
-
-
-def check_complete(name: str, parameter: nn.Parameter, size: int) -> None:
-    """A parameter that the loss depends on must have one gradient for each example.
-
-    Args:
-      name: of the parameter.
-      parameter: with what Opacus' hooks left on it.
-      size: B.
-
-    Raises:
-      ValueError: it has not.
-    """
-    sample, shape = _samples(parameter), [size, *parameter.shape]
-    if parameter.grad is None:
-        return  # not part of this loss
-    if not isinstance(sample, Tensor) or list(sample.shape) != shape:
-        raise ValueError(
-            f"{name} does not have one gradient for each example: it is used outside its own layer's "
-            f"forward, or for all examples at once. {WAY_OUT}"
-        )
-
-
-def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Takes the plain and the per-example gradients off the parameters."""
-    for p in parameters:
-        p.grad, p.grad_sample = None, None  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.ghost_clipping import DENSE_BYTES
+from hf_dpzero.estimators.per_example_gradients import DENSE_BYTES
 from hf_dpzero.estimators.stacked import AUTO_DIRECTIONS, STACK_BYTES
 from hf_dpzero.experiments.model_on_meta import MetaModel, NothingPadded
 from hf_dpzero.objectives.heads import select_objective
@@ -224,7 +224,7 @@ def first_order_bytes(
     how = args.per_example_gradients
     if args.not_private or args.clipping == "averaged":
         how = "plain"
-    elif how == "auto":  # as `ghost_clipping.per_example_gradients` chooses
+    elif how == "auto":  # as `per_example_gradients` chooses
         few = 4 * count * examples < DENSE_BYTES
         how = "dense" if few or half or args.bf16 else "ghost"
     if how == "ghost" and half:

@@ -14,8 +14,7 @@ from transformers.utils import logging
 
 from hf_dpzero.estimators.arrivals import arriving_bytes
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
-from hf_dpzero.estimators.ghost_clipping import per_example_gradients
-from hf_dpzero.estimators.per_example_gradients import rounds_products
+from hf_dpzero.estimators.per_example_gradients import per_example_gradients, rounds_products
 from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import base_model, check_per_example, single_pass, trial
 from hf_dpzero.objectives.prompted import PromptObjective

@@ -77,7 +77,7 @@ class PlainGradients:
     def weighted_sum(
         self, microbatches: Sequence[Microbatch], weigh: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """As `HookedGradients.weighted_sum`, but every weight is 1, and no norm is computed ([0]).
+        """As `PerExampleGradients.weighted_sum`, but every weight is 1, and no norm is computed ([0]).
 
         An example whose loss is not finite counts as zero.
 
@@ -150,7 +150,7 @@ class FirstOrderStep:
     Attributes:
       mechanism: the plan's.
       gradients: with the `model`, its trainable `parameters` and `weighted_sum` of what it is made of:
-        `HookedGradients`, `PlainGradients` or `GroupMeans`.
+        `PerExampleGradients`, `PlainGradients` or `GroupMeans`.
       noise: drawn once for each step, on rank 0.
       trajectory: the ledger.
       mechanism_at: step -> the mechanism that the plan's schedules give it; None without schedules.

@@ -21,7 +21,7 @@ from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
-from hf_dpzero.estimators.ghost_clipping import per_example_gradients
+from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
 from hf_dpzero.training.batches import LogicalBatch

@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.ghost_clipping import DENSE_BYTES
+from hf_dpzero.estimators.per_example_gradients import DENSE_BYTES
 
 CAPS = (64, 32, 16)
 """Rows of a pass that are tried where `microbatch_size` is not set; else one."""

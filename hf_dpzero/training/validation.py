@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from hf_dpzero.estimators.arrivals import schedule_of
 from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
-from hf_dpzero.estimators.opacus_hooks import hooks_class
+from hf_dpzero.estimators.layer_rules import opacus_rules
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.perturbation.sharding import local
@@ -44,7 +44,7 @@ def check_installed(args: Any) -> None:
                 "or set report_to: none."
             )
     if args.first_order and not args.not_private and args.clipping != "averaged":
-        hooks_class()
+        opacus_rules()
 
 
 def check_model(model: nn.Module) -> None:

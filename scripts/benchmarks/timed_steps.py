@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.estimators.ghost_clipping import per_example_gradients
+from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, evaluation_mode, num_examples

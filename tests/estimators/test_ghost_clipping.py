@@ -24,8 +24,13 @@ from tiny_runs import build
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.estimators import ghost_clipping
-from hf_dpzero.estimators.ghost_clipping import GhostGradients, Products, per_example_gradients
-from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
+from hf_dpzero.estimators import per_example_gradients as estimators
+from hf_dpzero.estimators.ghost_clipping import Products
+from hf_dpzero.estimators.per_example_gradients import (
+    GhostGradients,
+    PerExampleGradients,
+    per_example_gradients,
+)
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.privacy.mechanisms.gradient import DPSGD
 
@@ -65,13 +70,13 @@ def test_the_norm_of_all_uses_of_a_weight_is_that_of_their_summed_gradient(uses:
         left = use.left
         rows = left if left.is_floating_point() else nn.functional.one_hot(left, 8)
         total += torch.einsum("btn,btm->bnm", rows.double(), use.right.double())
-    assert not ghost_clipping._is_small(weight, uses)
-    squares, scale = ghost_clipping._squared_norms(ghost_clipping._joined(uses))
+    assert not ghost_clipping.is_small(weight, uses)
+    squares, scale = ghost_clipping.squared_norms(ghost_clipping.joined(uses))
     torch.testing.assert_close(squares, total.square().sum((1, 2)), rtol=1e-6, atol=0)
     assert bool((scale >= squares.sqrt()).all())  # the triangle inequality
     weights = torch.tensor([0.5, 0.0, 2.0])
     added = torch.ones(8, 90, dtype=torch.float64)
-    for use in ghost_clipping._joined(uses):
+    for use in ghost_clipping.joined(uses):
         use.add_weighted_(added, slice(None), weights.double())
     expected = 1 + (weights.double()[:, None, None] * total).sum(0)
     torch.testing.assert_close(added, expected, rtol=1e-5, atol=1e-5)
@@ -81,7 +86,7 @@ def test_the_norm_of_all_uses_of_a_weight_is_that_of_their_summed_gradient(uses:
 def test_a_weight_smaller_than_the_tables_takes_its_gradient(tokens: int, without: bool):
     """720 numbers against 2 T^2: 648 of 18 tokens, 722 of 19 (Bu et al. 2022)."""
     weight = nn.Parameter(torch.zeros(8, 90))
-    assert ghost_clipping._is_small(weight, [multiplied(tokens, 0)]) != without
+    assert ghost_clipping.is_small(weight, [multiplied(tokens, 0)]) != without
 
 
 @pytest.mark.parametrize("tokens", [64, 500])
@@ -89,7 +94,7 @@ def test_norms_are_as_good_as_the_clips_margin_asks(tokens: int):
     """A relative 2^-17, twice that squared; Opacus' own rule agrees to 1e-4."""
     use = Products(floats(2, tokens, 768), floats(2, tokens, 768, seed=1))
     truth = (use.left.double().mT @ use.right.double()).square().sum((1, 2))
-    squares, _ = ghost_clipping._squared_norms([use.scaled()])
+    squares, _ = ghost_clipping.squared_norms([use.scaled()])
     torch.testing.assert_close(squares, truth, rtol=2.0**-18, atol=0)
 
     layer = nn.Linear(768, 768, bias=False)
@@ -254,13 +259,13 @@ def test_a_microbatch_of_one_adds_the_gradient_that_was_measured(tiny_bert: Call
 def test_only_examples_in_doubt_are_multiplied_out(monkeypatch: pytest.MonkeyPatch):
     """Independent tokens have S = sqrt(T) ||g||: 128 of them are trusted, opposite ones are not."""
     alone = []
-    plain = ghost_clipping._add_gradient_
+    plain = estimators._add_gradient_
 
     def noting(totals: Any, gradient: Any, weigh: Any) -> Tensor:
         alone.append(gradient)
         return plain(totals, gradient, weigh)
 
-    monkeypatch.setattr(ghost_clipping, "_add_gradient_", noting)
+    monkeypatch.setattr(estimators, "_add_gradient_", noting)
     model = Weighed(nn.Linear(256, 256, bias=False))
     batch = {"x": floats(3, 128, 256), "c": torch.ones(3, 128)}
     GhostGradients(model, weighed_objective).weighted_sum([batch], torch.ones_like)
@@ -282,14 +287,14 @@ def test_only_examples_in_doubt_are_multiplied_out(monkeypatch: pytest.MonkeyPat
 def test_auto_is_dense_while_the_gradients_of_a_microbatch_are_few(
     monkeypatch: pytest.MonkeyPatch, how: str, limit: int, expected: type
 ):
-    monkeypatch.setattr(ghost_clipping, "DENSE_BYTES", limit)
+    monkeypatch.setattr(estimators, "DENSE_BYTES", limit)
     model = nn.Sequential(nn.Linear(7, 9).requires_grad_(False), nn.Linear(2, 5))
     found = per_example_gradients(model, token_loss, how, microbatch_size=8)
     assert type(found) is expected
 
 
 def test_auto_is_dense_in_half_precision(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ghost_clipping, "DENSE_BYTES", 0)
+    monkeypatch.setattr(estimators, "DENSE_BYTES", 0)
     half = nn.Linear(2, 5).bfloat16()
     assert type(per_example_gradients(half, token_loss, "auto", 8)) is PerExampleGradients
     single = nn.Linear(2, 5)
@@ -316,7 +321,7 @@ def test_settings_and_precisions_that_ghost_cannot_serve_are_refused():
 
 def test_a_frozen_base_in_half_precision_is_refused_and_avoided(monkeypatch: pytest.MonkeyPatch):
     """What trains is float32, but its gradients come through bfloat16."""
-    monkeypatch.setattr(ghost_clipping, "DENSE_BYTES", 0)
+    monkeypatch.setattr(estimators, "DENSE_BYTES", 0)
     base = nn.Linear(2, 5).bfloat16().requires_grad_(False)
     model = nn.Sequential(nn.Linear(2, 2), base)
     with pytest.raises(ValueError, match=r"1\.weight is bfloat16.*per_example_gradients: dense"):
@@ -325,12 +330,12 @@ def test_a_frozen_base_in_half_precision_is_refused_and_avoided(monkeypatch: pyt
 
 
 def test_autocast_and_tf32_are_refused_and_avoided(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ghost_clipping, "DENSE_BYTES", 0)
+    monkeypatch.setattr(estimators, "DENSE_BYTES", 0)
     model = nn.Linear(2, 5)
     with pytest.raises(ValueError, match=r"autocast.*per_example_gradients: dense"):
         per_example_gradients(model, token_loss, "ghost", 8, autocast=True)
     gradients = GhostGradients(model, token_loss)
-    monkeypatch.setattr(ghost_clipping, "rounds_products", lambda: True)
+    monkeypatch.setattr(estimators, "rounds_products", lambda: True)
     with pytest.raises(ValueError, match=r"TF32.*per_example_gradients: dense"):
         per_example_gradients(model, token_loss, "ghost", 8)
     with pytest.raises(ValueError, match=r"TF32.*per_example_gradients: dense"):

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("opacus")
 
-from hf_dpzero.estimators import per_example_gradients
-from hf_dpzero.estimators.ghost_clipping import GhostGradients
-from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
+from hf_dpzero.estimators import layer_rules, per_example_gradients
+from hf_dpzero.estimators.per_example_gradients import GhostGradients, PerExampleGradients
 from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import Filled
 from hf_dpzero.privacy.mechanisms.gradient import CLIP_MARGIN, clip_factors
 
 Batch = Mapping[str, Tensor]
@@ -312,23 +312,52 @@ def check_against_naive_loop(model: nn.Module, objective: Any, batch: Batch, kin
     assert (norms.dtype, totals[0].dtype) == (torch.float32, torch.float64)
 
 
-def test_outputs_that_the_loss_does_not_read(kind: Gradients):
-    """Right where the layer's calls can be told apart, refused where they cannot."""
+@pytest.mark.parametrize("read", [0, 1])
+def test_outputs_that_the_loss_does_not_read(kind: Gradients, read: int):
+    """Each gradient meets the inputs of its own call."""
 
     def objective(model: Any, inputs: Batch) -> Tensor:
         calls = model.layer(inputs["row"]), model.layer(inputs["row"] ** 2)
         return calls[read].square().sum(dim=1)
 
-    model = Repeated(nn.Linear(WIDTH, OUT))
-    read = 0
-    with pytest.raises(ValueError, match="layer.weight.* (do not add up|does not have one)"):
+    check_against_naive_loop(Repeated(nn.Linear(WIDTH, OUT)), objective, LAYER_BATCH, kind)
+
+
+def test_an_output_that_is_changed_in_place(kind: Gradients):
+    """Refused where it is a view, as that of `[B, T, h]` is: autograd shows no hook its gradient."""
+
+    def objective(model: Any, inputs: Batch) -> Tensor:
+        out = model.layer(inputs[given])
+        out[:, 4:] = 0.0
+        return (out.mul_(2.0) + 0.3).square().flatten(1).sum(dim=1)
+
+    model, given = Repeated(nn.Linear(WIDTH, OUT)), "row"
+    check_against_naive_loop(model, objective, LAYER_BATCH, kind)
+    given = "tokens"
+    with pytest.raises(ValueError, match=r"layer\.weight .*changed in place.*Freeze it, or use"):
         clipped_sum(kind(model, objective), LAYER_BATCH, 1.0)
-    read = 1
-    if kind is GhostGradients:
-        check_against_naive_loop(model, objective, LAYER_BATCH, kind)
-    else:
-        with pytest.raises(ValueError, match="layer.weight does not have one gradient"):
-            clipped_sum(kind(model, objective), LAYER_BATCH, 1.0)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_that_are_no_examples_weigh_nothing(kind: Gradients, rows: int):
+    """Of a pass that is filled up, whatever stands there: one of nothing but blanks included."""
+    model = Repeated(nn.Linear(WIDTH, OUT))
+
+    def objective(model: Any, inputs: Batch) -> Tensor:
+        return model.layer(inputs["row"]).square().sum(dim=1)
+
+    def total(count: int, row: Tensor) -> tuple[list[Tensor], Tensor]:
+        part = Filled({"row": row}, count)
+        return kind(model, objective).weighted_sum([part], lambda norms: 1 / norms)
+
+    row = LAYER_BATCH["row"][:rows]
+    totals, norms = total(0, row)
+    assert not any(t.any() for t in totals) and norms.numel() == 0
+    for other in (row[-1] + 1.0, row[-1] * math.inf):
+        blank = torch.cat([row[:1], other.expand(rows, -1)])
+        totals, norms = total(1, blank)
+        assert norms.numel() == 1
+        assert norm(totals) == pytest.approx(1.0, rel=1e-5)
 
 
 class Toy(nn.Module):
@@ -466,15 +495,16 @@ def test_half_precision_gradients_are_added_up_in_float64():
     assert norms.tolist() == values.flatten().tolist()
 
 
-@pytest.mark.parametrize("size", [3, per_example_gradients.PIECE + 1])
+@pytest.mark.parametrize("size", [3, layer_rules.PIECE + 1])
 def test_sums_are_those_of_float64(size: int):
     """In float32, 2^24 + 1 is 2^24; in TF32, which never touches float64, 1 + 2^-12 is 1."""
     weights = torch.tensor([1 + 2.0**-12, 1.0, 1.0])
     gradients = torch.tensor([[1.0], [2.0**24], [1.0]]).expand(3, size)
     total = torch.ones(size, dtype=torch.float64)
-    plain = per_example_gradients._add_sums_(total, weights, gradients)
+    layer_rules.add_rows_(total, weights.double(), gradients, slice(None))
     assert set(total.tolist()) == {2.0**24 + 3 + 2.0**-12}
-    assert plain.shape == (size,) and set(plain.tolist()) == {2.0**24 + 2}
+    layer_rules.add_rows_(total, weights.double(), gradients, torch.tensor([True, False, False]))
+    assert set(total.tolist()) == {2.0**24 + 4 + 2.0**-11}
 
 
 def test_products_in_tf32_are_noticed():

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.estimators.exactness_checks import inexactness, make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.estimators.ghost_clipping import GhostGradients
-from hf_dpzero.estimators.per_example_gradients import PerExampleGradients
+from hf_dpzero.estimators.per_example_gradients import GhostGradients, PerExampleGradients
 from hf_dpzero.objectives.bounded import AnswerF1, ZeroOne, alone
 from hf_dpzero.objectives.heads import causal_lm_objective
 from hf_dpzero.objectives.losses import Within, differentiable, single_pass, trial

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_dpzero.estimators.opacus_hooks import hooks_class
+from hf_dpzero.estimators.layer_rules import opacus_rules
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import (
@@ -355,6 +355,6 @@ def test_a_missing_opacus_is_said_before_any_data_is_read(monkeypatch, write):
     recipe = load_recipe(write(MINIMAL + "method: dp-sgd\n"))
     monkeypatch.setitem(sys.modules, "opacus.grad_sample.grad_sample_module", None)
     monkeypatch.setattr("hf_dpzero.tasks.build_task", lambda data: pytest.fail("data was read"))
-    hooks_class.cache_clear()
+    opacus_rules.cache_clear()
     with pytest.raises(ImportError, match=r"pip install 'hf-dpzero\[first-order\]'"):
         build_trainer(recipe)

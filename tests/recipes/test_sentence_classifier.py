@@ -302,16 +302,16 @@ def test_per_example_gradients_add_up_over_both_texts(checkpoint, task, trainabl
     select_trainable(model, trainable)
     batch, objective = batch_of(task, tokenizer, [0, 1, 2, 3]), heads.select_objective(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    actual = PerExampleGradients(model, objective).per_example(batch)
-    assert len(actual) == len(parameters)
+    gradients = PerExampleGradients(model, objective)
+    assert len(gradients.parameters) == len(parameters)
     for row in range(4):
         one = {key: value[row : row + 1] for key, value in batch.items()}
         expected = torch.autograd.grad(objective(model, one).sum(), parameters, allow_unused=True)
-        pairs = zip(actual, expected, parameters, strict=True)
-        for gradient, alone, parameter in pairs:
+        chosen = torch.zeros(4).index_fill(0, torch.tensor(row), 1.0)
+        actual, _ = gradients.weighted_sum([batch], lambda norms, chosen=chosen: chosen)
+        for mine, alone, parameter in zip(actual, expected, parameters, strict=True):
             alone = torch.zeros_like(parameter) if alone is None else alone
-            mine = torch.zeros_like(alone) if gradient is None else gradient[row]
-            torch.testing.assert_close(mine, alone, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(mine, alone.double(), atol=2e-5, rtol=1e-4)
 
 
 def test_settings_that_do_not_fit(checkpoint, task):
