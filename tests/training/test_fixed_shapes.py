@@ -17,7 +17,7 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.fixed_shapes import FixedShapes
+from hf_dpzero.training.fixed_shapes import FixedShapes, widened
 from hf_dpzero.training.placement import Placement
 
 
