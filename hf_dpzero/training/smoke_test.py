@@ -142,12 +142,17 @@ class SmokeTest:
             if size == 1:
                 continue
             wide, width = self.row(size, size, wide=True)
-            of_wide = Probe(torch.ones(1), {1: _bounds(self._evaluated([wide]))})
+            single = self._evaluated([wide])
+            of_wide = Probe(torch.ones(1), {1: _bounds(single)})
             self.probes.append(of_wide)
-            for probe, row, columns in ((of_narrow, narrow, least), (of_wide, wide, width)):
+            for probe, row, columns, by_itself in (
+                (of_narrow, narrow, least, alone),
+                (of_wide, wide, width, single),
+            ):
                 with measured(self.model) as taken:
                     placed, copied = self._in_all_places(row, size)
                 self._keep_costliest(taken, size * max(columns, 1))
+                self._check_rounding(placed, by_itself, "alone and beside copies of itself")
                 probe.bounds[size] = _bounds(placed)
                 if not placed.isfinite().all():
                     found = found or "the loss of an invented row is NaN or infinite"
@@ -158,6 +163,12 @@ class SmokeTest:
             raise CoupledLosses(COUPLED.format("before and after other examples were seen"))
         torch.use_deterministic_algorithms(True, warn_only=True)  # kernels may add up in any order
         return self.run(sizes)
+
+    def _check_rounding(self, losses: Tensor, reference: Tensor, where: str) -> None:
+        """Refuses what moves a loss by more than rounding does."""
+        share, least = (5e-2, 2e-2) if self.coarse else (1e-3, 1e-4)
+        if bool(((losses - reference).abs() > share * reference.abs() + least).any()):
+            raise CoupledLosses(COUPLED.format(where))
 
     def _keep_costliest(self, taken: PassBytes, tokens: int) -> None:
         """Keeps, of the passes, that whose modules returned most bytes a token."""
@@ -222,10 +233,9 @@ class SmokeTest:
         others = [blank_like(row, self.shapes.side), *self._others(row, width, size - 2)]
         with looked_at(self.model, size, size - 1) as seen, _loud(self.model, size):
             losses = self._evaluated([*others[: size - 1], row])
-        moved = (losses[-1] - placed[-1]).abs()
-        share, least = (5e-2, 2e-2) if self.coarse else (1e-3, 1e-4)
-        if bool(moved > share * placed[-1].abs() + least):
-            raise CoupledLosses(COUPLED.format("beside copies of itself and beside other examples"))
+        self._check_rounding(
+            losses[-1:], placed[-1:], "beside copies of itself and beside other examples"
+        )
         if not _same(losses[-1:], placed[-1:]):
             return "an example's loss has other bits beside other examples"
         same = len(seen) == len(copied) and all(map(_same, seen, copied))

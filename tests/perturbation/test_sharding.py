@@ -94,7 +94,7 @@ def test_plain_tensors_pass_through():
 
 
 ONE_PROCESS = """
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -143,7 +143,9 @@ assert chosen.strategy == "whole_model" and chosen.prefix is None
 asked = []
 sharding.on_first(list(cut.parameters()), lambda: asked.append(sharding.whole(cut.weight).shape))
 assert asked == [(3, 5)]
-print("all of it")
+print("all of it", flush=True)
+dist.destroy_process_group()
+os._exit(0)  # torch's threads may outlive the interpreter's end
 """
 
 

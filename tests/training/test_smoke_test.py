@@ -121,7 +121,7 @@ def test_a_model_that_remembers_is_refused(tmp_path):
 
     def change(losses: Tensor, _: Any) -> Tensor:
         seen.extend([None] * (len(losses) == 1))
-        return losses + 1e-3 * len(seen) * (len(losses) == 1)
+        return losses + 1e-5 * len(seen) * (len(losses) == 1)
 
     try:
         with pytest.raises(ValueError, match="before and after other examples were seen"):
