@@ -344,7 +344,8 @@ class FixedShapes:
                 "the collator gives rows other tensors than row 0 (a mask for some, say), and how all "
                 "rows are run follows from these: give every row the same names and dtypes."
             )
-        if self.sizes is not None and self.sizes != sizes_of(row):
+        beside = self.sizes is not None and not self.one_by_one
+        if beside and self.sizes != sizes_of(row):
             raise ValueError(
                 "rows without an attention_mask have other sizes than row 0, by which passes of several "
                 "rows were tried: give an eval_dataset, whose sizes are public, or microbatch_size=1."

@@ -284,6 +284,17 @@ def test_sizes_that_no_mask_tells_are_public_or_those_of_all_rows(tmp_path):
     series_of(tmp_path / "public", [8, 8, 9, 8], public=[7]).train()
 
 
+@pytest.mark.parametrize("microbatch_size", [1, 4])
+def test_rows_that_run_by_themselves_may_have_any_size(tmp_path, monkeypatch, microbatch_size: int):
+    """Whether asked for, or because of what the model couples: nothing stands beside a row."""
+    if microbatch_size > 1:
+        monkeypatch.setattr(before_training, "couples_values", lambda model: "it couples rows")
+    trainer = series_of(tmp_path, [8, 8, 9, 8])
+    trainer.args.microbatch_size = microbatch_size
+    trainer.train()
+    assert trainer.shapes.one_by_one and trainer.trajectory.next_step == 1
+
+
 @pytest.mark.parametrize("held", ["attribute", "closure", "seed"])
 def test_collators_with_a_generator_of_their_own_are_refused(tmp_path, held: str):
     """One row more would change what all later rows become."""
