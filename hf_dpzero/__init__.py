@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "DPZeroConfig": "training.config",
+    "DPZeroConfig": "settings.config",
     "DPZeroMixin": "training.trainer",
     "DPZeroSeq2SeqConfig": "training.seq2seq",
     "DPZeroSeq2SeqTrainer": "training.seq2seq",
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from hf_dpzero.privacy.sampling import TruncatedPoissonSampler as TruncatedPoissonSampler
     from hf_dpzero.recipes.recipe import load_recipe as load_recipe
     from hf_dpzero.reporting.privacy_report import PrivacyReport as PrivacyReport
-    from hf_dpzero.training.config import DPZeroConfig as DPZeroConfig
+    from hf_dpzero.settings.config import DPZeroConfig as DPZeroConfig
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer as DPZeroTrainer
     from hf_dpzero.training.seq2seq import DPZeroSeq2SeqConfig as DPZeroSeq2SeqConfig
     from hf_dpzero.training.seq2seq import DPZeroSeq2SeqTrainer as DPZeroSeq2SeqTrainer

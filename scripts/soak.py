@@ -49,7 +49,7 @@ from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.privacy.mechanisms.base import MechanismBase
-from hf_dpzero.training import checkpoint_files, checkpoint_state
+from hf_dpzero.run_folder import checkpoint_files, checkpoint_state
 from hf_dpzero.training.termination import EXIT_STATUS, Terminated
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_dpzero.training.fields import FIELDS, OTHER, REFUSED, UNUSED, WORKS, Use
-from hf_dpzero.training.method_names import METHODS
-from hf_dpzero.training.overrides import INSTEAD
+from hf_dpzero.checks.overrides import INSTEAD
+from hf_dpzero.settings.hf_arguments import FIELDS, OTHER, REFUSED, UNUSED, WORKS, Use
+from hf_dpzero.settings.method_names import METHODS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "training_arguments.md"
@@ -15,7 +15,7 @@ PAGE = DOCS / "training_arguments.md"
 _INTRODUCTION = """\
 # Training arguments
 
-Written by `python -m scripts.training_arguments` from the tables of `training/fields.py`.
+Written by `python -m scripts.training_arguments` from the tables of `settings/hf_arguments.py`.
 
 `DPZeroConfig` has all fields of `TrainingArguments`, `DPZeroSeq2SeqConfig` those of
 `Seq2SeqTrainingArguments` too. None is ignored in silence. A field that would break a run or its

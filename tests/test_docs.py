@@ -76,7 +76,7 @@ def test_sections_of_docstrings_name_what_the_signature_has():
 
 
 def test_documents_name_modules_and_functions_that_exist():
-    """`training/config.py` is a file of the package, `privacy.events.check_sound` a name in a module."""
+    """`settings/config.py` is a file of the package, `privacy.events.check_sound` a name in a module."""
     rooms = "|".join(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
     seen = 0
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:

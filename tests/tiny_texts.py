@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dpzero.batches.logical_batch import places_of
+from hf_dpzero.batches.placement import Placement
 from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.training.batches import places_of
-from hf_dpzero.training.placement import Placement
 
 
 def texts(rows: int = 60, seed: int = 4) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ def run(arguments: Plan) -> None:
 
 def _plan_options(arguments: Plan) -> dict[str, Any]:
     """`_facts` of a run of method dpzero that the options alone describe."""
-    from hf_dpzero.training.config import DPZeroConfig
+    from hf_dpzero.settings.config import DPZeroConfig
 
     needed = ["num_examples", "max_steps", "expected_batch_size"]
     if arguments.sampling == "full_batch":
@@ -112,7 +112,7 @@ def _recipe_facts(recipe: Recipe, known: Overview) -> dict[str, Any]:
 
 def _chosen(config: Any, plan: PrivacyPlan) -> dict[str, Any]:
     """`chosen`: which settings are chosen for the run; and its first rate, if that is one of them."""
-    from hf_dpzero.training.defaults import learning_rate
+    from hf_dpzero.settings.defaults import learning_rate
 
     if not config.chosen:
         return {}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.training.placement import (
+from hf_dpzero.batches.placement import (
     Placement,
     buckets,
     pass_cost,
     public_shares,
     sizes_up_to,
 )
+from hf_dpzero.privacy.plan import PrivacyPlan
 
 
 def blank_slots(
@@ -19,7 +19,7 @@ def blank_slots(
 ) -> dict[str, Any]:
     """Rows of forward passes, and the share of them that no example takes.
 
-    A pass is filled up with blanks in each width by itself (`training.fixed_shapes`). Without public
+    A pass is filled up with blanks in each width by itself (`batches.shapes`). Without public
     rows each width is taken to be equally likely. The columns that pad a row to its width follow from
     its length and are not counted.
 

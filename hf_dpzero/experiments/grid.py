@@ -196,7 +196,7 @@ def _find_method(
        is left out, and so is this step where `recipe` is a recipe for METHOD whose name names none.
     4. `recipe` with `method: METHOD`.
     """
-    from hf_dpzero.training.config import METHODS
+    from hf_dpzero.settings.config import METHODS
 
     fixed, name = dict(settings), method
     beside = recipe.parent / _sibling_name(recipe, method, base.training.method)
@@ -242,7 +242,7 @@ def _sibling_name(recipe: Path, method: str, own_method: str = "dpzero") -> str:
     >>> _sibling_name(Path("quickstart.yaml"), "mezo")
     'quickstart-mezo.yaml'
     """
-    from hf_dpzero.training.config import METHODS
+    from hf_dpzero.settings.config import METHODS
 
     known = sorted({*METHODS, *_ADAPTER_METHODS, own_method}, key=len, reverse=True)
     named = re.search(rf"-(?:{'|'.join(map(re.escape, known))})(?:-|$)", recipe.stem)

@@ -2,7 +2,7 @@
 
 Weights, one copy, optimizer and per-example gradients follow from the parameters. What a pass holds
 follows from what its modules return on the meta device, by the rule that caps passes in training
-(`training.pass_memory`). On top come the libraries and, on a GPU, its context (about 0.5 GB each): a
+(`batches.pass_memory`). On top come the libraries and, on a GPU, its context (about 0.5 GB each): a
 device is said to fit with a tenth to spare.
 """
 
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.batches import pass_memory
+from hf_dpzero.batches.pass_memory import PassBytes, measured
 from hf_dpzero.estimators.per_example_gradients import DENSE_BYTES
 from hf_dpzero.estimators.stacked import AUTO_DIRECTIONS, STACK_BYTES
 from hf_dpzero.experiments.model_on_meta import MetaModel, NothingPadded
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.prompted import selected_logits
+from hf_dpzero.settings.defaults import resolve
 from hf_dpzero.tasks import description_of
-from hf_dpzero.training import pass_memory
-from hf_dpzero.training.defaults import resolve
-from hf_dpzero.training.pass_memory import PassBytes, measured
 
 GIB = 1 << 30
 CARDS = (8, 12, 16, 24, 40, 80, 141)

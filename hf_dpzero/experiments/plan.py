@@ -12,9 +12,9 @@ from hf_dpzero.experiments.blank_slots import blank_slots, in_words
 from hf_dpzero.experiments.memory import GIB
 from hf_dpzero.experiments.model_on_meta import MetaModel, find_config, offline
 from hf_dpzero.recipes.recipe import Recipe
+from hf_dpzero.settings.defaults import resolve
 from hf_dpzero.tasks import build_task, description_of
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.training.defaults import resolve
 
 
 @dataclass(frozen=True, kw_only=True)

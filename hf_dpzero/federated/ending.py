@@ -20,7 +20,7 @@ from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNois
 from hf_dpzero.reporting.federated_words import caveats_of
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
-from hf_dpzero.training.base_weights import check_start
+from hf_dpzero.run_folder.base_model import check_start
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class LocalPlan:
     def rows(self, number: int) -> np.ndarray:
         """The client's rows in a round, int64 in [0, n_i); drawn with a key that nobody keeps.
 
-        They come in the secret order in which they take their places in passes (`training.placement`).
+        They come in the secret order in which they take their places in passes (`batches.placement`).
         """
         if self.participation == "once":
             block = self.plan.sampler.num_examples

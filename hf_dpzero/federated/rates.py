@@ -1,6 +1,6 @@
 """The learning rate of every round, chosen from the clients' noise where the recipe gives none.
 
-One machine chooses it from the noise that its run adds up to (`training.defaults`). Here the noise of a
+One machine chooses it from the noise that its run adds up to (`settings.defaults`). Here the noise of a
 round's mean is that of all clients, C sqrt(sum_i sigma_i^2) / sum_i B_i, and R rounds add it up.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_dpzero.federated.local_plan import LocalPlan
 from hf_dpzero.federated.server import RoundServer
-from hf_dpzero.training.defaults import CLASSIC, rate_of_noise
+from hf_dpzero.settings.defaults import CLASSIC, rate_of_noise
 
 
 def learning_rates(config: Any, first: float | None = None) -> list[float]:
@@ -48,7 +48,7 @@ def learning_rates(config: Any, first: float | None = None) -> list[float]:
 
 
 def chosen_rate(plans: Iterable[LocalPlan], schedule: Any) -> float | None:
-    """The rate of `training.defaults` for the mean of clients with these plans.
+    """The rate of `settings.defaults` for the mean of clients with these plans.
 
     Args:
       plans: of the clients that take part in a round, one clip for all.

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import Trajectory
@@ -14,7 +15,6 @@ from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.objectives.losses import Filled, num_examples
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.methods import ZerothOrderMethod
-from hf_dpzero.training.random_state import isolated_randomness
 
 
 class Replica:

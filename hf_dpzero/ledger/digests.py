@@ -104,3 +104,8 @@ def _checksum(tensor: Tensor) -> str:
     digest = hashlib.sha256()
     _add_bytes(digest, tensor)
     return digest.hexdigest()
+
+
+def state_digest(model: nn.Module) -> str:
+    """SHA-256 (hex) over parameters and buffers: what a run may have changed."""
+    return digest_tensors([*model.named_parameters(), *model.named_buffers()])

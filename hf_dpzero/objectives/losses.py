@@ -124,7 +124,7 @@ def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -
 def last_predictors(labels: Tensor) -> int:
     """Positions from the batch's first label's predictor on, of rows padded on the right.
 
-    Rounded up to a power of two: `training.fixed_shapes` puts rows together that agree on it, so that
+    Rounded up to a power of two: `batches.shapes` puts rows together that agree on it, so that
     logits have one shape whatever stands beside a row.
 
     >>> last_predictors(torch.tensor([[-100, -100, -100, -100, -100, 7, 8, 9]]))

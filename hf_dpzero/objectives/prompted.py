@@ -249,7 +249,7 @@ def _answer_targets(rows: Inputs, answers: Tensor) -> tuple[Tensor, Tensor]:
             f"candidate {_first(outside)} of the batch has answer_lengths out of range: it needs a "
             "token of its own and one before it."
         )
-    count = power_of_two(int(answers.max()), ids.shape[1])  # as `training.fixed_shapes` groups rows
+    count = power_of_two(int(answers.max()), ids.shape[1])  # as `batches.shapes` groups rows
     offsets = torch.arange(count, device=ids.device)
     places = (lengths - answers).unsqueeze(1) + offsets
     own = offsets < answers.unsqueeze(1)

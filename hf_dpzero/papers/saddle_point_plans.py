@@ -3,7 +3,7 @@ Descent Algorithms with Nearly Dimension-Independent Rates for Differentially-Pr
 Saddle-Point Problems").
 
 All plans are for replace-one neighbours with n fixed. Each example is in one batch, at a place that
-follows from its number alone, so that it displaces no other row (`training.placement`). If it is in
+follows from its number alone, so that it displaces no other row (`batches.placement`). If it is in
 that of step r, the increment of that step moves by at most Delta_r in each coordinate, the scores of all
 later steps by the same vector, and those of the steps up to r not at all. So the cost is that of the
 draws after the worst r: as zCDP, max_r D_r (2 Delta_r)^2 / 8, D_r being the vertices drawn after step r

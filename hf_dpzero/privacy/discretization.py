@@ -2,7 +2,7 @@ r"""Clipped rows on an integer grid: exact sums, and why the Gaussian epsilon ho
 
 All arithmetic before the release is on integers. The grid is gamma = C * 2^-30. An example adds an
 integer vector of norm at most floor(2^30 / (1 + 2^-8)), exactly, and what it adds in another place
-differs by 2^-8 of that at most (A2 of `training.placement`, which is meant of these integers; the
+differs by 2^-8 of that at most (A2 of `batches.placement`, which is meant of these integers; the
 tests behind it leave room for a truncation). So one example moves the integer total by a vector of
 norm at most R = 2^30, and the noise is a discrete Gaussian with parameter s = sigma * 2^30 per
 coordinate (Canonne, Kamath, Steinke 2020, arXiv:2004.00010; their Theorem 4 gives it the zCDP of the

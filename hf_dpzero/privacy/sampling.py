@@ -312,7 +312,7 @@ def place_order(count: int, step: int, key: bytes) -> np.ndarray:
     """A uniform order of a step's rows, in which they take their places in forward passes.
 
     A pure function of the arguments, from words of a domain of their own: independent of which rows are
-    sampled. `training.placement` proves what a secret uniform order is good for.
+    sampled. `batches.placement` proves what a secret uniform order is good for.
 
     Args:
       count: rows of the step.

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_dpzero.checks.model import check_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
-from hf_dpzero.training.validation import check_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

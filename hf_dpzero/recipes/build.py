@@ -24,10 +24,10 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     Raises:
       ValueError, OSError, ImportError: whatever the task, the model or the plan refuses.
     """
+    from hf_dpzero.checks.model import check_installed
     from hf_dpzero.recipes.models import load_model, precompute_features
     from hf_dpzero.tasks import build_task
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
-    from hf_dpzero.training.validation import check_installed
 
     check_objective(recipe)
     check_installed(recipe.training)
@@ -78,7 +78,7 @@ def with_kept_column(rows: Any, task: AnyTask, column: str | None) -> Any:
     """
     if column is None:
         return rows
-    from hf_dpzero.training.group_settings import column_values
+    from hf_dpzero.settings.group_settings import column_values
 
     if column not in task.splits["train"].column_names:
         raise ValueError(
@@ -100,9 +100,9 @@ def refuse_training_texts(task: AnyTask) -> None:
     features of one text differ in the last bit.
 
     Raises:
-      ValueError: see `training.evaluation_data.PrivateRows`.
+      ValueError: see `checks.evaluation_rows.PrivateRows`.
     """
-    from hf_dpzero.training.evaluation_data import PrivateRows
+    from hf_dpzero.checks.evaluation_rows import PrivateRows
 
     PrivateRows(task.splits["train"]).refuse(task.splits["validation"])
 
@@ -117,10 +117,10 @@ def refuse_rows_of(data: DataArguments, task: AnyTask) -> None:
       task: what is evaluated.
 
     Raises:
-      ValueError: see `training.evaluation_data.PrivateRows`.
+      ValueError: see `checks.evaluation_rows.PrivateRows`.
     """
+    from hf_dpzero.checks.evaluation_rows import PrivateRows
     from hf_dpzero.tasks import build_task
-    from hf_dpzero.training.evaluation_data import PrivateRows
 
     whole: dict[str, Any] = {
         "max_train_samples": None,
@@ -159,8 +159,8 @@ def check_context(model: Any, recipe: Recipe) -> None:
     Raises:
       ValueError: names the largest length that fits.
     """
+    from hf_dpzero.batches.shapes import context_length
     from hf_dpzero.objectives.losses import base_model
-    from hf_dpzero.training.fixed_shapes import context_length
 
     length, most = recipe.data.max_seq_length, context_length(model)
     if most is not None and most < 2:

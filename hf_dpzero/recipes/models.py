@@ -17,8 +17,19 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from hf_dpzero.batches.placement import bucket
+from hf_dpzero.batches.shapes import (
+    blank_like,
+    context_length,
+    shape_of,
+    stacked,
+    unmasked,
+    widened,
+    width_of,
+)
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import base_model, right_padded
+from hf_dpzero.parallel.offloading import settle_offloaded
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import HEAD_NAMES, trained_adapter, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
@@ -31,17 +42,6 @@ from hf_dpzero.recipes.checkpoints import (
 )
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, label_text_weights
 from hf_dpzero.reporting.provenance import resolve_path
-from hf_dpzero.training.fixed_shapes import (
-    blank_like,
-    context_length,
-    shape_of,
-    stacked,
-    unmasked,
-    widened,
-    width_of,
-)
-from hf_dpzero.training.offloading import settle_offloaded
-from hf_dpzero.training.placement import bucket
 from hf_dpzero.training.precision import couples_values
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import listed, nearest, parse_yaml
 
 if TYPE_CHECKING:
-    from hf_dpzero.training.config import DPZeroConfig
+    from hf_dpzero.settings.config import DPZeroConfig
 
 COMMAND_LINE = "command line"
 EXTENDS = "extends"
@@ -234,7 +234,7 @@ def coerce_fields(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 @functools.cache
 def recipe_parser() -> RecipeParser:
     """The parser of recipes; imports transformers on the first call."""
-    from hf_dpzero.training.config import DPZeroConfig
+    from hf_dpzero.settings.config import DPZeroConfig
 
     return RecipeParser((ModelArguments, DataArguments, DPZeroConfig))
 

@@ -10,7 +10,7 @@ from hf_dpzero.recipes.recipe import Recipe
 def unused_settings(recipe: Recipe) -> str:
     """One message about all of them; "" if there are none.
 
-    Those of `DPZeroConfig` have a warning of their own (`training.fields`).
+    Those of `DPZeroConfig` have a warning of their own (`settings.hf_arguments`).
 
     Args:
       recipe: as loaded; only what was written down is looked at.

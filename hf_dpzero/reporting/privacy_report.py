@@ -94,7 +94,7 @@ class PrivacyReport:
         configuration names, wherever that has them; "declared_public": something else, which the user
         declared public; "not_compared": nothing on this machine to compare with.
       forward_passes: how examples were evaluated. "fixed shapes": several in a pass, whose size follows
-        from their places (`training.placement`); "one example": each by itself; "": several in batches
+        from their places (`batches.placement`); "one example": each by itself; "": several in batches
         of any shape, or not known.
       row_parts: of a run on fixed batches whose rows are drawn anew at each access, the parts of a row
         that a resumed start compares; None where it compares whole rows, or needs not.

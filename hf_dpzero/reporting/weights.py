@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,20 @@ def digest_weights(folder: str | os.PathLike[str]) -> str | None:
         if not files:
             return None
         return digest_tensors((name, files[name].get_tensor(name)) for name in sorted(files))
+
+
+def saved_tensors(model: Any) -> dict[str, Tensor]:
+    """The model's tensors by the names that saving gives them, as a plain model and as an adapter."""
+    state = model.state_dict()
+    named = {plain_name(name): tensor for name, tensor in state.items()} | state
+    if isinstance(getattr(model, "peft_config", None), Mapping):
+        from peft import get_peft_model_state_dict
+
+        named |= get_peft_model_state_dict(model)
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what PEFT puts into it."""
+    name = re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
+    return name.removeprefix("base_model.model.")

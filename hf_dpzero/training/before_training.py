@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_dpzero.estimators.arrivals import arriving_bytes
-from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
-from hf_dpzero.estimators.per_example_gradients import per_example_gradients, rounds_products
-from hf_dpzero.objectives.heads import select_objective, smoothed
-from hf_dpzero.objectives.losses import base_model, check_per_example, single_pass, trial
-from hf_dpzero.objectives.prompted import PromptObjective
-from hf_dpzero.perturbation.trainable import select_trainable
-from hf_dpzero.privacy.group_losses import group_warning
-from hf_dpzero.privacy.mechanisms import VectorMechanism
-from hf_dpzero.training import data_checks, distributed, public_rows, validation
-from hf_dpzero.training.batches import RowsJoined
-from hf_dpzero.training.defaults import rate_hint
-from hf_dpzero.training.fixed_shapes import (
+from hf_dpzero.batches.logical_batch import RowsJoined
+from hf_dpzero.batches.pass_memory import CAPS, free_bytes, rows_that_fit, tokens_that_fit
+from hf_dpzero.batches.placement import (
+    STEPS,
+    WIDEST,
+    Placement,
+    bucket,
+    buckets,
+    pass_cost,
+    public_shares,
+    sizes_up_to,
+)
+from hf_dpzero.batches.shapes import (
     FixedShapes,
     Row,
     context_length,
@@ -35,20 +35,28 @@ from hf_dpzero.training.fixed_shapes import (
     sizes_of,
     stacked,
 )
+from hf_dpzero.checks import data as data_checks
+from hf_dpzero.checks import model as validation
+from hf_dpzero.checks.row_lengths import check_lengths
+from hf_dpzero.estimators.arrivals import arriving_bytes
+from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
+from hf_dpzero.estimators.per_example_gradients import per_example_gradients, rounds_products
+from hf_dpzero.estimators.random_state import isolated_randomness
+from hf_dpzero.objectives.heads import select_objective, smoothed
+from hf_dpzero.objectives.losses import base_model, check_per_example, single_pass, trial
+from hf_dpzero.objectives.prompted import PromptObjective
+from hf_dpzero.parallel import distributed
+from hf_dpzero.parallel.offloading import check_offload
+from hf_dpzero.parallel.sharded_runs import agreed
+from hf_dpzero.parallel.split import split_placement
+from hf_dpzero.perturbation.trainable import select_trainable
+from hf_dpzero.privacy.group_losses import group_warning
+from hf_dpzero.privacy.mechanisms import VectorMechanism
+from hf_dpzero.settings.defaults import rate_hint
+from hf_dpzero.settings.plan_of import extension_warning
+from hf_dpzero.settings.schedules import judge_schedule, smoothing_of_steps
+from hf_dpzero.training import public_rows
 from hf_dpzero.training.invented_rows import InventedRows, nonzero_weights
-from hf_dpzero.training.offloading import check_offload
-from hf_dpzero.training.pass_memory import CAPS, free_bytes, rows_that_fit, tokens_that_fit
-from hf_dpzero.training.placement import (
-    STEPS,
-    WIDEST,
-    Placement,
-    bucket,
-    buckets,
-    pass_cost,
-    public_shares,
-    sizes_up_to,
-)
-from hf_dpzero.training.plan_settings import extension_warning
 from hf_dpzero.training.precision import (
     check_mixed_precision,
     check_precision,
@@ -58,12 +66,7 @@ from hf_dpzero.training.precision import (
     low_precision,
     uncompiled,
 )
-from hf_dpzero.training.random_state import isolated_randomness
-from hf_dpzero.training.row_lengths import check_lengths
-from hf_dpzero.training.schedule_settings import judge_schedule, smoothing_of_steps
-from hf_dpzero.training.sharded_runs import agreed
 from hf_dpzero.training.smoke_test import ROOM, CoupledLosses, SmokeTest
-from hf_dpzero.training.split import split_placement
 
 logger = logging.get_logger(__name__)
 
@@ -103,7 +106,7 @@ def check_before_training(trainer: Any) -> None:
         objective = select_objective(model)
         trainer.per_example_loss = smoothed(objective, args.label_smoothing_factor)
     trainer.shard_()
-    distributed.check_same_rows(trainer.train_dataset)
+    data_checks.check_same_rows(trainer.train_dataset)
     check_mixed_precision(args, args.device.type)
     if trainer.plan.mechanism.private:
         data_checks.check_draws(trainer.data_collator, trainer.train_dataset)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_dpzero.training.distributed import sent_bytes
+from hf_dpzero.parallel.distributed import sent_bytes
 
 
 class StepMeter(TrainerCallback):

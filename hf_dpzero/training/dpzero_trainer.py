@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_dpzero.objectives.losses import PerExampleLoss
-from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.training.trainer import DPZeroMixin
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.estimators.forward_passes import ParameterGuard
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
@@ -29,22 +30,21 @@ from hf_dpzero.objectives.losses import (
     evaluation_mode,
     num_examples,
 )
+from hf_dpzero.parallel.distributed import (
+    broadcast_,
+    is_main,
+    sum_tensor_,
+)
+from hf_dpzero.parallel.split import ALONE, Split
 from hf_dpzero.perturbation.trainable import has_plain_storage
 from hf_dpzero.privacy.mechanisms import Mechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.privacy.noise import NoiseSource
-from hf_dpzero.training.distributed import (
-    broadcast_,
-    is_main,
-    sum_tensor_,
-)
 from hf_dpzero.training.group_training import GroupWeighting, WeighedLosses
-from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.released_signal import ReleasedSignal, noise_variance, some_numbers
 from hf_dpzero.training.released_values import release_on_all
-from hf_dpzero.training.split import ALONE, Split
 
 logger = logging.getLogger(__name__)
 

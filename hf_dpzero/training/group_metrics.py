@@ -14,7 +14,7 @@ from transformers import EvalPrediction
 from transformers.utils import logging
 
 from hf_dpzero.privacy.group_losses import metric_keys, places
-from hf_dpzero.training.group_settings import column_values, groups_of
+from hf_dpzero.settings.group_settings import column_values, groups_of
 
 logger = logging.get_logger(__name__)
 

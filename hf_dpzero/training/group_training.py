@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import (
     Filled,
@@ -19,10 +18,10 @@ from hf_dpzero.objectives.losses import (
     batch_size,
     num_examples,
 )
+from hf_dpzero.parallel.distributed import numbers_of_main, sum_over_processes
 from hf_dpzero.privacy.group_losses import metric_keys
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.training.distributed import numbers_of_main, sum_over_processes
 
 LOGGED = 32
 """The weights of so many groups are logged one by one."""
@@ -156,25 +155,3 @@ def group_logs(weighting: GroupWeighting | None) -> dict[str, float]:
         return {"largest_group_weight": float(weighting.y.max())}
     keys = metric_keys(weighting.groups.names)
     return {f"group_weight_{key}": y for key, y in zip(keys, weighting.y.tolist(), strict=True)}
-
-
-def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
-    """Refuses to go on with a run whose next step depends on what was in the interrupted process alone.
-
-    Args:
-      plan: of the run.
-      ledger: of the interrupted run.
-
-    Raises:
-      LedgerError: steps were taken, and their un-noised sums of losses are lost.
-    """
-    groups = plan.groups
-    hidden = groups is not None and groups.num_values and not groups.joint
-    if groups is not None and hidden and 0 < ledger.next_step < plan.steps:
-        raise LedgerError(
-            f"{ledger.path} holds {ledger.next_step} of {plan.steps} steps, and the interrupted run "
-            f"cannot go on: group_weights={groups.name!r} needs un-noised sums of its losses, which "
-            "were in its memory alone and must not be written down. Keep its last checkpoint as it is, "
-            "or train in another output_dir (extends_run adds up the budgets of two runs that ended); "
-            "group_weights='per_step' can be resumed."
-        )

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.batches.shapes import Row, is_along, masked_shape
 from hf_dpzero.objectives.losses import IGNORE_INDEX, base_model
-from hf_dpzero.training.fixed_shapes import Row, is_along, masked_shape
 
 _IDS = ("input_ids", "decoder_input_ids")
 _MASKS = ("attention_mask", "decoder_attention_mask")

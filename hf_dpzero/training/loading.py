@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import nn
 
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.training.random_state import isolated_randomness
 
 
 def load_named(name: str, seed: int, has_loss: bool = False) -> nn.Module:

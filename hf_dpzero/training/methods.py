@@ -16,23 +16,29 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_dpzero.batches.logical_batch import LogicalBatch
+from hf_dpzero.batches.placement import bucket
+from hf_dpzero.batches.shapes import stacked
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
-from hf_dpzero.training.batches import LogicalBatch
+from hf_dpzero.parallel.rank_agreement import check_strategy, check_weights
+from hf_dpzero.parallel.rank_failures import RankError
+from hf_dpzero.parallel.sharded_runs import Lockstep
+from hf_dpzero.run_folder.run_files import discard_unused
+from hf_dpzero.settings.defaults import steps_that_follow
+from hf_dpzero.settings.schedules import smoothing_of_steps
 from hf_dpzero.training.before_training import invented_form, smallest_clip_and_scale
 from hf_dpzero.training.between_steps import WeightsBetweenSteps
-from hf_dpzero.training.defaults import steps_that_follow
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
-from hf_dpzero.training.fixed_shapes import stacked
 from hf_dpzero.training.group_training import WeighedLosses, weighting_of
 from hf_dpzero.training.invented_rows import InventedRows
-from hf_dpzero.training.placement import bucket
 from hf_dpzero.training.precision import low_precision, refuse_compiled
 from hf_dpzero.training.public_rows import (
     NOT_TAKEN,
@@ -40,12 +46,6 @@ from hf_dpzero.training.public_rows import (
     public_microbatch,
     public_microbatches,
 )
-from hf_dpzero.training.random_state import isolated_randomness
-from hf_dpzero.training.rank_agreement import check_strategy, check_weights
-from hf_dpzero.training.rank_failures import RankError
-from hf_dpzero.training.run_files import discard_unused
-from hf_dpzero.training.schedule_settings import smoothing_of_steps
-from hf_dpzero.training.sharded_runs import Lockstep
 from hf_dpzero.training.smoke_test import ROOM
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 

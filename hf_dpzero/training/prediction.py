@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import Inputs, classification_losses
 from hf_dpzero.objectives.prompted import PromptObjective
+from hf_dpzero.parallel.sharded_runs import ShardedTrainer
 from hf_dpzero.training.group_metrics import by_group, groups_of_rows
-from hf_dpzero.training.sharded_runs import ShardedTrainer
 
 
 class PredictingTrainer(ShardedTrainer):

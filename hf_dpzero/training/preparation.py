@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from hf_dpzero.training import data_checks
-from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.checks import data as data_checks
+from hf_dpzero.parallel.offloading import settle_offloaded
+from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.training.loading import load_named, load_processing, with_adapter
-from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.text_rows import TextRows
 
 FUNCTIONS = (

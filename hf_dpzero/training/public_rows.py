@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_dpzero.batches.shapes import FixedShapes, width_of
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import evaluation_mode, num_examples, trial
 from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.training.fixed_shapes import FixedShapes, width_of
-from hf_dpzero.training.random_state import isolated_randomness
 
 logger = logging.get_logger(__name__)
 

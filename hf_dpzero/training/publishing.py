@@ -13,8 +13,13 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import logging
 
+from hf_dpzero.checks import data as data_checks
+from hf_dpzero.checks.model import SavedBesides
+from hf_dpzero.ledger.digests import state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
+from hf_dpzero.parallel import distributed
+from hf_dpzero.parallel.offloading import settle_offloaded
 from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -25,15 +30,14 @@ from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import base_origins, earlier_runs
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import NOT_COMPARED, delta_words
-from hf_dpzero.training import checkpoint_files, data_checks, distributed, termination
-from hf_dpzero.training.base_weights import check_frozen, state_digest
+from hf_dpzero.run_folder import checkpoint_files
+from hf_dpzero.run_folder.base_model import check_frozen
+from hf_dpzero.run_folder.initial_values import copy_initial_values
+from hf_dpzero.settings.config import DPZeroConfig
+from hf_dpzero.settings.defaults import learning_rate, resolve
+from hf_dpzero.training import termination
 from hf_dpzero.training.between_steps import WeightsBetweenSteps
-from hf_dpzero.training.config import DPZeroConfig
-from hf_dpzero.training.defaults import learning_rate, resolve
-from hf_dpzero.training.initial_values import copy_initial_values
-from hf_dpzero.training.offloading import settle_offloaded
 from hf_dpzero.training.prediction import PredictingTrainer
-from hf_dpzero.training.validation import SavedBesides
 
 logger = logging.get_logger(__name__)
 

@@ -33,7 +33,6 @@ from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping, Mec
 from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 
-ON_NO_SIGNAL = ("warn", "stop", "ignore")
 """What `on_no_signal` may be."""
 
 WINDOW = 50

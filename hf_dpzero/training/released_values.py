@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import Release
-from hf_dpzero.training.distributed import is_main, numbers_of_main
+from hf_dpzero.parallel.distributed import is_main, numbers_of_main
 
 
 def release_on_all(

@@ -17,10 +17,10 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
+from hf_dpzero.parallel.split import process_words
 from hf_dpzero.privacy.group_losses import group_words
 from hf_dpzero.privacy.schedule_gain import LABELS, schedule_words
 from hf_dpzero.reporting.wording import delta_words, number, part_words, round_up
-from hf_dpzero.training.split import process_words
 
 _TIMED_STEPS = 3
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.training.trainer import DPZeroMixin
 
 

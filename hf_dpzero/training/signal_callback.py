@@ -13,9 +13,10 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.parallel.distributed import sum_over_processes
+from hf_dpzero.parallel.sharded_runs import is_split
 from hf_dpzero.perturbation.sharding import local
 from hf_dpzero.perturbation.trainable import num_trainable
-from hf_dpzero.training.distributed import sum_over_processes
 from hf_dpzero.training.released_signal import (
     LEAST_STEPS,
     ReleasedScalars,
@@ -25,7 +26,6 @@ from hf_dpzero.training.released_signal import (
     noise_variance,
     signal_of,
 )
-from hf_dpzero.training.sharded_runs import is_split
 
 logger = logging.get_logger(__name__)
 

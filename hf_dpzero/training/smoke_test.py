@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_dpzero.objectives.losses import base_model, is_compiled
-from hf_dpzero.training.fixed_shapes import (
+from hf_dpzero.batches.pass_memory import PassBytes, measured
+from hf_dpzero.batches.placement import bucket
+from hf_dpzero.batches.shapes import (
     FixedShapes,
     Row,
     blank_like,
@@ -30,9 +31,8 @@ from hf_dpzero.training.fixed_shapes import (
     stacked,
     unmasked,
 )
+from hf_dpzero.objectives.losses import base_model, is_compiled
 from hf_dpzero.training.invented_rows import InventedRows
-from hf_dpzero.training.pass_memory import PassBytes, measured
-from hf_dpzero.training.placement import bucket
 
 logger = logging.get_logger(__name__)
 

@@ -19,9 +19,9 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.training import distributed
-from hf_dpzero.training.checkpoint_state import step_of, whole_checkpoints
-from hf_dpzero.training.group_training import check_resumed
+from hf_dpzero.parallel import distributed
+from hf_dpzero.run_folder.checkpoint_state import step_of, whole_checkpoints
+from hf_dpzero.run_folder.opening import check_resumed
 
 EXIT_STATUS = 128 + signal.SIGTERM
 

@@ -14,9 +14,13 @@ import datasets
 from transformers import DataCollatorForSeq2Seq, DataCollatorForTokenClassification
 from transformers.utils import logging
 
+from hf_dpzero.batches.shapes import context_length
+from hf_dpzero.checks.data import LABEL_COLUMNS
+from hf_dpzero.checks.evaluation_rows import PrivateRows
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.heads import causal_lm_objective, select_objective
 from hf_dpzero.objectives.losses import takes
-from hf_dpzero.training.config import DPZeroConfig
+from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.training.conversations import (
     IGNORED,
     TEXT,
@@ -26,10 +30,6 @@ from hf_dpzero.training.conversations import (
     form_of,
     pad_token,
 )
-from hf_dpzero.training.data_checks import LABEL_COLUMNS
-from hf_dpzero.training.evaluation_data import PrivateRows
-from hf_dpzero.training.fixed_shapes import context_length
-from hf_dpzero.training.random_state import isolated_randomness
 
 logger = logging.get_logger(__name__)
 

@@ -15,33 +15,30 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
+from hf_dpzero.batches.logical_batch import LogicalBatch, Rows, StepBatches, StepSampler
+from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.checks import data as data_checks
+from hf_dpzero.checks import model as validation
+from hf_dpzero.checks.evaluation_rows import PrivateRows
+from hf_dpzero.checks.overrides import check_overrides, refuse_overrides
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import PerExampleLoss, Within
+from hf_dpzero.parallel import distributed, sharded_runs
+from hf_dpzero.parallel.rank_agreement import watched_training
+from hf_dpzero.parallel.split import ALONE
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.reporting.budget import budget_metrics
 from hf_dpzero.reporting.wording import base_caveats
-from hf_dpzero.training import (
-    data_checks,
-    distributed,
-    noise_keys,
-    opening,
-    precision,
-    screen,
-    sharded_runs,
-    termination,
-    validation,
-)
-from hf_dpzero.training.base_weights import check_frozen, mark_as_trained
-from hf_dpzero.training.batches import LogicalBatch, Rows, StepBatches, StepSampler
+from hf_dpzero.run_folder import noise_keys, opening
+from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained
+from hf_dpzero.settings.config import DPZeroConfig
+from hf_dpzero.settings.group_settings import row_groups
+from hf_dpzero.training import precision, screen, termination
 from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.config import DPZeroConfig
-from hf_dpzero.training.evaluation_data import PrivateRows
-from hf_dpzero.training.fixed_shapes import FixedShapes
-from hf_dpzero.training.group_settings import row_groups
 from hf_dpzero.training.group_training import group_logs
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
@@ -49,12 +46,9 @@ from hf_dpzero.training.methods import (
     ZerothOrderMethod,
     private_diagnostics,
 )
-from hf_dpzero.training.overrides import check_overrides, refuse_overrides
 from hf_dpzero.training.preparation import by_name, checked_config, prepare
 from hf_dpzero.training.publishing import PublishingTrainer
-from hf_dpzero.training.rank_agreement import watched_training
 from hf_dpzero.training.signal_callback import SignalCallback
-from hf_dpzero.training.split import ALONE
 from hf_dpzero.training.text_rows import TextRows
 
 logger = logging.get_logger(__name__)

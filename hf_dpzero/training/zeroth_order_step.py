@@ -1,6 +1,6 @@
 """One private zeroth-order step. Knows nothing of transformers.
 
-    S      = sampler.batch(t, secret key)                             sample (training/batches.py)
+    S      = sampler.batch(t, secret key)                             sample (batches/logical_batch.py)
     u_k    = direction(public key, t, k),   k = 1..K                  perturb
     x_ik   = (f(theta + lambda u_k; xi_i) - f(theta - lambda u_k; xi_i)) / (2 lambda)      evaluate
     x_i    = w_i x_i, w_i the weight of example i's group (group-robust training only)     weigh
@@ -25,20 +25,20 @@ import torch
 from torch import Tensor
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.parallel.distributed import broadcast_, is_main
+from hf_dpzero.parallel.split import ALONE, Split
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import Mechanism, VectorMechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.noise import NoiseSource
-from hf_dpzero.training.distributed import broadcast_, is_main
 from hf_dpzero.training.group_training import GroupWeighting
-from hf_dpzero.training.random_state import isolated_randomness
 from hf_dpzero.training.released_values import release_on_all
-from hf_dpzero.training.split import ALONE, Split
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ZerothOrderStep:
       noise: drawn once a step, on rank 0.
       trajectory: the ledger.
       follow_clip: for so many steps, learning rate times clip squared is what it was for the plan's
-        clip; then the rate stays with the clip of that step (see `training.defaults`).
+        clip; then the rate stays with the clip of that step (see `settings.defaults`).
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
         which is called before anything else reads them (`estimators.deferred_updates`).
       weighting: of group-robust training, else None.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hf_dpzero.batches.pass_memory import measured
 from hf_dpzero.experiments.memory import (
     GIB,
     first_order_bytes,
@@ -21,7 +22,6 @@ from hf_dpzero.experiments.memory import (
     weight_bytes,
     zeroth_order_bytes,
 )
-from hf_dpzero.training.pass_memory import measured
 from scripts.benchmarks.memory import in_fresh_process, phases_of
 from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.shapes import PUBLISHED, empty_model, model_inputs

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hf_dpzero.batches.shapes import FixedShapes
 from hf_dpzero.objectives.losses import batch_size, num_examples
 from hf_dpzero.privacy.sampling import PoissonSampler, place_order
-from hf_dpzero.training.fixed_shapes import FixedShapes
 from scripts.benchmarks.settings import StepBench
 
 Batch = Mapping[str, Tensor]

@@ -8,7 +8,7 @@
 of fixed sizes, by place and by neighbours. `tokens`: what forward passes compute over the rows' own
 tokens, by arithmetic. `time`: a step over two bare forward passes of a padded batch, and of sorted rows.
 Rows are Poisson batches of a public file's, in a prompt, random tokens in place of its own; passes are
-those that a trainer has (`training.placement`).
+those that a trainer has (`batches.placement`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.objectives.losses import evaluation_mode
-from hf_dpzero.privacy.sampling import PoissonSampler, place_order
-from hf_dpzero.training.fixed_shapes import FixedShapes, blank_like, context_length, stacked
-from hf_dpzero.training.placement import (
+from hf_dpzero.batches.placement import (
     STEPS,
     WIDEST,
     Placement,
@@ -40,6 +36,10 @@ from hf_dpzero.training.placement import (
     public_shares,
     sizes_up_to,
 )
+from hf_dpzero.batches.shapes import FixedShapes, blank_like, context_length, stacked
+from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import evaluation_mode
+from hf_dpzero.privacy.sampling import PoissonSampler, place_order
 from scripts.benchmarks.clock import interleaved, quartiles, said
 from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.shapes import (

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from hf_dpzero.estimators.arrivals import arrival_of, schedule_of
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.parallel.offloading import own_trained_files, settle_offloaded
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.training.offloading import own_trained_files, settle_offloaded
 from scripts.benchmarks.clock import interleaved
 from scripts.benchmarks.fixed_shapes import row_of
 from scripts.benchmarks.shapes import build_config, empty_model, fill_

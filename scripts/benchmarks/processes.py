@@ -9,7 +9,7 @@ so that whatever else the machine does falls on all of them; medians over rounds
 round's median step. All take the same steps on the same batches (a fixed key), from random weights, on
 random texts of several widths. A start tries the model before it trains, which of a large shape takes
 longer than the steps. Bytes are what a process gives to collective operations in a step
-(`training.distributed.sent_bytes`); a data-parallel first-order step sends 4 d in float32.
+(`parallel.distributed.sent_bytes`); a data-parallel first-order step sends 4 d in float32.
 """
 
 from __future__ import annotations

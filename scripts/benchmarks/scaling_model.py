@@ -41,7 +41,7 @@ class Job:
       rows: n, of the training data.
       batch: B, expected rows of a step, whatever the number of workers.
       slots: s, rows of a forward pass; 0 for the number with the least expected seconds. (A trainer's
-        passes have several sizes, `training.placement`, and leave fewer blanks.)
+        passes have several sizes, `batches.placement`, and leave fewer blanks.)
       most_slots: s at most, for memory, where it is chosen.
       widths: shapes that rows fall into with equal probability.
       directions: K.

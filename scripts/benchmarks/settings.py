@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_dpzero.batches.placement import Placement, pass_cost, sizes_up_to
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
-from hf_dpzero.training.placement import Placement, pass_cost, sizes_up_to
 from scripts.benchmarks.shapes import PUBLISHED, SHAPES, build_config, parameters_of
 
 SMOOTHING, LEARNING_RATE, CLIP = 1e-3, 1e-6, 50.0
@@ -51,7 +51,7 @@ class StepBench:
       attention: implementation, `sdpa` or `eager`.
       threads: of torch on the CPU; None leaves them.
       microbatch_size: rows of a forward pass, at most; None for the whole batch. The passes of a private
-        step are those of the trainer (`training.placement`), whose default is 64.
+        step are those of the trainer (`batches.placement`), whose default is 64.
       lora_rank: train LoRA adapters (float32) of this rank, where PEFT puts them by default, with the
         head, in place of the model; 0 for none.
       load_in_4bit: the model's linear layers in bitsandbytes' NF4, which compute in `dtype`; needs

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_dpzero.batches.placement import Placement, pass_cost, sizes_up_to
+from hf_dpzero.batches.shapes import FixedShapes
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
@@ -32,8 +34,6 @@ from hf_dpzero.privacy.mechanisms.gradient import clip_factors
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.sampling import PoissonSampler, place_order
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, pool
-from hf_dpzero.training.fixed_shapes import FixedShapes
-from hf_dpzero.training.placement import Placement, pass_cost, sizes_up_to
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 from scripts.gpu_runs.pack import EPSILONS, TRAIN_TOKENS
 from scripts.gpu_runs.results import Item

@@ -16,11 +16,11 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, rand
 from transformers import default_data_collator
 
 from hf_dpzero import DPZeroTrainer
+from hf_dpzero.checks import evaluation_rows as evaluation_data
+from hf_dpzero.checks.evaluation_rows import PrivateRows
 from hf_dpzero.recipes.build import refuse_training_texts
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.training import evaluation_data
-from hf_dpzero.training.evaluation_data import PrivateRows
 
 PRIVATE, PUBLIC = tiny_data(120), tiny_data(200, seed=2)
 

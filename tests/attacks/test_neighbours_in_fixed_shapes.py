@@ -11,9 +11,9 @@ from tiny_texts import differences, passes_of
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from hf_dpzero.batches.shapes import FixedShapes
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.fixed_shapes import FixedShapes
 from hf_dpzero.training.precision import couples_values
 
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from hf_dpzero.batches import logical_batch as batches
+from hf_dpzero.batches.logical_batch import Rows, StepBatches
+from hf_dpzero.batches.placement import Placement
+from hf_dpzero.batches.shapes import FixedShapes
 from hf_dpzero.privacy import sampling
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.training import batches
-from hf_dpzero.training.batches import Rows, StepBatches
-from hf_dpzero.training.fixed_shapes import FixedShapes
-from hf_dpzero.training.placement import Placement
 
 Cell = tuple[Any, ...]
 Outcome = dict[int, Cell]

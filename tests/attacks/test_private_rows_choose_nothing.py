@@ -12,12 +12,13 @@ from tiny_texts import passes_of
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
+from hf_dpzero.batches.logical_batch import Rows
+from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.checks.data import check_same_rows
 from hf_dpzero.objectives.prompted import Candidates
+from hf_dpzero.parallel import distributed
 from hf_dpzero.recipes.models import precompute_features
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
-from hf_dpzero.training import distributed
-from hf_dpzero.training.batches import Rows
-from hf_dpzero.training.fixed_shapes import FixedShapes
 
 
 def padded(rows: list[Any]) -> dict[str, Tensor]:
@@ -160,21 +161,21 @@ def test_processes_with_other_rows_are_refused(monkeypatch):
     monkeypatch.setattr(distributed, "active", lambda: True)
     monkeypatch.setattr(distributed, "gather_objects", gathered)
     same = tiny_data()
-    distributed.check_same_rows(same)
+    check_same_rows(same)
     assert told[0] == (120, same._fingerprint) and len(told) == 2  # and a digest of stored rows
     told.clear()
     listed = [dict(row) for row in same]
-    distributed.check_same_rows(listed)
-    distributed.check_same_rows([*reversed(listed)])
+    check_same_rows(listed)
+    check_same_rows([*reversed(listed)])
     assert told[1] != told[3]
     others["str"] = "another digest"
     with pytest.raises(
         ValueError, match=r"rank 1 differs from rank 0 .* the same rows in the same"
     ):
-        distributed.check_same_rows(listed)
+        check_same_rows(listed)
     others["tuple"] = (119, None)
     with pytest.raises(ValueError, match=r"\[120, 119\] rows on ranks 0, 1"):
-        distributed.check_same_rows(listed)
+        check_same_rows(listed)
 
 
 def mask_where_it_is_given(rows: list[Any]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from tiny_runs import build, tiny_model
 from hf_dpzero.cli import main
 from hf_dpzero.experiments.runner import discard_weights
 from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.training import initial_values
+from hf_dpzero.run_folder import initial_values
 
 pytestmark = pytest.mark.slow
 

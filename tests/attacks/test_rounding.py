@@ -17,13 +17,13 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from hf_dpzero.batches.shapes import FixedShapes
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import DPSGD, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
-from hf_dpzero.training.fixed_shapes import FixedShapes
 
 pytestmark = pytest.mark.slow
 

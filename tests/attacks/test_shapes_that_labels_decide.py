@@ -9,10 +9,10 @@ from tiny_texts import passes_of
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForSequenceClassification
 
+from hf_dpzero.batches.shapes import FixedShapes
 from hf_dpzero.objectives.heads import causal_lm_objective, sequence_classification_objective
 from hf_dpzero.privacy.mechanisms import DPSGD
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
-from hf_dpzero.training.fixed_shapes import FixedShapes
 
 
 def row(length: int, first_label: int, seed: int) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from tiny_runs import build, tiny_model
 from torch import Tensor, nn
 from transformers import default_data_collator
 
-from hf_dpzero.training.batches import Rows
+from hf_dpzero.batches.logical_batch import Rows
 
 
 class Initialised(nn.Module):

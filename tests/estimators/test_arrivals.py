@@ -19,8 +19,8 @@ from hf_dpzero.estimators.arrivals import arrival_of, living_elsewhere, schedule
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
+from hf_dpzero.parallel.offloading import own_trained_files, settle_offloaded
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.training.offloading import own_trained_files, settle_offloaded
 
 
 def offloaded(model: nn.Module, folder: Path, where: str, **settings: Any) -> nn.Module:

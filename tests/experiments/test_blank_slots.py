@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_runs import config
 
+from hf_dpzero.batches.placement import Placement, pass_cost
 from hf_dpzero.experiments.blank_slots import blank_slots, in_words
-from hf_dpzero.training.placement import Placement, pass_cost
 
 
 def found(tmp_path: Any, n: int = 20_000, longest: int | None = 30, **settings: Any) -> Any:

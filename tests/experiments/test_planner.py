@@ -322,7 +322,7 @@ def test_directions_are_those_that_training_would_choose(written, capsys):
     wide = Recipe(**{**vars(load_recipe(written))})
     wide.training.num_directions = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_dpzero.training.defaults.CHEAP", 10)
+        patch.setattr("hf_dpzero.settings.defaults.CHEAP", 10)
         assert plan.choose_directions(wide, 2).training.num_directions == 1
     assert wide.training.num_directions is None
 

@@ -11,7 +11,7 @@ from federated_sides import NAMES, rounds_of, side, started
 
 from hf_dpzero.federated.local_plan import local_plan
 from hf_dpzero.federated.rates import Rates, chosen_rate, learning_rates
-from hf_dpzero.training.defaults import NOISE_SHARE, learning_rate
+from hf_dpzero.settings.defaults import NOISE_SHARE, learning_rate
 
 
 def plan_of(made, rows=20, **values):

@@ -1,6 +1,6 @@
 """A row and the row that it displaces move a mechanism's sum by the stated sensitivity at most.
 
-What the displaced row adds is another vector, at most 2^-8 radii away (A2 of `training.placement`). Each
+What the displaced row adds is another vector, at most 2^-8 radii away (A2 of `batches.placement`). Each
 search attains the stated sensitivity, never exceeds it, and does exceed it where the radius is C.
 """
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_dpzero.checks.model import check_adapters
 from hf_dpzero.objectives import heads
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
@@ -18,7 +19,6 @@ from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
-from hf_dpzero.training.validation import check_adapters
 
 Factory = Callable[..., PreTrainedModel]
 ARCHITECTURES = ["auto", "sentence_classifier"]

@@ -249,7 +249,7 @@ def test_what_is_no_mapping_is_refused(tmp_path, text):
 
 
 def test_the_dataclasses_share_no_field():
-    from hf_dpzero.training.config import DPZeroConfig
+    from hf_dpzero.settings.config import DPZeroConfig
 
     owners = (ModelArguments, DataArguments, DPZeroConfig)
     names = [field.name for owner in owners for field in dataclasses.fields(owner)]

@@ -11,9 +11,9 @@ import pytest
 from hf_dpzero import DPZeroConfig, DPZeroSeq2SeqConfig
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.reporting.redaction import OWN_SETTINGS
+from hf_dpzero.settings.hf_arguments import FIELDS
+from hf_dpzero.settings.ranges import RANGES
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.training.fields import FIELDS
-from hf_dpzero.training.ranges import RANGES
 from scripts.setting_costs import COSTS, INHERITED
 from scripts.settings_reference import (
     CHOICES,

@@ -18,7 +18,7 @@ from tiny_runs import build, same, tiny_model, weights
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.reporting import hub
-from hf_dpzero.training import checkpoint_state
+from hf_dpzero.run_folder import checkpoint_state
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,
@@ -276,7 +276,7 @@ def test_each_file_is_read_once_when_a_checkpoint_is_written(
     import builtins
 
     from hf_dpzero.reporting import weights as reading
-    from hf_dpzero.training import checkpoint_files
+    from hf_dpzero.run_folder import checkpoint_files
 
     opened: list[str] = []
     opens, weighed = builtins.open, reading.open_each

@@ -10,7 +10,7 @@ import torch
 from tiny_runs import build, config, tiny_data, tiny_model
 
 from hf_dpzero import DPZeroConfig
-from hf_dpzero.training.defaults import CLASSIC, NOISE_SHARE, evaluated_again, learning_rate
+from hf_dpzero.settings.defaults import CLASSIC, NOISE_SHARE, evaluated_again, learning_rate
 
 GIVEN_NOTHING = {"learning_rate": None, "clip": None}
 

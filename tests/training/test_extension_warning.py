@@ -9,7 +9,7 @@ import pytest
 from hf_dpzero import PrivacyPlan
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.training.plan_settings import extension_warning
+from hf_dpzero.settings.plan_of import extension_warning
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from transformers.utils import logging
 from hf_dpzero import DPZeroConfig, DPZeroSeq2SeqConfig
 from hf_dpzero.objectives.heads import masked_lm_objective, own_loss_objective, smoothed
 from hf_dpzero.objectives.losses import classification_losses, token_losses
-from hf_dpzero.training import fields
-from hf_dpzero.training.fields import FIELDS, NAMES, OTHER, REFUSED, UNUSED, WORKS, use_of
-from hf_dpzero.training.method_names import METHODS, NOT_PRIVATE
+from hf_dpzero.settings import hf_arguments as fields
+from hf_dpzero.settings.hf_arguments import FIELDS, NAMES, OTHER, REFUSED, UNUSED, WORKS, use_of
+from hf_dpzero.settings.method_names import METHODS, NOT_PRIVATE
 from scripts.training_arguments import PAGE, page
 
 ONLY_OLDER = {"warmup_ratio", "logging_dir"}

@@ -46,7 +46,7 @@ def test_a_dp_sgd_step_is_algorithm_1_of_abadi_et_al(tmp_path, clip):
     expected = tiny_model().eval()
     chosen = trainer.plan.sampler.batch(0, bytes.fromhex("ab" * 32))
     rows = [trainer.train_dataset[int(i)] for i in chosen]
-    totals = naive_sum(expected, rows, clip / (1 + 2.0**-8))  # see `training.placement`
+    totals = naive_sum(expected, rows, clip / (1 + 2.0**-8))  # see `batches.placement`
     trainer.train()
     noise, grid = InsecureSeededNoise(3), 2.0 ** (math.floor(math.log2(clip)) - 8)
     for part, (p, total) in enumerate(zip(expected.parameters(), totals)):

@@ -13,12 +13,12 @@ from tiny_texts import passes_of
 from torch import Tensor, nn
 from transformers import OPTConfig, OPTForSequenceClassification
 
+from hf_dpzero.batches.placement import Placement
+from hf_dpzero.batches.shapes import FixedShapes, widened
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.fixed_shapes import FixedShapes, widened
-from hf_dpzero.training.placement import Placement
 
 
 def collate(lengths: list[int]) -> Any:
@@ -274,8 +274,8 @@ def test_a_classifier_that_pools_at_the_last_token_is_no_coupled_loss(tmp_path, 
 
 
 def test_rows_that_are_stacked_make_the_same_microbatches_as_rows_collated_one_by_one():
+    from hf_dpzero.batches.logical_batch import Rows
     from hf_dpzero.tasks.task import Collator
-    from hf_dpzero.training.batches import Rows
 
     generator = torch.Generator().manual_seed(3)
     stored = [

@@ -21,10 +21,10 @@ from transformers import (
     DataCollatorWithPadding,
 )
 
+from hf_dpzero.batches.shapes import FixedShapes, decoder_length, widened
+from hf_dpzero.checks import data as data_checks
 from hf_dpzero.objectives import heads, register_objective
-from hf_dpzero.training import data_checks
 from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.fixed_shapes import FixedShapes, decoder_length, widened
 
 
 def metrics(prediction: Any) -> dict[str, float]:

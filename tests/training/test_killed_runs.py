@@ -16,8 +16,9 @@ from hf_dpzero import Trajectory
 from hf_dpzero.ledger import log_file, trajectory
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
-from hf_dpzero.training import checkpoint_files, zeroth_order_step
-from hf_dpzero.training.checkpoint_state import STATE_NAME, load_state
+from hf_dpzero.run_folder import checkpoint_files
+from hf_dpzero.run_folder.checkpoint_state import STATE_NAME, load_state
+from hf_dpzero.training import zeroth_order_step
 
 LEDGER = trajectory.LEDGER_NAME
 KINDS: dict[str, dict[str, Any]] = {
@@ -363,7 +364,7 @@ def test_initial_values_that_a_crash_kept_from_being_written_come_later(tmp_path
             return BertForSequenceClassification.from_pretrained(base)
 
     def killed_run() -> None:
-        from hf_dpzero.training import opening
+        from hf_dpzero.run_folder import opening
 
         opening.write_initial_values = lambda *given: die()
         build(tmp_path / "run", model(), **settings_of("dpzero")).train()

@@ -18,9 +18,9 @@ from transformers import (
     Phi3ForSequenceClassification,
 )
 
+from hf_dpzero.batches.shapes import FixedShapes, unmasked
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.fixed_shapes import FixedShapes, unmasked
 from hf_dpzero.training.precision import check_precision, couples_values
 
 

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, default_data_collator
 
 from hf_dpzero import DPZeroTrainer
-from hf_dpzero.training.overrides import INSTEAD, overriding
+from hf_dpzero.checks.overrides import INSTEAD, overriding
 
 
 def made(kind: type, tmp_path, settings=None, **fields) -> DPZeroTrainer:

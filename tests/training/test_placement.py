@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_dpzero.training.placement import (
+from hf_dpzero.batches.placement import (
     Placement,
     bucket,
     buckets,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from hf_dpzero.training.random_state import drawing_from, isolated_randomness
+from hf_dpzero.estimators.random_state import drawing_from, isolated_randomness
 
 
 def draws() -> tuple[float, ...]:

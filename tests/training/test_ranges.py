@@ -9,7 +9,7 @@ from tiny_runs import config
 from transformers.utils import logging
 
 from hf_dpzero.privacy.accounting import MAX_PLD_STEPS
-from hf_dpzero.training.ranges import RANGES
+from hf_dpzero.settings.ranges import RANGES
 
 NAN, INF = math.nan, math.inf
 BAD = {

@@ -14,8 +14,8 @@ from tiny_runs import build, tiny_model
 from transformers import TrainerCallback
 
 from hf_dpzero import Trajectory
-from hf_dpzero.training import rank_agreement
-from hf_dpzero.training.rank_failures import RankError
+from hf_dpzero.parallel import rank_agreement
+from hf_dpzero.parallel.rank_failures import RankError
 
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}, "ddp_backend": "gloo"}
 

@@ -11,7 +11,7 @@ from tiny_runs import build, config, same, tiny_model, weights
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.schedules import Exponential, Given, LearningRateAware, Momentum, Subsampled
-from hf_dpzero.training.schedule_settings import factors_of
+from hf_dpzero.settings.schedules import factors_of
 
 PRIVATE = {
     "noise_multiplier": None,

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_dpzero.objectives.losses import batch_size, num_examples
+from hf_dpzero.parallel import distributed, sharded_runs
 from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.training import distributed, sharded_runs
 
 
 def taking_over(args, plugin=None, model=None) -> SimpleNamespace:

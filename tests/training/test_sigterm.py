@@ -24,7 +24,8 @@ from transformers import TrainerCallback
 from hf_dpzero import Trajectory
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.reporting import verification
-from hf_dpzero.training import checkpoint_files, checkpoint_state, termination
+from hf_dpzero.run_folder import checkpoint_files, checkpoint_state
+from hf_dpzero.training import termination
 
 KINDS: dict[str, dict[str, Any]] = {
     "dpzero": {},

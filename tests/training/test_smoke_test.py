@@ -12,10 +12,10 @@ from tiny_runs import build, tiny_data, tiny_model
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, default_data_collator
 
+from hf_dpzero.batches.pass_memory import PassBytes, rows_that_fit, tokens_that_fit
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training import before_training
 from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.pass_memory import PassBytes, rows_that_fit, tokens_that_fit
 from hf_dpzero.training.smoke_test import ROOM
 
 ALL = (1, 4, 8)

@@ -10,17 +10,17 @@ import torch
 from several_processes import padded, texts
 from tiny_texts import passes_of
 
+from hf_dpzero.batches.logical_batch import Rows, StepBatches, fingerprint
+from hf_dpzero.batches.placement import Placement
+from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.parallel import distributed, rank_agreement, split
+from hf_dpzero.parallel.distributed import differing
+from hf_dpzero.parallel.rank_agreement import checksum, source_digest
+from hf_dpzero.parallel.rank_failures import RankError
+from hf_dpzero.parallel.split import Split, choose_split, direction_shares
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler
-from hf_dpzero.training import distributed, rank_agreement, split
-from hf_dpzero.training.batches import Rows, StepBatches, fingerprint
-from hf_dpzero.training.distributed import differing
-from hf_dpzero.training.fixed_shapes import FixedShapes
-from hf_dpzero.training.placement import Placement
-from hf_dpzero.training.rank_agreement import checksum, source_digest
-from hf_dpzero.training.rank_failures import RankError
-from hf_dpzero.training.split import Split, choose_split, direction_shares
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction, DirectionStream
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
-from hf_dpzero.training import run_files
+from hf_dpzero.run_folder import run_files
 
 # ---- the step is Algorithm 2
 

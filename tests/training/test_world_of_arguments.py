@@ -7,7 +7,7 @@ import types
 import pytest
 import torch.distributed as dist
 
-from hf_dpzero.training import distributed
+from hf_dpzero.parallel import distributed
 
 
 @pytest.mark.parametrize("known", [1, 3])

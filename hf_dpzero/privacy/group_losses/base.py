@@ -25,7 +25,7 @@ An example of group i contributes one number to coordinate i, and nothing to the
 
 and g_i = (1 + 2^-8) b / (2 B pi_i) sum v estimates L_i - b/2; the softmax does not see the constant
 b/2. One example more also puts one other in another place, of this group or another one, which moves
-that one's loss by at most 2^-9 b (A2 of `training.placement`, for losses). Under add-or-remove the sums
+that one's loss by at most 2^-9 b (A2 of `batches.placement`, for losses). Under add-or-remove the sums
 therefore move by at most (1 + 2^-8) / (1 + 2^-8) = 1 in L1 norm, and so in L2; a replaced row is one
 less and one more, at most 2. Each coordinate has a scale of its own,
 b / (2 B pi_i): a large group gets less noise. (Without the shift of b/2, and with the smallest group's
@@ -206,7 +206,7 @@ class GroupLosses(ABC):
         """sum v of each group, in units of 2^-30: m integers. A group without an example has 0.
 
         Guarantee: one example more or less moves the entries by at most 2^30 in L1 norm, the move of a
-        displaced row included (`training.placement`); exact over processes.
+        displaced row included (`batches.placement`); exact over processes.
 
         >>> from hf_dpzero.privacy.group_losses import PerStepGroups
         >>> two = PerStepGroups(names=("a", "b"), shares=(0.5, 0.5), loss_bound=2.0)

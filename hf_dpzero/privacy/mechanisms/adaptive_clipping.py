@@ -19,7 +19,7 @@ to a total that receives standard normal noise in every coordinate; the release 
 its two parts multiplied by the public z_d C and (1 + 2^-6) sigma_b. An example whose norm is not finite
 contributes nothing to either part. b_i is 1 for norms up to 3C/4, 0 from 5C/4, linear between.
 
-One example more also puts one other in another place (`training.placement`), which moves that one's v by
+One example more also puts one other in another place (`batches.placement`), which moves that one's v by
 at most 2^-8 C / (1 + 2^-8) and its norm by at most 2^-8 C, hence its b by 2^-7, as b falls by 2 per C.
 (A bit, [norm <= C], would flip by a rounding: a move of 1.) The first parts of the totals then differ by
 at most 1 / z_d and the second ones by (1/2 + 2^-7) / ((1 + 2^-6) sigma_b) = 1 / (2 sigma_b). With

@@ -21,7 +21,7 @@ MAX_NOISE_MULTIPLIER = 2.0**25
 MAX_CLIP = 2.0**64
 
 DISPLACEMENT = 2.0**-8
-"""Another place moves what a row adds by this share of the radius: A2 of `training.placement`."""
+"""Another place moves what a row adds by this share of the radius: A2 of `batches.placement`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class NoisedSum(MechanismBase):
         """Sensitivity of the sum (L2; L1 for Laplace noise) under `relation`, in the units of `clip`.
 
         One row more adds at most `radius` and may put one other row in another place, which moves what
-        that one adds by at most 2^-8 radii (`training.placement`): together C. A replaced row is one
+        that one adds by at most 2^-8 radii (`batches.placement`): together C. A replaced row is one
         less and one more.
         """
         return self.clip * sensitivity_factor(

@@ -7,7 +7,7 @@ DP-SGD (Abadi et al. 2016, arXiv:1607.00133) releases
 and the optimizer behind it is post-processing: `dp-sgd` and `dp-adamw` are one mechanism under two
 names. "Automatic" clipping is w = r / (||g|| + gamma) (AUTO-S of Bu et al. 2023, arXiv:2206.07136,
 times r). In both, the sensitivity is C under add-or-remove and 2C under replacement: a displaced row
-(`training.placement`) moves by 2^-8 r. Fixed clipping is a projection, so it moves no further than the
+(`batches.placement`) moves by 2^-8 r. Fixed clipping is a projection, so it moves no further than the
 gradient does; automatic clipping has the Lipschitz constant r / gamma, so there the gradient itself may
 move by 2^-8 gamma only.
 

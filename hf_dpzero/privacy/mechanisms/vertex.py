@@ -47,7 +47,7 @@ class VertexDraw:
     """One draw of a vertex, as the accounting sees it.
 
     Where examples have places in forward passes, a row displaced by one more is part of what that one
-    moves (`training.placement`): scale what each adds by 1 / (1 + 2^-8), as `group_losses` does.
+    moves (`batches.placement`): scale what each adds by 1 / (1 + 2^-8), as `group_losses` does.
 
     Attributes:
       sensitivity: Delta, how much one example can move any one score; 0 for scores without data.

@@ -27,8 +27,8 @@ from datasets.fingerprint import Hasher
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from transformers.utils import logging
 
-from hf_dpzero.training.data_checks import LABEL_COLUMNS
-from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.checks.data import LABEL_COLUMNS
+from hf_dpzero.estimators.random_state import isolated_randomness
 
 logger = logging.get_logger(__name__)
 

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
+from hf_dpzero.parallel import distributed
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.sampling import new_sampler_key
 from hf_dpzero.reporting.extension import header_entries, worst_tuning
@@ -19,8 +20,7 @@ from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE
 from hf_dpzero.reporting.plots import PLOT_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, versions
 from hf_dpzero.reporting.redaction import RECIPE_FILE
-from hf_dpzero.training import distributed
-from hf_dpzero.training.checkpoint_state import STATE_NAME, file_digest, read_state, way_out
+from hf_dpzero.run_folder.checkpoint_state import STATE_NAME, file_digest, read_state, way_out
 
 logger = logging.get_logger(__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.ledger.digests import checksums, digest_tensors
+from hf_dpzero.ledger.digests import checksums, state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.perturbation.sharding import address, whole
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.provenance import base_names, resolve_path
-from hf_dpzero.reporting.weights import open_each, open_weights
+from hf_dpzero.reporting.weights import open_each, open_weights, plain_name, saved_tensors
 from hf_dpzero.reporting.wording import DECLARED, EQUAL, EQUAL_BUT_NEW, EXTENDED, NOT_COMPARED
 
 _MARK, _END = "_hf_dpzero_started_from", "_hf_dpzero_ended_in"
@@ -43,11 +42,6 @@ class Comparison(NamedTuple):
 
     differing: list[str]
     fresh: list[str]
-
-
-def state_digest(model: nn.Module) -> str:
-    """SHA-256 (hex) over parameters and buffers: what a run may have changed."""
-    return digest_tensors([*model.named_parameters(), *model.named_buffers()])
 
 
 def mark_as_trained(model: nn.Module, started_from: str, ended_in: str) -> None:
@@ -160,17 +154,6 @@ def check_extended_start(model: nn.Module, folder: str) -> str:
     return EQUAL_BUT_NEW if compared and unknown.intersection(compared.fresh) else EXTENDED
 
 
-def saved_tensors(model: Any) -> dict[str, Tensor]:
-    """The model's tensors by the names that saving gives them, as a plain model and as an adapter."""
-    state = model.state_dict()
-    named = {_plain(name): tensor for name, tensor in state.items()} | state
-    if isinstance(getattr(model, "peft_config", None), Mapping):
-        from peft import get_peft_model_state_dict
-
-        named |= get_peft_model_state_dict(model)
-    return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
-
-
 def digest_frozen(model: nn.Module) -> str:
     """SHA-256 (hex) over the parameters that do not train, which a resumed run must find unchanged."""
     frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
@@ -239,7 +222,7 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
         for name, parameter in {**named, **buffers}.items():
             tensors = [
                 tensor
-                for tensor in _candidates(_plain(name), sources)
+                for tensor in _candidates(plain_name(name), sources)
                 if tensor.shape == parameter.shape
                 or (id(parameter) in embeddings and tensor.shape[1:] == parameter.shape[1:])
             ]
@@ -289,12 +272,6 @@ def _folders_of(name: str) -> list[Path]:
         cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
         return list(cached.glob("snapshots/*"))
     return []
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without what PEFT puts into it."""
-    name = re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
-    return name.removeprefix("base_model.model.")
 
 
 def _candidates(name: str, sources: list[Mapping[str, Any]]) -> Iterator[Tensor]:

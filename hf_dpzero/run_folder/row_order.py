@@ -13,7 +13,7 @@ import datasets
 from datasets.fingerprint import Hasher
 from torch.utils.data import Subset
 
-from hf_dpzero.training.random_state import isolated_randomness
+from hf_dpzero.estimators.random_state import isolated_randomness
 
 LOOKED_AT, TWICE = 10_000, 256
 """Rows whose order is compared; rows that tell what each access draws anew. Both are spread evenly."""

@@ -18,7 +18,7 @@ from torch import nn
 from hf_dpzero.perturbation.sharding import own_class, whole
 from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
 from hf_dpzero.reporting.provenance import base_names, resolve_path
-from hf_dpzero.training.base_weights import Comparison
+from hf_dpzero.run_folder.base_model import Comparison
 
 LARGEST = 64 << 20
 """Bytes of initial values, at most; a run with more of them promises no replay."""

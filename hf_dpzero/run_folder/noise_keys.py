@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 from transformers.utils import logging
 
 from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
+from hf_dpzero.parallel import distributed
 from hf_dpzero.privacy.correlated_noise.plans import sensitivity
 from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNoise, new_noise_key
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key
-from hf_dpzero.training import distributed, run_files
-from hf_dpzero.training.row_order import digest_of_rows
+from hf_dpzero.run_folder import run_files
+from hf_dpzero.run_folder.row_order import digest_of_rows
 
 logger = logging.get_logger(__name__)
 

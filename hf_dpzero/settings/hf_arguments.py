@@ -15,8 +15,8 @@ from transformers import Seq2SeqTrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_dpzero.privacy.sampling import SAMPLERS
-from hf_dpzero.training.defaults import CLASSIC
-from hf_dpzero.training.method_names import ADAMW, FIRST_ORDER, METHODS, PRIVATE, SGD, ZEROTH_ORDER
+from hf_dpzero.settings.defaults import CLASSIC
+from hf_dpzero.settings.method_names import ADAMW, FIRST_ORDER, METHODS, PRIVATE, SGD, ZEROTH_ORDER
 
 WORKS, OTHER, UNUSED, REFUSED = "works", "another meaning", "no effect", "refused"
 

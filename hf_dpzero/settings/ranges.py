@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from hf_dpzero.training.kinds import check_kinds
+from hf_dpzero.settings.kinds import check_kinds
 
 logger = logging.get_logger(__name__)
 

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.estimators.random_state import drawing_from, isolated_randomness
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import evaluation_mode, num_examples
-from hf_dpzero.perturbation.sharding import is_sharded, local
-from hf_dpzero.training.distributed import (
+from hf_dpzero.parallel.distributed import (
     active,
     control_group,
     differing,
@@ -33,8 +33,8 @@ from hf_dpzero.training.distributed import (
     gather_objects,
     shared,
 )
-from hf_dpzero.training.random_state import drawing_from, isolated_randomness
-from hf_dpzero.training.rank_failures import RankError
+from hf_dpzero.parallel.rank_failures import RankError
+from hf_dpzero.perturbation.sharding import is_sharded, local
 
 T = TypeVar("T")
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.batches.placement import Placement, bucket
+from hf_dpzero.estimators.random_state import drawing_from
 from hf_dpzero.objectives.losses import (
     IGNORE_INDEX,
     TOKEN_KEYS,
@@ -26,8 +28,6 @@ from hf_dpzero.objectives.losses import (
     power_of_two,
     right_padded,
 )
-from hf_dpzero.training.placement import Placement, bucket
-from hf_dpzero.training.random_state import drawing_from
 
 Row = Mapping[str, Tensor]
 

@@ -7,8 +7,8 @@ from typing import Any
 import datasets
 from torch import nn
 
+from hf_dpzero.batches.shapes import context_length
 from hf_dpzero.objectives.losses import base_model
-from hf_dpzero.training.fixed_shapes import context_length
 
 
 def positions(model: nn.Module) -> int | None:

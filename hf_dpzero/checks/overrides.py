@@ -9,7 +9,7 @@ from typing import Any
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer
 from transformers.utils import logging
 
-from hf_dpzero.training.fields import refuse_fields
+from hf_dpzero.settings.hf_arguments import refuse_fields
 
 logger = logging.get_logger(__name__)
 

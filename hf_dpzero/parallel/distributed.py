@@ -10,7 +10,6 @@ the CPU in any case, and a gloo operation fails at once where a peer's process h
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_dpzero.training.rank_failures import RankError, active, exchanging
+from hf_dpzero.parallel.rank_failures import RankError, active, exchanging
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -279,54 +278,6 @@ def check_version(version: int) -> None:
             f"perturbation does not follow: set fsdp_version: 2, as in {FSDP2} (with TrainingArguments "
             'fsdp_config={"version": 2}).'
         )
-
-
-def check_same_rows(dataset: Any) -> None:
-    """Refuses processes that hold other rows, or the same in another order.
-
-    Each takes its share of the drawn row numbers, so a row under two numbers would count twice.
-
-    Args:
-      dataset: of this process; rows by number.
-
-    Raises:
-      ValueError: on all processes; names the ranks.
-    """
-    if not active():
-        return
-    length, known = len(dataset), getattr(dataset, "_fingerprint", None)
-    told = gather_objects((length, known))
-    lengths = [length for length, _ in told]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"train_dataset has {lengths} rows on ranks 0, 1, ...: {_SAME_ROWS}")
-    if len(set(told)) == 1 and known is not None:
-        digests = gather_objects(_digest_of_some(dataset))
-        digests = [] if "" in digests else digests
-    else:
-        from datasets.fingerprint import Hasher
-
-        digest = hashlib.sha256()
-        for row in range(length):
-            digest.update(Hasher.hash(dataset[row]).encode())
-        digests = gather_objects(digest.hexdigest())
-    if len(set(digests)) > 1:
-        raise ValueError(f"{differing(digests)} in the rows, or their order: {_SAME_ROWS}")
-
-
-def _digest_of_some(dataset: Any) -> str:
-    """Of rows that one recipe made (`_fingerprint`), which may have shuffled them without a seed."""
-    from hf_dpzero.training.row_order import digest_of_rows
-
-    return digest_of_rows(dataset, b"", range(0, len(dataset), -(-len(dataset) // LOOKED_AT)))
-
-
-LOOKED_AT = 1000
-"""Rows that are compared, spread evenly, where the processes name the same origin of their rows."""
-
-_SAME_ROWS = (
-    "every process must load the same rows in the same order, or a row could count once for each (an "
-    "unseeded shuffle or train_test_split?). Seed it, or prepare the data in one process and save it."
-)
 
 
 def check_world(args: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -9,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets.fingerprint import Hasher
 from torch import Tensor, nn
 
 from hf_dpzero.objectives.heads import is_language_model
 from hf_dpzero.objectives.losses import base_model
+from hf_dpzero.parallel import distributed
+from hf_dpzero.run_folder.row_order import digest_of_rows
 
 LABEL_COLUMNS = (
     *("labels", "label", "label_ids"),
@@ -234,3 +238,49 @@ def _restarts(batch: Mapping[str, Tensor]) -> bool:
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return False
     return bool((positions[:, 1:] == 0).logical_and(positions[:, :-1] > 0).any())
+
+
+def check_same_rows(dataset: Any) -> None:
+    """Refuses processes that hold other rows, or the same in another order.
+
+    Each takes its share of the drawn row numbers, so a row under two numbers would count twice.
+
+    Args:
+      dataset: of this process; rows by number.
+
+    Raises:
+      ValueError: on all processes; names the ranks.
+    """
+    if not distributed.active():
+        return
+    length, known = len(dataset), getattr(dataset, "_fingerprint", None)
+    told = distributed.gather_objects((length, known))
+    lengths = [length for length, _ in told]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"train_dataset has {lengths} rows on ranks 0, 1, ...: {_SAME_ROWS}")
+    if len(set(told)) == 1 and known is not None:
+        digests = distributed.gather_objects(_digest_of_some(dataset))
+        digests = [] if "" in digests else digests
+    else:
+        digest = hashlib.sha256()
+        for row in range(length):
+            digest.update(Hasher.hash(dataset[row]).encode())
+        digests = distributed.gather_objects(digest.hexdigest())
+    if len(set(digests)) > 1:
+        raise ValueError(
+            f"{distributed.differing(digests)} in the rows, or their order: {_SAME_ROWS}"
+        )
+
+
+def _digest_of_some(dataset: Any) -> str:
+    """Of rows that one recipe made (`_fingerprint`), which may have shuffled them without a seed."""
+    return digest_of_rows(dataset, b"", range(0, len(dataset), -(-len(dataset) // COMPARED)))
+
+
+COMPARED = 1000
+"""Rows that are compared, spread evenly, where the processes name the same origin of their rows."""
+
+_SAME_ROWS = (
+    "every process must load the same rows in the same order, or a row could count once for each (an "
+    "unseeded shuffle or train_test_split?). Seed it, or prepare the data in one process and save it."
+)

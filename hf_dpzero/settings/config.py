@@ -19,16 +19,16 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
-from hf_dpzero.training import fields, private_only
-from hf_dpzero.training.correlation_settings import CORRELATIONS, check_correlation
-from hf_dpzero.training.defaults import fill_in
-from hf_dpzero.training.group_settings import GROUP_WEIGHTS, groups_of
-from hf_dpzero.training.kinds import check_scheduler_settings
-from hf_dpzero.training.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
-from hf_dpzero.training.plan_settings import plan_of, sampler_of
-from hf_dpzero.training.ranges import check_ranges, check_warmup
-from hf_dpzero.training.released_signal import ON_NO_SIGNAL
-from hf_dpzero.training.schedule_settings import factors_of
+from hf_dpzero.settings import hf_arguments as fields
+from hf_dpzero.settings import private_only
+from hf_dpzero.settings.correlation_settings import CORRELATIONS, check_correlation
+from hf_dpzero.settings.defaults import fill_in
+from hf_dpzero.settings.group_settings import GROUP_WEIGHTS, groups_of
+from hf_dpzero.settings.kinds import check_scheduler_settings
+from hf_dpzero.settings.method_names import FIRST_ORDER, METHODS, NOT_PRIVATE, SGD
+from hf_dpzero.settings.plan_of import plan_of, sampler_of
+from hf_dpzero.settings.ranges import check_ranges, check_warmup
+from hf_dpzero.settings.schedules import factors_of
 from hf_dpzero.values import nearest
 
 logger = logging.get_logger(__name__)
@@ -39,6 +39,7 @@ CLIPPINGS = {
     "automatic": ("dp-sgd", "dp-adamw"),
     "averaged": ("dpzero", "dp-sgd", "dp-adamw"),
 }
+ON_NO_SIGNAL = ("warn", "stop", "ignore")
 GRADIENTS = ("auto", "dense", "ghost")
 SAMPLINGS = tuple(SAMPLERS)
 ROWS = ("examples", "blocks")

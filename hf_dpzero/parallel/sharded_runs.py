@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.utils import logging
 
+from hf_dpzero.batches.shapes import blank_like, width_of
+from hf_dpzero.ledger.digests import state_digest
 from hf_dpzero.objectives.losses import Filled, single_pass
+from hf_dpzero.parallel import distributed
 from hf_dpzero.perturbation.sharding import is_sharded, on_first, own_part, whole
 from hf_dpzero.perturbation.trainable import quantised_kind
-from hf_dpzero.reporting.weights import open_weights
-from hf_dpzero.training import distributed
-from hf_dpzero.training.base_weights import saved_tensors, state_digest
-from hf_dpzero.training.fixed_shapes import blank_like, width_of
+from hf_dpzero.reporting.weights import open_weights, saved_tensors
 
 logger = logging.get_logger(__name__)
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_dpzero.batches.placement import Placement
 from hf_dpzero.estimators.stacked import STACK_BYTES
+from hf_dpzero.parallel.distributed import active, control_group, gather_blocks, sum_and_agree
 from hf_dpzero.privacy.mechanisms import VectorMechanism
-from hf_dpzero.training.distributed import active, control_group, gather_blocks, sum_and_agree
-from hf_dpzero.training.placement import Placement
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)

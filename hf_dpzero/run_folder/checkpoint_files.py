@@ -19,8 +19,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dpzero.ledger.log_file import flush_folder
-from hf_dpzero.training import distributed
-from hf_dpzero.training.checkpoint_state import (
+from hf_dpzero.parallel import distributed
+from hf_dpzero.run_folder.checkpoint_state import (
     REPLACED,
     STATE_NAME,
     UNFINISHED,

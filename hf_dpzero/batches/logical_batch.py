@@ -11,10 +11,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import batch_size, num_examples
 from hf_dpzero.privacy.sampling import place_order
-from hf_dpzero.training.fixed_shapes import FixedShapes
-from hf_dpzero.training.random_state import isolated_randomness
 
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
@@ -153,7 +153,7 @@ class StepBatches(Dataset):
         if step < self.paid:
             return self._batch(step, {}, [])
         chosen = self.plan.sampler.batch(step, self.key)
-        if self.shapes is not None:  # the placement lemma's order (training/placement.py)
+        if self.shapes is not None:  # the placement lemma's order (batches/placement.py)
             chosen = chosen[place_order(len(chosen), step, self.key)]
         mechanism = self.plan.mechanism
         if getattr(mechanism, "clipping", "fixed") != "averaged":

@@ -7,22 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.batches.shapes import forward_passes
+from hf_dpzero.ledger.digests import digest_model, state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.parallel import distributed
+from hf_dpzero.parallel.rank_agreement import check_agreement, compare
+from hf_dpzero.parallel.rank_failures import RankError
+from hf_dpzero.parallel.sharded_runs import is_split, on_first_of
+from hf_dpzero.parallel.split import mesh_words
+from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler
 from hf_dpzero.reporting.extension import check_extended
-from hf_dpzero.training import distributed, run_files
-from hf_dpzero.training.base_weights import check_start, digest_frozen, state_digest
-from hf_dpzero.training.checkpoint_state import load_state, whole_checkpoints
-from hf_dpzero.training.fixed_shapes import forward_passes
-from hf_dpzero.training.group_training import check_resumed
-from hf_dpzero.training.initial_values import write_initial_values
-from hf_dpzero.training.rank_agreement import check_agreement, compare
-from hf_dpzero.training.rank_failures import RankError
-from hf_dpzero.training.row_order import steady_parts
-from hf_dpzero.training.sharded_runs import is_split, on_first_of
-from hf_dpzero.training.split import mesh_words
+from hf_dpzero.run_folder import run_files
+from hf_dpzero.run_folder.base_model import check_start, digest_frozen
+from hf_dpzero.run_folder.checkpoint_state import load_state, whole_checkpoints
+from hf_dpzero.run_folder.initial_values import write_initial_values
+from hf_dpzero.run_folder.row_order import steady_parts
 
 
 class Opened(NamedTuple):
@@ -162,7 +163,29 @@ def _check_replayed(trainer: Any, ledger: Trajectory) -> None:
             f"there is no checkpoint, so the {ledger.next_step} steps of {ledger.path} are replayed on "
             "the base, and this model is not the base that they began with (its digest differs): load "
             "it again, in the same dtype and with the same head and adapters (from the same seed, or by "
-            "hf_dpzero.training.initial_values.load_initial_model)."
+            "hf_dpzero.run_folder.initial_values.load_initial_model)."
         )
     _, compared = _checked_start(trainer)
     _keep_initial_values(trainer, compared, ledger.header["base_model_digest"])
+
+
+def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
+    """Refuses to go on with a run whose next step depends on what was in the interrupted process alone.
+
+    Args:
+      plan: of the run.
+      ledger: of the interrupted run.
+
+    Raises:
+      LedgerError: steps were taken, and their un-noised sums of losses are lost.
+    """
+    groups = plan.groups
+    hidden = groups is not None and groups.num_values and not groups.joint
+    if groups is not None and hidden and 0 < ledger.next_step < plan.steps:
+        raise LedgerError(
+            f"{ledger.path} holds {ledger.next_step} of {plan.steps} steps, and the interrupted run "
+            f"cannot go on: group_weights={groups.name!r} needs un-noised sums of its losses, which "
+            "were in its memory alone and must not be written down. Keep its last checkpoint as it is, "
+            "or train in another output_dir (extends_run adds up the budgets of two runs that ended); "
+            "group_weights='per_step' can be resumed."
+        )

@@ -10,10 +10,10 @@ from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
 from hf_dpzero.reporting.extension import earlier_plans
-from hf_dpzero.training.correlation_settings import correlation_of
-from hf_dpzero.training.defaults import CLASSIC
-from hf_dpzero.training.group_settings import groups_of
-from hf_dpzero.training.schedule_settings import check_steps, factors_of, noise_schedule_of
+from hf_dpzero.settings.correlation_settings import correlation_of
+from hf_dpzero.settings.defaults import CLASSIC
+from hf_dpzero.settings.group_settings import groups_of
+from hf_dpzero.settings.schedules import check_steps, factors_of, noise_schedule_of
 
 LEAST_LEFT = 0.01
 """Share of a total epsilon: where earlier runs left less, a run says so."""

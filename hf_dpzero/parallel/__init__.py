@@ -1,0 +1,1 @@
+"""Several processes, and models in parts: collectives, agreement, FSDP2, offload."""

@@ -1,0 +1,1 @@
+"""Settings of a run: fields of `DPZeroConfig`, their ranges and defaults, the plan that they make."""
