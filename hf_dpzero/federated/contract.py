@@ -16,6 +16,7 @@ from hf_dpzero.federated.messages import DIGEST_BYTES
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import flat
+from hf_dpzero.run import Run
 from hf_dpzero.run_folder.run_files import ledger_header
 
 CHOSEN_BY_SERVER = ("direction_key", "sampling_probability")
@@ -34,23 +35,23 @@ class ContractError(LedgerError):
 
 
 def contract_of(
-    trainer: Any, *, participation: Participation, sampling_probability: float
+    run: Run, *, participation: Participation, sampling_probability: float
 ) -> dict[str, Any]:
     """The contract as one side sees it, without the direction key where the recipe sets none.
 
     Args:
-      trainer: a `DPZeroTrainer` after `check_before_training`, on its base weights.
+      run: after the checks before training, on its base weights.
       participation: see `local_plan`.
       sampling_probability: q.
 
     Returns:
       JSON-safe; also a valid header of a `Trajectory` once it has a direction key.
     """
-    args = trainer.args
-    header = {k: v for k, v in ledger_header(trainer).items() if k not in _OWN}
+    args = run.args
+    header = {k: v for k, v in ledger_header(run).items() if k not in _OWN}
     return {
         **header,
-        "base_model_digest": digest_model(trainer.model),
+        "base_model_digest": digest_model(run.model),
         "sampling_probability": sampling_probability,
         "federated": {
             "rounds": int(args.max_steps),

@@ -13,7 +13,7 @@ from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.objectives.losses import Filled, num_examples
-from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.training import start
 from hf_dpzero.training.methods import ZerothOrderMethod
 
 
@@ -30,18 +30,19 @@ class Replica:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        check_before_training(trainer)
+        self.run = trainer._new_run()
+        start.prepare(self.run)
         self.method: Any = None
 
     def follow(self, contract: Mapping[str, Any]) -> None:
         """Snaps the base weights to the contract's grid; from then on the replica is at round 0."""
-        self.trainer.trajectory = Trajectory(contract)
-        self.method = ZerothOrderMethod(self.trainer, None)
+        self.run.ledger = Trajectory(contract)
+        self.method = ZerothOrderMethod(self.run, None)
 
     @property
     def round(self) -> int:
         """r: so many releases are in the weights."""
-        return int(self.trainer.trajectory.next_step)
+        return int(self.run.opened.next_step)
 
     def catch_up(self, releases: Sequence[Release]) -> None:
         """Applies the releases that the weights lack: K numbers for each missed round.
@@ -52,7 +53,7 @@ class Replica:
         Raises:
           LedgerError: they are another run's.
         """
-        applied = self.trainer.trajectory
+        applied = self.run.opened
         common = min(self.round, len(releases))
         if common and applied.releases[common - 1] != releases[common - 1]:
             raise LedgerError(
@@ -71,16 +72,16 @@ class Replica:
         Returns:
           Private: float64 [B, K], neither clipped nor noised.
         """
-        rows, shapes = self.trainer.training_rows(), self.trainer.shapes
+        rows, shapes = self.run.rows, self.run.shapes
         if shapes is not None:
             parts: list[Any] = list(shapes.microbatches(list(indices)))
         else:
-            size = self.trainer.args.physical_batch_size
+            size = self.run.args.physical_batch_size
             batches = [
                 rows.collate_rows(list(indices[i : i + size])) for i in range(0, len(indices), size)
             ]
             parts = [Filled(batch, num_examples(batch)) for batch in batches]
-        directions = directions_of(self.round, self.trainer.trajectory.header)
+        directions = directions_of(self.round, self.run.header)
         with self.method.reads.own_step(), isolated_randomness():
             differences = self.method.step.differences(parts, directions)
             self.method.settle_()
@@ -92,4 +93,4 @@ class Replica:
 
     def close(self) -> None:
         """Leaves the weights at theta^r and takes the watchers off the model."""
-        self.trainer._reads.close()
+        self.run.resources.close()

@@ -170,11 +170,10 @@ class Side:
 
     def own_contract(self) -> dict[str, Any]:
         """The contract as this side's recipe describes it."""
-        trainer = self.replica.trainer
         if self.contract is not None:
             return self.contract
         return contract_of(
-            trainer,
+            self.replica.run,
             participation=self.settings.participation,
             sampling_probability=self.probability(),
         )

@@ -15,10 +15,10 @@ from transformers import OPTConfig, OPTForSequenceClassification
 
 from hf_dpzero.batches.placement import Placement
 from hf_dpzero.batches.shapes import FixedShapes, widened
+from hf_dpzero.checks.passes import check_before_training
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.objectives.losses import evaluation_mode
-from hf_dpzero.training.before_training import check_before_training
 
 
 def collate(lengths: list[int]) -> Any:
@@ -119,12 +119,12 @@ def test_fillers_do_not_count(tmp_path):
     """x has a row for each sampled example, whatever the slots."""
     trainer = build(tmp_path, max_steps=1, microbatch_size=5, expected_batch_size=40)
     trainer.train()
-    assert not trainer.shapes.one_by_one
+    assert not trainer.run.shapes.one_by_one
     chosen = list(range(0, 114, 3))
-    parts = trainer.shapes.microbatches(chosen)
+    parts = trainer.run.shapes.microbatches(chosen)
     assert sum(m.examples for m in parts) == 38
     assert {len(m["labels"]) for m in parts} <= {1, 4, 5}
-    rows, evaluate = trainer.training_rows(), trainer.step.differences.evaluate
+    rows, evaluate = trainer.run.rows, trainer.step.differences.evaluate
     with evaluation_mode(trainer.model):
         losses = torch.cat([evaluate(m) for m in parts])
         alone = [evaluate(rows.collate_rows([i])) for i in chosen]
@@ -159,9 +159,9 @@ def test_coupling_as_small_as_rounding_falls_back_to_one_example_a_pass(tmp_path
     assert not checked(tmp_path, sequence_classification_objective).shapes.one_by_one
     assert "one example" not in caplog.text and "by itself" not in caplog.text
     trainer = checked(tmp_path, Coupled(1e-4))
-    assert trainer.shapes.one_by_one
+    assert trainer.run.shapes.one_by_one
     assert "every example is evaluated by itself" in caplog.text
-    batch = trainer.shapes.microbatches([0, 1])
+    batch = trainer.run.shapes.microbatches([0, 1])
     assert [len(m["labels"]) for m in batch] == [1, 1]
 
 
@@ -249,7 +249,7 @@ def test_tf32_set_globally_runs_in_fixed_shapes_and_is_refused_for_gradients(tmp
             torch.backends.cuda.matmul.allow_tf32 = True
         trainer = build(tmp_path, expected_batch_size=40)
         check_before_training(trainer)
-        assert not trainer.shapes.one_by_one
+        assert not trainer.run.shapes.one_by_one
         with pytest.raises(ValueError, match="TF32.*microbatch_size=8"):
             check_before_training(build(tmp_path, method="dp-sgd"))
         check_before_training(build(tmp_path, method="dp-sgd", microbatch_size=1))

@@ -23,8 +23,8 @@ from transformers import (
 
 from hf_dpzero.batches.shapes import FixedShapes, decoder_length, widened
 from hf_dpzero.checks import data as data_checks
+from hf_dpzero.checks.passes import check_before_training
 from hf_dpzero.objectives import heads, register_objective
-from hf_dpzero.training.before_training import check_before_training
 
 
 def metrics(prediction: Any) -> dict[str, float]:
@@ -76,14 +76,14 @@ def check_run(trainer: Any) -> None:
 def test_a_private_run_of_dpzero(tmp_path, name: str, slots: int):
     trainer = trainer_of(tmp_path, name)
     check_run(trainer)
-    assert trainer.shapes.placement.largest == slots
+    assert trainer.run.shapes.placement.largest == slots
 
 
 def test_boxes_are_labels_too(tmp_path):
     """Their labels are a list of dictionaries, of which Trainer makes no array of rows."""
     trainer = trainer_of(tmp_path, "boxes-yolos")
     trainer.train()
-    assert trainer.shapes.one_by_one and np.isfinite(trainer.evaluate()["eval_loss"])
+    assert trainer.run.shapes.one_by_one and np.isfinite(trainer.evaluate()["eval_loss"])
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_sounds_without_masks_run_alone(tmp_path, method: str):
     trainer = trainer_of(tmp_path, "sound-hubert", model, method=method, trainable="classifier")
     trainer.data_collator = without_masks
     check_before_training(trainer)
-    assert trainer.shapes.one_by_one
+    assert trainer.run.shapes.one_by_one
 
 
 # ---------------------------------------------------------------- transformers' collators
@@ -176,7 +176,7 @@ def test_transformers_collators_pad_on_either_side(tmp_path, name: str, side: st
             check_before_training(trainer)
     else:
         check_before_training(trainer)
-        assert not trainer.shapes.one_by_one
+        assert not trainer.run.shapes.one_by_one
 
 
 # ---------------------------------------------------------------- shapes

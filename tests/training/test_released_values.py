@@ -7,8 +7,8 @@ import pytest
 from hf_dpzero.ledger.log_file import LedgerWriteError
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.parallel.distributed import release_on_all
 from hf_dpzero.training import released_values
-from hf_dpzero.training.released_values import release_on_all
 
 HEADER = {"num_values": 2, "num_directions": 2}
 

@@ -16,7 +16,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from hf_dpzero.checks.row_lengths import check_lengths, positions
+from hf_dpzero.checks.data import check_lengths, positions
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -89,7 +89,7 @@ def test_a_process_with_fewer_microbatches_makes_blank_passes(
     trainer.train()
     lockstep = sharded_runs.Lockstep(trainer)
     monkeypatch.setattr(distributed, "gather_numbers", lambda count: [count, 3])
-    own = trainer.shapes.microbatches([5, 6])
+    own = trainer.run.shapes.microbatches([5, 6])
     padded = lockstep(own)
     assert len(padded) == 3 and padded[: len(own)] == own
     assert [num_examples(part) for part in padded[len(own) :]] == [0] * (3 - len(own))

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, default_data_collator
 
 from hf_dpzero.batches.pass_memory import PassBytes, rows_that_fit, tokens_that_fit
+from hf_dpzero.checks import passes as before_training
+from hf_dpzero.checks.passes import check_before_training
+from hf_dpzero.checks.smoke_test import ROOM
 from hf_dpzero.objectives.heads import sequence_classification_objective
-from hf_dpzero.training import before_training
-from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.smoke_test import ROOM
 
 ALL = (1, 4, 8)
 
@@ -52,9 +52,9 @@ def test_a_batch_mean_is_refused(tmp_path, method: str):
 def test_coupling_as_small_as_rounding_runs_one_by_one(tmp_path, caplog):
     logging.getLogger("transformers").propagate = True
     trainer = checked(tmp_path, moved(lambda losses, _: losses + 2e-5 * losses.mean()))
-    assert trainer.shapes.one_by_one
+    assert trainer.run.shapes.one_by_one
     assert "other bits beside other examples" in caplog.text and "by itself" in caplog.text
-    assert [len(m["labels"]) for m in trainer.shapes.microbatches([0, 1])] == [1, 1]
+    assert [len(m["labels"]) for m in trainer.run.shapes.microbatches([0, 1])] == [1, 1]
 
 
 class CouplesInside(nn.Linear):
@@ -91,7 +91,7 @@ def test_a_size_is_used_up_to_the_bound_on_what_places_move(tmp_path, share, siz
     bound = ROOM * clip * smoothing / directions**0.5
     settings = {"clip": clip, "smoothing": smoothing, "num_directions": directions}
     trainer = checked(tmp_path, by_place(share * bound), **settings)
-    assert trainer.shapes.placement.sizes == sizes
+    assert trainer.run.shapes.placement.sizes == sizes
 
 
 def test_a_schedule_counts_with_its_smallest_clip_and_smoothing(tmp_path):
@@ -100,7 +100,7 @@ def test_a_schedule_counts_with_its_smallest_clip_and_smoothing(tmp_path):
     settings = {"clip": clip, "smoothing": smoothing, "max_steps": 4}
     settings["smoothing_schedule"] = "linear(0.5)"
     trainer = checked(tmp_path, by_place(0.9 * bound), **settings)
-    assert trainer.shapes.placement.sizes == (1, 4)
+    assert trainer.run.shapes.placement.sizes == (1, 4)
 
 
 def test_a_loss_that_counts_may_not_move_at_all(tmp_path):
@@ -150,7 +150,7 @@ def test_zeros_are_filled_and_put_back(tmp_path):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.bert.pooler.dense.__class__ = CouplesInside
     trainer = checked(tmp_path, model=model)
-    assert trainer.shapes.one_by_one
+    assert trainer.run.shapes.one_by_one
     after = dict(trainer.model.named_parameters())
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not trainer.model.classifier.weight.any()
@@ -226,7 +226,7 @@ def test_tables_of_positions_are_no_rows(tmp_path, microbatch_size: int):
         expected_batch_size=9, sampling="full_batch", max_length=microbatch_size,
     )  # fmt: skip
     check_before_training(trainer)
-    assert trainer.shapes.placement.largest == microbatch_size
+    assert trainer.run.shapes.placement.largest == microbatch_size
 
 
 @pytest.mark.parametrize(("place", "kept"), [(None, True), (7, False)])
@@ -238,7 +238,7 @@ def test_gradients_of_wide_rows_are_tried(tmp_path, place: Any, kept: bool):
         return torch.where(wide, losses.detach() + 20 * (losses - losses.detach()), losses)
 
     trainer = checked(tmp_path, moved(change), method="dp-sgd")
-    assert (8 in trainer.shapes.placement.sizes) == kept
+    assert (8 in trainer.run.shapes.placement.sizes) == kept
 
 
 class Series(nn.Module):
@@ -275,8 +275,8 @@ def test_sizes_that_no_mask_tells_are_public_or_those_of_all_rows(tmp_path):
     for first in (3, 200):
         trainer = series_of(tmp_path / str(first), [first, 8, 8, 9], public=[7, 7])
         check_before_training(trainer)
-        sizes.append(trainer.shapes.placement.sizes)
-        assert trainer.shapes.sizes is None
+        sizes.append(trainer.run.shapes.placement.sizes)
+        assert trainer.run.shapes.sizes is None
     assert sizes[0] == sizes[1]
     series_of(tmp_path / "alike", [8, 8, 8, 8]).train()
     with pytest.raises(ValueError, match="other sizes than row 0"):
@@ -292,7 +292,7 @@ def test_rows_that_run_by_themselves_may_have_any_size(tmp_path, monkeypatch, mi
     trainer = series_of(tmp_path, [8, 8, 9, 8])
     trainer.args.microbatch_size = microbatch_size
     trainer.train()
-    assert trainer.shapes.one_by_one and trainer.trajectory.next_step == 1
+    assert trainer.run.shapes.one_by_one and trainer.trajectory.next_step == 1
 
 
 @pytest.mark.parametrize("held", ["attribute", "closure", "seed"])

@@ -507,9 +507,9 @@ def test_delta_above_one_over_n_warns_once(tmp_path, caplog):
     trainer = build(tmp_path, target_delta=delta)
     logging.getLogger("hf_dpzero").propagate = True
     with caplog.at_level(logging.WARNING):
-        assert trainer.delta == delta
+        assert trainer.run.delta == delta
         assert (
-            trainer.delta == delta
+            trainer.run.delta == delta
             and trainer.args.delta(trainer.plan.sampler.num_examples) == delta
         )
     assert caplog.text.count("above 1/n") == 1

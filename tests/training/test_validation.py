@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.checks import model as validation
+from hf_dpzero.checks.precision import check_precision
 from hf_dpzero.estimators.arrivals import schedule_of
 from hf_dpzero.parallel import distributed
 from hf_dpzero.parallel.offloading import settle_offloaded
 from hf_dpzero.perturbation.trainable import check_storage, select_trainable
-from hf_dpzero.training.precision import check_precision
 
 
 class Rows:
