@@ -93,7 +93,7 @@ class ZerothOrderMethod:
             differences=differences,
             noise=run.step_noise or run.noise,
             trajectory=run.opened,
-            follow_clip=steps_that_follow(run.args, run.plan.steps),
+            follow_clip=steps_that_follow(run.chosen, run.args.clipping, run.plan.steps),
             mechanism_at=run.plan.scheduled,
             smoothing_at=smoothing_of_steps(run.args, run.plan.steps),
             # An update may wait only if weights are read between steps through forward(),

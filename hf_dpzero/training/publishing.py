@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,9 @@ from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.parallel import distributed, sharded_runs
 from hf_dpzero.parallel.offloading import settle_offloaded
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
+from hf_dpzero.reporting.budget import BudgetMeter
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import delta_words
@@ -41,6 +43,16 @@ from hf_dpzero.training.methods import ZerothOrderMethod
 from hf_dpzero.training.text_rows import TextRows
 
 logger = logging.get_logger(__name__)
+
+
+class Decided(NamedTuple):
+    """What `given` arguments, rows and parameters made of a run."""
+
+    given: tuple[Any, ...]
+    args: DPZeroConfig
+    plan: PrivacyPlan
+    delta: float
+    meter: BudgetMeter
 
 
 class PublishingTrainer(Trainer):
@@ -67,6 +79,14 @@ class PublishingTrainer(Trainer):
     _trained_digest: str | None = None  # of the weights that training ended in
     _saved_step: int | None = None  # of the last checkpoint that this call of train() wrote
 
+    def decide(self) -> Decided:
+        """Makes the plan, and chooses what the arguments leave open, unless that was done for the same.
+
+        Raises:
+          ValueError: what cannot be accounted; or a run of this trainer began under another plan.
+        """
+        raise NotImplementedError
+
     def _new_run(self) -> Run:
         """Returns a run of the trainer's arguments, rows and model, of which nothing was checked."""
         raise NotImplementedError
@@ -74,7 +94,9 @@ class PublishingTrainer(Trainer):
     @property
     def run(self) -> Run:
         """The training that was begun last, or is yet to begin."""
-        return self._run or self._new_run()
+        if self._run is None or (not self._run.ledger and self._run.args is not self.decide().args):
+            self._run = self._new_run()
+        return self._run
 
     @property
     def output_dir(self) -> str:

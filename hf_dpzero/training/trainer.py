@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import torch
@@ -51,7 +51,7 @@ from hf_dpzero.training.methods import (
     ZerothOrderMethod,
     private_diagnostics,
 )
-from hf_dpzero.training.publishing import PublishingTrainer
+from hf_dpzero.training.publishing import Decided, PublishingTrainer
 from hf_dpzero.training.signal_callback import SignalCallback
 
 logger = logging.get_logger(__name__)
@@ -61,16 +61,6 @@ _WRITTEN = (
     "not saved: make the module leave them alone and start again from the base model."
 )
 _MODEL_INIT = "model_init makes a new model after the checks: pass the model itself as `model`."
-
-
-class Decided(NamedTuple):
-    """What `given` arguments, rows and parameters made of a run."""
-
-    given: tuple[Any, ...]
-    args: DPZeroConfig
-    plan: PrivacyPlan
-    delta: float
-    meter: BudgetMeter
 
 
 class DPZeroMixin(PublishingTrainer):

@@ -71,7 +71,7 @@ def test_a_run_replays_to_its_weights(tmp_path, way):
     report = PrivacyReport.load(tmp_path)
     assert (way in report.groups and "group losses" in report.statement) or not report.private
     assert any("group_shares" in caveat for caveat in report.caveats)
-    assert f"groups      {way}" in banner(trainer)
+    assert f"groups      {way}" in banner(trainer.run, trainer.privacy_report())
 
 
 def test_without_noise_a_step_is_what_the_formulas_say(tmp_path):

@@ -23,8 +23,8 @@ from transformers import (
 
 from hf_dpzero.batches.shapes import FixedShapes, decoder_length, widened
 from hf_dpzero.checks import data as data_checks
-from hf_dpzero.checks.passes import check_before_training
 from hf_dpzero.objectives import heads, register_objective
+from hf_dpzero.training.start import prepare
 
 
 def metrics(prediction: Any) -> dict[str, float]:
@@ -144,7 +144,7 @@ def test_sounds_without_masks_run_alone(tmp_path, method: str):
     model = tiny_heads.build("sound-hubert", feat_extract_norm="group", do_stable_layer_norm=False)
     trainer = trainer_of(tmp_path, "sound-hubert", model, method=method, trainable="classifier")
     trainer.data_collator = without_masks
-    check_before_training(trainer)
+    prepare(trainer.run)
     assert trainer.run.shapes.one_by_one
 
 
@@ -173,9 +173,9 @@ def test_transformers_collators_pad_on_either_side(tmp_path, name: str, side: st
     trainer.data_collator = collator
     if name == "span-bert" and side == "left":  # it leaves start_positions where they were
         with pytest.raises(ValueError, match="columns further right.*padding_side='right'"):
-            check_before_training(trainer)
+            prepare(trainer.run)
     else:
-        check_before_training(trainer)
+        prepare(trainer.run)
         assert not trainer.run.shapes.one_by_one
 
 

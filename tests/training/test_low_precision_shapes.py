@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from hf_dpzero.batches.shapes import FixedShapes, unmasked
-from hf_dpzero.checks.passes import check_before_training
 from hf_dpzero.checks.precision import check_precision, couples_values
 from hf_dpzero.objectives.heads import sequence_classification_objective
+from hf_dpzero.training.start import prepare
 
 
 def tiny_opt() -> OPTForSequenceClassification:
@@ -109,7 +109,7 @@ def test_a_batch_mean_is_refused_in_low_precision_too(tmp_path):
     objective = {"compute_per_example_loss": losses}
     trainer = trainer_of(tmp_path, tiny_opt().bfloat16(), trainer_settings=objective)
     with pytest.raises(ValueError, match="depends on the other examples"):
-        check_before_training(trainer)
+        prepare(trainer.run)
 
 
 def test_the_report_says_how_losses_were_evaluated(tmp_path):
@@ -207,7 +207,7 @@ def test_longrope_needs_no_single_rows_in_fixed_shapes(tmp_path):
     whole = differences(trainer, list(range(60)))
     assert differences(trainer, short).items() <= whole.items()
     settings = {"method": "dp-sgd", "trainable": "proj|score"}
-    check_before_training(trainer_of(tmp_path / "sgd", phi(), **settings))
+    prepare(trainer_of(tmp_path / "sgd", phi(), **settings).run)
 
 
 def eight_bit(threshold: float) -> nn.Module:
@@ -257,7 +257,7 @@ def test_dynamic_quantisation_is_no_matter_of_shapes(tmp_path, caplog):
     model.bert.encoder = frozen
     assert "whole batch" in couples_values(model)
     trainer = trainer_of(tmp_path, model, trainable="classifier")
-    check_before_training(trainer)
+    prepare(trainer.run)
     assert trainer.run.shapes.one_by_one and "every example is evaluated by itself" in caplog.text
 
 

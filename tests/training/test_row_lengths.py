@@ -50,7 +50,7 @@ def test_rows_that_a_collator_cuts_and_selected_rows_pass(tmp_path):
     ):
         trainer = build(tmp_path, data=data)
         trainer.data_collator = collate
-        check_lengths(trainer)
+        check_lengths(trainer.run)
 
 
 def test_who_has_positions():
