@@ -382,7 +382,7 @@ BUGS = (
     Bug("diagnostics_always_logged",
         "Un-noised statistics are logged whether or not they were asked for.",
         "hf_dpzero/training/trainer.py", "tests/attacks/test_logs.py",
-        'logged, self._diagnostics = self.trajectory.header["log_private_diagnostics"], {}',
+        'logged, self._diagnostics = self._run.header["log_private_diagnostics"], {}',
         "logged, self._diagnostics = True, {}"),
     Bug("always_add_or_remove",
         "The report names adding or removing one example whatever relation was accounted.",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +49,16 @@ from hf_dpzero.estimators.arrivals import arriving_bytes
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients, rounds_products
 from hf_dpzero.estimators.random_state import isolated_randomness
-from hf_dpzero.objectives.losses import base_model, check_per_example, single_pass, trial
+from hf_dpzero.objectives.losses import (
+    PerExampleLoss,
+    base_model,
+    check_per_example,
+    single_pass,
+    trial,
+)
 from hf_dpzero.parallel import distributed
 from hf_dpzero.parallel.sharded_runs import agreed
+from hf_dpzero.parallel.split import split_placement
 from hf_dpzero.privacy.mechanisms import VectorMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.run import Run
@@ -151,48 +157,72 @@ def _placement(run: Run, sizes: tuple[int, ...], tokens: int | None) -> Placemen
 
 
 @torch.no_grad()
-def tried_placement(run: Run) -> Placement:
-    """Tries the objective on row 0, then the run's passes on invented rows; the losses are discarded.
+def check_first_row(run: Run) -> None:
+    """Refuses a model or objective that cannot evaluate row 0, or writes to its parameters doing so.
 
-    Returns:
-      The placement of one process, with the sizes that passed.
+    Raises:
+      ValueError: says what to look at; the loss is discarded.
+    """
+    with parameters_left_alone(run.model), evaluation_mode(run.model):
+        check_evaluation_mode(run.model)
+        with of_first_row("evaluated"), uncompiled(run.model):
+            _losses(run, run.evaluate, run.rows.collate_rows([0]))
+
+
+def check_collator(run: Run) -> None:
+    """Refuses a collator that joins rows, or pads on the left and leaves positions where they were.
+
+    Raises:
+      ValueError: says what to change.
+    """
+    first, count = run.rows.collate_rows([0]), len(run.dataset)
+    try:  # its count alone is looked at
+        run.rows.collate_rows([0, min(1, count - 1)])
+    except RowsJoined:
+        raise
+    except Exception as error:  # a collator that cannot pad: rows are collated one by one
+        logger.info(f"two rows were not collated together ({type(error).__name__})")
+    if "start_positions" in first:
+        check_positions(run.rows.collate_rows, sorted({i * count // 64 for i in range(64)}))
+
+
+@torch.no_grad()
+def choose_passes(run: Run) -> None:
+    """Tries the run's passes on invented rows, and sets its placement and mesh; losses are discarded.
+
+    Raises:
+      CoupledLosses: an example's loss depends on others by more than rounding.
+      ValueError: `direction_parallel_size` does not fit.
     """
     args, model, shapes = run.args, run.model, run.shapes
-    rows, objective = run.rows, run.evaluate
+    if shapes is None or shapes.one_by_one:
+        placement = _placement(run, (args.physical_batch_size if shapes is None else 1,), None)
+    else:
+        restore = nonzero_weights(model)
+        try:
+            with parameters_left_alone(model), evaluation_mode(model):
+                trial = run.evaluate.trial
+                sizes, tokens = _tried_sizes(
+                    run, shapes, lambda batch, seed=0: _losses(run, trial, batch, seed)
+                )
+        finally:
+            restore()
+        placement = (
+            Placement(run.plan.sampler.expected_batch_size, sizes, {0: 1.0}, 0.0)
+            if sizes == (1,)
+            else _placement(run, sizes, tokens)
+        )
+    placement, run.split = split_placement(args, model, placement, run.sharded)
+    if shapes is not None:
+        run.shapes = dataclasses.replace(shapes, placement=placement)
 
-    def losses_of(evaluate: Any, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
-        with isolated_randomness(seed):
-            found = check_per_example(evaluate(model, batch), batch_size(batch)).cpu()
-            return agreed(found) if run.sharded else found
 
-    with parameters_left_alone(model), evaluation_mode(model):
-        check_evaluation_mode(model)
-        with of_first_row("evaluated"), uncompiled(model):
-            losses_of(objective, first := rows.collate_rows([0]))
-        try:  # its count alone is looked at
-            rows.collate_rows([0, min(1, len(run.dataset) - 1)])
-        except RowsJoined:
-            raise
-        except Exception as error:  # a collator that cannot pad: rows are collated one by one
-            logger.info(f"two rows were not collated together ({type(error).__name__})")
-        if "start_positions" in first:
-            count = len(run.dataset)
-            some = sorted({i * count // 64 for i in range(64)})
-            check_positions(rows.collate_rows, some)
-        if shapes is None or shapes.one_by_one:
-            alone = 1 if shapes is not None else args.physical_batch_size
-            return _placement(run, (alone,), None)
-    restore = nonzero_weights(model)
-    try:
-        with parameters_left_alone(model), evaluation_mode(model):
-            sizes, tokens = _tried_sizes(
-                run, shapes, lambda batch, seed=0: losses_of(objective.trial, batch, seed)
-            )
-    finally:
-        restore()
-    if sizes == (1,):
-        return Placement(run.plan.sampler.expected_batch_size, sizes, {0: 1.0}, 0.0)
-    return _placement(run, sizes, tokens)
+def _losses(
+    run: Run, evaluate: PerExampleLoss, batch: Mapping[str, Tensor], seed: int = 0
+) -> Tensor:
+    with isolated_randomness(seed):
+        found = check_per_example(evaluate(run.model, batch), batch_size(batch)).cpu()
+        return agreed(found) if run.sharded else found
 
 
 def _tried_sizes(

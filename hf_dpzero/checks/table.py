@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from hf_dpzero.checks import data, model, precision, processes
+from hf_dpzero.checks import data, model, passes, precision, processes, public_rows
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.parallel import distributed
 from hf_dpzero.parallel.offloading import check_offload
 from hf_dpzero.run import Run
 
-Stage = Literal["model", "objective"]
+Stage = Literal["model", "objective", "passes"]
 When = Literal["always", "private", "private, first order", "no loss given", "several processes"]
 
 
@@ -26,10 +26,12 @@ class Check(NamedTuple):
 
     Attributes:
       name: of what is looked at.
-      stage: "model": before an objective is chosen; "objective": after it, and after a cut by FSDP2.
+      stage: "model": before an objective is chosen; "objective": after it, and after a cut by FSDP2;
+        "passes": on the compiled model, by evaluating it.
       when: which runs it is for.
       rules_out: what would happen without it.
       run: raises ValueError.
+      passes: forward passes that it makes, at most.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Check(NamedTuple):
     when: When
     rules_out: str
     run: Callable[[Run], None]
+    passes: int = 0
 
 
 _APPLIES: dict[str, Callable[[Run], bool]] = {
@@ -130,6 +133,30 @@ CHECKS: tuple[Check, ...] = (
         *("lengths", "objective", "always"),
         "a row of more tokens than the model has positions, which stops the run when it is drawn",
         data.check_lengths,
+    ),
+    Check(
+        *("row 0", "passes", "always"),
+        "a loss that is not one number for each example, and forward passes that write to parameters",
+        passes.check_first_row,
+        passes=1,
+    ),
+    Check(
+        *("collator", "passes", "always"),
+        "a collator that joins or splits rows, or pads left of answers whose positions stay",
+        passes.check_collator,
+    ),
+    Check(
+        *("neighbours and places", "passes", "always"),
+        "losses that depend on the other rows of a pass; sizes of passes in which places matter are "
+        "left out",
+        passes.choose_passes,
+        passes=30,
+    ),
+    Check(
+        *("finite losses", "passes", "always"),
+        "a model whose loss is NaN or infinite on every public row",
+        public_rows.check_finite,
+        passes=2,
     ),
 )
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from transformers.utils import logging
 
-from hf_dpzero.checks import passes, public_rows
+from hf_dpzero.checks import passes
 from hf_dpzero.checks.precision import keep_layout_
 from hf_dpzero.checks.table import run_checks
 from hf_dpzero.estimators.arithmetic import compile_
 from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.parallel import distributed
-from hf_dpzero.parallel.split import split_placement
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.group_losses import group_warning
 from hf_dpzero.run import Run
@@ -40,11 +37,7 @@ def prepare(run: Run) -> None:
         _warn(run)
     run.shapes = passes.shapes_of(run)
     compile_(model, args, run.shapes is not None, run.resources)
-    placement = passes.tried_placement(run)
-    placement, run.split = split_placement(args, model, placement, run.sharded)
-    if run.shapes is not None:
-        run.shapes = dataclasses.replace(run.shapes, placement=placement)
-    public_rows.check_finite(run)
+    run_checks(run, "passes")
 
 
 def _warn(run: Run) -> None:
