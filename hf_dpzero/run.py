@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_dpzero.objectives.losses import PerExampleLoss, Within
-from hf_dpzero.parallel.split import ALONE, Split
+from hf_dpzero.parallel.mesh import ALONE, Split
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,7 +24,7 @@ from hf_dpzero.settings.hf_arguments import NEEDS
 from hf_dpzero.settings.method_names import METHODS
 from hf_dpzero.settings.ranges import RANGES
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.training.released_signal import ON_NO_SIGNAL
+from hf_dpzero.training.signal import ON_NO_SIGNAL
 from scripts.setting_costs import COSTS, INHERITED, Cost
 from scripts.training_arguments import DOCS
 

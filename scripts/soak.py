@@ -49,7 +49,7 @@ from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.privacy.mechanisms.base import MechanismBase
-from hf_dpzero.run_folder import checkpoint_files, checkpoint_state
+from hf_dpzero.run_folder import checkpoints
 from hf_dpzero.training.termination import EXIT_STATUS, Terminated
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -140,7 +140,7 @@ class Witness(TrainerCallback):
 
     def watch(self) -> None:
         """Has noise, ledger and checkpoints tell before and after they do something."""
-        append, save = Trajectory.append, checkpoint_files.save_whole
+        append, save = Trajectory.append, checkpoints.save_whole
 
         def appended(log: Trajectory, release: Any) -> None:
             append(log, release)
@@ -152,7 +152,7 @@ class Witness(TrainerCallback):
             self.tell("saved")
 
         Trajectory.append = appended  # type: ignore[method-assign]
-        checkpoint_files.save_whole = saved
+        checkpoints.save_whole = saved
         for kind in _all_kinds(MechanismBase):
             for name, place in (("release", 1), ("release_part", 2)):
                 if name in vars(kind):
@@ -319,7 +319,7 @@ def check_checkpoints(folder: Path, log: Any) -> int:
     """Reads every folder that is named a checkpoint; one that is not whole raises. Returns how many."""
     found = sorted(folder.glob("checkpoint-*"))
     for path in found:
-        checkpoint_state.load_state(str(path), log)
+        checkpoints.load_state(str(path), log)
     return len(found)
 
 
@@ -334,7 +334,7 @@ def updates_lost(folder: Path, now: int, before: int, told: list[Any], by: str, 
       last: number of steps after which a run needs no checkpoint: its ledger is whole, and `train`
         has nothing left to stop, so the signal is delivered as if there were no trainer.
     """
-    kept = max(map(checkpoint_state.step_of, folder.glob("checkpoint-*")), default=0)
+    kept = max(map(checkpoints.step_of, folder.glob("checkpoint-*")), default=0)
     moved = max((step + 1 for what, step, _ in told if what == "moved"), default=0)
     if by == "SIGTERM" and told[-1][0] not in ("ending", "ended") and moved < last:
         assert kept >= moved, f"{moved} steps, {kept} kept"

@@ -20,7 +20,7 @@ from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
 from hf_dpzero.estimators.layer_rules import opacus_rules
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.objectives.losses import base_model
-from hf_dpzero.parallel.offloading import accelerate_hooks
+from hf_dpzero.parallel.offload import accelerate_hooks
 from hf_dpzero.perturbation.sharding import local
 from hf_dpzero.perturbation.trainable import check_dtype, check_storage, has_plain_storage
 
@@ -110,7 +110,7 @@ def check_placement(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} has no values: PEFT leaves an adapter without them that is put on an offloaded "
                 "model. Pass peft_config= to DPZeroTrainer, or call settle_offloaded(model) of "
-                "hf_dpzero.parallel.offloading before get_peft_model."
+                "hf_dpzero.parallel.offload before get_peft_model."
             )
         if tensor.device.type == "meta":
             raise ValueError(

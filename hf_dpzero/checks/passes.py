@@ -56,9 +56,9 @@ from hf_dpzero.objectives.losses import (
     single_pass,
     trial,
 )
-from hf_dpzero.parallel import distributed
-from hf_dpzero.parallel.sharded_runs import agreed
-from hf_dpzero.parallel.split import split_placement
+from hf_dpzero.parallel import collectives
+from hf_dpzero.parallel.fsdp import agreed
+from hf_dpzero.parallel.mesh import split_placement
 from hf_dpzero.privacy.mechanisms import VectorMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.run import Run
@@ -240,13 +240,13 @@ def _tried_sizes(
     try:
         if args.microbatch_size is None:
             cap = rows_that_fit(free, trained, dense and args.first_order)
-            sizes = sizes_up_to(distributed.shared(cap))
+            sizes = sizes_up_to(collectives.shared(cap))
         coarse = bool(low_precision(model, args))
         smoke = SmokeTest(shapes, invented, losses, model, coarse)
         reason = smoke.run(sizes)
         if args.microbatch_size is None:
             fitting = tokens_that_fit(smoke.bytes, smoke.tokens, free, trained, args.first_order)
-            tokens = distributed.shared(1 << (max(fitting, 1).bit_length() - 1))
+            tokens = collectives.shared(1 << (max(fitting, 1).bit_length() - 1))
     except NOT_TAKEN as error:
         if isinstance(error, CoupledLosses):
             raise

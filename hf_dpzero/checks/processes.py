@@ -21,8 +21,7 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.random_state import drawing_from, isolated_randomness
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import evaluation_mode, num_examples
-from hf_dpzero.parallel.distributed import active, differing, gather_numbers, gather_objects, shared
-from hf_dpzero.parallel.rank_agreement import (
+from hf_dpzero.parallel.agreement import (
     STATED,
     checksum,
     compare,
@@ -31,10 +30,17 @@ from hf_dpzero.parallel.rank_agreement import (
     number_of,
     source_digest,
 )
-from hf_dpzero.parallel.rank_failures import RankError
+from hf_dpzero.parallel.collectives import (
+    RankError,
+    active,
+    differing,
+    gather_numbers,
+    gather_objects,
+    shared,
+)
 from hf_dpzero.perturbation.sharding import is_sharded, local
 from hf_dpzero.run import Dataset, Run
-from hf_dpzero.run_folder.row_order import digest_of_rows
+from hf_dpzero.run_folder.keys import digest_of_rows
 
 EVERY = 100
 """Steps between two comparisons of the weights. A comparison reads them once, a step at least six times

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from hf_dpzero.checks import data, model, passes, precision, processes, public_rows
 from hf_dpzero.objectives.prompted import PromptObjective
-from hf_dpzero.parallel import distributed
-from hf_dpzero.parallel.offloading import check_offload
+from hf_dpzero.parallel import collectives
+from hf_dpzero.parallel.offload import check_offload
 from hf_dpzero.run import Run
 
 Stage = Literal["model", "objective", "passes"]
@@ -47,7 +47,7 @@ _APPLIES: dict[str, Callable[[Run], bool]] = {
     "private": lambda run: run.plan.mechanism.private,
     "private, first order": lambda run: run.plan.mechanism.private and run.args.first_order,
     "no loss given": lambda run: run.objective is None,
-    "several processes": lambda run: distributed.active(),
+    "several processes": lambda run: collectives.active(),
 }
 
 
@@ -61,7 +61,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         *("process group", "model", "several processes"),
         "processes that each take the whole batch, so that a row counts once for each",
-        lambda run: distributed.check_world(run.args),
+        lambda run: collectives.check_world(run.args),
     ),
     Check(
         *("evaluation rows", "model", "always"),

@@ -52,7 +52,7 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 class DirectionSplit(Protocol):
-    """Shares of a step's directions; `parallel.split.Split` is one."""
+    """Shares of a step's directions; `parallel.mesh.Split` is one."""
 
     def own(self, directions: Sequence[Direction]) -> Sequence[Direction]:
         """Those that are evaluated here."""

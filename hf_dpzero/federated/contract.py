@@ -17,7 +17,7 @@ from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import flat
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder.run_files import ledger_header
+from hf_dpzero.run_folder.folder import ledger_header
 
 CHOSEN_BY_SERVER = ("direction_key", "sampling_probability")
 """What a client takes from the server. The guarantee holds along any directions; of probabilities

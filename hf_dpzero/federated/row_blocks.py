@@ -17,7 +17,7 @@ from typing import Any
 from hf_dpzero.federated.client import RELEASED_NAME
 from hf_dpzero.federated.local_plan import PlanError
 from hf_dpzero.ledger.log_file import write_for_owner
-from hf_dpzero.run_folder.row_order import digest_of_rows
+from hf_dpzero.run_folder.keys import digest_of_rows
 
 FILE = Path("_private") / "rows.json"
 

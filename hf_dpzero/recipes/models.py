@@ -30,7 +30,7 @@ from hf_dpzero.batches.shapes import (
 from hf_dpzero.checks.precision import couples_values
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import base_model, right_padded
-from hf_dpzero.parallel.offloading import settle_offloaded
+from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.adapters import HEAD_NAMES, trained_adapter, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments

@@ -207,7 +207,7 @@ FIELDS: dict[str, tuple[Use, ...]] = {
         Use(
             REFUSED,
             "logs peaks of memory, which tell the sizes of private batches: leave it True, and look at "
-            "hf_dpzero.training.callbacks.StepMeter.",
+            "hf_dpzero.training.progress.StepMeter.",
             PRIVATE,
         ),
         Use(WORKS),

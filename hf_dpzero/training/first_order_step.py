@@ -30,13 +30,13 @@ from hf_dpzero.objectives.losses import (
     evaluation_mode,
     num_examples,
 )
-from hf_dpzero.parallel.distributed import (
+from hf_dpzero.parallel.collectives import (
     broadcast_,
     is_main,
     release_on_all,
     sum_tensor_,
 )
-from hf_dpzero.parallel.split import ALONE, Split
+from hf_dpzero.parallel.mesh import ALONE, Split
 from hf_dpzero.perturbation.trainable import has_plain_storage
 from hf_dpzero.privacy.mechanisms import Mechanism
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
@@ -44,7 +44,7 @@ from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.group_training import GroupWeighting, WeighedLosses
-from hf_dpzero.training.released_signal import ReleasedSignal, noise_variance, some_numbers
+from hf_dpzero.training.signal import ReleasedSignal, noise_variance, some_numbers
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from hf_dpzero.objectives.losses import (
     batch_size,
     num_examples,
 )
-from hf_dpzero.parallel.distributed import numbers_of_main, sum_over_processes
+from hf_dpzero.parallel.collectives import numbers_of_main, sum_over_processes
 from hf_dpzero.privacy.group_losses import metric_keys
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan

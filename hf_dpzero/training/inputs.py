@@ -15,9 +15,9 @@ from torch import nn
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.parallel.offloading import settle_offloaded
+from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.settings.config import DPZeroConfig
-from hf_dpzero.training.text_rows import TextRows
+from hf_dpzero.training.texts import TextRows
 
 FUNCTIONS = (
     *("data_collator", "compute_metrics", "compute_per_example_loss", "compute_loss_func"),

@@ -39,16 +39,16 @@ from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
-from hf_dpzero.parallel import distributed
-from hf_dpzero.parallel.rank_failures import RankError
-from hf_dpzero.parallel.sharded_runs import Lockstep
+from hf_dpzero.parallel import collectives
+from hf_dpzero.parallel.collectives import RankError
+from hf_dpzero.parallel.fsdp import Lockstep
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder.run_files import discard_unused
+from hf_dpzero.run_folder.folder import discard_unused
 from hf_dpzero.settings.defaults import steps_that_follow
 from hf_dpzero.settings.schedules import smoothing_of_steps
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
 from hf_dpzero.training.group_training import WeighedLosses, weighting_of
-from hf_dpzero.training.released_signal import ReleasedSignal
+from hf_dpzero.training.signal import ReleasedSignal
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
@@ -380,5 +380,5 @@ def _warn_of_rounding(run: Run, differences: FiniteDifferences) -> None:
         return
     if ratio is None:
         logger.info("signal and rounding were not compared: no public batch could be made.")
-    elif distributed.is_main():
+    elif collectives.is_main():
         (logger.info if ratio.sufficient else logger.warning)(str(ratio))

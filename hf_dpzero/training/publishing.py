@@ -24,8 +24,8 @@ from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import PerExampleLoss
 from hf_dpzero.objectives.prompted import PromptObjective
-from hf_dpzero.parallel import distributed, sharded_runs
-from hf_dpzero.parallel.offloading import settle_offloaded
+from hf_dpzero.parallel import collectives, fsdp
+from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
@@ -34,13 +34,13 @@ from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import delta_words
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder import checkpoint_files, run_files
-from hf_dpzero.run_folder.base_model import check_frozen
-from hf_dpzero.run_folder.initial_values import copy_initial_values
+from hf_dpzero.run_folder import checkpoints
+from hf_dpzero.run_folder.base_model import check_frozen, copy_initial_values
+from hf_dpzero.run_folder.folder import report_of
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.training import evaluation, termination
 from hf_dpzero.training.methods import ZerothOrderMethod
-from hf_dpzero.training.text_rows import TextRows
+from hf_dpzero.training.texts import TextRows
 
 logger = logging.get_logger(__name__)
 
@@ -131,7 +131,7 @@ class PublishingTrainer(Trainer):
 
     def privacy_report(self) -> PrivacyReport:
         """Returns the privacy that the run has spent so far, in numbers and words."""
-        return run_files.report_of(self.run)
+        return report_of(self.run)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """As in Trainer, which prints four decimals; delta, mostly smaller than that, in full."""
@@ -205,7 +205,7 @@ class PublishingTrainer(Trainer):
             return output
         finally:
             self.compute_metrics, self._losses = compute, None
-            sharded_runs.give_back(self.model)
+            fsdp.give_back(self.model)
 
     def prediction_step(
         self,
@@ -275,17 +275,17 @@ class PublishingTrainer(Trainer):
 
     def shard_(self) -> None:
         """Cuts the model over the processes, if that was asked for and is not done yet; in place."""
-        if self.shards and not sharded_runs.is_split(self.model):
-            sharded_runs.cut_(self.model, self.accelerator, self.args)
+        if self.shards and not fsdp.is_split(self.model):
+            fsdp.cut_(self.model, self.accelerator, self.args)
 
     def _prepare_for_training(self, *args: Any, **settings: Any) -> Any:
-        with sharded_runs.prepared(self.accelerator) if self.shards else contextlib.nullcontext():
+        with fsdp.prepared(self.accelerator) if self.shards else contextlib.nullcontext():
             return super()._prepare_for_training(*args, **settings)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.shards:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        sharded_runs.load_whole_(self.model, resume_from_checkpoint)
+        fsdp.load_whole_(self.model, resume_from_checkpoint)
 
     # ------------------------------------------------------------------ what is saved and published
 
@@ -316,22 +316,22 @@ class PublishingTrainer(Trainer):
             finally:
                 del self._get_output_dir
 
-        checkpoint_files.save_whole(self.run, self.state, write)
+        checkpoints.save_whole(self.run, self.state, write)
         self._saved_step = self.state.global_step
 
     def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
         evaluates, control = self.control.should_evaluate, self.control
-        if stops := distributed.stop_agreed():
+        if stops := collectives.stop_agreed():
             control.should_evaluate = control.should_save = False
         self._termination.cuts = True
         try:
             super()._maybe_log_save_evaluate(*given, **named)
         except (Exception, termination.Terminated):  # an evaluation that is cut short
-            if distributed.active() or not distributed.stop.asked:
+            if collectives.active() or not collectives.stop.asked:
                 raise
         finally:
             self._termination.cuts = False
-        if stops or distributed.stop_agreed(ask=evaluates):
+        if stops or collectives.stop_agreed(ask=evaluates):
             self._stop()
 
     def _stop(self) -> NoReturn:
@@ -348,7 +348,7 @@ class PublishingTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder, run = Path(output_dir or self.output_dir), self._run
-        checkpoint_files.refuse_checkpoint(Path(self.output_dir), folder)
+        checkpoints.refuse_checkpoint(Path(self.output_dir), folder)
         if self._tainted:
             raise ValueError(self._tainted)
         if run is not None and run.begun:
@@ -362,11 +362,11 @@ class PublishingTrainer(Trainer):
         if self._besides is not None:
             self._besides.check_state()
         if self.shards and state_dict is None:
-            state_dict = sharded_runs.whole_state(self.model, keep=self.args.should_save)
+            state_dict = fsdp.whole_state(self.model, keep=self.args.should_save)
         super()._save(output_dir, state_dict)
         if run is not None and run.ledger is not None and self.args.should_save:
             run.ledger.to_safetensors(folder / SHIPPING_NAME)
-            bound_to(run_files.report_of(run), folder).save(folder / REPORT_FILE)
+            bound_to(report_of(run), folder).save(folder / REPORT_FILE)
             copy_initial_values(self.output_dir, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ from hf_dpzero.checks.precision import keep_layout_
 from hf_dpzero.checks.table import run_checks
 from hf_dpzero.estimators.arithmetic import compile_
 from hf_dpzero.objectives.heads import select_objective, smoothed
-from hf_dpzero.parallel import distributed
+from hf_dpzero.parallel import collectives
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.group_losses import group_warning
 from hf_dpzero.run import Run
@@ -33,7 +33,7 @@ def prepare(run: Run) -> None:
         run.objective = smoothed(select_objective(model), args.label_smoothing_factor)
     run.cut_model()
     run_checks(run, "objective")
-    if distributed.is_main():
+    if collectives.is_main():
         _warn(run)
     run.shapes = passes.shapes_of(run)
     compile_(model, args, run.shapes is not None, run.resources)

@@ -2,7 +2,7 @@
 
 Inside `train` it is only noted. The trainer asks after each step, cuts an evaluation short, writes a
 whole checkpoint and raises `Terminated`. Several processes stop after the same step: a step's sums carry
-how many of them were asked (`distributed.sum_and_agree`), in bits that are sent anyway.
+how many of them were asked (`collectives.sum_and_agree`), in bits that are sent anyway.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.parallel import distributed
+from hf_dpzero.parallel import collectives
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder.checkpoint_state import step_of, whole_checkpoints
-from hf_dpzero.run_folder.opening import check_resumed
+from hf_dpzero.run_folder.checkpoints import step_of, whole_checkpoints
+from hf_dpzero.run_folder.folder import check_resumed
 
 EXIT_STATUS = 128 + signal.SIGTERM
 
@@ -39,27 +39,27 @@ class Terminated(SystemExit):
 
 @contextlib.contextmanager
 def heeding() -> Iterator[None]:
-    """Inside, SIGTERM is noted for `distributed.stop_agreed`, however often; where ignored, it stays so.
+    """Inside, SIGTERM is noted for `collectives.stop_agreed`, however often; where ignored, it stays so.
 
     Only the main thread receives signals; in others nothing is changed. One that comes when nothing asks
     any more is delivered on exit, to the handler that stood before.
     """
     before = signal.getsignal(signal.SIGTERM)
     main = threading.current_thread() is threading.main_thread()
-    distributed.stop.asked = distributed.stop.heard = False
+    collectives.stop.asked = collectives.stop.heard = False
     if not main or before in (signal.SIG_IGN, None):
         yield
         return
 
     def note(*_: Any) -> None:
-        distributed.stop.asked = True
+        collectives.stop.asked = True
 
     signal.signal(signal.SIGTERM, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        late, distributed.stop.asked = distributed.stop.asked, False
+        late, collectives.stop.asked = collectives.stop.asked, False
     if late:
         signal.raise_signal(signal.SIGTERM)
 
@@ -81,7 +81,7 @@ class TerminationCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Nothing has been paid since the start, so nothing is written."""
         self.cuts = True
-        if distributed.stop_agreed(ask=True):
+        if collectives.stop_agreed(ask=True):
             raise Terminated
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -90,7 +90,7 @@ class TerminationCallback(TrainerCallback):
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Several processes would wait for each other, so they evaluate to the end."""
-        if self.cuts and not distributed.active() and distributed.stop.asked:
+        if self.cuts and not collectives.active() and collectives.stop.asked:
             raise Terminated
 
 
@@ -102,7 +102,7 @@ def say(run: Run, error: BaseException) -> None:
       error: `Terminated`, or Ctrl-C's.
     """
     ledger, plan = run.ledger, run.plan
-    if ledger is None or not distributed.is_main():
+    if ledger is None or not collectives.is_main():
         return
     kept = whole_checkpoints(Path(str(run.args.output_dir)))
     last, at = (str(kept[-1]), step_of(kept[-1])) if kept else ("the base model", 0)

@@ -27,8 +27,8 @@ from hf_dpzero.ledger.digests import state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import PerExampleLoss
-from hf_dpzero.parallel import distributed, sharded_runs
-from hf_dpzero.parallel.offloading import settle_offloaded
+from hf_dpzero.parallel import collectives, fsdp
+from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -37,8 +37,9 @@ from hf_dpzero.reporting.extension import header_entries
 from hf_dpzero.reporting.provenance import base_origins, earlier_runs
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder import noise_keys, opening, run_files
 from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained
+from hf_dpzero.run_folder.folder import checkpoint_of, ledger_header, open_run
+from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_of_steps, open_keys
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import learning_rate, rate_hint, resolve
 from hf_dpzero.settings.group_settings import row_groups
@@ -52,7 +53,7 @@ from hf_dpzero.training.methods import (
     private_diagnostics,
 )
 from hf_dpzero.training.publishing import Decided, PublishingTrainer
-from hf_dpzero.training.signal_callback import SignalCallback
+from hf_dpzero.training.signal import SignalCallback
 
 logger = logging.get_logger(__name__)
 
@@ -109,7 +110,7 @@ class DPZeroMixin(PublishingTrainer):
     ) -> None:
         args = checked_config(args)
         progress.quiet_replicas(args)
-        distributed.check_single_strategy(args, model)
+        collectives.check_single_strategy(args, model)
         if settings.get("model_init") is not None:
             raise ValueError(_MODEL_INIT)
         if noise is not None and not isinstance(noise, NoiseSource):
@@ -128,8 +129,8 @@ class DPZeroMixin(PublishingTrainer):
         data_checks.check_rows(given)
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)
-        distributed.check_launch(self.accelerator)
-        if sharded_runs.uses_fsdp2(self.accelerator, self.model, args):
+        collectives.check_launch(self.accelerator)
+        if fsdp.uses_fsdp2(self.accelerator, self.model, args):
             self.shards, self.is_fsdp_enabled = True, False
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = own_loss
@@ -137,7 +138,7 @@ class DPZeroMixin(PublishingTrainer):
         seed = args.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self._method_state: Mapping[str, Any] | None = None
-        self._keys: noise_keys.RunKeys | None = None
+        self._keys: RunKeys | None = None
         self._diagnostics: dict[str, float] = {}
         self._started_from = ""  # digest of the model; of a resumed run's it is not known
         self._rates = LearningRates()
@@ -238,7 +239,7 @@ class DPZeroMixin(PublishingTrainer):
             with self.compute_loss_context_manager():
                 losses = objective(model, self._prepare_inputs(dict(inputs)))
             if self.shards:
-                sharded_runs.give_back(model)
+                fsdp.give_back(model)
             return losses
 
         return evaluate
@@ -269,17 +270,17 @@ class DPZeroMixin(PublishingTrainer):
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
         refuse_overrides(self)
-        distributed.connect(float(self.args.ddp_timeout))
+        collectives.connect(float(self.args.ddp_timeout))
         if self.trajectory is None:
             self._given_scheduler = self.lr_scheduler
         run = self._new_run()
-        resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
+        resume = checkpoint_of(self.output_dir, resume_from_checkpoint)
         settle_offloaded(self.model)
         self._besides = SavedBesides(self.model)
         if run.plan.groups is not None:
             column = str(self.args.group_column)
             run.row_groups = row_groups(run.plan.groups, column, self.train_dataset)
-        noise_keys.check_uploads(run.plan, self.callback_handler.callbacks)
+        check_uploads(run.plan, self.callback_handler.callbacks)
         with run.resources:
             start.prepare(run)
             self._besides.check()
@@ -288,7 +289,7 @@ class DPZeroMixin(PublishingTrainer):
             try:
                 self._open(run, resume, resumes=bool(resume_from_checkpoint))
                 output = super().train(resume_from_checkpoint=resume, **settings)
-                if distributed.stop_agreed(ask=True):
+                if collectives.stop_agreed(ask=True):
                     self._stop()
                 self._check_end(run)
             except (termination.Terminated, KeyboardInterrupt) as error:
@@ -305,14 +306,14 @@ class DPZeroMixin(PublishingTrainer):
 
     def _open(self, run: Run, checkpoint: str | None, resumes: bool) -> None:
         """Opens the ledger and the keys; from here on this is the trainer's run."""
-        header = run_files.ledger_header(run)
+        header = ledger_header(run)
         check_agreement(run, header)
-        opened = opening.open_run(run, header, checkpoint, resumes)
+        opened = open_run(run, header, checkpoint, resumes)
         self._run, self._trained_digest, self._saved_step = run, None, None
         run.ledger, self._method_state, self._started_from = opened
         self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this ledger
-        self._keys = noise_keys.open_keys(run)
-        run.step_noise = noise_keys.noise_of_steps(run.plan, run.noise, self._keys)
+        self._keys = open_keys(run)
+        run.step_noise = noise_of_steps(run.plan, run.noise, self._keys)
         self._banner.run = run
         self.watch.open(run)
         self.args.trains_privately = True
@@ -324,7 +325,7 @@ class DPZeroMixin(PublishingTrainer):
         self._besides.check()
         self.check_frozen()
         try:
-            noise_keys.check_kept(run, self._keys)
+            check_kept(run, self._keys)
         except LedgerError as error:
             self._tainted = f"not saved: {error}"
             raise

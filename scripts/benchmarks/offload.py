@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hf_dpzero.estimators.arrivals import arrival_of, schedule_of
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.parallel.offloading import own_trained_files, settle_offloaded
+from hf_dpzero.parallel.offload import own_trained_files, settle_offloaded
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from scripts.benchmarks.clock import interleaved

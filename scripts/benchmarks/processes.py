@@ -9,7 +9,7 @@ so that whatever else the machine does falls on all of them; medians over rounds
 round's median step. All take the same steps on the same batches (a fixed key), from random weights, on
 random texts of several widths. A start tries the model before it trains, which of a large shape takes
 longer than the steps. Bytes are what a process gives to collective operations in a step
-(`parallel.distributed.sent_bytes`); a data-parallel first-order step sends 4 d in float32.
+(`parallel.collectives.sent_bytes`); a data-parallel first-order step sends 4 d in float32.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def train(settings: dict[str, Any], told: Path) -> None:
     """Trains in this process, one of perhaps several, and writes what a step took (rank 0)."""
     from hf_dpzero import DPZeroConfig, DPZeroTrainer
-    from hf_dpzero.training.callbacks import StepMeter
+    from hf_dpzero.training.progress import StepMeter
     from scripts.benchmarks.shapes import build_config, empty_model, fill_
 
     torch.set_num_threads(settings["threads"])

@@ -35,7 +35,7 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.parallel.sharded_runs import give_back, layer_classes
+from hf_dpzero.parallel.fsdp import give_back, layer_classes
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.sharding import is_sharded, local

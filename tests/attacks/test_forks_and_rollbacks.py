@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.run_folder import run_files
+from hf_dpzero.run_folder import folder as run_files
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,11 @@ from tiny_runs import build, tiny_model
 from hf_dpzero.cli import main
 from hf_dpzero.experiments.runner import discard_weights
 from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.run_folder import initial_values
+from hf_dpzero.run_folder import base_model
 
 pytestmark = pytest.mark.slow
 
-VALUES = "initial_values.safetensors"
+VALUES = "base_model.safetensors"
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_what_cannot_be_rebuilt_is_not_promised(
         hidden = model.config.hidden_size
         model.classifier = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(hidden, 2))
     if kind == "too_large":
-        monkeypatch.setattr(initial_values, "LARGEST", 8)
+        monkeypatch.setattr(base_model, "LARGEST", 8)
     if kind == "whole_vectors":
         settings["method"] = "dp-sgd"
     folder = shipped(build(tmp_path / "run", model, **settings), tmp_path / "hub")

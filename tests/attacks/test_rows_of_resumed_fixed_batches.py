@@ -16,8 +16,7 @@ from transformers import TrainerCallback
 
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.reporting.verification import report_of
-from hf_dpzero.run_folder.noise_keys import FILE, FOLDER
-from hf_dpzero.run_folder.row_order import digest_of_rows, steady_parts
+from hf_dpzero.run_folder.keys import FILE, FOLDER, digest_of_rows, steady_parts
 
 RUN = {
     "method": "dp-sgd",

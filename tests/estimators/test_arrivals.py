@@ -19,7 +19,7 @@ from hf_dpzero.estimators.arrivals import arrival_of, living_elsewhere, schedule
 from hf_dpzero.estimators.exactness_checks import make_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
-from hf_dpzero.parallel.offloading import own_trained_files, settle_offloaded
+from hf_dpzero.parallel.offload import own_trained_files, settle_offloaded
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 

@@ -30,7 +30,7 @@ from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.redaction import public_recipe, public_results
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.weights import digest_weights
-from hf_dpzero.run_folder import run_files
+from hf_dpzero.run_folder import folder as run_files
 from hf_dpzero.values import parse_yaml
 
 SECRET = "7f3a-secret-of-the-run"

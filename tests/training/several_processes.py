@@ -21,8 +21,8 @@ from datasets import Dataset
 from tiny_runs import build, tiny_data, tiny_model
 from transformers import TrainerCallback
 
-from hf_dpzero.parallel.split import step_bytes
-from hf_dpzero.training.callbacks import StepMeter
+from hf_dpzero.parallel.mesh import step_bytes
+from hf_dpzero.training.progress import StepMeter
 
 
 def texts(rows: int = 60) -> Dataset:

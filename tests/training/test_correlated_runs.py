@@ -20,7 +20,7 @@ from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.verification import agreeing
-from hf_dpzero.run_folder.noise_keys import FILE, FOLDER
+from hf_dpzero.run_folder.keys import FILE, FOLDER
 
 RUN = {
     "method": "dp-sgd",

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from hf_dpzero.privacy.correlated_noise.stream import KeyedNoise
 from hf_dpzero.privacy.noise import InsecureSeededNoise
-from hf_dpzero.run_folder import noise_keys
+from hf_dpzero.run_folder import keys as noise_keys
 
 STEPS, BANDS, EPOCH = 64, 5, 10
 RUN = {

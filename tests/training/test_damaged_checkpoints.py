@@ -18,7 +18,7 @@ from tiny_runs import build, same, tiny_model, weights
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.reporting import hub
-from hf_dpzero.run_folder import checkpoint_state
+from hf_dpzero.run_folder import checkpoints
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,
@@ -111,11 +111,11 @@ def test_any_file_that_is_not_as_it_was_written(finished: Any, tmp_path: Path, n
     folder = cut(finished, tmp_path)
     checkpoint, log = folder / "checkpoint-4", Trajectory.load(folder / LEDGER_NAME)
     content = (checkpoint / name).read_bytes()
-    checkpoint_state.load_state(str(checkpoint), log)
+    checkpoints.load_state(str(checkpoint), log)
     for damage, do in DAMAGES.items():
         do(checkpoint / name)
         with pytest.raises(LedgerError) as error:
-            checkpoint_state.load_state(str(checkpoint), log)
+            checkpoints.load_state(str(checkpoint), log)
         said = str(error.value)
         assert name in said and f"remove {checkpoint}" in said and "no cost in privacy" in said, (
             damage
@@ -216,10 +216,10 @@ def test_a_number_that_was_wrong_when_it_was_written(finished: Any, tmp_path: Pa
     checkpoint = folder / "checkpoint-4"
     path = checkpoint / "trainer_state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "global_step": 3}))
-    space = json.loads((checkpoint / checkpoint_state.STATE_NAME).read_text())["space"]
-    (checkpoint / checkpoint_state.STATE_NAME).unlink()
+    space = json.loads((checkpoint / checkpoints.STATE_NAME).read_text())["space"]
+    (checkpoint / checkpoints.STATE_NAME).unlink()
     log = Trajectory.load(folder / LEDGER_NAME)
-    checkpoint_state.save_state(checkpoint, 4, space, log)
+    checkpoints.save_state(checkpoint, 4, space, log)
     refused(folder, r"trainer_state\.json says step 3, and dpzero_state\.json step 4")
 
 
@@ -241,7 +241,7 @@ def test_nobody_is_told_to_remove_what_is_no_checkpoint_of_the_run(
     folder = cut(finished, tmp_path)
     plain = tmp_path / "plain" / "checkpoint-4"
     shutil.copytree(folder / "checkpoint-4", plain)
-    (plain / checkpoint_state.STATE_NAME).unlink()
+    (plain / checkpoints.STATE_NAME).unlink()
     words = refused(
         folder, "leave it as it is", str(plain if given.startswith("a plain") else folder)
     )
@@ -250,7 +250,7 @@ def test_nobody_is_told_to_remove_what_is_no_checkpoint_of_the_run(
 
 def test_a_state_without_digests_of_all_files(finished: Any, tmp_path: Path) -> None:
     folder = cut(finished, tmp_path)
-    path = folder / "checkpoint-4" / checkpoint_state.STATE_NAME
+    path = folder / "checkpoint-4" / checkpoints.STATE_NAME
     state = json.loads(path.read_text())
     path.write_text(json.dumps({**state, "files": {"weights": "0", "optimizer": "0"}}))
     refused(folder, r"dpzero_state\.json cannot be read \(not what this version")
@@ -276,7 +276,7 @@ def test_each_file_is_read_once_when_a_checkpoint_is_written(
     import builtins
 
     from hf_dpzero.reporting import weights as reading
-    from hf_dpzero.run_folder import checkpoint_files
+    from hf_dpzero.run_folder import checkpoints
 
     opened: list[str] = []
     opens, weighed = builtins.open, reading.open_each
@@ -291,14 +291,14 @@ def test_each_file_is_read_once_when_a_checkpoint_is_written(
         return weighed(folder)
 
     monkeypatch.setattr(reading, "open_each", weighing)
-    save = checkpoint_state.save_state
+    save = checkpoints.save_state
 
     def saving(*given: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(builtins, "open", opening)
             save(*given)
 
-    monkeypatch.setattr(checkpoint_files, "save_state", saving)
+    monkeypatch.setattr(checkpoints, "save_state", saving)
     build(tmp_path, **{**SETTINGS, "max_steps": 2}).train()
     assert opened.count("model.safetensors") == 1
     assert max(map(opened.count, opened)) <= 2 and opened.count("optimizer.pt") == 1

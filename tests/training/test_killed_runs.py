@@ -16,8 +16,8 @@ from hf_dpzero import Trajectory
 from hf_dpzero.ledger import log_file, trajectory
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
-from hf_dpzero.run_folder import checkpoint_files
-from hf_dpzero.run_folder.checkpoint_state import STATE_NAME, load_state
+from hf_dpzero.run_folder import checkpoints
+from hf_dpzero.run_folder.checkpoints import STATE_NAME, load_state
 from hf_dpzero.training import zeroth_order_step
 
 LEDGER = trajectory.LEDGER_NAME
@@ -231,8 +231,8 @@ def test_the_last_checkpoint_goes_only_when_the_next_is_there(tmp_path: Path) ->
     settings = settings_of("dp-adamw", **CHECKPOINTS)
 
     def prepare() -> None:
-        save = checkpoint_files.save_state
-        checkpoint_files.save_state = lambda folder, step, *rest: (
+        save = checkpoints.save_state
+        checkpoints.save_state = lambda folder, step, *rest: (
             die() if step == 2 else save(folder, step, *rest)
         )
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
         with pytest.raises(OSError, match=r"checkpoint-2 could not be written.*ledger with its 2"):
             build(tmp_path, **settings).train()
     assert [path.name for path in checkpoints_of(tmp_path)] == ["checkpoint-1"]
-    assert not list((tmp_path / checkpoint_files.UNFINISHED).glob("*"))
+    assert not list((tmp_path / checkpoints.UNFINISHED).glob("*"))
     build(tmp_path, **settings).train(resume_from_checkpoint=True)
     assert Trajectory.load(tmp_path / LEDGER).next_step == 2
 
@@ -348,7 +348,7 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints_of(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
     kept = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert kept["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
-    assert not (tmp_path / checkpoint_files.UNFINISHED).exists()
+    assert not (tmp_path / checkpoints.UNFINISHED).exists()
 
 
 def test_initial_values_that_a_crash_kept_from_being_written_come_later(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_initial_values_that_a_crash_kept_from_being_written_come_later(tmp_path
             return BertForSequenceClassification.from_pretrained(base)
 
     def killed_run() -> None:
-        from hf_dpzero.run_folder import opening
+        from hf_dpzero.run_folder import folder as opening
 
         opening.write_initial_values = lambda *given: die()
         build(tmp_path / "run", model(), **settings_of("dpzero")).train()

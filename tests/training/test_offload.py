@@ -28,8 +28,8 @@ from transformers import (
 from hf_dpzero.estimators.arrivals import living_elsewhere, schedule_of
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.replay import replay
-from hf_dpzero.parallel import offloading
-from hf_dpzero.parallel.offloading import in_own_file, settle_offloaded
+from hf_dpzero.parallel import offload
+from hf_dpzero.parallel.offload import in_own_file, settle_offloaded
 from hf_dpzero.recipes.checkpoints import settle_quantised_
 
 SPLIT = {
@@ -242,7 +242,7 @@ def test_weights_that_are_cast_on_loading(tmp_path: Path, base: Path):
 def test_weights_on_disk_are_saved_in_shards(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(offloading, "SHARD", "10KB")
+    monkeypatch.setattr(offload, "SHARD", "10KB")
     trainer = build(tmp_path / "out", offloaded(base, tmp_path / "folder", "disk"), max_steps=1)
     trainer.train()
     trainer.save_model()
@@ -323,7 +323,7 @@ def test_what_offload_does_not_allow(
 
 
 def test_several_processes_are_sent_to_fsdp2(tmp_path: Path, base: Path):
-    from hf_dpzero.parallel.offloading import check_offload
+    from hf_dpzero.parallel.offload import check_offload
 
     trainer = build(tmp_path / "out", offloaded(base, tmp_path / "folder", "cpu"))
     trainer.args.distributed_state.num_processes = 2

@@ -22,7 +22,7 @@ from hf_dpzero.privacy.mechanisms import mechanism_from_dict
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler
-from hf_dpzero.training.released_signal import (
+from hf_dpzero.training.signal import (
     ReleasedScalars,
     ReleasedSignal,
     Signal,
@@ -217,10 +217,10 @@ def test_noise_of_another_deviation_is_not_taken_for_the_plans():
 
 
 def test_long_vectors_are_looked_at_in_part(monkeypatch):
-    monkeypatch.setattr("hf_dpzero.training.released_signal.REMEMBERED", 5)
+    monkeypatch.setattr("hf_dpzero.training.signal.REMEMBERED", 5)
     parts = [torch.arange(7.0).view(7, 1), torch.arange(7.0, 9.0), torch.arange(9.0, 13.0)]
     assert some_numbers(parts).tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
-    monkeypatch.setattr("hf_dpzero.training.released_signal.REMEMBERED", 13)
+    monkeypatch.setattr("hf_dpzero.training.signal.REMEMBERED", 13)
     assert some_numbers(parts).tolist() == list(range(13))
 
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from hf_dpzero import Trajectory
 from hf_dpzero.checks import processes
-from hf_dpzero.parallel.rank_failures import RankError
+from hf_dpzero.parallel.collectives import RankError
 
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}, "ddp_backend": "gloo"}
 

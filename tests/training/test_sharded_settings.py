@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_dpzero.checks.passes import blank_microbatch
 from hf_dpzero.objectives.losses import batch_size, num_examples
-from hf_dpzero.parallel import distributed, sharded_runs
+from hf_dpzero.parallel import collectives, fsdp
 from hf_dpzero.perturbation.directions import Direction
 
 
@@ -27,7 +27,7 @@ def told_to_shard(plugin=None) -> SimpleNamespace:
 
 def test_a_trainer_cuts_by_itself_and_gathers_weights_as_they_are(tmp_path):
     accelerator = told_to_shard()
-    assert sharded_runs.uses_fsdp2(accelerator, None, config(tmp_path))
+    assert fsdp.uses_fsdp2(accelerator, None, config(tmp_path))
     assert accelerator.state.fsdp_plugin.mixed_precision_policy is None
 
 
@@ -48,34 +48,34 @@ def test_a_trainer_cuts_by_itself_and_gathers_weights_as_they_are(tmp_path):
 )
 def test_settings_that_need_whole_parameters_are_refused(tmp_path, plugin, settings, message):
     with pytest.raises(ValueError, match=message):
-        sharded_runs.uses_fsdp2(told_to_shard(plugin), None, config(tmp_path, **settings))
+        fsdp.uses_fsdp2(told_to_shard(plugin), None, config(tmp_path, **settings))
 
 
 def test_weights_that_fsdp_would_change_are_refused(tmp_path):
     half = tiny_model().bfloat16()
     plain = SimpleNamespace(mixed_precision="no")
-    sharded_runs.check_splittable(half, plain)
+    fsdp.check_splittable(half, plain)
     with pytest.raises(
         ValueError, match="is torch.bfloat16 and mixed_precision='bf16'.*Leave bf16"
     ):
-        sharded_runs.check_splittable(half, SimpleNamespace(mixed_precision="bf16"))
+        fsdp.check_splittable(half, SimpleNamespace(mixed_precision="bf16"))
     half.requires_grad_(False)
-    sharded_runs.check_splittable(half, SimpleNamespace(mixed_precision="bf16"))
+    fsdp.check_splittable(half, SimpleNamespace(mixed_precision="bf16"))
     quantised = nn.Module()
     quantised.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match="weight is quantised .*plain data parallelism"):
-        sharded_runs.check_splittable(quantised, plain)
+        fsdp.check_splittable(quantised, plain)
 
 
 def test_blocks_are_layers_and_not_what_holds_an_embedding():
     """BERT's class names BertEmbeddings too, around the matrix that Accelerate cuts by itself."""
     assert "BertEmbeddings" in tiny_model()._no_split_modules
-    assert sharded_runs.layer_classes(tiny_model()) == ["BertLayer"]
+    assert fsdp.layer_classes(tiny_model()) == ["BertLayer"]
     small = GPT2Config(vocab_size=9, n_embd=4, n_layer=2, n_head=1)
-    assert sharded_runs.layer_classes(GPT2LMHeadModel(small)) == ["GPT2Block"]
+    assert fsdp.layer_classes(GPT2LMHeadModel(small)) == ["GPT2Block"]
     own = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
-    assert sharded_runs.layer_classes(own) == ["Linear"]
-    assert sharded_runs.layer_classes(nn.Linear(2, 2)) == []
+    assert fsdp.layer_classes(own) == ["Linear"]
+    assert fsdp.layer_classes(nn.Linear(2, 2)) == []
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 4])
@@ -85,8 +85,8 @@ def test_a_process_with_fewer_microbatches_makes_blank_passes(
     trainer = build(tmp_path, microbatch_size=microbatch_size, max_steps=1)
     trainer.train()
     blank = blank_microbatch(trainer.run)
-    lockstep = sharded_runs.Lockstep(trainer.run.objective, blank)
-    monkeypatch.setattr(distributed, "gather_numbers", lambda count: [count, 3])
+    lockstep = fsdp.Lockstep(trainer.run.objective, blank)
+    monkeypatch.setattr(collectives, "gather_numbers", lambda count: [count, 3])
     own = trainer.run.shapes.microbatches([5, 6])
     padded = lockstep(own)
     assert len(padded) == 3 and padded[: len(own)] == own
@@ -104,34 +104,34 @@ def test_objectives_of_many_passes_are_refused(tmp_path):
 
     counted.single_pass = False
     with pytest.raises(ValueError, match="a loss of one pass"):
-        sharded_runs.Lockstep(counted, {})
+        fsdp.Lockstep(counted, {})
 
 
 def test_processes_that_compute_other_losses_are_refused(monkeypatch):
     losses = torch.tensor([0.5, float("nan")])
-    assert sharded_runs.agreed(losses) is losses
-    monkeypatch.setattr(distributed, "gather_numbers", lambda digest: [digest, digest + 1])
+    assert fsdp.agreed(losses) is losses
+    monkeypatch.setattr(collectives, "gather_numbers", lambda digest: [digest, digest + 1])
     with pytest.raises(ValueError, match="other losses for the same rows"):
-        sharded_runs.agreed(losses)
+        fsdp.agreed(losses)
 
 
 def test_a_whole_models_state_is_its_state_dict():
     model = tiny_model()
-    found, expected = sharded_runs.whole_state(model), model.state_dict()
+    found, expected = fsdp.whole_state(model), model.state_dict()
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert sharded_runs.whole_state(model, keep=False) == {}
+    assert fsdp.whole_state(model, keep=False) == {}
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     from safetensors.torch import save_file
 
     model = tiny_model()
-    sharded_runs.check_uncut(model)
+    fsdp.check_uncut(model)
     values = {name: tensor.clone() + 1 for name, tensor in model.state_dict().items()}
     save_file(values, tmp_path / "model.safetensors")
-    sharded_runs.load_whole_(model, str(tmp_path))
+    fsdp.load_whole_(model, str(tmp_path))
     assert torch.equal(model.classifier.bias, values["classifier.bias"])
     save_file(values | {"more": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds more, \[1\], which this model does not have"):
-        sharded_runs.load_whole_(model, str(tmp_path))
+        fsdp.load_whole_(model, str(tmp_path))

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from hf_dpzero import Trajectory
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.reporting import verification
-from hf_dpzero.run_folder import checkpoint_files, checkpoint_state
+from hf_dpzero.run_folder import checkpoints
 from hf_dpzero.training import termination
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -102,11 +102,11 @@ def stopped(folder: Path, settings: dict[str, Any], *callbacks: Any, resume: boo
 def steps_of(folder: Path) -> tuple[int, int]:
     """Steps that are paid, and of the last checkpoint, which is read."""
     log = Trajectory.load(folder / LEDGER_NAME)
-    found = checkpoint_state.whole_checkpoints(folder)
+    found = checkpoints.whole_checkpoints(folder)
     if not found:
         return log.next_step, 0
-    checkpoint_state.load_state(str(found[-1]), log)
-    return log.next_step, checkpoint_state.step_of(found[-1])
+    checkpoints.load_state(str(found[-1]), log)
+    return log.next_step, checkpoints.step_of(found[-1])
 
 
 def finish(folder: Path, settings: dict[str, Any], resume: bool = True) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def test_until_the_model_is_saved(tmp_path: Path) -> None:
 
 def test_during_a_checkpoint(tmp_path: Path) -> None:
     settings = settings_of("dp-sgd", save_strategy="steps", save_steps=2)
-    save, saved = checkpoint_files.save_state, []
+    save, saved = checkpoints.save_state, []
 
     def signalled(*given: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -197,7 +197,7 @@ def test_during_a_checkpoint(tmp_path: Path) -> None:
 
     class Patch(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            checkpoint_files.save_state = signalled
+            checkpoints.save_state = signalled
 
     assert stopped(tmp_path, settings, Patch())[0] == 143
     assert steps_of(tmp_path) == (2, 2)
@@ -250,7 +250,7 @@ def test_a_disk_without_room_is_said(tmp_path: Path) -> None:
             def full(*given: Any) -> None:
                 raise OSError(28, "No space left on device")
 
-            checkpoint_files.save_state = full
+            checkpoints.save_state = full
 
     def work() -> str:
         given = {"callbacks": [Full("on_step_begin", 1)]}

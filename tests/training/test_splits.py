@@ -13,11 +13,11 @@ from tiny_texts import passes_of
 from hf_dpzero.batches.logical_batch import Rows, StepBatches, fingerprint
 from hf_dpzero.batches.placement import Placement
 from hf_dpzero.batches.shapes import FixedShapes
-from hf_dpzero.parallel import distributed, rank_agreement, split
-from hf_dpzero.parallel.distributed import differing
-from hf_dpzero.parallel.rank_agreement import checksum, source_digest
-from hf_dpzero.parallel.rank_failures import RankError
-from hf_dpzero.parallel.split import Split, choose_split, direction_shares
+from hf_dpzero.parallel import agreement, collectives
+from hf_dpzero.parallel import mesh as split
+from hf_dpzero.parallel.agreement import checksum, source_digest
+from hf_dpzero.parallel.collectives import RankError, differing
+from hf_dpzero.parallel.mesh import Split, choose_split, direction_shares
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler
@@ -147,14 +147,14 @@ def test_sums_come_with_proof_that_all_agree(values, monkeypatch):
         theirs = [*values, other["agreed"], other["agreed"] ** 2]
         return [type(a)(a + b) for a, b in zip(sent, theirs, strict=True)]
 
-    monkeypatch.setattr(distributed, "active", lambda: True)
-    monkeypatch.setattr(distributed.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(distributed, "sum_over_processes", reduced)
-    monkeypatch.setattr(distributed, "gather_numbers", lambda own: [own, other["agreed"]])
-    assert distributed.sum_and_agree(values, 77 + (5 << 22), "") == [2 * v for v in values]
+    monkeypatch.setattr(collectives, "active", lambda: True)
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(collectives, "sum_over_processes", reduced)
+    monkeypatch.setattr(collectives, "gather_numbers", lambda own: [own, other["agreed"]])
+    assert collectives.sum_and_agree(values, 77 + (5 << 22), "") == [2 * v for v in values]
     other["agreed"] = 78
     with pytest.raises(RankError, match="rank 1 differs from rank 0 in the batch"):
-        distributed.sum_and_agree(values, 77, "in the batch")
+        collectives.sum_and_agree(values, 77, "in the batch")
 
 
 def test_the_ranks_that_differ_are_those_that_differ_from_most():
@@ -165,13 +165,13 @@ def test_the_ranks_that_differ_are_those_that_differ_from_most():
 
 def test_all_that_differs_is_named_with_what_to_do(monkeypatch):
     told = [{"weights": "a", "setting clip": "x"}, {"weights": "b", "setting clip": "y"}]
-    monkeypatch.setattr(rank_agreement, "gather_objects", lambda own: told)
+    monkeypatch.setattr(agreement, "gather_objects", lambda own: told)
     with pytest.raises(RankError, match="nothing was written") as raised:
-        rank_agreement.compare(told[0])
+        agreement.compare(told[0])
     words = str(raised.value)
     assert "load the same checkpoint" in words and "setting clip: give the same" in words
     told[1] = told[0]
-    rank_agreement.compare(told[0])
+    agreement.compare(told[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

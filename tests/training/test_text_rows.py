@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_dpzero import DPZeroTrainer
-from hf_dpzero.training.conversations import Encoder
+from hf_dpzero.training.texts import Encoder
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"

@@ -25,7 +25,7 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction, DirectionStream
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
-from hf_dpzero.run_folder import run_files
+from hf_dpzero.run_folder import keys
 
 # ---- the step is Algorithm 2
 
@@ -333,7 +333,7 @@ def test_insecure_noise_and_mezo_are_not_private(tmp_path):
 
 def test_secrets_stay_out_of_saved_files(tmp_path, monkeypatch):
     secret = bytes(range(100, 132))
-    monkeypatch.setattr(run_files, "new_sampler_key", lambda: secret)
+    monkeypatch.setattr(keys, "new_sampler_key", lambda: secret)
     trainer = build(tmp_path, save_strategy="steps", save_steps=3, sampler_key=None)
     trainer.train()
     trainer.save_model()

@@ -14,8 +14,8 @@ from hf_dpzero.checks import data as data_checks
 from hf_dpzero.checks import model as validation
 from hf_dpzero.checks.precision import check_precision
 from hf_dpzero.estimators.arrivals import schedule_of
-from hf_dpzero.parallel import distributed
-from hf_dpzero.parallel.offloading import settle_offloaded
+from hf_dpzero.parallel import collectives
+from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.perturbation.trainable import check_storage, select_trainable
 
 
@@ -262,10 +262,10 @@ def test_several_gpus_in_one_process_serve_a_model_that_is_spread_over_them():
     for device_map, spread in (({"0": 0, "1": 1}, True), ({"0": 0, "1": "cpu"}, False)):
         model.hf_device_map = device_map
         if spread:
-            distributed.check_single_strategy(args, model)
+            collectives.check_single_strategy(args, model)
         else:
             with pytest.raises(ValueError, match="device_map='auto'"):
-                distributed.check_single_strategy(args, model)
+                collectives.check_single_strategy(args, model)
 
 
 def test_a_device_map_without_offload_is_let_through():
@@ -462,9 +462,9 @@ def test_a_forward_that_reads_or_keeps_buffers_is_left_alone():
 def test_strategies_that_the_step_does_not_cover_are_refused(settings: dict, message: str):
     plain = {"fsdp": [], "n_gpu": 1}
     with pytest.raises(ValueError, match=message):
-        distributed.check_single_strategy(SimpleNamespace(**{**plain, **settings}))
-    distributed.check_single_strategy(SimpleNamespace(**plain))
-    distributed.check_single_strategy(SimpleNamespace(**{**plain, "n_gpu": 0}))
+        collectives.check_single_strategy(SimpleNamespace(**{**plain, **settings}))
+    collectives.check_single_strategy(SimpleNamespace(**plain))
+    collectives.check_single_strategy(SimpleNamespace(**{**plain, "n_gpu": 0}))
 
 
 # ---- precision

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_dpzero.objectives.losses import Filled, PerExampleLoss, single_pass
-from hf_dpzero.parallel import distributed
+from hf_dpzero.parallel import collectives
 from hf_dpzero.perturbation.sharding import is_sharded, on_first, own_part, whole
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.weights import open_weights, saved_tensors
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from hf_dpzero.settings.config import DPZeroConfig
+
 
 logger = logging.get_logger(__name__)
 
@@ -79,7 +80,7 @@ def uses_fsdp2(accelerator: Accelerator, model: Any, args: DPZeroConfig) -> bool
             "copied while the next perturbation may already be written: set it to false, and take more "
             "processes or a model in bfloat16."
         )
-    distributed.check_version(plugin.fsdp_version)
+    collectives.check_version(plugin.fsdp_version)
     _check_settings(args)
     if plugin.reshard_after_forward is False:
         logger.info("reshard_after_forward=False has no effect: every pass is at other weights.")
@@ -97,14 +98,14 @@ def check_uncut(model: Any) -> None:
         raise ValueError(
             "the model's parameters are parts of DTensors already (fully_shard, or a model loaded in "
             "parts): pass the whole model, and have it cut by `accelerate launch --config_file "
-            f"{distributed.FSDP2}` or TrainingArguments(fsdp=True)."
+            f"{collectives.FSDP2}` or TrainingArguments(fsdp=True)."
         )
 
 
 def _plugin_on_cpus(accelerator: Accelerator, args: DPZeroConfig) -> Any:
     """Returns FSDP's settings where Accelerate leaves them aside: processes on CPUs."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if not distributed.active() or not (asked or args.fsdp):
+    if not collectives.active() or not (asked or args.fsdp):
         return None
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -231,7 +232,7 @@ class Lockstep:
 
     def __call__(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
         """The microbatches, and blank ones up to the number that the process with most has."""
-        most = max(distributed.gather_numbers(len(microbatches)))
+        most = max(collectives.gather_numbers(len(microbatches)))
         return [*microbatches, *[self.idle] * (most - len(microbatches))]
 
 
@@ -248,7 +249,7 @@ def agreed(losses: Tensor) -> Tensor:
     """
     content = losses.detach().contiguous().numpy().tobytes()
     digest = int.from_bytes(hashlib.sha256(content).digest()[:6], "big")
-    if len(set(distributed.gather_numbers(digest))) > 1:
+    if len(set(collectives.gather_numbers(digest))) > 1:
         raise ValueError(
             "the processes compute other losses for the same rows of train_dataset: under FSDP all "
             "devices must be of one kind, and rows and collator the same (seed what is random)."
@@ -264,7 +265,7 @@ def on_first_of(model: nn.Module, work: Callable[[], T]) -> T:
       work: called on the first process; its error is raised on all. It must not communicate otherwise.
     """
     if not is_split(model):
-        return distributed.shared(distributed.on_main(work, lambda: None))  # type: ignore[return-value]
+        return collectives.shared(collectives.on_main(work, lambda: None))  # type: ignore[return-value]
     found: list[tuple[Any, Exception | None]] = []
 
     def tried() -> None:
@@ -274,7 +275,7 @@ def on_first_of(model: nn.Module, work: Callable[[], T]) -> T:
             found.append((None, error))
 
     on_first(list(model.parameters()), tried)
-    result, failure = distributed.shared(found[0] if found else (None, None))
+    result, failure = collectives.shared(found[0] if found else (None, None))
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]

@@ -45,6 +45,7 @@ from hf_dpzero.perturbation.trainable import quantised_kind
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
 
+
 logger = logging.get_logger(__name__)
 
 SHARD = "5GB"

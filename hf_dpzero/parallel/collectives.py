@@ -3,14 +3,16 @@
 What a step sends goes through here, as tensors of a fixed size, and is counted (`sent_bytes`). Values
 that are Python objects are pickled; only starts, resumes and checkpoints send such.
 
-Tensors on the CPU go by gloo, also where GPUs train by NCCL: a step's integers and noised values are on
-the CPU in any case, and a gloo operation fails at once where a peer's process has ended
-(`rank_failures`).
+Tensors on the CPU go by gloo, also where GPUs train by NCCL: a step's integers and noised values are
+on the CPU in any case. gloo fails at once where a peer's process has ended, and after `ddp_timeout`
+where one hangs, but names nobody. torchrun (and so `accelerate launch`) prints which rank ended first
+and how, and ends the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,12 +21,40 @@ import torch.distributed as dist
 
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import Release
-from hf_dpzero.parallel.rank_failures import RankError, active, exchanging
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from hf_dpzero.settings.config import DPZeroConfig
+
+
+class RankError(Exception):
+    """Another process failed, or differs from this one. No subclass of RuntimeError: nothing retries."""
+
+
+def active() -> bool:
+    """Whether several processes train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextlib.contextmanager
+def exchanging() -> Iterator[None]:
+    """Turns the failure of a collective operation inside into a `RankError` with advice.
+
+    Raises:
+      RankError: another process ended, or did not come in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {dist.get_rank()} stops, because an exchange with the other processes failed: one of "
+            "them ended, or did not come within ddp_timeout. The launcher's last lines name the rank "
+            "that ended first and how (exit code -9: killed, or out of memory), and its own output says "
+            "more. What was released is in the ledger: start again with resume_from_checkpoint=True, "
+            "with as many processes as you like."
+        ) from error
+
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)

@@ -12,24 +12,30 @@ draws them anew, of what stays (the header's `row_parts`).
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import datasets
+from datasets.fingerprint import Hasher
+from torch.utils.data import Subset
 from transformers.utils import logging
 
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
-from hf_dpzero.parallel import distributed
+from hf_dpzero.parallel import collectives
 from hf_dpzero.privacy.correlated_noise.plans import sensitivity
 from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNoise, new_noise_key
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder import run_files
-from hf_dpzero.run_folder.row_order import digest_of_rows
 
 logger = logging.get_logger(__name__)
 
@@ -70,8 +76,25 @@ class RunKeys(NamedTuple):
 
     def forget(self) -> None:
         """Removes the file, on rank 0."""
-        if self.file is not None and distributed.is_main():
+        if self.file is not None and collectives.is_main():
             self.file.unlink(missing_ok=True)
+
+
+def draw_sampler_key(given: str | None = None) -> bytes:
+    """The secret that one call of `train` draws its batches by; a resumed run has another.
+
+    It is never stored: whoever copies the run's folder, or goes back to an older copy, could
+    otherwise release the same batches a second time.
+
+    Args:
+      given: 64 hex digits, for tests (the report then says NOT PRIVATE); None draws a fresh key.
+
+    Returns:
+      32 bytes, the same on all ranks.
+    """
+    return collectives.shared_from_main(
+        lambda: bytes.fromhex(given) if given else new_sampler_key()
+    )
 
 
 def check_uploads(plan: PrivacyPlan, callbacks: Iterable[object]) -> None:
@@ -107,7 +130,7 @@ def open_keys(run: Run) -> RunKeys:
     """
     given = run.args.sampler_key
     if not isinstance(run.plan.sampler, FixedBatchesSampler):
-        return RunKeys(run_files.draw_sampler_key(given))
+        return RunKeys(draw_sampler_key(given))
     file = Path(str(run.args.output_dir)) / FOLDER / FILE
     taken: int = run.opened.next_step
     began: str = run.header["direction_key"]
@@ -130,8 +153,8 @@ def open_keys(run: Run) -> RunKeys:
         keys = tuple((int(first), bytes.fromhex(key)) for first, key in noise)
         return bytes.fromhex(given or stored["order"]), keys
 
-    order, keys = distributed.on_main(on_main, lambda: (b"", ((0, new_noise_key()),)))
-    return RunKeys(distributed.shared_from_main(lambda: order), keys, file)
+    order, keys = collectives.on_main(on_main, lambda: (b"", ((0, new_noise_key()),)))
+    return RunKeys(collectives.shared_from_main(lambda: order), keys, file)
 
 
 def check_kept(run: Run, keys: RunKeys) -> None:
@@ -156,7 +179,7 @@ def check_kept(run: Run, keys: RunKeys) -> None:
             now = digest_of_rows(run.dataset, bytes.fromhex(stored["order"]), parts=parts)
             _check_rows(file, stored["rows"], now)
 
-    distributed.on_main(on_main, lambda: None)
+    collectives.on_main(on_main, lambda: None)
 
 
 def noise_of_steps(plan: PrivacyPlan, source: NoiseSource, keys: RunKeys) -> NoiseSource:
@@ -212,3 +235,114 @@ def _read(file: Path, run: str) -> dict[str, Any]:
             "run's, or start afresh in another output_dir."
         )
     return stored
+
+
+# ------------------------------------------------------------------ row order
+# Whether rows are the same, in the same order, as when a run began: for accounts that number them.
+
+
+LOOKED_AT, TWICE = 10_000, 256
+"""Rows whose order is compared; rows that tell what each access draws anew. Both are spread evenly."""
+
+INDICES = "Subset.indices"
+_UNNOTICED = 2.0**-20  # most chance of another order to pass for the same one
+
+
+def steady_parts(dataset: Any, rows: Sequence[int] | None = None) -> list[str] | None:
+    """Names of what two accesses to a row agree on: columns, or places of a tuple.
+
+    Beneath a `Subset` (one of another, too) they are of the rows that it selects from, of a
+    `datasets.Dataset` there of what is stored; and the selection itself is one (`INDICES`), unless it
+    is a range.
+
+    Args:
+      dataset: rows by number.
+      rows: numbers of the rows that are meant; None for all.
+
+    Returns:
+      None where rows agree as a whole; [] where nothing does.
+    """
+    chosen = _spread(range(len(dataset)) if rows is None else rows, TWICE)
+    with isolated_randomness():
+        if list(_hashes(dataset, chosen)) == list(_hashes(dataset, chosen)):
+            return None
+        agreed = [
+            {name for name, part in once.items() if again.get(name) == part}
+            for once, again in zip(_parts(dataset, chosen), _parts(dataset, chosen), strict=True)
+        ]
+        places = _beneath(dataset, chosen)[1]
+        numbers = [
+            {name for name, part in row.items() if part == Hasher.hash(place)}
+            for place, row in zip(places, _parts(dataset, chosen), strict=True)
+        ]
+    # a column that is the row's number says where a row stands, not which it is
+    names = set[str].intersection(*agreed) - set[str].intersection(*numbers)
+    if len({b - a for a, b in itertools.pairwise(places)}) < 2:
+        names.discard(INDICES)
+    return sorted(names)
+
+
+def digest_of_rows(
+    dataset: Any, key: bytes, rows: Sequence[int] | None = None, parts: Sequence[str] | None = None
+) -> str:
+    """SHA-256 (hex) of a secret key, the number of rows, and up to `LOOKED_AT` rows in their order.
+
+    Args:
+      dataset: rows by number; of a `datasets.Dataset` what is stored, before any transform.
+      key: 32 bytes; without it the digest tells nothing of a row that can be guessed.
+      rows: numbers of the rows that are meant; None for all.
+      parts: of `steady_parts`, to digest these alone; None for whole rows.
+
+    Returns:
+      "" where the digest could not tell another order: rows are drawn anew at each access, or the parts
+      are so much alike that more than one shuffle in 2^20 would leave them as they are.
+    """
+    chosen = range(len(dataset)) if rows is None else rows
+    digest = hashlib.sha256(key + len(chosen).to_bytes(8, "little"))
+    looked_at = _spread(chosen, LOOKED_AT)
+    if parts is None and steady_parts(dataset, chosen) is not None:
+        return ""
+    with isolated_randomness():
+        if parts is None:
+            found = list(_hashes(dataset, looked_at))
+        else:
+            each = list(_parts(dataset, looked_at))
+            found = ["|".join(row.get(name, "") for name in parts) for row in each]
+            # the numbers that a Subset selects say nothing of what lies there
+            own = ("|".join(row.get(name, "") for name in parts if name != INDICES) for row in each)
+            alike = sum(math.lgamma(count + 1) for count in Counter(own).values())
+            if alike and alike - math.lgamma(len(found) + 1) > math.log(_UNNOTICED):
+                return ""
+    digest.update("".join(found).encode())
+    return digest.hexdigest()
+
+
+def _spread(rows: Sequence[int], most: int) -> Sequence[int]:
+    return rows[:: max(1, -(-len(rows) // most))]
+
+
+def _hashes(dataset: Any, rows: Sequence[int]) -> Iterator[str]:
+    if isinstance(dataset, datasets.Dataset):
+        dataset = dataset.with_format(None)
+    return (Hasher.hash(dataset[int(row)]) for row in rows)
+
+
+def _beneath(dataset: Any, rows: Sequence[int]) -> tuple[Any, list[int]]:
+    """The data set that `Subset`s select from, as it is stored, and the rows' numbers there."""
+    places = [int(row) for row in rows]
+    while isinstance(dataset, Subset):
+        places, dataset = [int(dataset.indices[place]) for place in places], dataset.dataset
+    stored = isinstance(dataset, datasets.Dataset)
+    return (dataset.with_format(None) if stored else dataset), places
+
+
+def _parts(dataset: Any, rows: Sequence[int]) -> Iterator[dict[str, str]]:
+    """Hashes of what each row is made of, by name."""
+    below, places = _beneath(dataset, rows)
+    for place in places:
+        row = below[place]
+        if isinstance(row, (tuple, list)):
+            row = dict(enumerate(row))
+        parts = row.items() if hasattr(row, "items") else ()
+        own = {INDICES: str(place)} if isinstance(dataset, Subset) else {}
+        yield {**{str(name): Hasher.hash(part) for name, part in parts}, **own}

@@ -1,28 +1,219 @@
-"""What a run keeps in its output_dir, the public ledger and grid states, and the key it never keeps."""
+"""How a run begins: afresh on the base, at a checkpoint, or by its ledger's releases on the base."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
+from hf_dpzero.batches.shapes import forward_passes
+from hf_dpzero.ledger.digests import digest_model, state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
-from hf_dpzero.parallel import distributed
+from hf_dpzero.parallel import collectives
+from hf_dpzero.parallel.agreement import compare
+from hf_dpzero.parallel.collectives import RankError
+from hf_dpzero.parallel.fsdp import is_split, on_first_of
+from hf_dpzero.parallel.mesh import mesh_words
 from hf_dpzero.perturbation.directions import new_key
-from hf_dpzero.privacy.sampling import new_sampler_key
-from hf_dpzero.reporting.extension import header_entries, worst_tuning
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.sampling import FixedBatchesSampler
+from hf_dpzero.reporting.extension import check_extended, header_entries, worst_tuning
 from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE
 from hf_dpzero.reporting.plots import PLOT_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, versions
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 from hf_dpzero.reporting.wording import NOT_COMPARED
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder.checkpoint_state import STATE_NAME, file_digest, read_state, way_out
+from hf_dpzero.run_folder.base_model import (
+    Comparison,
+    check_start,
+    digest_frozen,
+    write_initial_values,
+)
+from hf_dpzero.run_folder.checkpoints import (
+    STATE_NAME,
+    file_digest,
+    load_state,
+    read_state,
+    way_out,
+    whole_checkpoints,
+)
+from hf_dpzero.run_folder.keys import steady_parts
+
+
+class Opened(NamedTuple):
+    """What a run goes on with.
+
+    Attributes:
+      trajectory: its ledger, held for this run.
+      method_state: of the checkpoint, for the training method; None on base weights.
+      started_from: `state_digest` of the base weights; "" where a checkpoint's weights are loaded later.
+    """
+
+    trajectory: Trajectory
+    method_state: Mapping[str, Any] | None
+    started_from: str
+
+
+def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` means.
+
+    Args:
+      output_dir: of the run.
+      resume: as `train` takes it; True means the last checkpoint that was written to its end.
+
+    Returns:
+      Its folder; None for a run that starts, and where only a ledger is left to resume from.
+
+    Raises:
+      ValueError: no such folder, or there is neither a checkpoint nor a ledger.
+    """
+    if resume is not True:
+        if resume and not (isinstance(resume, (str, os.PathLike)) and Path(resume).is_dir()):
+            raise ValueError(
+                f"resume_from_checkpoint={resume!r} is no folder: give a checkpoint's, or True for the "
+                "last one in output_dir."
+            )
+        return resume or None
+    if whole := whole_checkpoints(Path(output_dir)):
+        return str(whole[-1])
+    if not (Path(output_dir) / LEDGER_NAME).is_file():
+        raise ValueError(
+            f"{output_dir} has no checkpoint and no {LEDGER_NAME} to resume from: a run that was "
+            "killed before it had a ledger released nothing; start it without resume_from_checkpoint."
+        )
+    return None
+
+
+def open_run(run: Run, header: dict[str, Any], checkpoint: str | None, resumes: bool) -> Opened:
+    """Opens the ledger of a run, and checks that the model fits it.
+
+    Args:
+      run: after the checks before training.
+      header: of `ledger_header`, the same on all processes (`checks.processes`).
+      checkpoint: of `checkpoint_of`.
+      resumes: False for a run that starts.
+
+    Returns:
+      See `Opened`.
+
+    Raises:
+      ValueError: the model is not a base that the run may start from.
+      LedgerError: the ledger is missing, damaged, of another run, there already, or of a run that lost
+        what it would go on with; or there is no checkpoint, and its releases cannot be made again on
+        this model.
+    """
+    return _resume(run, header, checkpoint) if resumes else _start(run, header)
+
+
+def _resume(run: Run, header: Mapping[str, Any], checkpoint: str | None) -> Opened:
+    ledger = continue_ledger(str(run.args.output_dir), header, checkpoint)
+    try:
+        compare({"releases": ledger.digest()})
+        check_resumed(run.plan, ledger)
+        if checkpoint is not None:
+            return Opened(ledger, load_state(checkpoint, ledger), "")
+        _check_replayed(run, ledger)
+    except (ValueError, RankError):
+        ledger.close()
+        raise
+    return Opened(ledger, None, state_digest(run.model))
+
+
+def _start(run: Run, header: dict[str, Any]) -> Opened:
+    model = run.model
+    header["base_weights"], compared = _checked_start(run)
+    digest = digest_model(model)
+    header["frozen_digest"] = digest_frozen(model)
+    header["earlier_runs"] = run.earlier_runs
+    header["forward_passes"] = forward_passes(run.shapes)
+    header["processes"] = mesh_words(run.split, run.sharded)
+    if isinstance(run.plan.sampler, FixedBatchesSampler):
+        parts = collectives.shared_from_main(lambda: steady_parts(run.dataset))
+        header |= {} if parts is None else {"row_parts": parts}
+    ledger = start_ledger(str(run.args.output_dir), header, digest)
+    _keep_initial_values(run, compared, digest)
+    return Opened(ledger, None, state_digest(model))
+
+
+def _keep_initial_values(run: Run, compared: Comparison | None, digest: str) -> None:
+    def write() -> None:
+        if run.args.should_save and run.plan.mechanism.replayable:
+            write_initial_values(str(run.args.output_dir), run.model, compared, digest)
+
+    if is_split(run.model):
+        on_first_of(run.model, write)
+    else:
+        write()
+
+
+def _checked_start(run: Run) -> tuple[str, Comparison | None]:
+    """`check_start` on rank 0, for all."""
+    args = run.args
+    if args.extends_run is not None:
+        if not run.plan.private:
+            raise ValueError(
+                f"noise_multiplier={args.noise_multiplier} with extends_run={args.extends_run!r}: "
+                "nothing bounds what this run would add; give it noise, or target_epsilon."
+            )
+        ledger = check_extended(args.extends_run, args.privacy_unit, run.plan.after)
+        refuse_lost_releases(Path(args.extends_run), ledger)
+    return on_first_of(
+        run.model, lambda: check_start(run.model, args.base_is_public, args.extends_run)
+    )
+
+
+def _check_replayed(run: Run, ledger: Trajectory) -> None:
+    """Refuses to replay a ledger where that would not give the interrupted run's weights."""
+    if ledger.releases and not ledger.header["replayable"]:
+        raise LedgerError(
+            f"{ledger.path} holds {ledger.next_step} steps of {run.args.method}, which released "
+            "vectors that only the weights held, and there is no checkpoint with these: what they spent "
+            "is lost. Train in another output_dir (both runs then count, where they are on the same "
+            "data), and save checkpoints (save_strategy='steps')."
+        )
+    if digest_model(run.model) != ledger.header["base_model_digest"]:
+        raise LedgerError(
+            f"there is no checkpoint, so the {ledger.next_step} steps of {ledger.path} are replayed on "
+            "the base, and this model is not the base that they began with (its digest differs): load "
+            "it again, in the same dtype and with the same head and adapters (from the same seed, or by "
+            "hf_dpzero.run_folder.base_model.load_initial_model)."
+        )
+    _, compared = _checked_start(run)
+    _keep_initial_values(run, compared, ledger.header["base_model_digest"])
+
+
+def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
+    """Refuses to go on with a run whose next step depends on what was in the interrupted process alone.
+
+    Args:
+      plan: of the run.
+      ledger: of the interrupted run.
+
+    Raises:
+      LedgerError: steps were taken, and their un-noised sums of losses are lost.
+    """
+    groups = plan.groups
+    hidden = groups is not None and groups.num_values and not groups.joint
+    if groups is not None and hidden and 0 < ledger.next_step < plan.steps:
+        raise LedgerError(
+            f"{ledger.path} holds {ledger.next_step} of {plan.steps} steps, and the interrupted run "
+            f"cannot go on: group_weights={groups.name!r} needs un-noised sums of its losses, which "
+            "were in its memory alone and must not be written down. Keep its last checkpoint as it is, "
+            "or train in another output_dir (extends_run adds up the budgets of two runs that ended); "
+            "group_weights='per_step' can be resumed."
+        )
+
+
+# ------------------------------------------------------------------ run files
+# What a run keeps in its output_dir, the public ledger and grid states, and the key it never keeps.
+
 
 logger = logging.get_logger(__name__)
 
@@ -104,10 +295,10 @@ def start_ledger(output_dir: str, header: dict[str, Any], base_digest: str) -> T
     path = Path(output_dir) / LEDGER_NAME
     if not path.exists():  # one that exists is refused below, for what it is
         refuse_lost_releases(Path(output_dir), None)
-        distributed.on_main(lambda: _set_aside(Path(output_dir)), lambda: None)
+        collectives.on_main(lambda: _set_aside(Path(output_dir)), lambda: None)
     key = header.get("direction_key") or f"{new_key():032x}"
-    header = {**header, "base_model_digest": base_digest, "direction_key": distributed.shared(key)}
-    return distributed.on_main(lambda: Trajectory.create(path, header), lambda: Trajectory(header))
+    header = {**header, "base_model_digest": base_digest, "direction_key": collectives.shared(key)}
+    return collectives.on_main(lambda: Trajectory.create(path, header), lambda: Trajectory(header))
 
 
 def discard_unused(trajectory: Trajectory) -> None:
@@ -145,7 +336,7 @@ def continue_ledger(
         raise LedgerError(
             f"{path} is missing, and without it nobody knows how much budget was spent: {advice}"
         )
-    trajectory = distributed.on_main(
+    trajectory = collectives.on_main(
         lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
     )
     try:
@@ -232,20 +423,3 @@ _RECORDS: dict[str, Callable[[Path], tuple[int, str | None]]] = {
     REPORT_FILE: _of_report,
 }
 """Files that say how many steps were taken: name -> (steps, digest of their releases or None)."""
-
-
-def draw_sampler_key(given: str | None = None) -> bytes:
-    """The secret that one call of `train` draws its batches by; a resumed run has another.
-
-    It is never stored: whoever copies the run's folder, or goes back to an older copy, could
-    otherwise release the same batches a second time.
-
-    Args:
-      given: 64 hex digits, for tests (the report then says NOT PRIVATE); None draws a fresh key.
-
-    Returns:
-      32 bytes, the same on all ranks.
-    """
-    return distributed.shared_from_main(
-        lambda: bytes.fromhex(given) if given else new_sampler_key()
-    )

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from hf_dpzero.batches.placement import Placement
 from hf_dpzero.estimators.stacked import STACK_BYTES
-from hf_dpzero.parallel.distributed import active, control_group, gather_blocks, sum_and_agree
+from hf_dpzero.parallel.collectives import active, control_group, gather_blocks, sum_and_agree
 from hf_dpzero.privacy.mechanisms import VectorMechanism
 
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
     from hf_dpzero.settings.config import DPZeroConfig
+
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hf_dpzero.parallel.distributed import (
+from hf_dpzero.parallel.collectives import (
+    RankError,
     differing,
     gather_objects,
 )
-from hf_dpzero.parallel.rank_failures import RankError
 
 T = TypeVar("T")
 
