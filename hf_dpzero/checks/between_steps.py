@@ -39,6 +39,9 @@ class WeightsBetweenSteps:
     def __init__(self, model: nn.Module, watched: bool = True) -> None:
         self.model, self.watched = model, watched
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # Parts of split parameters may be replaced between two steps, and are looked up each time.
+        self._split = any(map(is_sharded, self._named.values()))
+        self._guard = self._guard_of_parts()
         self._left: tuple[list[int], list[int]] | None = None
         self._addresses: list[int] = []
         self._changed = ""
@@ -53,10 +56,11 @@ class WeightsBetweenSteps:
         """Remembers what the run leaves."""
         if not self.watched:
             return
-        guard = self._guard()
-        self._left = guard.state()
+        if self._split:
+            self._guard = self._guard_of_parts()
+        self._left = self._guard.state()
         if self._addresses != self._left[1]:
-            self._take_views(guard.tensors)
+            self._take_views(self._guard.tensors)
             self._addresses = self._left[1]
         for views, values, _ in self._groups:
             torch.cat(views, out=values)
@@ -88,8 +92,8 @@ class WeightsBetweenSteps:
                 "checkpoint, or, by dpzero's and mezo's ledger, from the base."
             )
 
-    def _guard(self) -> ParameterGuard:
-        parts = {name: local(p).detach() for name, p in self._named.items()}
+    def _guard_of_parts(self) -> ParameterGuard:
+        parts = {name: local(p) if self._split else p for name, p in self._named.items()}
         return ParameterGuard((name, part) for name, part in parts.items() if part.numel())
 
     @torch.no_grad()
@@ -99,17 +103,17 @@ class WeightsBetweenSteps:
         stride = 1 if total <= WHOLE else math.ceil(total / SAMPLED)
         kinds: dict[Any, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
-            some = tensor.as_strided((math.ceil(tensor.numel() / stride),), (stride,))
+            some = tensor.detach().as_strided((math.ceil(tensor.numel() / stride),), (stride,))
             kinds[tensor.device, tensor.dtype].append(some.view(_BITS[tensor.element_size()]))
         self._groups = [(views, torch.cat(views), torch.cat(views)) for views in kinds.values()]
 
     def _difference(self, left: tuple[list[int], list[int]]) -> str:
         now = dict(self.model.named_parameters())
-        split = any(map(is_sharded, self._named.values()))  # gathered ones may stand for them
         for name, parameter in self._named.items():
-            if not split and now.get(name) is not parameter:
+            # Gathered parameters may stand for split ones.
+            if not self._split and now.get(name) is not parameter:
                 return f"{name} was replaced by another parameter"
-        guard = self._guard()
+        guard = self._guard_of_parts() if self._split else self._guard
         pairs = zip(guard.names, *left, *guard.state(), strict=True)
         for name, version, address, *new in pairs:
             if new[1] != address:
