@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 _HOME = {
     "DPZeroConfig": "settings.config",
     "DPZeroMixin": "training.trainer",
-    "DPZeroSeq2SeqConfig": "training.seq2seq",
-    "DPZeroSeq2SeqTrainer": "training.seq2seq",
+    "DPZeroSeq2SeqConfig": "training.dpzero_trainer",
+    "DPZeroSeq2SeqTrainer": "training.dpzero_trainer",
     "DPZeroTrainer": "training.dpzero_trainer",
     "Direction": "perturbation.directions",
     "FixedBatchesSampler": "privacy.sampling",
@@ -66,9 +66,9 @@ if TYPE_CHECKING:
     from hf_dpzero.recipes.recipe import load_recipe as load_recipe
     from hf_dpzero.reporting.privacy_report import PrivacyReport as PrivacyReport
     from hf_dpzero.settings.config import DPZeroConfig as DPZeroConfig
+    from hf_dpzero.training.dpzero_trainer import DPZeroSeq2SeqConfig as DPZeroSeq2SeqConfig
+    from hf_dpzero.training.dpzero_trainer import DPZeroSeq2SeqTrainer as DPZeroSeq2SeqTrainer
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer as DPZeroTrainer
-    from hf_dpzero.training.seq2seq import DPZeroSeq2SeqConfig as DPZeroSeq2SeqConfig
-    from hf_dpzero.training.seq2seq import DPZeroSeq2SeqTrainer as DPZeroSeq2SeqTrainer
     from hf_dpzero.training.trainer import DPZeroMixin as DPZeroMixin
 
 

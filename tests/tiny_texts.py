@@ -32,7 +32,7 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def differences(trainer: Any, chosen: list[int]) -> dict[int, float]:
     """x of each row, evaluated as a step evaluates it."""
-    parts = trainer.shapes.microbatches(chosen)
+    parts = trainer.run.shapes.microbatches(chosen)
     step = trainer.step.differences
     x = step(parts, [Direction(7, 0)])[:, 0].tolist()
     step.space.settle_()

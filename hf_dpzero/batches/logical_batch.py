@@ -234,16 +234,20 @@ class StepSampler(Sampler[int]):
 
     Epochs are a reporting unit only (Poisson sampling has none). One that a callback ends early
     (`should_epoch_stop`) has fewer steps, and the next one takes them up.
+
+    Args:
+      plan: of the run.
+      taken: returns how many steps were taken.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self._begun = trainer, False
+    def __init__(self, plan: PrivacyPlan, taken: Callable[[], int]) -> None:
+        self.plan, self.taken, self._begun = plan, taken, False
 
     def __len__(self) -> int:
-        return int(self.trainer.plan.sampler.steps_per_epoch)
+        return int(self.plan.sampler.steps_per_epoch)
 
     def __iter__(self) -> Iterator[int]:
-        start = self.trainer.state.global_step
+        start = self.taken()
         taken = 0 if self._begun else start % len(self)
         self._begun = True
-        return iter(range(start, min(start + len(self) - taken, self.trainer.plan.steps)))
+        return iter(range(start, min(start + len(self) - taken, self.plan.steps)))

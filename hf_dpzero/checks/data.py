@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
-from datasets.fingerprint import Hasher
 from torch import Tensor, nn
 
+from hf_dpzero.batches.shapes import context_length
 from hf_dpzero.objectives.heads import is_language_model
 from hf_dpzero.objectives.losses import base_model
-from hf_dpzero.parallel import distributed
-from hf_dpzero.run_folder.row_order import digest_of_rows
+from hf_dpzero.run import Run
 
 LABEL_COLUMNS = (
     *("labels", "label", "label_ids"),
@@ -123,6 +125,37 @@ def check_all_kept(given: Any, prepared: Any) -> None:
             "label. How many these are is private, and the number of examples must not tell: raise "
             "max_length, or use DPZeroTrainer, which keeps such rows with loss 0."
         )
+
+
+def check_labels_of(run: Run) -> None:
+    """Refuses rows that have no labels, nor get any from the collator (see `check_labels`).
+
+    Raises:
+      ValueError: there are none, or row 0 cannot be collated.
+    """
+    with of_first_row("collated"):
+        first = run.rows.collate_rows([0])
+    if not set(first) & {*LABEL_COLUMNS, *run.label_names}:
+        check_labels(run.dataset, run.label_names)
+
+
+@contextlib.contextmanager
+def of_first_row(done: str) -> Iterator[None]:
+    """Says of an error that nothing else has words for that row 0 cannot be trained on, and why.
+
+    The error's own words may quote a private row; they are in the traceback.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"row 0 of train_dataset cannot be {done} ({type(error).__name__}): look whether rows are "
+            "{column: value}, token ids lie within the model's vocabulary, texts within its length and "
+            "labels are what its head takes; and at data_collator and compute_per_example_loss, if "
+            "these are yours."
+        ) from error
 
 
 def check_labels(dataset: Any, names: Iterable[str] = ()) -> None:
@@ -240,47 +273,44 @@ def _restarts(batch: Mapping[str, Tensor]) -> bool:
     return bool((positions[:, 1:] == 0).logical_and(positions[:, :-1] > 0).any())
 
 
-def check_same_rows(dataset: Any) -> None:
-    """Refuses processes that hold other rows, or the same in another order.
+def positions(model: nn.Module) -> int | None:
+    """Tokens that a model with learned positions takes; None for others, which take any number."""
+    learned = (
+        isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+        for name, module in base_model(model).named_modules()
+    )
+    return context_length(model) if any(learned) else None
 
-    Each takes its share of the drawn row numbers, so a row under two numbers would count twice.
 
-    Args:
-      dataset: of this process; rows by number.
+def check_lengths(run: Run) -> None:
+    """Refuses training rows that the model has no positions for, where they can be told quickly.
+
+    Looked at: the stored `input_ids` of a `datasets.Dataset`; the longest is collated, for a collator
+    may cut it. Other data sets are not read through: there such a row stops the run when it is drawn.
 
     Raises:
-      ValueError: on all processes; names the ranks.
+      ValueError: says how rows are cut.
     """
-    if not distributed.active():
+    most, longest = positions(run.model), _longest(run.dataset)
+    if most is None or longest is None:
         return
-    length, known = len(dataset), getattr(dataset, "_fingerprint", None)
-    told = distributed.gather_objects((length, known))
-    lengths = [length for length, _ in told]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"train_dataset has {lengths} rows on ranks 0, 1, ...: {_SAME_ROWS}")
-    if len(set(told)) == 1 and known is not None:
-        digests = distributed.gather_objects(_digest_of_some(dataset))
-        digests = [] if "" in digests else digests
-    else:
-        digest = hashlib.sha256()
-        for row in range(length):
-            digest.update(Hasher.hash(dataset[row]).encode())
-        digests = distributed.gather_objects(digest.hexdigest())
-    if len(set(digests)) > 1:
+    ids = run.rows.collate_each([longest])[0].get("input_ids")
+    if ids is not None and ids.shape[-1] > most:
         raise ValueError(
-            f"{distributed.differing(digests)} in the rows, or their order: {_SAME_ROWS}"
+            f"train_dataset has a row of more tokens than the model's {most} positions, which would "
+            "stop the run when it is drawn: cut rows (truncation=True and max_length of the tokenizer; "
+            "max_length for rows of text), or leave long ones out."
         )
 
 
-def _digest_of_some(dataset: Any) -> str:
-    """Of rows that one recipe made (`_fingerprint`), which may have shuffled them without a seed."""
-    return digest_of_rows(dataset, b"", range(0, len(dataset), -(-len(dataset) // COMPARED)))
-
-
-COMPARED = 1000
-"""Rows that are compared, spread evenly, where the processes name the same origin of their rows."""
-
-_SAME_ROWS = (
-    "every process must load the same rows in the same order, or a row could count once for each (an "
-    "unseeded shuffle or train_test_split?). Seed it, or prepare the data in one process and save it."
-)
+def _longest(dataset: Any) -> int | None:
+    """The row with most stored tokens; None where they are not stored as flat lists."""
+    if not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names:
+        return None
+    if dataset.format["type"] == "custom" or not len(dataset):  # a transform makes the rows
+        return None
+    column = dataset.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        return None
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    return int(lengths.argmax())

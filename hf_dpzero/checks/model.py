@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,11 @@ from hf_dpzero.parallel.offloading import accelerate_hooks
 from hf_dpzero.perturbation.sharding import local
 from hf_dpzero.perturbation.trainable import check_dtype, check_storage, has_plain_storage
 
+if TYPE_CHECKING:
+    from hf_dpzero.settings.config import DPZeroConfig
 
-def check_installed(args: Any) -> None:
+
+def check_installed(args: DPZeroConfig) -> None:
     """Refuses settings that need a package which is not installed.
 
     Args:
@@ -47,20 +50,25 @@ def check_installed(args: Any) -> None:
         opacus_rules()
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuses what cannot be perturbed exactly, and layers that make examples depend on each other.
+def check_trained(model: nn.Module) -> None:
+    """Refuses trainable parameters that cannot be perturbed exactly, in place.
 
     Raises:
-      ValueError: weights that are not in memory (see `check_placement`); a trainable parameter of a
-        dtype other than float32, bfloat16 and float16, or with memory that something else uses too
-        (see `check_storage`); batch normalisation with batch statistics; an embedding that
-        renormalises its weight.
+      ValueError: one of a dtype other than float32, bfloat16 and float16, or with memory that something
+        else uses too (see `check_storage`).
     """
-    check_placement(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             check_dtype(name, parameter)
     check_storage(model)
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuses layers that make examples depend on each other.
+
+    Raises:
+      ValueError: batch normalisation with batch statistics; an embedding that renormalises its weight.
+    """
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (
             not module.track_running_stats or module.running_mean is None

@@ -148,13 +148,13 @@ def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str
     """Metrics of the recipe's model (`base` with an adapter on it) on its validation rows."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    from hf_dpzero.training.prediction import PredictingTrainer
+    from hf_dpzero.training.publishing import PublishingTrainer
 
     model, tokenizer = load_trained(recipe.model, task, base)
     check_context(model, recipe)
     encoded = task.tokenize(tokenizer, recipe.model.pair_features, only="validation")
     rows = with_kept_column(encoded, task, recipe.data.keep_column)["validation"]
-    trainer = PredictingTrainer(
+    trainer = PublishingTrainer(
         model=model,
         args=recipe.training,
         eval_dataset=rows,

@@ -225,7 +225,7 @@ def _add_blank_slots(found: dict[str, Any], plan: Any, recipe: Recipe, parameter
 
 
 def _couples_examples(recipe: Recipe, precision: str) -> bool:
-    """Whether `training.precision.check_precision` will refuse the run, as far as a recipe tells."""
+    """Whether `checks.precision.check_precision` will refuse the run, as far as a recipe tells."""
     args = recipe.training
     low = precision != "float32" or args.bf16
     private = not args.not_private and args.noise_multiplier != 0

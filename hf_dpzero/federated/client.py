@@ -35,12 +35,11 @@ from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.objectives.losses import Filled, num_examples
 from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
 from hf_dpzero.run_folder.row_order import digest_of_rows
-from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.training import start
 from hf_dpzero.training.methods import ZerothOrderMethod
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
+    from hf_dpzero.run import Dataset
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 logger = logging.getLogger(__name__)
@@ -60,18 +59,18 @@ class Replica:
     """
 
     def __init__(self, trainer: DPZeroTrainer) -> None:
-        self.trainer = trainer
-        check_before_training(trainer)
+        self.trainer, self.run = trainer, trainer._new_run()
+        start.prepare(self.run)
 
     def follow(self, contract: Mapping[str, Any]) -> None:
         """Snaps the base weights to the contract's grid; from then on the replica is at round 0."""
-        self.applied = self.trainer.trajectory = Trajectory(contract)
-        self.method = ZerothOrderMethod(self.trainer, None)
+        self.run.ledger = Trajectory(contract)
+        self.method = ZerothOrderMethod(self.run, None)
 
     @property
     def round(self) -> int:
         """The number of releases that are in the weights, r."""
-        return self.applied.next_step
+        return self.run.opened.next_step
 
     def catch_up(self, releases: Sequence[Release]) -> None:
         """Applies the releases that the weights lack: K numbers for each missed round.
@@ -82,15 +81,16 @@ class Replica:
         Raises:
           LedgerError: they are another run's.
         """
+        applied = self.run.opened
         # of what both have the last one is enough: ledgers are compared whole where they are kept
         last = min(self.round, len(releases)) - 1
-        if last >= 0 and self.applied.releases[last] != releases[last]:
+        if last >= 0 and applied.releases[last] != releases[last]:
             raise LedgerError(
                 f"round {last} was another one here: these releases are another run's."
             )
         for release in releases[self.round :]:
-            self.applied.append(release)
-            apply_release(self.method.space, self.applied, release)
+            applied.append(release)
+            apply_release(self.method.space, applied, release)
 
     def differences(self, indices: Sequence[int]) -> Tensor:
         """Measures rows along this round's K directions; leaves the weights as they were.
@@ -101,15 +101,15 @@ class Replica:
         Returns:
           Private: float64 [B, K], neither clipped nor noised.
         """
-        rows, shapes = self.trainer.training_rows(), self.trainer.shapes
+        rows, shapes = self.run.rows, self.run.shapes
         if shapes is not None:
             parts = list(shapes.microbatches(list(indices)))
         else:  # a run without noise protects nothing, so its passes may be of any size
-            size = self.trainer.args.physical_batch_size
+            size = self.run.args.physical_batch_size
             chunks = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
             batches = [rows.collate_rows(chunk) for chunk in chunks]
             parts = [Filled(batch, num_examples(batch)) for batch in batches]
-        directions = directions_of(self.round, self.applied.header)
+        directions = directions_of(self.round, self.run.header)
         with self.method.reads.own_step(), isolated_randomness():
             differences: Tensor = self.method.step.differences(parts, directions)
             self.method.settle_()
@@ -117,7 +117,7 @@ class Replica:
 
     def close(self) -> None:
         """Takes the watchers off the model; the weights stay where they are."""
-        self.trainer._reads.close()
+        self.run.resources.close()
 
 
 class LocalClient:

@@ -332,10 +332,10 @@ class ServerRun:
 
     def __init__(self, side: Side, folder: Path, *, resume: bool = False) -> None:
         self.side, self.folder, self.config = side, folder, side.recipe.training
-        trainer = side.replica.trainer
+        run = side.replica.run
         # before the replica moves: afterwards every base differs from what its name leads to
-        self.base_weights, _ = check_start(trainer.model, trainer.args.base_is_public)
-        self.earlier_runs = trainer.earlier_runs
+        words, _ = check_start(run.model, run.args.base_is_public)
+        self.base = {"base_weights": words, "earlier_runs": run.earlier_runs}
         self.server = side.start_server(folder, resume=resume)
         self.evaluations: list[dict[str, float]] = []
         path = folder / EVALUATIONS_NAME
@@ -417,8 +417,7 @@ class ServerRun:
         trainer.model.save_pretrained(self.folder)
         if trainer.processing_class is not None:
             trainer.processing_class.save_pretrained(self.folder)
-        base = {"base_weights": self.base_weights, "earlier_runs": self.earlier_runs}
-        save_costliest(self.server, config, report, base)
+        save_costliest(self.server, config, report, self.base)
 
     def close(self) -> None:
         """Lets go of the ledgers and the model."""

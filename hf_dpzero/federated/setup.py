@@ -156,7 +156,7 @@ class Side:
     @property
     def num_examples(self) -> int:
         """The number of rows on this machine."""
-        return len(self.replica.trainer.train_dataset)
+        return len(self.replica.run.dataset)
 
     def probability(self) -> float:
         """Returns q of the recipe, or as it was set."""
@@ -177,11 +177,11 @@ class Side:
         """
         if self.contract is not None:
             return self.contract
-        trainer = self.replica.trainer
-        header, args = ledger_header(trainer), trainer.args
+        run = self.replica.run
+        header, args = ledger_header(run), run.args
         return {
             **{name: value for name, value in header.items() if name not in _OF_ONE_MACHINE},
-            "base_model_digest": digest_model(trainer.model),
+            "base_model_digest": digest_model(run.model),
             "sampling_probability": self.probability(),
             "federated": {
                 "rounds": int(args.max_steps),
@@ -279,7 +279,7 @@ class Side:
         )
         check_plan(offered, local)
         if local.participation == "once":
-            check_same_rows(folder, self.replica.trainer.train_dataset, rows.tolist())
+            check_same_rows(folder, self.replica.run.dataset, rows.tolist())
         if self.contract is not None and contract_digest(self.contract) != contract_digest(offered):
             raise ContractError("this process follows another server's run: start the client anew.")
         seed = self.recipe.training.insecure_noise_seed

@@ -12,12 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.parallel.rank_failures import RankError, active, exchanging
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from hf_dpzero.settings.config import DPZeroConfig
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -56,6 +63,12 @@ def control_group(seconds: float = 1800.0) -> Any:
         own, limit = "cpu:gloo" in str(dist.get_backend_config()), timedelta(seconds=seconds)
         _control = world, world if own else dist.new_group(backend="gloo", timeout=limit)
     return _control[1]
+
+
+def connect(seconds: float) -> None:
+    """Makes the group for tensors on the CPU, on all processes, if there are several."""
+    if active():
+        control_group(seconds)
 
 
 def _run(operation: Callable[..., Any], tensor: torch.Tensor, *given: Any, **settings: Any) -> None:
@@ -189,6 +202,40 @@ def numbers_of_main(make: Callable[[], Sequence[float]], count: int) -> tuple[fl
     return tuple(values.tolist())
 
 
+def release_on_all(
+    trajectory: Trajectory,
+    step: int,
+    learning_rate: float,
+    values: Callable[[], tuple[float, ...]],
+) -> Release:
+    """Appends a step's release to the ledger, on rank 0 before any other rank knows of it.
+
+    So no process holds a release that is not paid for, wherever rank 0 is killed or its disk is full.
+
+    Args:
+      trajectory: on disk on rank 0, in memory on the others.
+      step: its number.
+      learning_rate: written beside the values.
+      values: draws noise; called on rank 0 only.
+
+    Returns:
+      The release, the same on all ranks.
+
+    Raises:
+      LedgerWriteError: on rank 0, where it could not be written; the others hear nothing of it.
+    """
+
+    def written() -> tuple[float, ...]:
+        drawn = values()
+        trajectory.append(Release(step, drawn, learning_rate))
+        return drawn
+
+    told = numbers_of_main(written, trajectory.num_values)
+    if not is_main():
+        trajectory.append(Release(step, told, learning_rate))
+    return trajectory.releases[step]
+
+
 def shared(value: T) -> T:
     """Rank 0's value, on every process; pickled."""
     if not active():
@@ -246,15 +293,15 @@ def wait() -> None:
             dist.barrier(group=control_group())
 
 
-def check_launch(trainer: Any) -> None:
+def check_launch(accelerator: Accelerator) -> None:
     """Refuses sharding that `accelerate launch` asks for by environment variables, but for FSDP2.
 
     Raises:
       ValueError: the accelerator does anything but plain data parallelism and FSDP2.
     """
-    kind = str(getattr(trainer.accelerator.distributed_type, "value", ""))
+    kind = str(getattr(accelerator.distributed_type, "value", ""))
     if kind == "FSDP":
-        check_version(int(trainer.accelerator.state.fsdp_plugin.fsdp_version))
+        check_version(int(accelerator.state.fsdp_plugin.fsdp_version))
     elif kind in ("MEGATRON_LM", "XLA", "TP"):
         raise ValueError(
             f"distributed_type={kind} shards or copies parameters in ways that the in-place "
@@ -280,7 +327,7 @@ def check_version(version: int) -> None:
         )
 
 
-def check_world(args: Any) -> None:
+def check_world(args: DPZeroConfig) -> None:
     """Refuses processes of one group whose arguments say that each runs alone.
 
     Each would evaluate the whole batch, and the sum over all would count every row once a process: the
@@ -298,7 +345,7 @@ def check_world(args: Any) -> None:
         )
 
 
-def check_single_strategy(args: Any, model: Any = None) -> None:
+def check_single_strategy(args: DPZeroConfig, model: Any = None) -> None:
     """Refuses FSDP1 and nn.DataParallel, where the arguments ask for them.
 
     Raises:

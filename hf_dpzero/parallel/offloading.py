@@ -21,7 +21,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
@@ -41,6 +41,9 @@ from hf_dpzero.estimators.arrivals import (
 )
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.trainable import quantised_kind
+
+if TYPE_CHECKING:
+    from hf_dpzero.settings.config import DPZeroConfig
 
 logger = logging.get_logger(__name__)
 
@@ -317,17 +320,17 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def check_offload(trainer: Any) -> None:
+def check_offload(model: nn.Module, args: DPZeroConfig) -> None:
     """Refuses what offloaded weights do not allow; gives trained ones on disk files of their own.
 
     Args:
-      trainer: a `DPZeroTrainer` whose model is settled, after what trains was chosen.
+      model: settled, after what trains was chosen.
+      args: settings of the run.
 
     Raises:
       ValueError: several processes, a first-order method, compiled code, or a strategy that moves all
         weights.
     """
-    model, args = trainer.model, trainer.args
     if schedule_of(model) is None:
         return
     if args.world_size > 1:

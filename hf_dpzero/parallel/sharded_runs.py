@@ -16,22 +16,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
 from transformers.utils import logging
 
-from hf_dpzero.batches.shapes import blank_like, width_of
-from hf_dpzero.ledger.digests import state_digest
-from hf_dpzero.objectives.losses import Filled, single_pass
+from hf_dpzero.objectives.losses import Filled, PerExampleLoss, single_pass
 from hf_dpzero.parallel import distributed
 from hf_dpzero.perturbation.sharding import is_sharded, on_first, own_part, whole
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.weights import open_weights, saved_tensors
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from hf_dpzero.settings.config import DPZeroConfig
 
 logger = logging.get_logger(__name__)
 
@@ -40,78 +41,38 @@ _MARK = "_hf_dpzero_cut"
 _INSTEAD = "use plain data parallelism (MULTI_GPU, MULTI_CPU) or one process"
 
 
-class ShardedTrainer(Trainer):
-    """A Trainer that cuts its model by FSDP2 where that was asked for, and keeps whole files.
-
-    Attributes:
-      shards: whether it does.
-    """
-
-    args: Any
-    model: Any
-    shards: bool = False
-
-    def shard_(self) -> None:
-        """Cuts the model over the processes, if that was asked for and is not done yet; in place.
-
-        Raises:
-          ValueError: a model that cannot be cut.
-        """
-        if not self.shards or is_split(self.model):
-            return
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-        check_splittable(self.model, self.args)
-        plugin = self.accelerator.state.fsdp_plugin
-        named = plugin.transformer_cls_names_to_wrap
-        plugin.transformer_cls_names_to_wrap = named or layer_classes(self.model)
-        try:
-            fsdp2_prepare_model(self.accelerator, self.model)
-        finally:
-            plugin.transformer_cls_names_to_wrap = named
-        vars(self.model)[_MARK] = True
-        self.model.set_reshard_after_forward(True)
-        if hasattr(self.model, "generate"):
-            torch.distributed.fsdp.register_fsdp_forward_method(self.model, "generate")
-
-    def _prepare_for_training(self, *args: Any, **settings: Any) -> Any:
-        with _prepared(self.accelerator) if self.shards else contextlib.nullcontext():
-            return super()._prepare_for_training(*args, **settings)
-
-    def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        """As in Trainer, on all processes alike."""
-        self.shard_()
-        if self.shards and not self.accelerator._models:
-            self.accelerator._models.append(self.model)
-        try:
-            return super().evaluation_loop(*args, **settings)
-        finally:
-            give_back(self.model)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self.shards:
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_whole_(self.model, resume_from_checkpoint)
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self.shards and state_dict is None:
-            state_dict = whole_state(self.model, keep=self.args.should_save)
-        super()._save(output_dir, state_dict)
-
-
-def take_over(trainer: Any) -> None:
-    """Makes `trainer` one that shards, where Accelerate was told to use FSDP2.
-
-    Args:
-      trainer: whose accelerator has been made.
+def cut_(model: Any, accelerator: Accelerator, args: DPZeroConfig) -> None:
+    """Cuts a model over the processes, in place, as Accelerate's plugin says.
 
     Raises:
-      ValueError: a setting that does not go with parts of parameters.
+      ValueError: a model that cannot be cut.
     """
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None) or _plugin_on_cpus(trainer)
-    check_uncut(trainer.model)
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    check_splittable(model, args)
+    plugin = accelerator.state.fsdp_plugin
+    named = plugin.transformer_cls_names_to_wrap
+    plugin.transformer_cls_names_to_wrap = named or layer_classes(model)
+    try:
+        fsdp2_prepare_model(accelerator, model)
+    finally:
+        plugin.transformer_cls_names_to_wrap = named
+    vars(model)[_MARK] = True
+    model.set_reshard_after_forward(True)
+    if hasattr(model, "generate"):
+        torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")
+
+
+def uses_fsdp2(accelerator: Accelerator, model: Any, args: DPZeroConfig) -> bool:
+    """Whether Accelerate was told to cut the model by FSDP2; sets what a run needs of its plugin.
+
+    Raises:
+      ValueError: a setting that does not go with parts of parameters, or a model that is cut already.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None) or _plugin_on_cpus(accelerator, args)
+    check_uncut(model)
     if plugin is None:
-        return
+        return False
     if plugin.cpu_offload and type(plugin.cpu_offload).__name__ != "OffloadPolicy":
         raise ValueError(
             "fsdp_offload_params (cpu_offload) keeps parts in the CPU's memory, from where they are "
@@ -119,11 +80,11 @@ def take_over(trainer: Any) -> None:
             "processes or a model in bfloat16."
         )
     distributed.check_version(plugin.fsdp_version)
-    _check_settings(trainer.args)
+    _check_settings(args)
     if plugin.reshard_after_forward is False:
         logger.info("reshard_after_forward=False has no effect: every pass is at other weights.")
-    plugin.mixed_precision_policy = None
-    trainer.shards, trainer.is_fsdp_enabled = True, False
+    plugin.mixed_precision_policy = None  # autocast rounds, as it would in one process
+    return True
 
 
 def check_uncut(model: Any) -> None:
@@ -140,19 +101,19 @@ def check_uncut(model: Any) -> None:
         )
 
 
-def _plugin_on_cpus(trainer: Any) -> Any:
-    """FSDP's settings where Accelerate leaves them aside: processes on CPUs."""
+def _plugin_on_cpus(accelerator: Accelerator, args: DPZeroConfig) -> Any:
+    """Returns FSDP's settings where Accelerate leaves them aside: processes on CPUs."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if not distributed.active() or not (asked or trainer.args.fsdp):
+    if not distributed.active() or not (asked or args.fsdp):
         return None
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin(**(trainer.args.fsdp_plugin_args or {}))
-    trainer.accelerator.state.fsdp_plugin = plugin
+    plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
+    accelerator.state.fsdp_plugin = plugin
     return plugin
 
 
-def _check_settings(args: Any) -> None:
+def _check_settings(args: DPZeroConfig) -> None:
     if args.first_order:
         raise ValueError(
             f"method={args.method!r} under FSDP: gradients of single examples are not taken of parts of "
@@ -202,7 +163,7 @@ def layer_classes(model: Any) -> list[str]:
     return sorted(found)
 
 
-def check_splittable(model: nn.Module, args: Any) -> None:
+def check_splittable(model: nn.Module, args: DPZeroConfig) -> None:
     """Refuses weights that FSDP2 would change or cannot cut.
 
     Args:
@@ -227,7 +188,7 @@ def check_splittable(model: nn.Module, args: Any) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(accelerator: Any) -> Iterator[None]:
+def prepared(accelerator: Accelerator) -> Iterator[None]:
     """Inside, `accelerator.prepare(model, optimizer)` leaves the model as it is: it is cut already."""
 
     def prepare(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
@@ -252,39 +213,26 @@ class Lockstep:
     """Adds passes of blanks to a process' microbatches until every process has as many.
 
     Args:
-      trainer: after the checks before training.
+      objective: of the run.
+      blank: a microbatch of a shape that the run has; its losses are dropped.
 
     Raises:
       ValueError: an objective whose number of passes follows from its rows.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        if not single_pass(trainer.per_example_loss):
+    def __init__(self, objective: PerExampleLoss, blank: Mapping[str, Tensor]) -> None:
+        if not single_pass(objective):
             raise ValueError(
                 "the objective runs the model a number of times that follows from its rows, and under "
                 "FSDP all processes must run it as often: use a loss of one pass (cross_entropy in "
                 f"place of accuracy or F1 of generated texts), or {_INSTEAD}."
             )
-        self.idle = Filled(_blank_batch(trainer), 0, [])
+        self.idle = Filled(blank, 0, [])
 
     def __call__(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
         """The microbatches, and blank ones up to the number that the process with most has."""
         most = max(distributed.gather_numbers(len(microbatches)))
         return [*microbatches, *[self.idle] * (most - len(microbatches))]
-
-
-def _blank_batch(trainer: Any) -> Mapping[str, Tensor]:
-    """A microbatch of a shape that the run has; its losses are dropped."""
-    shapes = trainer.shapes
-    if shapes is None:
-        batch: Mapping[str, Tensor] = trainer.training_rows().collate_rows([0])
-        return batch
-    row = shapes.collate_each([0])[0]
-    if shapes.one_by_one:
-        return dict(row)
-    row = shapes.in_bucket(row)
-    blank, slots = blank_like(row, shapes.side), shapes.placement.rows_of(width_of(row), 0)
-    return dict(shapes.filled([blank], slots))
 
 
 def agreed(losses: Tensor) -> Tensor:
@@ -330,16 +278,6 @@ def on_first_of(model: nn.Module, work: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
-
-
-def final_digest(trainer: Any) -> str | None:
-    """`state_digest` of the trained model; None where an error ended a run in parts.
-
-    The error may be of this process alone, and the others would not join to gather the parts.
-    """
-    if trainer.shards and sys.exc_info()[0] is not None:
-        return None
-    return state_digest(trainer.model)
 
 
 def whole_state(model: Any, keep: bool = True) -> dict[str, Tensor]:

@@ -15,16 +15,20 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dpzero.batches.placement import Placement
 from hf_dpzero.estimators.stacked import STACK_BYTES
 from hf_dpzero.parallel.distributed import active, control_group, gather_blocks, sum_and_agree
 from hf_dpzero.privacy.mechanisms import VectorMechanism
+
+if TYPE_CHECKING:
+    from hf_dpzero.privacy.plan import PrivacyPlan
+    from hf_dpzero.settings.config import DPZeroConfig
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -159,8 +163,10 @@ def direction_shares(
     return min(d for d in meshes if work[d] <= least * (1 + 1e-9))
 
 
-def split_placement(trainer: Any, placement: Placement) -> tuple[Placement, Split]:
-    """The mesh of a `DPZeroTrainer`'s run, and its placement.
+def split_placement(
+    args: DPZeroConfig, model: nn.Module, placement: Placement, sharded: bool
+) -> tuple[Placement, Split]:
+    """Returns the placement of a run, and its mesh.
 
     The placement is that of one process, so that losses have the same bits whatever the number of
     processes, unless that takes the busiest one over a tenth longer than one for its share of the
@@ -168,8 +174,10 @@ def split_placement(trainer: Any, placement: Placement) -> tuple[Placement, Spli
     where a pass costs much beside its rows. There `microbatch_size` can keep the bits.
 
     Args:
-      trainer: with its arguments and its plan.
+      args: settings of the run.
+      model: to be trained.
       placement: for one process.
+      sharded: whether parameters lie in parts.
 
     Raises:
       ValueError: `direction_parallel_size` does not fit the processes, K or the method.
@@ -179,21 +187,22 @@ def split_placement(trainer: Any, placement: Placement) -> tuple[Placement, Spli
         own = dataclasses.replace(placement, repeats=shares)
         return own if own.busiest(shares) < WORTH * placement.busiest(shares) else placement
 
-    split = choose_split(trainer, lambda shares: best(shares).busiest(shares))
+    split = choose_split(args, model, lambda shares: best(shares).busiest(shares), sharded)
     return best(split.rows), split
 
 
-def choose_split(trainer: Any, work: Callable[[int], float]) -> Split:
+def choose_split(
+    args: DPZeroConfig, model: nn.Module, work: Callable[[int], float], sharded: bool
+) -> Split:
     """The mesh that `direction_parallel_size` asks for, or the one that leaves the least work.
 
     Args:
-      trainer: as in `split_placement`.
+      args, model, sharded: as in `split_placement`.
       work: R -> what the busiest share evaluates for one direction and sign.
 
     Raises:
       ValueError: as in `split_placement`.
     """
-    args = trainer.resolved_args
     world, asked, averaged = (
         args.world_size,
         args.direction_parallel_size,
@@ -210,7 +219,7 @@ def choose_split(trainer: Any, work: Callable[[int], float]) -> Split:
             f"direction_parallel_size={asked} with {world} processes and {args.num_directions} "
             "directions: give a divisor of the number of processes, at most num_directions."
         )
-    if trainer.shards and asked not in (None, 1):
+    if sharded and asked not in (None, 1):
         raise ValueError(
             f"direction_parallel_size={asked} under FSDP: a forward pass gathers the parts of all "
             "processes, which stand at one direction: leave it out."
@@ -220,20 +229,22 @@ def choose_split(trainer: Any, work: Callable[[int], float]) -> Split:
             f"direction_parallel_size={asked} with clipping='averaged', whose groups go to processes "
             "whole: leave it out."
         )
-    may = not averaged and not trainer.shards and not _may_stack(trainer)
+    may = not averaged and not sharded and not _may_stack(args, model)
     shares = asked or direction_shares(world, args.num_directions, work, may)
     return Split(args.process_index, world // shares, shares)
 
 
-def _may_stack(trainer: Any) -> bool:
+def _may_stack(args: DPZeroConfig, model: nn.Module) -> bool:
     """Whether many directions may go through one pass, whose bits follow from how many they are."""
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    small = sum(p.nbytes for p in trained) * 2 * trainer.resolved_args.num_directions <= STACK_BYTES
-    chosen = trainer.args.perturbation_strategy
+    trained = [p for p in model.parameters() if p.requires_grad]
+    small = sum(p.nbytes for p in trained) * 2 * args.num_directions <= STACK_BYTES
+    chosen = args.perturbation_strategy
     return chosen == "stacked" or (chosen == "auto" and small)
 
 
-def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
+def step_bytes(
+    plan: PrivacyPlan, args: DPZeroConfig, split: Split, sharded: bool, dimension: int
+) -> tuple[int, int]:
     """Bytes that a process puts into collective operations in a step (see `distributed.sent_bytes`).
 
     V released numbers: an all-reduce of V + 2 integers and a broadcast of V floats, of 8 bytes each. So
@@ -244,13 +255,14 @@ def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
     (`rank_agreement.EVERY`) is left out: 8 bytes in a hundred steps.
 
     Args:
-      trainer: a `DPZeroTrainer` whose split is chosen.
+      plan, args: of the run.
+      split: its mesh.
+      sharded: whether parameters lie in parts.
       dimension: d.
 
     Returns:
       (those that no batch changes; those for each row of this process' share of the batch).
     """
-    plan, args, split = trainer.plan, trainer.resolved_args, trainer.split
     mechanism, groups = plan.mechanism, plan.groups
     vector = isinstance(mechanism, VectorMechanism)
     numbers = args.num_directions if vector else mechanism.values_per_release
@@ -258,32 +270,32 @@ def step_bytes(trainer: Any, dimension: int) -> tuple[int, int]:
     if groups is not None:
         fixed += 8 * (2 * groups.num_groups + groups.num_values)
     fixed += 12 * dimension if args.first_order else 4 * dimension * vector
-    fixed += 8 * bool(trainer.shards)  # the number of passes
+    fixed += 8 * sharded  # the number of passes
     shared = -(-args.num_directions // split.directions) if split.directions > 1 else 0
     return fixed, 8 * shared
 
 
-def mesh_words(trainer: Any) -> str:
+def mesh_words(split: Split, sharded: bool) -> str:
     """How many processes run, and how they share the work, for the ledger's header and the report."""
-    split = trainer.split
     if split.rows * split.directions == 1:
         return "1"
     shares = {"rows": split.rows, "directions": split.directions}
     mesh = " x ".join(f"{n} shares of the {of}" for of, n in shares.items() if n > 1)
-    parts = ", parameters in parts by FSDP2" if trainer.shards else ""
+    parts = ", parameters in parts by FSDP2" if sharded else ""
     return f"{split.rows * split.directions} ({mesh}{parts})"
 
 
-def process_words(trainer: Any, dimension: int) -> str:
+def process_words(
+    plan: PrivacyPlan, args: DPZeroConfig, split: Split, sharded: bool, dimension: int
+) -> str:
     """The mesh and what a step sends, for a run's first lines."""
-    split = trainer.split
-    fixed, row = step_bytes(trainer, dimension)
+    fixed, row = step_bytes(plan, args, split, sharded, dimension)
     shares = [f"{split.rows} shares of the rows"] * (split.rows > 1)
     shares += [f"{split.directions} of the directions"] * (split.directions > 1)
     each = f" and {row} for each row of its share" if row else ""
     sent = (
         f"{split.rows * split.directions}: {' by '.join(shares)}; each sends {fixed:,} bytes{each}"
     )
-    if trainer.shards:
+    if sharded:
         return f"{sent} in a step, and every pass gathers the parameters (FSDP2)"
     return f"{sent} in a step (float32 gradients: {4 * dimension:,})"

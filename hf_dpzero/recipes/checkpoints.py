@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
+from hf_dpzero.checks.precision import keep_layout_
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.training.precision import keep_layout_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -27,6 +27,7 @@ from hf_dpzero.batches.shapes import (
     widened,
     width_of,
 )
+from hf_dpzero.checks.precision import couples_values
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import base_model, right_padded
 from hf_dpzero.parallel.offloading import settle_offloaded
@@ -42,7 +43,6 @@ from hf_dpzero.recipes.checkpoints import (
 )
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, label_text_weights
 from hf_dpzero.reporting.provenance import resolve_path
-from hf_dpzero.training.precision import couples_values
 
 if TYPE_CHECKING:
     import datasets

@@ -8,18 +8,18 @@ each by one rename.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dpzero.ledger.log_file import flush_folder
 from hf_dpzero.parallel import distributed
+from hf_dpzero.run import Run
 from hf_dpzero.run_folder.checkpoint_state import (
     REPLACED,
     STATE_NAME,
@@ -48,35 +48,35 @@ def refuse_checkpoint(run: Path, folder: Path) -> None:
         )
 
 
-def save_whole(trainer: Any, write: Callable[[], None]) -> None:
+def save_whole(run: Run, state: TrainerState, write: Callable[[str], None]) -> None:
     """Has a checkpoint written aside and put in place; then removes what `save_total_limit` leaves out.
 
     Guarantee: at every moment `checkpoint-N` is missing, the old one, or all of the new one, and no
     other is removed before it is there. Called on all processes.
 
     Args:
-      trainer: a `DPZeroTrainer`.
-      write: Trainer's `_save_checkpoint`.
+      run: whose ledger is open.
+      state: the Trainer's; its step names the checkpoint.
+      write: has Trainer write `checkpoint-N` into a folder, where it finds no older one to remove.
 
     Raises:
       CheckpointError: a full disk, or a folder that cannot be written.
     """
     from safetensors import SafetensorError
 
-    run = str(trainer._get_output_dir(trial=None))
-    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    draft, place = Path(run) / UNFINISHED / name, Path(run) / name
-    saves = trainer.args.should_save
+    folder = str(run.args.output_dir)
+    name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    draft, place = Path(folder) / UNFINISHED / name, Path(folder) / name
+    saves = run.args.should_save
     if saves:
         shutil.rmtree(draft, ignore_errors=True)  # a crash may have left it
     distributed.wait()
     try:
-        with _writing_to(trainer, draft.parent):
-            write()
-        _name_best(trainer.state, run, name)
+        write(str(draft.parent))
+        _name_best(state, folder, name)
         distributed.wait()  # every process writes the state of its random generators
         if saves and draft.is_dir():
-            _complete(trainer, draft)
+            _complete(run, state, draft)
         distributed.wait()
         if saves and draft.is_dir():
             _put(draft, place)
@@ -84,26 +84,16 @@ def save_whole(trainer: Any, write: Callable[[], None]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
             f"{place} could not be written ({type(error).__name__}: {error}) and was left out: the "
-            f"checkpoints before it and the ledger with its {trainer.trajectory.next_step} steps are "
+            f"checkpoints before it and the ledger with its {run.opened.next_step} steps are "
             "whole. Make room (save_total_limit keeps fewer; save_strategy='no' none, which a run of "
             "released numbers can resume without), then resume_from_checkpoint=True."
         ) from error
     if saves:
-        _remove_older(trainer, Path(run), place)
+        _remove_older(run.args.save_total_limit, state, Path(folder), place)
         shutil.rmtree(draft.parent, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _writing_to(trainer: Any, folder: Path) -> Iterator[None]:
-    """Trainer's run folder is another one for the while, where it also finds none to remove."""
-    trainer._get_output_dir = lambda trial=None: str(folder)
-    try:
-        yield
-    finally:
-        del trainer._get_output_dir
-
-
-def _name_best(state: Any, run: str, name: str) -> None:
+def _name_best(state: TrainerState, run: str, name: str) -> None:
     """The best checkpoint's place, as Trainer notes it, which looked for it among the unfinished."""
     if state.best_global_step:
         best = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
@@ -111,10 +101,10 @@ def _name_best(state: Any, run: str, name: str) -> None:
             state.best_model_checkpoint = os.path.join(run, best)
 
 
-def _complete(trainer: Any, draft: Path) -> None:
+def _complete(run: Run, state: TrainerState, draft: Path) -> None:
     if (draft / TRAINER_STATE_NAME).is_file():
-        trainer.state.save_to_json(str(draft / TRAINER_STATE_NAME))
-    save_state(draft, trainer.state.global_step, trainer.method.state_dict(), trainer.trajectory)
+        state.save_to_json(str(draft / TRAINER_STATE_NAME))
+    save_state(draft, state.global_step, run.method.state_dict(), run.opened)
     for folder, _, files in os.walk(draft):
         for file in files:
             with open(os.path.join(folder, file), "rb") as opened:
@@ -131,12 +121,11 @@ def _put(draft: Path, place: Path) -> None:
     flush_folder(place.parent)
 
 
-def _remove_older(trainer: Any, run: Path, newest: Path) -> None:
+def _remove_older(limit: int | None, state: TrainerState, run: Path, newest: Path) -> None:
     """As Trainer's rotation, but one is gone at once; those of a later step are an earlier attempt's."""
-    limit = trainer.args.save_total_limit
     if limit is None or limit <= 0:
         return
-    kept = {newest, Path(trainer.state.best_model_checkpoint or newest)}
+    kept = {newest, Path(state.best_model_checkpoint or newest)}
     found = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
     found.sort(key=lambda path: (step_of(path) <= step_of(newest), step_of(path)))
     spare = [path for path in found if path not in kept]

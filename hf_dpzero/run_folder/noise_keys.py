@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNois
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key
+from hf_dpzero.run import Run
 from hf_dpzero.run_folder import run_files
 from hf_dpzero.run_folder.row_order import digest_of_rows
 
@@ -72,18 +74,19 @@ class RunKeys(NamedTuple):
             self.file.unlink(missing_ok=True)
 
 
-def check_uploads(trainer: Any) -> None:
+def check_uploads(plan: PrivacyPlan, callbacks: Iterable[object]) -> None:
     """Refuses callbacks that would upload the folder with the keys together with everything else.
 
     Args:
-      trainer: a `DPZeroTrainer`, before training.
+      plan: of the run.
+      callbacks: of its trainer.
 
     Raises:
       ValueError: names the callback, and what to set.
     """
-    if not isinstance(trainer.plan.sampler, FixedBatchesSampler):
+    if not isinstance(plan.sampler, FixedBatchesSampler):
         return
-    for callback in trainer.callback_handler.callbacks:
+    for callback in callbacks:
         for kind in type(callback).__mro__:
             variable, values = UPLOADS.get(kind.__name__, ("", ()))
             chosen = str(getattr(callback, "_log_model", os.environ.get(variable, "")))
@@ -95,32 +98,34 @@ def check_uploads(trainer: Any) -> None:
                 )
 
 
-def open_keys(trainer: Any) -> RunKeys:
-    """The keys of a `DPZeroTrainer` whose ledger is open; fresh ones for what is new.
+def open_keys(run: Run) -> RunKeys:
+    """The keys of a run whose ledger is open; fresh ones for what is new.
 
     Raises:
       LedgerError: steps were released and their keys are not there, or are another run's; or the rows
         are not those that these steps had, in the same order, or there is no telling.
     """
-    given = trainer.args.sampler_key
-    if not isinstance(trainer.plan.sampler, FixedBatchesSampler):
+    given = run.args.sampler_key
+    if not isinstance(run.plan.sampler, FixedBatchesSampler):
         return RunKeys(run_files.draw_sampler_key(given))
-    file = Path(trainer.output_dir) / FOLDER / FILE
-    taken: int = trainer.trajectory.next_step
-    run: str = trainer.trajectory.header["direction_key"]
-    parts: list[str] | None = trainer.trajectory.header.get("row_parts")
+    file = Path(str(run.args.output_dir)) / FOLDER / FILE
+    taken: int = run.opened.next_step
+    began: str = run.header["direction_key"]
+    parts: list[str] | None = run.header.get("row_parts")
 
     def on_main() -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
-        started = 0 < taken < trainer.plan.steps  # a run that has ended needs no keys
-        stored: dict[str, Any] = _read(file, run) if started else {"order": new_sampler_key().hex()}
-        rows = digest_of_rows(trainer.train_dataset, bytes.fromhex(stored["order"]), parts=parts)
+        started = 0 < taken < run.plan.steps  # a run that has ended needs no keys
+        stored: dict[str, Any] = (
+            _read(file, began) if started else {"order": new_sampler_key().hex()}
+        )
+        rows = digest_of_rows(run.dataset, bytes.fromhex(stored["order"]), parts=parts)
         if started:
             _check_rows(file, stored.get("rows", ""), rows)
         elif not rows and not taken:
             logger.warning("This run could not be resumed if it were interrupted: %s", _NO_ORDER)
         noise = [entry for entry in stored.get("noise", ()) if entry[0] < taken]
         noise.append([taken if started else 0, new_noise_key().hex()])
-        kept = {"run": run, "order": stored["order"], "rows": rows, "noise": noise}
+        kept = {"run": began, "order": stored["order"], "rows": rows, "noise": noise}
         write_for_owner(file, json.dumps(kept))
         keys = tuple((int(first), bytes.fromhex(key)) for first, key in noise)
         return bytes.fromhex(given or stored["order"]), keys
@@ -129,36 +134,42 @@ def open_keys(trainer: Any) -> RunKeys:
     return RunKeys(distributed.shared_from_main(lambda: order), keys, file)
 
 
-def check_kept(trainer: Any) -> None:
+def check_kept(run: Run, keys: RunKeys) -> None:
     """Refuses to end a run on fixed batches whose rows changed places while it trained.
+
+    Args:
+      run: with its rows.
+      keys: of `open_keys`.
 
     Raises:
       LedgerError: a callback, or the data set itself, shuffled them.
     """
 
+    file = keys.file
+    if file is None:
+        return
+
     def on_main() -> None:
-        stored = _read(trainer._keys.file, trainer.trajectory.header["direction_key"])
+        stored = _read(file, run.header["direction_key"])
         if stored["rows"]:
-            parts = trainer.trajectory.header.get("row_parts")
-            now = digest_of_rows(trainer.train_dataset, bytes.fromhex(stored["order"]), parts=parts)
-            _check_rows(trainer._keys.file, stored["rows"], now)
+            parts = run.header.get("row_parts")
+            now = digest_of_rows(run.dataset, bytes.fromhex(stored["order"]), parts=parts)
+            _check_rows(file, stored["rows"], now)
 
-    if trainer._keys.file is not None:
-        distributed.on_main(on_main, lambda: None)
+    distributed.on_main(on_main, lambda: None)
 
 
-def noise_of_steps(trainer: Any, keys: RunKeys) -> NoiseSource:
+def noise_of_steps(plan: PrivacyPlan, source: NoiseSource, keys: RunKeys) -> NoiseSource:
     """What a run's steps draw from: the trainer's source, or correlated noise from the run's keys.
 
     Args:
-      trainer: a `DPZeroTrainer`.
+      plan: of the run.
+      source: what the user gave, or operating-system entropy.
       keys: of `open_keys`.
 
     Raises:
       ValueError: a source of the user's own, whose draws cannot be made again.
     """
-    plan: PrivacyPlan = trainer.plan
-    source: NoiseSource = trainer.noise
     if plan.correlation is None:
         return source
     if not isinstance(source, SecureNoise | InsecureSeededNoise):

@@ -12,15 +12,16 @@ from hf_dpzero.ledger.digests import digest_model, state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.parallel import distributed
-from hf_dpzero.parallel.rank_agreement import check_agreement, compare
+from hf_dpzero.parallel.rank_agreement import compare
 from hf_dpzero.parallel.rank_failures import RankError
 from hf_dpzero.parallel.sharded_runs import is_split, on_first_of
 from hf_dpzero.parallel.split import mesh_words
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler
 from hf_dpzero.reporting.extension import check_extended
+from hf_dpzero.run import Run
 from hf_dpzero.run_folder import run_files
-from hf_dpzero.run_folder.base_model import check_start, digest_frozen
+from hf_dpzero.run_folder.base_model import Comparison, check_start, digest_frozen
 from hf_dpzero.run_folder.checkpoint_state import load_state, whole_checkpoints
 from hf_dpzero.run_folder.initial_values import write_initial_values
 from hf_dpzero.run_folder.row_order import steady_parts
@@ -70,11 +71,12 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
     return None
 
 
-def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
-    """Opens the ledger of a `DPZeroTrainer`'s run, and checks that the model fits it.
+def open_run(run: Run, header: dict[str, Any], checkpoint: str | None, resumes: bool) -> Opened:
+    """Opens the ledger of a run, and checks that the model fits it.
 
     Args:
-      trainer: after the checks before training.
+      run: after the checks before training.
+      header: of `run_files.ledger_header`, the same on all processes (`checks.processes`).
       checkpoint: of `checkpoint_of`.
       resumes: False for a run that starts.
 
@@ -87,86 +89,84 @@ def open_run(trainer: Any, checkpoint: str | None, resumes: bool) -> Opened:
         what it would go on with; or there is no checkpoint, and its releases cannot be made again on
         this model.
     """
-    header = run_files.ledger_header(trainer)
-    check_agreement(trainer, header)
-    return _resume(trainer, header, checkpoint) if resumes else _start(trainer, header)
+    return _resume(run, header, checkpoint) if resumes else _start(run, header)
 
 
-def _resume(trainer: Any, header: Mapping[str, Any], checkpoint: str | None) -> Opened:
-    ledger = run_files.continue_ledger(trainer.output_dir, header, checkpoint)
+def _resume(run: Run, header: Mapping[str, Any], checkpoint: str | None) -> Opened:
+    ledger = run_files.continue_ledger(str(run.args.output_dir), header, checkpoint)
     try:
         compare({"releases": ledger.digest()})
-        check_resumed(trainer.plan, ledger)
+        check_resumed(run.plan, ledger)
         if checkpoint is not None:
             return Opened(ledger, load_state(checkpoint, ledger), "")
-        _check_replayed(trainer, ledger)
+        _check_replayed(run, ledger)
     except (ValueError, RankError):
         ledger.close()
         raise
-    return Opened(ledger, None, state_digest(trainer.model))
+    return Opened(ledger, None, state_digest(run.model))
 
 
-def _start(trainer: Any, header: dict[str, Any]) -> Opened:
-    model, folder = trainer.model, trainer.output_dir
-    header["base_weights"], compared = _checked_start(trainer)
+def _start(run: Run, header: dict[str, Any]) -> Opened:
+    model = run.model
+    header["base_weights"], compared = _checked_start(run)
     digest = digest_model(model)
     header["frozen_digest"] = digest_frozen(model)
-    header["earlier_runs"] = trainer.earlier_runs
-    header["forward_passes"] = forward_passes(trainer.shapes)
-    header["processes"] = mesh_words(trainer)
-    if isinstance(trainer.plan.sampler, FixedBatchesSampler):
-        parts = distributed.shared_from_main(lambda: steady_parts(trainer.train_dataset))
+    header["earlier_runs"] = run.earlier_runs
+    header["forward_passes"] = forward_passes(run.shapes)
+    header["processes"] = mesh_words(run.split, run.sharded)
+    if isinstance(run.plan.sampler, FixedBatchesSampler):
+        parts = distributed.shared_from_main(lambda: steady_parts(run.dataset))
         header |= {} if parts is None else {"row_parts": parts}
-    ledger = run_files.start_ledger(folder, header, digest)
-    _keep_initial_values(trainer, compared, digest)
+    ledger = run_files.start_ledger(str(run.args.output_dir), header, digest)
+    _keep_initial_values(run, compared, digest)
     return Opened(ledger, None, state_digest(model))
 
 
-def _keep_initial_values(trainer: Any, compared: Any, digest: str) -> None:
+def _keep_initial_values(run: Run, compared: Comparison | None, digest: str) -> None:
     def write() -> None:
-        if trainer.args.should_save and trainer.plan.mechanism.replayable:
-            write_initial_values(trainer.output_dir, trainer.model, compared, digest)
+        if run.args.should_save and run.plan.mechanism.replayable:
+            write_initial_values(str(run.args.output_dir), run.model, compared, digest)
 
-    if is_split(trainer.model):
-        on_first_of(trainer.model, write)
+    if is_split(run.model):
+        on_first_of(run.model, write)
     else:
         write()
 
 
-def _checked_start(trainer: Any) -> Any:
+def _checked_start(run: Run) -> tuple[str, Comparison | None]:
     """`check_start` on rank 0, for all."""
-    args = trainer.args
+    args = run.args
     if args.extends_run is not None:
-        if not trainer.plan.private:
+        if not run.plan.private:
             raise ValueError(
                 f"noise_multiplier={args.noise_multiplier} with extends_run={args.extends_run!r}: "
                 "nothing bounds what this run would add; give it noise, or target_epsilon."
             )
-        ledger = check_extended(args.extends_run, args.privacy_unit, trainer.plan.after)
+        ledger = check_extended(args.extends_run, args.privacy_unit, run.plan.after)
         run_files.refuse_lost_releases(Path(args.extends_run), ledger)
     return on_first_of(
-        trainer.model, lambda: check_start(trainer.model, args.base_is_public, args.extends_run)
+        run.model, lambda: check_start(run.model, args.base_is_public, args.extends_run)
     )
 
 
-def _check_replayed(trainer: Any, ledger: Trajectory) -> None:
+def _check_replayed(run: Run, ledger: Trajectory) -> None:
     """Refuses to replay a ledger where that would not give the interrupted run's weights."""
     if ledger.releases and not ledger.header["replayable"]:
         raise LedgerError(
-            f"{ledger.path} holds {ledger.next_step} steps of {trainer.args.method}, which released "
+            f"{ledger.path} holds {ledger.next_step} steps of {run.args.method}, which released "
             "vectors that only the weights held, and there is no checkpoint with these: what they spent "
             "is lost. Train in another output_dir (both runs then count, where they are on the same "
             "data), and save checkpoints (save_strategy='steps')."
         )
-    if digest_model(trainer.model) != ledger.header["base_model_digest"]:
+    if digest_model(run.model) != ledger.header["base_model_digest"]:
         raise LedgerError(
             f"there is no checkpoint, so the {ledger.next_step} steps of {ledger.path} are replayed on "
             "the base, and this model is not the base that they began with (its digest differs): load "
             "it again, in the same dtype and with the same head and adapters (from the same seed, or by "
             "hf_dpzero.run_folder.initial_values.load_initial_model)."
         )
-    _, compared = _checked_start(trainer)
-    _keep_initial_values(trainer, compared, ledger.header["base_model_digest"])
+    _, compared = _checked_start(run)
+    _keep_initial_values(run, compared, ledger.header["base_model_digest"])
 
 
 def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:

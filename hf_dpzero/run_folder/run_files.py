@@ -18,40 +18,73 @@ from hf_dpzero.privacy.sampling import new_sampler_key
 from hf_dpzero.reporting.extension import header_entries, worst_tuning
 from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE
 from hf_dpzero.reporting.plots import PLOT_FILE
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, versions
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, versions
 from hf_dpzero.reporting.redaction import RECIPE_FILE
+from hf_dpzero.reporting.wording import NOT_COMPARED
+from hf_dpzero.run import Run
 from hf_dpzero.run_folder.checkpoint_state import STATE_NAME, file_digest, read_state, way_out
 
 logger = logging.get_logger(__name__)
 
 
-def ledger_header(trainer: Any) -> dict[str, Any]:
+def ledger_header(run: Run) -> dict[str, Any]:
     """The ledger's header: everything public that the releases depend on."""
-    trainable = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
-    decayed = trainer.get_decay_parameter_names(trainer.model) if trainer.args.weight_decay else []
+    trainable = [n for n, p in run.model.named_parameters() if p.requires_grad]
+    decayed = run.decayed() if run.args.weight_decay else []
     header = {
-        **trainer.resolved_args.direction_settings(),
-        "weight_decay": trainer.args.weight_decay,
+        **run.args.direction_settings(),
+        "weight_decay": run.args.weight_decay,
         "trainable": trainable,
         "decayed": sorted(set(decayed) & set(trainable)),
-        "replayable": trainer.plan.mechanism.replayable,
-        "num_values": trainer.plan.values_per_release,
-        "plan": trainer.plan.to_dict(),
-        "target_epsilon": trainer.args.target_epsilon if trainer.plan.private else None,
-        "target_delta": trainer.delta,
-        "tuning": trainer.args.tuning,
-        "noise_source": trainer.noise.name,
-        "privacy_unit": trainer.args.privacy_unit,
-        "sampler_key_is_secret": trainer.args.sampler_key is None,
-        "log_private_diagnostics": trainer.args.log_private_diagnostics,
+        "replayable": run.plan.mechanism.replayable,
+        "num_values": run.plan.values_per_release,
+        "plan": run.plan.to_dict(),
+        "target_epsilon": run.args.target_epsilon if run.plan.private else None,
+        "target_delta": run.delta,
+        "tuning": run.args.tuning,
+        "noise_source": run.noise.name,
+        "privacy_unit": run.args.privacy_unit,
+        "sampler_key_is_secret": run.args.sampler_key is None,
+        "log_private_diagnostics": run.args.log_private_diagnostics,
         "versions": versions(),
     }
-    if trainer.args.extends_run is not None:
-        header["extends"] = header_entries(trainer.args.extends_run)
-        header["tuning"] = worst_tuning(trainer.args.tuning, header["extends"])
-    if trainer.args.direction_key is not None:
-        header["direction_key"] = f"{trainer.args.direction_key:032x}"
+    if run.args.extends_run is not None:
+        header["extends"] = header_entries(run.args.extends_run)
+        header["tuning"] = worst_tuning(run.args.tuning, header["extends"])
+    if run.args.direction_key is not None:
+        header["direction_key"] = f"{run.args.direction_key:032x}"
     return header
+
+
+def report_of(run: Run) -> PrivacyReport:
+    """Returns the privacy that a run has spent, in numbers and words; what it began with counts."""
+    told: dict[str, Any] = {
+        "target_epsilon": run.args.target_epsilon,
+        "direction": run.args.direction_settings()["direction"],
+        "log_private_diagnostics": run.args.log_private_diagnostics,
+        "sampler_key_is_secret": run.args.sampler_key is None,
+        "privacy_unit": run.args.privacy_unit,
+        "tuning": worst_tuning(run.args.tuning, run.extended),
+        "earlier_runs": run.earlier_runs,
+        **(run.ledger.header if run.ledger else {}),
+    }
+    return PrivacyReport.from_run(
+        run.plan,
+        delta=run.delta,
+        target_epsilon=told["target_epsilon"],
+        steps_completed=run.ledger.next_step if run.ledger else 0,
+        noise=run.noise,
+        direction=told["direction"],
+        log_private_diagnostics=told["log_private_diagnostics"],
+        sampler_key_is_secret=told["sampler_key_is_secret"],
+        privacy_unit=told["privacy_unit"],
+        earlier_runs=told["earlier_runs"],
+        base_weights=told.get("base_weights", NOT_COMPARED),
+        forward_passes=told.get("forward_passes", ""),
+        row_parts=told.get("row_parts"),
+        processes=told.get("processes", ""),
+        extends=run.extended,
+    ).with_tuning(told["tuning"], run.plan)
 
 
 def start_ledger(output_dir: str, header: dict[str, Any], base_digest: str) -> Trajectory:

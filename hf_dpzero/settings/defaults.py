@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -91,9 +92,9 @@ def evaluated_again(model: nn.Module, pattern: str | None) -> int:
     return sum(p.numel() for _, p in named[min(trained, default=0) :])
 
 
-def steps_that_follow(config: Any, steps: int) -> int:
-    """In how many first steps a chosen learning rate follows the clip; 0 for a given one."""
-    adapts = "learning_rate" in config.chosen and config.clipping == "adaptive"
+def steps_that_follow(chosen: Collection[str], clipping: str, steps: int) -> int:
+    """Returns in how many first steps a chosen learning rate follows the clip; 0 for a given one."""
+    adapts = "learning_rate" in chosen and clipping == "adaptive"
     return round(FOLLOWED * steps) if adapts else 0
 
 

@@ -1,11 +1,13 @@
-"""`DPZeroTrainer`: the private step over `Trainer`, which also takes what TRL's SFTTrainer takes."""
+"""`DPZeroTrainer`, and the same for encoder-decoder models whose evaluation generates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_dpzero.objectives.losses import PerExampleLoss
 from hf_dpzero.settings.config import DPZeroConfig
@@ -65,3 +67,15 @@ class DPZeroTrainer(DPZeroMixin):
             **{name: value for name, value in given.items() if value is not None},
             **settings,
         )
+
+
+@dataclass
+class DPZeroSeq2SeqConfig(DPZeroConfig, Seq2SeqTrainingArguments):
+    """`DPZeroConfig` with the settings of generation: `predict_with_generate`, `generation_*`."""
+
+
+class DPZeroSeq2SeqTrainer(DPZeroMixin, Seq2SeqTrainer):  # type: ignore[misc] # its step returns floats
+    """A drop-in for `Seq2SeqTrainer`; evaluation generates where `predict_with_generate` is set.
+
+    Arguments as in `DPZeroMixin`, with a `DPZeroSeq2SeqConfig`.
+    """

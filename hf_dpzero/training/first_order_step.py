@@ -33,6 +33,7 @@ from hf_dpzero.objectives.losses import (
 from hf_dpzero.parallel.distributed import (
     broadcast_,
     is_main,
+    release_on_all,
     sum_tensor_,
 )
 from hf_dpzero.parallel.split import ALONE, Split
@@ -44,7 +45,6 @@ from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.group_training import GroupWeighting, WeighedLosses
 from hf_dpzero.training.released_signal import ReleasedSignal, noise_variance, some_numbers
-from hf_dpzero.training.released_values import release_on_all
 
 logger = logging.getLogger(__name__)
 

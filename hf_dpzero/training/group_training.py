@@ -22,6 +22,7 @@ from hf_dpzero.parallel.distributed import numbers_of_main, sum_over_processes
 from hf_dpzero.privacy.group_losses import metric_keys
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.run import Run
 
 LOGGED = 32
 """The weights of so many groups are logged one by one."""
@@ -137,11 +138,11 @@ class WeighedLosses:
         return parts
 
 
-def weighting_of(trainer: Any) -> GroupWeighting | None:
-    """The weighting of a `DPZeroTrainer`'s run whose ledger is open; None without groups."""
-    if trainer.plan.groups is None:
+def weighting_of(run: Run) -> GroupWeighting | None:
+    """Returns the weighting of a run whose ledger is open; None without groups."""
+    if run.plan.groups is None:
         return None
-    return GroupWeighting(trainer.plan, trainer.noise, trainer.trajectory)
+    return GroupWeighting(run.plan, run.noise, run.opened)
 
 
 def group_logs(weighting: GroupWeighting | None) -> dict[str, float]:

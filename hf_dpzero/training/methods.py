@@ -5,11 +5,10 @@ Both keep the same ledger under the same plan.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import math
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,19 @@ from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import LogicalBatch
 from hf_dpzero.batches.placement import bucket
-from hf_dpzero.batches.shapes import stacked
+from hf_dpzero.batches.shapes import FixedShapes, stacked
+from hf_dpzero.checks.between_steps import WeightsBetweenSteps
+from hf_dpzero.checks.invented_rows import InventedRows
+from hf_dpzero.checks.passes import blank_microbatch, invented_form, smallest_clip_and_scale
+from hf_dpzero.checks.precision import low_precision, refuse_compiled
+from hf_dpzero.checks.processes import check_strategy, check_weights
+from hf_dpzero.checks.public_rows import (
+    NOT_TAKEN,
+    check_differences,
+    public_microbatch,
+    public_microbatches,
+)
+from hf_dpzero.checks.smoke_test import ROOM
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
 from hf_dpzero.estimators.exactness_checks import make_exact
@@ -28,148 +39,133 @@ from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
-from hf_dpzero.parallel.rank_agreement import check_strategy, check_weights
+from hf_dpzero.parallel import distributed
 from hf_dpzero.parallel.rank_failures import RankError
 from hf_dpzero.parallel.sharded_runs import Lockstep
+from hf_dpzero.run import Run
 from hf_dpzero.run_folder.run_files import discard_unused
 from hf_dpzero.settings.defaults import steps_that_follow
 from hf_dpzero.settings.schedules import smoothing_of_steps
-from hf_dpzero.training.before_training import invented_form, smallest_clip_and_scale
-from hf_dpzero.training.between_steps import WeightsBetweenSteps
 from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
 from hf_dpzero.training.group_training import WeighedLosses, weighting_of
-from hf_dpzero.training.invented_rows import InventedRows
-from hf_dpzero.training.precision import low_precision, refuse_compiled
-from hf_dpzero.training.public_rows import (
-    NOT_TAKEN,
-    check_differences,
-    public_microbatch,
-    public_microbatches,
-)
-from hf_dpzero.training.smoke_test import ROOM
+from hf_dpzero.training.released_signal import ReleasedSignal
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
 
 
-class TrainingMethod(ABC):
-    """Makes the steps of a run.
+class ZerothOrderMethod:
+    """DPZero, DPGD-0th and MeZO: the parameters move along public directions, in place.
 
     Args:
-      trainer: a `DPZeroTrainer` whose ledger is open.
+      run: whose ledger is open.
       state: a checkpoint's `state_dict`, or None for a run that starts.
 
     Attributes:
-      step: a `ZerothOrderStep` or a `FirstOrderStep`.
-      optimizer: carries the learning rate, or None to take the one that `optim` names.
+      step: takes the steps.
       weights: noted where the run leaves them, compared before it goes on.
+      optimizer: carries the learning rate for Hugging Face's schedulers; it moves nothing.
+      space: the trainable coordinates.
     """
 
-    step: Any
-    optimizer: torch.optim.Optimizer | None = None
-    weights: WeightsBetweenSteps
+    def __init__(self, run: Run, state: Mapping[str, Any] | None) -> None:
+        self.run = run
+        self.space = space_from_header(run.model, run.header)
+        if state is None:
+            self.space.snap_()
+        else:
+            self.space.load_state_dict(state)
+        self.lockstep = (
+            Lockstep(run.objective, blank_microbatch(run))
+            if run.sharded and run.objective is not None
+            else list
+        )
+        try:
+            differences = self._differences()
+        except (ValueError, RankError):
+            # Nothing was released, so the folder may be used again.
+            if not run.opened.releases:
+                discard_unused(run.opened)
+            raise
+        self.step = ZerothOrderStep(
+            mechanism=run.plan.mechanism,
+            space=self.space,
+            differences=differences,
+            noise=run.step_noise or run.noise,
+            trajectory=run.opened,
+            follow_clip=steps_that_follow(run.chosen, run.args.clipping, run.plan.steps),
+            mechanism_at=run.plan.scheduled,
+            smoothing_at=smoothing_of_steps(run.args, run.plan.steps),
+            # An update may wait only if weights are read between steps through forward(),
+            # state_dict() or copies, where it is made first; callbacks of others may read them
+            # directly.
+            defer=run.args.defer_updates
+            and all_known(run.readers())
+            and not is_compiled(run.model),
+            weighting=weighting_of(run),
+            split=run.split,
+        )
+        run.split.connect()
+        self.weights = WeightsBetweenSteps(run.model)
+        self.reads = WeightReads(run.model, self.space, self.settle_)
+        run.resources.enter_context(self.reads)
+        _warn_of_rounding(run, differences)
+        self.optimizer = _LearningRate(self.space.tensors, run.args.learning_rate)
 
-    @abstractmethod
-    def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None: ...
+    def _differences(self) -> FiniteDifferences:
+        """Returns the estimator with the quickest strategy whose losses are those of full passes."""
+        run, args = self.run, self.run.args
+        differences = FiniteDifferences(
+            run.model,
+            self.space,
+            run.evaluate,
+            args.smoothing,
+            args.reuse_frozen_prefix,
+            args.perturbation_strategy,
+            run.expected_passes,
+        )
+        with isolated_randomness():
+            direction = directions_of(0, run.header)[0]
+            trial = public_microbatch(run)  # what it decides, private rows may not decide
+            public = trial is not None or not run.plan.mechanism.private
+            messages = make_exact(
+                differences,
+                trial or run.probe(),
+                direction,
+                args.num_directions,
+                public,
+                may_stack=not low_precision(run.model, args),
+            )
+        if differences.stack is not None and run.shapes and not run.shapes.one_by_one:
+            messages += _try_stacked(run, run.shapes, differences)
+        for message in messages:
+            logger.warning(message)
+        check_strategy(differences)
+        if not run.opened.releases:
+            check_differences(run, differences)
+        return differences
 
-    @abstractmethod
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
-        """Takes a step.
+        """Takes a step; settles at once if a callback of others was added since the start.
 
         Args:
           batch: its number and microbatches.
           learning_rate: of this step.
 
         Returns:
-          Un-noised statistics [B, K] (private), or None if no data was read.
+          Un-noised differences [B, K] (private), or None if no data was read.
         """
-
-    @abstractmethod
-    def settle_(self) -> None:
-        """Makes the parameters hold theta; refuses weights that something else wrote to."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beyond weights and optimizer; public, JSON-safe."""
-        return {}
-
-
-class ZerothOrderMethod(TrainingMethod):
-    """DPZero, DPGD-0th and MeZO: the parameters move along public directions, in place."""
-
-    def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None:
-        args, header = trainer.resolved_args, trainer.trajectory.header
-        self.trainer = trainer
-        self.space = space_from_header(trainer.model, header)
-        if state is None:
-            self.space.snap_()
-        else:
-            self.space.load_state_dict(state)
-        self.lockstep = Lockstep(trainer) if trainer.shards else list
-        differences = FiniteDifferences(
-            trainer.model,
-            self.space,
-            trainer.evaluated_objective(),
-            args.smoothing,
-            args.reuse_frozen_prefix,
-            args.perturbation_strategy,
-            passes_of(trainer),
-        )
-        with isolated_randomness():
-            direction = directions_of(0, header)[0]
-            trial = public_microbatch(trainer)  # what it decides, private rows may not decide
-            public = trial is not None or not trainer.plan.mechanism.private
-            messages = make_exact(
-                differences,
-                trial or trainer.probe(),
-                direction,
-                args.num_directions,
-                public,
-                may_stack=not low_precision(trainer.model, args),
-            )
-        if differences.stack is not None and trainer.shapes and not trainer.shapes.one_by_one:
-            with _discarding(trainer):
-                messages += _try_stacked(trainer, differences)
-        for message in messages:
-            logger.warning(message)
-        with _discarding(trainer):
-            check_strategy(differences)
-            if not trainer.trajectory.releases:
-                check_differences(trainer, differences)
-        # An update may wait only if weights are read between steps through forward(), state_dict()
-        # or copies, where it is made first; callbacks of others may read them directly.
-        readers = [trainer, *trainer.callback_handler.callbacks]
-        self.step = ZerothOrderStep(
-            mechanism=trainer.plan.mechanism,
-            space=self.space,
-            differences=differences,
-            noise=trainer.step_noise(),
-            trajectory=trainer.trajectory,
-            follow_clip=steps_that_follow(trainer.args, trainer.plan.steps),
-            mechanism_at=trainer.plan.scheduled,
-            smoothing_at=smoothing_of_steps(args, trainer.plan.steps),
-            defer=args.defer_updates and all_known(readers) and not is_compiled(trainer.model),
-            weighting=weighting_of(trainer),
-            split=trainer.split,
-        )
-        trainer.split.connect()
-        self.weights = WeightsBetweenSteps(trainer.model)
-        self.reads = WeightReads(trainer.model, self.space, self.settle_)
-        trainer.while_training(self.reads)
-        _warn_of_rounding(trainer, differences)
-        self.optimizer = _LearningRate(self.space.tensors, args.learning_rate)
-
-    def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
-        """As in the base class; settles at once if a callback of others was added since the start."""
-        check_weights(self.trainer, batch["step"])
+        check_weights(self.run, batch["step"])
         with self.weights.own_write(), self.reads.own_step():
-            parts: Sequence[Any] = list(map(Filled, batch["microbatches"], batch["examples"]))
-            groups = batch["groups"] if self.trainer.args.clipping == "averaged" else None
-            row_groups = batch["row_groups"]
-            parts = self.lockstep(parts)
             differences = self.step(
-                batch["step"], parts, learning_rate, groups, row_groups, batch["agreed"]
+                batch["step"],
+                self.lockstep(list(map(Filled, batch["microbatches"], batch["examples"]))),
+                learning_rate,
+                batch["groups"] if self.run.args.clipping == "averaged" else None,
+                batch["row_groups"],
+                batch["agreed"],
             )
-            if self.step.defer and not all_known(self.trainer.callback_handler.callbacks):
+            if self.step.defer and not all_known(self.run.readers()):
                 self.space.settle_()
         return differences
 
@@ -182,37 +178,47 @@ class ZerothOrderMethod(TrainingMethod):
             self.space.settle_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The grids of the parameter space."""
+        """Returns the grids of the parameter space."""
         return self.space.state_dict()
 
 
-class FirstOrderMethod(TrainingMethod):
+class FirstOrderMethod:
     """DP-SGD and DP-AdamW, and sgd and adamw without privacy: gradients for torch's optimizers.
+
+    Args:
+      run: whose ledger is open.
+      signal: what noised means are added to.
+
+    Attributes:
+      step, weights: as of `ZerothOrderMethod`.
+      optimizer: None: the one that `optim` names.
 
     Raises:
       ValueError: a compiled model, or a trainable layer without per-example gradients.
     """
 
-    def __init__(self, trainer: Any, state: Mapping[str, Any] | None) -> None:
-        self.trainer = trainer
-        objective: PerExampleLoss = trainer.evaluated_objective()
-        weighting = weighting_of(trainer)
+    optimizer: torch.optim.Optimizer | None = None
+
+    def __init__(self, run: Run, signal: ReleasedSignal) -> None:
+        self.run = run
+        objective: PerExampleLoss = run.evaluate
+        weighting = weighting_of(run)
         weighed = None if weighting is None else WeighedLosses(objective)
-        self.weights = WeightsBetweenSteps(trainer.model, trainer.plan.mechanism.private)
+        self.weights = WeightsBetweenSteps(run.model, run.plan.mechanism.private)
         self.step = FirstOrderStep(
-            mechanism=trainer.plan.mechanism,
+            mechanism=run.plan.mechanism,
             gradients=self._gradients(objective if weighed is None else weighed.objective),
-            noise=trainer.step_noise(),
-            trajectory=trainer.trajectory,
-            mechanism_at=trainer.plan.scheduled,
-            signal=trainer.watch.signal,
+            noise=run.step_noise or run.noise,
+            trajectory=run.opened,
+            mechanism_at=run.plan.scheduled,
+            signal=signal,
             weighting=weighting,
             weighed=weighed,
-            split=trainer.split,
+            split=run.split,
         )
 
     def _gradients(self, objective: PerExampleLoss) -> Any:
-        model, args = self.trainer.model, self.trainer.args
+        model, args = self.run.model, self.run.args
         if args.not_private or args.clipping == "averaged":
             plain = PlainGradients(model, objective)
             return GroupMeans(plain) if args.clipping == "averaged" else plain
@@ -224,8 +230,8 @@ class FirstOrderMethod(TrainingMethod):
             args.physical_batch_size,
             autocast=args.mixed_precision != "no",
         )
-        rows, shapes = self.trainer.training_rows(), self.trainer.shapes
-        tried = [i % len(self.trainer.train_dataset) for i in range(3)]
+        rows, shapes = self.run.rows, self.run.shapes
+        tried = [i % len(self.run.dataset) for i in range(3)]
         with isolated_randomness():
             several = shapes is not None and not shapes.one_by_one
             gradients.check_attribution(rows.collate_rows(tried), exact=several)
@@ -234,9 +240,9 @@ class FirstOrderMethod(TrainingMethod):
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """Leaves the noised gradient in the parameters, for the optimizer."""
         self.weights.check()
-        check_weights(self.trainer, batch["step"])
+        check_weights(self.run, batch["step"])
         parts: Sequence[Any] = batch["microbatches"]
-        if self.trainer.args.clipping == "averaged":
+        if self.run.args.clipping == "averaged":
             last = itertools.accumulate(batch["examples"])
             paired = zip((batch["groups"][end - 1] for end in last), parts, strict=True)
             by_group = itertools.groupby(paired, key=operator.itemgetter(0))
@@ -245,8 +251,12 @@ class FirstOrderMethod(TrainingMethod):
         return self.step(batch["step"], parts, learning_rate, row_groups, batch["agreed"])
 
     def settle_(self) -> None:
-        """As in the base class: the parameters always hold theta."""
+        """Refuses weights that something else wrote to; the parameters always hold theta."""
         self.weights.check()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing: all is in the weights and the optimizer."""
+        return {}
 
 
 def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]:
@@ -269,6 +279,40 @@ def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]
     }
 
 
+class LearningRates:
+    """Reads the rate of each step before its release, and holds the update to it.
+
+    Attributes:
+      used: the last step's; NaN before the first one.
+    """
+
+    used = math.nan
+
+    def take(self, optimizer: torch.optim.Optimizer) -> float:
+        """Returns the rate of the next update, which a callback may have set.
+
+        Raises:
+          ValueError: groups of parameters have several rates.
+        """
+        rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+        if len(rates) > 1:
+            raise ValueError(
+                f"learning rates {rates} of several groups of parameters, and the ledger writes one for "
+                "each step: set the same in all of optimizer.param_groups."
+            )
+        self.used = rates[0]
+        return self.used
+
+    def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuses an update with another rate than that of the step's release."""
+        before = self.used
+        if (rate := self.take(optimizer)) != before:
+            raise ValueError(
+                f"a callback set the learning rate from {before:g} to {rate:g} between a step's "
+                "release, which the ledger has, and its update: set it in on_step_begin or on_step_end."
+            )
+
+
 class _LearningRate(torch.optim.Optimizer):
     """Carries the learning rate for Hugging Face's schedulers; the update happens in the step."""
 
@@ -279,15 +323,7 @@ class _LearningRate(torch.optim.Optimizer):
         """Does nothing: the training step has updated the parameters."""
 
 
-def passes_of(trainer: Any) -> float:
-    """Microbatches that a step is expected to have on this process, by public numbers."""
-    rows = trainer.plan.sampler.expected_batch_size / trainer.split.rows
-    if trainer.shapes is None:
-        return float(rows / trainer.args.physical_batch_size)
-    return float(trainer.shapes.placement.expected_passes() / trainer.split.rows)
-
-
-def _try_stacked(trainer: Any, differences: FiniteDifferences) -> list[str]:
+def _try_stacked(run: Run, shapes: FixedShapes, differences: FiniteDifferences) -> list[str]:
     """Leaves out small passes whose places move what a row adds under `stacked` (see `smoke_test`).
 
     Where a pass' own places do, the strategy is `whole_model`.
@@ -298,11 +334,11 @@ def _try_stacked(trainer: Any, differences: FiniteDifferences) -> list[str]:
     Raises:
       ValueError: `stacked` was asked for by name.
     """
-    shapes, directions = trainer.shapes, directions_of(0, trainer.trajectory.header)
-    invented = InventedRows(invented_form(trainer, shapes), trainer.model, shapes.side)
+    directions = directions_of(0, run.header)
+    invented = InventedRows(invented_form(run, shapes), run.model, shapes.side)
     least = bucket(1, shapes.most, shapes.cut)
     row = invented.narrow(1, least)
-    clip, scale = smallest_clip_and_scale(trainer)
+    clip, scale = smallest_clip_and_scale(run)
     try:
         with isolated_randomness(0):
             found = [
@@ -311,7 +347,7 @@ def _try_stacked(trainer: Any, differences: FiniteDifferences) -> list[str]:
             ]
     finally:
         differences.space.settle_()
-    order = 1 if trainer.plan.mechanism.distribution == "laplace" else 2
+    order = 1 if run.plan.mechanism.distribution == "laplace" else 2
     # what is above one: other smoothing than this step's, the norm of u, weights of groups
     beyond = scale * differences.smoothing / len(directions) ** (1 / order)
     for left_out in range(len(found)):
@@ -328,25 +364,14 @@ def _try_stacked(trainer: Any, differences: FiniteDifferences) -> list[str]:
     return [f"the strategy is whole_model: stacked {reason}."]
 
 
-@contextlib.contextmanager
-def _discarding(trainer: Any) -> Iterator[None]:
-    """Removes the ledger of a run that is refused before it has released anything."""
-    try:
-        yield
-    except (ValueError, RankError):
-        if not trainer.trajectory.releases:
-            discard_unused(trainer.trajectory)
-        raise
-
-
-def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:
+def _warn_of_rounding(run: Run, differences: FiniteDifferences) -> None:
     """In low precision, logs how large rounding is beside the finite differences of public rows."""
-    dtype = low_precision(trainer.model, trainer.args)
+    dtype = low_precision(run.model, run.args)
     if not dtype:
         return
     try:
         with isolated_randomness():
-            public = public_microbatches(trainer)
+            public = public_microbatches(run)
             ratio = precision_diagnostics.measure(differences, public, dtype) if public else None
     except ParameterChanged:
         raise
@@ -355,5 +380,5 @@ def _warn_of_rounding(trainer: Any, differences: FiniteDifferences) -> None:
         return
     if ratio is None:
         logger.info("signal and rounding were not compared: no public batch could be made.")
-    elif trainer.is_world_process_zero():
+    elif distributed.is_main():
         (logger.info if ratio.sufficient else logger.warning)(str(ratio))

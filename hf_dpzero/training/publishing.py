@@ -1,49 +1,52 @@
-"""The plan of a run, and what it saves and publishes: checkpoints, weights, report and card."""
+"""What a private run evaluates, saves and publishes, in place of what Hugging Face's Trainer would."""
 
 from __future__ import annotations
 
-import copy
-import functools
+import contextlib
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.utils import logging
 
-from hf_dpzero.checks import data as data_checks
+from hf_dpzero.batches.logical_batch import StepBatches
+from hf_dpzero.checks.evaluation_rows import PrivateRows
 from hf_dpzero.checks.model import SavedBesides
+from hf_dpzero.estimators.arithmetic import uncached_autocast, uncompiled
 from hf_dpzero.ledger.digests import state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
-from hf_dpzero.parallel import distributed
+from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import PerExampleLoss
+from hf_dpzero.objectives.prompted import PromptObjective
+from hf_dpzero.parallel import distributed, sharded_runs
 from hf_dpzero.parallel.offloading import settle_offloaded
-from hf_dpzero.perturbation.trainable import num_trainable
-from hf_dpzero.privacy.noise import NoiseSource
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.budget import BudgetMeter
-from hf_dpzero.reporting.extension import header_entries, worst_tuning
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.provenance import base_origins, earlier_runs
 from hf_dpzero.reporting.verification import bound_to
-from hf_dpzero.reporting.wording import NOT_COMPARED, delta_words
-from hf_dpzero.run_folder import checkpoint_files
+from hf_dpzero.reporting.wording import delta_words
+from hf_dpzero.run import Run
+from hf_dpzero.run_folder import checkpoint_files, run_files
 from hf_dpzero.run_folder.base_model import check_frozen
 from hf_dpzero.run_folder.initial_values import copy_initial_values
 from hf_dpzero.settings.config import DPZeroConfig
-from hf_dpzero.settings.defaults import learning_rate, resolve
-from hf_dpzero.training import termination
-from hf_dpzero.training.between_steps import WeightsBetweenSteps
-from hf_dpzero.training.prediction import PredictingTrainer
+from hf_dpzero.training import evaluation, termination
+from hf_dpzero.training.methods import ZerothOrderMethod
+from hf_dpzero.training.text_rows import TextRows
 
 logger = logging.get_logger(__name__)
 
 
 class Decided(NamedTuple):
-    """What `given` arguments, rows and parameters made of a run: resolved arguments, plan, budget."""
+    """What `given` arguments, rows and parameters made of a run."""
 
     given: tuple[Any, ...]
     args: DPZeroConfig
@@ -52,42 +55,83 @@ class Decided(NamedTuple):
     meter: BudgetMeter
 
 
-class PublishingTrainer(PredictingTrainer):
-    """A Trainer with a privacy plan, whose report, card and uploads are those of a private run.
+class PublishingTrainer(Trainer):
+    """A Trainer over a `Run`: private rows are not evaluated, checkpoints are whole, pushes safe.
 
     Attributes:
-      noise: that steps draw from.
-      trajectory: what was released; None before training.
+      per_example_loss: as the user gave it; one that predicts is asked in evaluation.
+      shards: whether FSDP2 cuts the model over the processes.
     """
 
     args: DPZeroConfig
     model: Any
-    method: Any
     train_dataset: Any
-    noise: NoiseSource
-    trajectory: Trajectory | None = None
-    _decided: Decided | None = None
-    _termination: termination.TerminationCallback
+    per_example_loss: PerExampleLoss | None = None
+    shards = False
+    _run: Run | None = None
+    _private_rows: Sequence[PrivateRows] = ()
+    _texts: TextRows | None = None
+    _evaluated: tuple[Any, Any] = (None, None)  # the last loader whose rows were compared, and they
+    _losses: list[Tensor] | None = None  # of evaluated rows, where those of groups are measured
     _besides: SavedBesides | None = None
-    _weights: WeightsBetweenSteps | None = None
+    _termination: termination.TerminationCallback
     _tainted = ""  # why the weights may not be saved
     _trained_digest: str | None = None  # of the weights that training ended in
     _saved_step: int | None = None  # of the last checkpoint that this call of train() wrote
+
+    def decide(self) -> Decided:
+        """Makes the plan, and chooses what the arguments leave open, unless that was done for the same.
+
+        Raises:
+          ValueError: what cannot be accounted; or a run of this trainer began under another plan.
+        """
+        raise NotImplementedError
+
+    def _new_run(self) -> Run:
+        """Returns a run of the trainer's arguments, rows and model, of which nothing was checked."""
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Run:
+        """The training that was begun last, or is yet to begin."""
+        if self._run is None or (not self._run.ledger and self._run.args is not self.decide().args):
+            self._run = self._new_run()
+        return self._run
 
     @property
     def output_dir(self) -> str:
         """Where the run keeps its files."""
         return str(self.args.output_dir)
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """As in Trainer; the weights of an offloaded model stay where they live."""
-        settle_offloaded(model)
-        super()._move_model_to_device(model, device)
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """What was released; None before training."""
+        return self._run.ledger if self._run else None
 
-    def saved_besides(self) -> SavedBesides:
-        """What the model saves beside its parameters, which live somewhere from here on."""
-        settle_offloaded(self.model)
-        return SavedBesides(self.model)
+    @property
+    def method(self) -> Any:
+        """What takes the run's steps: a `ZerothOrderMethod` or a `FirstOrderMethod`."""
+        return self.run.method
+
+    @property
+    def step(self) -> Any:
+        """The run's `ZerothOrderStep` or `FirstOrderStep`."""
+        return self.method.step
+
+    @property
+    def space(self) -> ParameterSpace:
+        """The trainable coordinates of a zeroth-order run."""
+        assert isinstance(self.method, ZerothOrderMethod)
+        return self.method.space
+
+    @property
+    def epsilon_spent(self) -> float:
+        """An upper bound on the epsilon of the steps taken so far."""
+        return self.run.epsilon_spent
+
+    def privacy_report(self) -> PrivacyReport:
+        """Returns the privacy that the run has spent so far, in numbers and words."""
+        return run_files.report_of(self.run)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """As in Trainer, which prints four decimals; delta, mostly smaller than that, in full."""
@@ -96,86 +140,166 @@ class PublishingTrainer(PredictingTrainer):
             shown["delta"] = delta_words(shown["delta"])
         super().log_metrics(split, shown)
 
-    @property
-    def plan(self) -> PrivacyPlan:
-        """The run's `PrivacyPlan`, calibrated on first use."""
-        return (self._decided or self.decide()).plan
+    # ------------------------------------------------------------------ evaluation
 
-    @property
-    def resolved_args(self) -> DPZeroConfig:
-        """A copy of `args` with T as `max_steps`, and the run's `learning_rate` and `num_directions`."""
-        return (self._decided or self.decide()).args
-
-    @property
-    def delta(self) -> float:
-        """The delta that epsilon is stated at; fixed with the plan."""
-        return (self._decided or self.decide()).delta
-
-    def decide(self) -> Decided:
-        """Makes the plan, and chooses what the arguments leave open, unless that was done for the same.
+    def refuse_private(self, dataset: Any) -> None:
+        """Refuses a data set, or a dictionary of them, with rows of the private training data.
 
         Raises:
-          ValueError: what cannot be accounted; or a run of this trainer began under another plan.
+          ValueError: see `evaluation_rows.PrivateRows`.
         """
-        rows = data_checks.num_examples(self.train_dataset)
-        dimension, before = num_trainable(self.model, self.args.trainable), self._decided
-        given = copy.copy(self.args), rows, dimension
-        if before is not None and given == before.given:
-            return before
-        if self.trajectory is None:  # they may be of other arguments
-            vars(self).pop("_extended", None), vars(self).pop("earlier_runs", None)
-        args = resolve(self.args, self.model)
-        plan = args.plan(rows, dimension)
-        if before is not None and self.trajectory is not None and plan != before.plan:
-            raise ValueError(
-                "the arguments or rows were changed after this trainer's run began, and would give it "
-                "another plan: make a new trainer, with another output_dir."
-            )
-        args.max_steps = plan.steps
-        if args.learning_rate is None:
-            args.learning_rate = learning_rate(plan, args.lr_scheduler_type)
-        delta = args.delta(rows)
-        self._decided = Decided(given, args, plan, delta, BudgetMeter(plan, delta))
-        return self._decided
+        known = self._private_rows
+        if self.train_dataset is None:
+            return
+        if all(rows.dataset is not self.train_dataset for rows in known):
+            known = known if self.trajectory else ()  # what was trained on stays private
+            self._private_rows = known = [*known, PrivateRows(self.train_dataset)]
+        for rows in known:
+            rows.refuse(dataset)
 
-    def privacy_report(self) -> PrivacyReport:
-        """The privacy that the run has spent so far, in numbers and words."""
-        started: dict[str, Any] = {
-            "target_epsilon": self.args.target_epsilon,
-            "direction": self.args.direction_settings()["direction"],
-            "log_private_diagnostics": self.args.log_private_diagnostics,
-            "sampler_key_is_secret": self.args.sampler_key is None,
-            "privacy_unit": self.args.privacy_unit,
-            "tuning": worst_tuning(self.args.tuning, self._extended),
-            **(self.trajectory.header if self.trajectory else {}),  # what the run began with counts
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As in Trainer; texts are tokenised, and the private training rows are refused."""
+        if self._texts is not None:
+            eval_dataset = self._texts.evaluated(eval_dataset)
+        rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = self.eval_dataset[rows] if isinstance(rows, str) else rows  # type: ignore[index]
+        self.refuse_private(rows)
+        self._evaluated = super().get_eval_dataloader(eval_dataset), rows
+        return self._evaluated[0]
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As in Trainer; texts are tokenised, and the private training rows are refused."""
+        if self._texts is not None:
+            test_dataset = self._texts.evaluated(test_dataset)
+        self.refuse_private(test_dataset)
+        self._evaluated = super().get_test_dataloader(test_dataset), test_dataset
+        return self._evaluated[0]
+
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **settings: Any) -> Any:
+        """As in Trainer, with metrics of each group where `group_column` is set.
+
+        A loader of private training rows, made by hand, is refused. Groups' losses, where there is no
+        `compute_metrics`, take a forward pass of their own.
+        """
+        known, rows = self._evaluated
+        if dataloader is not known:
+            own = getattr(dataloader, "dataset", None)
+            self.refuse_private(self.train_dataset if isinstance(own, StepBatches) else own)
+        groups = evaluation.groups_of_rows(self.args, rows) if dataloader is known else None
+        compute = self.compute_metrics
+        self.compute_metrics = evaluation.by_group(compute, groups, self.args)
+        self._losses = [] if groups is not None and compute is None else None
+        self.shard_()
+        if self.shards and not self.accelerator._models:
+            self.accelerator._models.append(self.model)
+        # Compiled code would make a graph for each shape of an evaluation.
+        fixed = self._run is not None and self._run.shapes is not None
+        try:
+            with uncompiled(self.model) if fixed else contextlib.nullcontext():
+                output = super().evaluation_loop(dataloader, *args, **settings)
+            if groups is not None and self._losses:
+                prefix = args[3] if len(args) > 3 else settings.get("metric_key_prefix", "eval")
+                found = groups.losses(torch.cat(self._losses).numpy())
+                named = {f"{prefix}_{name}": loss for name, loss in found.items()}
+                (output.metrics or {}).update(named)
+            return output
+        finally:
+            self.compute_metrics, self._losses = compute, None
+            sharded_runs.give_back(self.model)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **settings: Any,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """As in Trainer, with the objective's predictions where that is one that predicts.
+
+        Args:
+          model: evaluated without gradients.
+          inputs: a batch with labels.
+          prediction_loss_only: leave out predictions and targets.
+          ignore_keys: of model outputs; unused with a `PromptObjective`.
+          settings: of generation, for `Seq2SeqTrainer`; likewise.
+
+        Returns:
+          Mean loss, predictions, and what they are compared with: labels, or row numbers.
+        """
+        objective, found = self.per_example_loss, None
+        if not isinstance(objective, PromptObjective):
+            with evaluation.own_mean(self.args):
+                found = super().prediction_step(
+                    model, inputs, prediction_loss_only, ignore_keys, **settings
+                )
+            if self._losses is None or found[0] is None:
+                return found
+        batch = self._prepare_inputs(dict(inputs))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if not isinstance(objective, PromptObjective):
+                losses_of = objective or select_objective(model)
+                losses, predictions = losses_of(model, batch), None
+            else:
+                predictions = None if prediction_loss_only else objective.predict(model, batch)
+                losses = evaluation.losses_of(objective, model, batch, predictions)
+        if self._losses is not None:
+            every = self.accelerator.gather_for_metrics(losses.detach())
+            self._losses.append(every.double().cpu())
+        targets = None if prediction_loss_only else batch.get("references", batch["labels"])
+        return found or (losses.mean(), predictions, targets)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps the columns that only the objective or the collator reads."""
+        super()._set_signature_columns_if_needed()
+        read = {
+            name
+            for reader in (self.per_example_loss, self.data_collator)
+            for name in getattr(reader, "columns", ())
         }
-        return PrivacyReport.from_run(
-            self.plan,
-            delta=self.delta,
-            target_epsilon=started["target_epsilon"],
-            steps_completed=self.trajectory.next_step if self.trajectory else 0,
-            noise=self.noise,
-            direction=started["direction"],
-            log_private_diagnostics=started["log_private_diagnostics"],
-            sampler_key_is_secret=started["sampler_key_is_secret"],
-            privacy_unit=started["privacy_unit"],
-            earlier_runs=started.get("earlier_runs", self.earlier_runs),
-            base_weights=started.get("base_weights", NOT_COMPARED),
-            forward_passes=started.get("forward_passes", ""),
-            row_parts=started.get("row_parts"),
-            processes=started.get("processes", ""),
-            extends=self._extended,
-        ).with_tuning(started["tuning"], self.plan)
+        known: list[str] = self._signature_columns or []
+        self._signature_columns = [*known, *sorted(read - set(known))]  # type: ignore[assignment]
 
-    @functools.cached_property
-    def _extended(self) -> list[dict[str, Any]]:
-        return header_entries(self.args.extends_run)
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> contextlib.AbstractContextManager[None]:
+        """The run's mixed precision, wherever losses are computed (see `estimators.arithmetic`)."""
+        return uncached_autocast(self.accelerator)
 
-    @functools.cached_property
-    def earlier_runs(self) -> list[dict[str, Any]]:
-        """Runs that the base model came out of; read once, before this run writes anything."""
-        covered = [run["weights_digest"] for run in self._extended]
-        return earlier_runs(base_origins(self.model), covered)
+    # ------------------------------------------------------------------ devices and processes
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """As in Trainer; the weights of an offloaded model stay where they live."""
+        settle_offloaded(model)
+        super()._move_model_to_device(model, device)
+
+    def shard_(self) -> None:
+        """Cuts the model over the processes, if that was asked for and is not done yet; in place."""
+        if self.shards and not sharded_runs.is_split(self.model):
+            sharded_runs.cut_(self.model, self.accelerator, self.args)
+
+    def _prepare_for_training(self, *args: Any, **settings: Any) -> Any:
+        with sharded_runs.prepared(self.accelerator) if self.shards else contextlib.nullcontext():
+            return super()._prepare_for_training(*args, **settings)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.shards:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        sharded_runs.load_whole_(self.model, resume_from_checkpoint)
+
+    # ------------------------------------------------------------------ what is saved and published
+
+    def check_frozen(self) -> None:
+        """Refuses frozen weights that something wrote to since the run began, here and in `_save`.
+
+        Raises:
+          LedgerError: see `base_model.check_frozen`.
+        """
+        try:
+            check_frozen(self.model, self.run.header)
+        except LedgerError as error:
+            self._tainted = f"not saved: {error}"
+            raise
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         assert self._besides is not None
@@ -183,22 +307,17 @@ class PublishingTrainer(PredictingTrainer):
         self.method.settle_()
         if not hasattr(self.model, "peft_config"):  # else the checkpoint is the adapter alone
             self.check_frozen()
-        write = super()._save_checkpoint
-        checkpoint_files.save_whole(self, lambda: write(model, trial))
+        save = super()._save_checkpoint
+
+        def write(folder: str) -> None:
+            self._get_output_dir = lambda trial=None: folder  # type: ignore[method-assign,misc]
+            try:
+                save(model, trial)
+            finally:
+                del self._get_output_dir
+
+        checkpoint_files.save_whole(self.run, self.state, write)
         self._saved_step = self.state.global_step
-
-    def check_frozen(self) -> None:
-        """Refuses frozen weights that something wrote to since the run began, here and in `_save`.
-
-        Raises:
-          LedgerError: see `base_weights.check_frozen`.
-        """
-        assert self.trajectory is not None
-        try:
-            check_frozen(self.model, self.trajectory.header)
-        except LedgerError as error:
-            self._tainted = f"not saved: {error}"
-            raise
 
     def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
         evaluates, control = self.control.should_evaluate, self.control
@@ -228,12 +347,12 @@ class PublishingTrainer(PredictingTrainer):
         raise termination.Terminated
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = Path(output_dir or self.output_dir)
+        folder, run = Path(output_dir or self.output_dir), self._run
         checkpoint_files.refuse_checkpoint(Path(self.output_dir), folder)
         if self._tainted:
             raise ValueError(self._tainted)
-        if self._weights is not None:
-            self.method.settle_()
+        if run is not None and run.begun:
+            run.method.settle_()
         if self._trained_digest not in (None, state_digest(self.model)):
             raise ValueError(
                 "the model was changed after training, so it is not what the privacy report speaks of: "
@@ -242,10 +361,12 @@ class PublishingTrainer(PredictingTrainer):
             )
         if self._besides is not None:
             self._besides.check_state()
+        if self.shards and state_dict is None:
+            state_dict = sharded_runs.whole_state(self.model, keep=self.args.should_save)
         super()._save(output_dir, state_dict)
-        if self.trajectory is not None and self.args.should_save:
-            self.trajectory.to_safetensors(folder / SHIPPING_NAME)
-            bound_to(self.privacy_report(), folder).save(folder / REPORT_FILE)
+        if run is not None and run.ledger is not None and self.args.should_save:
+            run.ledger.to_safetensors(folder / SHIPPING_NAME)
+            bound_to(run_files.report_of(run), folder).save(folder / REPORT_FILE)
             copy_initial_values(self.output_dir, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -282,10 +403,8 @@ class PublishingTrainer(PredictingTrainer):
           ValueError: an argument that Trainer does not take, or blocking=False; see `hub.push`.
         """
         known = inspect.signature(Trainer.create_model_card).parameters
-        if refused := [
-            *(name for name in card if name not in known),
-            *["blocking"] * (not blocking),
-        ]:
+        refused = [name for name in card if name not in known] + ["blocking"] * (not blocking)
+        if refused:
             raise ValueError(
                 f"push_to_hub({refused[0]}={card.get(refused[0], False)!r}) is not done here: leave it "
                 "out. To upload otherwise, take the folder of hf_dpzero.reporting.hub.build_hub_folder."

@@ -17,6 +17,8 @@ from hf_dpzero.parallel.distributed import sum_over_processes
 from hf_dpzero.parallel.sharded_runs import is_split
 from hf_dpzero.perturbation.sharding import local
 from hf_dpzero.perturbation.trainable import num_trainable
+from hf_dpzero.run import Run
+from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.training.released_signal import (
     LEAST_STEPS,
     ReleasedScalars,
@@ -31,39 +33,38 @@ logger = logging.get_logger(__name__)
 
 
 class SignalCallback(TrainerCallback):
-    """Follows the releases of a `DPZeroTrainer`.
+    """Follows the releases of a run.
 
     - After a quarter of the planned steps, at least 20, the whole run's statistic within two deviations
       of 0 is what `on_no_signal` is for: a warning, or training ends there.
     - An update longer than the weights that it moves is warned of.
     - An update or weights that are not finite end training whatever is set.
 
-    Args:
-      trainer: whose run it is.
-
     Attributes:
+      run: that trains.
       signal: statistic of the run's releases; a first-order step adds to it, and after a resume it
         starts anew there. It stays empty for dpgd-0th and runs without noise.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    run: Run
+
+    def __init__(self) -> None:
         self.signal = ReleasedSignal()
         self._scalars: ReleasedScalars | None = None
         self._size: WeightSize | None = None
         self._said_large = False
 
-    def open(self) -> None:
+    def open(self, run: Run) -> None:
         """Starts anew, for a run whose ledger is open."""
-        mechanism = self.trainer.plan.mechanism
-        self.signal, self._scalars = signal_of(mechanism, self.trainer.plan), None
+        self.run, mechanism = run, run.plan.mechanism
+        self.signal, self._scalars = signal_of(mechanism, self.run.plan), None
         self._said_large = False
         if mechanism.replayable:
             self._scalars = ReleasedScalars(
                 mechanism,
-                mechanism.num_directions,
+                run.args.num_directions,
                 self.signal,
-                self.trainer.plan.scheduled,
+                self.run.plan.scheduled,
             )
 
     def logs(self) -> dict[str, float]:
@@ -73,17 +74,17 @@ class SignalCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measures the weights that updates are compared with; others may write to them from here on."""
-        self.trainer.method.weights.note()
+        self.run.method.weights.note()
         norms = [float(torch.linalg.vector_norm(p, dtype=torch.float64)) for p in self._trained()]
-        norm, size = math.hypot(*norms), num_trainable(self.trainer.model, None)
-        if is_split(self.trainer.model):
+        norm, size = math.hypot(*norms), num_trainable(self.run.model, None)
+        if is_split(self.run.model):
             norm = math.sqrt(sum_over_processes([norm**2])[0])
         self._size = WeightSize(norm, size)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Adds the step, and says what it shows."""
-        trajectory = self.trainer.trajectory
-        release = None if trajectory is None else trajectory.get(state.global_step - 1)
+        trajectory = self.run.opened
+        release = trajectory.get(state.global_step - 1)
         if release is None or self._size is None:
             return
         if self._scalars is not None:
@@ -95,7 +96,7 @@ class SignalCallback(TrainerCallback):
             self._said_large = True
             _say(state, self._large(release, update))
         replayed = trajectory.next_step > state.global_step  # was looked at when it was taken
-        if state.global_step == first_look(self.trainer.plan.steps) and not replayed:
+        if state.global_step == first_look(self.run.plan.steps) and not replayed:
             self._look(args, state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -105,13 +106,13 @@ class SignalCallback(TrainerCallback):
 
     def _trained(self) -> list[torch.Tensor]:
         """What is trained, of parameters in parts what lies here."""
-        trained = (p.detach() for p in self.trainer.model.parameters() if p.requires_grad)
+        trained = (p.detach() for p in self.run.model.parameters() if p.requires_grad)
         return [part for part in map(local, trained) if part.numel()]
 
     def _finite(self) -> bool:
         norms = [torch.linalg.vector_norm(p, ord=math.inf).float() for p in self._trained()]
         finite = not norms or all(math.isfinite(norm) for norm in torch.stack(norms).tolist())
-        if is_split(self.trainer.model):
+        if is_split(self.run.model):
             return sum_over_processes([int(not finite)]) == [0]
         return finite
 
@@ -121,25 +122,21 @@ class SignalCallback(TrainerCallback):
         AdamW moves no coordinate by much more than the learning rate, which stands for it. Of a dense
         zeroth-order update the noise is counted.
         """
-        args, rate = self.trainer.args, release.learning_rate
+        args, rate = self.run.args, release.learning_rate
         assert self._size is not None
         root = math.sqrt(self._size.dimension)
         if self._scalars is not None:
-            terms = self.trainer.trajectory.update_terms(release.step)
+            terms = self.run.opened.update_terms(release.step)
             return root * math.hypot(*(term.coefficient for term in terms))
         if not args.first_order:
-            return (
-                rate
-                * root
-                * math.sqrt(noise_variance(self.trainer.plan.mechanism_at(release.step)))
-            )
+            return rate * root * math.sqrt(noise_variance(self.run.plan.mechanism_at(release.step)))
         norm = self.signal.last_norm
         if args.optim_name != "sgd":
             return rate * root if math.isfinite(norm) else norm
         return rate * (min(norm, args.max_grad_norm) if args.max_grad_norm else norm)
 
     def _large(self, release: Release, update: float) -> str:
-        chosen = "learning_rate" in self.trainer.args.chosen
+        chosen = "learning_rate" in self.run.chosen
         advice = (
             "It was chosen from the plan, not by you: give a smaller learning_rate in the next run."
             if chosen
@@ -152,7 +149,7 @@ class SignalCallback(TrainerCallback):
 
     def _stop_not_finite(self, state: Any, control: Any) -> None:
         if not control.should_training_stop:
-            rate = self.trainer.resolved_args.learning_rate
+            rate = self.run.args.learning_rate
             _say(
                 state,
                 f"the weights or their update are no longer finite: lower learning_rate={rate:g}. "
@@ -168,7 +165,7 @@ class SignalCallback(TrainerCallback):
         text = (
             f"the releases cannot be told from noise so far: released_signal={whole.ratio:.2g} over "
             f"{self.signal.steps} steps, where noise alone gives 0 +- {whole.deviation:.2g}. "
-            + advice(self.trainer.resolved_args)
+            + advice(self.run.args)
         )
         if args.on_no_signal == "stop":
             control.should_training_stop = True
@@ -176,15 +173,15 @@ class SignalCallback(TrainerCallback):
         _say(state, text)
 
     def _stopped(self, state: Any) -> str:
-        trainer = self.trainer
+        run = self.run
         return (
-            f"Training stops after {state.global_step} of {trainer.plan.steps} steps, with epsilon "
-            f"{trainer.epsilon_spent:.3g} spent of {trainer.plan.epsilon(trainer.delta):.3g} planned; "
+            f"Training stops after {state.global_step} of {run.plan.steps} steps, with epsilon "
+            f"{run.epsilon_spent:.3g} spent of {run.plan.epsilon(run.delta):.3g} planned; "
             "the report says which one to claim."
         )
 
 
-def advice(args: Any) -> str:
+def advice(args: DPZeroConfig) -> str:
     """What may be wrong with a run whose releases are noise, by the settings that it has.
 
     Args:

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.parallel import distributed
+from hf_dpzero.run import Run
 from hf_dpzero.run_folder.checkpoint_state import step_of, whole_checkpoints
 from hf_dpzero.run_folder.opening import check_resumed
 
@@ -93,17 +94,17 @@ class TerminationCallback(TrainerCallback):
             raise Terminated
 
 
-def say(trainer: Any, error: BaseException) -> None:
+def say(run: Run, error: BaseException) -> None:
     """Prints one line on stderr: where a run was stopped, and how it goes on.
 
     Args:
-      trainer: a `DPZeroTrainer` whose ledger is open.
+      run: whose ledger is open.
       error: `Terminated`, or Ctrl-C's.
     """
-    ledger, plan = trainer.trajectory, trainer.plan
-    if ledger is None or not trainer.is_world_process_zero():
+    ledger, plan = run.ledger, run.plan
+    if ledger is None or not distributed.is_main():
         return
-    kept = whole_checkpoints(Path(trainer.output_dir))
+    kept = whole_checkpoints(Path(str(run.args.output_dir)))
     last, at = (str(kept[-1]), step_of(kept[-1])) if kept else ("the base model", 0)
     lost = ledger.next_step - at
     way = "resume_from_checkpoint=True goes on from"

@@ -1,14 +1,15 @@
-"""`DPZeroMixin` and `DPZeroTrainer`: between Hugging Face's Trainer and the privacy plan and ledger."""
+"""`DPZeroMixin`: Hugging Face's Trainer over a privacy plan, a ledger and private steps."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -16,40 +17,42 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import LogicalBatch, Rows, StepBatches, StepSampler
-from hf_dpzero.batches.shapes import FixedShapes
 from hf_dpzero.checks import data as data_checks
-from hf_dpzero.checks import model as validation
-from hf_dpzero.checks.evaluation_rows import PrivateRows
+from hf_dpzero.checks.model import SavedBesides, check_placement
 from hf_dpzero.checks.overrides import check_overrides, refuse_overrides
+from hf_dpzero.checks.processes import check_agreement, check_weights
+from hf_dpzero.estimators.arithmetic import unwrapped
 from hf_dpzero.estimators.forward_passes import ParameterChanged
+from hf_dpzero.ledger.digests import state_digest
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.objectives.losses import PerExampleLoss, Within
+from hf_dpzero.objectives.losses import PerExampleLoss
 from hf_dpzero.parallel import distributed, sharded_runs
-from hf_dpzero.parallel.rank_agreement import watched_training
-from hf_dpzero.parallel.split import ALONE
-from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.parallel.offloading import settle_offloaded
+from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
-from hf_dpzero.reporting.budget import budget_metrics
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.reporting.budget import BudgetMeter, budget_metrics
+from hf_dpzero.reporting.extension import header_entries
+from hf_dpzero.reporting.provenance import base_origins, earlier_runs
 from hf_dpzero.reporting.wording import base_caveats
-from hf_dpzero.run_folder import noise_keys, opening
+from hf_dpzero.run import Run
+from hf_dpzero.run_folder import noise_keys, opening, run_files
 from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained
 from hf_dpzero.settings.config import DPZeroConfig
+from hf_dpzero.settings.defaults import learning_rate, rate_hint, resolve
 from hf_dpzero.settings.group_settings import row_groups
-from hf_dpzero.training import precision, screen, termination
-from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.training import progress, start, termination
 from hf_dpzero.training.group_training import group_logs
+from hf_dpzero.training.inputs import by_name, checked_config, load_inputs
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
-    TrainingMethod,
+    LearningRates,
     ZerothOrderMethod,
     private_diagnostics,
 )
-from hf_dpzero.training.preparation import by_name, checked_config, prepare
-from hf_dpzero.training.publishing import PublishingTrainer
+from hf_dpzero.training.publishing import Decided, PublishingTrainer
 from hf_dpzero.training.signal_callback import SignalCallback
-from hf_dpzero.training.text_rows import TextRows
 
 logger = logging.get_logger(__name__)
 
@@ -81,23 +84,19 @@ class DPZeroMixin(PublishingTrainer):
         own example alone. A `PromptObjective` is also what evaluation predicts with.
       noise: optional `NoiseSource`; default operating-system entropy.
 
+    Attributes:
+      run: the training that was begun last, or is yet to begin.
+      per_example_loss: `compute_per_example_loss`.
+      shards: whether FSDP2 cuts the model over the processes.
+      longest_row: tokens that rows were cut to by whoever made them; None where nobody says.
+
     Raises:
       ValueError: whatever cannot be accounted or would break the guarantee, before any training.
     """
 
-    args: DPZeroConfig
-    model: Any
-    train_dataset: Any
     prepares_inputs: bool = True
-    _private_rows: Sequence[PrivateRows] = ()
-    _compared: Any = None  # the last loader whose rows were
-    rows_are_examples = False  # known by their form
-    _texts: TextRows | None = None
-    _row_groups: np.ndarray | None = None  # private
-    longest_row: int | None = None  # tokens that rows were cut to by whoever made them
-    compiling: contextlib.ExitStack | None = None  # open inside train()
-    split = ALONE
-    _rate = math.nan  # of the last step
+    longest_row: int | None = None
+    _decided: Decided | None = None
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class DPZeroMixin(PublishingTrainer):
         **settings: Any,
     ) -> None:
         args = checked_config(args)
-        screen.quiet_replicas(args)
+        progress.quiet_replicas(args)
         distributed.check_single_strategy(args, model)
         if settings.get("model_init") is not None:
             raise ValueError(_MODEL_INIT)
@@ -119,90 +118,135 @@ class DPZeroMixin(PublishingTrainer):
             )
         settings = by_name(type(self), positional, settings)
         own_loss = compute_per_example_loss
-        model, self._texts = prepare(type(self), model, args, settings, own_loss)
+        model, self._texts = load_inputs(type(self), model, args, settings, own_loss)
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
-            validation.check_placement(model)
-            model = precision.unwrapped(model)
-            if compute_per_example_loss is None:
+            check_placement(model)
+            model = unwrapped(model)
+            if own_loss is None:
                 select_objective(model)  # refuses a head without an objective
         given = data_checks.passed_rows(super().__init__, (), settings)
         data_checks.check_rows(given)
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)
-        self.rows_are_examples = self._texts is not None and self._texts.examples
-        distributed.check_launch(self)
-        sharded_runs.take_over(self)
+        distributed.check_launch(self.accelerator)
+        if sharded_runs.uses_fsdp2(self.accelerator, self.model, args):
+            self.shards, self.is_fsdp_enabled = True, False
         self.refuse_private(self.eval_dataset)
-        self.per_example_loss = compute_per_example_loss
+        self.per_example_loss = own_loss
         check_overrides(self)
         seed = args.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
-        self.trajectory: Trajectory | None = None
         self._method_state: Mapping[str, Any] | None = None
-        self.shapes: FixedShapes | None = None
         self._keys: noise_keys.RunKeys | None = None
         self._diagnostics: dict[str, float] = {}
         self._started_from = ""  # digest of the model; of a resumed run's it is not known
-        self._reads = contextlib.ExitStack()
-        screen.replace_progress(self)
-        self.watch = SignalCallback(self)
+        self._rates = LearningRates()
+        self._given_scheduler = self.lr_scheduler
+        progress.replace_progress(self.callback_handler, args)
+        self.watch = SignalCallback()
         self._termination = termination.TerminationCallback()
-        self.callback_handler.callbacks[:0] = [
-            self._termination,
-            screen.RunCallback(self),
-            self.watch,
-        ]
+        self._banner = progress.RunCallback()
+        self.callback_handler.callbacks[:0] = [self._termination, self._banner, self.watch]
 
-    def refuse_private(self, dataset: Any) -> None:
-        """Refuses a data set, or a dictionary of them, with rows of the private training data.
+    # ------------------------------------------------------------------ the run
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The run's `PrivacyPlan`, calibrated on first use."""
+        return (self._decided or self.decide()).plan
+
+    def decide(self) -> Decided:
+        """Makes the plan, and chooses what the arguments leave open, unless that was done for the same.
 
         Raises:
-          ValueError: see `evaluation_data.PrivateRows`.
+          ValueError: what cannot be accounted; or a run of this trainer began under another plan.
         """
-        known = self._private_rows
-        if all(rows.dataset is not self.train_dataset for rows in known):
-            known = known if getattr(self, "trajectory", None) else ()  # stays private
-            self._private_rows = known = [*known, PrivateRows(self.train_dataset)]
-        for rows in known:
-            rows.refuse(dataset)
+        rows = data_checks.num_examples(self.train_dataset)
+        dimension, before = num_trainable(self.model, self.args.trainable), self._decided
+        given = copy.copy(self.args), rows, dimension
+        if before is not None and given == before.given:
+            return before
+        if self.trajectory is None:  # they may be of other arguments
+            vars(self).pop("_extended", None), vars(self).pop("earlier_runs", None)
+        args = resolve(self.args, self.model)
+        plan = args.plan(rows, dimension)
+        if before is not None and self.trajectory is not None and plan != before.plan:
+            raise ValueError(
+                "the arguments or rows were changed after this trainer's run began, and would give it "
+                "another plan: make a new trainer, with another output_dir."
+            )
+        args.max_steps = plan.steps
+        if args.learning_rate is None:
+            args.learning_rate = learning_rate(plan, args.lr_scheduler_type)
+        delta = args.delta(rows)
+        self._decided = Decided(given, args, plan, delta, BudgetMeter(plan, delta))
+        return self._decided
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As in Trainer; texts are tokenised, and the private training rows are refused."""
-        if self._texts is not None:
-            eval_dataset = self._texts.evaluated(eval_dataset)
-        chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(chosen, str):
-            chosen = self.eval_dataset[chosen]  # type: ignore[index]
-        self.refuse_private(chosen)
-        self._compared = super().get_eval_dataloader(eval_dataset)
-        return self._compared
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """As in Trainer; texts are tokenised, and the private training rows are refused."""
-        if self._texts is not None:
-            test_dataset = self._texts.evaluated(test_dataset)
-        self.refuse_private(test_dataset)
-        self._compared = super().get_test_dataloader(test_dataset)
-        return self._compared
-
-    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **settings: Any) -> Any:
-        """As in Trainer; a loader of private training rows, made by hand, is refused."""
-        if dataloader is not self._compared:
-            rows = getattr(dataloader, "dataset", None)
-            self.refuse_private(self.train_dataset if isinstance(rows, StepBatches) else rows)
-        return precision.evaluated(self, super().evaluation_loop, dataloader, *args, **settings)
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: every trial would spend budget that no report counts."""
-        raise ValueError(
-            "hyperparameter_search on private data spends privacy in every trial: search on public "
-            "data, then train once."
+    def _new_run(self) -> Run:
+        """Returns a run of these arguments, rows and model, of which nothing was checked yet."""
+        decided, texts, rows = self.decide(), self._texts, self.eval_dataset
+        public = next(iter(rows.values()), None) if isinstance(rows, Mapping) else rows
+        looked_at = hasattr(public, "__getitem__") and getattr(public, "__len__", int)()
+        return Run(
+            model=self.model,
+            args=decided.args,
+            plan=decided.plan,
+            delta=decided.delta,
+            meter=decided.meter,
+            dataset=self.train_dataset,
+            evaluation=public if looked_at else None,  # type: ignore[arg-type]
+            rows_of=self.rows_of,
+            collator=self.data_collator,
+            noise=self.noise,
+            around=self._on_device,
+            cut_model=self.shard_,
+            check_evaluation_rows=lambda: self.refuse_private(self.eval_dataset),
+            readers=lambda: [self, *self.callback_handler.callbacks],
+            decayed=lambda: self.get_decay_parameter_names(self.model),
+            objective=self.per_example_loss,
+            tokenizer=self.processing_class,  # type: ignore[arg-type]
+            label_names=self.label_names,
+            longest_row=self.longest_row or (self.args.max_length if texts else None),
+            examples_known=texts is not None and texts.examples,
+            earlier_runs=self.earlier_runs,
+            extended=self._extended,
+            sharded=self.shards,
+            chosen=self.args.chosen,
+            rate_hint=rate_hint(self.args, decided.plan),
         )
 
-    @precision.with_own_compiling
-    @watched_training
+    @functools.cached_property
+    def _extended(self) -> list[dict[str, Any]]:
+        return header_entries(self.args.extends_run)
+
+    @functools.cached_property
+    def earlier_runs(self) -> list[dict[str, Any]]:
+        """Runs that the base model came out of; read once, before this run writes anything."""
+        covered = [run["weights_digest"] for run in self._extended]
+        return earlier_runs(base_origins(self.model), covered)
+
+    def rows_of(self, dataset: Any) -> Rows:
+        """Returns a data set without the columns that the model does not take, and its collator."""
+        if isinstance(dataset, datasets.Dataset):
+            kept = self._remove_unused_columns(dataset, description="training")
+            return Rows(kept, self.data_collator)
+        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        return Rows(dataset, collate)
+
+    def _on_device(self, objective: PerExampleLoss) -> PerExampleLoss:
+        def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+            with self.compute_loss_context_manager():
+                losses = objective(model, self._prepare_inputs(dict(inputs)))
+            if self.shards:
+                sharded_runs.give_back(model)
+            return losses
+
+        return evaluate
+
+    # ------------------------------------------------------------------ training
+
     @termination.heeding()
-    def train(
+    def train(  # type: ignore[override]
         self, resume_from_checkpoint: str | bool | None = None, **settings: Any
     ) -> TrainOutput:
         """Trains as `Trainer.train` does; what cannot be accounted is refused before it starts.
@@ -225,204 +269,135 @@ class DPZeroMixin(PublishingTrainer):
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
         refuse_overrides(self)
+        distributed.connect(float(self.args.ddp_timeout))
         if self.trajectory is None:
             self._given_scheduler = self.lr_scheduler
-        self.decide()
+        run = self._new_run()
         resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
-        self._besides = self.saved_besides()
-        if self.plan.groups is not None:
+        settle_offloaded(self.model)
+        self._besides = SavedBesides(self.model)
+        if run.plan.groups is not None:
             column = str(self.args.group_column)
-            self._row_groups = row_groups(self.plan.groups, column, self.train_dataset)
-        noise_keys.check_uploads(self)
-        check_before_training(self)
-        self._besides.check()
-        for caveat in base_caveats(self.earlier_runs):
-            logger.warning(caveat)
-        try:
-            opened = opening.open_run(self, resume, resumes=bool(resume_from_checkpoint))
-            self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this ledger
-            self.trajectory, self._method_state, self._started_from = opened
-            self._keys = noise_keys.open_keys(self)
-            self.watch.open()
-            self._trained_digest = self._saved_step = None
-            self.args.trains_privately = True
-            output = super().train(resume_from_checkpoint=resume, **settings)
-            if distributed.stop_agreed(ask=True):
-                self._stop()
-            self.method.settle_()
+            run.row_groups = row_groups(run.plan.groups, column, self.train_dataset)
+        noise_keys.check_uploads(run.plan, self.callback_handler.callbacks)
+        with run.resources:
+            start.prepare(run)
             self._besides.check()
-            self.check_frozen()
+            for caveat in base_caveats(self.earlier_runs):
+                logger.warning(caveat)
             try:
-                noise_keys.check_kept(self)
-            except LedgerError as error:
-                self._tainted = f"not saved: {error}"
+                self._open(run, resume, resumes=bool(resume_from_checkpoint))
+                output = super().train(resume_from_checkpoint=resume, **settings)
+                if distributed.stop_agreed(ask=True):
+                    self._stop()
+                self._check_end(run)
+            except (termination.Terminated, KeyboardInterrupt) as error:
+                if self._run is run:
+                    termination.say(run, error)
                 raise
-            if self.trajectory.next_step == self.plan.steps:
-                self._keys.forget()
-        except (termination.Terminated, KeyboardInterrupt) as error:
-            termination.say(self, error)
-            raise
-        finally:
-            vars(self.args).pop("trains_privately", None)
-            self._keys = None
-            if self.trajectory is not None:
-                self.trajectory.close()
-            self._reads.close()
-            released = self.trajectory is not None and self.trajectory.releases
-            if released and self._trained_digest is None:
-                self._trained_digest = digest = sharded_runs.final_digest(self)
-                mark_as_trained(self.model, self._started_from, digest or "")
+            finally:
+                self._close(run)
+        check_weights(run)
         for name in ("train_loss", "total_flos", "train_samples_per_second"):  # depend on the data
             output.metrics.pop(name, None)
         output.metrics.update(budget_metrics(self.privacy_report()))
-        return screen.PrivateOutput(output.global_step, math.nan, output.metrics)
+        return progress.PrivateOutput(output.global_step, math.nan, output.metrics)
 
-    def autocast_smart_context_manager(
-        self, cache_enabled: bool | None = True
-    ) -> contextlib.AbstractContextManager[None]:
-        """The run's mixed precision, wherever losses are computed (see `precision`)."""
-        return precision.uncached_autocast(self.accelerator)
+    def _open(self, run: Run, checkpoint: str | None, resumes: bool) -> None:
+        """Opens the ledger and the keys; from here on this is the trainer's run."""
+        header = run_files.ledger_header(run)
+        check_agreement(run, header)
+        opened = opening.open_run(run, header, checkpoint, resumes)
+        self._run, self._trained_digest, self._saved_step = run, None, None
+        run.ledger, self._method_state, self._started_from = opened
+        self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this ledger
+        self._keys = noise_keys.open_keys(run)
+        run.step_noise = noise_keys.noise_of_steps(run.plan, run.noise, self._keys)
+        self._banner.run = run
+        self.watch.open(run)
+        self.args.trains_privately = True
 
-    def probe(self) -> Mapping[str, Tensor]:
-        """The first and the last example, for checks whose results are not released."""
-        return self.training_rows().collate_rows([0, len(self.train_dataset) - 1])
+    def _check_end(self, run: Run) -> None:
+        """Settles the weights and refuses to end with what was written beside the steps."""
+        assert self._keys is not None and self._besides is not None
+        run.method.settle_()
+        self._besides.check()
+        self.check_frozen()
+        try:
+            noise_keys.check_kept(run, self._keys)
+        except LedgerError as error:
+            self._tainted = f"not saved: {error}"
+            raise
+        if run.opened.next_step == run.plan.steps:
+            self._keys.forget()
+
+    def _close(self, run: Run) -> None:
+        """Closes the ledger; a model that releases have moved is marked as trained."""
+        vars(self.args).pop("trains_privately", None)
+        self._keys = None
+        if run.ledger is None:
+            return
+        run.ledger.close()
+        run.resources.close()  # settles the weights
+        if run.ledger.releases and self._trained_digest is None:
+            # An error may be this process' alone; the others would not join to gather parts.
+            alone = self.shards and sys.exc_info()[0] is not None
+            self._trained_digest = None if alone else state_digest(self.model)
+            mark_as_trained(self.model, self._started_from, self._trained_digest or "")
 
     def get_train_dataloader(self) -> DataLoader:
         """Logical batches of this process, one item per step, split into microbatches."""
-        assert self._keys and self.trajectory, "batches are drawn inside train() only"
+        run = self.run
+        assert self._keys and run.ledger, "batches are drawn inside train() only"
         batches = StepBatches(
-            rows=self.training_rows(),
-            plan=self.plan,
+            rows=run.rows,
+            plan=run.plan,
             key=self._keys.sampler,
             microbatch_size=self.args.physical_batch_size,
-            share=self.split.row,
-            shares=self.split.rows,
-            paid=self.trajectory.next_step,
-            shapes=self.shapes,
-            row_groups=self._row_groups,
+            share=run.split.row,
+            shares=run.split.rows,
+            paid=run.ledger.next_step,
+            shapes=run.shapes,
+            row_groups=run.row_groups,
         )
         return DataLoader(
             batches,
             batch_size=None,
-            sampler=StepSampler(self),
+            sampler=StepSampler(run.plan, lambda: self.state.global_step),
             num_workers=self.args.dataloader_num_workers,
             worker_init_fn=termination.left_to_parent,
             pin_memory=False,
         )
 
-    def training_rows(self) -> Rows:
-        """The private rows, as the step's microbatches are collated from."""
-        return self.rows_of(self.train_dataset)
-
-    def rows_of(self, dataset: Any) -> Rows:
-        """A data set without the columns that the model does not take, and its collator."""
-        if isinstance(dataset, datasets.Dataset):
-            kept = self._remove_unused_columns(dataset, description="training")
-            return Rows(kept, self.data_collator)
-        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        return Rows(dataset, collate)
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the run's method; its optimizer only carries the learning rate, or is `optim`."""
-        if self.optimizer is None:
-            assert self.trajectory is not None and self.per_example_loss is not None
-            if self._method_state is not None:
-                try:
-                    check_frozen(self.model, self.trajectory.header)
-                except LedgerError:
-                    self.trajectory.close()
-                    self.trajectory = None  # these weights are not its
-                    raise
-            assert self._besides is not None
-            self._besides.take_configuration()  # Trainer has set the tokenizer's special tokens
-            if self._method_state is not None:
-                self._besides.take_state()  # a checkpoint's, which passed this check when it was written
-            kind: type[TrainingMethod] = (
-                FirstOrderMethod if self.args.first_order else ZerothOrderMethod
-            )
-            self.method: TrainingMethod = kind(self, self._method_state)
-            self.optimizer = self.method.optimizer or super().create_optimizer(model)
-            self.optimizer.register_step_pre_hook(self._check_rate)
-            self._weights = weights = self.method.weights
-            self.while_training(weights)
-            if self.args.first_order:
-                self.optimizer.register_step_pre_hook(lambda *_: weights.check())
-                self.optimizer.register_step_post_hook(lambda *_: weights.note())
-        return self.optimizer
-
-    def _get_learning_rate(self) -> float:
-        """The last step's, for logs."""
-        return self._rate
-
-    def _optimizer_rate(self) -> float:
-        """The rate of the next update, which a callback may have set.
-
-        Raises:
-          ValueError: groups of parameters have several rates.
-        """
-        assert self.optimizer is not None
-        rates = sorted({float(group["lr"]) for group in self.optimizer.param_groups})
-        if len(rates) > 1:
-            raise ValueError(
-                f"learning rates {rates} of several groups of parameters, and the ledger writes one for "
-                "each step: set the same in all of optimizer.param_groups."
-            )
-        return rates[0]
-
-    def follow_scheduler(self) -> None:
-        """Sets the rate by a scheduler that was made with another optimizer: optimizers=(None, it)."""
-        scheduler, optimizer = self.lr_scheduler, self.optimizer
-        assert scheduler is not None and optimizer is not None
-        groups = optimizer.param_groups
-        if getattr(getattr(scheduler, "optimizer", None), "param_groups", None) is not groups:
-            for group in groups:
-                group["lr"] = scheduler.get_last_lr()[0]
-
-    def _check_rate(self, *_: Any) -> None:
-        """Refuses an update with another rate than that of the step's release."""
-        if (rate := self._optimizer_rate()) != self._rate:
-            raise ValueError(
-                f"a callback set the learning rate from {self._rate:g} to {rate:g} between a step's "
-                "release, which the ledger has, and its update: set it in on_step_begin or on_step_end."
-            )
-
-    @property
-    def space(self) -> ParameterSpace:
-        """The trainable coordinates of a zeroth-order run."""
-        assert isinstance(self.method, ZerothOrderMethod)
-        return self.method.space
-
-    @property
-    def step(self) -> Any:
-        """The run's `ZerothOrderStep` or `FirstOrderStep`."""
-        return self.method.step
-
-    def step_noise(self) -> NoiseSource:
-        """What steps draw from; with correlated noise a source that knows earlier draws."""
-        if self._keys is None:  # no run of this trainer's own: a replica, which draws nothing
-            assert self.plan.correlation is None, "correlated noise is drawn inside train() only"
-            return self.noise
-        return noise_keys.noise_of_steps(self, self._keys)
-
-    def while_training(self, context: contextlib.AbstractContextManager[Any]) -> None:
-        """Enters `context` until `train` returns or raises."""
-        self._reads.enter_context(context)
-
-    def evaluated_objective(self) -> Within:
-        """(model, inputs) -> losses [B], on the run's device and in its precision."""
-        assert self.per_example_loss is not None
-
-        def on_device(objective: PerExampleLoss) -> PerExampleLoss:
-            def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-                with self.compute_loss_context_manager():
-                    losses = objective(model, self._prepare_inputs(dict(inputs)))
-                if self.shards:
-                    sharded_runs.give_back(model)
-                return losses
-
-            return evaluate
-
-        return Within(self.per_example_loss, on_device)
+        if self.optimizer is not None:
+            return self.optimizer
+        run = self.run
+        assert self._besides is not None
+        if self._method_state is not None:
+            try:
+                check_frozen(self.model, run.header)
+            except LedgerError:
+                run.opened.close()
+                self._run = run.ledger = None  # these weights are not its
+                raise
+        self._besides.take_configuration()  # Trainer has set the tokenizer's special tokens
+        if self._method_state is not None:
+            self._besides.take_state()  # a checkpoint's, which passed this check when it was written
+        method: ZerothOrderMethod | FirstOrderMethod
+        if self.args.first_order:
+            method = FirstOrderMethod(run, self.watch.signal)
+        else:
+            method = ZerothOrderMethod(run, self._method_state)
+        run.method = method
+        self.optimizer = optimizer = method.optimizer or super().create_optimizer(model)
+        optimizer.register_step_pre_hook(self._rates.check)
+        run.resources.enter_context(method.weights)
+        if self.args.first_order:
+            optimizer.register_step_pre_hook(lambda *_: method.weights.check())
+            optimizer.register_step_post_hook(lambda *_: method.weights.note())
+        return optimizer
 
     def training_step(  # type: ignore[override]
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
@@ -437,22 +412,25 @@ class DPZeroMixin(PublishingTrainer):
         Returns:
           0, because the loss is private.
         """
-        assert self.step.trajectory is self.trajectory
-        logged, self._diagnostics = self.trajectory.header["log_private_diagnostics"], {}
+        assert self._run is not None and self.optimizer is not None
+        logged, self._diagnostics = self._run.header["log_private_diagnostics"], {}
         if self.args.log_private_diagnostics is not logged:
             logger.warning_once(
                 f"log_private_diagnostics was changed during the run, which goes on as it began, with "
                 f"{logged}: its report speaks of all steps. Set it before train(), in a new output_dir."
             )
         try:
-            self._rate = self._optimizer_rate()
-            statistics = self.method.take(inputs, self._rate)
+            statistics = self.method.take(inputs, self._rates.take(self.optimizer))
         except ParameterChanged:
             self._tainted = _WRITTEN
             raise
         if logged and statistics is not None:
             self._diagnostics = private_diagnostics(statistics, self.plan.mechanism)
         return torch.zeros((), device=self.args.device)
+
+    def _get_learning_rate(self) -> float:
+        """The last step's, for logs."""
+        return self._rates.used
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs released values and spent budget in place of the private loss.
@@ -463,20 +441,20 @@ class DPZeroMixin(PublishingTrainer):
         """
         for key in ("loss", "grad_norm", "train_loss", "total_flos", "train_samples_per_second"):
             logs.pop(key, None)
-        if self.trajectory is not None and "learning_rate" in logs:
-            logs["epsilon"] = self.epsilon_spent
-            last = self.trajectory.get(self.state.global_step - 1)
-            if last is not None and self.plan.mechanism.replayable:
-                logs["released_value"] = math.hypot(
-                    *last.values[: self.resolved_args.num_directions]
-                )
+        run = self._run
+        if run is not None and run.ledger is not None and "learning_rate" in logs:
+            logs["epsilon"] = run.epsilon_spent
+            last = run.ledger.get(self.state.global_step - 1)
+            if last is not None and run.plan.mechanism.replayable:
+                logs["released_value"] = math.hypot(*last.values[: run.args.num_directions])
             logs.update(self.watch.logs())
             logs.update(group_logs(self.step.weighting))
             logs.update(self._diagnostics)
         super().log(logs)
 
-    @property
-    def epsilon_spent(self) -> float:
-        """An upper bound on the epsilon of the steps taken so far."""
-        taken = self.trajectory.next_step if self.trajectory else 0
-        return self.decide().meter.at(min(taken, self.plan.steps))
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial would spend budget that no report counts."""
+        raise ValueError(
+            "hyperparameter_search on private data spends privacy in every trial: search on public "
+            "data, then train once."
+        )

@@ -29,7 +29,7 @@ from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import Release
-from hf_dpzero.parallel.distributed import broadcast_, is_main
+from hf_dpzero.parallel.distributed import broadcast_, is_main, release_on_all
 from hf_dpzero.parallel.split import ALONE, Split
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
@@ -38,7 +38,6 @@ from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.group_training import GroupWeighting
-from hf_dpzero.training.released_values import release_on_all
 
 logger = logging.getLogger(__name__)
 

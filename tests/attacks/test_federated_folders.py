@@ -80,7 +80,7 @@ def test_an_invitation_that_is_refused_turns_nobody_to_other_directions(tmp_path
     with pytest.raises(LedgerError):
         again.join(name, 0, folder, strange)
     again.client(name, 0, folder)
-    followed = again.replica.trainer.trajectory.header["direction_key"]
+    followed = again.replica.run.header["direction_key"]
     assert followed == own["direction_key"]
 
 

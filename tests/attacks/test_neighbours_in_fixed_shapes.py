@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.checks.precision import couples_values
 from hf_dpzero.objectives.heads import sequence_classification_objective
-from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.precision import couples_values
+from hf_dpzero.training.start import prepare
 
 
 def texts(rows: int, seed: int) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def test_routed_experts_see_as_many_tokens_as_all_rows_send_them(tmp_path):
     )  # fmt: skip
     trainer.data_collator = pad
     trainer.train()
-    assert "experts" in couples_values(trainer.model) and trainer.shapes.one_by_one
+    assert "experts" in couples_values(trainer.model) and trainer.run.shapes.one_by_one
     assert trainer.privacy_report().forward_passes == "one example"
     whole = differences(trainer, list(range(60)))
     generator = torch.Generator().manual_seed(0)
@@ -111,8 +111,8 @@ def test_row_0_does_not_choose_what_fills_up_microbatches(tmp_path, with_public:
         objective = {"compute_per_example_loss": NoBlankBesideLow(), "eval_dataset": public}
         trainer = build(tmp_path / str(number), data=data, trainer_settings=objective)
         try:
-            check_before_training(trainer)
+            prepare(trainer.run)
         except ValueError:
             continue  # a private row may stop a run
-        outcomes.append(repr(trainer.shapes.placement))
+        outcomes.append(repr(trainer.run.shapes.placement))
     assert outcomes and len(set(outcomes)) == 1

@@ -14,9 +14,9 @@ from transformers import BertConfig, BertModel
 
 from hf_dpzero.batches.logical_batch import Rows
 from hf_dpzero.batches.shapes import FixedShapes
-from hf_dpzero.checks.data import check_same_rows
+from hf_dpzero.checks import processes
+from hf_dpzero.checks.processes import check_same_rows
 from hf_dpzero.objectives.prompted import Candidates
-from hf_dpzero.parallel import distributed
 from hf_dpzero.recipes.models import precompute_features
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
 
@@ -158,8 +158,8 @@ def test_processes_with_other_rows_are_refused(monkeypatch):
         told.append(value)
         return [value, others.get(type(value).__name__, value)]
 
-    monkeypatch.setattr(distributed, "active", lambda: True)
-    monkeypatch.setattr(distributed, "gather_objects", gathered)
+    monkeypatch.setattr(processes, "active", lambda: True)
+    monkeypatch.setattr(processes, "gather_objects", gathered)
     same = tiny_data()
     check_same_rows(same)
     assert told[0] == (120, same._fingerprint) and len(told) == 2  # and a digest of stored rows

@@ -10,8 +10,8 @@ from tiny_runs import build, tiny_model
 from tiny_texts import differences, pad, texts
 from torch import Tensor, nn
 
-from hf_dpzero.training import smoke_test
-from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.checks import smoke_test
+from hf_dpzero.training.start import prepare
 
 
 class RoundsRest(nn.Linear):
@@ -60,8 +60,8 @@ def test_rounding_by_place_is_measured_in_the_layer_though_no_loss_shows_it(tmp_
         trainer = trainer_of(tmp_path / str(clip), model, clip=clip, **settings)
         with pytest.MonkeyPatch.context() as patch:  # the layer alone
             patch.setattr(smoke_test, "_bounds", lambda placed: (torch.zeros(1, 1),) * 2)
-            check_before_training(trainer)
-        found = set(trainer.shapes.placement.sizes)
+            prepare(trainer.run)
+        found = set(trainer.run.shapes.placement.sizes)
         # 4 rows are no whole block; where one row rounds as 16 do depends on the processor
         assert found == {1, 4, 16, 64} if clip == 50.0 else found in ({1, 16, 64}, {16, 64})
 

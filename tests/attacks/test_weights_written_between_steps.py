@@ -12,11 +12,11 @@ import torch
 from tiny_runs import build, same, tiny_model, weights
 from transformers import TrainerCallback, default_data_collator
 
+from hf_dpzero.checks import between_steps
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.segments import GridSegment
-from hf_dpzero.training import between_steps
 
 SECRET = {"insecure_noise_seed": None, "sampler_key": None}
 SAVED = {"save_strategy": "steps", "save_steps": 2, **SECRET}

@@ -125,7 +125,7 @@ def test_rate_clip_and_directions_of_a_starter_are_chosen_and_the_plan_shows_the
     trainer.train()
     first = trainer.state.log_history[0]["learning_rate"]
     assert first == pytest.approx(plan["learning_rate"], rel=1e-6)
-    assert trainer.resolved_args.num_directions == plan["num_directions"] == 32
+    assert trainer.run.args.num_directions == plan["num_directions"] == 32
     capsys.readouterr()
     rate = ["--learning_rate=1e-3", "--clip=2"]
     assert main.main(["plan", "--recipe", "mine.yaml", "--json", *quick, *rate]) == 0

@@ -16,6 +16,7 @@ import torch
 from transformers import BertForSequenceClassification
 
 from hf_dpzero import DPZeroTrainer
+from hf_dpzero.checks.precision import low_precision
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -28,7 +29,6 @@ from hf_dpzero.objectives.heads import select_objective, sequence_classification
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.training import methods
-from hf_dpzero.training.precision import low_precision
 
 ROWS = 8
 

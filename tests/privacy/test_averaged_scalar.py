@@ -134,7 +134,7 @@ def test_passes_hold_examples_of_several_groups(size, tmp_path, monkeypatch):
     count = sum(batch["examples"])
     assert len(batch["groups"]) == count and 1 < len(set(batch["groups"][:7])) <= 8
     width = batch["microbatches"][0]["input_ids"].shape[1]
-    begun = trainer.shapes.placement.filled(width, count)
+    begun = trainer.run.shapes.placement.filled(width, count)
     assert batch["examples"] == [len(places) for places in begun]
     assert size == 1 or len(begun) < count
 

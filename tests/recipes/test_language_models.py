@@ -483,7 +483,7 @@ def test_a_private_step_on_a_quantised_base(
     assert (before - losses(load("opt"), "opt")).abs().max() > 1e-4  # computes with rounded weights
     several = step(load("opt", **settings), tmp_path / "four", microbatch_size=4)
     if bits == 8:  # LLM.int8() takes columns with an outlier in any row out of the 8-bit product
-        assert several.shapes.one_by_one
+        assert several.run.shapes.one_by_one
     assert several.trajectory.header["forward_passes"] in ("fixed shapes", "one example")
     trainer = step(model, tmp_path)
     trainer.save_model()

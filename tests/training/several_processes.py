@@ -131,7 +131,12 @@ def train(folder: Path, world: int) -> dict[str, Any]:
         if name in METERED and world > 1:
             count = sum(p.numel() for p in trainer.model.parameters())
             # the first step compares weights
-            told[f"bytes {name}"] = (meter.sent[1], step_bytes(trainer, count))
+            told[f"bytes {name}"] = (
+                meter.sent[1],
+                step_bytes(
+                    trainer.plan, trainer.run.args, trainer.run.split, trainer.run.sharded, count
+                ),
+            )
         flat = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])
         torch.save(flat, folder / f"{name}.rank{trainer.args.process_index}")
     return told

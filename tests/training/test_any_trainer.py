@@ -212,7 +212,7 @@ def test_names_adapters_and_texts_work_under_the_mixin(tmp_path, named, kind):
     assert trainer.processing_class is not None
     trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name for name in trained)
-    assert len(trainer.train_dataset) == 40 and trainer.rows_are_examples
+    assert len(trainer.train_dataset) == 40 and trainer.run.examples_known
     trainer.train()
     assert trainer.privacy_report().steps == 2
     assert torch.isfinite(torch.tensor(trainer.evaluate(prompts(8, seed=2))["eval_loss"]))

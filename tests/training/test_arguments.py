@@ -38,7 +38,7 @@ def test_one_configuration_serves_data_sets_of_several_sizes(tmp_path):
         theirs = Trainer(tiny_model(), plain, train_dataset=tiny_data(rows))
         assert trainer.train().global_step == theirs.train().global_step == steps
         report = trainer.privacy_report()
-        assert report.steps == trainer.plan.steps == trainer.resolved_args.max_steps == steps
+        assert report.steps == trainer.plan.steps == trainer.run.args.max_steps == steps
         assert report.num_examples == rows
         assert report.epsilon == config(tmp_path, max_steps=steps, expected_batch_size=8).plan(
             rows
@@ -51,7 +51,7 @@ def test_what_is_chosen_stands_beside_the_arguments(tmp_path):
     trainer = build(tmp_path, **CHOSEN)
     assert trainer.args.chosen == {"learning_rate", "num_directions"}
     trainer.train()
-    found = trainer.resolved_args
+    found = trainer.run.args
     assert (found.max_steps, found.num_directions) == (10, 32)
     assert found.learning_rate == trainer.trajectory.get(0).learning_rate > 0
     assert trainer.trajectory.header["num_directions"] == 32
@@ -70,7 +70,7 @@ def test_arguments_that_are_set_after_the_trainer_was_made_are_heard(tmp_path):
     assert trainer.state.global_step == trainer.plan.steps == 20
     assert trainer.trajectory.get(0).learning_rate == 0.25
     assert trainer.plan.mechanism.num_directions == len(trainer.trajectory.get(0).values) - 1 == 3
-    assert trainer.delta == trainer.privacy_report().delta == 1e-4
+    assert trainer.run.delta == trainer.privacy_report().delta == 1e-4
 
 
 def test_arguments_that_are_changed_behind_a_run_do_not_change_its_plan(tmp_path):

@@ -131,7 +131,11 @@ def test_a_callback_ends_the_epoch_and_not_the_run(tmp_path, ends):
     assert len([event for event in events if event[0] == "epoch"]) == 3
     report = ours.privacy_report()
     assert ours.trajectory.next_step == report.steps == taken
-    assert report.epsilon == ours.plan.epsilon(ours.delta, at=taken) < ours.plan.epsilon(ours.delta)
+    assert (
+        report.epsilon
+        == ours.plan.epsilon(ours.run.delta, at=taken)
+        < ours.plan.epsilon(ours.run.delta)
+    )
 
 
 def test_a_callback_ends_an_epoch_of_a_number_of_steps(tmp_path):

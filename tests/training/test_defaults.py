@@ -48,11 +48,11 @@ def test_directions_follow_from_what_each_of_them_runs(tmp_path):
     head = sum(size for name, size in sizes if name.startswith("classifier"))
     assert evaluated_again(model, "classifier") == head
     assert evaluated_again(model, None) == sum(size for _, size in sizes)
-    assert build(tmp_path, **GIVEN_NOTHING).resolved_args.num_directions == 32
+    assert build(tmp_path, **GIVEN_NOTHING).run.args.num_directions == 32
     wide = tiny_model(vocab_size=70_000)
-    assert build(tmp_path, wide, **GIVEN_NOTHING).resolved_args.num_directions == 1
+    assert build(tmp_path, wide, **GIVEN_NOTHING).run.args.num_directions == 1
     head_alone = build(tmp_path, wide, trainable="classifier", **GIVEN_NOTHING)
-    assert head_alone.resolved_args.num_directions == 32
+    assert head_alone.run.args.num_directions == 32
 
 
 def test_the_rate_follows_the_clip_for_the_first_steps_and_then_stays(tmp_path):

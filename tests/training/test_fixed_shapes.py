@@ -18,7 +18,7 @@ from hf_dpzero.batches.shapes import FixedShapes, widened
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.objectives.losses import evaluation_mode
-from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.training.start import prepare
 
 
 def collate(lengths: list[int]) -> Any:
@@ -119,12 +119,12 @@ def test_fillers_do_not_count(tmp_path):
     """x has a row for each sampled example, whatever the slots."""
     trainer = build(tmp_path, max_steps=1, microbatch_size=5, expected_batch_size=40)
     trainer.train()
-    assert not trainer.shapes.one_by_one
+    assert not trainer.run.shapes.one_by_one
     chosen = list(range(0, 114, 3))
-    parts = trainer.shapes.microbatches(chosen)
+    parts = trainer.run.shapes.microbatches(chosen)
     assert sum(m.examples for m in parts) == 38
     assert {len(m["labels"]) for m in parts} <= {1, 4, 5}
-    rows, evaluate = trainer.training_rows(), trainer.step.differences.evaluate
+    rows, evaluate = trainer.run.rows, trainer.step.differences.evaluate
     with evaluation_mode(trainer.model):
         losses = torch.cat([evaluate(m) for m in parts])
         alone = [evaluate(rows.collate_rows([i])) for i in chosen]
@@ -150,18 +150,18 @@ def checked(tmp_path, objective: Any, **settings: Any) -> Any:
         tmp_path, expected_batch_size=40, trainer_settings={"compute_per_example_loss": objective},
         **settings,
     )  # fmt: skip
-    check_before_training(trainer)
+    prepare(trainer.run)
     return trainer
 
 
 def test_coupling_as_small_as_rounding_falls_back_to_one_example_a_pass(tmp_path, caplog):
     logging.getLogger("transformers").propagate = True
-    assert not checked(tmp_path, sequence_classification_objective).shapes.one_by_one
+    assert not checked(tmp_path, sequence_classification_objective).run.shapes.one_by_one
     assert "one example" not in caplog.text and "by itself" not in caplog.text
     trainer = checked(tmp_path, Coupled(1e-4))
-    assert trainer.shapes.one_by_one
+    assert trainer.run.shapes.one_by_one
     assert "every example is evaluated by itself" in caplog.text
-    batch = trainer.shapes.microbatches([0, 1])
+    batch = trainer.run.shapes.microbatches([0, 1])
     assert [len(m["labels"]) for m in batch] == [1, 1]
 
 
@@ -199,7 +199,7 @@ def test_random_collators_do_not_hide_a_loss_of_the_batch(tmp_path):
     )
     trainer.data_collator = masked
     with pytest.raises(ValueError, match="depends on the other examples"):
-        check_before_training(trainer)
+        prepare(trainer.run)
 
 
 class Experts(nn.Module):
@@ -237,7 +237,7 @@ def test_experts_of_a_fixed_capacity_are_refused(tmp_path):
         trainer_settings={"compute_per_example_loss": objective},
     )  # fmt: skip
     with pytest.raises(ValueError, match="depends on the other examples"):
-        check_before_training(trainer)
+        prepare(trainer.run)
 
 
 @pytest.mark.parametrize("setting", ["precision", "allow"])
@@ -248,11 +248,11 @@ def test_tf32_set_globally_runs_in_fixed_shapes_and_is_refused_for_gradients(tmp
         else:
             torch.backends.cuda.matmul.allow_tf32 = True
         trainer = build(tmp_path, expected_batch_size=40)
-        check_before_training(trainer)
-        assert not trainer.shapes.one_by_one
+        prepare(trainer.run)
+        assert not trainer.run.shapes.one_by_one
         with pytest.raises(ValueError, match="TF32.*microbatch_size=8"):
-            check_before_training(build(tmp_path, method="dp-sgd"))
-        check_before_training(build(tmp_path, method="dp-sgd", microbatch_size=1))
+            prepare(build(tmp_path, method="dp-sgd").run)
+        prepare(build(tmp_path, method="dp-sgd", microbatch_size=1).run)
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -270,7 +270,7 @@ def test_a_classifier_that_pools_at_the_last_token_is_no_coupled_loss(tmp_path, 
             )
         )  # fmt: skip
     short = tiny_data().map(lambda row: {n: row[n][:5] for n in ("input_ids", "attention_mask")})
-    check_before_training(build(tmp_path, model, data=short, method=method, expected_batch_size=40))
+    prepare(build(tmp_path, model, data=short, method=method, expected_batch_size=40).run)
 
 
 def test_rows_that_are_stacked_make_the_same_microbatches_as_rows_collated_one_by_one():

@@ -15,7 +15,7 @@ from transformers import EvalPrediction
 
 from hf_dpzero.privacy.group_losses import metric_keys, places
 from hf_dpzero.settings.group_settings import column_values, row_groups
-from hf_dpzero.training.group_metrics import RowGroups, by_group, groups_of_rows
+from hf_dpzero.training.evaluation import RowGroups, by_group, groups_of_rows
 
 SHARES = {"few": 0.2, "many": 0.8}
 GROUPS = {"group_column": "where", "group_shares": SHARES}

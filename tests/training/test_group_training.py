@@ -23,7 +23,7 @@ from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.reporting.hub import write_model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
-from hf_dpzero.training.screen import banner
+from hf_dpzero.training.progress import banner
 
 SHARES = {"few": 0.2, "many": 0.8}
 GROUPS = {"group_column": "where", "group_shares": SHARES}
@@ -48,7 +48,7 @@ def made(tmp_path, **settings):
 
 
 def losses_of(trainer) -> torch.Tensor:
-    rows = trainer.training_rows().collate_rows(list(range(len(trainer.train_dataset))))
+    rows = trainer.run.rows.collate_rows(list(range(len(trainer.train_dataset))))
     with torch.no_grad(), evaluation_mode(trainer.model):
         return select_objective(trainer.model)(trainer.model, rows).double()
 
@@ -71,7 +71,7 @@ def test_a_run_replays_to_its_weights(tmp_path, way):
     report = PrivacyReport.load(tmp_path)
     assert (way in report.groups and "group losses" in report.statement) or not report.private
     assert any("group_shares" in caveat for caveat in report.caveats)
-    assert f"groups      {way}" in banner(trainer)
+    assert f"groups      {way}" in banner(trainer.run, trainer.privacy_report())
 
 
 def test_without_noise_a_step_is_what_the_formulas_say(tmp_path):
@@ -155,7 +155,7 @@ def test_first_order_weights_stand_before_the_clip(tmp_path, gradients):
     )
     losses = losses_of(trainer)
     before = weights(trainer.model)
-    rows, total = trainer.training_rows(), {}
+    rows, total = trainer.run.rows, {}
     scaled = []
     with evaluation_mode(trainer.model):
         for i in range(20):

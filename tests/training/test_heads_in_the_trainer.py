@@ -24,7 +24,7 @@ from transformers import (
 from hf_dpzero.batches.shapes import FixedShapes, decoder_length, widened
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.objectives import heads, register_objective
-from hf_dpzero.training.before_training import check_before_training
+from hf_dpzero.training.start import prepare
 
 
 def metrics(prediction: Any) -> dict[str, float]:
@@ -76,14 +76,14 @@ def check_run(trainer: Any) -> None:
 def test_a_private_run_of_dpzero(tmp_path, name: str, slots: int):
     trainer = trainer_of(tmp_path, name)
     check_run(trainer)
-    assert trainer.shapes.placement.largest == slots
+    assert trainer.run.shapes.placement.largest == slots
 
 
 def test_boxes_are_labels_too(tmp_path):
     """Their labels are a list of dictionaries, of which Trainer makes no array of rows."""
     trainer = trainer_of(tmp_path, "boxes-yolos")
     trainer.train()
-    assert trainer.shapes.one_by_one and np.isfinite(trainer.evaluate()["eval_loss"])
+    assert trainer.run.shapes.one_by_one and np.isfinite(trainer.evaluate()["eval_loss"])
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_sounds_without_masks_run_alone(tmp_path, method: str):
     model = tiny_heads.build("sound-hubert", feat_extract_norm="group", do_stable_layer_norm=False)
     trainer = trainer_of(tmp_path, "sound-hubert", model, method=method, trainable="classifier")
     trainer.data_collator = without_masks
-    check_before_training(trainer)
-    assert trainer.shapes.one_by_one
+    prepare(trainer.run)
+    assert trainer.run.shapes.one_by_one
 
 
 # ---------------------------------------------------------------- transformers' collators
@@ -173,10 +173,10 @@ def test_transformers_collators_pad_on_either_side(tmp_path, name: str, side: st
     trainer.data_collator = collator
     if name == "span-bert" and side == "left":  # it leaves start_positions where they were
         with pytest.raises(ValueError, match="columns further right.*padding_side='right'"):
-            check_before_training(trainer)
+            prepare(trainer.run)
     else:
-        check_before_training(trainer)
-        assert not trainer.shapes.one_by_one
+        prepare(trainer.run)
+        assert not trainer.run.shapes.one_by_one
 
 
 # ---------------------------------------------------------------- shapes

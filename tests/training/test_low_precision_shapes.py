@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from hf_dpzero.batches.shapes import FixedShapes, unmasked
+from hf_dpzero.checks.precision import check_precision, couples_values
 from hf_dpzero.objectives.heads import sequence_classification_objective
-from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.precision import check_precision, couples_values
+from hf_dpzero.training.start import prepare
 
 
 def tiny_opt() -> OPTForSequenceClassification:
@@ -53,7 +53,7 @@ def test_removing_an_example_moves_no_bit_of_the_others(tmp_path, make: Any, kin
     """The trainer's own microbatches and strategy, with and without each of several rows."""
     trainer = trainer_of(tmp_path, make().to(KINDS[kind]), bf16=kind == "autocast")
     trainer.train()
-    assert trainer.shapes.placement.largest == 4
+    assert trainer.run.shapes.placement.largest == 4
     chosen = list(range(24))
     expected = differences(trainer, chosen)
     assert len(set(expected.values())) > 12
@@ -79,7 +79,7 @@ def test_coupled_rounding_in_bfloat16_is_caught_and_falls_back(tmp_path, caplog)
     objective = {"compute_per_example_loss": RoundsByNeighbours()}
     trainer = trainer_of(tmp_path, tiny_model().bfloat16(), trainer_settings=objective)
     trainer.train()
-    assert trainer.shapes.one_by_one
+    assert trainer.run.shapes.one_by_one
     assert "every example is evaluated by itself" in caplog.text
     report = trainer.privacy_report()
     assert report.forward_passes == "one example"
@@ -95,7 +95,7 @@ def test_the_same_coupling_is_found_by_the_test_above(tmp_path):
     trainer.train()
     import dataclasses
 
-    trainer.shapes = dataclasses.replace(trainer.shapes, placement=passes_of(4))
+    trainer.run.shapes = dataclasses.replace(trainer.run.shapes, placement=passes_of(4))
     whole = differences(trainer, list(range(24)))
     parts = [differences(trainer, [i for i in range(24) if i != r]) for r in range(6)]
     assert not all(part.items() <= whole.items() for part in parts)
@@ -109,7 +109,7 @@ def test_a_batch_mean_is_refused_in_low_precision_too(tmp_path):
     objective = {"compute_per_example_loss": losses}
     trainer = trainer_of(tmp_path, tiny_opt().bfloat16(), trainer_settings=objective)
     with pytest.raises(ValueError, match="depends on the other examples"):
-        check_before_training(trainer)
+        prepare(trainer.run)
 
 
 def test_the_report_says_how_losses_were_evaluated(tmp_path):
@@ -143,7 +143,7 @@ def test_a_row_without_padding_is_rounded_alike_beside_rows_with_and_without(tmp
     objective = {"compute_per_example_loss": MaskKernel()}
     trainer = trainer_of(tmp_path, tiny_model(), trainer_settings=objective)
     trainer.train()
-    assert trainer.shapes.placement.largest == 4
+    assert trainer.run.shapes.placement.largest == 4
     unpadded = [i for i, row in enumerate(texts()) if len(row["input_ids"]) == 16]
     others = [i for i in range(60) if i not in unpadded][:16]
     assert len(unpadded) > 2
@@ -175,7 +175,7 @@ def test_models_that_take_no_blank_run_one_by_one(tmp_path):
     objective = {"compute_per_example_loss": NeedsAToken()}
     trainer = trainer_of(tmp_path, tiny_model().bfloat16(), trainer_settings=objective)
     trainer.train()
-    assert trainer.shapes.one_by_one
+    assert trainer.run.shapes.one_by_one
 
 
 # ---- architectures and quantisations judged by name
@@ -202,12 +202,12 @@ def test_longrope_needs_no_single_rows_in_fixed_shapes(tmp_path):
     """Rows of up to eight tokens have short positions, whatever long row is in the batch."""
     trainer = trainer_of(tmp_path, phi())
     trainer.train()
-    assert trainer.shapes.placement.largest == 4
+    assert trainer.run.shapes.placement.largest == 4
     short = [i for i, row in enumerate(texts()) if len(row["input_ids"]) <= 8]
     whole = differences(trainer, list(range(60)))
     assert differences(trainer, short).items() <= whole.items()
     settings = {"method": "dp-sgd", "trainable": "proj|score"}
-    check_before_training(trainer_of(tmp_path / "sgd", phi(), **settings))
+    prepare(trainer_of(tmp_path / "sgd", phi(), **settings).run)
 
 
 def eight_bit(threshold: float) -> nn.Module:
@@ -257,8 +257,8 @@ def test_dynamic_quantisation_is_no_matter_of_shapes(tmp_path, caplog):
     model.bert.encoder = frozen
     assert "whole batch" in couples_values(model)
     trainer = trainer_of(tmp_path, model, trainable="classifier")
-    check_before_training(trainer)
-    assert trainer.shapes.one_by_one and "every example is evaluated by itself" in caplog.text
+    prepare(trainer.run)
+    assert trainer.run.shapes.one_by_one and "every example is evaluated by itself" in caplog.text
 
 
 def test_gradients_in_low_precision_still_take_one_example():

@@ -329,7 +329,7 @@ def test_several_processes_are_sent_to_fsdp2(tmp_path: Path, base: Path):
     trainer.args.distributed_state.num_processes = 2
     try:
         with pytest.raises(ValueError, match=r"2 processes.*configs/accelerate/fsdp2\.yaml"):
-            check_offload(trainer)
+            check_offload(trainer.model, trainer.args)
     finally:
         trainer.args.distributed_state.num_processes = 1
 

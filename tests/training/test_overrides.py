@@ -212,7 +212,9 @@ def test_a_callback_that_stops_is_accounted(tmp_path, name):
     trainer.train()
     report = trainer.privacy_report()
     assert trainer.trajectory.next_step == trainer.state.global_step == report.steps == 2
-    assert report.epsilon == trainer.plan.epsilon(trainer.delta, at=2) < trainer.plan.epsilon(1e-3)
+    assert (
+        report.epsilon == trainer.plan.epsilon(trainer.run.delta, at=2) < trainer.plan.epsilon(1e-3)
+    )
 
 
 def test_early_stopping_works(tmp_path):

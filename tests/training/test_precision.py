@@ -13,13 +13,13 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_dpzero import DPZeroTrainer
+from hf_dpzero.estimators.arithmetic import compile_, uncached_autocast, unwrapped
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.precision import compile_, uncached_autocast, unwrapped
+from hf_dpzero.training.start import prepare
 
 U = Direction(5, 0, 0)
 INDUCTOR = pytest.param(
@@ -254,12 +254,12 @@ def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend
         tmp_path, model, data=rows, trainer_settings=given, microbatch_size=2, **settings
     )
     trainer.data_collator = pad
-    check_before_training(trainer)
-    assert trainer.shapes.placement.largest == 2
-    widths = {len(m["input_ids"][0]) for m in trainer.shapes.microbatches(range(60))}
+    prepare(trainer.run)
+    assert trainer.run.shapes.placement.largest == 2
+    widths = {len(m["input_ids"][0]) for m in trainer.run.shapes.microbatches(range(60))}
     assert widths == {16, 32, 48}
     trainer.train()
-    made = trainer.shapes.microbatches(range(60))
+    made = trainer.run.shapes.microbatches(range(60))
     evaluate = trainer.step.differences.evaluate
     with torch.no_grad():
         expected = [evaluate(m) for m in made]
@@ -358,7 +358,7 @@ def test_bf16_trains_and_is_near_float32(tmp_path, tiny_bert):
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
     several = build(tmp_path / "several", tiny_bert(), bf16=True, expected_batch_size=32)
     several.train()
-    assert several.shapes.placement.largest == 4
+    assert several.run.shapes.placement.largest == 4
     with pytest.raises(ValueError, match="bf16=True with microbatch_size=4"):
         build(tmp_path / "coupled", tiny_bert(), bf16=True, method="dp-sgd").train()
 
@@ -455,7 +455,7 @@ def test_dynamo_is_left_as_it_was_and_stops_at_its_limit(tmp_path, monkeypatch):
     trainer.train()
     assert inside[0]["fail_on_recompile_limit_hit"] and inside[0]["recompile_limit"] == 4096
     assert {name: getattr(dynamo, name) for name in names} == before
-    monkeypatch.setattr("hf_dpzero.training.precision.GRAPHS", 1)
+    monkeypatch.setattr("hf_dpzero.estimators.arithmetic.GRAPHS", 1)
     monkeypatch.setattr(dynamo, "recompile_limit", 1)
     torch._dynamo.reset()
     with pytest.raises(Exception, match="recompile_limit"):  # rows of 8 and of 16 columns

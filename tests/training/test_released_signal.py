@@ -11,6 +11,7 @@ import torch
 from tiny_runs import build, tiny_data, tiny_model
 from transformers import TrainerCallback
 
+from hf_dpzero.checks.public_rows import judge_differences
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.objectives.losses import classification_losses, token_losses
@@ -21,7 +22,6 @@ from hf_dpzero.privacy.mechanisms import mechanism_from_dict
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler
-from hf_dpzero.training.public_rows import judge_differences
 from hf_dpzero.training.released_signal import (
     ReleasedScalars,
     ReleasedSignal,

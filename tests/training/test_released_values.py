@@ -7,8 +7,8 @@ import pytest
 from hf_dpzero.ledger.log_file import LedgerWriteError
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.ledger.update_rules import Release
-from hf_dpzero.training import released_values
-from hf_dpzero.training.released_values import release_on_all
+from hf_dpzero.parallel import distributed
+from hf_dpzero.parallel.distributed import release_on_all
 
 HEADER = {"num_values": 2, "num_directions": 2}
 
@@ -22,13 +22,13 @@ def heard(monkeypatch):
         found.append(numbers())
         return found[-1]
 
-    monkeypatch.setattr(released_values, "numbers_of_main", numbers_of_main)
+    monkeypatch.setattr(distributed, "numbers_of_main", numbers_of_main)
     return found
 
 
 def test_the_ledger_holds_a_release_when_others_hear_of_it(tmp_path, heard, monkeypatch):
     path = tmp_path / "trajectory.ledger"
-    trajectory, told = Trajectory.create(path, HEADER), released_values.numbers_of_main
+    trajectory, told = Trajectory.create(path, HEADER), distributed.numbers_of_main
     on_disk = []
 
     def then_looked_at(numbers, count):
@@ -36,7 +36,7 @@ def test_the_ledger_holds_a_release_when_others_hear_of_it(tmp_path, heard, monk
         on_disk.extend(Trajectory.load(path).releases)
         return values
 
-    monkeypatch.setattr(released_values, "numbers_of_main", then_looked_at)
+    monkeypatch.setattr(distributed, "numbers_of_main", then_looked_at)
     expected = Release(0, (0.5, -2.0), 1e-2)
     assert release_on_all(trajectory, 0, 1e-2, lambda: (0.5, -2.0)) == expected
     assert on_disk == [expected] and heard == [(0.5, -2.0)]
@@ -51,8 +51,8 @@ def test_nobody_hears_of_a_release_that_was_not_written(tmp_path, heard, monkeyp
 
 
 def test_another_process_notes_what_it_was_told_and_draws_nothing(monkeypatch):
-    monkeypatch.setattr(released_values, "is_main", lambda: False)
-    monkeypatch.setattr(released_values, "numbers_of_main", lambda numbers, count: (1.0, 2.0))
+    monkeypatch.setattr(distributed, "is_main", lambda: False)
+    monkeypatch.setattr(distributed, "numbers_of_main", lambda numbers, count: (1.0, 2.0))
     trajectory = Trajectory(HEADER)
     release_on_all(trajectory, 0, 0.1, lambda: pytest.fail("drew noise of its own"))
     assert trajectory.releases == [Release(0, (1.0, 2.0), 0.1)]

@@ -14,7 +14,7 @@ from tiny_runs import build, tiny_model
 from transformers import TrainerCallback
 
 from hf_dpzero import Trajectory
-from hf_dpzero.parallel import rank_agreement
+from hf_dpzero.checks import processes
 from hf_dpzero.parallel.rank_failures import RankError
 
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}, "ddp_backend": "gloo"}
@@ -57,10 +57,6 @@ def nudge_buffer(trainer: Any) -> None:
     trainer.model.classifier.scales[2] += 2.0**-20
 
 
-def nudge_step(trainer: Any) -> None:
-    trainer.state.global_step += 1
-
-
 WORDS = {
     nudge_weight: "trained weights",
     nudge_release: "releases",
@@ -68,7 +64,6 @@ WORDS = {
     nudge_exponent: "grids of the trained weights",
     nudge_bound: "grids of the trained weights",
     nudge_buffer: "saved buffers",
-    nudge_step: "step's number",
 }
 IN_PARTS = [nudge_release, nudge_bound, nudge_buffer]
 
@@ -79,23 +74,23 @@ def test_one_changed_bit_is_noticed_and_named(tmp_path: Path, monkeypatch, nudge
     trainer = build(tmp_path, buffered(), max_steps=2)
     trainer.train()
     trainer.model.classifier.cache += 1.0  # follows from the rows that a rank saw last: may differ
-    before = rank_agreement.replicated(trainer, 2)
-    whole = rank_agreement._number(list(before.values()))
-    monkeypatch.setattr(rank_agreement, "active", lambda: True)
+    before = processes.replicated(trainer.run, 2)
+    whole = processes.number_of(list(before.values()))
+    monkeypatch.setattr(processes, "active", lambda: True)
 
     def gathered(own: int) -> list[int]:
         """The first rank's number of what is asked: all of it first, then one after another."""
         return [asked.pop(0), own]
 
-    monkeypatch.setattr(rank_agreement, "gather_numbers", gathered)
+    monkeypatch.setattr(processes, "gather_numbers", gathered)
     asked = [whole]
-    rank_agreement.check_weights(trainer, 2)
+    processes.check_weights(trainer.run, 2)
     assert asked == []
     nudge(trainer)
     asked = [whole, *before.values()]
-    trainer._compared_weights = None
+    trainer.run.compared = False
     with pytest.raises(RankError) as raised:
-        rank_agreement.check_weights(trainer, 2)
+        processes.check_weights(trainer.run, 2)
     assert str(raised.value).startswith(
         f"rank 1 differs from rank 0 in the {WORDS[nudge]} before step 2:"
     )
@@ -106,13 +101,11 @@ def test_one_changed_bit_is_noticed_and_named(tmp_path: Path, monkeypatch, nudge
 def test_it_is_compared_at_the_first_step_and_every_so_many(tmp_path: Path, monkeypatch) -> None:
     trainer = build(tmp_path, max_steps=2)
     trainer.train()
-    compared = []
-    monkeypatch.setattr(rank_agreement, "active", lambda: True)
-    monkeypatch.setattr(
-        rank_agreement, "gather_numbers", lambda own: compared.append(step) or [own]
-    )
+    compared, trainer.run.compared = [], False
+    monkeypatch.setattr(processes, "active", lambda: True)
+    monkeypatch.setattr(processes, "gather_numbers", lambda own: compared.append(step) or [own])
     for step in (*range(7, 210), None):
-        rank_agreement.check_weights(trainer, step)
+        processes.check_weights(trainer.run, step)
     assert compared == [7, 100, 200, None]
 
 
@@ -129,7 +122,7 @@ class Drift(TrainerCallback):
 
 def in_parts(folder: Path, rank: int) -> None:
     """Runs of two processes that hold halves, of which the last one drifts; and one without."""
-    rank_agreement.EVERY = 2
+    processes.EVERY = 2
     told = {}
     for nudge in (None, *IN_PARTS):
         name = nudge.__name__ if nudge else "none"

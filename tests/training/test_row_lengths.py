@@ -16,7 +16,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from hf_dpzero.checks.row_lengths import check_lengths, positions
+from hf_dpzero.checks.data import check_lengths, positions
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -50,7 +50,7 @@ def test_rows_that_a_collator_cuts_and_selected_rows_pass(tmp_path):
     ):
         trainer = build(tmp_path, data=data)
         trainer.data_collator = collate
-        check_lengths(trainer)
+        check_lengths(trainer.run)
 
 
 def test_who_has_positions():

@@ -18,7 +18,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.utils import logging as hf_logging
 
 from hf_dpzero import DPZeroConfig
-from hf_dpzero.training import screen
+from hf_dpzero.training import progress
 
 SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None}
 
@@ -72,13 +72,13 @@ def test_a_run_without_privacy_says_so_and_a_quiet_one_nothing(tmp_path: Path, c
 def test_the_banner_names_the_processes_once(tmp_path: Path) -> None:
     trainer = build(tmp_path, **SECRET)
     trainer.train()
-    assert "  processes " not in screen.banner(trainer)
+    assert "  processes " not in progress.banner(trainer.run, trainer.privacy_report())
     trainer.args.distributed_state.num_processes = 2
     try:
-        assert screen.banner(trainer).count("  processes ") == 1
-        assert "gathers" not in screen.banner(trainer)
-        trainer.shards = True
-        parts = screen.banner(trainer)
+        assert progress.banner(trainer.run, trainer.privacy_report()).count("  processes ") == 1
+        assert "gathers" not in progress.banner(trainer.run, trainer.privacy_report())
+        trainer.run.sharded = True
+        parts = progress.banner(trainer.run, trainer.privacy_report())
         assert "40 bytes in a step, and every pass gathers the parameters (FSDP2)" in parts
     finally:
         trainer.args.distributed_state.num_processes = 1
@@ -143,7 +143,7 @@ def notebook(monkeypatch: Any) -> list[str]:
 
     monkeypatch.setattr(stock, "disp", module)
     monkeypatch.setattr(hf_trainer, "DEFAULT_PROGRESS_CALLBACK", stock.NotebookProgressCallback)
-    screen.notebook_progress.cache_clear()
+    progress.notebook_progress.cache_clear()
     return shown
 
 

@@ -10,28 +10,25 @@ from tiny_runs import build, config, tiny_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_dpzero.checks.passes import blank_microbatch
 from hf_dpzero.objectives.losses import batch_size, num_examples
 from hf_dpzero.parallel import distributed, sharded_runs
 from hf_dpzero.perturbation.directions import Direction
 
 
-def taking_over(args, plugin=None, model=None) -> SimpleNamespace:
-    """A trainer whose accelerator was told to use FSDP with such a plugin."""
+def told_to_shard(plugin=None) -> SimpleNamespace:
+    """An accelerator that was told to use FSDP with such a plugin."""
     settings = {
         "fsdp_version": 2, "cpu_offload": None, "reshard_after_forward": True,
         "mixed_precision_policy": "bf16 copies", **(plugin or {}),
     }  # fmt: skip
-    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(**settings))
-    return SimpleNamespace(
-        accelerator=SimpleNamespace(state=state), args=args, model=model, is_fsdp_enabled=True
-    )
+    return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(**settings)))
 
 
 def test_a_trainer_cuts_by_itself_and_gathers_weights_as_they_are(tmp_path):
-    trainer = taking_over(config(tmp_path))
-    sharded_runs.take_over(trainer)
-    assert trainer.shards and not trainer.is_fsdp_enabled
-    assert trainer.accelerator.state.fsdp_plugin.mixed_precision_policy is None
+    accelerator = told_to_shard()
+    assert sharded_runs.uses_fsdp2(accelerator, None, config(tmp_path))
+    assert accelerator.state.fsdp_plugin.mixed_precision_policy is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +48,7 @@ def test_a_trainer_cuts_by_itself_and_gathers_weights_as_they_are(tmp_path):
 )
 def test_settings_that_need_whole_parameters_are_refused(tmp_path, plugin, settings, message):
     with pytest.raises(ValueError, match=message):
-        sharded_runs.take_over(taking_over(config(tmp_path, **settings), plugin))
+        sharded_runs.uses_fsdp2(told_to_shard(plugin), None, config(tmp_path, **settings))
 
 
 def test_weights_that_fsdp_would_change_are_refused(tmp_path):
@@ -87,9 +84,10 @@ def test_a_process_with_fewer_microbatches_makes_blank_passes(
 ):
     trainer = build(tmp_path, microbatch_size=microbatch_size, max_steps=1)
     trainer.train()
-    lockstep = sharded_runs.Lockstep(trainer)
+    blank = blank_microbatch(trainer.run)
+    lockstep = sharded_runs.Lockstep(trainer.run.objective, blank)
     monkeypatch.setattr(distributed, "gather_numbers", lambda count: [count, 3])
-    own = trainer.shapes.microbatches([5, 6])
+    own = trainer.run.shapes.microbatches([5, 6])
     padded = lockstep(own)
     assert len(padded) == 3 and padded[: len(own)] == own
     assert [num_examples(part) for part in padded[len(own) :]] == [0] * (3 - len(own))
@@ -106,7 +104,7 @@ def test_objectives_of_many_passes_are_refused(tmp_path):
 
     counted.single_pass = False
     with pytest.raises(ValueError, match="a loss of one pass"):
-        sharded_runs.Lockstep(SimpleNamespace(per_example_loss=counted))
+        sharded_runs.Lockstep(counted, {})
 
 
 def test_processes_that_compute_other_losses_are_refused(monkeypatch):

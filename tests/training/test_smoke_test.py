@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, default_data_collator
 
 from hf_dpzero.batches.pass_memory import PassBytes, rows_that_fit, tokens_that_fit
+from hf_dpzero.checks import passes
+from hf_dpzero.checks.smoke_test import ROOM
 from hf_dpzero.objectives.heads import sequence_classification_objective
-from hf_dpzero.training import before_training
-from hf_dpzero.training.before_training import check_before_training
-from hf_dpzero.training.smoke_test import ROOM
+from hf_dpzero.training.start import prepare
 
 ALL = (1, 4, 8)
 
@@ -26,8 +26,8 @@ def checked(
 ) -> Any:
     given = {"compute_per_example_loss": objective, **settings.pop("trainer_settings", {})}
     trainer = build(tmp_path, expected_batch_size=40, trainer_settings=given, **settings)
-    check_before_training(trainer)
-    return trainer
+    prepare(trainer.run)
+    return trainer.run
 
 
 def moved(change: Any) -> Any:
@@ -51,10 +51,10 @@ def test_a_batch_mean_is_refused(tmp_path, method: str):
 
 def test_coupling_as_small_as_rounding_runs_one_by_one(tmp_path, caplog):
     logging.getLogger("transformers").propagate = True
-    trainer = checked(tmp_path, moved(lambda losses, _: losses + 2e-5 * losses.mean()))
-    assert trainer.shapes.one_by_one
+    run = checked(tmp_path, moved(lambda losses, _: losses + 2e-5 * losses.mean()))
+    assert run.shapes.one_by_one
     assert "other bits beside other examples" in caplog.text and "by itself" in caplog.text
-    assert [len(m["labels"]) for m in trainer.shapes.microbatches([0, 1])] == [1, 1]
+    assert [len(m["labels"]) for m in run.shapes.microbatches([0, 1])] == [1, 1]
 
 
 class CouplesInside(nn.Linear):
@@ -90,8 +90,8 @@ def test_a_size_is_used_up_to_the_bound_on_what_places_move(tmp_path, share, siz
     clip, smoothing = 5.0, 1e-2
     bound = ROOM * clip * smoothing / directions**0.5
     settings = {"clip": clip, "smoothing": smoothing, "num_directions": directions}
-    trainer = checked(tmp_path, by_place(share * bound), **settings)
-    assert trainer.shapes.placement.sizes == sizes
+    run = checked(tmp_path, by_place(share * bound), **settings)
+    assert run.shapes.placement.sizes == sizes
 
 
 def test_a_schedule_counts_with_its_smallest_clip_and_smoothing(tmp_path):
@@ -99,8 +99,8 @@ def test_a_schedule_counts_with_its_smallest_clip_and_smoothing(tmp_path):
     bound = ROOM * clip * smoothing
     settings = {"clip": clip, "smoothing": smoothing, "max_steps": 4}
     settings["smoothing_schedule"] = "linear(0.5)"
-    trainer = checked(tmp_path, by_place(0.9 * bound), **settings)
-    assert trainer.shapes.placement.sizes == (1, 4)
+    run = checked(tmp_path, by_place(0.9 * bound), **settings)
+    assert run.shapes.placement.sizes == (1, 4)
 
 
 def test_a_loss_that_counts_may_not_move_at_all(tmp_path):
@@ -149,11 +149,11 @@ def test_zeros_are_filled_and_put_back(tmp_path):
     nn.init.zeros_(model.classifier.weight)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.bert.pooler.dense.__class__ = CouplesInside
-    trainer = checked(tmp_path, model=model)
-    assert trainer.shapes.one_by_one
-    after = dict(trainer.model.named_parameters())
+    run = checked(tmp_path, model=model)
+    assert run.shapes.one_by_one
+    after = dict(run.model.named_parameters())
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not trainer.model.classifier.weight.any()
+    assert not run.model.classifier.weight.any()
 
 
 class MovesByPlace(nn.LayerNorm):
@@ -225,8 +225,8 @@ def test_tables_of_positions_are_no_rows(tmp_path, microbatch_size: int):
         tmp_path, T5ForConditionalGeneration(config), data=rows, microbatch_size=microbatch_size,
         expected_batch_size=9, sampling="full_batch", max_length=microbatch_size,
     )  # fmt: skip
-    check_before_training(trainer)
-    assert trainer.shapes.placement.largest == microbatch_size
+    prepare(trainer.run)
+    assert trainer.run.shapes.placement.largest == microbatch_size
 
 
 @pytest.mark.parametrize(("place", "kept"), [(None, True), (7, False)])
@@ -237,8 +237,8 @@ def test_gradients_of_wide_rows_are_tried(tmp_path, place: Any, kept: bool):
         wide = inputs["attention_mask"].all(dim=1) & (torch.arange(len(losses)) == place)
         return torch.where(wide, losses.detach() + 20 * (losses - losses.detach()), losses)
 
-    trainer = checked(tmp_path, moved(change), method="dp-sgd")
-    assert (8 in trainer.shapes.placement.sizes) == kept
+    run = checked(tmp_path, moved(change), method="dp-sgd")
+    assert (8 in run.shapes.placement.sizes) == kept
 
 
 class Series(nn.Module):
@@ -274,9 +274,9 @@ def test_sizes_that_no_mask_tells_are_public_or_those_of_all_rows(tmp_path):
     sizes = []
     for first in (3, 200):
         trainer = series_of(tmp_path / str(first), [first, 8, 8, 9], public=[7, 7])
-        check_before_training(trainer)
-        sizes.append(trainer.shapes.placement.sizes)
-        assert trainer.shapes.sizes is None
+        prepare(trainer.run)
+        sizes.append(trainer.run.shapes.placement.sizes)
+        assert trainer.run.shapes.sizes is None
     assert sizes[0] == sizes[1]
     series_of(tmp_path / "alike", [8, 8, 8, 8]).train()
     with pytest.raises(ValueError, match="other sizes than row 0"):
@@ -288,11 +288,11 @@ def test_sizes_that_no_mask_tells_are_public_or_those_of_all_rows(tmp_path):
 def test_rows_that_run_by_themselves_may_have_any_size(tmp_path, monkeypatch, microbatch_size: int):
     """Whether asked for, or because of what the model couples: nothing stands beside a row."""
     if microbatch_size > 1:
-        monkeypatch.setattr(before_training, "couples_values", lambda model: "it couples rows")
+        monkeypatch.setattr(passes, "couples_values", lambda model: "it couples rows")
     trainer = series_of(tmp_path, [8, 8, 9, 8])
     trainer.args.microbatch_size = microbatch_size
     trainer.train()
-    assert trainer.shapes.one_by_one and trainer.trajectory.next_step == 1
+    assert trainer.run.shapes.one_by_one and trainer.trajectory.next_step == 1
 
 
 @pytest.mark.parametrize("held", ["attribute", "closure", "seed"])
@@ -333,9 +333,9 @@ def test_no_private_row_but_row_0_is_evaluated(tmp_path):
 
 
 def test_the_default_cap_follows_from_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(before_training, "free_bytes", lambda _: 10**12)
+    monkeypatch.setattr(passes, "free_bytes", lambda _: 10**12)
     assert checked(tmp_path, microbatch_size=None).shapes.placement.sizes == (1, 4, 16, 64)
-    monkeypatch.setattr(before_training, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(passes, "free_bytes", lambda _: 0)
     short = checked(tmp_path, microbatch_size=None).shapes.placement
     assert {n for width in short.shares for n in short.passes(width)} == {1}
     given = checked(tmp_path, microbatch_size=8).shapes.placement  # a wish is granted

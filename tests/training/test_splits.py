@@ -122,12 +122,10 @@ def test_directions_are_split_where_rows_do_not_fill_the_processes():
 )
 def test_meshes_that_do_not_fit_are_refused(settings, words):
     usual = {"world_size": 2, "num_directions": 2, "first_order": False, "clipping": "fixed"}
-    shards = settings.get("shards", False)
+    sharded = settings.get("shards", False)
     args = SimpleNamespace(**{**usual, "method": "dpzero", "process_index": 0, **settings})
     with pytest.raises(ValueError, match=words):
-        choose_split(
-            SimpleNamespace(resolved_args=args, shards=shards), lambda shares: 1.0 / shares
-        )
+        choose_split(args, torch.nn.Linear(2, 2), lambda shares: 1.0 / shares, sharded)
 
 
 def test_a_fingerprint_tells_steps_and_shares_apart():

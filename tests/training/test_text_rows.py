@@ -201,7 +201,7 @@ def test_rows_without_a_label_left_are_kept(tmp_path, folder):
 def test_max_length_is_at_most_what_the_model_takes(tmp_path, folder):
     trainer = trainer_of(tmp_path, folder, [{"prompt": "red " * 500, "completion": "a"}] * 20)
     assert len(trainer.train_dataset[0]["input_ids"]) == 256
-    assert trainer.rows_are_examples  # they would look packed
+    assert trainer.run.examples_known  # they would look packed
     with pytest.raises(ValueError, match="max_length=0"):
         trainer_of(tmp_path, folder, prompts(9), settings={"max_length": 0})
 

@@ -507,9 +507,9 @@ def test_delta_above_one_over_n_warns_once(tmp_path, caplog):
     trainer = build(tmp_path, target_delta=delta)
     logging.getLogger("hf_dpzero").propagate = True
     with caplog.at_level(logging.WARNING):
-        assert trainer.delta == delta
+        assert trainer.run.delta == delta
         assert (
-            trainer.delta == delta
+            trainer.run.delta == delta
             and trainer.args.delta(trainer.plan.sampler.num_examples) == delta
         )
     assert caplog.text.count("above 1/n") == 1
@@ -618,10 +618,10 @@ def test_low_precision_runs_in_fixed_shapes_or_one_by_one(tmp_path):
     settings = {"smoothing": 0.05, "max_steps": 1}
     several = build(tmp_path / "several", tiny_model().bfloat16(), **settings)
     several.train()
-    assert not several.shapes.one_by_one
+    assert not several.run.shapes.one_by_one
     alone = build(tmp_path / "alone", tiny_model().bfloat16(), microbatch_size=1, **settings)
     alone.train()
-    assert alone.shapes.one_by_one
+    assert alone.run.shapes.one_by_one
     told = [run.trajectory.header["forward_passes"] for run in (several, alone)]
     assert told == ["fixed shapes", "one example"]
 

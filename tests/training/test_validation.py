@@ -12,11 +12,18 @@ from torch import Tensor, nn
 
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.checks import model as validation
+from hf_dpzero.checks.precision import check_precision
 from hf_dpzero.estimators.arrivals import schedule_of
 from hf_dpzero.parallel import distributed
 from hf_dpzero.parallel.offloading import settle_offloaded
 from hf_dpzero.perturbation.trainable import check_storage, select_trainable
-from hf_dpzero.training.precision import check_precision
+
+
+def check_model(model: nn.Module) -> None:
+    """All checks of a model alone, in their order."""
+    validation.check_placement(model)
+    validation.check_trained(model)
+    validation.check_layers(model)
 
 
 class Rows:
@@ -98,8 +105,8 @@ def test_batch_statistics_are_refused(layer: type[nn.Module]):
     with pytest.raises(
         ValueError, match=r"1 normalises with the statistics of its batch.*LayerNorm"
     ):
-        validation.check_model(model)
-    validation.check_model(nn.Sequential(layer(2)))  # constants in eval mode
+        check_model(model)
+    check_model(nn.Sequential(layer(2)))  # constants in eval mode
 
 
 class Stubborn(nn.BatchNorm1d):
@@ -160,14 +167,14 @@ def test_dtypes_without_exact_perturbations_are_refused_where_they_train(
 ):
     model = holding(parameter)
     with pytest.raises(ValueError, match=rf"^odd .*{message.removeprefix('odd ')}"):
-        validation.check_model(model)
+        check_model(model)
     parameter.requires_grad_(False)
-    validation.check_model(model)
+    check_model(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_three_dtypes_that_train_are_let_through(dtype: torch.dtype):
-    validation.check_model(holding(nn.Parameter(torch.ones(2, dtype=dtype))))
+    check_model(holding(nn.Parameter(torch.ones(2, dtype=dtype))))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
@@ -179,14 +186,14 @@ def test_quantised_weights_selected_by_trainable_are_refused_and_stay_frozen(dty
         select_trainable(model, "odd|bias")
     assert model.weight.requires_grad  # the refusal came before anything was frozen
     select_trainable(model, "bias")
-    validation.check_model(model)
+    check_model(model)
 
 
 def test_weights_made_in_inference_mode_are_refused():
     with torch.inference_mode():
         model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"weight was made under torch.inference_mode\(\)"):
-        validation.check_model(model)
+        check_model(model)
 
 
 # ---- where the weights are
@@ -195,9 +202,9 @@ def test_weights_made_in_inference_mode_are_refused():
 def test_meta_weights_and_lazy_layers_are_refused_also_where_frozen():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta").requires_grad_(False))
     with pytest.raises(ValueError, match=r"1.weight is on the meta device.*load its weights"):
-        validation.check_model(model)
+        check_model(model)
     with pytest.raises(ValueError, match=r"0.weight has no shape yet"):
-        validation.check_model(nn.Sequential(nn.LazyLinear(2)))
+        check_model(nn.Sequential(nn.LazyLinear(2)))
 
 
 def offloaded_to_cpu(model: nn.Module, folder: Any) -> None:
@@ -229,16 +236,16 @@ def test_offloaded_weights_are_fine_once_they_live_somewhere(tmp_path: Any, offl
         model[1].requires_grad_(not frozen)
         offload(model, tmp_path / str(frozen))
         with pytest.raises(ValueError, match=r"meta device.*offload is fine"):
-            validation.check_model(model)
+            check_model(model)
         settle_offloaded(model)
-        validation.check_model(model)
+        check_model(model)
 
 
 def test_a_model_that_moves_as_a_whole_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     offloaded_by_turns(model, None)
     with pytest.raises(ValueError, match=r"moves as a whole.*accelerate\.cpu_offload"):
-        validation.check_model(model)
+        check_model(model)
 
 
 def test_offload_under_another_hook_is_settled():
@@ -268,7 +275,7 @@ def test_a_device_map_without_offload_is_let_through():
         model, execution_device={"0": "cpu", "1": "cpu"}, offload={"0": False, "1": False}
     )
     assert model[0]._hf_hook is not None
-    validation.check_model(model)
+    check_model(model)
 
 
 # ---- memory of a parameter's own
@@ -310,14 +317,14 @@ KINDS = {
 def test_memory_shared_with_what_is_not_a_tied_weight_is_refused(kind: str):
     model = nn.ModuleDict({"m": Shared(kind), "free": nn.Linear(2, 2)})
     with pytest.raises(ValueError, match="use the same memory.*clone") as error:
-        validation.check_model(model)
+        check_model(model)
     assert "parameter m.weight" in str(error.value)
     assert KINDS[kind] in str(error.value)
 
 
 def test_shared_memory_of_frozen_weights_does_no_harm():
     for kind in KINDS.keys() - {"trainable parameter"}:
-        validation.check_model(nn.ModuleDict({"m": Shared(kind, frozen=True)}))
+        check_model(nn.ModuleDict({"m": Shared(kind, frozen=True)}))
 
 
 def test_tied_weights_neighbours_and_the_parameter_itself_as_attribute_are_fine():
@@ -329,8 +336,8 @@ def test_tied_weights_neighbours_and_the_parameter_itself_as_attribute_are_fine(
     pool = torch.ones(8)
     model.low, model.high = nn.Parameter(pool[:4]), nn.Parameter(pool[4:])
     model.empty = nn.Parameter(pool[2:2])
-    validation.check_model(model)
-    validation.check_model(nn.LSTM(2, 2))
+    check_model(model)
+    check_model(nn.LSTM(2, 2))
 
 
 def test_overlaps_are_found_whatever_lies_between():
@@ -361,7 +368,7 @@ def test_overlaps_are_found_whatever_lies_between():
 @pytest.mark.parametrize("factory", ["tiny_masked_lm", "tiny_gpt2", "tiny_t5"])
 def test_real_architectures_pass(factory: str, request: Any):
     model = request.getfixturevalue(factory)()
-    validation.check_model(model)
+    check_model(model)
     check_precision(model, precision())
     with pytest.raises(ValueError, match="tf32=True with microbatch_size=8"):
         check_precision(model, precision(tf32=True))

@@ -91,7 +91,7 @@ def test_an_adaptive_clip_follows_the_quantile(tmp_path):
     assert all(len(v) == 2 for v in values)
     found = MechanismSchedule(trainer.plan.mechanism).after(trainer.trajectory.releases).clip
     differences = trainer.step.differences(
-        [trainer.training_rows().collate_rows(list(range(120)))],
+        [trainer.run.rows.collate_rows(list(range(120)))],
         [d for s in range(8) for d in _directions(trainer, s)],
     )
     trainer.space.settle_()

@@ -73,7 +73,7 @@ from hf_dpzero.privacy.mechanisms.scalar import ScalarMechanism
 from hf_dpzero.privacy.noise import NoiseSource
 
 MIN_CLIP_CHANGE, MAX_CLIP_CHANGE = 2.0**-10, 2.0**20
-"""C_t / C_0 stays between these; the smallest bounds what places may move (`training.smoke_test`)."""
+"""C_t / C_0 stays between these; the smallest bounds what places may move (`checks.smoke_test`)."""
 
 COUNT_DISPLACEMENT = 4 * DISPLACEMENT
 """Largest move of a displaced row's b over the 1/2 that a row adds: b falls by 2 per C."""

@@ -11,16 +11,22 @@ import math
 import time
 from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers import trainer as hf_trainer
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpzero.parallel.split import process_words
 from hf_dpzero.privacy.group_losses import group_words
+from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedule_gain import LABELS, schedule_words
+from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import delta_words, number, part_words, round_up
+from hf_dpzero.run import Run
+from hf_dpzero.run_folder.run_files import report_of
 
 _TIMED_STEPS = 3
 
@@ -105,7 +111,7 @@ def notebook_progress() -> type[TrainerCallback]:
     return NotebookPrivacyCallback
 
 
-def quiet_replicas(args: Any) -> None:
+def quiet_replicas(args: TrainingArguments) -> None:
     """Keeps this package's warnings back on processes that do not log: the first says the same.
 
     Errors are shown by all, and warnings too where `log_level_replica` was set.
@@ -117,43 +123,48 @@ def quiet_replicas(args: Any) -> None:
         logging.getLogger("hf_dpzero").setLevel(logging.ERROR)
 
 
-def replace_progress(trainer: Any) -> None:
+def replace_progress(handler: CallbackHandler, args: TrainingArguments) -> None:
     """Puts this package's progress bar in place of the one that transformers chose, and no second one.
 
     A bar that the user has passed stays, alone.
+
+    Args:
+      handler: of the trainer's callbacks; changed in place.
+      args: of the trainer.
     """
     default: type[TrainerCallback] = hf_trainer.DEFAULT_PROGRESS_CALLBACK
-    kept = [c for c in trainer.callback_handler.callbacks if type(c) is not default]
-    trainer.callback_handler.callbacks = kept  # remove_callback would take a subclass
+    kept = [c for c in handler.callbacks if type(c) is not default]
+    handler.callbacks = kept  # remove_callback would take a subclass
     kinds = [type(callback) for callback in kept]
     in_notebook = default is not ProgressCallback
     shown = (PrinterCallback, ProgressCallback, default)
-    if trainer.args.disable_tqdm or any(issubclass(kind, shown) for kind in kinds):
+    if args.disable_tqdm or any(issubclass(kind, shown) for kind in kinds):
         return
-    trainer.add_callback(notebook_progress()() if in_notebook else PrivacyProgressCallback())
+    handler.add_callback(notebook_progress()() if in_notebook else PrivacyProgressCallback())
 
 
 class RunCallback(TrainerCallback):
     """The banner at the start, the time left after three steps, and a straight run's count of epochs.
 
-    Args:
-      trainer: a `DPZeroTrainer`.
+    Attributes:
+      run: that trains; the trainer sets it.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    run: Run
+
+    def __init__(self) -> None:
         self._seconds: list[float] = []
         self._since, self._paid = 0.0, 0
         self._first_epoch: int | None = None  # while it runs
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Says what runs, once, on rank 0."""
-        self._seconds, self._paid = [], self.trainer.trajectory.next_step
-        self._first_epoch = state.global_step // self.trainer.plan.sampler.steps_per_epoch
+        self._seconds, self._paid = [], self.run.opened.next_step
+        self._first_epoch = state.global_step // self.run.plan.sampler.steps_per_epoch
         if state.global_step == 0:
-            self.trainer.follow_scheduler()
+            follow_scheduler(**kwargs)
         if _speaks(args, state):
-            tqdm.write(banner(self.trainer))
+            tqdm.write(banner(self.run, report_of(self.run)))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leaves `state.epoch` to Trainer from here on."""
@@ -165,9 +176,9 @@ class RunCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Sets the next rate, and `state.epoch` after a resume, before other callbacks and logs."""
-        self.trainer.follow_scheduler()
+        follow_scheduler(**kwargs)
         if (done := self._first_epoch) is not None:  # Trainer forgets the steps before a resume
-            steps = self.trainer.plan.sampler.steps_per_epoch
+            steps = self.run.plan.sampler.steps_per_epoch
             state.epoch = done + (state.global_step - done * steps) / steps
         if state.global_step <= self._paid or len(self._seconds) == _TIMED_STEPS:
             return
@@ -175,6 +186,14 @@ class RunCallback(TrainerCallback):
         left = state.max_steps - state.global_step
         if len(self._seconds) == _TIMED_STEPS and left > 0 and _speaks(args, state):
             tqdm.write(time_left(self._seconds, left))
+
+
+def follow_scheduler(optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler, **_: Any) -> None:
+    """Sets the rate by a scheduler that was made with another optimizer: optimizers=(None, it)."""
+    groups = optimizer.param_groups
+    if getattr(getattr(lr_scheduler, "optimizer", None), "param_groups", None) is not groups:
+        for group in groups:
+            group["lr"] = lr_scheduler.get_last_lr()[0]
 
 
 def _speaks(args: Any, state: Any) -> bool:
@@ -195,19 +214,20 @@ def time_left(seconds: list[float], steps: int) -> str:
     raise AssertionError
 
 
-def banner(trainer: Any) -> str:
+def banner(run: Run, report: PrivacyReport) -> str:
     """What runs and what it costs, a line for each.
 
     Args:
-      trainer: a `DPZeroTrainer` whose ledger is open.
+      run: whose ledger is open.
+      report: of the run.
 
     Returns:
       Lines without personal data: settings, counts of parameters, n.
     """
-    plan, args, mechanism = trainer.plan, trainer.resolved_args, trainer.plan.mechanism
-    sampler, paid = plan.sampler, trainer.trajectory.next_step
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    total = sum(p.numel() for p in trainer.model.parameters())
+    plan, args, mechanism = run.plan, run.args, run.plan.mechanism
+    sampler, paid = plan.sampler, run.opened.next_step
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    total = sum(p.numel() for p in run.model.parameters())
     count = sum(p.numel() for p in trained)
     lines = [
         ("method", f"{mechanism.name}, {args.learning_rate:g} learning rate"),
@@ -215,8 +235,8 @@ def banner(trainer: Any) -> str:
                      f"{number(sampler.expected_batch_size)} ({sampler.name}, q = "
                      f"{number(sampler.sampling_probability)})"),
         ("steps", f"{plan.steps}{f', {paid} of them in the ledger' if paid else ''}"),
-        ("budget", _budget(plan, trainer.delta, args.target_epsilon)),
-        *(("of that", part_words(part)) for part in trainer.privacy_report().parts[:-1]),
+        ("budget", _budget(plan, run.delta, args.target_epsilon)),
+        *(("of that", part_words(part)) for part in report.parts[:-1]),
         ("trained", f"{count:,} of {total:,} parameters in {len(trained)} tensors"),
     ]  # fmt: skip
     if plan.private:
@@ -231,12 +251,12 @@ def banner(trainer: Any) -> str:
     if plan.groups is not None:
         lines.append(("groups", group_words(plan)))
     if args.world_size > 1:
-        lines.append(("processes", process_words(trainer, count)))
+        lines.append(("processes", process_words(plan, args, run.split, run.sharded, count)))
     title = "Private training" if plan.private else "Training WITHOUT privacy"
     return "\n".join([title, *(f"  {label:<12}{text}" for label, text in lines)])
 
 
-def _budget(plan: Any, delta: float, target: float | None) -> str:
+def _budget(plan: PrivacyPlan, delta: float, target: float | None) -> str:
     epsilon = plan.epsilon(delta)
     if math.isinf(epsilon):
         return "none: nothing bounds what is released"

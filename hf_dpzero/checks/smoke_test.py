@@ -31,8 +31,8 @@ from hf_dpzero.batches.shapes import (
     stacked,
     unmasked,
 )
+from hf_dpzero.checks.invented_rows import InventedRows
 from hf_dpzero.objectives.losses import base_model, is_compiled
-from hf_dpzero.training.invented_rows import InventedRows
 
 logger = logging.get_logger(__name__)
 

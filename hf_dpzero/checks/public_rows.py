@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import evaluation_mode, num_examples, trial
 from hf_dpzero.perturbation.directions import Direction
+from hf_dpzero.run import Run
 
 logger = logging.get_logger(__name__)
 
@@ -28,41 +28,42 @@ _LOOKED_AT = 256
 _ULPS = 4.0  # differences below so many units in the last place of the loss are mostly rounding
 
 
-def public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:
+def public_microbatches(run: Run) -> list[Mapping[str, Tensor]]:
     """A few rows of eval_dataset, or random tokens, in passes of the run; those with most rows first."""
-    if trainer.shapes is not None:
-        shapes = public_shapes(trainer, precision_diagnostics.ROWS)
+    if run.shapes is not None:
+        shapes = public_shapes(run, precision_diagnostics.ROWS)
         parts = [] if shapes is None else shapes[0].microbatches(range(shapes[1]))
         return sorted(parts, key=num_examples, reverse=True)
-    evaluation, size = evaluation_rows(trainer), trainer.args.physical_batch_size
+    evaluation, size = run.evaluation, run.args.physical_batch_size
     if evaluation is not None:
-        rows, count = trainer.rows_of(evaluation), min(precision_diagnostics.ROWS, len(evaluation))
+        rows, count = run.rows_of(evaluation), min(precision_diagnostics.ROWS, len(evaluation))
         return [
             rows.collate_rows(list(range(i, min(i + size, count)))) for i in range(0, count, size)
         ]
-    batch = precision_diagnostics.random_tokens(trainer.probe(), trainer.model) or {}
+    batch = precision_diagnostics.random_tokens(run.probe(), run.model) or {}
     return [
         {name: value[i : i + size] for name, value in batch.items()}
         for i in range(0, precision_diagnostics.ROWS if batch else 0, size)
     ]
 
 
-def public_shapes(trainer: Any, most: int = sys.maxsize) -> tuple[FixedShapes, int] | None:
+def public_shapes(run: Run, most: int = sys.maxsize) -> tuple[FixedShapes, int] | None:
     """The run's fixed shapes over public rows: those of eval_dataset, or random tokens.
 
     Args:
-      trainer: of a run that has fixed shapes.
+      run: that has fixed shapes.
       most: rows.
 
     Returns:
       The shapes and the number of rows; None where no public row can be made.
     """
-    of_run = dataclasses.replace(trainer.shapes, collate_stacked=None, kind=None)
-    evaluation = evaluation_rows(trainer)
+    assert run.shapes is not None
+    of_run = dataclasses.replace(run.shapes, collate_stacked=None, kind=None)
+    evaluation = run.evaluation
     if evaluation is not None:
-        each = trainer.rows_of(evaluation).collate_each
+        each = run.rows_of(evaluation).collate_each
         return dataclasses.replace(of_run, collate_each=each), min(most, len(evaluation))
-    batch = precision_diagnostics.random_tokens(trainer.probe(), trainer.model)
+    batch = precision_diagnostics.random_tokens(run.probe(), run.model)
     if batch is None:
         return None
     rows = _cut(batch)[:most]
@@ -71,43 +72,32 @@ def public_shapes(trainer: Any, most: int = sys.maxsize) -> tuple[FixedShapes, i
     )
 
 
-def widths(trainer: Any) -> list[int]:
+def widths(run: Run) -> list[int]:
     """Columns of the masks of up to 256 evaluation rows, evenly spread; [] where there are none."""
-    evaluation = evaluation_rows(trainer)
+    evaluation = run.evaluation
     if evaluation is None:
         return []
     count = min(len(evaluation), _LOOKED_AT)
     chosen = [i * len(evaluation) // count for i in range(count)]
     try:
-        each = trainer.rows_of(evaluation).collate_each(chosen)
+        each = run.rows_of(evaluation).collate_each(chosen)
         return [width_of(row) for row in each]
     except NOT_TAKEN as error:
         logger.info(f"widths of public rows were not looked at: {error}")
         return []
 
 
-def first_row(trainer: Any) -> Mapping[str, Tensor] | None:
+def first_row(run: Run) -> Mapping[str, Tensor] | None:
     """The first evaluation row, collated alone; None where there is none that can be."""
-    evaluation = evaluation_rows(trainer)
+    evaluation = run.evaluation
     if evaluation is None:
         return None
     try:
-        row: Mapping[str, Tensor] = trainer.rows_of(evaluation).collate_each([0])[0]
+        row: Mapping[str, Tensor] = run.rows_of(evaluation).collate_each([0])[0]
     except NOT_TAKEN as error:
         logger.info(f"evaluation rows were not collated: {error}")
         return None
     return row
-
-
-def evaluation_rows(trainer: Any) -> Any:
-    """The evaluation rows, which are public; None where there are none."""
-    evaluation = trainer.eval_dataset
-    if isinstance(evaluation, Mapping):
-        evaluation = next(iter(evaluation.values()), None)
-    if not hasattr(evaluation, "__getitem__") or not getattr(evaluation, "__len__", int)():
-        return None
-    trainer.refuse_private(evaluation)
-    return evaluation
 
 
 def _cut(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -124,13 +114,13 @@ def _cut(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return rows
 
 
-def public_microbatch(trainer: Any) -> Mapping[str, Tensor] | None:
+def public_microbatch(run: Run) -> Mapping[str, Tensor] | None:
     """The first of `public_microbatches`; None where none can be made, or the loss does not take it."""
     try:
-        first = next(iter(public_microbatches(trainer)), None)
+        first = next(iter(public_microbatches(run)), None)
         if first is not None:
-            with torch.no_grad(), evaluation_mode(trainer.model):
-                trainer.evaluated_objective()(trainer.model, first)
+            with torch.no_grad(), evaluation_mode(run.model):
+                run.evaluate(run.model, first)
         return first
     except ParameterChanged:
         raise
@@ -140,7 +130,7 @@ def public_microbatch(trainer: Any) -> Mapping[str, Tensor] | None:
 
 
 @torch.no_grad()
-def check_finite(trainer: Any) -> None:
+def check_finite(run: Run) -> None:
     """Refuses a model whose loss is NaN or infinite on every public row.
 
     Rows that the loss does not take are not judged.
@@ -149,10 +139,10 @@ def check_finite(trainer: Any) -> None:
       ValueError: says what to look at.
     """
     try:
-        with isolated_randomness(), evaluation_mode(trainer.model):
+        with isolated_randomness(), evaluation_mode(run.model):
             losses = [
-                trainer.evaluated_objective()(trainer.model, part)[: num_examples(part)]
-                for part in public_microbatches(trainer)[:2]
+                run.evaluate(run.model, part)[: num_examples(part)]
+                for part in public_microbatches(run)[:2]
             ]
     except ParameterChanged:
         raise
@@ -167,14 +157,14 @@ def check_finite(trainer: Any) -> None:
         )
 
 
-def check_differences(trainer: Any, differences: FiniteDifferences) -> None:
+def check_differences(run: Run, differences: FiniteDifferences) -> None:
     """Refuses a run in which no public row's loss differs between theta + lambda u and theta - lambda u.
 
     A loss that counts right answers is judged by its trial, which every forward pass moves. Rows that
     the loss does not take are not judged.
 
     Args:
-      trainer: has the public rows.
+      run: has the public rows.
       differences: of the run, with theta settled, before and after.
 
     Raises:
@@ -182,7 +172,7 @@ def check_differences(trainer: Any, differences: FiniteDifferences) -> None:
     """
     try:
         with isolated_randomness():
-            pair = _losses_at_both_signs(differences, public_microbatches(trainer)[:1])
+            pair = _losses_at_both_signs(differences, public_microbatches(run)[:1])
     except ParameterChanged:
         raise
     except NOT_TAKEN as error:

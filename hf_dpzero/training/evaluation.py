@@ -1,18 +1,22 @@
-"""Metrics of each group of the evaluation data, and of the group that is worst off."""
+"""Evaluation: losses of objectives that predict; metrics of groups, and of the worst-off one."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import numpy as np
-from transformers import EvalPrediction
+from torch import Tensor, nn
+from transformers import EvalPrediction, TrainingArguments
 from transformers.utils import logging
 
+from hf_dpzero.objectives.losses import Inputs, classification_losses
+from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.privacy.group_losses import metric_keys, places
 from hf_dpzero.settings.group_settings import column_values, groups_of
 
@@ -168,3 +172,43 @@ def _rows(labels: Any) -> int:
     if isinstance(first, Sequence | np.ndarray):
         return len(first)
     return -1
+
+
+@contextlib.contextmanager
+def own_mean(args: TrainingArguments) -> Iterator[None]:
+    """Inside, transformers takes a batch's loss as the mean over that batch, on every process.
+
+    It would multiply the loss by the number of processes otherwise, for models that divide by the
+    labels of all processes. Most that take `**kwargs` do not (classification, spans), and their
+    `eval_loss` would be 2 times that of one process with two. Processes evaluate the batches that one
+    would, so a mean for each batch is also what one process reports.
+
+    Args:
+      args: `TrainingArguments`; changed while inside.
+    """
+    before = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = before
+
+
+def losses_of(
+    objective: PromptObjective, model: nn.Module, inputs: Inputs, predictions: Tensor | None
+) -> Tensor:
+    """Cross-entropy losses, also where the objective itself is not smooth (accuracy, F1).
+
+    Args:
+      objective: of the run.
+      model: evaluated.
+      inputs: a batch with labels.
+      predictions: class scores [B, classes], if known, are not computed a second time.
+
+    Returns:
+      Losses [B], float32.
+    """
+    if predictions is not None and predictions.is_floating_point():
+        return classification_losses(predictions, inputs["labels"], "single_label_classification")
+    smooth = getattr(objective, "objective", objective)
+    return smooth(model, inputs)

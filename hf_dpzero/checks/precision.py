@@ -1,19 +1,12 @@
-"""Arithmetic of the forward passes: autocast, torch.compile, and where low precision couples rows.
-
-Every forward pass must read the perturbed weights, and an example's loss must not depend on others.
-Autocast caches low-precision copies of the weights while its outermost block lasts; a forward pass at
-another perturbation would see the old copies, so the cache is off. Compiled code reads the parameters
-anew in each call; only Inductor's freezing would fold them into constants, and is refused.
-"""
+"""Where low precision couples rows, or is too coarse for finite differences and gradients."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,28 +17,15 @@ from hf_dpzero.ledger.digests import is_packed
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.trainable import quantised_kind
 
-Train = TypeVar("Train", bound=Callable[..., Any])
-GRAPHS = 4096
-"""Graphs of one function, at most: more than a run has shapes, also where rows go one by one."""
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from hf_dpzero.settings.config import DPZeroConfig
+
 PRODUCTS = "float32 products in TF32 or bfloat16 (torch.set_float32_matmul_precision, allow_tf32)"
 
 
-def uncached_autocast(accelerator: Any) -> contextlib.AbstractContextManager[None]:
-    """The autocast of `accelerator` (perhaps none), set to keep no copies of weights.
-
-    Accelerate puts it around `model.forward` too, but only after training has been prepared; checks
-    run before that.
-    """
-    from accelerate.utils import AutocastKwargs
-
-    if accelerator.autocast_handler is None:
-        accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
-    accelerator.autocast_handler.cache_enabled = False
-    # Where nothing is cast, finding that out takes accelerate half a millisecond of each forward pass.
-    return accelerator.autocast() if accelerator.native_amp else contextlib.nullcontext()
-
-
-def check_mixed_precision(args: Any, device_type: str) -> None:
+def check_mixed_precision(args: TrainingArguments, device_type: str) -> None:
     """Refuses an autocast around the call, and mixed precision other than bfloat16.
 
     Args:
@@ -81,98 +61,6 @@ def keep_layout_(model: nn.Module) -> None:
             layer.state_dict()
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside what `torch.compile(model)` returns, compiled in place; others as they are.
-
-    Names of parameters, the forward's signature and saved files are then those of the model.
-    """
-    inner = getattr(model, "_orig_mod", None)
-    if not isinstance(inner, nn.Module):
-        return model
-    if not is_compiled(inner):
-        inner._compiled_call_impl = model.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
-    return inner
-
-
-def with_own_compiling(train: Train) -> Train:
-    """`train` of a trainer whose `compiling` holds dynamo's settings until it returns or raises."""
-
-    @functools.wraps(train)
-    def inside(trainer: Any, *given: Any, **settings: Any) -> Any:
-        with contextlib.ExitStack() as trainer.compiling:
-            return train(trainer, *given, **settings)
-
-    return cast(Train, inside)
-
-
-def compile_(
-    model: nn.Module,
-    args: Any,
-    one_graph_a_shape: bool = False,
-    scope: contextlib.ExitStack | None = None,
-) -> None:
-    """Compiles `model` in place if `torch_compile` is set.
-
-    Args:
-      model: compiled already, perhaps.
-      args: `TrainingArguments`.
-      one_graph_a_shape: compile every shape for itself, and never give up. Otherwise the second shape
-        that comes makes a graph for all further ones, and the ninth runs uncompiled: which graph
-        evaluates a row, and so its rounding, would follow from the rows that came before it. Beyond
-        `GRAPHS` shapes torch raises.
-      scope: until it is closed, dynamo's settings are the run's; None for the whole process.
-
-    Raises:
-      ValueError: Inductor would fold the weights into constants, which no perturbation reaches.
-    """
-    if args.torch_compile and not is_compiled(model):
-        dynamic = False if one_graph_a_shape else None
-        backend, mode = args.torch_compile_backend, args.torch_compile_mode
-        model.compile(backend=backend, mode=mode, dynamic=dynamic)
-    if not is_compiled(model):
-        return
-    import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
-
-    if one_graph_a_shape:  # also for models that are compiled already
-        own: Any = dynamo.patch(
-            automatic_dynamic_shapes=False,
-            recompile_limit=max(dynamo.recompile_limit, GRAPHS),
-            accumulated_recompile_limit=max(dynamo.accumulated_recompile_limit, 64 * GRAPHS),
-            fail_on_recompile_limit_hit=True,
-        )
-        own.__enter__() if scope is None else scope.enter_context(own)
-    if inductor.freezing:
-        raise ValueError(
-            "torch._inductor.config.freezing is on: compiled code would keep the weights of its first "
-            "call, and no perturbation would reach it. Set it (TORCHINDUCTOR_FREEZING) to False."
-        )
-
-
-def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Inside, a compiled model runs uncompiled: for passes of shapes that no step has.
-
-    Args:
-      model: compiled, perhaps.
-    """
-    if not is_compiled(model):
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
-def evaluated(trainer: Any, loop: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    """An evaluation loop's result; without compiled code where each shape would have a graph.
-
-    Args:
-      trainer: its `shapes` tell.
-      loop, args, settings: what is called with what.
-    """
-    one_graph_a_shape = trainer.shapes is not None
-    with uncompiled(trainer.model) if one_graph_a_shape else contextlib.nullcontext():
-        return loop(*args, **settings)
-
-
 def refuse_compiled(model: nn.Module, method: str) -> None:
     """Refuses compiled models for methods whose hooks must see every layer.
 
@@ -190,7 +78,7 @@ def refuse_compiled(model: nn.Module, method: str) -> None:
         )
 
 
-def check_precision(model: nn.Module, args: Any) -> None:
+def check_precision(model: nn.Module, args: DPZeroConfig) -> None:
     """Refuses low-precision gradients of several examples at once.
 
     What places move in low-precision gradients is not tried. A pass of one example cannot depend on
@@ -213,7 +101,7 @@ def check_precision(model: nn.Module, args: Any) -> None:
         )
 
 
-def low_precision(model: nn.Module, args: Any) -> str:
+def low_precision(model: nn.Module, args: DPZeroConfig) -> str:
     """Why a run does not compute in float32.
 
     Args:

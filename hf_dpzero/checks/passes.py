@@ -1,0 +1,358 @@
+"""Which forward passes a run makes: one row each, or several, in sizes that fit and pass the trials.
+
+Nothing here is released. What is tried are invented rows, and row 0 for the form that rows have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from hf_dpzero.batches.logical_batch import RowsJoined
+from hf_dpzero.batches.pass_memory import CAPS, free_bytes, rows_that_fit, tokens_that_fit
+from hf_dpzero.batches.placement import (
+    STEPS,
+    WIDEST,
+    Placement,
+    bucket,
+    buckets,
+    pass_cost,
+    public_shares,
+    sizes_up_to,
+)
+from hf_dpzero.batches.shapes import (
+    FixedShapes,
+    Row,
+    blank_like,
+    context_length,
+    decoder_length,
+    is_unmasked_sound,
+    kind_of,
+    masked_shape,
+    sizes_of,
+    stacked,
+    width_of,
+)
+from hf_dpzero.checks.data import check_positions, of_first_row
+from hf_dpzero.checks.invented_rows import InventedRows, nonzero_weights
+from hf_dpzero.checks.model import check_evaluation_mode, parameters_left_alone
+from hf_dpzero.checks.precision import couples_values, low_precision
+from hf_dpzero.checks.public_rows import NOT_TAKEN, first_row, widths
+from hf_dpzero.checks.smoke_test import ROOM, CoupledLosses, Losses, SmokeTest
+from hf_dpzero.estimators.arithmetic import uncompiled
+from hf_dpzero.estimators.arrivals import arriving_bytes
+from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
+from hf_dpzero.estimators.per_example_gradients import per_example_gradients, rounds_products
+from hf_dpzero.estimators.random_state import isolated_randomness
+from hf_dpzero.objectives.losses import (
+    PerExampleLoss,
+    base_model,
+    check_per_example,
+    single_pass,
+    trial,
+)
+from hf_dpzero.parallel import distributed
+from hf_dpzero.parallel.sharded_runs import agreed
+from hf_dpzero.parallel.split import split_placement
+from hf_dpzero.privacy.mechanisms import VectorMechanism
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.run import Run
+from hf_dpzero.settings.schedules import smoothing_of_steps
+
+logger = logging.get_logger(__name__)
+
+ONE_BY_ONE = (
+    "every example is evaluated by itself, which is slower. microbatch_size=1 says the same."
+)
+
+UNMASKED = (
+    "waveforms without an attention_mask cannot be padded: every example is evaluated by itself. If the "
+    "model takes masks, return_attention_mask=True of the feature extractor lets several run at once."
+)
+
+
+def shapes_of(run: Run) -> FixedShapes | None:
+    """Returns how a private run collates rows, its sizes of passes untried yet; None for others."""
+    if not run.plan.mechanism.private:
+        return None
+    alone = Placement(run.plan.sampler.expected_batch_size, (1,), {0: 1.0}, 0.0)
+    model, tokenizer = run.model, run.tokenizer
+    config = getattr(base_model(model), "config", None)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    decoder = getattr(config, "is_encoder_decoder", False)  # its labels may have the texts' shape
+    private = run.rows
+    shapes = FixedShapes(
+        private.collate_each,
+        alone,
+        most=context_length(model),
+        side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
+        pad=getattr(config, "pad_token_id", None) if pad is None else pad,
+        collate_stacked=private.collate_rows if private.are_stacked() else None,
+        decoder_most=decoder_length(model),
+        cut=run.longest_row,
+    )
+    if run.objective is None or not single_pass(run.objective):
+        return shapes  # each example runs by itself: nothing to fill up
+    with of_first_row("collated"):
+        first = shapes.collate_each([0])[0]
+    shapes = dataclasses.replace(shapes, kind=kind_of(first))
+    if run.args.physical_batch_size > 1 and invented_form(run, shapes, first) is first:
+        free = masked_shape(first) is None and shapes.collate_stacked is None
+        shapes = dataclasses.replace(shapes, sizes=sizes_of(first) if free else None)
+    reason = couples_values(model)
+    if run.args.physical_batch_size == 1:
+        return shapes
+    if is_unmasked_sound(first):
+        logger.warning(UNMASKED)
+        return shapes
+    if reason:
+        logger.warning(f"{reason}: {ONE_BY_ONE}")
+        return shapes
+    sizes = sizes_up_to(run.args.physical_batch_size)
+    return dataclasses.replace(shapes, placement=dataclasses.replace(alone, sizes=sizes))
+
+
+def invented_form(run: Run, shapes: FixedShapes, first: Row | None = None) -> Row:
+    """The row whose form invented rows have: row 0, of which the length along its mask is not read.
+
+    Where no mask tells what its length is, an evaluation row's sizes are; without one, row 0's, and then
+    all rows must have them (`FixedShapes.sizes`).
+    """
+    first = shapes.collate_each([0])[0] if first is None else first
+    if masked_shape(first) is not None or shapes.collate_stacked is not None:
+        return first
+    public = first_row(run)
+    return public if public is not None and kind_of(public) == kind_of(first) else first
+
+
+def _placement(run: Run, sizes: tuple[int, ...], tokens: int | None) -> Placement:
+    """The passes of a run with these sizes, from public numbers."""
+    model, shapes = run.model, run.shapes
+    expected = run.plan.sampler.expected_batch_size
+    if shapes is None or shapes.one_by_one:
+        return Placement(expected, sizes, {0: 1.0}, 0.0)
+    first = shapes.collate_each([0])[0]
+    coarse = bool(low_precision(model, run.args))
+    count = sum(p.numel() for p in model.parameters())
+    cost = pass_cost(run.args.device.type, count, coarse, arriving_bytes(model))
+    if masked_shape(first) is None or shapes.collate_stacked is not None:
+        return Placement(expected, sizes, {0: 1.0}, cost, tokens)
+    found = widths(run)
+    text = "input_ids" in first  # else sounds, whose widths are not tokens
+    most, cut = (shapes.most, shapes.cut) if text else (None, None)
+    widest = min([n for n in (most, cut) if n is not None] + [WIDEST])
+
+    def in_steps(step: int) -> Placement:
+        of_public = [bucket(width, most, cut, step) for width in found]
+        possible = buckets(widest, most, cut, step) if text or not found else []
+        shares = public_shares(of_public, possible)
+        return Placement(expected, sizes, shares, cost, tokens, step=step)
+
+    return min(map(in_steps, STEPS), key=Placement.expected_tokens)
+
+
+@torch.no_grad()
+def check_first_row(run: Run) -> None:
+    """Refuses a model or objective that cannot evaluate row 0, or writes to its parameters doing so.
+
+    Raises:
+      ValueError: says what to look at; the loss is discarded.
+    """
+    with parameters_left_alone(run.model), evaluation_mode(run.model):
+        check_evaluation_mode(run.model)
+        with of_first_row("evaluated"), uncompiled(run.model):
+            _losses(run, run.evaluate, run.rows.collate_rows([0]))
+
+
+def check_collator(run: Run) -> None:
+    """Refuses a collator that joins rows, or pads on the left and leaves positions where they were.
+
+    Raises:
+      ValueError: says what to change.
+    """
+    first, count = run.rows.collate_rows([0]), len(run.dataset)
+    try:  # its count alone is looked at
+        run.rows.collate_rows([0, min(1, count - 1)])
+    except RowsJoined:
+        raise
+    except Exception as error:  # a collator that cannot pad: rows are collated one by one
+        logger.info(f"two rows were not collated together ({type(error).__name__})")
+    if "start_positions" in first:
+        check_positions(run.rows.collate_rows, sorted({i * count // 64 for i in range(64)}))
+
+
+@torch.no_grad()
+def choose_passes(run: Run) -> None:
+    """Tries the run's passes on invented rows, and sets its placement and mesh; losses are discarded.
+
+    Raises:
+      CoupledLosses: an example's loss depends on others by more than rounding.
+      ValueError: `direction_parallel_size` does not fit.
+    """
+    args, model, shapes = run.args, run.model, run.shapes
+    if shapes is None or shapes.one_by_one:
+        placement = _placement(run, (args.physical_batch_size if shapes is None else 1,), None)
+    else:
+        restore = nonzero_weights(model)
+        try:
+            with parameters_left_alone(model), evaluation_mode(model):
+                trial = run.evaluate.trial
+                sizes, tokens = _tried_sizes(
+                    run, shapes, lambda batch, seed=0: _losses(run, trial, batch, seed)
+                )
+        finally:
+            restore()
+        placement = (
+            Placement(run.plan.sampler.expected_batch_size, sizes, {0: 1.0}, 0.0)
+            if sizes == (1,)
+            else _placement(run, sizes, tokens)
+        )
+    placement, run.split = split_placement(args, model, placement, run.sharded)
+    if shapes is not None:
+        run.shapes = dataclasses.replace(shapes, placement=placement)
+
+
+def _losses(
+    run: Run, evaluate: PerExampleLoss, batch: Mapping[str, Tensor], seed: int = 0
+) -> Tensor:
+    with isolated_randomness(seed):
+        found = check_per_example(evaluate(run.model, batch), batch_size(batch)).cpu()
+        return agreed(found) if run.sharded else found
+
+
+def _tried_sizes(
+    run: Run, shapes: FixedShapes, losses: Losses
+) -> tuple[tuple[int, ...], int | None]:
+    """The sizes of passes that fit and pass the smoke test, and the tokens of one that fit."""
+    args, model = run.args, run.model
+    free = free_bytes(args.device)
+    invented = InventedRows(invented_form(run, shapes), model, shapes.side)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    dense = (
+        args.per_example_gradients == "dense" or args.mixed_precision != "no" or rounds_products()
+    )
+    sizes, tokens = shapes.placement.sizes, None
+    try:
+        if args.microbatch_size is None:
+            cap = rows_that_fit(free, trained, dense and args.first_order)
+            sizes = sizes_up_to(distributed.shared(cap))
+        coarse = bool(low_precision(model, args))
+        smoke = SmokeTest(shapes, invented, losses, model, coarse)
+        reason = smoke.run(sizes)
+        if args.microbatch_size is None:
+            fitting = tokens_that_fit(smoke.bytes, smoke.tokens, free, trained, args.first_order)
+            tokens = distributed.shared(1 << (max(fitting, 1).bit_length() - 1))
+    except NOT_TAKEN as error:
+        if isinstance(error, CoupledLosses):
+            raise
+        logger.warning(
+            f"the loss does not take rows invented in the form of row 0 ({type(error).__name__}), on "
+            f"which passes of several rows are tried: {ONE_BY_ONE}"
+        )
+        return (1,), None
+    if reason:
+        logger.warning(f"{reason}, even in a batch of the same shape: {ONE_BY_ONE}")
+        return (1,), None
+    groups = run.plan.groups
+    bound = math.inf if groups is None else ROOM * groups.loss_bound
+    if not args.first_order:
+        clip, scale = smallest_clip_and_scale(run)
+        stepwise = run.objective is not None and trial(run.objective) is not run.objective
+        bound = 0.0 if stepwise else min(bound, ROOM * clip / scale)
+    sets = smoke.largest_sets(sizes, lambda move: move <= bound)
+    if args.first_order and args.clipping != "averaged":
+        # averaged clipping: a row's passes are its group's alone, whose clip bounds whatever it moves
+        sets = [_gradient_sizes(run, smoke, chosen) for chosen in sets]
+    if len(sets) > 1:  # the same on all processes, whose invented rows and weights are
+        sets.sort(key=lambda chosen: _placement(run, chosen, tokens).expected_tokens())
+    if lost := sorted(set(sizes) - set(sets[0])):
+        logger.info(f"passes of {lost} rows are not used: a loss moves by its place in them.")
+    return sets[0], tokens
+
+
+def smallest_clip_and_scale(run: Run) -> tuple[float, float]:
+    """The smallest clip of a zeroth-order run, and what the move of a loss is multiplied by."""
+    args, plan = run.args, run.plan
+    at = smoothing_of_steps(args, plan.steps)
+    least = args.smoothing if at is None else min(map(at, range(plan.steps)))
+    directions = args.num_directions
+    norm = directions if plan.mechanism.distribution == "laplace" else math.sqrt(directions)
+    if isinstance(plan.mechanism, VectorMechanism):  # it clips x u, and ||u|| is about sqrt(d)
+        norm *= math.sqrt(sum(p.numel() for p in run.model.parameters() if p.requires_grad))
+    return plan.smallest_clip, norm * _largest_weight(plan) / least
+
+
+def _gradient_sizes(run: Run, smoke: SmokeTest, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of sizes in whose places an invented row's gradient hardly moves.
+
+    A plain clip is a projection, so a relative move counts; automatic clipping is none.
+    """
+    args, plan, shapes = run.args, run.plan, smoke.shapes
+    gradients = per_example_gradients(
+        run.model,
+        run.evaluate,
+        args.per_example_gradients,
+        args.physical_batch_size,
+        autocast=args.mixed_precision != "no",
+    )
+    invented, least = smoke.rows, bucket(1, shapes.most, shapes.cut)
+
+    def summed(rows: Sequence[Row]) -> Tensor:
+        totals, _ = gradients.weighted_sum([stacked(rows)], torch.ones_like)
+        return torch.cat([total.view(-1) for total in totals])
+
+    def alone(row: Row) -> Tensor:
+        return summed([row] * min(sizes)) / min(sizes)
+
+    def moved(kinds: Sequence[Row], each: Sequence[Tensor], size: int) -> float:
+        """What places move in the sum over a pass of these rows, of which each gradient is known."""
+        rows = [kinds[i % len(kinds)] for i in range(size)]
+        apart = summed(rows)
+        for i, gradient in enumerate(each):
+            apart -= len(rows[i :: len(kinds)]) * gradient
+        return float(apart.norm())
+
+    moves = dict.fromkeys(sizes, 0.0)
+    with torch.enable_grad(), isolated_randomness(0):
+        # a pass of thousands of equal rows would add up their rounding
+        kinds = max(CAPS) if max(sizes) > max(CAPS) else 1
+        narrow = [invented.narrow(i, least) for i in range(kinds)]
+        known = [alone(row) for row in narrow]
+        norm = min(float(gradient.norm()) for gradient in known)
+        for size in sizes:
+            if size == 1:
+                continue
+            used = kinds if size > max(CAPS) else 1
+            moves[size] = moved(narrow[:used], known[:used], size)
+            if used == 1:
+                wide = smoke.row(size, size, wide=True)[0]
+                gradient = alone(wide)
+                norm = min(norm, float(gradient.norm()))
+                moves[size] = max(moves[size], moved([wide], [gradient], size))
+    if args.clipping == "automatic":
+        norm = 0.0
+    bound = ROOM * max(plan.smallest_clip, norm) / _largest_weight(plan)
+    return tuple(size for size in sizes if moves[size] <= bound) or (1,)
+
+
+def _largest_weight(plan: PrivacyPlan) -> float:
+    """What a group-robust run multiplies an example's contribution by, at most; else 1."""
+    return 1.0 if plan.groups is None else 1.0 / min(plan.groups.shares)
+
+
+def blank_microbatch(run: Run) -> Mapping[str, Tensor]:
+    """Returns a microbatch of a shape that the run has, for passes whose losses are dropped."""
+    shapes = run.shapes
+    if shapes is None:
+        return run.rows.collate_rows([0])
+    row = shapes.collate_each([0])[0]
+    if shapes.one_by_one:
+        return dict(row)
+    row = shapes.in_bucket(row)
+    blank, slots = blank_like(row, shapes.side), shapes.placement.rows_of(width_of(row), 0)
+    return dict(shapes.filled([blank], slots))

@@ -1,0 +1,229 @@
+"""What every process must have alike: rows, settings, weights, losses; before a run and while it trains.
+
+Processes that differ would not evaluate the model, the rows or the plan that epsilon is stated for, and
+their weights would drift apart in silence: only sums are exchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from datasets.fingerprint import Hasher
+from torch import Tensor, nn
+
+from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.estimators.random_state import drawing_from, isolated_randomness
+from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.objectives.losses import evaluation_mode, num_examples
+from hf_dpzero.parallel.distributed import active, differing, gather_numbers, gather_objects, shared
+from hf_dpzero.parallel.rank_agreement import (
+    STATED,
+    checksum,
+    compare,
+    digest_of,
+    machine,
+    number_of,
+    source_digest,
+)
+from hf_dpzero.parallel.rank_failures import RankError
+from hf_dpzero.perturbation.sharding import is_sharded, local
+from hf_dpzero.run import Dataset, Run
+from hf_dpzero.run_folder.row_order import digest_of_rows
+
+EVERY = 100
+"""Steps between two comparisons of the weights. A comparison reads them once, a step at least six times
+(perturbed twice, evaluated twice, restored, updated), so it costs less than a part in 500 of a run."""
+
+_CODE = ("collate_each", "collate_stacked")
+LOOKED_AT = 16
+"""Rows whose losses are compared, drawn at random: evenly spread ones may all be of one length."""
+
+
+def check_same_rows(dataset: Dataset) -> None:
+    """Refuses processes that hold other rows, or the same in another order.
+
+    Each takes its share of the drawn row numbers, so a row under two numbers would count twice.
+
+    Args:
+      dataset: of this process; rows by number.
+
+    Raises:
+      ValueError: on all processes; names the ranks.
+    """
+    if not active():
+        return
+    length, known = len(dataset), getattr(dataset, "_fingerprint", None)
+    told = gather_objects((length, known))
+    lengths = [length for length, _ in told]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"train_dataset has {lengths} rows on ranks 0, 1, ...: {_SAME_ROWS}")
+    if len(set(told)) == 1 and known is not None:
+        digests = gather_objects(_digest_of_some(dataset))
+        digests = [] if "" in digests else digests
+    else:
+        digest = hashlib.sha256()
+        for row in range(length):
+            digest.update(Hasher.hash(dataset[row]).encode())
+        digests = gather_objects(digest.hexdigest())
+    if len(set(digests)) > 1:
+        raise ValueError(f"{differing(digests)} in the rows, or their order: {_SAME_ROWS}")
+
+
+def _digest_of_some(dataset: Dataset) -> str:
+    """Of rows that one recipe made (`_fingerprint`), which may have shuffled them without a seed."""
+    return digest_of_rows(dataset, b"", range(0, len(dataset), -(-len(dataset) // COMPARED)))
+
+
+COMPARED = 1000
+"""Rows that are compared, spread evenly, where the processes name the same origin of their rows."""
+
+_SAME_ROWS = (
+    "every process must load the same rows in the same order, or a row could count once for each (an "
+    "unseeded shuffle or train_test_split?). Seed it, or prepare the data in one process and save it."
+)
+
+
+def check_agreement(run: Run, header: Mapping[str, Any]) -> None:
+    """Refuses ranks that do not run the same thing. Called before a ledger is opened or anything moved.
+
+    Args:
+      run: a run after the checks before training.
+      header: its `ledger_header`.
+
+    Raises:
+      RankError: on all ranks; names the ranks, what differs, and what to do.
+    """
+    if not active():
+        return
+    shapes, split = run.shapes, run.split
+    fixed = (
+        None
+        if shapes is None
+        else [getattr(shapes, field.name) for field in fields(shapes) if field.name not in _CODE]
+    )
+    own = {f"setting {key}": digest_of(value) for key, value in header.items() if key not in STATED}
+    own |= {key: digest_of(header[key]) for key in ("versions", "trainable", "plan")}
+    own |= {
+        "source": source_digest(),
+        "rows": str(len(run.dataset)),
+        "shapes": repr((fixed, split.rows, split.directions, run.args.physical_batch_size)),
+        "device": machine(run.args.device),
+        "weights": digest_model(run.model),
+    }
+    compare(own)
+    check_losses(run)
+
+
+@torch.no_grad()
+def check_losses(run: Run) -> None:
+    """Refuses ranks that compute other losses for the same rows, in the run's own shapes.
+
+    Which rank evaluates a row follows from the other rows of its batch. Nothing is compared where a
+    collator draws from a random generator of its own: then rows are drawn anew each time, everywhere.
+
+    Args:
+      run: a run whose shapes are chosen. Runs without fixed shapes, and under FSDP
+        (`sharded_runs.agreed`), pass.
+
+    Raises:
+      RankError: on all ranks; before anything is written.
+    """
+    if not active() or run.shapes is None or run.sharded:
+        return
+    count, entropy = len(run.dataset), shared(secrets.randbits(100))
+    rows = random.Random(entropy).sample(range(count), min(count, LOOKED_AT))
+    objective = run.evaluate
+    with drawing_from(entropy):
+        parts = run.shapes.microbatches(rows)
+        again = run.shapes.microbatches(rows)
+    digest = hashlib.sha256(_bytes(parts))
+    with evaluation_mode(run.model):
+        for part in parts:
+            with isolated_randomness(entropy):
+                losses = objective.trial(run.model, part)[: num_examples(part)]
+            digest.update(losses.detach().float().cpu().numpy().tobytes())
+    if not any(gather_numbers(int(_bytes(again) != _bytes(parts)))):
+        compare({"losses": digest.hexdigest()})
+
+
+def _bytes(parts: Iterable[Mapping[str, Tensor]]) -> bytes:
+    return repr([(k, v.tolist()) for part in parts for k, v in sorted(part.items())]).encode()
+
+
+def check_strategy(differences: FiniteDifferences) -> None:
+    """Refuses ranks that perturb in other ways, whose losses differ in the last bits.
+
+    Args:
+      differences: the `FiniteDifferences` of a run, whose strategy is chosen.
+
+    Raises:
+      RankError: on all ranks.
+    """
+    if active():
+        compare({"strategy": f"{differences.strategy}, {differences.prefix is not None}"})
+
+
+def check_weights(run: Run, step: int | None = None) -> None:
+    """Compares what all ranks hold alike: at the first step of a start, every `EVERY` and at the end.
+
+    That is what is trained (of parameters in parts nothing, as every rank has others), the number of the
+    step, the last releases, the grids that updates are rounded to, and the buffers that are saved. Other
+    buffers may follow from the rows that a rank saw last (frequencies of long rotary positions).
+
+    Args:
+      run: a run that trains.
+      step: to be taken; None at the end.
+
+    Raises:
+      RankError: on all ranks; before the step releases anything.
+    """
+    if not active():
+        return
+    if step is not None and step % EVERY and run.compared:
+        return
+    run.compared = True
+    run.method.settle_()
+    own = replicated(run, step)
+    if len(set(gather_numbers(number_of(list(own.values()))))) == 1:
+        return
+    when = "at the end" if step is None else f"before step {step}"
+    told = {what: gather_numbers(number) for what, number in own.items()}
+    found = [f"{differing(t)} in the {what} {when}" for what, t in told.items() if len(set(t)) > 1]
+    raise RankError(
+        f"{'; '.join(found)}: something wrote into them besides training (a callback on one rank?), or "
+        "memory failed. What was released is in the ledger; resume from a checkpoint from before, or "
+        "from the base."
+    )
+
+
+def replicated(run: Run, step: int | None) -> dict[str, int]:
+    """Numbers of what is the same on every rank, by what they stand for; see `check_weights`.
+
+    Args:
+      run: settled.
+      step: to be taken; None at the end.
+    """
+    trained = (p for p in run.model.parameters() if p.requires_grad and not is_sharded(p))
+    recent = run.opened.releases[-EVERY:]  # those before them were compared
+    released = [[r.step, r.learning_rate, *r.values] for r in recent]
+    return {
+        "trained weights": checksum(trained),
+        "step's number": number_of([step, run.opened.next_step]),
+        "releases": checksum([torch.tensor(released, dtype=torch.float64)]),
+        "grids of the trained weights": number_of(run.method.state_dict()),
+        "saved buffers": checksum(_saved_buffers(run.model)),
+    }
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        unsaved = module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in unsaved and buffer.device.type != "meta":
+                yield local(buffer)
