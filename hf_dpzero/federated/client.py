@@ -170,12 +170,8 @@ class LocalClient:
             "client": self.name,
             "contract_digest": self._digest.hex(),
             "num_values": self.local.mechanism.values_per_release,
-            "participation": self.local.participation,
-            "num_examples": self.local.num_examples,
-            "rounds": self.local.rounds,
-            "delta": self.local.delta,
             "noise_source": self.noise.name,
-            "plan": self.local.plan.to_dict(),
+            **self.local.to_dict(),
         }
         return MessageLog(path, header)
 

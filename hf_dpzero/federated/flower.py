@@ -16,7 +16,7 @@ import functools
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -305,23 +305,6 @@ def simulate(
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"num_cpus": actors, "include_dashboard": False, "log_to_driver": False},
     }
-    with _importable():
-        run_simulation(server, clients, num_supernodes=num_clients, backend_config=backend)
+    run_simulation(server, clients, num_supernodes=num_clients, backend_config=backend)
     if failures:
         raise failures[0]
-
-
-@contextlib.contextmanager
-def _importable() -> Iterator[None]:
-    """Lets Ray's processes find this package where this process found it."""
-    import hf_dpzero
-
-    root, before = str(Path(hf_dpzero.__file__).parent.parent), os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, before]))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before

@@ -29,7 +29,6 @@ from hf_dpzero.federated.server import Member, RoundServer
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise, is_seeded
-from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.federated_words import CAVEATS, caveats_of
 from hf_dpzero.reporting.plots import new_figure, optional_plot
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
@@ -243,15 +242,11 @@ def save_costliest(
 # ------------------------------------------------------------------ a client's own view
 
 
-def spent(folder: str | Path) -> dict[str, Any]:
-    """Reads what a client has spent from its own ledger, also while the client runs.
+def spent(folder: str | Path) -> str:
+    """Says what a client has spent, from its own ledger, also while the client runs.
 
     Args:
       folder: the client's own.
-
-    Returns:
-      "client", "num_examples", "released", "rounds", "epsilon", "planned_epsilon" (inf without noise),
-      "delta", "private".
 
     Raises:
       FileNotFoundError: the client has joined no run in this folder.
@@ -263,35 +258,20 @@ def spent(folder: str | Path) -> dict[str, Any]:
             f"{path} is not there: the client has joined no run in this folder, and spent nothing in it."
         )
     header, messages = read_log(path)
-    names = ("num_examples", "rounds", "participation", "delta")
-    plan = PrivacyPlan.from_dict(header["plan"])
-    local = LocalPlan(plan=plan, **{name: header[name] for name in names})
-    return {
-        "client": header["client"],
-        "num_examples": local.num_examples,
-        "released": len(messages),
-        "rounds": local.rounds,
-        "epsilon": local.epsilon(len(messages)),
-        "planned_epsilon": local.epsilon(local.rounds),
-        "delta": local.delta,
-        "private": plan.private and not is_seeded(header["noise_source"]),
-    }
-
-
-def spent_words(cost: Mapping[str, Any]) -> str:
-    """Says `spent` in one sentence."""
-    head = f"{cost['client']}: {cost['released']} of {cost['rounds']} rounds released"
-    if not cost["private"]:
+    names = ("plan", "num_examples", "rounds", "participation", "delta")
+    local = LocalPlan.from_dict({name: header[name] for name in names})
+    head = f"{header['client']}: {len(messages)} of {local.rounds} rounds released"
+    if not local.plan.private or is_seeded(header["noise_source"]):
         return f"{head}; NOT PRIVATE: without noise, or with noise from a seeded generator."
     return (
-        f"{head}, epsilon = {round_up(cost['epsilon'])} (of at most "
-        f"{round_up(cost['planned_epsilon'])}), delta = {delta_words(cost['delta'])}, "
-        f"for each of its {cost['num_examples']} rows."
+        f"{head}, epsilon = {round_up(local.epsilon(len(messages)))} (of at most "
+        f"{round_up(local.epsilon(local.rounds))}), delta = {delta_words(local.delta)}, "
+        f"for each of its {local.num_examples} rows."
     )
 
 
 if __name__ == "__main__":
     try:
-        print(spent_words(spent(sys.argv[1] if len(sys.argv) > 1 else ".")))
+        print(spent(sys.argv[1] if len(sys.argv) > 1 else "."))
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")

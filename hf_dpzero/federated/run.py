@@ -14,7 +14,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -118,9 +119,8 @@ class Rounds:
 
     Attributes:
       names: member's name by address.
-      declined: why an address is no member.
+      declined: why an address is no member, and the address that holds its name, if that is why.
       invited: how often an address was, that has not joined yet.
-      waits_for: address -> the address that holds the name it asks for.
     """
 
     def __init__(
@@ -135,14 +135,13 @@ class Rounds:
         self.server, self.transport, self.learning_rates = server, transport, learning_rates
         self.min_clients, self.patience = min_clients, patience
         self.names: dict[str, str] = {}
-        self.declined: dict[str, str] = {}
-        self.invited: dict[str, int] = {}
-        self.waits_for: dict[str, str] = {}
+        self.declined: dict[str, tuple[str, str | None]] = {}
+        self.invited: Counter[str] = Counter()
 
     def left_out(self) -> list[str]:
         """Returns who was there and is no member, and why, a line for each."""
         silent = self.invited.keys() - self.names.keys() - self.declined.keys()
-        lines = [f"{who}: {why}" for who, why in sorted(self.declined.items())]
+        lines = [f"{who}: {why}" for who, (why, _) in sorted(self.declined.items())]
         return lines + [
             f"{who}: gave no answer to {self.invited[who]} invitations; its own log says why"
             for who in sorted(silent)
@@ -194,41 +193,42 @@ class Rounds:
     def _invite(self) -> None:
         """Takes in whoever is new; not again who declined, or gave no answer `ATTEMPTS` times."""
         present = set(self.transport.present())
-        for address, holder in list(self.waits_for.items()):
-            if holder not in self._answering(present):
-                del self.waits_for[address], self.declined[address]
+        # a connected member that answered when it was asked last; others may be gone by now
+        answering = {
+            address: name
+            for address, name in self.names.items()
+            if address in present and not self.server.members[name].unsure
+        }
+        for address, (_, holder) in list(self.declined.items()):
+            if holder is not None and holder not in answering:
+                del self.declined[address]
         silent = {address for address, count in self.invited.items() if count >= ATTEMPTS}
         new = sorted(present - self.names.keys() - self.declined.keys() - silent)
-        for address in new:
-            self.invited[address] = self.invited.get(address, 0) + 1
+        self.invited.update(new)
         invitation, before = self.server.invitation(), set(self.server.members)
         for address, raw in self.transport.exchange("join", dict.fromkeys(new, invitation)).items():
             try:
                 member = self.server.join(raw)
             except ValueError as error:
-                self.declined[address] = str(error)
+                self.declined[address] = (str(error), None)
                 logger.warning("a client cannot take part: %s", error)
                 continue
-            holders = [a for a, name in self.names.items() if name == member.name]
-            if taken := [a for a in holders if a in self._answering(present)]:
-                self.waits_for[address] = taken[0]
-                self.declined[address] = (
-                    f"it joins as {member.name}, the name of {taken[0]}, which is connected: give each "
+            holder = next((a for a, name in self.names.items() if name == member.name), None)
+            if holder in answering:
+                why = (
+                    f"it joins as {member.name}, the name of {holder}, which is connected: give each "
                     "client a name of its own"
                 )
-                logger.warning("%s cannot take part: %s", address, self.declined[address])
+                self.declined[address] = (why, holder)
+                logger.warning("%s cannot take part: %s", address, why)
                 continue
             # a client that was started again has a new address, and its old one answers no more
-            for old in holders:
-                del self.names[old]
+            self.names.pop(holder or address, None)
             self.names[address] = member.name
             member.unsure = member.name in before
-            self.invited.pop(address)  # it may come back
-
-    def _answering(self, present: Collection[str]) -> set[str]:
-        """Returns connected members that answered when they were asked last; others may be gone."""
-        members = self.server.members
-        return {a for a, name in self.names.items() if a in present and not members[name].unsure}
+            if not member.unsure:  # of two that come at once with one name, the first is in
+                answering[address] = member.name
+            del self.invited[address]  # it may come back
 
     def _collect(self) -> int:
         """Asks until somebody has answered; returns how many did."""
