@@ -220,7 +220,7 @@ class LocalClient:
                 )
         if known.next_step < ask.round:
             return Message(BEHIND, known.next_step, self._digest)
-        if (values := ledger.get(ask.round, 0)) is not None:
+        if (values := ledger.messages.get((ask.round, 0))) is not None:
             # the answer was lost: other noise over the same rows would be a second release
             return Message(VALUES, ask.round, self._digest, values=values)
         last, rounds = max((r for r, _ in ledger.messages), default=-1), self.local.rounds

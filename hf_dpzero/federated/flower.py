@@ -107,12 +107,12 @@ class FlowerTransport:
     Args:
       grid: of a ServerApp.
       timeout: seconds for the answers of a round; later ones are not taken.
-      join_timeout: for answers to an invitation, which load model and data first.
     """
 
-    def __init__(self, grid: Grid, timeout: float, join_timeout: float = 1800.0) -> None:
+    def __init__(self, grid: Grid, timeout: float) -> None:
         self.grid = grid
-        self.timeouts = {"join": join_timeout, "round": timeout}
+        # to answer an invitation, a client loads model and data first
+        self.timeouts = {"join": 1800.0, "round": timeout}
 
     def present(self) -> Sequence[str]:
         """Returns the nodes that are connected."""

@@ -205,6 +205,9 @@ class MessageLog:
       path: of the file.
       header: what the messages belong to; JSON-safe. One that exists must have the same.
 
+    Attributes:
+      messages: all of them, by (round, client).
+
     Raises:
       LedgerError: damaged, of other settings, or held by another process.
     """
@@ -250,10 +253,6 @@ class MessageLog:
         append_whole(self.path, _sealed(record))
         # unpacked again: a reader of the file must not see other numbers than this process
         self.messages[number, client] = layout.unpack(record)[2:]
-
-    def get(self, number: int, client: int) -> tuple[float, ...] | None:
-        """Returns the values of a message, or None."""
-        return self.messages.get((number, client))
 
     def close(self) -> None:
         """Lets other processes go on with the file."""

@@ -225,7 +225,7 @@ class RoundServer:
                 f"replayed: client {member.name} has sent round {self.round} already."
             )
         check_values(message.values, member.local.largest_value())
-        logged = self.log.get(self.round, member.index)
+        logged = self.log.messages.get((self.round, member.index))
         if logged is None:
             self.log.append(self.round, member.index, message.values)
         elif logged != message.values:  # the server was killed after it had logged them

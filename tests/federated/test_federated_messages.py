@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import struct
 import zlib
 
@@ -17,8 +16,6 @@ from hf_dpzero.federated.messages import (
     Message,
     MessageError,
     MessageLog,
-    check_contract,
-    check_values,
     pack,
     read_log,
     unpack,
@@ -84,21 +81,10 @@ def test_malformed_messages_are_refused(raw, why):
         unpack(raw, 3)
 
 
-@pytest.mark.parametrize(
-    ("check", "why"),
-    [
-        (lambda: check_values((0.0, math.nan), 2.0), "not finite: 1"),
-        (lambda: check_values((0.0, -math.inf), 2.0), "not finite: 1"),
-        (lambda: check_values((1.0, -2.5), 2.0), r"out of range: a value of 2\.5, .* allow 2"),
-        (lambda: check_contract(DIGEST, bytes(16)), "another contract"),
-        *[(lambda raw=raw: unpack_json(raw), "malformed") for raw in (None, b"{", b"[1]", b"\xff")],
-    ],
-)
-def test_what_no_honest_side_sends_is_refused(check, why):
-    check_values((1.0, -2.0), 2.0)
-    check_contract(DIGEST, DIGEST)
-    with pytest.raises(MessageError, match=why):
-        check()
+@pytest.mark.parametrize("raw", [None, b"{", b"[1]", b"\xff", b"[" * 200_000])
+def test_json_that_is_none(raw):
+    with pytest.raises(MessageError, match="malformed"):
+        unpack_json(raw)
 
 
 # ------------------------------------------------------------------ the log

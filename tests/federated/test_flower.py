@@ -49,12 +49,12 @@ class Grid:
 def test_a_transport_carries_bytes_and_leaves_out_who_failed(caplog, monkeypatch):
     monkeypatch.setattr("flwr.app.Message", Message)
     grid = Grid()
-    transport = flower.FlowerTransport(grid, timeout=7.0, join_timeout=9.0)
+    transport = flower.FlowerTransport(grid, timeout=7.0)
     assert transport.present() == ["5", "6"]
     assert transport.exchange("round", {"5": b"abc", "6": b"abc"}) == {"5": b"ABC"}
     assert grid.timeout == 7.0 and "node 6 gave no answer: no" in caplog.text
     transport.exchange("join", {"5": b"x"})
-    assert grid.timeout == 9.0
+    assert grid.timeout == 1800.0
     assert transport.exchange("round", {}) == {}
     for values in ({"other": 1}, {flower.PAYLOAD: 1}):
         assert unwrapped(Message(RecordDict({flower.RECORD: ConfigRecord(values)}))) is None

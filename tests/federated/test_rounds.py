@@ -60,7 +60,7 @@ def test_a_run_ends_in_the_weights_that_its_numbers_make(tmp_path):
     assert list(sizes.values()) == [21, 20, 20]
     for release in server.trajectory.releases:
         for k, value in enumerate(release.values):
-            sent = {n: server.log.get(release.step, server.members[n].index)[k] for n in NAMES}
+            sent = {n: server.log.messages[release.step, i][k] for i, n in enumerate(NAMES)}
             mean = sum(sizes[n] * sent[n] for n in NAMES) / 61
             assert value == pytest.approx(mean, rel=1e-6, abs=1e-9)
 
@@ -99,7 +99,7 @@ def test_replacing_a_row_moves_a_message_by_2_radii_over_b_at_most(tmp_path):
     settings = {"sampling": "full_batch", "insecure_noise_seed": 3, "direction_key": 2}
     for i, rows in enumerate((data, type(data).from_list(other))):
         _, server = ran(tmp_path / str(i), ONE, data=rows, rounds=1, clip=1e-3, **settings)
-        sent.append(torch.tensor(server.log.get(0, 0), dtype=torch.float64))
+        sent.append(torch.tensor(server.log.messages[0, 0], dtype=torch.float64))
     moved = float((sent[0] - sent[1]).norm()) * 24
     radius = 1e-3 / (1 + 2.0**-8)  # every row is clipped to it, and this one turns around
     assert radius < moved <= 2 * radius * (1 + 1e-4)
@@ -233,7 +233,7 @@ def test_a_release_that_did_not_arrive_is_sent_again_and_not_drawn_again(tmp_pat
     assert released(tmp_path) == 1
     rounds.run()
     assert released(tmp_path) == 3
-    assert server.log.get(0, 0) == unpack(lost, 3).values
+    assert server.log.messages[0, 0] == unpack(lost, 3).values
 
 
 def test_a_client_releases_no_more_rounds_than_its_plan_and_no_old_one(tmp_path):
