@@ -270,24 +270,18 @@ def follow(run: Deployment, chance: random.Random) -> list[str]:
 
 def check(run: Deployment) -> dict[str, Any]:
     """The report beside the clients' ledgers, and the weights beside the released numbers."""
-    from hf_dpzero.federated import message_log
-    from hf_dpzero.federated.client import RELEASED_NAME
+    from hf_dpzero.federated.messages import RELEASED_NAME, read_log
     from hf_dpzero.ledger.trajectory import SHIPPING_NAME
     from hf_dpzero.reporting.redaction import RECIPE_FILE
 
-    def messages_of(path: Path) -> dict[tuple[int, int], tuple[float, ...]]:
-        """The whole messages of a log, by (round, client)."""
-        header, body = message_log.split_header(path.read_bytes(), path)
-        return message_log._messages(body, message_log._layout(header), path)
-
     server = run.folder / "server"
     report = json.loads((server / "federated_report.json").read_text())
-    taken = messages_of(server / "messages.ledger")
+    _, taken = read_log(server / "messages.ledger")
     names = [m["name"] for m in json.loads((server / "clients.json").read_text())]
     rows = {row["client"]: row for row in report["clients"]}
     for i in range(run.settings.clients):
         row = rows[f"client-{i}"]
-        own = messages_of(run.client_folder(i) / RELEASED_NAME)
+        _, own = read_log(run.client_folder(i) / RELEASED_NAME)
         at_server = {r: v for (r, c), v in taken.items() if c == names.index(row["client"])}
         assert all(own[r, 0] == v for r, v in at_server.items()), "other numbers than its ledger's"
         assert row["applied"] == len(at_server) <= len(own) <= row["opened"], row

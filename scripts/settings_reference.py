@@ -17,14 +17,20 @@ from hf_dpzero.privacy.events import ACCOUNTANTS
 from hf_dpzero.privacy.mechanisms.base import RELATIONS
 from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.settings.config import CLIPPINGS, GRADIENTS, ROWS, SAMPLINGS, DPZeroConfig
+from hf_dpzero.settings.config import (
+    CLIPPINGS,
+    GRADIENTS,
+    ON_NO_SIGNAL,
+    ROWS,
+    SAMPLINGS,
+    DPZeroConfig,
+)
 from hf_dpzero.settings.correlation_settings import CORRELATIONS
 from hf_dpzero.settings.group_settings import GROUP_WEIGHTS
 from hf_dpzero.settings.hf_arguments import NEEDS
 from hf_dpzero.settings.method_names import METHODS
 from hf_dpzero.settings.ranges import RANGES
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.training.signal import ON_NO_SIGNAL
 from scripts.setting_costs import COSTS, INHERITED, Cost
 from scripts.training_arguments import DOCS
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from tiny_runs import build, tiny_data
 
-from hf_dpzero.federated.rates import learning_rates
-from hf_dpzero.federated.replica import Replica
-from hf_dpzero.federated.rounds import InProcess, Rounds
-from hf_dpzero.federated.run import ServerRun, in_process
+from hf_dpzero.federated.client import Replica
+from hf_dpzero.federated.messages import RELEASED_NAME, read_log
+from hf_dpzero.federated.run import InProcess, Rounds, ServerRun, learning_rates
 from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.federated.setup import CLIENTS, Settings, Side
 
@@ -50,13 +49,20 @@ def started(folder: Path, resume: bool = False, **settings: Any) -> tuple[Side, 
 
 def rounds_of(made: Side, server: RoundServer, names: list[str] = NAMES, **settings: Any) -> Rounds:
     """The rounds of a server with clients in this process."""
-    transport = in_process(made, server.folder, names)
-    rates = learning_rates(made.recipe.training)
-    return Rounds(server, transport, rates, **{"patience": 0.0, **settings})
+    transport = InProcess(made, server.folder, names)
+    config = made.recipe.training
+    return Rounds(
+        server, transport, lambda: learning_rates(config), **{"patience": 0.0, **settings}
+    )
 
 
-def client_folder(folder: Path, name: str) -> Path:
+def client_folder(folder: Path, name: str = NAMES[0]) -> Path:
     return folder / CLIENTS / name
+
+
+def released(folder: Path, name: str = NAMES[0]) -> int:
+    """In how many rounds a client released, by its own ledger."""
+    return len(read_log(client_folder(folder, name) / RELEASED_NAME)[1])
 
 
 def interrupted(run: ServerRun, transport: InProcess, at: int) -> None:

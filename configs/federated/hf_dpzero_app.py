@@ -1,6 +1,6 @@
 """The two apps of a federated run, made by the installed package."""
 
-from hf_dpzero.federated.app import client_app, server_app
+from hf_dpzero.federated.flower import client_app, server_app
 
 client = client_app()
 server = server_app()

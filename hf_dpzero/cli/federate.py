@@ -49,7 +49,7 @@ def run(arguments: Federate) -> None:
     try:
         flower.simulate(
             serve,
-            flower.client_app(settings, str(folder), stops),
+            flower.simulated_clients(settings, str(folder), stops),
             num_clients=settings.clients,
             timeout=arguments.timeout,
             actors=arguments.actors,

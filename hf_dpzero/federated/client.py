@@ -3,48 +3,121 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from hf_dpzero.federated.contract import contract_digest
-from hf_dpzero.federated.local_plan import LocalPlan
-from hf_dpzero.federated.message_log import MessageLog
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.federated.messages import (
     ASK,
     BEHIND,
     NOTHING,
+    RELEASED_NAME,
     VALUES,
     Message,
     MessageError,
+    MessageLog,
     check_contract,
     pack,
     unpack,
 )
-from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.federated.plan import LocalPlan, PlanError, contract_digest
+from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
+from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.objectives.losses import Filled, num_examples
 from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
+from hf_dpzero.run_folder.keys import digest_of_rows
+from hf_dpzero.training import start
+from hf_dpzero.training.methods import ZerothOrderMethod
+
+if TYPE_CHECKING:
+    from hf_dpzero.run import Dataset
+    from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 logger = logging.getLogger(__name__)
 
-RELEASED_NAME = "released.ledger"
-"""A client's own ledger, in its folder: what it released, written before it is sent."""
+ROWS_FILE = Path("_private") / "rows.json"
 
 
-class Weights(Protocol):
-    """What a client needs of a `replica.Replica`."""
+class Replica:
+    """The weights of a run, moved by its releases alone, and finite differences of rows at them.
+
+    The server keeps one to evaluate, every client process one to take part. All that a private run is
+    checked for (an example's loss is a function of that example alone, fixed shapes, a public trial of
+    the forward passes) is checked here by the trainer's own code, before the first round.
+
+    Args:
+      trainer: of the recipe, on its base weights.
+    """
+
+    def __init__(self, trainer: DPZeroTrainer) -> None:
+        self.trainer, self.run = trainer, trainer._new_run()
+        start.prepare(self.run)
+
+    def follow(self, contract: Mapping[str, Any]) -> None:
+        """Snaps the base weights to the contract's grid; from then on the replica is at round 0."""
+        self.run.ledger = Trajectory(contract)
+        self.method = ZerothOrderMethod(self.run, None)
 
     @property
-    def round(self) -> int: ...
+    def round(self) -> int:
+        """The number of releases that are in the weights, r."""
+        return self.run.opened.next_step
 
-    def catch_up(self, releases: Sequence[Release]) -> None: ...
+    def catch_up(self, releases: Sequence[Release]) -> None:
+        """Applies the releases that the weights lack: K numbers for each missed round.
 
-    def differences(self, indices: Sequence[int]) -> Tensor: ...
+        Args:
+          releases: of rounds 0, 1, ...; what was applied already must be the same.
+
+        Raises:
+          LedgerError: they are another run's.
+        """
+        applied = self.run.opened
+        # of what both have the last one is enough: ledgers are compared whole where they are kept
+        last = min(self.round, len(releases)) - 1
+        if last >= 0 and applied.releases[last] != releases[last]:
+            raise LedgerError(
+                f"round {last} was another one here: these releases are another run's."
+            )
+        for release in releases[self.round :]:
+            applied.append(release)
+            apply_release(self.method.space, applied, release)
+
+    def differences(self, indices: Sequence[int]) -> Tensor:
+        """Measures rows along this round's K directions; leaves the weights as they were.
+
+        Args:
+          indices: rows of the trainer's data, perhaps none.
+
+        Returns:
+          Private: float64 [B, K], neither clipped nor noised.
+        """
+        rows, shapes = self.run.rows, self.run.shapes
+        if shapes is not None:
+            parts = list(shapes.microbatches(list(indices)))
+        else:  # a run without noise protects nothing, so its passes may be of any size
+            size = self.run.args.physical_batch_size
+            chunks = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
+            batches = [rows.collate_rows(chunk) for chunk in chunks]
+            parts = [Filled(batch, num_examples(batch)) for batch in batches]
+        directions = directions_of(self.round, self.run.header)
+        with self.method.reads.own_step(), isolated_randomness():
+            differences: Tensor = self.method.step.differences(parts, directions)
+            self.method.settle_()
+        return differences
+
+    def close(self) -> None:
+        """Takes the watchers off the model; the weights stay where they are."""
+        self.run.resources.close()
 
 
 class LocalClient:
@@ -59,9 +132,12 @@ class LocalClient:
       name: of the client, as the server knows it.
       folder: where it keeps its ledger and the run's releases; its own.
       local: its plan.
-      contract: that it adopted (`contract.adopt`).
+      contract: that it adopted (`plan.adopt`).
       rows: which rows of the replica's data are its own, int64 [n_i].
       noise: drawn here and nowhere else; default operating-system entropy.
+
+    Raises:
+      LedgerError: the folder is of another run.
     """
 
     def __init__(
@@ -73,18 +149,16 @@ class LocalClient:
         rows: np.ndarray,
         noise: NoiseSource | None = None,
     ) -> None:
-        if len(rows) != local.num_examples:
-            raise ValueError(
-                f"client {name} has {len(rows)} rows and a plan for {local.num_examples}; make the plan "
-                "for its own shard."
-            )
         self.name, self.folder, self.local, self.rows = name, folder, local, rows
         self.contract, self._digest = contract, contract_digest(contract)
         self.noise = noise or SecureNoise()
         folder.mkdir(parents=True, exist_ok=True)
+        # the next process of this client finds the contract in the folder
+        self._ledger().close()
+        self._known().close()
 
     def _ledger(self) -> MessageLog:
-        """Its own ledger; made before anything else of the run is in the folder, and never again."""
+        """Opens its own ledger, which is the first file of a run in the folder, and made once."""
         path = self.folder / RELEASED_NAME
         if (self.folder / LEDGER_NAME).exists() and not path.exists():
             raise LedgerError(
@@ -96,43 +170,22 @@ class LocalClient:
             "client": self.name,
             "contract_digest": self._digest.hex(),
             "num_values": self.local.mechanism.values_per_release,
-            "participation": self.local.participation,
-            "num_examples": self.local.num_examples,
-            "rounds": self.local.rounds,
-            "delta": self.local.delta,
             "noise_source": self.noise.name,
-            "plan": self.local.plan.to_dict(),
+            **self.local.to_dict(),
         }
         return MessageLog(path, header)
 
     def _known(self) -> Trajectory:
-        """The run's public releases as far as this client has them; K numbers a round."""
+        """Opens the run's public releases as far as this client has them; K numbers a round."""
         path = self.folder / LEDGER_NAME
-        return (
-            Trajectory.open(path, self.contract)
-            if path.exists()
-            else Trajectory.create(path, self.contract)
-        )
+        openly = Trajectory.open if path.exists() else Trajectory.create
+        return openly(path, self.contract)
 
-    def remember_contract(self) -> None:
-        """Leaves the contract in the folder, for the next process of this client.
-
-        Raises:
-          LedgerError: the folder is of another run.
-        """
-        self._ledger().close()
-        self._known().close()
-
-    def released(self) -> int:
-        """In how many rounds this client released."""
-        with self._ledger() as ledger:
-            return len(ledger.messages)
-
-    def answer(self, weights: Weights, raw: bytes) -> bytes:
+    def answer(self, replica: Replica, raw: bytes | None) -> bytes:
         """Takes the releases that a server's message brings, and answers with this round's values.
 
         Args:
-          weights: a replica at this round or before it.
+          replica: at this round or before it.
           raw: an ask (`messages`).
 
         Returns:
@@ -143,22 +196,23 @@ class LocalClient:
           MessageError: malformed, or of another contract. Nothing is released.
           LedgerError: its files are damaged, or held by another process. Nothing is released.
         """
-        message = unpack(raw, self.local.mechanism.values_per_release)
-        check_contract(message, self._digest)
-        if message.kind != ASK:
-            raise MessageError(
-                f"a message of kind {message.kind} to a client, which takes asks only."
-            )
-        with self._ledger() as ledger, contextlib.closing(self._known()) as known:
-            return pack(self._answer(weights, known, ledger, message))
+        ask = unpack(raw, self.local.mechanism.values_per_release)
+        check_contract(ask.contract, self._digest)
+        if ask.kind != ASK:
+            raise MessageError(f"a message of kind {ask.kind} to a client, which takes asks only.")
+        with (
+            contextlib.closing(self._ledger()) as ledger,
+            contextlib.closing(self._known()) as known,
+        ):
+            return pack(self._answer(replica, known, ledger, ask))
 
     def _answer(
-        self, weights: Weights, known: Trajectory, ledger: MessageLog, ask: Message
+        self, replica: Replica, known: Trajectory, ledger: MessageLog, ask: Message
     ) -> Message:
         for release in ask.releases:
             if (before := known.get(release.step)) is None:
                 if release.step > known.next_step:
-                    break
+                    break  # of a gap in front of it the server hears below
                 known.append(release)
             elif before != release:
                 raise MessageError(
@@ -166,33 +220,76 @@ class LocalClient:
                 )
         if known.next_step < ask.round:
             return Message(BEHIND, known.next_step, self._digest)
-        if (values := ledger.get(ask.round, 0)) is None:
-            if known.next_step > ask.round or not self._may_release(ledger, ask.round):
-                return Message(NOTHING, ask.round, self._digest)
-            values = self._release(weights, known, ledger, ask.round)
-        return Message(VALUES, ask.round, self._digest, values=values)
-
-    def _may_release(self, ledger: MessageLog, number: int) -> bool:
-        if number >= self.local.rounds or len(ledger.messages) >= self.local.rounds:
+        if (values := ledger.messages.get((ask.round, 0))) is not None:
+            # the answer was lost: other noise over the same rows would be a second release
+            return Message(VALUES, ask.round, self._digest, values=values)
+        last, rounds = max((r for r, _ in ledger.messages), default=-1), self.local.rounds
+        if known.next_step > ask.round or ask.round < last:  # over: the weights have moved on
+            return Message(NOTHING, ask.round, self._digest)
+        if ask.round >= rounds or len(ledger.messages) >= rounds:
             logger.warning(
                 "client %s was asked for round %s of a plan of %s rounds: it releases nothing more.",
-                *(self.name, number, self.local.rounds),
+                *(self.name, ask.round, rounds),
             )
-            return False
-        return number > ledger.last_round()
-
-    def _release(
-        self, weights: Weights, known: Trajectory, ledger: MessageLog, number: int
-    ) -> tuple[float, ...]:
-        weights.catch_up(known.releases)
-        if weights.round != number:
+            return Message(NOTHING, ask.round, self._digest)
+        replica.catch_up(known.releases)
+        if replica.round != ask.round:
             raise LedgerError(
-                f"the replica is at round {weights.round}, the server at {number}: start this "
+                f"the replica is at round {replica.round}, the server at {ask.round}: start this "
                 "client anew."
             )
+        return Message(
+            VALUES, ask.round, self._digest, values=self._release(replica, ledger, ask.round)
+        )
+
+    def _release(self, replica: Replica, ledger: MessageLog, number: int) -> tuple[float, ...]:
         indices = self.rows[self.local.rows(number)].tolist()
         mechanism = self.local.mechanism
-        total = mechanism.clip_sum(weights.differences(indices))
+        total = mechanism.clip_sum(replica.differences(indices))
         values = mechanism.release(total, number, self.noise)
         ledger.append(number, 0, values)  # paid for before it is sent
         return tuple(values)
+
+
+def check_same_rows(folder: Path, dataset: Dataset, rows: Sequence[int]) -> None:
+    """Remembers the rows of a client, or compares them with those that it remembers.
+
+    With `participation: once` round r takes the r-th block of them. In another order, or with other
+    rows, a row could come again, which the account of one release does not cover. So a client leaves a
+    digest of its rows, made with a secret key, in its own folder. The digest is of up to 10,000 rows,
+    evenly spread: of more, two that changed places may go unnoticed, a shuffle does not.
+
+    Args:
+      folder: the client's own; the file in it is for its owner alone.
+      dataset: rows by number.
+      rows: numbers of the client's own.
+
+    Raises:
+      PlanError: they are others than before, or in another order; or there is no telling.
+    """
+    path = folder / ROWS_FILE
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if before is None and (folder / RELEASED_NAME).exists():
+        raise PlanError(
+            f"{ROWS_FILE} in the client's folder is missing, which knew its rows again: with "
+            "participation=once a row could take part twice, which epsilon does not cover. Restore it, "
+            "or take another output-dir; what was spent stays spent."
+        )
+    # with a key, so that who reads the file cannot try rows against it
+    key = bytes.fromhex(before["key"]) if before else secrets.token_bytes(32)
+    now = digest_of_rows(dataset, key, rows)
+    if not now:
+        raise PlanError(
+            "the client's rows are drawn anew at each access, so that nothing tells whether they are "
+            "those of its first start: with participation=once a row could take part twice. Store the "
+            "rows as they are to be used, or use participation=sampled."
+        )
+    if before is None:
+        write_for_owner(path, json.dumps({"key": key.hex(), "rows": now}))
+    elif before["rows"] != now:
+        raise PlanError(
+            "the client's rows are not those of its first start, or not in that order (an unseeded "
+            "shuffle?): with participation=once a row could take part twice, which epsilon does not "
+            f"cover. Load them as they were ({ROWS_FILE} in its folder knows them again), or take "
+            "another output-dir; what was spent stays spent."
+        )

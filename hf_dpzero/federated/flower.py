@@ -1,8 +1,18 @@
-"""Carries a run's bytes by Flower (https://flower.ai), and simulates its clients by Flower on Ray."""
+"""All that knows Flower (https://flower.ai): payloads in its messages, a simulation on Ray, two apps.
+
+Each payload travels as one bytes entry of a `ConfigRecord`: kind "join" as Flower's message type query,
+kind "round" as train. Flower knows who sent a message; the payload's own checks are in `messages`.
+Telemetry of Flower and usage statistics of Ray are off unless the environment says otherwise.
+
+`docs/how_to/federated.md` has the commands for several machines; `configs/federated` is the folder that
+`flwr run` takes. Importing this module loads neither torch nor transformers, nor does `client_app`: the
+process of a message only carries it (see `node`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -10,19 +20,37 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.federated.client import RELEASED_NAME
-from hf_dpzero.federated.envelope import TYPES, failure, reply, unwrapped, wrapped
-from hf_dpzero.federated.message_log import read_count
-from hf_dpzero.federated.setup import CLIENTS, Settings, Side
+from hf_dpzero.federated.messages import RELEASED_NAME, read_log
+from hf_dpzero.federated.node import ResidentError, hand_over, node_of, settings_of
+
+# before the first import of flwr or ray, which read them once
+for _name, _value in (
+    ("FLWR_TELEMETRY_ENABLED", "0"),
+    ("FLWR_DISABLE_UPDATE_CHECK", "1"),
+    ("RAY_USAGE_STATS_ENABLED", "0"),
+    ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"),
+):
+    os.environ.setdefault(_name, _value)
 
 if TYPE_CHECKING:
-    from flwr.app import Context, Message
+    from flwr.app import Context, Message, RecordDict
     from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid
+    from flwr.serverapp import Grid, ServerApp
+
+    from hf_dpzero.federated.setup import Settings, Side
 
 logger = logging.getLogger(__name__)
 
-_SIDES: dict[Any, Side] = {}
+RECORD, PAYLOAD = "hf_dpzero", "payload"
+TYPES = {"join": "query", "round": "train"}
+"""Flower's message type of each kind."""
+
+FAILED = "failed; its own log says why"
+"""All that leaves a client of an error, whose words may quote a row."""
+
+
+class DroppedOut(Exception):
+    """A client of a simulation that is meant to be dead."""
 
 
 def check_flower() -> None:
@@ -40,25 +68,58 @@ def check_flower() -> None:
         ) from error
 
 
+# ------------------------------------------------------------------ payloads
+
+
+def wrapped(payload: bytes) -> RecordDict:
+    """Returns a payload as Flower carries it."""
+    from flwr.app import ConfigRecord, RecordDict
+
+    return RecordDict({RECORD: ConfigRecord({PAYLOAD: payload})})
+
+
+def unwrapped(message: Message) -> bytes | None:
+    """Returns the payload of a message; None if it has none."""
+    with contextlib.suppress(KeyError, TypeError):
+        record: Any = message.content[RECORD]
+        payload = record[PAYLOAD]
+        return payload if isinstance(payload, bytes) else None
+    return None
+
+
+def reply(payload: bytes, message: Message) -> Message:
+    """Returns an answer."""
+    from flwr.app import Message
+
+    return Message(wrapped(payload), reply_to=message)
+
+
+def failure(message: Message, reason: str) -> Message:
+    """Returns the answer of a client that has none."""
+    from flwr.app import Error, Message
+
+    return Message(Error(code=0, reason=reason), reply_to=message)
+
+
 class FlowerTransport:
-    """A `rounds.Transport` over Flower's grid: addresses are node ids.
+    """A `run.Transport` over Flower's grid: addresses are node ids.
 
     Args:
       grid: of a ServerApp.
       timeout: seconds for the answers of a round; later ones are not taken.
-      join_timeout: for answers to an invitation, which load model and data first.
     """
 
-    def __init__(self, grid: Grid, timeout: float, join_timeout: float = 1800.0) -> None:
+    def __init__(self, grid: Grid, timeout: float) -> None:
         self.grid = grid
-        self.timeouts = {"join": join_timeout, "round": timeout}
+        # to answer an invitation, a client loads model and data first
+        self.timeouts = {"join": 1800.0, "round": timeout}
 
     def present(self) -> Sequence[str]:
-        """Nodes that are connected."""
+        """Returns the nodes that are connected."""
         return [str(node) for node in self.grid.get_node_ids()]
 
-    def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> dict[str, Any]:
-        """As in `Transport`; a client that fails answers with an error and is missing."""
+    def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> dict[str, bytes | None]:
+        """Does what `Transport` says; a client that fails answers with an error and is missing."""
         from flwr.app import Message
 
         if not payloads:
@@ -77,91 +138,131 @@ class FlowerTransport:
         return answers
 
 
-def client_app(
-    settings: Settings, folder: str, stops: Mapping[int, int] | None = None
-) -> ClientApp:
-    """The clients of a simulation: partition i is the client with shard i.
+# ------------------------------------------------------------------ clients
 
-    Args:
-      settings: of the run.
-      folder: the run's output_dir; clients keep their ledgers in folders of their own below it.
-      stops: client -> the number of asks after which it is dead, for trials of dropouts.
-    """
+Answer = Callable[[str, bytes, "Context"], bytes]
+"""(kind, payload, Flower's context of the node) -> payload of the answer."""
+
+
+def answered(answer: Answer, kind: str, message: Message, context: Context) -> Message:
+    """Returns a client's answer; of an error, only that there was one."""
+    reason = FAILED
+    try:
+        payload = unwrapped(message)
+        if payload is None:
+            raise ValueError("a message without bytes")
+        return reply(answer(kind, payload, context), message)
+    except DroppedOut:
+        reason = "dropped out"
+    except (ResidentError, ValueError) as error:  # what the user can mend
+        logger.error("no answer: %s", error)
+    except Exception:
+        logger.exception("no answer")
+    return failure(message, reason)
+
+
+def _app_of(answer: Answer) -> ClientApp:
     from flwr.clientapp import ClientApp
 
     app = ClientApp()
 
     @app.query()
     def join(message: Message, context: Context) -> Message:
-        return _join(settings, folder, message, context)
+        return answered(answer, "join", message, context)
 
     @app.train()
-    def answer(message: Message, context: Context) -> Message:
-        return _answer(settings, folder, stops or {}, message, context)
+    def take_part(message: Message, context: Context) -> Message:
+        return answered(answer, "round", message, context)
 
     return app
 
 
-def _side(settings: Settings, folder: str) -> Side:
-    """One for each process: a module's function travels by name, so that all messages find it."""
-    if (settings, folder) not in _SIDES:
-        _SIDES[settings, folder] = Side.build(settings, folder)
-    return _SIDES[settings, folder]
+def client_app() -> ClientApp:
+    """Makes the app of a client with rows of its own, for a SuperNode."""
+    return _app_of(deployed_answer)
 
 
-def _join(settings: Settings, folder: str, message: Message, context: Context) -> Message:
-    client = int(context.node_config["partition-id"])
-    where = (name := client_name(client), client, client_folder(folder, name))
-    return _answered(
-        name, message, lambda side: side.invited(*where, unwrapped(message)), settings, folder
-    )
+def deployed_answer(kind: str, payload: bytes, context: Context) -> bytes:
+    """Has a SuperNode's resident process answer."""
+    node = node_of(context.node_config)
+    return hand_over(node.folder, dict(context.node_config), kind, payload)
 
 
-def _answer(
-    settings: Settings, folder: str, stops: Mapping[int, int], message: Message, context: Context
-) -> Message:
-    client = int(context.node_config["partition-id"])
-    where = (name := client_name(client), client, client_folder(folder, name))
-    if client in stops and read_count(where[-1] / RELEASED_NAME) >= stops[client]:
-        return failure(message, "dropped out")
+def simulated_clients(
+    settings: Settings, folder: str, stops: Mapping[int, int] | None = None
+) -> ClientApp:
+    """Makes the app of a simulation's clients: partition i is the client with shard i.
 
-    def values(side: Side) -> bytes:
-        return side.client(*where).answer(side.replica, unwrapped(message))
+    Args:
+      settings: of the run.
+      folder: the run's output_dir; clients keep their ledgers in folders of their own below it.
+      stops: client -> the number of asks after which it is dead, for trials of dropouts.
+    """
+    return _app_of(functools.partial(simulated_answer, settings, folder, stops or {}))
 
-    return _answered(name, message, values, settings, folder)
 
-
-def _answered(
-    name: str,
-    message: Message,
-    answer: Callable[[Side], bytes],
+def simulated_answer(
     settings: Settings,
     folder: str,
-) -> Message:
-    """An answer; of an error, only that there was one: its words stay in the client's own log."""
-    try:
-        return reply(answer(_side(settings, folder)), message)
-    except Exception:
-        logger.exception("%s failed", name)
-        return failure(message)
+    stops: Mapping[int, int],
+    kind: str,
+    payload: bytes,
+    context: Context,
+) -> bytes:
+    """Answers for a client of a simulation."""
+    from hf_dpzero.federated.setup import CLIENTS
+
+    client = int(context.node_config["partition-id"])
+    name = f"client-{client:03d}"
+    own = Path(folder) / CLIENTS / name
+    if kind == "join":
+        return _side(settings, folder).invited(name, client, own, payload)
+    if client in stops and len(read_log(own / RELEASED_NAME)[1]) >= stops[client]:
+        raise DroppedOut
+    side = _side(settings, folder)
+    return side.client(name, client, own).answer(side.replica, payload)
 
 
-def client_name(client: int) -> str:
-    """What a simulation calls its clients.
+@functools.cache
+def _side(settings: Settings, folder: str) -> Side:
+    """Builds one for each process: a module's function travels by name, so all messages find it."""
+    from hf_dpzero.federated.setup import Side
 
-    >>> client_name(7)
-    'client-007'
-    """
-    return f"client-{client:03d}"
+    return Side.build(settings, folder)
 
 
-def client_folder(folder: str | Path, name: str) -> Path:
-    """Where a client of a simulation keeps its ledger."""
-    return Path(folder) / CLIENTS / name
+# ------------------------------------------------------------------ servers
+
+
+def server_app() -> ServerApp:
+    """Makes the server's app, for a SuperLink; it goes on where its output-dir has a ledger."""
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()
+    def serve(grid: Grid, context: Context) -> None:
+        from hf_dpzero.federated.report import summary
+        from hf_dpzero.federated.run import ServerRun
+        from hf_dpzero.federated.setup import Side
+        from hf_dpzero.ledger.trajectory import LEDGER_NAME
+
+        config = context.run_config
+        folder = Path(str(config["output-dir"])).absolute()
+        resume = (folder / LEDGER_NAME).is_file()
+        run = ServerRun(Side.build(settings_of(config), folder), folder, resume=resume)
+        transport = FlowerTransport(grid, float(config.get("timeout", 600.0)))
+        try:
+            run.run(transport, min_clients=int(config.get("min-clients", 1)), patience=600.0)
+            print(summary(run.report()))
+        finally:
+            run.close()
+
+    return app
 
 
 def random_stops(clients: int, rounds: int, drop: int) -> dict[int, int]:
-    """`drop` clients drawn at random, and the round in which each dies."""
+    """Draws `drop` clients at random, and the round in which each dies."""
     drawn = random.SystemRandom()
     return {c: drawn.randrange(1, max(2, rounds)) for c in drawn.sample(range(clients), drop)}
 
@@ -178,7 +279,7 @@ def simulate(
 
     Args:
       serve: what the server does with the transport.
-      clients: of `client_app`.
+      clients: of `simulated_clients`.
       num_clients: n.
       timeout: see `FlowerTransport`.
       actors: processes at once.
@@ -204,23 +305,6 @@ def simulate(
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"num_cpus": actors, "include_dashboard": False, "log_to_driver": False},
     }
-    with _importable():
-        run_simulation(server, clients, num_supernodes=num_clients, backend_config=backend)
+    run_simulation(server, clients, num_supernodes=num_clients, backend_config=backend)
     if failures:
         raise failures[0]
-
-
-@contextlib.contextmanager
-def _importable() -> Any:
-    """Ray's processes find this package where this process found it."""
-    import hf_dpzero
-
-    root, before = str(Path(hf_dpzero.__file__).parent.parent), os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, before]))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before

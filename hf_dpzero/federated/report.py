@@ -1,4 +1,4 @@
-"""What a federated run cost each client's rows, in numbers and words.
+"""What a federated run cost each client's rows, in numbers and words, for server, client and readers.
 
 Three counts of a client's rounds, which need not be equal:
 
@@ -7,23 +7,36 @@ Three counts of a client's rounds, which need not be equal:
   opened    rounds that the server opened since it joined: it cannot have released more
 
 Its epsilon is that of `released` where its ledger is at hand, else that of `opened`.
+
+A client reads its own cost from its own ledger alone, without model, rows or server:
+
+    python -m hf_dpzero.federated.report FOLDER     # a client's output-dir
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.federated.client import RELEASED_NAME
-from hf_dpzero.federated.message_log import read_count
+from hf_dpzero.federated.messages import RELEASED_NAME, read_log
+from hf_dpzero.federated.plan import LocalPlan
 from hf_dpzero.federated.server import Member, RoundServer
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.privacy.noise import is_seeded
-from hf_dpzero.reporting.federated_words import CAVEATS
+from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
+from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise, is_seeded
+from hf_dpzero.reporting.federated_words import CAVEATS, caveats_of
 from hf_dpzero.reporting.plots import new_figure, optional_plot
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import UNSEEN_CAVEAT, delta_words, number, relation_words, round_up
+
+if TYPE_CHECKING:
+    from hf_dpzero.settings.config import DPZeroConfig
 
 REPORT_NAME, PLOT_NAME = "federated_report.json", "federated_run.png"
 
@@ -31,9 +44,9 @@ REPORT_NAME, PLOT_NAME = "federated_report.json", "federated_run.png"
 def federated_report(
     server: RoundServer,
     clients: Path | None = None,
-    metrics: Sequence[Mapping[str, Any]] = (),
+    metrics: Sequence[Mapping[str, float]] = (),
 ) -> dict[str, Any]:
-    """The run's report: what each client's rows were charged.
+    """Reports what each client's rows were charged.
 
     Args:
       server: of the run.
@@ -43,10 +56,11 @@ def federated_report(
     Returns:
       JSON-safe; see the module for the counts.
     """
-    header = server.trajectory.header
-    rows = [_client_row(server, member, clients) for member in server.members.values()]
+    header, members = server.trajectory.header, server.members.values()
+    rows = [_client_row(server, member, clients) for member in members]
+    payloads = sum(member.sent + member.received for member in members)
+    rounds_of_clients = sum(max(1, server.round) - member.joined for member in members)
     common = header["federated"]
-    count = max(1, server.round)
     return {
         "rounds": server.round,
         "planned_rounds": server.rounds,
@@ -61,11 +75,7 @@ def federated_report(
         "private": all(row["private"] for row in rows),
         "clients": rows,
         "strangers_refused": dict(server.strangers),
-        "payload_bytes_of_a_client_and_round": round(
-            sum(member.sent + member.received for member in server.members.values())
-            / max(1, sum(count - member.joined for member in server.members.values())),
-            1,
-        ),
+        "payload_bytes_of_a_client_and_round": round(payloads / max(1, rounds_of_clients), 1),
         "evaluations": [dict(entry) for entry in metrics],
         "caveats": [UNSEEN_CAVEAT, *CAVEATS],
     }
@@ -73,12 +83,21 @@ def federated_report(
 
 def _client_row(server: RoundServer, member: Member, clients: Path | None) -> dict[str, Any]:
     local, opened = member.local, max(0, min(server.round + 1, server.rounds) - member.joined)
-    released = None
+    released, counted_by = None, "opened rounds (an upper bound)"
     if clients is not None and (path := clients / member.name / RELEASED_NAME).is_file():
-        released = read_count(path)
+        released, counted_by = len(read_log(path)[1]), "released rounds"
+    epsilon = local.epsilon(opened if released is None else released)
     private = local.plan.private and not is_seeded(member.noise_source)
-    counted = opened if released is None else released
-    epsilon = local.epsilon(counted)
+    if private:
+        statement = (
+            f"Against the server and all who read its messages, {member.name} is (epsilon = "
+            f"{round_up(epsilon)}, delta = {delta_words(local.delta)})-differentially private for "
+            f"{relation_words(local.plan.relation, 'example')} of its {local.num_examples}."
+        )
+    elif local.plan.private:
+        statement = "NOT PRIVATE: its noise came from a seeded generator."
+    else:
+        statement = "NOT PRIVATE: no noise was added."
     return {
         "client": member.name,
         "num_examples": local.num_examples,
@@ -90,51 +109,29 @@ def _client_row(server: RoundServer, member: Member, clients: Path | None) -> di
         "released": released,
         "opened": opened,
         "epsilon": _finite(epsilon),
-        "epsilon_is_of": "opened rounds (an upper bound)"
-        if released is None
-        else "released rounds",
+        "epsilon_is_of": counted_by,
         "planned_epsilon": _finite(local.epsilon(local.rounds)),
         "delta": local.delta,
         "private": private,
         "refused": dict(member.refused),
-        "statement": statement(member, epsilon, private),
+        "statement": statement,
     }
 
 
 def _finite(value: float) -> float | str:
-    return value if value < float("inf") else "inf"
-
-
-def statement(member: Member, epsilon: float, private: bool) -> str:
-    """A client's guarantee in one sentence."""
-    if not private:
-        why = (
-            "its noise came from a seeded generator"
-            if member.local.plan.private
-            else "no noise was added"
-        )
-        return f"NOT PRIVATE: {why}."
-    local = member.local
-    neighbours = relation_words(local.plan.relation, "example")
-    return (
-        f"Against the server and all who read its messages, {member.name} is (epsilon = "
-        f"{round_up(epsilon)}, delta = {delta_words(local.delta)})-differentially private for "
-        f"{neighbours} of its {local.num_examples}."
-    )
+    return value if value < math.inf else "inf"  # JSON has no infinity
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """The report for a terminal: a headline and a line for each client."""
+    """Says the report for a terminal: a headline and a line for each client."""
     rows = report["clients"]
-    private = report["private"] and rows
-    worst = max((row["epsilon"] for row in rows if row["private"]), default=0.0)
-    head = (
-        f"Local differential privacy: epsilon at most {round_up(worst)} (delta "
-        f"{delta_words(report['delta'])}) for each row of "
-        f"{'its client' if len(rows) == 1 else f'each of {len(rows)} clients'}"
-        if private
-        else "NOT PRIVATE: see the clients"
-    )
+    head = "NOT PRIVATE: see the clients"
+    if report["private"] and rows:
+        whose = "its client" if len(rows) == 1 else f"each of {len(rows)} clients"
+        head = (
+            f"Local differential privacy: epsilon at most {round_up(report['epsilon'])} (delta "
+            f"{delta_words(report['delta'])}) for each row of {whose}"
+        )
     lines = [
         head,
         f"  rounds      {report['rounds']} of {report['planned_rounds']}, rows take part "
@@ -159,35 +156,122 @@ def summary(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def save_report(report: Mapping[str, Any], folder: Path, released: Sequence[int] = ()) -> None:
-    """Writes federated_report.json and, with matplotlib, federated_run.png."""
+def save_report(report: Mapping[str, Any], folder: Path, answered: Sequence[int] = ()) -> None:
+    """Writes federated_report.json and, with matplotlib, federated_run.png.
+
+    Args:
+      report: of `federated_report`.
+      folder: of the run.
+      answered: how many clients were in each round of this process.
+    """
     write_atomically(folder / REPORT_NAME, json.dumps(report, indent=2, allow_nan=False) + "\n")
     with optional_plot(PLOT_NAME):
-        _plot(report, folder / PLOT_NAME, released)
+        entries = report["evaluations"]
+        names = sorted({name for entry in entries for name in entry} - {"round"})
+        panels = max(1, len(names) + bool(answered))
+        figure = new_figure(panels, 4.0, 3.0)
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        for panel, name in zip(axes, names, strict=False):
+            points = [(entry["round"], entry[name]) for entry in entries if name in entry]
+            panel.plot(*zip(*points, strict=True), marker=".")
+            panel.set_ylabel(name)
+        if answered:
+            axes[-1].plot(answered, drawstyle="steps")
+            axes[-1].set_ylabel("clients in the round")
+        for panel in axes:
+            panel.set_xlabel("round")
+            panel.grid(alpha=0.3)
+        figure.savefig(folder / PLOT_NAME, dpi=120)
 
 
-def _plot(report: Mapping[str, Any], target: Path, answered: Sequence[int]) -> None:
-    names = sorted({k for entry in report["evaluations"] for k in entry} - {"round"})
-    panels: list[tuple[str, Callable[[Any], Any]]] = [
-        (
-            name,
-            lambda axes, name=name: axes.plot(  # type: ignore[misc]
-                *zip(
-                    *[(e["round"], e[name]) for e in report["evaluations"] if name in e],
-                    strict=True,
-                ),
-                marker=".",
-            ),
+def save_costliest(
+    server: RoundServer, config: DPZeroConfig, report: Mapping[str, Any], base: Mapping[str, Any]
+) -> None:
+    """Writes the privacy report and the trajectory of the client with the largest epsilon.
+
+    A row is one client's, and all that the run put out follows from the messages. So the largest of the
+    clients' epsilons, all at one delta, holds for every row of all of them together. The delta is the
+    largest of theirs: a smaller client's default delta is larger. The two files agree, so that they can
+    be checked and pushed with the weights, which lie in the folder already.
+
+    Args:
+      server: its last round is closed.
+      config: of the recipe; its target_epsilon is the client's, or None.
+      report: of `federated_report`.
+      base: the report's `base_weights` and `earlier_runs`.
+    """
+    costs = []
+    for row in report["clients"]:
+        member = server.members[row["client"]]
+        local = dataclasses.replace(member.local, delta=report["delta"])
+        released = row["opened"] if row["released"] is None else row["released"]
+        costs.append((not row["private"], local.epsilon(released), local, released, member))
+    _, _, local, released, member = max(costs, key=lambda cost: cost[:2])
+    noise = InsecureSeededNoise(0) if is_seeded(member.noise_source) else SecureNoise()
+    own = PrivacyReport.from_run(
+        local.plan,
+        delta=local.delta,
+        target_epsilon=config.target_epsilon,
+        steps_completed=local.steps_of(released),
+        noise=noise,
+        direction=config.direction,
+        privacy_unit=config.privacy_unit,
+        **base,
+    ).with_tuning(config.tuning, local.plan)
+    header = dict(server.trajectory.header)
+    header |= {
+        "plan": local.plan.to_dict(),
+        "target_epsilon": own.target_epsilon,
+        "target_delta": own.target_delta,
+        "tuning": own.tuning,
+        "noise_source": noise.name,
+        "privacy_unit": own.privacy_unit,
+        "sampler_key_is_secret": True,  # each client draws its own and nobody keeps it
+        "log_private_diagnostics": False,
+        "base_weights": own.base_weights,
+        "earlier_runs": own.earlier_runs,
+        "federated": {**header["federated"], "clients": len(costs), "steps": own.steps},
+    }
+    Trajectory(header, server.trajectory.releases).to_safetensors(server.folder / SHIPPING_NAME)
+    caveats = [own.caveats[0], *caveats_of(header), *own.caveats[1:]]
+    bound_to(dataclasses.replace(own, caveats=caveats), server.folder).save(
+        server.folder / REPORT_FILE
+    )
+
+
+# ------------------------------------------------------------------ a client's own view
+
+
+def spent(folder: str | Path) -> str:
+    """Says what a client has spent, from its own ledger, also while the client runs.
+
+    Args:
+      folder: the client's own.
+
+    Raises:
+      FileNotFoundError: the client has joined no run in this folder.
+      LedgerError: its ledger is damaged.
+    """
+    path = Path(folder) / RELEASED_NAME
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is not there: the client has joined no run in this folder, and spent nothing in it."
         )
-        for name in names
-    ]
-    if answered:
-        panels.append(("clients in the round", lambda axes: axes.plot(answered, drawstyle="steps")))
-    figure = new_figure(max(1, len(panels)), 4.0, 3.0)
-    for axes, (label, draw) in zip(
-        figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels, strict=False
-    ):
-        draw(axes)
-        axes.set(xlabel="round", ylabel=label)
-        axes.grid(alpha=0.3)
-    figure.savefig(target, dpi=120)
+    header, messages = read_log(path)
+    names = ("plan", "num_examples", "rounds", "participation", "delta")
+    local = LocalPlan.from_dict({name: header[name] for name in names})
+    head = f"{header['client']}: {len(messages)} of {local.rounds} rounds released"
+    if not local.plan.private or is_seeded(header["noise_source"]):
+        return f"{head}; NOT PRIVATE: without noise, or with noise from a seeded generator."
+    return (
+        f"{head}, epsilon = {round_up(local.epsilon(len(messages)))} (of at most "
+        f"{round_up(local.epsilon(local.rounds))}), delta = {delta_words(local.delta)}, "
+        f"for each of its {local.num_examples} rows."
+    )
+
+
+if __name__ == "__main__":
+    try:
+        print(spent(sys.argv[1] if len(sys.argv) > 1 else "."))
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")

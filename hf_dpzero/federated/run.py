@@ -1,35 +1,321 @@
-"""A whole federated run: the server's side from start to report, over a transport."""
+"""A whole federated run: its rounds over any transport (join, ask, take, update), from start to report.
+
+The learning rate of every round is the recipe's, or is chosen from the clients' noise where the recipe
+gives none. One machine chooses it from the noise that its run adds up to (`settings.defaults`). Here the
+noise of a round's mean is that of all clients, C sqrt(sum_i sigma_i^2) / sum_i B_i, and R rounds add it
+up.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import logging
+import math
 import sys
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm.auto import tqdm
 
-from hf_dpzero.federated.ending import Start, save_weights
-from hf_dpzero.federated.rates import Rates
-from hf_dpzero.federated.report import federated_report, save_report
-from hf_dpzero.federated.rounds import InProcess, Rounds, Transport
+from hf_dpzero.federated.messages import MessageError
+from hf_dpzero.federated.plan import LocalPlan
+from hf_dpzero.federated.report import federated_report, save_costliest, save_report
 from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.federated.setup import CLIENTS, Settings, Side
-from hf_dpzero.ledger.log_file import write_atomically
+from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME
 from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.reporting.redaction import RECIPE_FILE
+from hf_dpzero.run_folder.base_model import check_start
+from hf_dpzero.settings.defaults import CLASSIC, rate_of_noise
+
+if TYPE_CHECKING:
+    from transformers import SchedulerType
+
+    from hf_dpzero.settings.config import DPZeroConfig
+
+logger = logging.getLogger(__name__)
 
 EVALUATIONS_NAME = "evaluations.json"
 
+ATTEMPTS = 3
+"""So often a round is asked for before the run stops; who has released answers from its ledger."""
 
-def _evaluations_before(folder: Path, number: int) -> list[dict[str, Any]]:
-    """Those of the processes before this one, up to a round."""
-    path = folder / EVALUATIONS_NAME
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    return [entry for entry in found if entry["round"] <= number]
+
+class Transport(Protocol):
+    """Carries payloads to clients and back, and knows who sent what."""
+
+    def present(self) -> Sequence[str]:
+        """Returns the addresses that can be reached now."""
+        ...
+
+    def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> Mapping[str, bytes | None]:
+        """Sends a payload to each address; returns the answers that came in time.
+
+        Args:
+          kind: "join" or "round".
+          payloads: by address.
+
+        Returns:
+          Answers by address, whatever they are; who failed or was too slow is missing.
+        """
+        ...
+
+
+class InProcess:
+    """Clients in this process, on the server's replica: the same mechanism without a network.
+
+    Args:
+      side: of the server, started.
+      folder: the run's.
+      names: of the clients, also their addresses; the i-th has shard i.
+
+    Attributes:
+      gone: names that cannot be reached.
+    """
+
+    def __init__(self, side: Side, folder: Path, names: Sequence[str]) -> None:
+        self.side, self.folder, self.names = side, folder, list(names)
+        self.gone: set[str] = set()
+
+    def present(self) -> list[str]:
+        """Returns everybody who is not `gone`."""
+        return sorted(set(self.names) - self.gone)
+
+    def join(self, name: str, invitation: bytes) -> bytes:
+        """Answers an invitation for a client."""
+        return self.side.join(
+            name, self.names.index(name), self.folder / CLIENTS / name, invitation
+        )
+
+    def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> dict[str, bytes | None]:
+        """Does what `Transport` says; a client that raises is one that fails, for that round."""
+        answers: dict[str, bytes | None] = {}
+        for name in sorted(payloads.keys() - self.gone):
+            try:
+                if kind == "join":
+                    answers[name] = self.join(name, payloads[name])
+                else:
+                    client, replica = self.side.clients[name], self.side.replica
+                    answers[name] = client.answer(replica, payloads[name])
+            except (ValueError, OSError) as error:
+                logger.warning("client %s failed: %s", name, error)
+        return answers
+
+
+class Rounds:
+    """Runs the rounds of a server; see `run`.
+
+    Args:
+      server: with its ledgers open.
+      transport: to the clients.
+      learning_rates: returns alpha_r of every round; called once, after the first answers.
+      min_clients: so many must be present before a round is asked for.
+      patience: seconds to wait for them.
+
+    Attributes:
+      names: member's name by address.
+      declined: why an address is no member, and the address that holds its name, if that is why.
+      invited: how often an address was, that has not joined yet.
+    """
+
+    def __init__(
+        self,
+        server: RoundServer,
+        transport: Transport,
+        learning_rates: Callable[[], Sequence[float]],
+        *,
+        min_clients: int = 1,
+        patience: float = 60.0,
+    ) -> None:
+        self.server, self.transport, self.learning_rates = server, transport, learning_rates
+        self.min_clients, self.patience = min_clients, patience
+        self.names: dict[str, str] = {}
+        self.declined: dict[str, tuple[str, str | None]] = {}
+        self.invited: Counter[str] = Counter()
+
+    def left_out(self) -> list[str]:
+        """Returns who was there and is no member, and why, a line for each."""
+        silent = self.invited.keys() - self.names.keys() - self.declined.keys()
+        lines = [f"{who}: {why}" for who, (why, _) in sorted(self.declined.items())]
+        return lines + [
+            f"{who}: gave no answer to {self.invited[who]} invitations; its own log says why"
+            for who in sorted(silent)
+        ]
+
+    def run(self, on_round: Callable[[Release, int], None] | None = None) -> None:
+        """Takes the rounds that are left.
+
+        Clients that are slow, gone or refused are left out of a round; who comes later joins at the next
+        one and is sent the releases so far.
+
+        Args:
+          on_round: called after each round with its release and the number of clients in it.
+
+        Raises:
+          LedgerError: too few clients, or none that answers; the folder can be resumed.
+        """
+        rates: Sequence[float] = ()
+        while self.server.round < self.server.rounds:
+            self.gather()
+            count = self._collect()
+            # a chosen rate follows from the clients of the first round, and never changes after it
+            rates = rates or self.learning_rates()
+            release = self.server.close_round(rates[self.server.round])
+            if on_round is not None:
+                on_round(release, count)
+
+    def gather(self) -> None:
+        """Invites until enough clients are there.
+
+        Raises:
+          LedgerError: they were not in time.
+        """
+        deadline = time.monotonic() + self.patience
+        while True:
+            self._invite()
+            here = [address for address in self.transport.present() if address in self.names]
+            if len(here) >= self.min_clients:
+                return
+            if time.monotonic() > deadline:
+                declined = "".join(f" {line}." for line in self.left_out())
+                raise LedgerError(
+                    f"{len(here)} clients are there and min_clients={self.min_clients} after "
+                    f"{self.patience:g} s, before round {self.server.round}.{declined} The run can be "
+                    "resumed."
+                )
+            time.sleep(0.2)
+
+    def _invite(self) -> None:
+        """Takes in whoever is new; not again who declined, or gave no answer `ATTEMPTS` times."""
+        present = set(self.transport.present())
+        # a connected member that answered when it was asked last; others may be gone by now
+        answering = {
+            address: name
+            for address, name in self.names.items()
+            if address in present and not self.server.members[name].unsure
+        }
+        for address, (_, holder) in list(self.declined.items()):
+            if holder is not None and holder not in answering:
+                del self.declined[address]
+        silent = {address for address, count in self.invited.items() if count >= ATTEMPTS}
+        new = sorted(present - self.names.keys() - self.declined.keys() - silent)
+        self.invited.update(new)
+        invitation, before = self.server.invitation(), set(self.server.members)
+        for address, raw in self.transport.exchange("join", dict.fromkeys(new, invitation)).items():
+            try:
+                member = self.server.join(raw)
+            except ValueError as error:
+                self.declined[address] = (str(error), None)
+                logger.warning("a client cannot take part: %s", error)
+                continue
+            holder = next((a for a, name in self.names.items() if name == member.name), None)
+            if holder in answering:
+                why = (
+                    f"it joins as {member.name}, the name of {holder}, which is connected: give each "
+                    "client a name of its own"
+                )
+                self.declined[address] = (why, holder)
+                logger.warning("%s cannot take part: %s", address, why)
+                continue
+            # a client that was started again has a new address, and its old one answers no more
+            self.names.pop(holder or address, None)
+            self.names[address] = member.name
+            member.unsure = member.name in before
+            if not member.unsure:  # of two that come at once with one name, the first is in
+                answering[address] = member.name
+            del self.invited[address]  # it may come back
+
+    def _collect(self) -> int:
+        """Asks until somebody has answered; returns how many did."""
+        for _ in range(ATTEMPTS):
+            behind = self._ask([a for a in self.transport.present() if a in self.names])
+            self._ask(behind)  # once more, with the releases that they lack
+            if count := len(self.server.taken):
+                return count
+            self._invite()
+        raise LedgerError(
+            f"no client answered round {self.server.round} in {ATTEMPTS} attempts. The run can be "
+            "resumed: clients answer a round that they released from their ledgers."
+        )
+
+    def _ask(self, addresses: Sequence[str]) -> list[str]:
+        """Asks for the open round and takes the answers; returns who lacks releases."""
+        asks = {address: self.server.ask(self.names[address]) for address in addresses}
+        behind = []
+        for address, raw in self.transport.exchange("round", asks).items():
+            name = self.names.get(address, address)
+            try:
+                taken = self.server.take(name, raw)
+            except MessageError as error:
+                logger.warning("a message of %s is refused: %s", name, error)
+                continue
+            if not taken and self.server.members[name].known < self.server.round:
+                behind.append(address)
+        return behind
+
+
+# ------------------------------------------------------------------ learning rates
+
+
+def learning_rates(config: DPZeroConfig, plans: Sequence[LocalPlan] = ()) -> list[float]:
+    """Returns alpha_r of every round, by the recipe's scheduler.
+
+    Args:
+      config: of the recipe.
+      plans: of the clients from whose noise a rate is chosen that the recipe leaves out.
+    """
+    import torch
+    from transformers import get_scheduler
+
+    chosen = "learning_rate" in config.chosen
+    first = chosen_rate(plans, config.lr_scheduler_type) if chosen else config.learning_rate
+    rate = CLASSIC["learning_rate"] if first is None else first
+    rounds, config = config.max_steps, copy.copy(config)
+    schedule = config.lr_scheduler_kwargs or {}
+    assert isinstance(schedule, dict)  # transformers parses a JSON text
+    config.trains_privately = True  # a copy, of which only the warm-up is asked
+    # schedulers of transformers are known by their effect on an optimizer alone
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
+    scheduler = get_scheduler(
+        config.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=config.get_warmup_steps(rounds),
+        num_training_steps=rounds,
+        scheduler_specific_kwargs=schedule,
+    )
+    rates = []
+    for _ in range(rounds):
+        rates.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def chosen_rate(plans: Sequence[LocalPlan], schedule: SchedulerType | str) -> float | None:
+    """Returns the rate of `settings.defaults` for the mean of clients with these plans.
+
+    Args:
+      plans: of the clients that take part in a round, one clip for all.
+      schedule: `lr_scheduler_type`.
+
+    Returns:
+      alpha > 0; None if no client adds noise.
+    """
+    mechanisms = [local.mechanism for local in plans]
+    noise = math.sqrt(math.fsum(m.noise_multiplier**2 for m in mechanisms))
+    if not noise:
+        return None
+    clip, expected = mechanisms[0].clip, math.fsum(m.expected_batch_size for m in mechanisms)
+    summed = clip * noise / expected * math.sqrt(plans[0].rounds)
+    return rate_of_noise(summed, clip, schedule)
+
+
+# ------------------------------------------------------------------ the server's run
 
 
 class ServerRun:
@@ -39,13 +325,23 @@ class ServerRun:
       side: built from the recipe.
       folder: output_dir.
       resume: go on with its ledgers.
+
+    Raises:
+      ValueError: weights that were trained before, and that nobody declared public.
     """
 
     def __init__(self, side: Side, folder: Path, *, resume: bool = False) -> None:
-        self.side, self.folder = side, folder
-        self.start = Start.of(side.replica.trainer)
-        self.server: RoundServer = side.start_server(folder, resume=resume)
-        self.evaluations = _evaluations_before(folder, self.server.round) if resume else []
+        self.side, self.folder, self.config = side, folder, side.recipe.training
+        run = side.replica.run
+        # before the replica moves: afterwards every base differs from what its name leads to
+        words, _ = check_start(run.model, run.args.base_is_public)
+        self.base = {"base_weights": words, "earlier_runs": run.earlier_runs}
+        self.server = side.start_server(folder, resume=resume)
+        self.evaluations: list[dict[str, float]] = []
+        path = folder / EVALUATIONS_NAME
+        if resume and path.is_file():  # a round that was not closed before may be another now
+            before = json.loads(path.read_text(encoding="utf-8"))
+            self.evaluations = [entry for entry in before if entry["round"] <= self.server.round]
         self.answered: list[int] = []
         self.rounds: Rounds | None = None
 
@@ -54,46 +350,47 @@ class ServerRun:
 
         Args:
           transport: to the clients.
-          min_clients, patience: see `rounds.Rounds`.
+          min_clients, patience: see `Rounds`.
         """
-        self.rounds = rounds = Rounds(
-            self.server,
-            transport,
-            Rates(self.side.recipe.training, self.server),
-            min_clients=min_clients,
-            patience=patience,
+
+        def rates() -> list[float]:
+            # of the clients that the folder remembers from the first round on: resumed, the same
+            members = self.server.members.values()
+            return learning_rates(self.config, [m.local for m in members if m.joined == 0])
+
+        self.rounds = Rounds(
+            self.server, transport, rates, min_clients=min_clients, patience=patience
         )
         if not self.evaluations or self.evaluations[-1]["round"] < self.server.round:
             self._evaluate()
         done = False
-        bar = tqdm(
-            total=self.server.rounds, initial=self.server.round, desc="rounds", file=sys.stderr
-        )
         try:
-            with bar:
+            with tqdm(
+                total=self.server.rounds, initial=self.server.round, desc="rounds", file=sys.stderr
+            ) as bar:
 
                 def on_round(release: Release, count: int) -> None:
-                    self._after(release, count)
+                    self._after(count)
                     bar.update()
                     bar.set_postfix(clients=count, refresh=False)
 
-                rounds.run(on_round)
+                self.rounds.run(on_round)
             done = True
         finally:
             if self.server.round:
                 self._finish(weights=done)
 
-    def _after(self, release: Release, count: int) -> None:
+    def _after(self, count: int) -> None:
         self.answered.append(count)
         self.side.replica.catch_up(self.server.trajectory.releases)
-        config = self.side.recipe.training
-        every = int(config.eval_steps or 0) if config.eval_strategy == "steps" else 0
+        by_steps = self.config.eval_strategy == "steps"
+        every = int(self.config.eval_steps or 0) if by_steps else 0
         last = self.server.round == self.server.rounds
         if last or (every and self.server.round % every == 0):
             self._evaluate()
 
     def _evaluate(self) -> None:
-        metrics = self.side.replica.evaluate()
+        metrics = self.side.replica.trainer.evaluate()
         kept = {
             name: value
             for name, value in metrics.items()
@@ -103,7 +400,7 @@ class ServerRun:
         write_atomically(self.folder / EVALUATIONS_NAME, json.dumps(self.evaluations))
 
     def report(self) -> dict[str, Any]:
-        """The run's report so far."""
+        """Returns the run's report so far."""
         report = federated_report(self.server, self.folder / CLIENTS, self.evaluations)
         return {**report, "left_out": self.rounds.left_out() if self.rounds else []}
 
@@ -111,13 +408,16 @@ class ServerRun:
         report = self.report()
         save_report(report, self.folder, self.answered)
         self.server.trajectory.to_safetensors(self.folder / SHIPPING_NAME)
-        recipe = self.side.recipe.to_yaml()
-        (self.folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-        if weights:
-            config = copy.copy(self.side.recipe.training)
-            if self.side.settings.own_rows:
-                config.target_epsilon = None  # each client has one of its own
-            save_weights(self.server, self.side.replica.trainer, config, report, self.start)
+        (self.folder / RECIPE_FILE).write_text(self.side.recipe.to_yaml(), encoding="utf-8")
+        if not weights:
+            return
+        trainer, config = self.side.replica.trainer, copy.copy(self.config)
+        if self.side.settings.own_rows:
+            config.target_epsilon = None  # each client has one of its own
+        trainer.model.save_pretrained(self.folder)
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(self.folder)
+        save_costliest(self.server, config, report, self.base)
 
     def close(self) -> None:
         """Lets go of the ledgers and the model."""
@@ -125,23 +425,8 @@ class ServerRun:
         self.side.replica.close()
 
 
-def in_process(side: Side, folder: Path, names: Sequence[str]) -> InProcess:
-    """Clients in this process on the server's replica, shard i for the i-th name.
-
-    Args:
-      side: of the server, started.
-      folder: the run's.
-      names: of the clients.
-    """
-
-    def join(name: str, invitation: bytes) -> bytes:
-        return side.join(name, names.index(name), folder / CLIENTS / name, invitation)
-
-    return InProcess(side.clients, names, side.replica, join)
-
-
 def run_in_process(settings: Settings, folder: Path, *, resume: bool = False) -> dict[str, Any]:
-    """A run of server and clients in one process: the same messages and ledgers, without a network.
+    """Runs server and clients in one process: the same messages and ledgers, without a network.
 
     Args:
       settings: of the run.
@@ -154,7 +439,7 @@ def run_in_process(settings: Settings, folder: Path, *, resume: bool = False) ->
     run = ServerRun(Side.build(settings, folder), folder, resume=resume)
     try:
         names = [f"client-{i:03d}" for i in range(settings.clients)]
-        run.run(in_process(run.side, folder, names))
+        run.run(InProcess(run.side, folder, names))
         return run.report()
     finally:
         run.close()

@@ -9,26 +9,23 @@ client in it. The server reads no row and draws no noise; what it does is post-p
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import logging
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.federated.contract import ContractError, check_plan, contract_digest
-from hf_dpzero.federated.local_plan import LocalPlan
-from hf_dpzero.federated.message_log import MessageLog
 from hf_dpzero.federated.messages import (
     ASK,
     BEHIND,
+    NAME,
     NOTHING,
     VALUES,
     Message,
     MessageError,
+    MessageLog,
     check_contract,
     check_values,
     pack,
@@ -36,13 +33,11 @@ from hf_dpzero.federated.messages import (
     unpack,
     unpack_json,
 )
+from hf_dpzero.federated.plan import ContractError, LocalPlan, check_plan, contract_digest
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.privacy.discretization import float32s
-from hf_dpzero.privacy.plan import PrivacyPlan
-
-logger = logging.getLogger(__name__)
 
 MEMBERS_NAME, MESSAGES_NAME = "clients.json", "messages.ledger"
 
@@ -83,8 +78,12 @@ class RoundServer:
 
     Args:
       folder: of the run.
-      contract: `contract.contract_of`, with a direction key.
+      contract: with a direction key (`setup.Side.start_server`).
       resume: go on with the folder's ledgers, which must be of this contract.
+
+    Attributes:
+      taken: values that count in the open round so far, by member.
+      strangers: messages of clients that did not join, by name.
 
     Raises:
       LedgerError: the folder holds a run and `resume` is off, or another run.
@@ -92,20 +91,19 @@ class RoundServer:
 
     def __init__(self, folder: Path, contract: Mapping[str, Any], *, resume: bool = False) -> None:
         self.folder, self.digest = folder, contract_digest(contract)
-        path = folder / LEDGER_NAME
-        self.trajectory = (
-            Trajectory.open(path, contract) if resume else Trajectory.create(path, contract)
-        )
+        opened = Trajectory.open if resume else Trajectory.create
+        self.trajectory = opened(folder / LEDGER_NAME, contract)
         self.num_values = self.trajectory.num_values
         header = {"contract_digest": self.digest.hex(), "num_values": self.num_values}
         self.log = MessageLog(folder / MESSAGES_NAME, header)
         self.members: dict[str, Member] = {}
-        self.strangers: dict[str, int] = {}
+        self.strangers: Counter[str] = Counter()
+        self.taken: dict[str, tuple[float, ...]] = {}
         if resume and (folder / MEMBERS_NAME).exists():
-            for values in json.loads((folder / MEMBERS_NAME).read_text(encoding="utf-8")):
-                member = _member_from_dict(values)
-                self.members[member.name] = member
-        self._taken: dict[str, tuple[float, ...]] = {}
+            for entry in json.loads((folder / MEMBERS_NAME).read_text(encoding="utf-8")):
+                # what a member knew is forgotten: it may have been sent more than was saved
+                known = {"local": LocalPlan.from_dict(entry["local"]), "known": 0, "unsure": True}
+                self.members[entry["name"]] = Member(**{**entry, **known})
 
     @property
     def round(self) -> int:
@@ -114,16 +112,14 @@ class RoundServer:
 
     @property
     def rounds(self) -> int:
-        """R."""
+        """The number of rounds of the whole run, R."""
         return int(self.trajectory.header["federated"]["rounds"])
 
-    # ------------------------------------------------------------------ joining
-
     def invitation(self) -> bytes:
-        """What a client gets that wants to join: the contract."""
+        """Returns what a client gets that wants to join: the contract."""
         return pack_json({"contract": self.trajectory.header})
 
-    def join(self, raw: Any) -> Member:
+    def join(self, raw: bytes | None) -> Member:
         """Takes a client in, or back after it was away.
 
         Args:
@@ -141,12 +137,16 @@ class RoundServer:
             raise ContractError(f"the client declined: {reason}")
         try:
             name, digest = str(answer["name"]), bytes.fromhex(answer["contract_digest"])
-            local = plan_from_dict(answer["plan"])
+            local = LocalPlan.from_dict(answer["plan"])
             source = str(answer["noise_source"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MessageError(f"malformed: a client joins without its plan ({error!r}).") from None
-        check_name(name)
-        check_contract(Message(VALUES, self.round, digest), self.digest)
+        if not NAME.fullmatch(name):
+            raise MessageError(
+                f"malformed: the client's name {name[:64]!r} is not 1 to 64 letters, digits, '.', '_' "
+                "and '-', a letter or digit first."
+            )
+        check_contract(digest, self.digest)
         _check_declared(self.trajectory.header, local)
         if (member := self.members.get(name)) is not None:
             if member.local != local:
@@ -155,21 +155,20 @@ class RoundServer:
                     "of that one. Put its rows and settings back."
                 )
             return member
-        member = Member(name, len(self.members), local, source, self.round)
-        self.members[name] = member
+        member = self.members[name] = Member(name, len(self.members), local, source, self.round)
         self._save_members()
         return member
 
     def _save_members(self) -> None:
-        members = [_member_to_dict(member) for member in self.members.values()]
+        members = [
+            {**vars(member), "local": member.local.to_dict()} for member in self.members.values()
+        ]
         write_atomically(self.folder / MEMBERS_NAME, json.dumps(members, indent=1))
 
-    # ------------------------------------------------------------------ one round
-
     def ask(self, name: str) -> bytes:
-        """The open round's message to a member: what it lacks of the releases so far.
+        """Returns the open round's message to a member: what it lacks of the releases so far.
 
-        Whoever left its last message unanswered is sent none of them: it says first which it has
+        A member that left its last message unanswered is sent none of them: it says first which it has
         (`BEHIND`), so that a client that is gone costs the head of a message in each round.
         """
         member = self.members[name]
@@ -180,12 +179,7 @@ class RoundServer:
         member.unsure = True
         return payload
 
-    def knows(self, name: str) -> tuple[int, bool]:
-        """How many releases a member has, and whether that is a guess."""
-        member = self.members[name]
-        return member.known, member.unsure
-
-    def take(self, name: str, raw: Any) -> bool:
+    def take(self, name: str, raw: bytes | None) -> bool:
         """Takes a member's answer to `ask`.
 
         Args:
@@ -200,7 +194,7 @@ class RoundServer:
           MessageError: refused; it is counted in the report, and the round goes on without it.
         """
         if name not in self.members:
-            self.strangers[name] = self.strangers.get(name, 0) + 1
+            self.strangers[name] += 1
             raise MessageError(f"unknown client {name!r}: it did not join this run.")
         member = self.members[name]
         member.received += len(raw) if isinstance(raw, bytes) else 0
@@ -212,7 +206,7 @@ class RoundServer:
             raise
 
     def _take(self, member: Member, message: Message) -> bool:
-        check_contract(message, self.digest)
+        check_contract(message.contract, self.digest)
         member.unsure = False
         if message.kind == BEHIND:
             member.known = min(message.round, self.round)
@@ -226,26 +220,22 @@ class RoundServer:
             return False
         if message.kind != VALUES:
             raise MessageError(f"malformed: kind {message.kind} to a server.")
-        if member.name in self._taken:
+        if member.name in self.taken:
             raise MessageError(
                 f"replayed: client {member.name} has sent round {self.round} already."
             )
         check_values(message.values, member.local.largest_value())
-        logged = self.log.get(self.round, member.index)
+        logged = self.log.messages.get((self.round, member.index))
         if logged is None:
             self.log.append(self.round, member.index, message.values)
-        elif logged != message.values:
+        elif logged != message.values:  # the server was killed after it had logged them
             raise MessageError(
                 f"two releases: client {member.name} sent other values for round {self.round} before; "
                 "its ledger was lost or rolled back, and more was spent than it counts."
             )
         member.known = self.round
-        self._taken[member.name] = message.values
+        self.taken[member.name] = message.values
         return True
-
-    def taken(self) -> Iterable[str]:
-        """Members whose values count in the open round so far."""
-        return tuple(self._taken)
 
     def close_round(self, learning_rate: float) -> Release:
         """Makes the round's update of what was taken; it is on disk on return.
@@ -253,24 +243,22 @@ class RoundServer:
         Raises:
           LedgerError: nothing was taken.
         """
-        if not self._taken:
+        if not self.taken:
             raise LedgerError(f"round {self.round} has no values: no client answered it.")
-        weights = {
-            name: float(self.members[name].local.mechanism.expected_batch_size)
-            for name in sorted(self._taken)
-        }
-        total = math.fsum(weights.values())
-        mean = (
-            math.fsum(weight * self._taken[name][k] for name, weight in weights.items()) / total
+        sizes = {n: self.members[n].local.mechanism.expected_batch_size for n in self.taken}
+        total = math.fsum(sizes.values())
+        # fsum is exact, so the mean does not depend on the order in which messages came
+        mean = [
+            math.fsum(size * self.taken[name][k] for name, size in sizes.items()) / total
             for k in range(self.num_values)
-        )
+        ]
         release = Release(self.round, tuple(float32s(mean)), learning_rate)
         self.trajectory.append(release)
-        self._taken = {}
+        self.taken = {}
         return release
 
     def applied(self, name: str) -> int:
-        """In how many rounds a member's values are in the update."""
+        """Counts the rounds in which a member's values are in the update."""
         index = self.members[name].index
         return sum(number < self.round and who == index for number, who in self.log.messages)
 
@@ -281,29 +269,17 @@ class RoundServer:
         self.log.close()
 
 
-def check_name(name: str) -> None:
-    """Refuses a name that is no plain word: it becomes a folder, and a line of reports and logs.
-
-    Raises:
-      MessageError: other characters, or too long.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise MessageError(
-            f"malformed: the client's name {name[:64]!r} is not 1 to 64 letters, digits, '.', '_' and "
-            "'-', a letter or digit first."
-        )
-
-
 def _check_declared(contract: Mapping[str, Any], local: LocalPlan) -> None:
-    """`check_plan`, and that all that the report will ask of a stranger's plan can be computed.
+    """Refuses what `check_plan` does, and a plan that the report could not account for.
 
     Raises:
       ContractError: see `check_plan`.
       MessageError: entries of wrong kinds, or out of range.
     """
     sizes = (local.num_examples, local.rounds)
-    whole = all(isinstance(size, int) and 0 < size < 2**53 for size in sizes)
     try:
+        # a stranger wrote it: JSON holds any number, and 1e400 reads as infinity
+        whole = all(isinstance(size, int) and 0 < size < 2**53 for size in sizes)
         if not whole or not 0 <= local.delta < 1:
             raise ValueError(f"num_examples, rounds, delta = {(*sizes, local.delta)}")
         check_plan(contract, local)
@@ -316,38 +292,3 @@ def _check_declared(contract: Mapping[str, Any], local: LocalPlan) -> None:
         raise MessageError(
             f"malformed: the declared plan cannot be accounted ({error!r})."
         ) from None
-
-
-def joining(name: str, local: LocalPlan, digest: bytes, noise_source: str) -> bytes:
-    """A client's answer to an invitation."""
-    return pack_json(
-        {
-            "name": name,
-            "contract_digest": digest.hex(),
-            "plan": plan_to_dict(local),
-            "noise_source": noise_source,
-        }
-    )
-
-
-def plan_to_dict(local: LocalPlan) -> dict[str, Any]:
-    """JSON-safe; `plan_from_dict` reads it."""
-    return {**_fields(local), "plan": local.plan.to_dict()}
-
-
-def plan_from_dict(values: Mapping[str, Any]) -> LocalPlan:
-    """Inverse of `plan_to_dict`."""
-    return LocalPlan(**{**values, "plan": PrivacyPlan.from_dict(values["plan"])})
-
-
-def _member_to_dict(member: Member) -> dict[str, Any]:
-    values = {**_fields(member), "local": plan_to_dict(member.local)}
-    return {**values, "known": 0, "unsure": True}
-
-
-def _member_from_dict(values: Mapping[str, Any]) -> Member:
-    return Member(**{**values, "local": plan_from_dict(values["local"])})
-
-
-def _fields(thing: Any) -> dict[str, Any]:
-    return {item.name: getattr(thing, item.name) for item in dataclasses.fields(thing)}

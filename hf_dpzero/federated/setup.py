@@ -8,44 +8,46 @@ import json
 import logging
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hf_dpzero.federated.client import LocalClient
-from hf_dpzero.federated.contract import (
+from hf_dpzero.federated.client import LocalClient, Replica, check_same_rows
+from hf_dpzero.federated.messages import pack_json, unpack_json
+from hf_dpzero.federated.plan import (
     ContractError,
-    adopt,
-    check_plan,
-    contract_digest,
-    contract_of,
-)
-from hf_dpzero.federated.local_plan import (
     LocalPlan,
     Participation,
     PlanError,
+    adopt,
+    check_plan,
     check_probability,
-    check_rounds,
     check_settings,
+    contract_digest,
     local_plan,
 )
-from hf_dpzero.federated.messages import pack_json, unpack_json
-from hf_dpzero.federated.replica import Replica
-from hf_dpzero.federated.row_blocks import check_same_rows
-from hf_dpzero.federated.server import MEMBERS_NAME, RoundServer, joining
-from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.federated.server import MEMBERS_NAME, RoundServer
+from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.ledger.log_file import LedgerError, split_header
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
+from hf_dpzero.run_folder.folder import ledger_header
 
 logger = logging.getLogger(__name__)
 
 CLIENTS = "clients"
 """Where the clients of a simulation keep their folders, in the run's output_dir."""
+
+_OF_ONE_MACHINE = (  # entries of a ledger's header about one data set: each client has its own
+    *("plan", "target_epsilon", "target_delta", "tuning", "noise_source", "privacy_unit"),
+    *("sampler_key_is_secret", "log_private_diagnostics"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class Settings:
       overrides: of the recipe's fields.
       clients: n, shards of the recipe's rows.
       rounds: R, which takes the place of max_steps.
-      participation: see `local_plan`.
+      participation: see `plan`.
       sampling_probability: q; None for the recipe's expected_batch_size over its rows.
       own_rows: the recipe's rows on this machine are this client's alone, and not to be sharded.
     """
@@ -71,27 +73,24 @@ class Settings:
     sampling_probability: float | None = None
     own_rows: bool = False
 
-    def load(self, output_dir: str | Path | None = None) -> Recipe:
-        """The recipe, R in it, checked.
+    def load(self, output_dir: str | Path) -> Recipe:
+        """Loads the recipe, R in it, and checks it.
 
         Raises:
           ValueError: settings that federated runs have no accounting for.
         """
-        words = list(self.overrides)
+        words = [*self.overrides, "--output_dir", str(output_dir)]
         if self.rounds is not None:
             words += ["--max_steps", str(self.rounds)]
-        if output_dir is not None:
-            words += ["--output_dir", str(output_dir)]
         recipe = load_recipe(self.recipe, words)
         check_settings(recipe.training)
         if self.clients < 1:
             raise ValueError(f"clients={self.clients}; at least one must take part.")
-        check_rounds(int(recipe.training.max_steps))
         return recipe
 
 
 def shard(num_examples: int, clients: int, client: int) -> np.ndarray:
-    """The rows of a client: every n-th, so that sizes differ by one at most.
+    """Returns the rows of a client: every n-th, so that sizes differ by one at most.
 
     Args:
       num_examples: N.
@@ -124,6 +123,8 @@ class Side:
       recipe: loaded.
       replica: on the recipe's rows that are on this machine.
       contract: None until a server offered one, or this side made one.
+      clients: of this process that joined, by name.
+      plans: by rows and probability; calibrating one takes seconds.
     """
 
     settings: Settings
@@ -154,11 +155,11 @@ class Side:
 
     @property
     def num_examples(self) -> int:
-        """Rows on this machine."""
-        return len(self.replica.trainer.train_dataset)
+        """The number of rows on this machine."""
+        return len(self.replica.run.dataset)
 
     def probability(self) -> float:
-        """q of the recipe, or as it was set."""
+        """Returns q of the recipe, or as it was set."""
         given, config = self.settings.sampling_probability, self.recipe.training
         if given is not None:
             return given
@@ -169,38 +170,50 @@ class Side:
         return float(config.expected_batch_size) / self.num_examples
 
     def own_contract(self) -> dict[str, Any]:
-        """The contract as this side's recipe describes it."""
+        """Returns the contract as this side's recipe describes it.
+
+        JSON-safe; also a valid header of a `Trajectory` once it has a direction key, which is missing
+        where the recipe sets none.
+        """
         if self.contract is not None:
             return self.contract
-        return contract_of(
-            self.replica.run,
-            participation=self.settings.participation,
-            sampling_probability=self.probability(),
-        )
+        run = self.replica.run
+        header, args = ledger_header(run), run.args
+        return {
+            **{name: value for name, value in header.items() if name not in _OF_ONE_MACHINE},
+            "base_model_digest": digest_model(run.model),
+            "sampling_probability": self.probability(),
+            "federated": {
+                "rounds": int(args.max_steps),
+                "participation": self.settings.participation,
+                "sampling": args.sampling,
+                "clip": args.clip,
+                "noise_distribution": args.noise_distribution,
+                "neighboring_relation": args.neighboring_relation,
+            },
+        }
 
     def rows_of(self, client: int) -> np.ndarray:
-        """The rows of a client among those on this machine."""
+        """Returns the rows of a client among those on this machine."""
         if self.settings.own_rows:
             return np.arange(self.num_examples, dtype=np.int64)
         return shard(self.num_examples, self.settings.clients, client)
 
     def plan_of(self, num_examples: int, sampling_probability: float) -> LocalPlan:
-        """The plan of a client with so many rows; calibrated once for each number."""
-        if (num_examples, sampling_probability) not in self.plans:
-            self.plans[num_examples, sampling_probability] = local_plan(
+        """Returns the plan of a client with so many rows; calibrated once for each number."""
+        key = (num_examples, sampling_probability)
+        if key not in self.plans:
+            self.plans[key] = local_plan(
                 self.recipe.training,
                 num_examples,
                 sampling_probability=sampling_probability,
                 participation=self.settings.participation,
             )
-        return self.plans[num_examples, sampling_probability]
+        return self.plans[key]
 
-    def noise(self, client: int) -> NoiseSource:
-        """The operating system's; with insecure_noise_seed, another stream for each client."""
-        seed = self.recipe.training.insecure_noise_seed
-        return SecureNoise() if seed is None else InsecureSeededNoise(seed + 1000 * (client + 1))
+    # ------------------------------------------------------------------ clients
 
-    def join(self, name: str, client: int, folder: Path, invitation: bytes) -> bytes:
+    def join(self, name: str, client: int, folder: Path, invitation: bytes | None) -> bytes:
         """Answers an invitation for a client of this process, and makes the client.
 
         Args:
@@ -217,10 +230,17 @@ class Side:
           PlanError: an empty shard, or no plan for it.
         """
         made = self._made(name, client, folder, unpack_json(invitation)["contract"])
-        return joining(name, made.local, contract_digest(made.contract), made.noise.name)
+        return pack_json(
+            {
+                "name": name,
+                "contract_digest": contract_digest(made.contract).hex(),
+                "plan": made.local.to_dict(),
+                "noise_source": made.noise.name,
+            }
+        )
 
-    def invited(self, name: str, client: int, folder: Path, invitation: bytes) -> bytes:
-        """As `join`; a client that cannot take part says why, in words that quote no row."""
+    def invited(self, name: str, client: int, folder: Path, invitation: bytes | None) -> bytes:
+        """Does what `join` does; a client that cannot take part says why, and quotes no row."""
         try:
             answer = self.join(name, client, folder, invitation)
         except (ContractError, PlanError) as error:
@@ -231,50 +251,54 @@ class Side:
             "%s answers the invitation: %s rows, expected batch %.6g, noise multiplier %.6g, epsilon at "
             "most %.6g in all %s rounds (delta %.6g)",
             *(name, local.num_examples, local.mechanism.expected_batch_size),
-            *(
-                local.mechanism.noise_multiplier,
-                local.epsilon(local.rounds),
-                local.rounds,
-                local.delta,
-            ),
+            *(local.mechanism.noise_multiplier, local.epsilon(local.rounds)),
+            *(local.rounds, local.delta),
         )
         return answer
 
     def client(self, name: str, client: int, folder: Path) -> LocalClient:
-        """A client that joined, perhaps in another process, which left the contract in its folder.
+        """Returns a client that joined, perhaps in another process, which left the contract.
 
         Raises:
           LedgerError: it did not join.
         """
         if name in self.clients:
             return self.clients[name]
-        if not (folder / LEDGER_NAME).is_file():
+        ledger = folder / LEDGER_NAME
+        if not ledger.is_file():
             raise LedgerError(f"client {name} did not join: {folder} has no {LEDGER_NAME}.")
-        return self._made(name, client, folder, _header(folder / LEDGER_NAME))
+        return self._made(name, client, folder, split_header(ledger.read_bytes(), ledger)[0])
 
-    def _made(self, name: str, client: int, folder: Path, contract: Any) -> LocalClient:
+    def _made(
+        self, name: str, client: int, folder: Path, contract: Mapping[str, Any]
+    ) -> LocalClient:
         offered = adopt(self.own_contract(), contract)
         rows = self.rows_of(client)
-        probability = self._agreed(offered["sampling_probability"], len(rows))
-        local = self.plan_of(len(rows), probability)
+        local = self.plan_of(
+            len(rows), self._agreed(offered["sampling_probability"], num_examples=len(rows))
+        )
         check_plan(offered, local)
         if local.participation == "once":
-            check_same_rows(folder, self.replica.trainer.train_dataset, rows.tolist())
+            check_same_rows(folder, self.replica.run.dataset, rows.tolist())
         if self.contract is not None and contract_digest(self.contract) != contract_digest(offered):
             raise ContractError("this process follows another server's run: start the client anew.")
-        made = LocalClient(name, folder, local, offered, rows, self.noise(client))
-        made.remember_contract()  # refuses a folder of another run, before the replica follows this one
+        seed = self.recipe.training.insecure_noise_seed
+        noise: NoiseSource = SecureNoise()
+        if seed is not None:  # another stream for each client
+            noise = InsecureSeededNoise(seed + 1000 * (client + 1))
+        # refuses a folder of another run, before the replica follows this one
+        made = LocalClient(name, folder, local, offered, rows, noise)
         if self.contract is None:
             self.contract = offered
             self.replica.follow(offered)
         self.clients[name] = made
         return made
 
-    def _agreed(self, offered: Any, num_examples: int) -> float:
-        """The server's q, if this client's settings allow it; `once` draws nothing with it."""
+    def _agreed(self, offered: float | None, num_examples: int) -> float:
+        """Returns the server's q, if this client's settings allow it."""
         config = copy.copy(self.recipe.training)
-        if self.settings.participation == "once":
-            return float(offered)
+        if self.settings.participation == "once":  # which draws nothing with it
+            return float(offered or 0.0)
         config.target_delta = config.delta(num_examples)
         given = self.settings.sampling_probability
         drawn = config.sampling != "full_batch"
@@ -287,21 +311,7 @@ class Side:
             )
         return check_probability(config, offered, self.probability())
 
-    def _check_same_shards(self, folder: Path) -> None:
-        """With another number of clients, rows would move to clients that count other rounds."""
-        path = folder / MEMBERS_NAME
-        if self.settings.own_rows or not path.is_file():
-            return
-        n = self.settings.clients
-        for entry in json.loads(path.read_text(encoding="utf-8")):
-            number, rows = _number_of(entry["name"]), entry["local"]["num_examples"]
-            if number is not None and (number >= n or len(self.rows_of(number)) != rows):
-                raise LedgerError(
-                    f"{entry['name']} has {rows} rows in {folder}, and would have "
-                    f"{len(self.rows_of(number)) if number < n else 'none'} of {self.num_examples} with "
-                    f"clients={n}: rows that change between clients would be charged in part only. "
-                    "Resume with the number of clients and the rows that the run was started with."
-                )
+    # ------------------------------------------------------------------ the server
 
     def start_server(self, folder: Path, *, resume: bool = False) -> RoundServer:
         """Opens the run's ledgers; the replica follows them.
@@ -311,31 +321,40 @@ class Side:
           PlanError: a shard without a plan; nothing is written then.
         """
         if not self.settings.own_rows:
-            sizes = {len(self.rows_of(client)) for client in range(self.settings.clients)}
-            for size in sizes:
+            for size in {len(self.rows_of(client)) for client in range(self.settings.clients)}:
                 self.plan_of(size, self.probability())
-        contract = self.own_contract()
+        contract = {"direction_key": f"{new_key():032x}", **self.own_contract()}
         if resume:
-            if not (folder / LEDGER_NAME).is_file():
+            ledger = folder / LEDGER_NAME
+            if not ledger.is_file():
                 raise LedgerError(f"{folder} has no {LEDGER_NAME} to resume from.")
             self._check_same_shards(folder)
-            header = _header(folder / LEDGER_NAME)
-            contract = {**contract, "direction_key": header["direction_key"]}
-        contract = {"direction_key": f"{new_key():032x}", **contract}
+            header, _ = split_header(ledger.read_bytes(), ledger)
+            contract["direction_key"] = header["direction_key"]
         server = RoundServer(folder, contract, resume=resume)
         self.contract = dict(server.trajectory.header)
         self.replica.follow(self.contract)
         self.replica.catch_up(server.trajectory.releases)
         return server
 
-
-def _number_of(name: str) -> int | None:
-    """A simulation's client by its name."""
-    found = re.fullmatch(r"client-(\d+)", name)
-    return int(found[1]) if found else None
-
-
-def _header(path: Path) -> dict[str, Any]:
-    from hf_dpzero.ledger.log_file import split_header
-
-    return split_header(path.read_bytes(), path)[0]
+    def _check_same_shards(self, folder: Path) -> None:
+        """Refuses another number of clients: rows would move to clients that count other rounds."""
+        path = folder / MEMBERS_NAME
+        if self.settings.own_rows or not path.is_file():
+            return
+        n = self.settings.clients
+        for entry in json.loads(path.read_text(encoding="utf-8")):
+            found, rows = (
+                re.fullmatch(r"client-(\d+)", entry["name"]),
+                entry["local"]["num_examples"],
+            )
+            if not found:  # not of a simulation, so its rows are not ours to deal
+                continue
+            here = len(self.rows_of(int(found[1]))) if int(found[1]) < n else "none"
+            if here != rows:
+                raise LedgerError(
+                    f"{entry['name']} has {rows} rows in {folder}, and would have {here} of "
+                    f"{self.num_examples} with clients={n}: rows that change between clients would be "
+                    "charged in part only. Resume with the number of clients and the rows that the run "
+                    "was started with."
+                )

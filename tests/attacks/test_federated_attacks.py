@@ -7,14 +7,12 @@ import math
 
 import numpy as np
 import pytest
-from federated_sides import NAMES, rounds_of, side, started
+from federated_sides import NAMES, released, rounds_of, side, started
 from tiny_runs import config, tiny_data
 
-from hf_dpzero.federated.client import RELEASED_NAME
-from hf_dpzero.federated.contract import ContractError, adopt
-from hf_dpzero.federated.local_plan import PlanError, local_plan
 from hf_dpzero.federated.messages import (
     ASK,
+    RELEASED_NAME,
     VALUES,
     Message,
     MessageError,
@@ -23,8 +21,9 @@ from hf_dpzero.federated.messages import (
     unpack,
     unpack_json,
 )
+from hf_dpzero.federated.plan import ContractError, PlanError, adopt, local_plan
 from hf_dpzero.federated.report import federated_report, summary
-from hf_dpzero.federated.run import ServerRun, in_process
+from hf_dpzero.federated.run import InProcess, ServerRun
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key
@@ -119,7 +118,7 @@ def test_a_server_that_comes_back_with_another_contract_gets_nothing(tmp_path):
 
 def test_a_round_asked_again_with_other_releases_is_refused_and_with_the_same_repeated(tmp_path):
     made, server = started(tmp_path)
-    rounds_of(made, server)._gather()
+    rounds_of(made, server).gather()
     client = made.clients[NAMES[0]]
     first = client.answer(made.replica, server.ask(NAMES[0]))
     assert {client.answer(made.replica, server.ask(NAMES[0])) for _ in range(3)} == {first}
@@ -129,25 +128,25 @@ def test_a_round_asked_again_with_other_releases_is_refused_and_with_the_same_re
     forged = (Release(0, (1.0, 2.0, 4.0), 0.1),)
     with pytest.raises(MessageError, match="another one than this client was told"):
         client.answer(made.replica, pack(Message(ASK, 1, server.digest, forged)))
-    assert client.released() == 2
+    assert released(tmp_path) == 2
     again = client.answer(made.replica, pack(Message(ASK, 0, server.digest)))
-    assert again == first and client.released() == 2
+    assert again == first and released(tmp_path) == 2
 
 
 def test_an_absurd_update_is_refused_before_a_row_is_read(tmp_path):
     made, server = started(tmp_path)
-    rounds_of(made, server)._gather()
+    rounds_of(made, server).gather()
     client = made.clients[NAMES[0]]
     history = (Release(0, (3e38, 3e38, -3e38), 1e30),)
     with pytest.raises(ValueError, match="out of range"):
         client.answer(made.replica, pack(Message(ASK, 1, server.digest, history)))
-    assert client.released() == 0
+    assert released(tmp_path) == 0
 
 
 def test_weights_that_a_server_drove_out_of_range_release_noise_and_zeros(tmp_path, monkeypatch):
     """Weights of 1e29: losses overflow, rows with NaN count as zero, and no error tells of a row."""
     made, server = started(tmp_path, num_directions=50)
-    rounds_of(made, server)._gather()
+    rounds_of(made, server).gather()
     client = made.clients[NAMES[0]]
     history = (Release(0, (1.0,) * 50, 1e28),)
     monkeypatch.setattr(
@@ -218,7 +217,7 @@ def test_what_no_honest_client_declares_is_refused_and_the_server_goes_on(opened
 def test_a_client_that_never_released_does_not_break_the_report_of_a_run_without_noise(tmp_path):
     made, server = started(tmp_path, noise_multiplier=0.0)
     rounds = rounds_of(made, server)
-    rounds._gather()
+    rounds.gather()
     rounds.transport.gone.add(NAMES[2])
     rounds.run()
     report = federated_report(server, tmp_path / "clients")
@@ -232,7 +231,7 @@ def test_the_report_of_all_clients_holds_at_the_largest_of_their_deltas(tmp_path
     made = side(tmp_path, clients=2, rounds=2, data=data, target_delta=None)
     made.recipe.to_yaml = lambda: ""
     run = ServerRun(made, tmp_path)
-    run.run(in_process(made, tmp_path, NAMES[:2]))
+    run.run(InProcess(made, tmp_path, NAMES[:2]))
     deltas = [member.local.delta for member in run.server.members.values()]
     assert deltas == [0.1 / 21, 0.1 / 20]
     own = json.loads((tmp_path / REPORT_FILE).read_text(encoding="utf-8"))

@@ -10,10 +10,18 @@ import pytest
 from federated_sides import NAMES, client_folder, rounds_of, side, started
 from tiny_runs import tiny_data
 
-from hf_dpzero.federated import resident
-from hf_dpzero.federated.client import RELEASED_NAME
-from hf_dpzero.federated.local_plan import PlanError
-from hf_dpzero.federated.messages import ASK, VALUES, Message, pack, pack_json, unpack, unpack_json
+from hf_dpzero.federated import node
+from hf_dpzero.federated.messages import (
+    ASK,
+    RELEASED_NAME,
+    VALUES,
+    Message,
+    pack,
+    pack_json,
+    unpack,
+    unpack_json,
+)
+from hf_dpzero.federated.plan import PlanError
 from hf_dpzero.ledger.log_file import LedgerError
 
 ONCE = {"participation": "once", "neighboring_relation": "replace_one"}
@@ -22,7 +30,7 @@ ONCE = {"participation": "once", "neighboring_relation": "replace_one"}
 def test_a_client_whose_ledger_was_deleted_releases_nothing_more(tmp_path):
     """Else the open round would be drawn anew, and what was spent before would be forgotten."""
     made, server = started(tmp_path)
-    rounds_of(made, server)._gather()
+    rounds_of(made, server).gather()
     client, folder = made.clients[NAMES[0]], client_folder(tmp_path, NAMES[0])
     raw = pack(Message(ASK, 0, server.digest))
     first = client.answer(made.replica, raw)
@@ -56,7 +64,7 @@ def test_rows_that_come_once_and_cannot_be_compared_are_refused(tmp_path, monkey
     """Rows that are drawn anew at each access have no order that a digest could know again."""
     data = tiny_data(24)
     made, server = started(tmp_path, data=data, clients=1, **ONCE)
-    monkeypatch.setattr("hf_dpzero.federated.row_blocks.digest_of_rows", lambda *_: "")
+    monkeypatch.setattr("hf_dpzero.federated.client.digest_of_rows", lambda *_: "")
     with pytest.raises(PlanError, match="anew at each access"):
         made.join(NAMES[0], 0, client_folder(tmp_path, NAMES[0]), server.invitation())
 
@@ -81,12 +89,12 @@ def test_other_users_do_not_read_a_clients_log(tmp_path, monkeypatch):
     """It may quote rows; a folder made with the usual umask lets everybody in."""
     folder = tmp_path / "run"
     folder.mkdir(mode=0o755)
-    log = folder / resident.LOG_NAME
+    log = folder / node.LOG_NAME
     log.write_text("of an earlier release\n", encoding="utf-8")
     log.chmod(0o644)
     monkeypatch.setattr(sys, "executable", "/bin/true")
     for target in (folder, tmp_path / "new"):
-        process = resident._start(target, "{}")
+        process = node._start(target, "{}")
         process.wait()
-        assert (target / resident.LOG_NAME).stat().st_mode & 0o077 == 0
+        assert (target / node.LOG_NAME).stat().st_mode & 0o077 == 0
     assert "earlier" in log.read_text(encoding="utf-8")

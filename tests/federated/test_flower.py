@@ -1,7 +1,8 @@
-"""The layer over Flower: what its messages carry, who is left out, and a simulation by Ray."""
+"""The layer over Flower: what its messages carry, who is left out, and what leaves a client."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from types import SimpleNamespace
@@ -14,8 +15,8 @@ if sys.version_info < (3, 11):
 from federated_sides import side, started
 from flwr.app import ConfigRecord, RecordDict
 
-from hf_dpzero.federated import app, envelope, flower
-from hf_dpzero.federated.envelope import FAILED
+from hf_dpzero.federated import flower
+from hf_dpzero.federated.flower import FAILED, answered, unwrapped, wrapped
 from hf_dpzero.federated.messages import VALUES, unpack
 
 
@@ -25,10 +26,6 @@ class Message(SimpleNamespace):
     def __init__(self, content, dst_node_id=0, message_type="train"):
         node = SimpleNamespace(dst_node_id=dst_node_id, message_type=message_type)
         super().__init__(content=content, metadata=node)
-
-
-def sent(payload: bytes) -> Message:
-    return Message(flower.wrapped(payload))
 
 
 class Grid:
@@ -41,48 +38,49 @@ class Grid:
         self.timeout = timeout
         for message in messages:
             node = message.metadata.dst_node_id
-            content = flower.wrapped(flower.unwrapped(message).upper())
             yield SimpleNamespace(
                 metadata=SimpleNamespace(src_node_id=node),
                 has_error=lambda node=node: node == 6,
                 error=SimpleNamespace(reason="no"),
-                content=content,
+                content=wrapped(unwrapped(message).upper()),
             )
 
 
 def test_a_transport_carries_bytes_and_leaves_out_who_failed(caplog, monkeypatch):
     monkeypatch.setattr("flwr.app.Message", Message)
     grid = Grid()
-    transport = flower.FlowerTransport(grid, timeout=7.0, join_timeout=9.0)
+    transport = flower.FlowerTransport(grid, timeout=7.0)
     assert transport.present() == ["5", "6"]
     assert transport.exchange("round", {"5": b"abc", "6": b"abc"}) == {"5": b"ABC"}
     assert grid.timeout == 7.0 and "node 6 gave no answer: no" in caplog.text
     transport.exchange("join", {"5": b"x"})
-    assert grid.timeout == 9.0
+    assert grid.timeout == 1800.0
     assert transport.exchange("round", {}) == {}
+    for values in ({"other": 1}, {flower.PAYLOAD: 1}):
+        assert unwrapped(Message(RecordDict({flower.RECORD: ConfigRecord(values)}))) is None
+    assert unwrapped(Message(RecordDict())) is None
 
 
-def test_a_message_without_a_payload_is_none():
-    for content in (RecordDict(), RecordDict({envelope.RECORD: ConfigRecord({"other": 1})})):
-        assert flower.unwrapped(Message(content)) is None
-
-
-def in_simulation(tmp_path, monkeypatch):
-    """A client of a simulation on a side in this process; Flower's answers as their payloads."""
-    made, server = started(tmp_path / "server")
-    settings, folder = made.settings, str(tmp_path)
-    monkeypatch.setitem(flower._SIDES, (settings, folder), made)
+@pytest.fixture
+def plain(monkeypatch):
+    """Flower's answers as their payloads, or the reason why there is none."""
     monkeypatch.setattr(flower, "reply", lambda payload, message: payload)
-    monkeypatch.setattr(flower, "failure", lambda message, reason=FAILED: reason)
+    monkeypatch.setattr(flower, "failure", lambda message, reason: reason)
+
+
+def test_a_simulated_client_answers_and_its_failures_quote_nothing(tmp_path, monkeypatch, plain):
+    made, server = started(tmp_path / "server")
+    monkeypatch.setattr(flower, "_side", lambda settings, folder: made)
     context = SimpleNamespace(node_config={"partition-id": 0})
-    return made, server, settings, folder, context
 
+    def sent(kind, payload, stops=()):
+        answer = functools.partial(
+            flower.simulated_answer, made.settings, str(tmp_path), dict(stops)
+        )
+        return answered(answer, kind, Message(wrapped(payload)), context)
 
-def test_a_client_answers_and_its_failures_quote_nothing(tmp_path, monkeypatch):
-    made, server, settings, folder, context = in_simulation(tmp_path, monkeypatch)
-    answer = flower._join(settings, folder, sent(server.invitation()), context)
-    name = server.join(answer).name
-    values = flower._answer(settings, folder, {}, sent(server.ask(name)), context)
+    name = server.join(sent("join", server.invitation())).name
+    values = sent("round", server.ask(name))
     assert unpack(values, 3).kind == VALUES and server.take(name, values)
 
     def quote(*_):
@@ -90,27 +88,27 @@ def test_a_client_answers_and_its_failures_quote_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(made.replica, "differences", quote)
     server.close_round(0.1)
-    assert flower._answer(settings, folder, {}, sent(server.ask(name)), context) == FAILED
-    stopped = flower._answer(settings, folder, {0: 1}, sent(server.ask(name)), context)
-    assert stopped == "dropped out"
+    assert sent("round", server.ask(name)) == FAILED
+    assert sent("round", server.ask(name), {0: 1}.items()) == "dropped out"
     other = side(tmp_path / "b", clip=9.0)
-    monkeypatch.setitem(flower._SIDES, (settings, folder), other)
-    declined = flower._join(settings, folder, sent(server.invitation()), context)
+    monkeypatch.setattr(flower, "_side", lambda settings, folder: other)
+    declined = sent("join", server.invitation())
     assert "federated.clip: 5.0 there, 9.0 here" in json.loads(declined)["declined"]
 
 
-def test_an_app_hands_messages_over_and_its_failures_quote_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(app, "reply", lambda payload, message: payload)
-    monkeypatch.setattr(app, "failure", lambda message: FAILED)
+def test_a_supernode_hands_messages_over(tmp_path, monkeypatch, caplog, plain):
     calls = []
-    monkeypatch.setattr(app, "hand_over", lambda *given: calls.append(given) or b"answer")
+    monkeypatch.setattr(flower, "hand_over", lambda *given: calls.append(given) or b"answer")
     config = {"name": "north", "output-dir": str(tmp_path)}
-    context = SimpleNamespace(node_config=config)
-    assert app.answered("round", sent(b"ask"), context) == b"answer"
+
+    def sent(content, config):
+        context = SimpleNamespace(node_config=config)
+        return answered(flower.deployed_answer, "round", Message(content), context)
+
+    assert sent(wrapped(b"ask"), config) == b"answer"
     assert calls == [(tmp_path, config, "round", b"ask")]
-    assert app.answered("round", Message(RecordDict()), context) == FAILED
-    nameless = SimpleNamespace(node_config={})
-    assert app.answered("join", sent(b"ask"), nameless) == FAILED
+    assert sent(RecordDict(), config) == FAILED
+    assert sent(wrapped(b"ask"), {}) == FAILED
     assert "give each client a name" in caplog.text and len(calls) == 1
 
 

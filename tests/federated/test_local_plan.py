@@ -1,21 +1,28 @@
-"""A client's plan: participation, what a row pays, the largest honest value, and refusals."""
+"""A client's plan: participation, what a row pays, the largest honest value, and refusals; the rate."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+import re
 
 import pytest
 import torch
+from federated_sides import NAMES, rounds_of, started
 from tiny_runs import config
 
-from hf_dpzero.federated.local_plan import LocalPlan, PlanError, check_settings, local_plan
+from hf_dpzero.federated.plan import LocalPlan, PlanError, local_plan
+from hf_dpzero.federated.run import ServerRun, chosen_rate, learning_rates
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
+from hf_dpzero.settings.defaults import NOISE_SHARE, learning_rate
 
 OWN = {"sampler_key": None, "insecure_noise_seed": None}
+REPLACE = {"neighboring_relation": "replace_one"}
+ONCE = {"participation": "once", **REPLACE}
 
 
 def plan(tmp_path, n: int = 200, q: float = 0.1, participation="sampled", **settings) -> LocalPlan:
@@ -36,15 +43,15 @@ def test_sampled_rows_pay_for_every_release(tmp_path):
         ),
         steps=20,
     )
-    assert local.plan == by_hand
-    assert (
-        local.epsilon(0) == 0 < local.epsilon(7) == by_hand.epsilon(1e-3, at=7) < local.epsilon(20)
-    )
+    assert local.plan == by_hand and LocalPlan.from_dict(local.to_dict()) == local
+    seven = by_hand.epsilon(1e-3, at=7)
+    assert local.epsilon(0) == 0 < local.epsilon(7) == seven < local.epsilon(20)
+    drawn = {tuple(local.rows(3).tolist()) for _ in range(5)}
+    assert len(drawn) == 5  # a key that somebody kept would give the same rows
 
 
 def test_a_row_that_takes_part_once_pays_once(tmp_path):
-    settings = {"neighboring_relation": "replace_one", "noise_multiplier": 3.0}
-    local = plan(tmp_path, 209, participation="once", **settings)
+    local = plan(tmp_path, 209, noise_multiplier=3.0, **ONCE)
     assert local.epsilon(0) == 0.0 < local.epsilon(1) == local.epsilon(20)
     # one Gaussian release of sensitivity 2C with noise 3C: delta(eps) in closed form
     ratio, eps = 2.0 / 3.0, local.epsilon(1)
@@ -59,31 +66,28 @@ def test_a_row_that_takes_part_once_pays_once(tmp_path):
     assert len(set().union(*seen)) == 200 and max(set().union(*seen)) < 209
 
 
-def test_once_is_calibrated_for_one_release(tmp_path):
-    settings = {
-        "neighboring_relation": "replace_one",
-        "target_epsilon": 1.0,
-        "noise_multiplier": None,
-    }
-    once, sampled = (plan(tmp_path, participation=p, **settings) for p in ("once", "sampled"))
-    assert once.epsilon(20) <= 1 and sampled.epsilon(20) <= 1
-    assert isinstance(once.plan.sampler, FullBatchSampler) and once.plan.steps == 1
-    assert once.epsilon(20) > 0.97 and sampled.epsilon(20) > 0.97
-
-
-def test_batches_are_drawn_anew_in_every_call(tmp_path):
-    local = plan(tmp_path)
-    drawn = {tuple(local.rows(3).tolist()) for _ in range(5)}
-    assert len(drawn) == 5  # a key that somebody kept would give the same rows
+@pytest.mark.parametrize("participation", ["once", "sampled"])
+def test_noise_is_calibrated_for_the_releases_of_a_row(tmp_path, participation):
+    target = {"target_epsilon": 1.0, "noise_multiplier": None, **REPLACE}
+    local = plan(tmp_path, participation=participation, **target)
+    assert 0.97 < local.epsilon(20) <= 1
+    if participation == "once":
+        assert isinstance(local.plan.sampler, FullBatchSampler) and local.plan.steps == 1
 
 
 @pytest.mark.false_alarm(1e-17)  # 1e-21 a value
-@pytest.mark.parametrize("sampling", ["poisson", "truncated_poisson", "full_batch"])
-@pytest.mark.parametrize("noise", ["gaussian", "laplace"])
+@pytest.mark.parametrize(
+    ("sampling", "noise"),
+    [
+        ("poisson", "gaussian"),
+        ("poisson", "laplace"),
+        ("truncated_poisson", "gaussian"),  # with laplace noise it has no account
+        ("full_batch", "gaussian"),
+        ("full_batch", "laplace"),
+    ],
+)
 def test_honest_values_stay_within_the_bound_and_worst_ones_near_it(tmp_path, sampling, noise):
     settings = {"max_batch_size": 24} if sampling == "truncated_poisson" else {}
-    if sampling == "truncated_poisson" and noise == "laplace":
-        pytest.skip("has no accounting: privacy/events.py")
     settings |= {"noise_distribution": noise, "num_directions": 2, "clip": 3.0}
     settings |= {"target_delta": 0.0} if noise == "laplace" else {}
     local = plan(tmp_path, 40, 0.3, sampling=sampling, **settings)
@@ -96,36 +100,37 @@ def test_honest_values_stay_within_the_bound_and_worst_ones_near_it(tmp_path, sa
     assert bound > pull * (0.4 if sampling == "truncated_poisson" else 0.99) and bound < 20 * pull
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"method": "mezo", "clip": None, "noise_multiplier": None}, "method='mezo'"),
-        ({"clipping": "adaptive"}, "clipping='adaptive'"),
-        ({"noise_schedule": "exp(gamma=0.99)"}, "noise_schedule"),
-        ({"sampler_key": "ab" * 32}, "sampler_key"),
-        ({"log_private_diagnostics": True}, "log_private_diagnostics"),
-        (
-            {"noise_correlation": "tree", "hold_direction_for": 5, "sampling": "fixed_batches"},
-            "sampling='fixed_batches'|noise_correlation='tree'",
-        ),
-        ({"group_column": "g", "group_shares": {"a": 0.5, "b": 0.5}}, "group_column='g'"),
-        ({"clip_schedule": "linear(start=2, end=1)"}, "clip_schedule"),
-    ],
-)
-def test_settings_without_accounting_are_refused(tmp_path, settings, message):
-    with pytest.raises(PlanError, match=message):
-        plan(tmp_path, **settings)
+WITHOUT_ACCOUNT = {
+    "method": "mezo",
+    "clipping": "adaptive",
+    "noise_schedule": "exp(gamma=0.99)",
+    "clip_schedule": "linear(start=2, end=1)",
+    "smoothing_schedule": "linear(start=2, end=1)",
+    "sampling": "fixed_batches",
+    "noise_correlation": "banded",
+    "group_column": "g",
+    "extends_run": "out/before",
+    "sampler_key": "ab" * 32,
+    "log_private_diagnostics": True,
+}
+
+
+def test_each_setting_without_account_is_refused_by_itself(tmp_path):
+    """Also those that a config refuses together with others."""
+    made = config(tmp_path, **OWN)
+    for name, value in WITHOUT_ACCOUNT.items():
+        changed = copy.copy(made)
+        setattr(changed, name, value)
+        with pytest.raises(PlanError, match=re.escape(f"{name}={value!r}: ")):
+            local_plan(changed, 200, sampling_probability=0.1)
+    assert local_plan(made, 200, sampling_probability=0.1).rounds == made.max_steps
 
 
 @pytest.mark.parametrize(
     ("n", "settings", "message"),
     [
         (0, {}, "no rows"),
-        (
-            19,
-            {"participation": "once", "neighboring_relation": "replace_one"},
-            "19 rows for 20 rounds",
-        ),
+        (19, ONCE, "19 rows for 20 rounds"),
         (200, {"participation": "once"}, "add_or_remove_one.*replace_one"),
         (200, {"participation": "twice"}, "participation='twice'"),
         (70_000, {"max_steps": 65_536}, "max_steps=65536.*from 1 to 65535"),
@@ -136,12 +141,40 @@ def test_clients_without_a_plan_are_refused(tmp_path, n, settings, message):
         plan(tmp_path, n, **settings)
 
 
-def test_each_refusal_of_a_setting_stands_alone(tmp_path):
-    """Settings that a config refuses together with others are refused one by one as well."""
-    made = config(tmp_path, sampler_key=None, insecure_noise_seed=None)
-    for name, value in {"noise_correlation": "banded", "extends_run": "out/before"}.items():
-        changed = copy.copy(made)
-        setattr(changed, name, value)
-        with pytest.raises(PlanError, match=f"{name}='{value}'.*leave it out"):
-            check_settings(changed)
-    check_settings(made)
+# ------------------------------------------------------------------ the learning rate
+
+
+def test_a_rate_is_chosen_from_the_noise_of_all_clients(tmp_path):
+    settings = {"max_steps": 4, "noise_multiplier": 1.5}
+    whole, third = plan(tmp_path, 60, 0.2, **settings), plan(tmp_path, 20, 0.2, **settings)
+    one = chosen_rate([whole], "linear")  # one client is one machine
+    assert one == pytest.approx(learning_rate(whole.plan, "linear"), rel=1e-9)
+    # n clients with B/n rows each: the mean's noise is sqrt(n) times one machine's
+    assert chosen_rate([third] * 3, "linear") == pytest.approx(one / math.sqrt(3), rel=1e-9)
+    other = plan(tmp_path, 35, 0.2, **{**settings, "noise_multiplier": 2.5})
+    clip, rate = third.mechanism.clip, chosen_rate([third, other], "constant")
+    deviation = clip * math.hypot(1.5, 2.5) / (0.2 * 55) * math.sqrt(4)  # of 4 rounds
+    assert rate * deviation * clip == pytest.approx(NOISE_SHARE, rel=1e-9)
+
+
+def test_a_run_takes_the_chosen_rate_and_keeps_it(tmp_path):
+    made, server = started(tmp_path, noise_multiplier=1.5)
+    config = made.recipe.training
+    config.learning_rate = None
+    server.close()
+    run = ServerRun(made, tmp_path, resume=True)
+    run.run(rounds_of(made, run.server).transport)
+    members = run.server.members
+    first = [members[name].local for name in NAMES]
+    expected = learning_rates(config, first)
+    assert expected[0] == chosen_rate(first, config.lr_scheduler_type)
+    assert [r.learning_rate for r in run.server.trajectory.releases] == expected
+    members["late"] = dataclasses.replace(members[NAMES[0]], name="late", joined=3)
+    assert run.rounds.learning_rates() == expected
+
+
+def test_a_given_rate_counts_and_no_noise_leaves_the_default(tmp_path):
+    given = config(tmp_path, learning_rate=0.25, max_steps=3, lr_scheduler_type="constant")
+    assert learning_rates(given) == [0.25] * 3
+    given.learning_rate = None
+    assert learning_rates(given) == [5e-5] * 3
