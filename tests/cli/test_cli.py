@@ -360,7 +360,7 @@ def test_a_hub_model_that_came_with_a_report_is_not_zero_shot(tmp_path, trained,
     """Its repository holds what `push` put there."""
     import huggingface_hub
 
-    from hf_dpzero.cli.evaluate import privacy_statement
+    from hf_dpzero.cli.train import privacy_statement
     from hf_dpzero.reporting.provenance import Origin
 
     asked = []

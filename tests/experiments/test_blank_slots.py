@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import config
 
 from hf_dpzero.batches.placement import Placement, pass_cost
-from hf_dpzero.experiments.blank_slots import blank_slots, in_words
+from hf_dpzero.experiments.plan import blank_slots
 
 
 def found(tmp_path: Any, n: int = 20_000, longest: int | None = 30, **settings: Any) -> Any:
@@ -42,13 +42,10 @@ def test_shares_are_those_of_drawn_batches(tmp_path, batch: int, longest: int | 
     assert 0.02 < share < 0.6 and told["blank_share"] == pytest.approx(share, abs=0.01)
     assert 1 < passes < batch and told["passes"] == pytest.approx(passes, rel=0.02)
     assert told["rows_of_a_pass"] == pytest.approx(batch / passes / (1 - share), rel=0.03)
-    words = in_words(told)
-    assert f"{100 * told['blank_share']:.0f} % of them blank" in words
-    assert f"{told['passes']:.0f} forward passes" in words
 
 
 def test_nothing_is_said_of_other_runs(tmp_path):
-    assert found(tmp_path, method="mezo") == {} and in_words({}) == ""
+    assert found(tmp_path, method="mezo") == {}
     assert found(tmp_path, method="dp-sgd")["passes"] > 1
     alone = found(tmp_path, microbatch_size=1)
-    assert alone["blank_share"] == pytest.approx(0.0, abs=1e-6) and in_words(alone) == ""
+    assert alone["blank_share"] == pytest.approx(0.0, abs=1e-6)

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import AutoConfig
 
 from hf_dpzero.cli import main
-from hf_dpzero.experiments import memory, model_on_meta, plan
-from hf_dpzero.experiments.model_on_meta import SHAPES, MetaModel
+from hf_dpzero.experiments import memory, plan
+from hf_dpzero.experiments.memory import SHAPES, MetaModel
 from hf_dpzero.experiments.plan import gib
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
@@ -54,7 +55,7 @@ def recipe_of(tmp_path: Path) -> Any:
 
 def meta_of(recipe: Recipe, labels: int = 2) -> MetaModel:
     """The recipe's, as `overview` makes it where the data is not here."""
-    config, _ = model_on_meta.find_config(recipe.model)
+    config, _ = memory.find_config(recipe.model)
     head = recipe.data.prompt or "sequence_classification"
     return MetaModel(recipe.model, config, head, labels, recipe.training.trainable)
 
@@ -233,15 +234,14 @@ def test_a_quantised_base_packs_the_frozen_linear_layers(recipe_of):
 def test_evaluation_by_generation_keeps_keys_and_values(recipe_of):
     """4 layers and a copy of one, 3 examples of 16 tokens, 2 h numbers of 4 bytes.
 
-    Grouped heads keep fewer: two of size 8 for a key and two for a value.
+    Grouped heads keep fewer: one of size 8 for a key and one for a value, in 32 layers.
     """
     recipe = recipe_of(TINY_OPT, **CAUSAL, per_device_eval_batch_size=3, microbatch_size=3)
     run = memory.peaks_in(meta_of(recipe, labels=0), recipe, "float32")
     assert run.evaluation - run.inference == 5 * 3 * 16 * 2 * 16 * 4
-    llama = AutoConfig.for_model(
-        "llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=8
-    )
-    assert memory.cache_width(llama) == 2 * 2 * 8
+    llama = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    meta = MetaModel(recipe.model, AutoConfig.for_model("llama", **llama), "causal_lm", 0, None)
+    assert meta.cache_bytes(16, torch.float32) == (32 + 1) * 16 * 2 * 8 * 4
 
 
 def test_rows_that_are_here_are_counted():
@@ -277,18 +277,18 @@ def test_offline_is_only_inside(monkeypatch):
     import huggingface_hub.constants as hub
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
-    with model_on_meta.offline():
+    with plan.offline():
         assert hub.is_offline_mode()
     assert not hub.is_offline_mode()
 
 
 def test_a_published_checkpoint_needs_no_file():
     arguments = ModelArguments(model_name_or_path="facebook/opt-13b")
-    config, source = model_on_meta.find_config(arguments)
+    config, source = memory.find_config(arguments)
     assert (config.hidden_size, config.num_hidden_layers) == (5120, 40)
     assert "built in" in source
     with pytest.raises(OSError, match=r"`hf download someone/model config\.json`"):
-        model_on_meta.find_config(ModelArguments(model_name_or_path="someone/model"))
+        memory.find_config(ModelArguments(model_name_or_path="someone/model"))
 
 
 def planned(capsys: Any, recipe: Path, *words: str) -> Any:
@@ -313,6 +313,14 @@ def test_a_recipe_is_planned(written, capsys):
     fits = facts["memory"]["by_precision"]["float32"]["fits"]
     assert fits["8 GiB"] and fits["24 GiB"] and fits["CPU"] and "time" not in facts
     assert not (written.parent / "trainer_output").exists()
+    found = facts["memory"]
+    said = f"{found['passes']:.0f} forward passes for each sign of a direction, of "
+    said += (
+        f"{found['rows_of_a_pass']:.0f} rows on average, {100 * found['blank_share']:.0f} % of them"
+    )
+    assert said in found["notes"][-1]
+    alone = planned(capsys, written, "--microbatch_size=1")["memory"]["notes"]
+    assert not any("forward passes" in note for note in alone)
 
 
 def test_directions_are_those_that_training_would_choose(written, capsys):

@@ -19,12 +19,11 @@ from hf_dpzero.experiments.runner import Attempt
 from hf_dpzero.experiments.sweep import (
     Prepared,
     SweepSettings,
-    _draw_points,
-    _open_workspace,
+    _refuse_different_events,
+    open_workspace,
     parse_grid,
     trial_count_from,
 )
-from hf_dpzero.experiments.sweep_budget import _refuse_different_events
 from hf_dpzero.experiments.sweep_outputs import _best_row
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
@@ -381,7 +380,12 @@ PREPARED = Prepared(extra={}, num_examples=96, metric="eval_accuracy", tuning="n
 
 @pytest.mark.false_alarm(3e-8)  # four shares, 5.8 deviations at 1,000 points
 def test_points_are_drawn_uniformly_and_their_number_varies(recipe, tmp_path):
-    drawn = [_draw_points(settings_of(recipe, tmp_path)) for _ in range(300)]
+    settings = settings_of(recipe, tmp_path)
+    drawn = []
+    for number in range(300):
+        folder = tmp_path / str(number)
+        open_workspace(dataclasses.replace(settings, output_dir=folder), PREPARED)
+        drawn.append(json.loads((folder / "_private" / "trials.json").read_text())["trials"])
     assert len({len(points) for points in drawn}) > 5
     counts = Counter(tuple(point.values()) for points in drawn for point in points)
     total = sum(counts.values())
@@ -392,24 +396,24 @@ def test_points_are_drawn_uniformly_and_their_number_varies(recipe, tmp_path):
 def test_a_continued_sweep_keeps_its_draw(recipe, tmp_path):
     """A folder of another sweep, or of other files, is refused."""
     settings = settings_of(recipe, tmp_path / "D", trials=TrialCount(mean=50.0))
-    first = [run.digest for run in _open_workspace(settings, PREPARED).runs]
+    first = [run.digest for run in open_workspace(settings, PREPARED).runs]
     assert len(set(first)) == len(first)  # equal points are trials of their own
-    assert [run.digest for run in _open_workspace(settings, PREPARED).runs] == first
+    assert [run.digest for run in open_workspace(settings, PREPARED).runs] == first
     assert (tmp_path / "D" / "_private").stat().st_mode & 0o777 == 0o700
     other = dataclasses.replace(settings, grid={"clip": [1.0, 5.0]})
     with pytest.raises(ValueError, match="holds a sweep with other settings"):
-        _open_workspace(other, PREPARED)
+        open_workspace(other, PREPARED)
     assert [path.name for path in (tmp_path / "D").iterdir()] == ["_private"]
     every = dataclasses.replace(settings, selection="all")  # an interrupted one left D/_private
     for wrong in (every, settings_of(recipe, tmp_path)):
         with pytest.raises(ValueError, match="holds other files"):
-            _open_workspace(wrong, PREPARED)
+            open_workspace(wrong, PREPARED)
 
 
 def test_an_unfinished_run_is_set_aside_in_private(recipe, tmp_path):
     """With a checkpoint it continues; once it has left its last file, only its row is missing."""
     settings = settings_of(recipe, tmp_path / "D", tuning="not_accounted")
-    workspace = _open_workspace(settings, PREPARED)
+    workspace = open_workspace(settings, PREPARED)
     run = workspace.runs[0]
     folder = workspace.attempt(run).folder
     assert folder == tmp_path / "D/trials/000"
