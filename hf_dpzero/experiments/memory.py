@@ -156,13 +156,9 @@ class MetaModel:
     trainable: str | None  # as in `DPZeroConfig`
 
     def build(self, dtype: str) -> nn.Module:
-        """Builds the model on the meta device, in eval mode and with the recipe's adapters.
+        """Builds the model on the meta device, in eval mode, with the recipe's adapters.
 
-        Args:
-          dtype: of the base model's weights, such as "float32".
-
-        Returns:
-          The model; only what the recipe trains has requires_grad.
+        Its base has weights of a dtype such as "float32"; only what the recipe trains has requires_grad.
         """
         from transformers.initialization import no_init_weights
 
@@ -308,7 +304,7 @@ def peaks_in(meta: MetaModel, recipe: Recipe, dtype: str) -> Peaks:
 
 def weight_bytes(model: nn.Module) -> int:
     """Returns bytes of parameters and buffers, tied ones once."""
-    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
 def forward_bytes(found: PassBytes) -> int:
@@ -323,14 +319,9 @@ def measured_pass(
     examples: int,
     from_features: bool = False,
 ) -> PassBytes:
-    """Evaluates the recipe's objective once on the meta device, on rows as long as may be.
+    """Evaluates the recipe's objective once on so many examples, as long as rows may be.
 
-    Args:
-      meta: the recipe's model.
-      data: the recipe's.
-      model: of `meta.build`.
-      examples: B.
-      from_features: the batch holds a frozen encoder's outputs (`precompute_features`).
+    With `from_features` the batch holds a frozen encoder's outputs (`precompute_features`).
     """
     length = meta.longest_row(data.max_seq_length)
 
@@ -376,9 +367,9 @@ def zeroth_order_bytes(
       head_alone: every trained parameter comes after the body's layers.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    half = sum(p.numel() * p.element_size() for p in trained if p.dtype != torch.float32)
+    half = sum(p.nbytes for p in trained if p.dtype != torch.float32)
     directions = resolve(args, model).num_directions
-    copies = 2 * directions * sum(p.numel() * p.element_size() for p in trained)
+    copies = 2 * directions * sum(p.nbytes for p in trained)
     strategy = args.perturbation_strategy
     if strategy == "auto":
         many = directions >= AUTO_DIRECTIONS and copies <= STACK_BYTES
@@ -390,7 +381,7 @@ def zeroth_order_bytes(
         kept = 0
         for module in model.modules():
             own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-            size = sum(p.numel() * p.element_size() for p in own)
+            size = sum(p.nbytes for p in own)
             if (
                 isinstance(module, nn.Embedding) and own
             ):  # the rows that a pass reads, and their noise
@@ -415,8 +406,7 @@ def first_order_bytes(
       None for the bytes where the method refuses the weights' precision.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    count = sum(p.numel() for p in trained)
-    size = sum(p.numel() * p.element_size() for p in trained)
+    count, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
     half = any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters())
     how = args.per_example_gradients
     if args.not_private or args.clipping == "averaged":
@@ -443,7 +433,7 @@ def _quantised(base: Peaks, meta: MetaModel, bits: int) -> Peaks:
         and not module.weight.requires_grad
         and not any(word in name for word in kept)
     ]
-    full = [w.numel() * w.element_size() for w in weights]
+    full = [w.nbytes for w in weights]
     # bitsandbytes: 4-bit weights with a float32 scale for each block of 64, 8-bit ones with one a row
     packed = sum(
         math.ceil(w.numel() * 4.5 / 8) if bits == 4 else w.numel() + 4 * len(w) for w in weights

@@ -69,9 +69,9 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
         "head": meta.head,
         "num_layers": meta.num_layers,
         "parameters": count,
-        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters),
         "trained_parameters": trained_count,
-        "trained_bytes": sum(p.numel() * p.element_size() for p in trained),
+        "trained_bytes": sum(p.nbytes for p in trained),
         "trained_by": recipe.model.peft_method or recipe.training.trainable or "all parameters",
         "torch_dtype": meta.own_dtype,
     }
@@ -94,12 +94,7 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
 def shape_of(recipe: Recipe, labels: int | None) -> tuple[MetaModel, str]:
     """Finds the recipe's model without weights, and in words where its shape comes from.
 
-    Args:
-      recipe: as loaded.
-      labels: number of classes; None if it is not known, and two are taken.
-
-    Raises:
-      OSError: nothing says which shape the model has.
+    `labels` is its number of classes; None if it is not known, and two are taken.
     """
     config, source = find_config(recipe.model)
     head = recipe.data.prompt or "sequence_classification"
@@ -108,15 +103,7 @@ def shape_of(recipe: Recipe, labels: int | None) -> tuple[MetaModel, str]:
 
 
 def choose_directions(recipe: Recipe, labels: int | None) -> Recipe:
-    """Returns the recipe with the `num_directions` that training would choose, unless it says one.
-
-    Args:
-      recipe: as loaded.
-      labels: number of classes; None if it is not known.
-
-    Raises:
-      OSError: nothing says which shape the model has.
-    """
+    """Returns the recipe with the `num_directions` that training would choose, unless it says one."""
     if "num_directions" not in recipe.training.chosen:
         return recipe
     meta, _ = shape_of(recipe, labels)
@@ -132,10 +119,6 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
 
     Rows that are here are those of local files, of the data sets cache and of the quickstart, after
     the recipe's own choice of rows.
-
-    Args:
-      data: the recipe's.
-      given: n as the user says, for data that is not here.
 
     Raises:
       ValueError, OSError: what the task refuses; `given` is not what is here.
@@ -247,9 +230,8 @@ def blank_slots(
 ) -> dict[str, float]:
     """Computes rows of forward passes, and the share of them that no example takes.
 
-    A pass is filled up with blanks in each width by itself (`batches.shapes`). Without public
-    rows each width is taken to be equally likely. The columns that pad a row to its width follow from
-    its length and are not counted.
+    A pass is filled up with blanks in each width by itself (`batches.shapes`); each width is taken to
+    be equally likely. The columns that pad a row to its width follow from its length and do not count.
 
     Args:
       plan: of the run.

@@ -166,15 +166,7 @@ class Exit(NamedTuple):
 def row_of(
     run: Run, folder: Path, errors: str, ended: Exit, *, resumed: bool = False, jobs: int = 1
 ) -> Row:
-    """Returns the row of a run whose process has ended.
-
-    Args:
-      run: of the comparison or sweep.
-      folder: its output_dir.
-      errors: what the process wrote to stderr.
-      ended: how it ended.
-      resumed: whether it continued from a checkpoint.
-      jobs: runs that shared the machine.
+    """Returns the row of a run whose process has ended and wrote `errors` to stderr.
 
     Raises:
       ValueError: the results do not hold the metric that the run names.
@@ -253,10 +245,7 @@ def metrics_of_trial(results: Mapping[str, Any]) -> dict[str, float]:
 def _failure(status: int, errors: str, secret: bool = False) -> tuple[str, str]:
     """Returns the status and the error line of a process that failed.
 
-    Args:
-      status: its exit status, -n for signal n.
-      errors: what it wrote to stderr: the last line that names an error counts, else the last one.
-      secret: the run is private.
+    Of what it wrote to stderr the last line that names an error counts, else the last one.
 
     >>> _failure(1, "ValueError: no\\nresource_tracker.py: leaked semaphore")
     ('failed', 'ValueError: no')
@@ -341,9 +330,17 @@ def aggregate(
     cells, groups = [], dict[str, list[Row]]()
     for (method, epsilon), count in planned.items():
         own = [row for row in done if (row.method, row.target_epsilon) == (method, epsilon)]
+        seconds, peaks, spent, forwards, backwards = (
+            [value for row in own if (value := getattr(row, name)) is not None]
+            for name in (
+                "seconds_per_step",
+                "peak_memory_bytes",
+                "epsilon",
+                "forwards",
+                "backwards",
+            )
+        )
         mean, error = _mean_and_error([row.score for row in own if row.score is not None])
-        seconds = [r.seconds_per_step for r in own if r.seconds_per_step is not None]
-        peaks = (r.peak_memory_bytes for r in own if r.peak_memory_bytes is not None)
         cell = Cell(
             method=method,
             epsilon=epsilon,
@@ -353,9 +350,9 @@ def aggregate(
             standard_error=error,
             seconds_per_step=statistics.fmean(seconds) if seconds else None,
             peak_memory_bytes=max(peaks, default=None),
-            epsilon_spent=max((r.epsilon for r in own if r.epsilon is not None), default=None),
-            forwards=max((r.forwards for r in own if r.forwards is not None), default=None),
-            backwards=max((r.backwards for r in own if r.backwards is not None), default=None),
+            epsilon_spent=max(spent, default=None),
+            forwards=max(forwards, default=None),
+            backwards=max(backwards, default=None),
         )
         cells.append(cell)
     for row in done:

@@ -152,9 +152,6 @@ def execute(
       started: called before a process starts.
       check: called before a row is written; what it raises ends everything without that row.
       ended: called after a row is written.
-
-    Raises:
-      ValueError: see `row_of`; and whatever `check` raises.
     """
     waiting, running = list(runs), dict[str, tuple[Attempt, Child]]()
 
@@ -224,12 +221,7 @@ class Process:
 
 
 def train_in_process(jobs: int, lock: int | None = None) -> Start:
-    """Returns what starts attempts as `python -m hf_dpzero.cli.main train ...`.
-
-    Args:
-      jobs: processes that share the machine's cores.
-      lock: see `Process`.
-    """
+    """Returns what starts attempts as `python -m hf_dpzero.cli.main train ...`, `jobs` at a time."""
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))} if jobs > 1 else {}
 
     def start(attempt: Attempt) -> Child:

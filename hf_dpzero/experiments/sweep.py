@@ -83,12 +83,7 @@ class SweepSettings:
         return [dict(zip(self.grid, values, strict=True)) for values in combinations]
 
     def load(self, point: Point, extra: Point | None = None) -> Recipe:
-        """Returns the recipe of one point of the grid.
-
-        Args:
-          point: settings by name; they win over the recipe's and the overrides.
-          extra: more of them, which win over `point`.
-        """
+        """Returns the recipe of one point of the grid, which wins over it; `extra` wins over both."""
         return load_recipe(self.recipe, {**self.overrides, **point, **(extra or {})})
 
     def for_private_rows(self) -> SweepSettings:
@@ -129,9 +124,7 @@ class Prepared:
 def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[Any]]:
     """Reads `field=value,value` words over the lists of a YAML file, coerced to the fields' types.
 
-    Args:
-      words: as given to `--grid`; a field named here replaces the file's list.
-      file: YAML mapping of field -> list of values.
+    A field among the words replaces the file's list.
 
     Returns:
       field -> values.
@@ -168,11 +161,7 @@ def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[
 
 
 def trial_count_from(word: str, mean: float) -> TrialCount:
-    """Reads the distribution of the number of trials.
-
-    Args:
-      word: a name of `TRIAL_SHAPES`, or a shape.
-      mean: expected number of trials.
+    """Reads the distribution of the number of trials: a name of `TRIAL_SHAPES`, or a shape.
 
     Raises:
       ValueError: an unknown name, or numbers out of range.
@@ -400,11 +389,6 @@ def run_trials(
 
     Of secret trials nothing is said but that they run. Otherwise a failed trial is a row of the
     table; a secret one stops the sweep, because leaving it out could depend on the data.
-
-    Args:
-      settings: the sweep.
-      prepared: its noise and metric.
-      say: takes lines for the user.
 
     Raises:
       ChildProcessError: a secret trial failed.

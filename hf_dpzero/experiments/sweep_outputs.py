@@ -34,13 +34,7 @@ TABLE_FILE = "sweep.md"
 
 
 def write(settings: SweepSettings, prepared: Prepared, workspace: Workspace) -> dict[str, Any]:
-    """Writes everything that the sweep may leave; returns the content of sweep.json.
-
-    Args:
-      settings: the sweep.
-      prepared: its noise and metric.
-      workspace: with the rows of all trials.
-    """
+    """Writes everything that the sweep may leave of its trials; returns the content of sweep.json."""
     rows, root = workspace.rows(), settings.output_dir
     best = _best_row(rows, prepared.metric)
     for row in rows:

@@ -84,6 +84,19 @@ def _cut(value: float, digits: int) -> str:
     return f"{math.floor(value * 10**digits + 1e-7) / 10**digits:.{digits}f}"
 
 
+def _whole(value: float) -> str:
+    return f"{math.floor(value):,}"
+
+
+_COSTS: tuple[tuple[str, Callable[[list[float]], float], Callable[[float], str]], ...] = (
+    ("seconds_per_step", statistics.fmean, seconds),
+    ("peak_memory_bytes", max, lambda size: str(int(size // 2**20))),
+    ("forwards", max, _whole),
+    ("backwards", max, _whole),
+)
+"""Figure of a cell, which one of several epsilons stands for the method, and how it is written."""
+
+
 def _at(epsilon: float) -> str:
     return f"ε = {INFINITY if math.isinf(epsilon) else f'{epsilon:.12g}'}"
 
@@ -117,28 +130,16 @@ def table(record: Record) -> str:
     for method in record.methods:
         cells = [cell for cell in record.cells if cell.method == method]
         spent = sorted(cell.epsilon_spent for cell in cells if cell.epsilon_spent is not None)
-        costs = [
-            _over(statistics.fmean, (cell.seconds_per_step for cell in cells), seconds),
-            _over(max, (cell.peak_memory_bytes for cell in cells), lambda v: str(int(v // 2**20))),
-            _over(max, (cell.forwards for cell in cells), lambda v: f"{math.floor(v):,}"),
-            _over(max, (cell.backwards for cell in cells), lambda v: f"{math.floor(v):,}"),
-        ]
-        scores = [score(record.cell(method, epsilon)) for epsilon in record.epsilons]
-        epsilons = [INFINITY if math.isinf(e) else round_up(e) for e in spent]
-        body.append([method, *scores, " / ".join(epsilons) or NONE, *costs])
+        line = [method, *(score(record.cell(method, epsilon)) for epsilon in record.epsilons)]
+        line.append(" / ".join(INFINITY if math.isinf(e) else round_up(e) for e in spent) or NONE)
+        for figure, of, show in _COSTS:
+            known = [value for c in cells if (value := getattr(c, figure)) is not None]
+            line.append(show(of(known)) if known else NONE)
+        body.append(line)
     for cell in record.zero_shot:  # at any epsilon: nothing was learnt from the private rows
         scores = [score(cell)] * len(record.epsilons)
         body.append([cell.method, *scores, "0", NONE, NONE, NONE, NONE])
     return grid(head, body)
-
-
-def _over(
-    of: Callable[[list[float]], float],
-    values: Iterable[float | None],
-    show: Callable[[float], str],
-) -> str:
-    known = [value for value in values if value is not None]
-    return show(of(known)) if known else NONE
 
 
 def _caption(record: Record) -> list[str]:
@@ -301,22 +302,15 @@ def _draw_against_epsilon(axes: Axes, record: Record) -> None:
 
 def plot_sweep(
     path: Path, swept: Mapping[str, Sequence[Any]], rows: Sequence[Row], metric: str
-) -> bool:
+) -> None:
     """Draws score against each swept setting: a point a run over evenly spaced values, and means.
 
-    Args:
-      path: of the PNG.
-      swept: setting -> values.
-      rows: of the runs.
-      metric: label of the scores.
-
-    Returns:
-      False if nothing was drawn, for nothing was scored or nothing varies.
+    Draws nothing where nothing was scored or nothing varies.
     """
     scores = [(row.settings or {}, row.score) for row in rows if row.score is not None]
     names = [name for name, values in swept.items() if len(values) > 1]
     if not scores or not names:
-        return False
+        return
     figure = new_figure(len(names), 4.0, 3.0)
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for axes, name in zip(panels, names, strict=True):
@@ -331,4 +325,3 @@ def plot_sweep(
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(metric)
     figure.savefig(path, dpi=120)
-    return True
