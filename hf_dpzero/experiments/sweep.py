@@ -357,9 +357,7 @@ def open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
     private.mkdir(parents=True, exist_ok=True)
     private.chmod(0o700)
     if not state.exists():
-        points = settings.points
-        if settings.secret:  # a secret number of points, each uniform, from the system's entropy
-            points = [secrets.choice(points) for _ in range(settings.trials.draw())]
+        points = draw_points(settings) if settings.secret else settings.points
         text = json.dumps({"fingerprint": fingerprint, "trials": points}, indent=2)
         write_atomically(state, text + "\n")
     # Until the sweep has ended and its reports are written, a trial claims nothing of the search.
@@ -380,6 +378,12 @@ def open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
         runs.append(run)
     folders, abandoned = ("trials", "trials", "trials"), private / "abandoned"
     return Workspace(base, runs, rows="trials.jsonl", folders=folders, abandoned=abandoned)
+
+
+def draw_points(settings: SweepSettings) -> list[dict[str, Any]]:
+    """Draws a secret number of points, each uniform on the grid, from the system's entropy."""
+    points = settings.points
+    return [secrets.choice(points) for _ in range(settings.trials.draw())]
 
 
 def run_trials(
