@@ -381,18 +381,6 @@ def test_tables_for_people(written, capsys):
     assert gib(None) == "-"
 
 
-def test_unknown_and_missing_options_are_refused_with_and_without_a_recipe(written, capsys):
-    for words, message in (
-        (["--recipe", str(written), "--colour", "red"], "unknown key 'colour'"),
-        (["--max_steps", "5"], "num_examples is missing"),
-        (["--num_examples", "5"], "max_steps is missing"),
-        (["--recipe", "none.yaml"], "recipe 'none.yaml' not found"),
-    ):
-        assert main.main(["plan", *words]) == 2 and message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main.main(["plan", "--num_examples", "5", "--max_steps", "1", "--no_calibration"])
-
-
 # ---- blank slots of forward passes, against batches that are drawn
 
 
