@@ -62,11 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> None:
     parser = _build_parser()
-    if words[:1] == ["bench"]:
-        parser.error(
-            "unknown command 'bench': benchmarks run from a source checkout, as "
-            "`python -m scripts.benchmarks`"
-        )
     parsed, overrides = parser.parse_known_args(words)
     values = vars(parsed)
     command = values.pop("command")

@@ -207,8 +207,19 @@ def row_of(
     # A first-order step runs each example forwards and backwards, one of zeroth order forwards
     # alone: at both ends of each direction.
     forwards, backwards = (1, 1) if training.first_order else (2 * report.num_directions, 0)
-    row = dataclasses.replace(
+    status, wrong = DONE, None
+    if run.trial is None:  # a sweep scores its trials itself, and no target is theirs
+        if not math.isfinite(score):
+            status, wrong = "failed", f"its {metric} is {score} after training"
+        elif row.private and not report.private:
+            status, wrong = "not_private", report.statement
+        elif row.private and report.epsilon > run.epsilon:
+            spent = f"spent epsilon = {round_up(report.epsilon)}"
+            status, wrong = "not_private", f"{spent}, more than the {run.epsilon:g} asked for"
+    return dataclasses.replace(
         row,
+        status=status,
+        error=wrong,
         metric=metric,
         score=score if math.isfinite(score) else None,
         zero_shot=zero_shot if zero_shot is not None and math.isfinite(zero_shot) else None,
@@ -222,18 +233,8 @@ def row_of(
         expected_batch_size=report.expected_batch_size,
         forwards=forwards * examples,
         backwards=backwards * examples,
+        metrics=None if run.trial is None else metrics_of_trial(results),
     )
-    if run.trial is not None:
-        return dataclasses.replace(row, metrics=metrics_of_trial(results))
-    status, wrong = DONE, None
-    if row.score is None:
-        status, wrong = "failed", f"its {metric} is {score} after training"
-    elif row.private and not report.private:
-        status, wrong = "not_private", report.statement
-    elif row.private and report.epsilon > run.epsilon:
-        spent = f"spent epsilon = {round_up(report.epsilon)}"
-        status, wrong = "not_private", f"{spent}, more than the {run.epsilon:g} asked for"
-    return dataclasses.replace(row, status=status, error=wrong)
 
 
 def metrics_of_trial(results: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a sweep leaves: sweep.json, sweep.md, sweep.png, the best recipe or the best run.
+"""What a sweep leaves: sweep.json, sweep.md, the best recipe or the best run.
 
 Of a private selection only what the theorem releases is written outside D/_private: the winner's
 settings, score and shippable files, and the distribution of the number of trials. Its score is a
@@ -19,13 +19,12 @@ import yaml
 from hf_dpzero.experiments.results import Row
 from hf_dpzero.experiments.runner import Workspace
 from hf_dpzero.experiments.sweep import Prepared, SweepSettings
-from hf_dpzero.experiments.tables import grid, plot_sweep
+from hf_dpzero.experiments.tables import grid
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS, composed_epsilon
 from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.reporting.plots import optional_plot
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import delta_words, number, round_up
 from hf_dpzero.values import encode
@@ -45,9 +44,6 @@ def write(settings: SweepSettings, prepared: Prepared, workspace: Workspace) -> 
         build_hub_folder(workspace.run_folder / best.folder, root / "best")
     elif best is not None:
         write_atomically(root / "best.yaml", _best_recipe(settings, prepared, best))
-    if not settings.secret:
-        with optional_plot("sweep.png"):
-            plot_sweep(root / "sweep.png", settings.grid, rows, prepared.metric)
     write_atomically(root / "sweep.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
     write_atomically(root / TABLE_FILE, _table(settings, prepared, content))
     return content

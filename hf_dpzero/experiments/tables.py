@@ -11,12 +11,12 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hf_dpzero.experiments.results import JSON_FILE, STATUSES, Cell, Record, Row
+from hf_dpzero.experiments.results import JSON_FILE, STATUSES, Cell, Record
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.plots import new_figure, optional_plot
 from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
@@ -298,30 +298,3 @@ def _draw_against_epsilon(axes: Axes, record: Record) -> None:
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=7)
-
-
-def plot_sweep(
-    path: Path, swept: Mapping[str, Sequence[Any]], rows: Sequence[Row], metric: str
-) -> None:
-    """Draws score against each swept setting: a point a run over evenly spaced values, and means.
-
-    Draws nothing where nothing was scored or nothing varies.
-    """
-    scores = [(row.settings or {}, row.score) for row in rows if row.score is not None]
-    names = [name for name, values in swept.items() if len(values) > 1]
-    if not scores or not names:
-        return
-    figure = new_figure(len(names), 4.0, 3.0)
-    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
-    for axes, name in zip(panels, names, strict=True):
-        values = list(swept[name])
-        points = [(values.index(settings[name]), value) for settings, value in scores]
-        axes.plot(*zip(*points, strict=True), ".", alpha=0.6)
-        groups = {i: [score for place, score in points if place == i] for i in range(len(values))}
-        means = [(i, statistics.fmean(group)) for i, group in groups.items() if group]
-        axes.plot(*zip(*means, strict=True), "-", alpha=0.6)
-        axes.set_xticks(range(len(values)), [str(value) for value in values])
-        axes.set(xlabel=name)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel(metric)
-    figure.savefig(path, dpi=120)

@@ -53,7 +53,6 @@ def test_no_command_and_unknown_options_are_refused(capsys):
     for words, message in (
         ([], "required"),
         (["dance"], "'dance'"),
-        (["bench", "step"], "python -m scripts.benchmarks"),
         ([*PLAN, "--target_eps", "2"], "--target_eps"),
         (wanted, "unrecognized arguments: --colour red; plan --recipe RECIPE takes every setting"),
     ):

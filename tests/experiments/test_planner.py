@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -187,17 +185,14 @@ def test_a_step_takes_weights_a_pass_and_what_the_method_keeps(recipe_of):
     assert (copied := memory.peaks_in(meta, recipe, "bfloat16").training) is not None
     assert copied - half.inference == 2 * d
 
-    model = meta.build("float32")
-    found = memory.measured_pass(meta, recipe.data, model, 4)
-    args = SimpleNamespace(
-        method="dp-adamw", per_example_gradients="dense", not_private=False, clipping="fixed",
-        bf16=False,
-    )  # fmt: skip
-    dense, how = memory.first_order_bytes(model, args, 4, found)[::-1]
-    assert (how, dense) == ("dense", full.weights + 2 * 4 * d + 8 * d + 5 * 4 * d + found.total)
-    args.per_example_gradients, args.method = "ghost", "dp-sgd"
-    ghost = memory.first_order_bytes(model, args, 4, found)
-    assert ghost == ("ghost", full.weights + 4 * d + 2 * 4 * d + found.total)
+    for method, how, gradients in (
+        ("dp-adamw", "dense", 2 * 4 * d + 8 * d + 5 * 4 * d),  # moments, sum, one of each example
+        ("dp-sgd", "ghost", 4 * d + 2 * 4 * d),
+    ):
+        first = recipe_of(TINY, method=method, per_example_gradients=how, num_directions=None)
+        kept = memory.measured_pass(meta, recipe.data, meta.build("float32"), 4).total
+        found = memory.peaks_in(meta_of(first), first, "float32")
+        assert (found.how, found.training) == (how, full.weights + gradients + kept)
 
 
 def test_ghost_clipping_is_not_for_half_precision(recipe_of):
@@ -209,11 +204,10 @@ def test_ghost_clipping_is_not_for_half_precision(recipe_of):
 
 
 def test_a_device_fits_with_a_tenth_to_spare():
-    sizes = {"weights": 1, "inference": 2, "evaluation": 90}
-    run = memory.Peaks(precision="float32", **sizes, training=70, how="whole_model")
-    assert run.peak == 90 and run.fits(100) and not run.fits(99)
-    longer = dataclasses.replace(run, training=91)
-    assert longer.peak == 91 and not longer.fits(100)
+    sizes = {"weights": 1, "inference": 2, "evaluation": 90, "how": "whole_model"}
+    for training, peak in ((70, 90), (91, 91)):
+        run = memory.Peaks(precision="float32", **sizes, training=training)
+        assert run.peak == peak and run.fits(100) == (peak == 90) and not run.fits(99)
 
 
 def test_a_quantised_base_packs_the_frozen_linear_layers(recipe_of):
@@ -250,12 +244,14 @@ def test_evaluation_by_generation_keeps_keys_and_values(recipe_of):
 def test_rows_that_are_here_are_counted():
     rows = plan.count_rows(DataArguments(task="quickstart", max_train_samples=100))
     assert (rows.train, rows.labels) == (100, 2) and "which are here" in rows.source
-    other = "num_examples=99, but the recipe's data is here and has 8192"
-    with pytest.raises(ValueError, match=other):
+    with pytest.raises(
+        ValueError, match="num_examples=99, but the recipe's data is here and has 8192"
+    ):
         plan.count_rows(DataArguments(task="quickstart"), given=99)
-    data = DataArguments(task="sst2", train_file="none.jsonl", validation_file="none.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"none\.jsonl not found"):
-        plan.count_rows(data)
+    with pytest.raises(FileNotFoundError, match=r"none\.csv not found"):
+        plan.count_rows(
+            DataArguments(train_file="none.csv", validation_file="none.csv", task="sst2")
+        )
 
 
 @pytest.mark.parametrize(
