@@ -38,6 +38,7 @@ MISTAKES = (ValueError, OSError, ImportError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status; `argv` defaults to the process's own."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # Hugging Face's loaders pin memory by default; without a GPU torch warns of it in each run.
     warnings.filterwarnings("ignore", message=".*'pin_memory' argument is set as true")
     try:
         _dispatch(words)
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> None:
     parser = _build_parser()
+    # What the parser does not know are settings of the recipe, which has its own parser.
     parsed, overrides = parser.parse_known_args(words)
     values = vars(parsed)
     command = values.pop("command")

@@ -155,6 +155,7 @@ def run_federate(arguments: Federate) -> None:
         raise ValueError(f"--drop {drop} of {arguments.clients} clients: leave one at least.")
     recipe = arguments.recipe
     settings = Settings(
+        # A client's process may start in another folder.
         recipe=os.path.abspath(recipe) if os.path.exists(recipe) else recipe,
         overrides=tuple(arguments.overrides),
         clients=arguments.clients,

@@ -52,7 +52,7 @@ def run_replay(arguments: Replay) -> None:
         raise ValueError(f"output_dir={output} is the trajectory's own folder; give another one.")
     trajectory = Trajectory.load(arguments.trajectory)
     model, tokenizer = _load_base(arguments.base, arguments.overrides, beside)
-    replay(model, trajectory, arguments.upto)
+    replay(model, trajectory, arguments.upto)  # refuses a base of another digest
     model.save_pretrained(output)
     if tokenizer is not None:
         tokenizer.save_pretrained(output)

@@ -131,7 +131,8 @@ def run_evaluate(arguments: Evaluate) -> None:
         recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **overrides})
         keys = ("model_name_or_path", "model_revision")
         written = {k: v for k, v in read_recipe(arguments.recipe).items() if k in keys}
-        named = coerce_fields(written, str(arguments.recipe))  # whatever the command line says
+        # The base is what the file names: the command line may name a trained model instead.
+        named = coerce_fields(written, str(arguments.recipe))
         base = named.get("model_name_or_path", "")
         own = Origin.of(base, named.get("model_revision"))
         if arguments.zero_shot:

@@ -63,14 +63,14 @@ class Method:
         """Returns its run at a target epsilon, inf without privacy, and a seed."""
         settings = {
             "target_epsilon": epsilon if self.private else None,
-            "noise_multiplier": None,
+            "noise_multiplier": None,  # the target sets the noise
             "seed": seed,
             "subset_seed": seed,
             "init_seed": seed,
             "resume_from_checkpoint": None,
             "disable_tqdm": True,  # the log of a run is a file
         }
-        if not self.recipe.training.first_order:
+        if not self.recipe.training.first_order:  # gradients have no directions
             settings["direction_key"] = seed
         return Run(
             name=f"{self.name}-eps{epsilon:.12g}-seed{seed}",
@@ -136,6 +136,7 @@ def build_grid(
         raise ValueError("there are no epsilons; give e.g. --epsilons 2,6.")
     _refuse_repeats("methods (by name)", [method.name for method in compared])
     _check_comparable(compared)
+    # Seeds outermost: an interrupted comparison has compared all methods on those it finished.
     runs = [
         method.at(epsilon, seed)
         for seed in seeds
@@ -143,7 +144,7 @@ def build_grid(
         for epsilon in (epsilons if method.private else [math.inf])
     ]
     first: dict[str, Run] = {}
-    for run in runs:  # two runs with the same settings would share a row
+    for run in runs:  # rows are found by their digest, so equal settings would share one
         if (twin := first.setdefault(run.digest, run)) is not run:
             raise ValueError(
                 f"methods {twin.method!r} and {run.method!r} have the same settings ({twin.source}; "
@@ -184,6 +185,7 @@ def _find_method(
         chain, source, name = recipe_chain(Path(method)), method, Path(method).stem
     elif shared is not None and not (method == base.training.method and unnamed):
         prefix = shared.name.removesuffix(f"{method}{shared.suffix}")
+        # The recipe's own method may have a file of the same kind: its adapters must not stay.
         own = [
             (file, keys)
             for file, keys in recipe_chain(recipe)
@@ -199,7 +201,7 @@ def _find_method(
             f"{recipe.parent} has no {beside.name}."
         )
     target = {"target_epsilon": epsilon, "noise_multiplier": None}
-    try:
+    try:  # loaded once here, so that what is wrong is said of the method, not of a run
         loaded = build_recipe(chain, {**fixed, **target}, source)
     except ValueError as error:
         raise ValueError(f"method {method!r}: {error}") from error

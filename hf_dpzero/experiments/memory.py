@@ -163,6 +163,7 @@ class MetaModel:
         from transformers.initialization import no_init_weights
 
         with no_init_weights(), torch.device("meta"):
+            # Building writes the labels and the dtype into the configuration.
             model = self._without_adapters(copy.deepcopy(self.config), getattr(torch, dtype))
         model.eval().tie_weights()  # comes with the initialisation, which was left out
         with torch.device("meta"), _NothingPadded():
@@ -238,6 +239,7 @@ class MetaModel:
         layers = max(sizes, key=lambda name: sizes[name])
         names = [name for name, _ in model.named_parameters()]
         last = max(i for i, name in enumerate(names) if name.startswith(f"{layers}."))
+        # A prefix comes last in the model and first in a pass.
         before = {name for i, name in enumerate(names) if i <= last or "prompt_encoder" in name}
         return not any(p.requires_grad for name, p in model.named_parameters() if name in before)
 
@@ -330,6 +332,7 @@ def measured_pass(
 
     with torch.no_grad(), measured(model) as found, _NothingPadded():
         if meta.head != "sequence_classification":
+            # Each label is scored as a text of its own, unless one position scores them all.
             rows = examples * (meta.num_labels if several_words(meta, data) else 1)
             scored = 1 if meta.num_labels else max(1, min(data.max_new_tokens, length - 2))
             selected_logits(model, {"input_ids": zeros(rows, length)}, zeros(rows, scored))
@@ -372,6 +375,7 @@ def zeroth_order_bytes(
     copies = 2 * directions * sum(p.nbytes for p in trained)
     strategy = args.perturbation_strategy
     if strategy == "auto":
+        # In training intermediate results decide (`estimators.stacked`): behind the body they are small.
         many = directions >= AUTO_DIRECTIONS and copies <= STACK_BYTES
         strategy = "layerwise" if half else "stacked" if many and head_alone else "whole_model"
     kept = half
@@ -417,6 +421,7 @@ def first_order_bytes(
     if how == "ghost" and half:
         return how, None
     moments = 0 if args.method in ("sgd", "dp-sgd") else 2
+    # Dense gradients are one of each example and one more while they are weighted, summed in float64.
     gradients = (examples + 1) * size if how == "dense" else 2 * size
     sums = 8 * count if how == "dense" else 4 * count
     return how, weight_bytes(model) + moments * size + sums + gradients + found.total

@@ -59,6 +59,7 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     rows = count_rows(recipe.data, num_examples)
     meta, source = shape_of(recipe, rows.labels)
     model = meta.build(meta.own_dtype)
+    # K is chosen by what follows the first trained parameter, as training will choose it.
     recipe = dataclasses.replace(recipe, training=resolve(recipe.training, model))
     parameters = list(model.parameters())  # tied ones once
     trained = [p for p in parameters if p.requires_grad]
@@ -154,7 +155,7 @@ def _task_that_is_here(data: DataArguments) -> AnyTask | None:
     try:
         with offline():
             return build_task(data)
-    except OSError:
+    except OSError:  # not in a cache; of local files it is the user's mistake
         if data.train_file or data.validation_file:
             raise
         return None
@@ -166,6 +167,7 @@ def offline() -> Iterator[None]:
     import datasets.config
     import huggingface_hub.constants
 
+    # The libraries read the environment when they are imported, so these flags are what counts.
     hub, data = huggingface_hub.constants, datasets.config
     flags = ((hub, "HF_HUB_OFFLINE"), (data, "HF_HUB_OFFLINE"), (data, "HF_DATASETS_OFFLINE"))
     saved = [getattr(module, name, None) for module, name in flags]

@@ -62,6 +62,7 @@ class Run:
     @property
     def digest(self) -> str:
         """16 hex digits that change with every setting of the run, and from trial to trial."""
+        # Only what was written down: a default that changes does not run everything again.
         values = {k: v for k, v in self.recipe.values.items() if k != "output_dir"}
         if self.trial is not None:  # two trials of a sweep may draw the same settings
             values["trial"] = self.trial
@@ -128,7 +129,7 @@ def append_row(path: Path, row: Row) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(encode(asdict(row)), allow_nan=False) + "\n")
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # a run that took hours is not run again after a power cut
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -361,6 +362,7 @@ def aggregate(
             groups.setdefault(row.zero_shot_group, []).append(row)
     zero_shot = []
     for alike in groups.values():
+        # Methods and epsilons of one seed start from one model: their figures are one figure.
         seeds = dict[int, list[float]]()
         for row in alike:
             seeds.setdefault(row.seed, []).append(row.zero_shot or 0.0)

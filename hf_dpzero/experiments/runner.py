@@ -99,7 +99,7 @@ class Workspace:
         while True:
             number += 1
             name = run.name if number == 1 else f"{run.name}-attempt{number}"
-            if name in recorded:
+            if name in recorded:  # what a run left stays, also where it failed: it may have spent
                 continue
             folder, recipe = self.run_folder / name, self._recipes / f"{name}.yaml"
             attempt = Attempt(run=run, folder=folder, recipe=recipe, log=self._logs / name)
@@ -153,6 +153,7 @@ def execute(
       check: called before a row is written; what it raises ends everything without that row.
       ended: called after a row is written.
     """
+    # By folder: two runs never write into one.
     waiting, running = list(runs), dict[str, tuple[Attempt, Child]]()
 
     def collect(attempt: Attempt, exit_: Exit) -> None:
@@ -178,7 +179,7 @@ def execute(
                 if exit_ is not None:
                     collect(running.pop(name)[0], exit_)
             if running and not any(exits.values()):
-                time.sleep(0.05)
+                time.sleep(0.05)  # nothing in Python waits for the first of several processes
     finally:
         for _, child in running.values():
             child.stop()
@@ -201,7 +202,7 @@ class Process:
                 stdout=out,
                 stderr=err,
                 env={**os.environ, **environment},
-                start_new_session=True,
+                start_new_session=True,  # so that `stop` ends its own children too
                 pass_fds=() if lock is None else (lock,),
             )
         self._since = time.monotonic()
@@ -222,6 +223,7 @@ class Process:
 
 def train_in_process(jobs: int, lock: int | None = None) -> Start:
     """Returns what starts attempts as `python -m hf_dpzero.cli.main train ...`, `jobs` at a time."""
+    # Each process would take every core, and wait for the others at each operation.
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))} if jobs > 1 else {}
 
     def start(attempt: Attempt) -> Child:

@@ -254,6 +254,7 @@ def prepare(settings: SweepSettings) -> Prepared:
     if settings.tuning != "composed":
         return Prepared(extra=common, num_examples=n, metric=metric, tuning=settings.tuning)
     delta = recipes[0].training.delta(n)
+    # One noise multiplier for all trials: private selection accounts for a single event.
     sigma = _noise_of_trials(settings, task, delta)
     plans = _plans(settings, task, sigma)
     if settings.secret:
@@ -357,6 +358,7 @@ def open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
     private.mkdir(parents=True, exist_ok=True)
     private.chmod(0o700)
     if not state.exists():
+        # Drawn once and kept: whoever could interrupt and draw again would choose the number.
         points = draw_points(settings) if settings.secret else settings.points
         text = json.dumps({"fingerprint": fingerprint, "trials": points}, indent=2)
         write_atomically(state, text + "\n")

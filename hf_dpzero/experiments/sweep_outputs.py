@@ -51,6 +51,7 @@ def write(settings: SweepSettings, prepared: Prepared, workspace: Workspace) -> 
 
 def _best_row(rows: Sequence[Row], metric: str) -> Row | None:
     """Returns the finished row with the best score, the earliest of equals."""
+    # Of a loss or a perplexity the least is the best.
     sign = -1.0 if metric.endswith(("loss", "perplexity")) else 1.0
 
     def worth(row: Row) -> float:

@@ -196,6 +196,7 @@ def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLi
         raise ValueError(f"{len(records)} comparison to merge; give the folders of two or more.")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{twice[0]!r} stands for two comparisons; rename one of their folders.")
+    # One epsilon must mean one thing in a table.
     private = [(name, record.relation) for name, record in records if record.relation]
     for name, relation in private:
         if relation != private[0][1]:
