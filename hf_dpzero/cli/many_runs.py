@@ -189,7 +189,7 @@ def run_federate(arguments: Federate) -> None:
     try:
         flower.simulate(
             serve,
-            flower.client_app(settings, str(folder), stops),
+            flower.simulated_clients(settings, str(folder), stops),
             num_clients=settings.clients,
             timeout=arguments.timeout,
             actors=arguments.actors,
