@@ -22,7 +22,7 @@ from hf_dpzero.run_folder.initial_values import load_initial_model
 from hf_dpzero.shipped import shipped_file
 
 if TYPE_CHECKING:
-    from hf_dpzero.tasks.task import Task
+    from hf_dpzero.tasks.classification import Task
 
 
 def run(arguments: Replay) -> None:
@@ -98,7 +98,7 @@ def _task_of(recipe: Recipe, beside: Path) -> Task:
 def _without_rows(recipe: Recipe, label_names: Sequence[str]) -> Task:
     import datasets
 
-    from hf_dpzero.tasks.task import Task
+    from hf_dpzero.tasks.classification import Task
 
     return Task(
         name=recipe.data.task,

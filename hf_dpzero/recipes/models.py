@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from hf_dpzero.tasks.classification import Task
     from hf_dpzero.tasks.prompted import PromptTask
-    from hf_dpzero.tasks.task import Task
 
 CLASSIFICATION = "sequence_classification"
 LANGUAGE_MODELS: dict[str, Any] = {

@@ -10,34 +10,20 @@ import io
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import numpy as np
 
 from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import HubSource
 
 _READERS = {
     ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class HubSource:
-    """Where a task's rows are on the Hub.
-
-    Attributes:
-      name: the data set.
-      config: its configuration, if it has several.
-      revision: branch, tag or commit; None is the default branch.
-      validation: the split that is evaluated on; "test" is taken where there is none.
-    """
-
-    name: str
-    config: str | None = None
-    revision: str | None = None
-    validation: str = "validation"
+TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 def load_splits(data: DataArguments, source: HubSource | None) -> datasets.DatasetDict:
@@ -282,7 +268,7 @@ def require_texts(splits: datasets.DatasetDict, columns: Sequence[str]) -> None:
                 held = "lists"
             elif not isinstance(feature, (dict, datasets.Value)):
                 held = f"{type(feature).__name__} values"
-            if held not in ("string", "large_string", "string_view"):
+            if held not in TEXT_TYPES:
                 raise ValueError(
                     f"column {column!r} of the {split} rows holds {held}, and a model reads text: "
                     "choose another column, or write one text in each row."

@@ -12,7 +12,7 @@ import yaml
 
 from hf_dpzero.cli import main
 from hf_dpzero.experiments.results import metrics_of_trial
-from hf_dpzero.tasks.benchmarks import BENCHMARKS
+from hf_dpzero.tasks.description import BENCHMARKS
 
 
 @pytest.fixture(scope="module")

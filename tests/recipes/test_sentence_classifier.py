@@ -33,7 +33,7 @@ from hf_dpzero.recipes.sentence_classifier import (
 )
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.task import Task
+from hf_dpzero.tasks.classification import Task
 
 WIDTH = 16
 BOTH = pytest.mark.parametrize("pairing", ["joint", "siamese"])

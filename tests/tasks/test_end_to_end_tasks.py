@@ -23,8 +23,8 @@ from hf_dpzero.objectives import prompted
 from hf_dpzero.objectives.losses import IGNORE_INDEX
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.benchmarks import BENCHMARKS
-from hf_dpzero.tasks.prompted_classification import PromptedClassification
+from hf_dpzero.tasks.description import BENCHMARKS
+from hf_dpzero.tasks.prompted import PromptedClassification
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 STEPS = 2

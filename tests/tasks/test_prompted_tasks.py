@@ -20,16 +20,16 @@ from transformers import EvalPrediction
 
 from hf_dpzero.tasks import build_task, prompted
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.benchmarks import BENCHMARKS
-from hf_dpzero.tasks.collators import AnswerCollator, CandidateCollator, LabelWordCollator
-from hf_dpzero.tasks.prompt_encoding import mask_word_ids
-from hf_dpzero.tasks.prompted_classification import PromptedClassification
+from hf_dpzero.tasks.description import BENCHMARKS
+from hf_dpzero.tasks.prompted import CandidateCollator, LabelWordCollator, PromptedClassification
 from hf_dpzero.tasks.prompted_generation import (
+    AnswerCollator,
     PromptedGeneration,
-    _decoded,
-    _gold_answers,
-    _stop_tokens,
+    decoded_answer,
+    gold_answers,
+    stop_tokens,
 )
+from hf_dpzero.tasks.templates import mask_word_ids
 
 KINDS = ("masked_lm", "causal_lm")
 
@@ -497,7 +497,7 @@ def questions(folder: Path, count: int = 5, **settings: Any) -> PromptedGenerati
     ],
 )
 def test_gold_answers(value, expected):
-    assert _gold_answers(value) == expected
+    assert gold_answers(value) == expected
 
 
 def test_prompt_and_answer_of_a_question(tmp_path):
@@ -593,15 +593,15 @@ def test_answers_are_decoded_up_to_the_new_line(family):
     tokenizer = CAUSAL[family]()
     ids = tokenizer("x in May, 1900 \nand more", add_special_tokens=False)["input_ids"]
     own = [*ids, tokenizer.eos_token_id, -100, -100]
-    assert _decoded(tokenizer, own) == "x in May, 1900"
-    assert _decoded(tokenizer, [-100, -100]) == ""
-    assert _decoded(tokenizer, []) == ""
+    assert decoded_answer(tokenizer, own) == "x in May, 1900"
+    assert decoded_answer(tokenizer, [-100, -100]) == ""
+    assert decoded_answer(tokenizer, []) == ""
 
 
 @pytest.mark.parametrize("family", CAUSAL)
 def test_what_ends_an_answer(family):
     tokenizer = CAUSAL[family]()
-    stops = _stop_tokens(tokenizer)
+    stops = stop_tokens(tokenizer)
     assert stops[0] == tokenizer.eos_token_id
     assert len(stops) == 2
     written = tokenizer("in May\n", add_special_tokens=False)["input_ids"]

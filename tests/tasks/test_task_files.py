@@ -15,9 +15,14 @@ from tiny_language_models import opt_tokenizer
 from hf_dpzero import tasks
 from hf_dpzero.tasks import TASKS, build_task, register_task
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.benchmarks import BENCHMARKS
-from hf_dpzero.tasks.description import Prompt, TaskDescription, _described_by, read_task
-from hf_dpzero.tasks.rows import HubSource
+from hf_dpzero.tasks.description import (
+    BENCHMARKS,
+    HubSource,
+    Prompt,
+    TaskDescription,
+    described,
+    read_task,
+)
 from hf_dpzero.tasks.templates import checked_template
 
 TICKETS: dict[str, Any] = {
@@ -113,9 +118,9 @@ def test_what_is_left_out_has_its_usual_value(tmp_path):
 def test_null_is_the_same_as_left_out():
     short: dict[str, Any] = {"fields": {"text": None}, "labels": ["a", "b"]}
     nulls = dict.fromkeys([key for key in TICKETS if key not in short])
-    assert _described_by({**short, **nulls, "answers": None}) == _described_by(short)
+    assert described({**short, **nulls, "answers": None}, "t") == described(short, "t")
     with pytest.raises(ValueError, match="the prompt masked_lm has no template"):
-        _described_by({**short, "prompts": {"masked_lm": {"template": None}}})
+        described({**short, "prompts": {"masked_lm": {"template": None}}}, "t")
 
 
 def test_words_and_blocks_of_yaml(tmp_path):
@@ -226,7 +231,7 @@ def test_what_is_no_yaml_names_the_file(tmp_path):
 
 
 def test_a_name_that_is_no_task_says_how_to_write_one():
-    register_task(_described_by(TICKETS))
+    register_task(described(TICKETS, "task"))
     with pytest.raises(FileNotFoundError, match=r"task 'none.yml' not found, neither beside"):
         build_task(DataArguments(task="none.yml"))
     with pytest.raises(ValueError, match=r"'sst3' is not one of .*trec, tickets.*a \.yaml file"):
@@ -316,12 +321,12 @@ def test_a_hub_data_set_that_cannot_be_reached(tmp_path):
 
 
 def test_a_registered_task(tmp_path):
-    register_task(_described_by(QUESTIONS, "dates"))
+    register_task(described(QUESTIONS, "dates"))
     data = rows(tmp_path, [{"question": "When?", "answer": "1900"}])
     task: Any = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
     assert task.name == "dates"
     assert task.answers == "answer"
-    register_task(_described_by(changed(QUESTIONS, answers="question"), "dates"))
+    register_task(described(changed(QUESTIONS, answers="question"), "dates"))
     task = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
     assert task.answers == "question"
 
@@ -329,7 +334,7 @@ def test_a_registered_task(tmp_path):
 def test_the_packages_own_names_are_taken():
     for name in TASKS:
         with pytest.raises(ValueError, match=f"task '{name}' comes with this package"):
-            register_task(_described_by(QUESTIONS, name))
+            register_task(described(QUESTIONS, name))
 
 
 def prompts() -> Iterator[tuple[str, str, Prompt]]:

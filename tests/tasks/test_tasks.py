@@ -16,7 +16,8 @@ from transformers import EvalPrediction
 
 from hf_dpzero.tasks import build_task, quickstart
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.rows import HubSource, load_splits
+from hf_dpzero.tasks.description import HubSource
+from hf_dpzero.tasks.rows import load_splits
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 

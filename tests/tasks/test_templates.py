@@ -11,8 +11,7 @@ import pytest
 from tokenizer_families import CAUSAL, MASKED, QWEN_PIECES, Slow
 from transformers import ByT5Tokenizer
 
-from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder
-from hf_dpzero.tasks.templates import Template, checked_template
+from hf_dpzero.tasks.templates import Encoded, PromptEncoder, Template, checked_template
 
 PRIVATE_USE = "\ue000"
 FIELDS = ("passage", "question")
