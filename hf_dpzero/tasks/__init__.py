@@ -3,7 +3,7 @@
 Promises: every batch has one row an example; what a refusal says quotes no row; metrics need no network.
 The number of training rows that a task keeps is the n of the privacy accounting. May import
 `objectives`, `shipped` and `values` only. Start with `build_task`; then `classification.py` (heads) or
-`prompted.py` (prompts), and `description.py` (the paper's tasks, and how to describe your own).
+`prompted.py` (prompts), and `description.py` (how to describe your own).
 
 Tasks have names: those of `TASKS`, by `register_task`, or the path of a YAML file.
 """
@@ -11,11 +11,13 @@ Tasks have names: those of `TASKS`, by `register_task`, or the path of a YAML fi
 from __future__ import annotations
 
 import filecmp
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_dpzero.shipped import shipped_folder
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.description import BENCHMARKS, QUICKSTART, TaskDescription, read_task
+from hf_dpzero.tasks.description import TaskDescription, read_task
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks.classification import Task
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 
     AnyTask = Task | PromptTask
 
-TASKS = (QUICKSTART.name, "text_classification", *sorted(BENCHMARKS))
-"""Names of the tasks that come with the package."""
+BENCHMARKS = ("boolq", "drop", "mnli", "rte", "snli", "squad", "sst2", "sst5", "trec")
+"""The tasks of the paper (DPZero, Zhang et al. 2024, Tables 2, 4 and 5), in `configs/tasks`."""
+
+TASKS = ("quickstart", "text_classification", *BENCHMARKS)
+"""All tasks that come with the package."""
 
 _REGISTERED: dict[str, TaskDescription] = {}
 
@@ -64,8 +69,10 @@ def description_of(name: str) -> TaskDescription | None:
       ValueError: an unknown task; names the known ones.
       FileNotFoundError: no such file.
     """
+    if name == "text_classification":
+        return None
     if name in TASKS:
-        return {**BENCHMARKS, QUICKSTART.name: QUICKSTART}.get(name)
+        return _shipped(name)
     if name in _REGISTERED:
         return _REGISTERED[name]
     if name.endswith((".yaml", ".yml")):
@@ -74,6 +81,11 @@ def description_of(name: str) -> TaskDescription | None:
         f"task={name!r} is not one of {', '.join([*TASKS, *_REGISTERED])}; a task of your own is a "
         ".yaml file (see docs/tasks.md)."
     )
+
+
+@functools.cache
+def _shipped(name: str) -> TaskDescription:
+    return read_task(str(shipped_folder("configs") / "tasks" / f"{name}.yaml"))
 
 
 def same_rows(one: DataArguments, other: DataArguments) -> bool:

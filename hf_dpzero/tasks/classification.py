@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.description import QUICKSTART, TaskDescription
+from hf_dpzero.tasks.description import TaskDescription
 from hf_dpzero.tasks.metrics import classification_scores
 from hf_dpzero.tasks.quickstart import load_generated
 from hf_dpzero.tasks.rows import (
@@ -201,7 +201,8 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
             "out, or use task: text_classification."
         )
     source = known.source if known else None
-    splits = load_generated(data) if known is QUICKSTART else load_splits(data, source)
+    generated = data.task == "quickstart"
+    splits = load_generated(data) if generated else load_splits(data, source)
     fields = known.fields if known else {"text": ("text",)}
     usual = [column_of(splits, namings) for namings in fields.values()]
     second = [data.text_pair_column] if data.text_pair_column else usual[1:2]

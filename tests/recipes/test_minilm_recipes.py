@@ -12,7 +12,7 @@ from tiny_language_models import save_encoder
 from hf_dpzero.cli import main
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
-from hf_dpzero.tasks.description import BENCHMARKS
+from hf_dpzero.tasks import description_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 TASKS = ("sst2", "sst5", "trec", "rte", "snli")
@@ -51,9 +51,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_of(task: str, folder: Path) -> dict[str, str]:
     """train_file and validation_file with the columns and all labels of a task."""
-    labels = range(len(BENCHMARKS[task].label_names))
+    description = description_of(task)
+    labels = range(len(description.label_names))
     texts = ("it was good", "bad film", "awful it was", "great")
-    columns = [names[0] for names in BENCHMARKS[task].fields.values()]
+    columns = [names[0] for names in description.fields.values()]
     lines = [
         json.dumps(
             {c: texts[(i + k) % 4] for k, c in enumerate(columns)} | {"label": i % len(labels)}

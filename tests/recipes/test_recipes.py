@@ -313,7 +313,7 @@ HUB_ROWS: dict[str, Callable[[int], Row]] = {
         "answers_spans": {"spans": [str(1900 + i), str(1900 + i)], "types": ["number", "number"]},
     },
 }
-"""task -> row i as its data set on the Hub has it (columns of the sources in tasks/description.py)."""
+"""task -> row i as its data set on the Hub has it (columns of the sources in configs/tasks)."""
 
 
 def write_rows(task: str, folder: Path, rows: int = 48) -> dict[str, Path]:

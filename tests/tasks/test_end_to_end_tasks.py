@@ -21,9 +21,8 @@ from hf_dpzero.cli import main
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives import prompted
 from hf_dpzero.objectives.losses import IGNORE_INDEX
-from hf_dpzero.tasks import build_task
+from hf_dpzero.tasks import BENCHMARKS, build_task, description_of
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.description import BENCHMARKS
 from hf_dpzero.tasks.prompted import PromptedClassification
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -31,7 +30,7 @@ STEPS = 2
 QUICK = {("sst2", "masked_lm"), ("trec", "causal_lm"), ("squad", "causal_lm")}
 LENGTHS = {"sst2": 30, "sst5": 30, "trec": 30, "rte": 80, "snli": 60, "mnli": 70}
 """max_seq_length, so that some prompts of the task are cut; 90 for the others."""
-CASES = [(task, kind) for task, known in BENCHMARKS.items() for kind in known.prompts]
+CASES = [(task, kind) for task in BENCHMARKS for kind in description_of(task).prompts]
 PARAMETERS = [
     pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow], id="-".join(case))
     for case in CASES

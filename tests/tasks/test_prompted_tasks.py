@@ -18,9 +18,8 @@ from tiny_language_models import LABEL_WORDS, opt_tokenizer, roberta_tokenizer
 from tokenizer_families import CAUSAL, Slow, bert, llama
 from transformers import EvalPrediction
 
-from hf_dpzero.tasks import build_task, prompted
+from hf_dpzero.tasks import BENCHMARKS, build_task, description_of, prompted
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.description import BENCHMARKS
 from hf_dpzero.tasks.prompted import CandidateCollator, LabelWordCollator, PromptedClassification
 from hf_dpzero.tasks.prompted_generation import (
     AnswerCollator,
@@ -130,7 +129,7 @@ WORDS = {
 
 
 def test_every_benchmark_has_its_prompts_written_down():
-    offered = {(name, kind) for name, task in BENCHMARKS.items() for kind in task.prompts}
+    offered = {(name, kind) for name in BENCHMARKS for kind in description_of(name).prompts}
     assert offered == set(PROMPTS)
     assert set(BENCHMARKS) == set(ROWS)
 

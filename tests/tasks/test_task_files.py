@@ -13,10 +13,9 @@ import yaml
 from tiny_language_models import opt_tokenizer
 
 from hf_dpzero import tasks
-from hf_dpzero.tasks import TASKS, build_task, register_task
+from hf_dpzero.tasks import BENCHMARKS, TASKS, build_task, description_of, register_task
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.description import (
-    BENCHMARKS,
     HubSource,
     Prompt,
     TaskDescription,
@@ -338,15 +337,15 @@ def test_the_packages_own_names_are_taken():
 
 
 def prompts() -> Iterator[tuple[str, str, Prompt]]:
-    for name, task in BENCHMARKS.items():
-        for kind, prompt in task.prompts.items():
+    for name in BENCHMARKS:
+        for kind, prompt in description_of(name).prompts.items():
             yield name, kind, prompt
 
 
 def test_the_benchmarks_prompts_fit_their_tasks():
     seen = 0
     for name, kind, prompt in prompts():
-        task = BENCHMARKS[name]
+        task = description_of(name)
         template = checked_template(prompt.template, kind, tuple(task.fields), task.optional_fields)
         assert set(template.used_fields) == set(task.fields), f"{name} {kind} leaves out a field"
         assert prompt.passage in (None, *task.fields)
