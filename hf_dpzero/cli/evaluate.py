@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_dpzero.cli.options import Evaluate
+from hf_dpzero.recipes.adapters import ADAPTER_FILE
 from hf_dpzero.recipes.build import (
     check_context,
     load_trained,
-    output_dir,
     refuse_rows_of,
     refuse_training_texts,
     with_kept_column,
 )
-from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
 from hf_dpzero.recipes.recipe import (
     Recipe,
     coerce_fields,
@@ -60,8 +59,8 @@ def run(arguments: Evaluate) -> None:
         metrics = _evaluate(recipe, task, base, quiet=arguments.json)
     results = {**metrics, "privacy": statement}
     if "output_dir" in overrides:
-        output_dir(recipe).mkdir(parents=True, exist_ok=True)
-        path = output_dir(recipe) / "eval_results.json"
+        recipe.output_dir.mkdir(parents=True, exist_ok=True)
+        path = recipe.output_dir / "eval_results.json"
         path.write_text(json.dumps(results, indent=4, sort_keys=True), encoding="utf-8")
     print(json.dumps(results, indent=2, sort_keys=True) if arguments.json else statement)
 

@@ -11,8 +11,7 @@ from hf_dpzero.cli.options import Init
 
 def run(arguments: Init) -> None:
     """Reads the columns, counts n, writes the starter and says what to do next."""
-    from hf_dpzero.recipes.columns import detect_columns
-    from hf_dpzero.recipes.starter import Starter
+    from hf_dpzero.recipes.starter import Starter, detect_columns
     from hf_dpzero.tasks.rows import read_rows
     from hf_dpzero.values import positive
 

@@ -11,9 +11,8 @@ from hf_dpzero.cli.options import Train
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.privacy.schedule_gain import schedule_curves
-from hf_dpzero.recipes.build import build_trainer, output_dir
-from hf_dpzero.recipes.recipe import Recipe, load_recipe
-from hf_dpzero.recipes.unused import unused_settings
+from hf_dpzero.recipes.build import build_trainer
+from hf_dpzero.recipes.recipe import Recipe, load_recipe, unused_settings
 from hf_dpzero.reporting.plots import PLOT_FILE, optional_plot, plot_run
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 
@@ -25,7 +24,7 @@ def run(arguments: Train) -> None:
     """Trains as the recipe and the overrides say and leaves everything in its output_dir."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     resume = _checkpoint(recipe.training.resume_from_checkpoint)
-    folder = output_dir(recipe)
+    folder = recipe.output_dir
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"output_dir={str(folder)!r} is a file; give a folder.")
     if isinstance(resume, str) and not Path(resume).is_dir():
@@ -76,11 +75,11 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
         trainer.log_metrics(split, metrics)
         trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():
-        (output_dir(recipe) / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+        (recipe.output_dir / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
         try:
             with optional_plot(PLOT_FILE):
                 curves = schedule_curves(trainer.plan)
-                plot_run(trainer.state.log_history, output_dir(recipe), curves)
+                plot_run(trainer.state.log_history, recipe.output_dir, curves)
         except Exception as error:  # the weights and their report are there: a plot is an extra
             print(f"no training curve was drawn: {error}", file=sys.stderr)
     trainer.create_model_card()  # in place of PEFT's empty template

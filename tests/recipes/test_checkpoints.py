@@ -21,7 +21,7 @@ from tiny_language_models import roberta_tokenizer
 from transformers import AutoConfig, AutoTokenizer, BertConfig, PreTrainedModel
 
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.checkpoints import check_folder, dtype_settings, fetched, load_tokenizer
+from hf_dpzero.recipes.models import check_folder, dtype_settings, fetched, load_tokenizer
 
 Factory = Callable[..., PreTrainedModel]
 

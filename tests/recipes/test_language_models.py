@@ -77,7 +77,9 @@ def prompted(family: str) -> Any:
 
 def classified(labels: int = 2) -> Any:
     names = tuple(map(str, range(labels)))
-    return SimpleNamespace(name="labels", num_labels=labels, label_names=names)
+    return SimpleNamespace(
+        name="labels", head="sequence_classification", num_labels=labels, label_names=names
+    )
 
 
 def automatic(family: str) -> Any:

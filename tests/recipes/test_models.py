@@ -12,9 +12,9 @@ import transformers
 from tiny_language_models import save_encoder
 
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.models import load_model, output_layer, precompute_features
+from hf_dpzero.recipes.models import load_model, output_layer
 from hf_dpzero.recipes.recipe import load_recipe
-from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
+from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, precompute_features
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments

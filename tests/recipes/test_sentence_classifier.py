@@ -22,7 +22,7 @@ from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.models import load_model, precompute_features
+from hf_dpzero.recipes.models import load_model
 from hf_dpzero.recipes.sentence_classifier import (
     SentenceClassifier,
     SentenceClassifierConfig,
@@ -30,6 +30,7 @@ from hf_dpzero.recipes.sentence_classifier import (
     embed_texts,
     label_text_weights,
     pool,
+    precompute_features,
 )
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from hf_dpzero.recipes.catalogue import catalogue
-from hf_dpzero.recipes.recipe import load_recipe
-from hf_dpzero.recipes.unused import unused_settings
+from hf_dpzero.recipes.recipe import load_recipe, unused_settings
 
 FILES = {"train_file": "a.csv", "validation_file": "b.csv"}
 
