@@ -143,6 +143,7 @@ class SentenceClassifier(PreTrainedModel):
         nn.init.zeros_(model.classifier.bias)
         return model.eval()
 
+    # Hugging Face's Trainer drops the columns of rows that this signature does not name.
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -174,9 +175,15 @@ class SentenceClassifier(PreTrainedModel):
         if sentence_embedding is None:
             if input_ids is None:
                 raise ValueError("give input_ids, or sentence_embedding from an earlier embed().")
-            first = (input_ids, attention_mask, token_type_ids)
-            pair = (input_ids_pair, attention_mask_pair, token_type_ids_pair)
-            sentence_embedding = self.embed(*first, *pair, **settings)
+            tokens = {
+                "attention_mask": attention_mask,
+                "token_type_ids": token_type_ids,
+                "input_ids_pair": input_ids_pair,
+                "attention_mask_pair": attention_mask_pair,
+                "token_type_ids_pair": token_type_ids_pair,
+            }
+            given = {name: value for name, value in tokens.items() if value is not None}
+            sentence_embedding = self.embed(input_ids, **given, **settings)
         weight = self.classifier.weight
         logits = self.classifier(sentence_embedding.to(weight.dtype)) * self.config.logit_scale
         loss = None
@@ -185,23 +192,14 @@ class SentenceClassifier(PreTrainedModel):
         output = SequenceClassifierOutput(loss=loss, logits=logits)
         return output.to_tuple() if return_dict is False else output
 
-    def embed(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        input_ids_pair: Tensor | None = None,
-        attention_mask_pair: Tensor | None = None,
-        token_type_ids_pair: Tensor | None = None,
-        **settings: Any,
-    ) -> Tensor:
+    def embed(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Computes the head's input from token rows; row i depends on row i alone.
 
         Args:
-          input_ids, attention_mask, token_type_ids: `[B, T]`.
-          input_ids_pair, attention_mask_pair, token_type_ids_pair: `[B, T']`, the second texts,
-            padded on either side; with pair_features=siamese, and only then.
-          settings: passed on to the encoder.
+          input_ids: `[B, T]`.
+          inputs: attention_mask, token_type_ids `[B, T]`; with pair_features=siamese, and only then, the
+            second texts input_ids_pair, attention_mask_pair, token_type_ids_pair `[B, T']`, padded on
+            either side; anything else is passed on to the encoder.
 
         Returns:
           `[B, feature_size]`, float32.
@@ -210,36 +208,29 @@ class SentenceClassifier(PreTrainedModel):
           ValueError: second texts that the configuration does not expect, or none where it does.
         """
         siamese = self.config.pair_features == "siamese"
-        if siamese != (input_ids_pair is not None):
+        pair = {n.removesuffix("_pair"): inputs.pop(n) for n in list(inputs) if n.endswith("_pair")}
+        if siamese != ("input_ids" in pair):
             raise ValueError(
                 f"pair_features={self.config.pair_features!r}, but input_ids_pair is "
                 f"{'missing' if siamese else 'given'}: tokenise with the model's own pair_features "
                 "(`Task.tokenize`), or set the recipe's pair_features to it."
             )
-        first = self._embed_text(input_ids, attention_mask, token_type_ids, **settings)
-        if input_ids_pair is None:
+        first = self._embed_text(input_ids, **inputs)
+        if not siamese:
             return first
-        pair = {
-            "input_ids": input_ids_pair,
-            "attention_mask": attention_mask_pair,
-            "token_type_ids": token_type_ids_pair,
+        settings = {
+            n: v for n, v in inputs.items() if n not in ("attention_mask", "token_type_ids")
         }
-        tokens = right_padded({name: t for name, t in pair.items() if t is not None})
-        return compare(first, self._embed_text(**tokens, **settings), self.config.normalize)
+        second = self._embed_text(**right_padded(pair), **settings)
+        return compare(first, second, self.config.normalize)
 
     def _embed_text(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **settings: Any,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any
     ) -> Tensor:
         """Embeddings `[B, H]` float32 of one text a row, `[B, T]`."""
-        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        if token_type_ids is not None:
-            settings["token_type_ids"] = token_type_ids
-        output = self.encoder(input_ids, attention_mask=attention_mask, **settings)
-        pooled = pool(output.last_hidden_state.float(), attention_mask, self.config.pooling)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        output = self.encoder(input_ids, attention_mask=mask, **inputs)
+        pooled = pool(output.last_hidden_state.float(), mask, self.config.pooling)
         return F.normalize(pooled, dim=-1) if self.config.normalize else pooled
 
 

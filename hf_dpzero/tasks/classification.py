@@ -45,7 +45,7 @@ class Task:
       max_seq_length: tokens a text is cut to.
       splits: "train" (the private rows) and "validation" (assumed public), with the text columns
         and an integer column "label".
-      metric: the name of what `compute_metrics` returns.
+      metric: the name of what `metrics` returns.
       head: what kind of model it is for; prompted tasks have others.
     """
 
@@ -112,18 +112,19 @@ class Task:
         """Returns what pads rows into one batch; it also takes rows of precomputed features."""
         return Collator(tokenizer)
 
-    def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Returns {"accuracy": share of rows whose largest logit is at the label}, macro_f1 if asked."""
-        logits: Any = prediction.predictions
-        logits = logits[0] if isinstance(logits, tuple) else logits
-        chosen = np.argmax(logits, axis=-1)
-        return classification_scores(chosen, np.asarray(prediction.label_ids), self.metric)
-
     def metrics(
         self, tokenizer: PreTrainedTokenizerBase
     ) -> Callable[[EvalPrediction], dict[str, float]]:
-        """Returns `compute_metrics`, whatever the tokenizer; see `PromptTask.metrics`."""
-        return self.compute_metrics
+        """Returns what makes {"accuracy": ...} of logits, and macro_f1 where that is the metric."""
+
+        def compute(prediction: EvalPrediction) -> dict[str, float]:
+            logits = prediction.predictions
+            # A model with further outputs puts its logits first.
+            logits = logits[0] if isinstance(logits, tuple) else logits
+            chosen = np.argmax(logits, axis=-1)
+            return classification_scores(chosen, np.asarray(prediction.label_ids), self.metric)
+
+        return compute
 
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Returns None: the model's head says what is minimised (`objectives.select_objective`)."""

@@ -202,7 +202,7 @@ def test_hugging_faces_trainer_keeps_the_second_text(checkpoint, task, tmp_path)
         eval_dataset=task.tokenize(tokenizer, "siamese")["validation"],
         processing_class=tokenizer,
         data_collator=task.collator(tokenizer),
-        compute_metrics=task.compute_metrics,
+        compute_metrics=task.metrics(tokenizer),
     )
     with torch.no_grad():
         batch = batch_of(task, tokenizer, range(len(ROWS)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -599,76 +598,41 @@ def test_refusals_of_generation(settings, message, tmp_path):
         questions(tmp_path, **settings)
 
 
-@pytest.fixture
-def encoded_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """() -> how many rows were encoded since the last call."""
-    counts = [0]
-    for kind in (PromptedClassification, PromptedGeneration):
-        original = kind._encode
-
-        def counting(self: Any, rows: Any, *rest: Any, original: Any = original) -> Any:
-            counts.append(len(rows))
-            return original(self, rows, *rest)
-
-        monkeypatch.setattr(kind, "_encode", counting)
-
-    def since() -> int:
-        found = sum(counts)
-        counts.clear()
-        return found
-
-    return since
+def fingerprint(task: Any, tokenizer: Any) -> str:
+    """The name that `datasets` keeps encoded rows under; rows with a known name are not made again."""
+    return task.tokenize(tokenizer, only="validation")["validation"]._fingerprint
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_encoded_once(kind, tmp_path, encoded_rows):
+def test_rows_are_encoded_once(kind, tmp_path, monkeypatch):
     first = sentiment(tmp_path, kind).tokenize(tokenizer_for(kind))
-    assert encoded_rows() == 8
     other = roberta_tokenizer() if kind == "masked_lm" else opt_tokenizer()
     other(["padded", "and cut"], padding=True, truncation=True, max_length=4)  # leaves a trace
+    monkeypatch.setattr(PromptedClassification, "_encode", lambda *_: pytest.fail("made again"))
     again = sentiment(tmp_path, kind).tokenize(other)
-    assert encoded_rows() == 0
     for split in first:
         assert again[split][:] == first[split][:]
+        assert again[split]._fingerprint == first[split]._fingerprint
 
 
-OTHER_SETTINGS: dict[str, dict[str, Any]] = {
-    "template": {"template": "{sentence} That was {answer}"},
-    "label words": {"label_words": ["bad", "very good indeed"]},
-    "length": {"max_seq_length": 127},
-    "demonstrations": {"num_demonstrations": 1},
-    "fewer rows": {"max_train_samples": 3, "max_eval_samples": 3},
-}
-
-
-@pytest.mark.parametrize("change", OTHER_SETTINGS)
-def test_other_settings_are_encoded_anew(change, tmp_path, encoded_rows):
-    first = sentiment(tmp_path, "causal_lm").tokenize(opt(), only="validation")["validation"]
-    encoded_rows()
-    changed = sentiment(tmp_path, "causal_lm", **OTHER_SETTINGS[change])
-    rows = changed.tokenize(opt(), only="validation")["validation"]
-    assert encoded_rows() == (3 if change == "fewer rows" else 4)
-    if change in ("template", "demonstrations"):
-        assert rows["input_ids"][:] != first["input_ids"][:]
-    if change == "template":
-        assert opt().decode(rows["input_ids"][0]).endswith("That was")
-
-
-def test_other_tokenizers_and_versions_encode_anew(tmp_path, encoded_rows, monkeypatch):
-    task, more = sentiment(tmp_path, "causal_lm"), opt_tokenizer()
+def test_other_settings_are_encoded_anew(tmp_path, monkeypatch):
+    more = opt_tokenizer()
     more.add_tokens(["good film"])
-    for tokenizer in (opt(), opt_tokenizer([*LABEL_WORDS, "film"]), more):
-        rows = task.tokenize(tokenizer)["train"]
-        assert encoded_rows() == 8
-        assert rows["input_ids"][0] == tokenizer("a good film It was")["input_ids"]
-    questions(tmp_path).tokenize(opt())
-    assert encoded_rows() == 10
-    questions(tmp_path, max_new_tokens=49).tokenize(opt())
-    assert encoded_rows() == 10
-    task = sentiment(tmp_path, "causal_lm")
+    changes: list[dict[str, Any]] = [
+        {},
+        {"template": "{sentence} That was {answer}"},
+        {"label_words": ["bad", "very good indeed"]},
+        {"max_seq_length": 127},
+        {"num_demonstrations": 1},
+        {"max_train_samples": 3, "max_eval_samples": 3},
+    ]
+    found = [fingerprint(sentiment(tmp_path, "causal_lm", **change), opt()) for change in changes]
+    plain = sentiment(tmp_path, "causal_lm")
+    found += [fingerprint(plain, other) for other in (opt_tokenizer([*LABEL_WORDS, "film"]), more)]
+    found += [fingerprint(questions(tmp_path, max_new_tokens=n), opt()) for n in (49, 50)]
     monkeypatch.setattr(prompted, "__version__", "another")
-    task.tokenize(opt())
-    assert encoded_rows() == 8
+    found.append(fingerprint(plain, opt()))
+    assert len(set(found)) == len(found) == 11
 
 
 ANSWERS_TASK = """

@@ -230,7 +230,7 @@ def test_tokenize_and_collate(tmp_path, side):
     assert task.collator(words)(stored)["sentence_embedding"].tolist() == [[0.0] * 3, [1.0] * 3]
     logits = np.array([[2.0, 1.0, 0.0], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
     prediction = EvalPrediction(predictions=logits, label_ids=np.array([0, 1, 1, 0]))
-    assert task.compute_metrics(prediction) == {"accuracy": 0.75}
+    assert task.metrics(words)(prediction) == {"accuracy": 0.75}
 
 
 PAIR = {"premise": "a", "hypothesis": "b"}

@@ -332,13 +332,6 @@ def test_the_template_is_never_cut(kind, family):
         one(kind, family, row, bare - 1)
 
 
-def test_a_prompt_that_just_fits_is_left_alone():
-    row = {"passage": "the river ends in a lake", "question": "where"}
-    whole = one("causal_lm", "opt", row)
-    assert one("causal_lm", "opt", row, len(whole.input_ids)) == whole
-    assert one("causal_lm", "opt", row, len(whole.input_ids) - 1).cut
-
-
 def test_without_a_passage_the_longest_field_is_cut():
     made = encoder("causal_lm", "opt", passage=None)
     long, short = "the river ends in a lake " * 3, "in 1900"
