@@ -25,7 +25,7 @@ from hf_dpzero.shipped import shipped_file
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hf_dpzero.tasks.task import Task
+    from hf_dpzero.tasks.classification import Task
 
 
 def run_push(arguments: Push) -> None:
@@ -113,7 +113,7 @@ def _task_of(recipe: Recipe, beside: Path) -> Task:
     import datasets
 
     from hf_dpzero.tasks import build_task
-    from hf_dpzero.tasks.task import Task
+    from hf_dpzero.tasks.classification import Task
 
     config, names = beside / "config.json", list[str]()
     if recipe.data.prompt is None:  # a language model's head has no labels

@@ -32,8 +32,7 @@ def run_recipes(arguments: Recipes) -> None:
 
 def run_init(arguments: Init) -> None:
     """Reads the columns, counts n, writes a starter recipe or script and says what to do next."""
-    from hf_dpzero.recipes.columns import detect_columns
-    from hf_dpzero.recipes.starter import Starter
+    from hf_dpzero.recipes.starter import Starter, detect_columns
     from hf_dpzero.tasks.rows import read_rows
     from hf_dpzero.values import positive
 

@@ -13,24 +13,23 @@ from hf_dpzero.cli.options import Evaluate, Train
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.privacy.schedule_gain import schedule_curves
+from hf_dpzero.recipes.adapters import ADAPTER_FILE
 from hf_dpzero.recipes.build import (
     build_trainer,
     check_context,
     load_trained,
-    output_dir,
     refuse_rows_of,
     refuse_training_texts,
     with_kept_column,
 )
-from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
 from hf_dpzero.recipes.recipe import (
     Recipe,
     coerce_fields,
     load_recipe,
     parse_overrides,
     read_recipe,
+    unused_settings,
 )
-from hf_dpzero.recipes.unused import unused_settings
 from hf_dpzero.reporting.plots import PLOT_FILE, optional_plot, plot_run
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import Origin, trained_as
@@ -47,7 +46,7 @@ def run_train(arguments: Train) -> None:
     named = recipe.training.resume_from_checkpoint  # alone on a command line it is "true": the last
     word = (named or "false").lower()
     resume = {"true": True, "false": None}.get(word, named)
-    folder = output_dir(recipe)
+    folder = recipe.output_dir
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"output_dir={str(folder)!r} is a file; give a folder.")
     if isinstance(resume, str) and not Path(resume).is_dir():
@@ -103,11 +102,11 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
         trainer.log_metrics(split, metrics)
         trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():
-        (output_dir(recipe) / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+        (recipe.output_dir / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
         try:
             with optional_plot(PLOT_FILE):
                 curves = schedule_curves(trainer.plan)
-                plot_run(trainer.state.log_history, output_dir(recipe), curves)
+                plot_run(trainer.state.log_history, recipe.output_dir, curves)
         except Exception as error:  # the weights and their report are there: a plot is an extra
             print(f"no training curve was drawn: {error}", file=sys.stderr)
     trainer.create_model_card()  # in place of PEFT's empty template
@@ -152,8 +151,8 @@ def run_evaluate(arguments: Evaluate) -> None:
         metrics = _evaluate(recipe, task, base, quiet=arguments.json)
     results = {**metrics, "privacy": statement}
     if "output_dir" in overrides:
-        output_dir(recipe).mkdir(parents=True, exist_ok=True)
-        path = output_dir(recipe) / "eval_results.json"
+        recipe.output_dir.mkdir(parents=True, exist_ok=True)
+        path = recipe.output_dir / "eval_results.json"
         path.write_text(json.dumps(results, indent=4, sort_keys=True), encoding="utf-8")
     print(json.dumps(results, indent=2, sort_keys=True) if arguments.json else statement)
 

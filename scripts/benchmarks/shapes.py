@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.experiments import memory
 from hf_dpzero.objectives.losses import base_model
-from hf_dpzero.recipes.checkpoints import settle_quantised_
+from hf_dpzero.recipes.models import settle_quantised_
 
 DECODER = "smollm2-135m"
 SHAPES = {

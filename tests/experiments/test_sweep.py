@@ -41,8 +41,9 @@ from hf_dpzero.privacy.sampling import PoissonSampler
 from hf_dpzero.privacy.trial_count import TrialCount
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.reporting.privacy_report import PrivacyReport, round_up
+from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.reporting.wording import round_up
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5
