@@ -143,7 +143,7 @@ BUGS = (
         "        if self._weights is not None:\n            self.method.settle_()\n"
         "        if self._trained",
         "        if self._trained"),
-        ("hf_dpzero/estimators/deferred_updates.py",
+        ("hf_dpzero/estimators/forward_passes.py",
         "register_state_dict_pre_hook(self._settle)",
         "register_state_dict_pre_hook(lambda *_: None)"))),
     Bug("secret_folder_shipped",
@@ -239,7 +239,7 @@ BUGS = (
         "return self.noise_multiplier if left > 0 else math.inf"),
     Bug("clip_by_largest_layer",
         "A gradient is clipped by the norm of its largest layer, not by that of all of them.",
-        "hf_dpzero/estimators/layer_rules.py",
+        "hf_dpzero/estimators/ghost_clipping.py",
         "tests/estimators/test_per_example_gradients.py::test_the_clipped_sum_is_that_of_single_examples",
         "return torch.stack([none, *norms]).norm(dim=0), ",
         "return torch.stack([none, *norms]).amax(dim=0), "),

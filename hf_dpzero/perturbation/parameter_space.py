@@ -3,7 +3,7 @@
 A `ParameterSpace` holds the trainable tensors as one long vector theta of dimension d (tied weights
 once) and remembers its `position`: the terms a_k u_k that currently stand on top of theta. Moving to
 another position, restoring and updating each read and write the parameters once, and are exact:
-float32 tensors live on a grid (see `exact_grid`), lower precisions are restored from a copy. An update
+float32 tensors live on a grid (see `grids`), lower precisions are restored from a copy. An update
 may be deferred until the next move, which then makes both at once. For float32 the extra memory is a
 MB or two.
 """

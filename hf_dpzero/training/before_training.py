@@ -38,8 +38,8 @@ from hf_dpzero.batches.shapes import (
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.checks import model as validation
 from hf_dpzero.checks.row_lengths import check_lengths
-from hf_dpzero.estimators.arrivals import arriving_bytes
 from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
+from hf_dpzero.estimators.offload import arriving_bytes
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients, rounds_products
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.heads import select_objective, smoothed

@@ -20,10 +20,9 @@ from hf_dpzero.batches.logical_batch import LogicalBatch
 from hf_dpzero.batches.placement import bucket
 from hf_dpzero.batches.shapes import stacked
 from hf_dpzero.estimators import precision_diagnostics
-from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
-from hf_dpzero.estimators.exactness_checks import make_exact
+from hf_dpzero.estimators.choose_strategy import choose_strategy
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.estimators.forward_passes import ParameterChanged
+from hf_dpzero.estimators.forward_passes import ParameterChanged, SettleBeforeRead, all_known
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import directions_of, space_from_header
@@ -118,7 +117,7 @@ class ZerothOrderMethod(TrainingMethod):
             direction = directions_of(0, header)[0]
             trial = public_microbatch(trainer)  # what it decides, private rows may not decide
             public = trial is not None or not trainer.plan.mechanism.private
-            messages = make_exact(
+            messages = choose_strategy(
                 differences,
                 trial or trainer.probe(),
                 direction,
@@ -153,7 +152,7 @@ class ZerothOrderMethod(TrainingMethod):
         )
         trainer.split.connect()
         self.weights = WeightsBetweenSteps(trainer.model)
-        self.reads = WeightReads(trainer.model, self.space, self.settle_)
+        self.reads = SettleBeforeRead(trainer.model, self.space, self.settle_)
         trainer.while_training(self.reads)
         _warn_of_rounding(trainer, differences)
         self.optimizer = _LearningRate(self.space.tensors, args.learning_rate)
