@@ -479,7 +479,7 @@ BUGS = (
     Bug("pass_sizes_follow_the_draw",
         "A pass has half of the rows that were drawn, if these are few.",
         "hf_dpzero/batches/placement.py",
-        "tests/training/test_fixed_shapes.py::test_rows_of_a_pass_follow_from_its_place_whatever_is_drawn",
+        "tests/batches/test_fixed_shapes.py::test_rows_of_a_pass_follow_from_its_place_whatever_is_drawn",
         "stop = start + self.rows_of(width, len(parts))",
         "stop = start + min(self.rows_of(width, len(parts)), max(1, count // 2))"),
     Bug("process_follows_the_draw",
@@ -509,7 +509,7 @@ BUGS = (
     Bug("blanks_counted",
         "Blank rows that fill a pass count as examples.",
         "hf_dpzero/estimators/finite_differences.py",
-        "tests/training/test_fixed_shapes.py::test_fillers_do_not_count",
+        "tests/batches/test_fixed_shapes.py::test_fillers_do_not_count",
         "return losses[: num_examples(microbatch)].detach().cpu()",
         "return losses.detach().cpu()"),
 )

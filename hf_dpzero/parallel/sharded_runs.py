@@ -283,7 +283,7 @@ def _blank_batch(trainer: Any) -> Mapping[str, Tensor]:
     if shapes.one_by_one:
         return dict(row)
     row = shapes.in_bucket(row)
-    blank, slots = blank_like(row, shapes.side), shapes.placement.rows_of(width_of(row), 0)
+    blank, slots = blank_like(row, shapes.padding_side), shapes.placement.rows_of(width_of(row), 0)
     return dict(shapes.filled([blank], slots))
 
 

@@ -13,19 +13,22 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import RowsJoined
-from hf_dpzero.batches.pass_memory import CAPS, free_bytes, rows_that_fit, tokens_that_fit
 from hf_dpzero.batches.placement import (
+    CAPS,
     STEPS,
     WIDEST,
     Placement,
     bucket,
     buckets,
+    free_bytes,
     pass_cost,
     public_shares,
+    rows_that_fit,
     sizes_up_to,
+    tokens_that_fit,
 )
 from hf_dpzero.batches.shapes import (
-    FixedShapes,
+    PassShapes,
     Row,
     context_length,
     decoder_length,
@@ -158,7 +161,7 @@ def _first_row(done: str) -> Iterator[None]:
         ) from error
 
 
-def _run_shapes(trainer: Any) -> FixedShapes | None:
+def _run_shapes(trainer: Any) -> PassShapes | None:
     """How a private run collates rows, with the sizes of passes still to be tried; None for others."""
     if not trainer.plan.mechanism.private:
         return None
@@ -168,24 +171,24 @@ def _run_shapes(trainer: Any) -> FixedShapes | None:
     pad = getattr(tokenizer, "pad_token_id", None)
     decoder = getattr(config, "is_encoder_decoder", False)  # its labels may have the texts' shape
     private = trainer.training_rows()
-    shapes = FixedShapes(
+    shapes = PassShapes(
         private.collate_each,
         alone,
-        most=context_length(model),
-        side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
-        pad=getattr(config, "pad_token_id", None) if pad is None else pad,
+        context_length=context_length(model),
+        padding_side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
+        pad_token_id=getattr(config, "pad_token_id", None) if pad is None else pad,
         collate_stacked=private.collate_rows if private.are_stacked() else None,
-        decoder_most=decoder_length(model),
-        cut=trainer.longest_row or (trainer.args.max_length if trainer._texts else None),
+        decoder_length=decoder_length(model),
+        max_length=trainer.longest_row or (trainer.args.max_length if trainer._texts else None),
     )
     if not single_pass(trainer.per_example_loss):
         return shapes  # each example runs by itself: nothing to fill up
     with _first_row("collated"):
         first = shapes.collate_each([0])[0]
-    shapes = dataclasses.replace(shapes, kind=kind_of(first))
+    shapes = dataclasses.replace(shapes, row_signature=kind_of(first))
     if trainer.args.physical_batch_size > 1 and invented_form(trainer, shapes, first) is first:
         free = masked_shape(first) is None and shapes.collate_stacked is None
-        shapes = dataclasses.replace(shapes, sizes=sizes_of(first) if free else None)
+        shapes = dataclasses.replace(shapes, row_sizes=sizes_of(first) if free else None)
     reason = couples_values(model)
     if trainer.args.physical_batch_size == 1:
         return shapes
@@ -199,11 +202,11 @@ def _run_shapes(trainer: Any) -> FixedShapes | None:
     return dataclasses.replace(shapes, placement=dataclasses.replace(alone, sizes=sizes))
 
 
-def invented_form(trainer: Any, shapes: FixedShapes, first: Row | None = None) -> Row:
+def invented_form(trainer: Any, shapes: PassShapes, first: Row | None = None) -> Row:
     """The row whose form invented rows have: row 0, of which the length along its mask is not read.
 
     Where no mask tells what its length is, an evaluation row's sizes are; without one, row 0's, and then
-    all rows must have them (`FixedShapes.sizes`).
+    all rows must have them (`PassShapes.sizes`).
     """
     first = shapes.collate_each([0])[0] if first is None else first
     if masked_shape(first) is not None or shapes.collate_stacked is not None:
@@ -226,7 +229,7 @@ def _placement(trainer: Any, sizes: tuple[int, ...], tokens: int | None) -> Plac
         return Placement(expected, sizes, {0: 1.0}, cost, tokens)
     found = public_rows.widths(trainer)
     text = "input_ids" in first  # else sounds, whose widths are not tokens
-    most, cut = (shapes.most, shapes.cut) if text else (None, None)
+    most, cut = (shapes.context_length, shapes.max_length) if text else (None, None)
     widest = min([n for n in (most, cut) if n is not None] + [WIDEST])
 
     def in_steps(step: int) -> Placement:
@@ -287,7 +290,7 @@ def _tried_sizes(trainer: Any, losses: Any) -> tuple[tuple[int, ...], int | None
     """The sizes of passes that fit and pass the smoke test, and the tokens of one that fit."""
     args, model, shapes = trainer.args, trainer.model, trainer.shapes
     free = free_bytes(args.device)
-    invented = InventedRows(invented_form(trainer, shapes), model, shapes.side)
+    invented = InventedRows(invented_form(trainer, shapes), model, shapes.padding_side)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dense = (
         args.per_example_gradients == "dense" or args.mixed_precision != "no" or rounds_products()
@@ -356,7 +359,7 @@ def _gradient_sizes(trainer: Any, smoke: SmokeTest, sizes: Any) -> tuple[int, ..
         args.physical_batch_size,
         autocast=args.mixed_precision != "no",
     )
-    invented, least = smoke.rows, bucket(1, shapes.most, shapes.cut)
+    invented, least = smoke.rows, bucket(1, shapes.context_length, shapes.max_length)
 
     def summed(rows: Sequence[Row]) -> Tensor:
         totals, _ = gradients.weighted_sum([stacked(rows)], torch.ones_like)

@@ -298,8 +298,8 @@ def _try_stacked(trainer: Any, differences: FiniteDifferences) -> list[str]:
       ValueError: `stacked` was asked for by name.
     """
     shapes, directions = trainer.shapes, directions_of(0, trainer.trajectory.header)
-    invented = InventedRows(invented_form(trainer, shapes), trainer.model, shapes.side)
-    least = bucket(1, shapes.most, shapes.cut)
+    invented = InventedRows(invented_form(trainer, shapes), trainer.model, shapes.padding_side)
+    least = bucket(1, shapes.context_length, shapes.max_length)
     row = invented.narrow(1, least)
     clip, scale = smallest_clip_and_scale(trainer)
     try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_dpzero.batches.shapes import FixedShapes, width_of
+from hf_dpzero.batches.shapes import PassShapes, width_of
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -47,7 +47,7 @@ def public_microbatches(trainer: Any) -> list[Mapping[str, Tensor]]:
     ]
 
 
-def public_shapes(trainer: Any, most: int = sys.maxsize) -> tuple[FixedShapes, int] | None:
+def public_shapes(trainer: Any, most: int = sys.maxsize) -> tuple[PassShapes, int] | None:
     """The run's fixed shapes over public rows: those of eval_dataset, or random tokens.
 
     Args:

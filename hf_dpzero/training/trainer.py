@@ -16,7 +16,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import LogicalBatch, Rows, StepBatches, StepSampler
-from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.checks import model as validation
 from hf_dpzero.checks.evaluation_rows import PrivateRows
@@ -139,7 +139,7 @@ class DPZeroMixin(PublishingTrainer):
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self.trajectory: Trajectory | None = None
         self._method_state: Mapping[str, Any] | None = None
-        self.shapes: FixedShapes | None = None
+        self.shapes: PassShapes | None = None
         self._keys: noise_keys.RunKeys | None = None
         self._diagnostics: dict[str, float] = {}
         self._started_from = ""  # digest of the model; of a resumed run's it is not known
@@ -304,7 +304,7 @@ class DPZeroMixin(PublishingTrainer):
         return DataLoader(
             batches,
             batch_size=None,
-            sampler=StepSampler(self),
+            sampler=StepSampler(self.plan, lambda: self.state.global_step),
             num_workers=self.args.dataloader_num_workers,
             worker_init_fn=termination.left_to_parent,
             pin_memory=False,

@@ -12,7 +12,7 @@ from tiny_runs import build, tiny_data, tiny_model
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, default_data_collator
 
-from hf_dpzero.batches.pass_memory import PassBytes, rows_that_fit, tokens_that_fit
+from hf_dpzero.batches.placement import PassBytes, rows_that_fit, tokens_that_fit
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training import before_training
 from hf_dpzero.training.before_training import check_before_training
@@ -276,7 +276,7 @@ def test_sizes_that_no_mask_tells_are_public_or_those_of_all_rows(tmp_path):
         trainer = series_of(tmp_path / str(first), [first, 8, 8, 9], public=[7, 7])
         check_before_training(trainer)
         sizes.append(trainer.shapes.placement.sizes)
-        assert trainer.shapes.sizes is None
+        assert trainer.shapes.row_sizes is None
     assert sizes[0] == sizes[1]
     series_of(tmp_path / "alike", [8, 8, 8, 8]).train()
     with pytest.raises(ValueError, match="other sizes than row 0"):
