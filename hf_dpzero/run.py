@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hf_dpzero.batches.logical_batch import Rows
-    from hf_dpzero.batches.shapes import FixedShapes
+    from hf_dpzero.batches.shapes import PassShapes
     from hf_dpzero.ledger.trajectory import Trajectory
     from hf_dpzero.privacy.noise import NoiseSource
     from hf_dpzero.privacy.plan import PrivacyPlan
@@ -121,7 +121,7 @@ class Run:
     extended: list[dict[str, Any]] = field(default_factory=list)
     sharded: bool = False
     row_groups: np.ndarray | None = None
-    shapes: FixedShapes | None = None
+    shapes: PassShapes | None = None
     split: Split = ALONE
     ledger: Trajectory | None = None
     step_noise: NoiseSource | None = None

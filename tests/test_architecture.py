@@ -116,7 +116,7 @@ def test_heavy_packages_are_loaded_only_where_the_table_says():
             )
     assert seen > 30
     users = {p.stem for p in modules() for item in imports(p) if item.name.startswith("opacus")}
-    assert users == {"layer_rules"}
+    assert users == {"ghost_clipping"}
 
 
 # ---------------------------------------------------------------- no global generator

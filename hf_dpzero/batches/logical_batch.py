@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import batch_size, num_examples
 from hf_dpzero.privacy.sampling import place_order
@@ -143,7 +143,7 @@ class StepBatches(Dataset):
     share: int = 0
     shares: int = 1
     paid: int = 0
-    shapes: FixedShapes | None = None
+    shapes: PassShapes | None = None
     row_groups: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -237,7 +237,7 @@ class StepSampler(Sampler[int]):
 
     Args:
       plan: of the run.
-      taken: returns how many steps were taken.
+      taken: steps taken so far, asked for when an epoch begins.
     """
 
     def __init__(self, plan: PrivacyPlan, taken: Callable[[], int]) -> None:
@@ -248,6 +248,6 @@ class StepSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         start = self.taken()
-        taken = 0 if self._begun else start % len(self)
+        of_epoch = 0 if self._begun else start % len(self)
         self._begun = True
-        return iter(range(start, min(start + len(self) - taken, self.plan.steps)))
+        return iter(range(start, min(start + len(self) - of_epoch, self.plan.steps)))

@@ -1,5 +1,7 @@
 """Which forward pass a place belongs to: a public function of width and place. Why that is enough.
 
+At the end: how many rows fit into a pass, by arithmetic on bytes before step 0 (`rows_that_fit`).
+
 The placement lemma
 -------------------
 A step draws a set S of rows. A row's shape (the bucket of its width, whether a mask covers all of it,
@@ -33,12 +35,18 @@ passes whose sizes follow from how many rows were drawn, every later row would b
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+
+from hf_dpzero.estimators.per_example_gradients import DENSE_BYTES
 
 STEPS = (8, 16)
 """Widths are multiples of so many tokens, whichever is cheaper; of more where they are long."""
@@ -57,11 +65,19 @@ _GPU_PASS = 2e12
 _GPU_BYTES, _GPU_OPERATIONS = 2.5e10, 3e14
 _GPU_LEAST, _GPU_MOST = 150.0, 5000.0
 
+CAPS = (64, 32, 16)
+"""Rows of a pass that are tried where `microbatch_size` is not set; else one."""
+
+_SHARE = 0.5  # of free memory: what is free changes, and allocators round up
+
+ALIVE = 4.0
+"""Largest results of modules that are alive at a time: inputs, outputs, what is in between."""
+
 
 def bucket(
     width: int, most: int | None = None, cut: int | None = None, step: int = STEPS[0]
 ) -> int:
-    """The width of a row's shape, which follows from that row's width and from settings alone.
+    """Returns the width of a row's shape, which follows from that row's width and from settings alone.
 
     It leaves a masked column where it can: attention takes another kernel where no row of a pass is
     masked, so rows without one stand apart.
@@ -86,7 +102,7 @@ def bucket(
 def buckets(
     widest: int, most: int | None = None, cut: int | None = None, step: int = STEPS[0]
 ) -> list[int]:
-    """All widths up to the bucket of `widest`, ascending.
+    """Returns all widths up to the bucket of `widest`, ascending.
 
     >>> buckets(30), buckets(30, cut=30)
     ([8, 16, 24, 32], [8, 16, 24, 30])
@@ -98,7 +114,7 @@ def buckets(
 
 
 def pass_cost(device: str, parameters: int, low_precision: bool, arriving: int = 0) -> float:
-    """What a forward pass costs beside its tokens, in tokens.
+    """Returns what a forward pass costs beside its tokens, in tokens.
 
     On the CPU measured on RoBERTa-base and MiniLM (docs/performance.md, "Private settings"): 40 in
     float32, 140 in bfloat16, whose products are faster while weights are read no faster; more for small
@@ -126,7 +142,7 @@ def pass_cost(device: str, parameters: int, low_precision: bool, arriving: int =
 
 
 def pass_sequence(mean: float, sizes: Sequence[int], cost: float, width: int) -> tuple[int, ...]:
-    """Rows of the first, second, ... pass of a width, with the least expected time of a step.
+    """Chooses the rows of the first, second, ... pass of a width, for the least expected time.
 
     The number of rows N of that width is taken to be Poisson. A pass is begun where N exceeds the
     places before it, so the sum over passes of P(N > places before) (cost + rows width) is minimised,
@@ -215,7 +231,7 @@ class Placement:
         return max(self.sizes)
 
     def passes(self, width: int) -> tuple[int, ...]:
-        """Rows of the passes of a width, in order; more take further ones like the last."""
+        """Returns the rows of the passes of a width, in order; more take further ones like the last."""
         if width not in self._sequences:
             fitting = (n for n in self.sizes if n * max(width, 1) <= (self.tokens or math.inf))
             sizes = list(fitting) or [1]  # other widths' places are no places of its rows
@@ -225,12 +241,12 @@ class Placement:
         return self._sequences[width]
 
     def rows_of(self, width: int, number: int) -> int:
-        """Rows of pass `number`, from 0, of a width."""
+        """Returns the rows of pass `number`, from 0, of a width."""
         sequence = self.passes(width)
         return sequence[min(number, len(sequence) - 1)]
 
     def filled(self, width: int, count: int) -> list[range]:
-        """The places of each pass that so many rows of a width begin: of the last one, those taken.
+        """Lists the places of each pass that so many rows of a width begin; of the last, those taken.
 
         >>> Placement(8.0, (1, 4), {8: 1.0}, cost=40.0).filled(8, 6)
         [range(0, 4), range(4, 6)]
@@ -243,26 +259,26 @@ class Placement:
         return parts
 
     def process_of(self, width: int, number: int, processes: int) -> int:
-        """Which of so many processes computes pass `number` of a width."""
+        """Says which of so many processes computes pass `number` of a width."""
         if processes == 1:
             return 0
         table = self._dealt(processes)[0].get(width, ())
         return table[number] if number < len(table) else (number + width) % processes
 
     def busiest(self, processes: int) -> float:
-        """What the busiest process is expected to evaluate for one direction and sign, in tokens."""
+        """Returns what the busiest process is expected to evaluate a direction and sign, in tokens."""
         return self._dealt(processes)[1]
 
     def expected_passes(self) -> float:
-        """Passes that a step is expected to have."""
+        """Returns the passes that a step is expected to have."""
         return sum(chance for chance, _, _, _ in self._costs)
 
     def expected_slots(self) -> float:
-        """Rows, blank ones included, that a step is expected to evaluate."""
+        """Returns the rows, blank ones included, that a step is expected to evaluate."""
         return sum(chance * self.rows_of(w, number) for chance, _, w, number in self._costs)
 
     def expected_tokens(self) -> float:
-        """What a step is expected to evaluate for one direction and sign, in tokens."""
+        """Returns what a step is expected to evaluate for one direction and sign, in tokens."""
         return sum(chance * cost for chance, cost, _, _ in self._costs)
 
     @cached_property
@@ -291,7 +307,7 @@ class Placement:
 
 
 def sizes_up_to(cap: int) -> tuple[int, ...]:
-    """Rows that passes may have: the cap, and 16, 4 and 1 below it.
+    """Returns the rows that passes may have: the cap, and 16, 4 and 1 below it.
 
     >>> sizes_up_to(64), sizes_up_to(8), sizes_up_to(1)
     ((1, 4, 16, 64), (1, 4, 8), (1,))
@@ -300,7 +316,7 @@ def sizes_up_to(cap: int) -> tuple[int, ...]:
 
 
 def public_shares(widths: Sequence[int], expected: Sequence[int]) -> dict[int, float]:
-    """The share of rows of each width: of public rows, half a row being added to each width.
+    """Returns the share of rows of each width: of public rows, half a row being added to each width.
 
     Args:
       widths: buckets of public rows, perhaps none; then all widths are alike.
@@ -314,3 +330,84 @@ def public_shares(widths: Sequence[int], expected: Sequence[int]) -> dict[int, f
         counts[width] = counts.get(width, 0.5) + 1.0
     total = sum(counts.values())
     return {width: count / total for width, count in counts.items()}
+
+
+# ---------------------------------------------------------------- rows that fit
+#
+# An operating system kills a process that takes too much memory; it does not raise. So nothing is found
+# out by trying, and no private row chooses anything: bytes of one measured pass of invented rows are
+# held against what is free.
+
+
+@dataclass
+class PassBytes:
+    """What the modules of a model returned in one pass.
+
+    Attributes:
+      largest: bytes of the largest result.
+      total: of all results, which a backward pass keeps.
+    """
+
+    largest: int = 0
+    total: int = 0
+
+
+@contextlib.contextmanager
+def measured(model: nn.Module) -> Iterator[PassBytes]:
+    """Adds up, inside, what the model's innermost modules return."""
+    found = PassBytes()
+
+    def look(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | None) -> None:
+        if isinstance(output, Tensor):
+            found.largest = max(found.largest, output.nbytes)
+            found.total += output.nbytes
+
+    innermost = [m for m in model.modules() if next(m.children(), None) is None]
+    handles = [module.register_forward_hook(look) for module in innermost]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns the memory of a device that nothing has taken."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def tokens_that_fit(found: PassBytes, tokens: int, free: int, trained: int, backward: bool) -> int:
+    """Returns how many tokens of one pass fit into memory, or rows where a row counts as one token.
+
+    Args:
+      found: of a measured pass.
+      tokens: that it had.
+      free: bytes.
+      trained: parameters; each may be copied once.
+      backward: whether results are kept for a backward pass, and gradients come on top.
+
+    Returns:
+      At least 0.
+
+    >>> tokens_that_fit(PassBytes(largest=1000, total=9000), 10, 2_000_000, trained=1000, backward=False)
+    2480
+    """
+    each = (2.0 * found.total if backward else ALIVE * found.largest) / tokens
+    left = _SHARE * free - (8 if backward else 2) * trained * 4
+    return int(max(left, 0.0) / max(each, 1.0))
+
+
+def rows_that_fit(free: int, trained: int, dense: bool) -> int:
+    """Returns the cap of a pass: the most of `CAPS` whose per-example gradients fit, else 1.
+
+    Args:
+      free: bytes.
+      trained: parameters.
+      dense: whether each example has a gradient of its own in memory.
+    """
+    fitting = (
+        n for n in CAPS if not dense or 2 * n * 4 * trained <= max(_SHARE * free, DENSE_BYTES)
+    )
+    return next(fitting, 1)

@@ -30,6 +30,8 @@ from hf_dpzero.objectives.losses import (
 )
 
 Row = Mapping[str, Tensor]
+Signature = tuple[Any, ...]
+"""What a row has and not what it holds: names, dtypes, numbers of dimensions, whether it is masked."""
 
 _FILL = {
     "labels": IGNORE_INDEX,
@@ -47,7 +49,7 @@ _PLACES = "position_ids"
 
 
 def context_length(model: nn.Module) -> int | None:
-    """Tokens that a model takes, less those of a prompt or prefix adapter; None where nothing says."""
+    """Returns the tokens a model takes, less those of a prompt adapter; None where nothing says."""
     config: Any = getattr(base_model(model), "config", None)
     positions = getattr(config, "encoder", config)
     most = getattr(positions, "max_position_embeddings", None)
@@ -60,7 +62,7 @@ def context_length(model: nn.Module) -> int | None:
 
 
 def decoder_length(model: nn.Module) -> int | None:
-    """Tokens that an encoder-decoder's decoder takes; None where nothing says."""
+    """Returns the tokens that an encoder-decoder's decoder takes; None where nothing says."""
     config: Any = getattr(base_model(model), "config", None)
     config = getattr(config, "decoder", config)
     names = ("max_target_positions", "max_position_embeddings")
@@ -71,7 +73,7 @@ def decoder_length(model: nn.Module) -> int | None:
 def widened(
     batch: Row, side: str, columns: int, pad: int | None = None
 ) -> dict[str, Tensor] | None:
-    """The batch with masked columns at a side; None without an attention mask over what is in it.
+    """Adds masked columns at a side; None without an attention mask over what is in the batch.
 
     Columns repeat a row's token where there is no pad token; sounds are padded with zeros, and labels of
     tokens (integers) with -100.
@@ -102,7 +104,7 @@ def widened(
 
 
 def masked_shape(batch: Row) -> torch.Size | None:
-    """The shape of the attention mask over a batch's tokens or sounds; None where there is none."""
+    """Returns the shape of the attention mask over tokens or sounds; None where there is none."""
     mask = batch.get("attention_mask")
     inputs = (batch.get(name) for name in ("input_ids", "input_values", "input_features"))
     first = next((value for value in inputs if value is not None), None)
@@ -136,29 +138,29 @@ def is_unmasked_sound(row: Row) -> bool:
     return isinstance(values, Tensor) and values.dim() == 2 and masked_shape(row) is None
 
 
-def kind_of(row: Row) -> tuple[Any, ...]:
-    """Names, dtypes and numbers of dimensions of a batch of one, and whether a mask covers it.
+def kind_of(row: Row) -> Signature:
+    """Returns names, dtypes and numbers of dimensions of a batch of one, and whether a mask covers it.
 
     How all rows are run follows from those of row 0, so all must have the same, also in what is no
     tensor and in tensors that are not of one row.
     """
-    kinds = ((k, *_kind_of_value(v)) for k, v in row.items())
-    return (masked_shape(row) is not None, *sorted(kinds, key=lambda entry: entry[0]))
-
-
-def _kind_of_value(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, Tensor):
-        return (type(value).__name__,)
-    return value.dtype, value.dim(), value.dim() > 0 and value.shape[0] == 1
+    kinds: list[Signature] = []
+    for name in sorted(row):
+        value = row[name]
+        kind: Signature = (type(value).__name__,)
+        if isinstance(value, Tensor):
+            kind = value.dtype, value.dim(), value.dim() > 0 and value.shape[0] == 1
+        kinds.append((name, *kind))
+    return (masked_shape(row) is not None, *kinds)
 
 
 def sizes_of(row: Row) -> dict[str, torch.Size]:
-    """The sizes of a row's tensors."""
+    """Returns the sizes of a row's tensors."""
     return {name: value.shape for name, value in row.items() if isinstance(value, Tensor)}
 
 
 def unmasked(row: Row) -> frozenset[str]:
-    """The masks of a batch of one that mask nothing, and position_ids that start but once.
+    """Returns the masks of a batch of one that mask nothing, and position_ids that start but once.
 
     transformers leaves out a mask that is all ones, and so takes another kernel. Without a mask it reads
     position_ids that start again as a mask of packed texts, and computes none where no row has such.
@@ -175,7 +177,7 @@ def unmasked(row: Row) -> frozenset[str]:
 
 
 def blank_like(row: Row, side: str = "right") -> dict[str, Tensor]:
-    """The blank row of a shape: zeros, labels of tokens -100, one column attended.
+    """Makes the blank row of a shape: zeros, labels of tokens -100, one column attended.
 
     It attends to all columns where the row does: then all rows of its shape do.
 
@@ -204,7 +206,7 @@ def blank_like(row: Row, side: str = "right") -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class FixedShapes:
+class PassShapes:
     """Collates rows into the passes that their places belong to.
 
     Guarantee: a row's tensors follow from that row alone; its pass, the number of rows in it and the
@@ -213,28 +215,27 @@ class FixedShapes:
     Attributes:
       collate_each: row numbers -> batches of one.
       placement: width and place -> pass; one row a pass where `placement.largest` is 1.
-      most: tokens that the model takes; None for any number.
-      side: of the padding, "right" or "left".
-      pad: the pad token, or None.
+      context_length: tokens that the model takes; None for any number.
+      padding_side: "right" or "left".
+      pad_token_id: None where there is none.
       collate_stacked: row numbers -> batch, where rows are stacked and nothing else (much faster for
         thousands of stored features); None elsewhere.
-      decoder_most: tokens that a decoder takes; None for any number.
-      kind: `kind_of` every row; None for any.
-      sizes: of row 0's tensors, which every row then has too; None for any.
-      cut: length at which rows of text are cut (`max_length`, a recipe's `max_seq_length`); None for any
-        number.
+      decoder_length: tokens that a decoder takes; None for any number.
+      row_signature: `kind_of` every row; None for any.
+      row_sizes: of row 0's tensors, which every row then has too; None for any.
+      max_length: at which rows of text are cut (a recipe's `max_seq_length`); None for any number.
     """
 
     collate_each: Callable[[list[int]], list[Mapping[str, Tensor]]]
     placement: Placement
-    most: int | None = None
-    side: str = "right"
-    pad: int | None = None
+    context_length: int | None = None
+    padding_side: str = "right"
+    pad_token_id: int | None = None
     collate_stacked: Callable[[list[int]], Mapping[str, Tensor]] | None = None
-    decoder_most: int | None = None
-    kind: tuple[Any, ...] | None = None
-    sizes: Mapping[str, torch.Size] | None = None
-    cut: int | None = None
+    decoder_length: int | None = None
+    row_signature: Signature | None = None
+    row_sizes: Mapping[str, torch.Size] | None = None
+    max_length: int | None = None
 
     @property
     def one_by_one(self) -> bool:
@@ -242,7 +243,7 @@ class FixedShapes:
         return self.placement.largest == 1
 
     def microbatches(self, indices: Sequence[int]) -> list[Filled]:
-        """The examples in passes, each taking the next place of its shape in the order given.
+        """Puts examples into passes, each taking the next place of its shape in the order given.
 
         Raises:
           ValueError: the collator gives a row no tensors of its own, or not one row, or tensors of
@@ -253,7 +254,7 @@ class FixedShapes:
     def dealt(
         self, indices: Sequence[int], share: int = 0, shares: int = 1, entropy: int | None = None
     ) -> tuple[list[Filled], list[list[int]]]:
-        """The passes of one of several shares; those of all shares are what one would have.
+        """Makes the passes of one of several shares; those of all shares are what one would have.
 
         Where widths vary every share must collate all rows.
 
@@ -271,39 +272,33 @@ class FixedShapes:
           ValueError: as `microbatches`.
         """
         rows: list[Row] = []
+        groups: dict[Signature, list[int]] = {}  # places of each shape, in the order given
         if self.collate_stacked is not None or self.one_by_one:  # known before rows are collated
-            passes = self._numbered(0, range(len(indices)))
-        else:
+            groups[0, ()] = list(range(len(indices)))
+        elif len(indices):
             with drawing_from(entropy):
-                collated = self.collate_each(list(indices)) if len(indices) else []
-            rows = [self.in_bucket(row) for row in collated]
-            passes = [part for group in self._alike(rows) for part in self._numbered(*group)]
+                collated = self.collate_each(list(indices))
+            for place, alone in enumerate(collated):
+                row = self.in_bucket(alone)
+                shape = (*shape_of(row), unmasked(row))
+                groups.setdefault((width_of(row), shape), []).append(place)
+                rows.append(row)
         plans: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(shares)]
-        for width, number, chosen in passes:
-            owner = self.placement.process_of(width, number, shares)
-            plans[owner].append((self.placement.rows_of(width, number), chosen))
-        told = [[place for _, chosen in plan for place in chosen] for plan in plans]
+        for (width, _), group in groups.items():
+            for number, part in enumerate(self.placement.filled(width, len(group))):
+                owner = self.placement.process_of(width, number, shares)
+                chosen = [group[place] for place in part]
+                plans[owner].append((self.placement.rows_of(width, number), chosen))
+        places = [[place for _, chosen in plan for place in chosen] for plan in plans]
         if not plans[share]:
-            return [], told
+            return [], places
         if self.collate_stacked is not None:
-            return list(self._stacked(indices, plans[share])), told
+            return list(self._stacked(indices, plans[share])), places
         if self.one_by_one:  # nothing is beside a row: it stays as it is
-            alone = self.collate_each([indices[place] for place in told[share]])
-            pairs = zip(alone, told[share], strict=True)
-            return [Filled(self._of_kind(row), 1, [place]) for row, place in pairs], told
-        return [self.filled([rows[i] for i in c], slots, c) for slots, c in plans[share]], told
-
-    def _alike(self, rows: Sequence[Row]) -> Iterator[tuple[int, Sequence[int]]]:
-        """The width and the rows of each shape, in the order given."""
-        groups: dict[Any, list[int]] = {}
-        for place, row in enumerate(rows):
-            groups.setdefault((*shape_of(row), unmasked(row)), []).append(place)
-        return ((width_of(rows[group[0]]), group) for group in groups.values())
-
-    def _numbered(self, width: int, group: Sequence[int]) -> list[tuple[int, int, Sequence[int]]]:
-        """(width, number of the pass among those of its shape, its rows)."""
-        parts = self.placement.filled(width, len(group))
-        return [(width, i, [group[place] for place in part]) for i, part in enumerate(parts)]
+            singles = self.collate_each([indices[place] for place in places[share]])
+            pairs = zip(singles, places[share], strict=True)
+            return [Filled(self._of_kind(row), 1, [place]) for row, place in pairs], places
+        return [self.filled([rows[i] for i in c], slots, c) for slots, c in plans[share]], places
 
     def _stacked(
         self, indices: Sequence[int], plan: Sequence[tuple[int, Sequence[int]]]
@@ -323,29 +318,29 @@ class FixedShapes:
             start = stop
 
     def in_bucket(self, batch: Row) -> dict[str, Tensor]:
-        """A collated row in the fixed width that its own length gives; a new batch of one."""
+        """Widens a collated row to what its own length gives; a new batch of one."""
         wide, ids = dict(self._of_kind(batch)), batch.get("input_ids")
         if (shape := masked_shape(batch)) is not None:
-            most, cut = (self.most, self.cut) if ids is not None else (None, None)
+            most, cut = (self.context_length, self.max_length) if ids is not None else (None, None)
             columns = bucket(shape[-1], most, cut, self.placement.step) - shape[-1]
-            wide = widened(batch, self.side, columns, self.pad) or wide
+            wide = widened(batch, self.padding_side, columns, self.pad_token_id) or wide
         for name in _DECODER:
             value = batch.get(name)
             if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
                 continue
             if ids is None or value.shape != ids.shape:  # of a decoder
-                columns = _doubled(value.shape[1], self.decoder_most) - value.shape[1]
+                columns = _doubled(value.shape[1], self.decoder_length) - value.shape[1]
                 wide[name] = _more(name, value, "right", columns)
         return wide
 
     def _of_kind(self, row: Row) -> Row:
-        if self.kind is not None and kind_of(row) != self.kind:
+        if self.row_signature is not None and kind_of(row) != self.row_signature:
             raise ValueError(
                 "the collator gives rows other tensors than row 0 (a mask for some, say), and how all "
                 "rows are run follows from these: give every row the same names and dtypes."
             )
-        beside = self.sizes is not None and not self.one_by_one
-        if beside and self.sizes != sizes_of(row):
+        beside = self.row_sizes is not None and not self.one_by_one
+        if beside and self.row_sizes != sizes_of(row):
             raise ValueError(
                 "rows without an attention_mask have other sizes than row 0, by which passes of several "
                 "rows were tried: give an eval_dataset, whose sizes are public, or microbatch_size=1."
@@ -355,18 +350,18 @@ class FixedShapes:
     def filled(
         self, rows: Sequence[Row], slots: int, places: Sequence[int] | None = None
     ) -> Filled:
-        """Rows of one shape, at most `slots`, as one pass of so many; blanks take the rest."""
-        blanks = [blank_like(rows[0], self.side)] * (slots - len(rows))
+        """Makes rows of one shape, at most `slots`, one pass of so many; blanks take the rest."""
+        blanks = [blank_like(rows[0], self.padding_side)] * (slots - len(rows))
         return Filled(stacked([*rows, *blanks]), len(rows), places)
 
 
 def stacked(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Batches of one of one shape as one batch."""
+    """Joins batches of one of one shape."""
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
 def width_of(row: Row) -> int:
-    """Columns of a row's mask; 0 where there is none."""
+    """Returns the columns of a row's mask; 0 where there is none."""
     shape = masked_shape(row)
     return 0 if shape is None else shape[-1]
 
@@ -377,15 +372,15 @@ def _doubled(width: int, most: int | None) -> int:
     return max(width, wide if most is None else min(wide, most))
 
 
-def forward_passes(shapes: FixedShapes | None) -> str:
-    """How a run evaluates examples, for its report: "fixed shapes", "one example", or "" for neither."""
+def forward_passes(shapes: PassShapes | None) -> str:
+    """Says how a run evaluates examples: "fixed shapes", "one example", or "" for neither."""
     if shapes is None:
         return ""
     return "one example" if shapes.one_by_one else "fixed shapes"
 
 
 def shape_of(row: Row) -> tuple[Any, ...]:
-    """All that the shapes of a forward pass follow from: rows with the same may share a microbatch.
+    """Returns all that the shapes of a forward pass follow from: rows with the same may share one.
 
     Names, dtypes and shapes of a batch of one, and where its labels are.
 

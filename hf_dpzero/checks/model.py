@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from hf_dpzero.estimators.arrivals import schedule_of
 from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
-from hf_dpzero.estimators.layer_rules import opacus_rules
+from hf_dpzero.estimators.ghost_clipping import opacus_rules
+from hf_dpzero.estimators.offload import prefetcher_of
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.parallel.offload import accelerate_hooks
@@ -106,7 +106,7 @@ def check_placement(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name} has no shape yet (a lazy layer): run one forward pass first.")
-        if tensor.device.type == "meta" and schedule_of(model) is not None:
+        if tensor.device.type == "meta" and prefetcher_of(model) is not None:
             raise ValueError(
                 f"{name} has no values: PEFT leaves an adapter without them that is put on an offloaded "
                 "model. Pass peft_config= to DPZeroTrainer, or call settle_offloaded(model) of "

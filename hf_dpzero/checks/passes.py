@@ -14,19 +14,22 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import RowsJoined
-from hf_dpzero.batches.pass_memory import CAPS, free_bytes, rows_that_fit, tokens_that_fit
 from hf_dpzero.batches.placement import (
+    CAPS,
     STEPS,
     WIDEST,
     Placement,
     bucket,
     buckets,
+    free_bytes,
     pass_cost,
     public_shares,
+    rows_that_fit,
     sizes_up_to,
+    tokens_that_fit,
 )
 from hf_dpzero.batches.shapes import (
-    FixedShapes,
+    PassShapes,
     Row,
     blank_like,
     context_length,
@@ -45,7 +48,7 @@ from hf_dpzero.checks.precision import couples_values, low_precision
 from hf_dpzero.checks.public_rows import NOT_TAKEN, first_row, widths
 from hf_dpzero.checks.smoke_test import ROOM, CoupledLosses, Losses, SmokeTest
 from hf_dpzero.estimators.arithmetic import uncompiled
-from hf_dpzero.estimators.arrivals import arriving_bytes
+from hf_dpzero.estimators.offload import arriving_bytes
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients, rounds_products
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import (
@@ -77,7 +80,7 @@ UNMASKED = (
 )
 
 
-def shapes_of(run: Run) -> FixedShapes | None:
+def shapes_of(run: Run) -> PassShapes | None:
     """Returns how a private run collates rows, its sizes of passes untried yet; None for others."""
     if not run.plan.mechanism.private:
         return None
@@ -87,24 +90,24 @@ def shapes_of(run: Run) -> FixedShapes | None:
     pad = getattr(tokenizer, "pad_token_id", None)
     decoder = getattr(config, "is_encoder_decoder", False)  # its labels may have the texts' shape
     private = run.rows
-    shapes = FixedShapes(
+    shapes = PassShapes(
         private.collate_each,
         alone,
-        most=context_length(model),
-        side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
-        pad=getattr(config, "pad_token_id", None) if pad is None else pad,
+        context_length=context_length(model),
+        padding_side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
+        pad_token_id=getattr(config, "pad_token_id", None) if pad is None else pad,
         collate_stacked=private.collate_rows if private.are_stacked() else None,
-        decoder_most=decoder_length(model),
-        cut=run.longest_row,
+        decoder_length=decoder_length(model),
+        max_length=run.longest_row,
     )
     if run.objective is None or not single_pass(run.objective):
         return shapes  # each example runs by itself: nothing to fill up
     with of_first_row("collated"):
         first = shapes.collate_each([0])[0]
-    shapes = dataclasses.replace(shapes, kind=kind_of(first))
+    shapes = dataclasses.replace(shapes, row_signature=kind_of(first))
     if run.args.physical_batch_size > 1 and invented_form(run, shapes, first) is first:
         free = masked_shape(first) is None and shapes.collate_stacked is None
-        shapes = dataclasses.replace(shapes, sizes=sizes_of(first) if free else None)
+        shapes = dataclasses.replace(shapes, row_sizes=sizes_of(first) if free else None)
     reason = couples_values(model)
     if run.args.physical_batch_size == 1:
         return shapes
@@ -118,11 +121,11 @@ def shapes_of(run: Run) -> FixedShapes | None:
     return dataclasses.replace(shapes, placement=dataclasses.replace(alone, sizes=sizes))
 
 
-def invented_form(run: Run, shapes: FixedShapes, first: Row | None = None) -> Row:
+def invented_form(run: Run, shapes: PassShapes, first: Row | None = None) -> Row:
     """The row whose form invented rows have: row 0, of which the length along its mask is not read.
 
     Where no mask tells what its length is, an evaluation row's sizes are; without one, row 0's, and then
-    all rows must have them (`FixedShapes.sizes`).
+    all rows must have them (`PassShapes.sizes`).
     """
     first = shapes.collate_each([0])[0] if first is None else first
     if masked_shape(first) is not None or shapes.collate_stacked is not None:
@@ -145,7 +148,7 @@ def _placement(run: Run, sizes: tuple[int, ...], tokens: int | None) -> Placemen
         return Placement(expected, sizes, {0: 1.0}, cost, tokens)
     found = widths(run)
     text = "input_ids" in first  # else sounds, whose widths are not tokens
-    most, cut = (shapes.most, shapes.cut) if text else (None, None)
+    most, cut = (shapes.context_length, shapes.max_length) if text else (None, None)
     widest = min([n for n in (most, cut) if n is not None] + [WIDEST])
 
     def in_steps(step: int) -> Placement:
@@ -227,12 +230,12 @@ def _losses(
 
 
 def _tried_sizes(
-    run: Run, shapes: FixedShapes, losses: Losses
+    run: Run, shapes: PassShapes, losses: Losses
 ) -> tuple[tuple[int, ...], int | None]:
     """The sizes of passes that fit and pass the smoke test, and the tokens of one that fit."""
     args, model = run.args, run.model
     free = free_bytes(args.device)
-    invented = InventedRows(invented_form(run, shapes), model, shapes.side)
+    invented = InventedRows(invented_form(run, shapes), model, shapes.padding_side)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dense = (
         args.per_example_gradients == "dense" or args.mixed_precision != "no" or rounds_products()
@@ -301,7 +304,7 @@ def _gradient_sizes(run: Run, smoke: SmokeTest, sizes: Sequence[int]) -> tuple[i
         args.physical_batch_size,
         autocast=args.mixed_precision != "no",
     )
-    invented, least = smoke.rows, bucket(1, shapes.most, shapes.cut)
+    invented, least = smoke.rows, bucket(1, shapes.context_length, shapes.max_length)
 
     def summed(rows: Sequence[Row]) -> Tensor:
         totals, _ = gradients.weighted_sum([stacked(rows)], torch.ones_like)
@@ -355,5 +358,5 @@ def blank_microbatch(run: Run) -> Mapping[str, Tensor]:
     if shapes.one_by_one:
         return dict(row)
     row = shapes.in_bucket(row)
-    blank, slots = blank_like(row, shapes.side), shapes.placement.rows_of(width_of(row), 0)
+    blank, slots = blank_like(row, shapes.padding_side), shapes.placement.rows_of(width_of(row), 0)
     return dict(shapes.filled([blank], slots))

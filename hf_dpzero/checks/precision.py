@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.arrivals import execution_devices
+from hf_dpzero.estimators.offload import execution_devices
 from hf_dpzero.estimators.per_example_gradients import rounds_products
 from hf_dpzero.ledger.digests import is_packed
 from hf_dpzero.objectives.losses import is_compiled

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_dpzero.batches.shapes import FixedShapes, width_of
+from hf_dpzero.batches.shapes import PassShapes, width_of
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -47,7 +47,7 @@ def public_microbatches(run: Run) -> list[Mapping[str, Tensor]]:
     ]
 
 
-def public_shapes(run: Run, most: int = sys.maxsize) -> tuple[FixedShapes, int] | None:
+def public_shapes(run: Run, most: int = sys.maxsize) -> tuple[PassShapes, int] | None:
     """The run's fixed shapes over public rows: those of eval_dataset, or random tokens.
 
     Args:
@@ -58,7 +58,7 @@ def public_shapes(run: Run, most: int = sys.maxsize) -> tuple[FixedShapes, int] 
       The shapes and the number of rows; None where no public row can be made.
     """
     assert run.shapes is not None
-    of_run = dataclasses.replace(run.shapes, collate_stacked=None, kind=None)
+    of_run = dataclasses.replace(run.shapes, collate_stacked=None, row_signature=None)
     evaluation = run.evaluation
     if evaluation is not None:
         each = run.rows_of(evaluation).collate_each

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_dpzero.batches.pass_memory import PassBytes, measured
-from hf_dpzero.batches.placement import bucket
+from hf_dpzero.batches.placement import PassBytes, bucket, measured
 from hf_dpzero.batches.shapes import (
-    FixedShapes,
+    PassShapes,
     Row,
     blank_like,
     shape_of,
@@ -112,7 +111,7 @@ class SmokeTest:
       bytes: of what modules returned in a pass of `tokens` tokens.
     """
 
-    shapes: FixedShapes
+    shapes: PassShapes
     rows: InventedRows
     losses: Losses
     model: nn.Module
@@ -214,8 +213,12 @@ class SmokeTest:
     def row(self, seed: int, size: int, wide: bool) -> tuple[Row, int]:
         """A row, padded where it is narrow and unmasked where it is wide, and its width."""
         shapes = self.shapes
-        least = bucket(1, shapes.most, shapes.cut)
-        widest = min(t for t in (self._budget() // size, shapes.most, shapes.cut) if t is not None)
+        least = bucket(1, shapes.context_length, shapes.max_length)
+        widest = min(
+            t
+            for t in (self._budget() // size, shapes.context_length, shapes.max_length)
+            if t is not None
+        )
         width = self.rows.width(wide, least, widest)
         return self.rows.row(seed, width, width if wide else max(1, width - 2)), width
 
@@ -230,7 +233,7 @@ class SmokeTest:
         self, row: Row, width: int, size: int, placed: Tensor, copied: list[Tensor]
     ) -> str:
         """Evaluates the row in the last place, a blank and other rows being in front of it."""
-        others = [blank_like(row, self.shapes.side), *self._others(row, width, size - 2)]
+        others = [blank_like(row, self.shapes.padding_side), *self._others(row, width, size - 2)]
         with looked_at(self.model, size, size - 1) as seen, _loud(self.model, size):
             losses = self._evaluated([*others[: size - 1], row])
         self._check_rounding(

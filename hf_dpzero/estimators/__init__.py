@@ -1,9 +1,9 @@
 """Un-noised per-example statistics of a batch: private values, to be clipped and noised by `privacy`.
 
 Zeroth order, start at `finite_differences`: x [B, K] by forward passes, with the strategies `layerwise`
-and `stacked`, the `prefix_cache`, the `exactness_checks` before training, and `deferred_updates` between
-steps. First order, start at `per_example_gradients`: weighted sums of per-example gradients, dense or by
-`ghost_clipping`; `layer_rules` alone imports opacus, when first used.
+and `stacked`; `choose_strategy` tries them before training, `forward_passes` guards the weights and runs
+frozen layers once. First order, start at `per_example_gradients`: weighted sums of per-example
+gradients, dense or by `ghost_clipping`, which alone imports opacus, when first used.
 
 Promises: evaluations leave the parameters bit for bit at theta once settled, also after an exception;
 what cannot be attributed to single examples is refused by name.

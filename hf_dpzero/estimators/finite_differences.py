@@ -19,16 +19,15 @@ the same bits:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.arrivals import living_elsewhere, schedule_of
-from hf_dpzero.estimators.forward_passes import ParameterGuard
+from hf_dpzero.estimators.forward_passes import FrozenPrefix, ParameterGuard
 from hf_dpzero.estimators.layerwise import ModuleVisits
-from hf_dpzero.estimators.prefix_cache import FrozenPrefix
+from hf_dpzero.estimators.offload import living_elsewhere, prefetcher_of
 from hf_dpzero.estimators.stacked import StackedCopies
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
@@ -71,14 +70,10 @@ class FiniteDifferences:
       smoothing: lambda > 0.
       reuse_frozen_prefix: run what precedes the first trainable parameter once per microbatch. Off
         for compiled models and for objectives that are not `single_pass`.
-      strategy: where the perturbation is (see the module). "auto" takes `whole_model` for float32
-        parameters, which are moved in place without extra memory, for compiled models, and where
-        processes hold parts of the parameters (a copy of a part is small);
-        `layerwise` as soon as one trainable tensor is in half precision, whose settled values would
-        otherwise be kept beside it, unless a step has several `passes` and that copy takes at most
-        `COPIED` bytes: layerwise perturbs anew for each. `exactness_checks.make_exact` goes on from
-        `whole_model` to `stacked` where little trains along many directions. Where weights that train
-        come from elsewhere (`arrivals`) it is `layerwise`, and nothing else will do.
+      strategy: where the perturbation is (see the module), or "auto": `whole_model` for float32,
+        `layerwise` as soon as one trainable tensor is in half precision or comes from elsewhere
+        (`offload`); see `_resolved`. `choose_strategy` goes over from `whole_model` to `stacked` where
+        little trains along many directions.
       passes: microbatches that a step is expected to have, for each sign and direction.
 
     Attributes:
@@ -106,6 +101,7 @@ class FiniteDifferences:
         self._guard = ParameterGuard(
             (name, local(p)) for name, p in model.named_parameters() if has_plain_storage(local(p))
         )
+        self._prefetcher = prefetcher_of(model)
         self.chosen_automatically = strategy == "auto"
         self.use(_resolved(strategy, model, space, objective, passes))
         prefix = FrozenPrefix(model)
@@ -116,9 +112,8 @@ class FiniteDifferences:
     def use(self, strategy: str) -> None:
         """Goes over to another strategy, not "auto"."""
         self.visits = ModuleVisits(self.model, self.space) if strategy == "layerwise" else None
-        self.stack = None
-        if strategy == "stacked":
-            self.stack = StackedCopies(self.model, self.space, self._per_example)
+        stacked = strategy == "stacked"
+        self.stack = StackedCopies(self.model, self.space, self._per_example) if stacked else None
         self.strategy = strategy
 
     @torch.no_grad()
@@ -183,9 +178,19 @@ class FiniteDifferences:
           (f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each on the CPU.
         """
         try:
-            with evaluation_mode(self.model), self._ready():
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(evaluation_mode(self.model))
+                copies = self.visits or self.stack
+                if copies is not None:  # theta itself does not move
+                    self.space.settle_()
+                    if not self.space.snapped:
+                        self.space.snap_()  # now, while every parameter is at home
+                    stack.enter_context(copies.installed())
+                if self._prefetcher is not None and self.visits is None:  # none of them trains
+                    stack.enter_context(self._prefetcher.ahead())
                 if self.prefix is None:
                     return self._sweep(microbatches, directions)
+                stack.enter_context(self.prefix.installed())
                 parts = []
                 for microbatch in microbatches:  # so that only one's prefix is held in memory
                     self.prefix.forget()
@@ -195,23 +200,6 @@ class FiniteDifferences:
         except BaseException:
             self.space.settle_()
             raise
-
-    @contextlib.contextmanager
-    def _ready(self) -> Iterator[None]:
-        """The wrappers of the strategy and of the prefix are on the model's modules inside."""
-        with contextlib.ExitStack() as stack:
-            copies = self.visits or self.stack
-            if copies is not None:  # theta itself does not move
-                self.space.settle_()
-                if not self.space.snapped:
-                    self.space.snap_()  # now, while every parameter is at home
-                stack.enter_context(copies.installed())
-            arrivals = schedule_of(self.model)
-            if arrivals is not None and self.visits is None:  # of weights that do not train
-                stack.enter_context(arrivals.ahead())
-            if self.prefix is not None:
-                stack.enter_context(self.prefix.installed())
-            yield
 
     def _sweep(
         self, microbatches: Sequence[Microbatch], directions: Sequence[Direction]
@@ -227,25 +215,27 @@ class FiniteDifferences:
                     self.space.move_to_(position)
                 else:
                     self.visits.position = position
-                columns.append(torch.cat([self.evaluate(m) for m in microbatches]))
+                before = self._guard.state()
+                losses = []
+                for microbatch in microbatches:
+                    losses.append(self.evaluate(microbatch))
+                self._guard.check(before)
+                columns.append(torch.cat(losses))
         return torch.stack(columns[::2], dim=1), torch.stack(columns[1::2], dim=1)
 
     def evaluate(self, microbatch: Microbatch) -> Tensor:
-        """Per-example losses of one microbatch at the present parameters, float32 [B] on the CPU.
-
-        Raises:
-          ParameterChanged: the forward pass wrote to a trainable parameter.
-        """
-        with self._evaluating():
-            losses = self._per_example(self.model, microbatch)
-            return losses[: num_examples(microbatch)].detach().cpu()
+        """Returns one microbatch's per-example losses at the present parameters, float32 [B], CPU."""
+        if self.prefix is not None:
+            self.prefix.begin_evaluation()
+        losses = self._per_example(self.model, microbatch)
+        return losses[: num_examples(microbatch)].detach().cpu()
 
     def _per_example(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
         """The objective's losses, checked to be one an example, float32 [B]."""
         return check_per_example(self.objective(model, microbatch), batch_size(microbatch))
 
     def _evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Around one evaluation of the objective."""
+        """Around one pass of stacked copies."""
         if self.prefix is not None:
             self.prefix.begin_evaluation()
         return self._guard.watching()
@@ -254,7 +244,11 @@ class FiniteDifferences:
 def _resolved(
     strategy: str, model: nn.Module, space: ParameterSpace, objective: PerExampleLoss, passes: float
 ) -> str:
-    """The strategy that "auto" stands for, or the one asked for if the model allows it."""
+    """The strategy that "auto" stands for, or the one asked for if the model allows it.
+
+    "auto": float32 is moved in place, without extra memory; so are compiled models, and parts of
+    parameters, of which a copy is small.
+    """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is not known; choose one of {STRATEGIES}.")
     if strategy == "stacked" and not single_pass(objective):
@@ -284,6 +278,8 @@ def _resolved(
         return "whole_model"
     if strategy != "auto":
         return strategy
+    # Half precision is restored from a copy, which layerwise does without; but layerwise perturbs anew
+    # for every pass, so that several of them are worth a copy that is not large.
     copied = sum(t.nbytes for t in space.tensors if t.dtype != torch.float32)
     worth_a_copy = passes > 1 and copied <= COPIED
     return "layerwise" if copied and not worth_a_copy and not is_compiled(model) else "whole_model"

@@ -5,11 +5,11 @@ its `forward` wrapped: during the call its parameters' `.data` point to perturbe
 to theta again, so restoring is exact in every dtype by construction, and the extra memory is that of
 the modules active at one moment. Embeddings copy only the rows that the call looks up.
 
-Weights that live elsewhere and come for their module's forward (`arrivals`) are perturbed on arrival, in
+Weights that live elsewhere and come for their module's forward (`offload`) are perturbed on arrival, in
 the copy that came; of embeddings only the rows that the call looks up come at all.
 
 A parameter that is read outside its owner's forward (`nn.MultiheadAttention` reads its out_proj's)
-is not perturbed there; `poisoned_tensors` makes such a read show up as NaN, for the check at set-up.
+is not perturbed there; `choose_strategy` finds such reads.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_dpzero.estimators.arrivals import arrival_of, living_elsewhere, schedule_of
-from hf_dpzero.estimators.forward_passes import replaced_forward
+from hf_dpzero.estimators.forward_passes import P, R, replaced_forward
+from hf_dpzero.estimators.offload import living_elsewhere, prefetched_of, prefetcher_of
 from hf_dpzero.perturbation.parameter_space import ParameterSpace, Position
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -54,11 +54,13 @@ class Owner:
         self, module: nn.Module, parameters: dict[int, Tensor], arriving: Set[int] = frozenset()
     ) -> None:
         self.module = module
-        self.arrival = arrival_of(module) if arriving & set(map(id, parameters.values())) else None
+        self.prefetched = (
+            prefetched_of(module) if arriving & set(map(id, parameters.values())) else None
+        )
         weight = module.weight if isinstance(module, nn.Embedding) else None
         self.lookup = next((n for n, p in parameters.items() if p is weight), None)
         here = {n: p for n, p in parameters.items() if id(p) not in arriving}
-        served = here if self.arrival is None else parameters
+        served = here if self.prefetched is None else parameters
         self.table = {n: p for n, p in served.items() if n == self.lookup}
         self.others = {n: p for n, p in here.items() if n != self.lookup}
 
@@ -85,7 +87,7 @@ class ModuleVisits:
         self.space, self.scratch = space, Scratch()
         self.position: Position = ()
         self.visited: set[int] = set()
-        self.arrivals, elsewhere = schedule_of(model), living_elsewhere(model)
+        self.prefetcher, elsewhere = prefetcher_of(model), living_elsewhere(model)
         self.arriving = {id(t): n for n, t in enumerate(space.tensors) if id(t) in elsewhere}
         self.owners = _owners(model, space, self.arriving.keys())
         self._standing: set[int] = set()  # numbers of the parameters that point to a copy now
@@ -100,8 +102,8 @@ class ModuleVisits:
     def installed(self) -> Iterator[ModuleVisits]:
         """Wraps the owners' forwards inside the block; afterwards they are as they were."""
         with contextlib.ExitStack() as stack:
-            if self.arrivals is not None:
-                stack.enter_context(self.arrivals.ahead(self._home, self._perturb))
+            if self.prefetcher is not None:
+                stack.enter_context(self.prefetcher.ahead(self._home, self._perturb))
             for owner in self.owners:
                 visit = functools.partial(self._visit, owner)
                 stack.enter_context(replaced_forward(owner.module, visit))
@@ -110,23 +112,20 @@ class ModuleVisits:
             finally:
                 self.position = ()
 
-    def _visit(self, owner: Owner, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _visit(self, owner: Owner, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """One call of the owner's forward at the present position."""
         with contextlib.ExitStack() as stack:
             if self.position and owner.others:
                 stack.enter_context(self.copied(owner.others))
             if self.position and owner.table and owner.lookup not in self._standing:
-                self._serve_rows(owner, stack)
+                [table] = owner.table.values()
+                there = None if owner.prefetched is None else owner.prefetched.prefetcher
+                # A table that is here has been perturbed for an outer call; else rows of it will do.
+                if there is None or not there.is_here(table):
+                    if there is not None:
+                        stack.enter_context(there.left_at_home(table))
+                    stack.enter_context(_RowLookup(self, owner, stack))
             return forward(*args, **kwargs)
-
-    def _serve_rows(self, owner: Owner, stack: contextlib.ExitStack) -> None:
-        """Until the stack is unwound, the owner looks up perturbed rows; its table may stay away."""
-        [table] = owner.table.values()
-        if owner.arrival is not None:
-            if owner.arrival.schedule.is_here(table):
-                return  # perturbed, for an outer call
-            stack.enter_context(owner.arrival.schedule.left_at_home(table))
-        stack.enter_context(_RowLookup(self, owner, stack))
 
     def _home(self, tensor: Tensor) -> Tensor:
         """What is to come for a tensor: theta, whatever its parameter holds for the moment."""
@@ -182,30 +181,31 @@ class _RowLookup(TorchFunctionMode):
         self.copied = False
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.copied or func in METADATA or not self._among((*args, *kwargs.values())):
+        read = any(
+            v is self.weight
+            or (isinstance(v, (tuple, list)) and any(part is self.weight for part in v))
+            for v in (*args, *kwargs.values())
+        )
+        if self.copied or func in METADATA or not read:
             return func(*args, **kwargs)
         if func is F.embedding:
             return self._embedding(*args, **kwargs)
         self._copy()
         return func(*args, **kwargs)
 
-    def _among(self, values: Sequence[Any]) -> bool:
-        """Whether the weight is one of the values, or in a list or tuple that is."""
-        return any(
-            v is self.weight
-            or (isinstance(v, (tuple, list)) and any(part is self.weight for part in v))
-            for v in values
-        )
-
     def _copy(self) -> None:
-        arrival, table = self.owner.arrival, self.owner.table
+        prefetched, table = self.owner.prefetched, self.owner.table
         copied = (
             self.visits.copied(table)
-            if arrival is None
-            else arrival.schedule.brought(arrival, list(table.values()))
+            if prefetched is None
+            else prefetched.prefetcher.brought(prefetched, list(table.values()))
         )
         self.stack.enter_context(copied)
         self.copied = True
@@ -220,8 +220,8 @@ class _RowLookup(TorchFunctionMode):
         space, position = self.visits.space, self.visits.position
         space.write_perturbed_rows_(self.number, rows, position, perturbed)
         self.visits.visited.add(self.number)
-        if self.owner.arrival is not None:
-            self.owner.arrival.schedule.count(perturbed.nbytes)
+        if self.owner.prefetched is not None:
+            self.owner.prefetched.prefetcher.bytes_in += perturbed.nbytes
         return F.embedding(inverse, perturbed)
 
 
@@ -280,23 +280,6 @@ class _Level:
 def _padded(tensor: Tensor) -> int:
     """Bytes of a tensor, rounded up to the alignment."""
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-
-
-@contextlib.contextmanager
-def poisoned_tensors(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the tensors are NaN (which takes no memory); their values come back on exit.
-
-    A read of them that the strategy does not serve from a perturbed copy then shows in the losses.
-    """
-    values = [tensor.data for tensor in tensors]
-    try:
-        for tensor in tensors:
-            nan = tensor.new_full((), torch.nan, requires_grad=False)
-            tensor.data = nan.expand(tensor.shape)
-        yield
-    finally:
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.data = value
 
 
 def _owners(model: nn.Module, space: ParameterSpace, arriving: Set[int]) -> list[Owner]:

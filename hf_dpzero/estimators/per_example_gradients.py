@@ -2,7 +2,7 @@
 
 g_i = grad f(theta; xi_i),   sum_i min(1, C / ||g_i||) g_i      (Abadi et al. 2016, DP-SGD)
 
-What each layer's calls give an example comes from `layer_rules`. What cannot be attributed to
+What each layer's calls give an example comes from `ghost_clipping`. What cannot be attributed to
 single examples is refused by name, never skipped: shapes alone do not tell `[T, B, h]` from
 `[B, T, h]`, so `check_attribution` tries the layers on a few rows before the first step.
 """
@@ -14,8 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.ghost_clipping import CANCELLED, SMALLEST
-from hf_dpzero.estimators.layer_rules import WAY_OUT, LayerRecord, owned, supported
+from hf_dpzero.estimators.ghost_clipping import (
+    CANCELLED,
+    SMALLEST,
+    WAY_OUT,
+    LayerRecord,
+    owned,
+    supported,
+)
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
     batch_size,

@@ -273,7 +273,11 @@ class StackedKernels(TorchFunctionMode):
         self.widest = 0
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         run = _linear if func is F.linear else func
         result = run(*args, **(kwargs or {}))
@@ -296,12 +300,12 @@ class _SharedInput(torch.autograd.Function):
         return F.linear(input, weight, bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
         """Nothing is kept: there is no backward pass."""
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, input: Tensor, weight: Tensor, bias: Tensor | None
+        info: Any, in_dims: tuple[int, ...], input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, int]:
         weights = weight.movedim(in_dims[1], 0)
         out = F.linear(input, weights.flatten(0, 1)).unflatten(-1, weights.shape[:2])

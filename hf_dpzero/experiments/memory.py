@@ -2,7 +2,7 @@
 
 Weights, one copy, optimizer and per-example gradients follow from the parameters. What a pass holds
 follows from what its modules return on the meta device, by the rule that caps passes in training
-(`batches.pass_memory`). On top come the libraries and, on a GPU, its context (about 0.5 GB each): a
+(`batches.placement`). On top come the libraries and, on a GPU, its context (about 0.5 GB each): a
 device is said to fit with a tenth to spare.
 """
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dpzero.batches import pass_memory
-from hf_dpzero.batches.pass_memory import PassBytes, measured
+from hf_dpzero.batches import placement
+from hf_dpzero.batches.placement import PassBytes, measured
 from hf_dpzero.estimators.per_example_gradients import DENSE_BYTES
 from hf_dpzero.estimators.stacked import AUTO_DIRECTIONS, STACK_BYTES
 from hf_dpzero.objectives.heads import select_objective
@@ -311,7 +311,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 def forward_bytes(found: PassBytes) -> int:
     """Returns what a pass without gradients holds at a time, by what its modules returned."""
-    return int(pass_memory._ALIVE * found.largest)
+    return int(placement.ALIVE * found.largest)
 
 
 def measured_pass(

@@ -2,7 +2,7 @@
 
 Accelerate leaves tensors without values in an offloaded module and sets new ones for every forward
 pass. Here each such tensor gets one place to live, where it is perturbed from, updated, digested and
-saved like any other, and an `Arrival` brings it to the execution device (see `estimators.arrivals`):
+saved like any other, and a `Prefetched` brings it to the execution device (see `estimators.offload`):
 
 - offloaded to the CPU: the tensor that Accelerate kept;
 - offloaded to disk and frozen: the file, mapped into memory, so that reading takes pages of it and no
@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_dpzero.estimators.arrivals import (
-    Arrival,
-    Schedule,
-    arrival_of,
+from hf_dpzero.estimators.offload import (
+    Prefetched,
+    Prefetcher,
     living_elsewhere,
-    schedule_of,
+    prefetched_of,
+    prefetcher_of,
 )
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.trainable import quantised_kind
@@ -73,7 +73,7 @@ def settle_offloaded(model: nn.Module) -> None:
         for hook in accelerate_hooks(getattr(module, "_hf_hook", None))
         if isinstance(hook, AlignDevicesHook) and hook.offload
     ]
-    schedule, homes = schedule_of(model) or Schedule(), _Homes(_tied_names(model))
+    prefetcher, homes = prefetcher_of(model) or Prefetcher(), _Homes(_tied_names(model))
     for name, module, hook in offloaded:
         if hook.execution_device in (None, "meta", torch.device("meta")):
             raise ValueError(f"{name} is offloaded without an execution device: load it anew.")
@@ -88,16 +88,16 @@ def settle_offloaded(model: nn.Module) -> None:
             (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = home
             places.append((owner, leaf))
         device = torch.device(hook.execution_device)
-        module._old_forward = Arrival(module, places, device, schedule, module._old_forward)
+        module._old_forward = Prefetched(module, places, device, prefetcher, module._old_forward)
         _replace_hook(module, hook)
-    if schedule_of(model) is None:
+    if prefetcher_of(model) is None:
         return
     for name, module in model.named_modules():
-        arrival = arrival_of(getattr(module, "base_layer", module))
-        if arrival is not None and arrival.module is not module:
-            _place_adapter(module, arrival)
-        elif arrival is not None and ".modules_to_save." in name:
-            arrival.stay_()
+        prefetched = prefetched_of(getattr(module, "base_layer", module))
+        if prefetched is not None and prefetched.module is not module:
+            _place_adapter(module, prefetched)
+        elif prefetched is not None and ".modules_to_save." in name:
+            prefetched.stay_()
     model.to = _staying(model)  # type: ignore[method-assign]
     in_files = any(_FOLDER in vars(tensor) for tensor in living_elsewhere(model).values())
     if in_files and isinstance(model, PreTrainedModel):  # a shard is written from memory
@@ -113,12 +113,12 @@ def accelerate_hooks(hook: Any) -> Iterator[Any]:
             yield from accelerate_hooks(inner)
 
 
-def _place_adapter(layer: nn.Module, arrival: Arrival) -> None:
+def _place_adapter(layer: nn.Module, prefetched: Prefetched) -> None:
     """PEFT makes adapters where the weights of the layer beneath live: not where it computes."""
-    of_base = set(map(id, arrival.module.parameters()))
+    of_base = set(map(id, prefetched.module.parameters()))
     for parameter in layer.parameters():
         if id(parameter) not in of_base and parameter.device.type != "meta":
-            parameter.data = parameter.data.to(arrival.device)
+            parameter.data = parameter.data.to(prefetched.device)
 
 
 def _leave(module: nn.Module) -> nn.Module:
@@ -332,7 +332,7 @@ def check_offload(model: nn.Module, args: DPZeroConfig) -> None:
       ValueError: several processes, a first-order method, compiled code, or a strategy that moves all
         weights.
     """
-    if schedule_of(model) is None:
+    if prefetcher_of(model) is None:
         return
     if args.world_size > 1:
         raise ValueError(

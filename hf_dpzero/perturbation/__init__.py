@@ -5,6 +5,6 @@ number of threads; any sequence of moves that ends where it began changes no bit
 whatever was fused with it. Nothing here is private: what may be released is decided elsewhere.
 
 Imports torch and numpy only (numba and Triton when a kernel runs). Start with
-`parameter_space.ParameterSpace`, then `directions` for the numbers and `exact_grid` for why float32
+`parameter_space.ParameterSpace`, then `directions` for the numbers and `grids` for why float32
 arithmetic can be undone. `trainable` says what may train, `kernels` holds the loops.
 """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from hf_dpzero.perturbation.directions import (
     largest_coordinate,
 )
 from hf_dpzero.perturbation.kernels import dispatch
-from hf_dpzero.perturbation.rounded_segments import RoundedSegment
-from hf_dpzero.perturbation.segments import GridSegment
+from hf_dpzero.perturbation.segments import GridParts, GridSegment, RoundedSegment
 from hf_dpzero.perturbation.sharding import (
     ShardedStream,
     is_sharded,
@@ -28,11 +26,7 @@ from hf_dpzero.perturbation.sharding import (
     mesh_of,
     own_part,
 )
-from hf_dpzero.perturbation.split_segments import GridParts
 from hf_dpzero.perturbation.trainable import check_trainable, gathered
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # the fastest over many tensors
 SMALL = 1 << 16  # elements below which neighbouring tensors share a segment
@@ -55,17 +49,23 @@ class Coordinates:
         named = list(named_tensors)
         check_trainable(named)
         self.distribution, self.smoothing = distribution, smoothing
+        # the largest move of a coordinate while one perturbation gives way to another
+        self._reach = 2.0 * largest_coordinate(distribution) * abs(smoothing)
         self.names = [name for name, _ in named]
         self.parameters = [tensor for _, tensor in named]
         self._parts = [own_part(*entry) for entry in named]
         self.tensors = [part.tensor for part in self._parts]
         self._mesh = next((mesh_of(p) for p in self.parameters if is_sharded(p)), None)
+        self.sharded = self._mesh is not None  # other processes hold parts of the tensors
         self._norms: dict[Direction, int] = {}  # of directions, where processes share the work
         sizes = [tensor.numel() for tensor in self.parameters]
         room = (-(-size // LANES) * LANES for size in sizes)  # tensors start at multiples of LANES
         self.offsets = [0, *itertools.accumulate(room)][:-1]
         self.layout = list(zip(self.offsets, sizes, strict=True))
         self.dimension = sum(sizes)
+        self.snapped = (
+            False  # whether `snap_` or `load_state_dict` has put the tensors on their grids
+        )
         self._segments = self._make_segments()
         self._grids = [s for s in self._segments if isinstance(s, GridSegment)]
         self._places = {
@@ -76,45 +76,29 @@ class Coordinates:
         self._addresses = list(map(_address, self.tensors))
         self._streams: dict[Direction, DirectionStream] = {}
 
-    def _make_segments(self) -> Sequence[AnySegment]:
-        apart = [n for n, parameter in enumerate(self.parameters) if is_sharded(parameter)]
-        together = [n for n in apart if self.tensors[n].dtype == torch.float32]
+    def _make_segments(self) -> list[AnySegment]:
+        split = [n for n, parameter in enumerate(self.parameters) if is_sharded(parameter)]
+        together = [n for n in split if self.tensors[n].dtype == torch.float32]
         segments: list[AnySegment] = []
-        for run in runs(self.tensors, apart):
-            if run[0] not in together:
-                segments.append(segment_of(self.tensors, self.offsets, run))
-            if run[0] in apart and run[0] not in together:
+        for run in runs(self.tensors, split):
+            if run[0] in together:
+                continue
+            segments.append(segment_of(self.tensors, self.offsets, run))
+            if run[0] in split:
                 agree = largest_over(self.parameters[run[0]])
                 segments[-1].is_part(self._parts[run[0]].first, agree)
-        return [*segments, *self._grid_parts(together)]
-
-    def _grid_parts(self, numbers: list[int]) -> list[GridParts]:
-        """The segment of the float32 tensors that are split, if there are any."""
-        if not numbers:
-            return []
-        chosen = [self._parts[n] for n in numbers]
-        offsets, firsts = [self.offsets[n] for n in numbers], [part.first for part in chosen]
-        agree = largest_over(self.parameters[numbers[0]])
-        return [GridParts([part.tensor for part in chosen], offsets, firsts, numbers, agree)]
-
-    @property
-    def sharded(self) -> bool:
-        """Whether other processes hold parts of the tensors."""
-        return self._mesh is not None
-
-    @classmethod
-    def from_model(cls, model: nn.Module, **settings: Any) -> Self:
-        """The space of the parameters that train; tied weights count once.
-
-        Args:
-          model: its parameters with `requires_grad` are taken.
-          settings: the keyword arguments of the class.
-
-        Returns:
-          The space.
-        """
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        return cls(trainable, **settings)
+        if together:
+            parts = [self._parts[n] for n in together]
+            segments.append(
+                GridParts(
+                    [part.tensor for part in parts],
+                    [self.offsets[n] for n in together],
+                    [part.first for part in parts],
+                    together,
+                    largest_over(self.parameters[together[0]]),
+                )
+            )
+        return segments
 
     def check_is_of(self, model: nn.Module) -> None:
         """Raises RuntimeError unless these are the very tensors that `model` computes with."""
@@ -126,11 +110,6 @@ class Coordinates:
             )
         self._follow_storage_()
 
-    @property
-    def snapped(self) -> bool:
-        """Whether `snap_` (or `load_state_dict`) has put the tensors on their grids."""
-        return all(segment.snapped for segment in self._segments)
-
     @torch.no_grad()
     def snap_(self) -> None:
         """Puts every float32 tensor on its grid; once, before the first perturbation.
@@ -140,17 +119,14 @@ class Coordinates:
         self._follow_storage_()
         for segment in self._segments:
             segment.snap_(self._reach)
-
-    @property
-    def _reach(self) -> float:
-        """The largest move of a coordinate while one perturbation gives way to another."""
-        return 2.0 * largest_coordinate(self.distribution) * abs(self.smoothing)
+        self.snapped = True
 
     def stream(self, direction: Direction) -> DirectionStream:
-        """The coordinates of `direction` in this space (kept until another is perturbed along)."""
+        """Returns the coordinates of `direction` here (kept until another is perturbed along)."""
         if direction not in self._streams:
-            device = self.tensors[0].device
-            squares = functools.partial(dispatch.sum_of_squared_normals, device=device)
+            squares = functools.partial(
+                dispatch.sum_of_squared_normals, device=self.tensors[0].device
+            )
             given = direction, self.distribution, self.layout, squares
             self._streams[direction] = (
                 ShardedStream(*given, self._own_places(), self._mesh, self._norms)
@@ -170,39 +146,34 @@ class Coordinates:
             if part.tensor.numel() and (first or is_sharded(parameter))
         ]
 
-    def _squared_norm(self, direction: Direction) -> float:
-        """||u||^2: d for rademacher and sphere, the drawn norm's square for gaussian."""
-        if self.distribution != "gaussian":
-            return float(self.dimension)
-        return self.stream(direction).squared_norm()
-
     @torch.no_grad()
     def gram(self, directions: Sequence[Direction]) -> Tensor:
-        """<u_k, u_l>, float64 [K, K] on the CPU; the squared norms are on the diagonal.
+        """Returns <u_k, u_l>, float64 [K, K] on the CPU; the squared norms are on the diagonal.
 
         Exact for rademacher. One direction costs its norm; more generate all coordinates, a few MB at
         a time.
         """
-        norms = torch.tensor([self._squared_norm(u) for u in directions], dtype=torch.float64)
-        if len(directions) == 1:
-            return norms.diag()
         streams = [self.stream(u) for u in directions]
+        drawn = self.distribution == "gaussian"  # else ||u||^2 = d by construction
+        squares = [s.squared_norm() if drawn else float(self.dimension) for s in streams]
+        norms = torch.tensor(squares, dtype=torch.float64)
+        if len(streams) == 1:
+            return norms.diag()
         scales = torch.tensor([stream.scale for stream in streams], dtype=torch.float64)
         products = sum(self._products(number, streams) for number in range(len(self.tensors)))
         return (products * scales.outer(scales)).fill_diagonal_(0.0) + norms.diag()
 
     def _products(self, number: int, streams: Sequence[DirectionStream]) -> Tensor:
-        """<u_k, u_l> of the raw coordinates of one tensor, float64 [K, K] on the CPU.
-
-        A few MB at a time. Exact for signs: sums of fewer than 2^24 of them are, in float32.
-        """
+        """<u_k, u_l> of the raw coordinates of one tensor, float64 [K, K] on the CPU."""
         (offset, size), device = self.layout[number], self.tensors[number].device
         total = torch.zeros(len(streams), len(streams), dtype=torch.float64, device=device)
         width = max(_PRODUCT_CHUNK // len(streams) // LANES, 1) * LANES
         for start in range(0, size, width):
             count = min(width, size - start)
             u = torch.stack([_raw(s, offset + start, count, device) for s in streams])
-            if self.distribution != "rademacher":
+            if (
+                self.distribution != "rademacher"
+            ):  # sums of fewer than 2^24 signs are exact in float32
                 u = u.double()
             total += u @ u.T
         return total.cpu()
@@ -220,10 +191,8 @@ class Coordinates:
         return functools.reduce(Tensor.add_, terms)
 
     def _follow_storage_(self) -> None:
-        """Wrappers may give a parameter new storage: works on that, never on a stale view.
-
-        Looked at once a step, by `check_is_of` or when a settled space moves.
-        """
+        # Wrappers may give a parameter new storage: work on that, never on a stale view. Looked at once
+        # a step, by `check_is_of` or when a settled space moves.
         if self.sharded:
             self.tensors[:] = map(local, self.parameters)
         addresses = list(map(_address, self.tensors))
@@ -253,7 +222,7 @@ def runs(tensors: Sequence[Tensor], apart: Collection[int] = ()) -> list[list[in
       Each group's numbers, in order.
     """
 
-    def kind(number: int) -> tuple[Any, ...]:
+    def kind(number: int) -> Hashable:
         tensor = tensors[number]
         alone = number if tensor.numel() >= SMALL or number in apart else -1
         return alone, tensor.dtype, tensor.device

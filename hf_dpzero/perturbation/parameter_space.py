@@ -3,7 +3,7 @@
 A `ParameterSpace` holds the trainable tensors as one long vector theta of dimension d (tied weights
 once) and remembers its `position`: the terms a_k u_k that currently stand on top of theta. Moving to
 another position, restoring and updating each read and write the parameters once, and are exact:
-float32 tensors live on a grid (see `exact_grid`), lower precisions are restored from a copy. An update
+float32 tensors live on a grid (see `grids`), lower precisions are restored from a copy. An update
 may be deferred until the next move, which then makes both at once. For float32 the extra memory is a
 MB or two.
 """
@@ -14,16 +14,21 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dpzero.perturbation.coordinates import Coordinates
 from hf_dpzero.perturbation.directions import LANES, Direction, largest_coordinate
 from hf_dpzero.perturbation.kernels import dispatch
-from hf_dpzero.perturbation.segments import CHUNK, Change, GridSegment
+from hf_dpzero.perturbation.kernels.torch_reference import Pieces
+from hf_dpzero.perturbation.segments import CHUNK, Change, GridSegment, GridState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _LARGEST_GROWTH = 2.0**100
 Position = tuple[tuple[Direction, float], ...]
@@ -76,17 +81,35 @@ class ParameterSpace(Coordinates):
         self._failed = False
         self.traffic = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to stay on the same grids (public, JSON-safe)."""
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        *,
+        distribution: str = "rademacher",
+        smoothing: float = 1e-3,
+        decayed: Collection[str] | None = None,
+    ) -> Self:
+        """Makes the space of a model's parameters with `requires_grad`; tied weights count once.
+
+        Args:
+          model: any.
+          distribution, smoothing, decayed: as for the class.
+        """
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return cls(trainable, distribution=distribution, smoothing=smoothing, decayed=decayed)
+
+    def state_dict(self) -> dict[str, GridState | dict[str, float]]:
+        """Returns what a resumed run needs to stay on the same grids (public, JSON-safe)."""
         assert self.settled, "settle_() before saving"
-        state: dict[str, Any] = {name: {} for name in self.names}
+        state: dict[str, GridState | dict[str, float]] = {name: {} for name in self.names}
         for segment in self._grids:
             for m, number in enumerate(segment.numbers):
                 state[self.names[int(number)]] = segment.state(m)
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, GridState]) -> None:
         """Restores `state_dict`; the tensors must already hold the values saved with it.
 
         Raises:
@@ -105,7 +128,7 @@ class ParameterSpace(Coordinates):
                     segment.load_(m, state[name])
                 except ValueError as error:
                     raise ValueError(f"{name} {error}") from None
-            segment.snapped = True
+        self.snapped = True
 
     @property
     def settled(self) -> bool:
@@ -131,40 +154,34 @@ class ParameterSpace(Coordinates):
         self._get_ready_()
         self._check_position(position)
         old, new, update = dict(self.position), dict(position), self._pending
-        ages, present = self._ages, max((u.step for u, c in update.items() if c), default=0)
-        changes = [
-            Change(self.stream(u), *move, age=ages.get(u, present - u.step) if move[2] else 0)
-            for u in sorted({**update, **old, **new})  # the same order whatever the history
-            if any(move := (old.get(u, 0.0), new.get(u, 0.0), update.get(u, 0.0)))
-        ]
-        with self._all_or_nothing():
+        present = max((u.step for u, c in update.items() if c), default=0)
+        changes = []
+        for u in sorted({**update, **old, **new}):  # the same order whatever the history
+            move = old.get(u, 0.0), new.get(u, 0.0), update.get(u, 0.0)
+            if any(move):
+                age = self._ages.get(u, present - u.step) if move[2] else 0
+                changes.append(Change(self.stream(u), *move, age=age))
+        with interrupts_held_back():
+            self._failed = True
             if changes:
                 with dispatch.together():
-                    self.traffic += sum(segment.apply_(changes) for segment in self._segments)
-            self.position, self._pending = tuple(position), {}
+                    for segment in self._segments:
+                        self.traffic += segment.apply_(changes)
+            self.position, self._pending, self._failed = tuple(position), {}, False
         self._last_update = update or self._last_update  # the next shares its window's directions
-        kept = {**new, **self._last_update}
-        self._streams = {u: stream for u, stream in self._streams.items() if u in kept}
+        for u in self._streams.keys() - new.keys() - self._last_update.keys():
+            del self._streams[u]
 
     def _get_ready_(self) -> None:
-        if self.settled:
-            self._follow_storage_()
-        if not self.snapped:
-            self.snap_()
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Ctrl-C inside waits until all tensors are written; after an error half-way the space refuses
-        to go on."""
         if self._failed:
             raise RuntimeError(
                 "a change of the parameters failed half-way, so they hold neither the old nor the new "
                 "values: load the model anew and resume from a checkpoint."
             )
-        with interrupts_held_back():
-            self._failed = True
-            yield
-            self._failed = False
+        if self.settled:
+            self._follow_storage_()
+        if not self.snapped:
+            self.snap_()
 
     def settle_(self) -> None:
         """Takes every perturbation off and makes the update that waits, if any.
@@ -174,7 +191,7 @@ class ParameterSpace(Coordinates):
         Raises:
           RuntimeError: an earlier move failed half-way.
         """
-        if self._failed or not self.settled:
+        if not self.settled:
             self.move_to_(())
 
     @contextlib.contextmanager
@@ -184,9 +201,6 @@ class ParameterSpace(Coordinates):
         Args:
           direction: u.
           scale: at most the smoothing in magnitude, with what already stands.
-
-        Yields:
-          Nothing.
         """
         before = () if self.waiting else self.position
         try:
@@ -214,7 +228,7 @@ class ParameterSpace(Coordinates):
         self._write(number, position, self.values(number) if source is None else source, out, None)
 
     def values(self, number: int) -> Tensor:
-        """Tensor `number` of theta, settled, where it lives: a view, not to be written to."""
+        """Returns tensor `number` of theta, settled, where it lives: a view, not to be written to."""
         segment, m = self._places[number]
         return segment.member(m).view(self.tensors[number].shape)
 
@@ -242,7 +256,7 @@ class ParameterSpace(Coordinates):
         out.copy_(whole.index_select(0, chosen))
 
     def _write(
-        self, number: int, position: Position, source: Tensor, out: Tensor, pieces: Any
+        self, number: int, position: Position, source: Tensor, out: Tensor, pieces: Pieces
     ) -> None:
         assert self.settled, "settle_() before writing perturbed copies"
         self._check_position(position)
@@ -252,7 +266,7 @@ class ParameterSpace(Coordinates):
         self.traffic += 2 * out.numel() * out.element_size()
 
     def new_stack(self, copies: int) -> Stack:
-        """Memory for that many copies of all tensors, uninitialised."""
+        """Returns memory for that many copies of all tensors, uninitialised."""
         flats = [segment.flat.new_empty(copies, segment.flat.numel()) for segment in self._segments]
         place = {id(segment): flat for segment, flat in zip(self._segments, flats, strict=True)}
         tensors = []
@@ -326,11 +340,8 @@ class ParameterSpace(Coordinates):
                 stream = self.stream(directions[0])
                 for segment in self._segments:
                     segment.decay_(decay, stream, decayed[segment.numbers.astype(np.int64)])
-            wanted = (growth, self._reach, len(coefficients))
-            if any(segment.short(*wanted).any() for segment in self._grids):
-                self.settle_()
             for segment in self._grids:
-                segment.make_room_(*wanted)
+                segment.make_room_(growth, self._reach, len(coefficients), self.settle_)
             self._pending = dict(zip(directions, coefficients, strict=True))
             self._ages = dict(zip(directions, ages or (), strict=ages is not None))
         if not defer:
@@ -366,7 +377,8 @@ class ParameterSpace(Coordinates):
         self.settle_()
         self._check_pairs(directions, coefficients)
         streams, part = [self.stream(u) for u in directions], 0
-        with self._all_or_nothing():
+        with interrupts_held_back():
+            self._failed = True
             for number, (_, size) in enumerate(self.layout):
                 segment, m = self._places[number]
                 for start in range(0, size, CHUNK):
@@ -375,12 +387,15 @@ class ParameterSpace(Coordinates):
                     values = update(part, combined)
                     segment.add_dense_(m, start, values, streams[0], self._reach)
                     part += 1
+            self._failed = False
         self._streams.clear()
 
     def _check_position(self, position: Position) -> None:
-        if len({u for u, _ in position}) != len(position):
+        if len(dict(position)) != len(position):
             raise ValueError(f"position names a direction twice: {position}; add its coefficients.")
-        size = sum(abs(a) for _, a in position)
+        size = 0.0
+        for _, coefficient in position:
+            size += abs(coefficient)
         if not size <= self.smoothing * (1 + 1e-12):
             raise ValueError(
                 f"a perturbation of {size} is larger than smoothing={self.smoothing}, for which the "
@@ -399,8 +414,8 @@ def interrupts_held_back() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    received: list[tuple[Any, ...]] = []
-    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *given: received.append(given))
     try:
         yield
     finally:

@@ -332,7 +332,7 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
 
     @property
     def physical_batch_size(self) -> int:
-        """Examples in one forward pass at most; fewer where memory is short (`pass_memory`)."""
+        """Examples in one forward pass at most; fewer where memory is short (`batches.placement`)."""
         return self.microbatch_size or 64
 
     def steps(self, num_examples: int) -> int:

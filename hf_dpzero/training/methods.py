@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import LogicalBatch
 from hf_dpzero.batches.placement import bucket
-from hf_dpzero.batches.shapes import FixedShapes, stacked
+from hf_dpzero.batches.shapes import PassShapes, stacked
 from hf_dpzero.checks.between_steps import WeightsBetweenSteps
 from hf_dpzero.checks.invented_rows import InventedRows
 from hf_dpzero.checks.passes import blank_microbatch, invented_form, smallest_clip_and_scale
@@ -31,10 +31,9 @@ from hf_dpzero.checks.public_rows import (
 )
 from hf_dpzero.checks.smoke_test import ROOM
 from hf_dpzero.estimators import precision_diagnostics
-from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
-from hf_dpzero.estimators.exactness_checks import make_exact
+from hf_dpzero.estimators.choose_strategy import choose_strategy
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.estimators.forward_passes import ParameterChanged
+from hf_dpzero.estimators.forward_passes import ParameterChanged, SettleBeforeRead, all_known
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import directions_of, space_from_header
@@ -107,7 +106,7 @@ class ZerothOrderMethod:
         )
         run.split.connect()
         self.weights = WeightsBetweenSteps(run.model)
-        self.reads = WeightReads(run.model, self.space, self.settle_)
+        self.reads = SettleBeforeRead(run.model, self.space, self.settle_)
         run.resources.enter_context(self.reads)
         _warn_of_rounding(run, differences)
         self.optimizer = _LearningRate(self.space.tensors, run.args.learning_rate)
@@ -128,7 +127,7 @@ class ZerothOrderMethod:
             direction = directions_of(0, run.header)[0]
             trial = public_microbatch(run)  # what it decides, private rows may not decide
             public = trial is not None or not run.plan.mechanism.private
-            messages = make_exact(
+            messages = choose_strategy(
                 differences,
                 trial or run.probe(),
                 direction,
@@ -323,7 +322,7 @@ class _LearningRate(torch.optim.Optimizer):
         """Does nothing: the training step has updated the parameters."""
 
 
-def _try_stacked(run: Run, shapes: FixedShapes, differences: FiniteDifferences) -> list[str]:
+def _try_stacked(run: Run, shapes: PassShapes, differences: FiniteDifferences) -> list[str]:
     """Leaves out small passes whose places move what a row adds under `stacked` (see `smoke_test`).
 
     Where a pass' own places do, the strategy is `whole_model`.
@@ -335,8 +334,8 @@ def _try_stacked(run: Run, shapes: FixedShapes, differences: FiniteDifferences) 
       ValueError: `stacked` was asked for by name.
     """
     directions = directions_of(0, run.header)
-    invented = InventedRows(invented_form(run, shapes), run.model, shapes.side)
-    least = bucket(1, shapes.most, shapes.cut)
+    invented = InventedRows(invented_form(run, shapes), run.model, shapes.padding_side)
+    least = bucket(1, shapes.context_length, shapes.max_length)
     row = invented.narrow(1, least)
     clip, scale = smallest_clip_and_scale(run)
     try:

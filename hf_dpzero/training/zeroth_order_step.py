@@ -60,7 +60,7 @@ class ZerothOrderStep:
       follow_clip: for so many steps, learning rate times clip squared is what it was for the plan's
         clip; then the rate stays with the clip of that step (see `settings.defaults`).
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
-        which is called before anything else reads them (`estimators.deferred_updates`).
+        which is called before anything else reads them (`estimators.forward_passes`).
       weighting: of group-robust training, else None.
       split: which rows and directions this process evaluates.
     """

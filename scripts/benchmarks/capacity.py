@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_dpzero.batches.pass_memory import measured
+from hf_dpzero.batches.placement import measured
 from hf_dpzero.experiments.memory import (
     GIB,
     first_order_bytes,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.objectives.losses import batch_size, num_examples
 from hf_dpzero.privacy.sampling import PoissonSampler, place_order
 from scripts.benchmarks.settings import StepBench
@@ -53,7 +53,7 @@ class DrawnBatches:
         sampler = PoissonSampler(
             num_examples=size, expected_batch_size=float(self.bench.batch_size)
         )
-        shapes = FixedShapes(self._each, self.bench.placement, cut=self.bench.seq_length)
+        shapes = PassShapes(self._each, self.bench.placement, max_length=self.bench.seq_length)
         for number in itertools.count():
             if len(chosen := sampler.batch(number, _KEY)):
                 order = place_order(len(chosen), number, _KEY)

@@ -36,7 +36,7 @@ from hf_dpzero.batches.placement import (
     public_shares,
     sizes_up_to,
 )
-from hf_dpzero.batches.shapes import FixedShapes, blank_like, context_length, stacked
+from hf_dpzero.batches.shapes import PassShapes, blank_like, context_length, stacked
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.privacy.sampling import PoissonSampler, place_order
@@ -107,7 +107,7 @@ def bits(shape: str, dtype: str) -> dict[str, Any]:
     row = row_of(50, vocabulary, generator)
     others = [row_of(n, vocabulary, generator) for n in range(33, 49)]
     beside = [row_of(48 + n % 8, vocabulary, generator) for n in range(max(PASSES))]  # of one width
-    shapes = FixedShapes(lambda _: [], Placement(1.0, (1,), {}, 0.0), pad=1)
+    shapes = PassShapes(lambda _: [], Placement(1.0, (1,), {}, 0.0), pad_token_id=1)
     here, *beside = [shapes.in_bucket(one) for one in (row, *beside)]
 
     def losses(rows: Sequence[Any]) -> Tensor:
@@ -257,12 +257,12 @@ def time_of_steps(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     rows = [row_of(n, vocabulary, generator) for n in lengths]
     expected, context = float(arguments.batch_size), context_length(model)
-    shapes = FixedShapes(
+    shapes = PassShapes(
         lambda chosen: [rows[i] for i in chosen],
         placement_of(public, arguments, expected, context),
-        most=context,
-        pad=1,
-        cut=arguments.max_seq_length,
+        context_length=context,
+        pad_token_id=1,
+        max_length=arguments.max_seq_length,
     )
     sampler = PoissonSampler(num_examples=len(rows), expected_batch_size=expected)
     drawn = [_drawn(sampler, number) for number in range(arguments.repeats + 1)]

@@ -21,8 +21,8 @@ import accelerate
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.arrivals import arrival_of, schedule_of
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.estimators.offload import prefetched_of, prefetcher_of
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.parallel.offload import own_trained_files, settle_offloaded
 from hf_dpzero.perturbation.directions import Direction
@@ -57,7 +57,7 @@ class OffloadedStep:
 
     def __call__(self, number: int) -> None:
         """Takes step `number`."""
-        schedule = schedule_of(self.model)
+        schedule = prefetcher_of(self.model)
         before = 0 if schedule is None else schedule.bytes_in
         step = len(self.released)
         directions = [Direction(7, step, query) for query in range(self.directions)]
@@ -67,7 +67,7 @@ class OffloadedStep:
 
     def peak(self) -> int:
         """Bytes of weights, perturbed copies included, on the execution device at most."""
-        schedule, visits = schedule_of(self.model), self.differences.visits
+        schedule, visits = prefetcher_of(self.model), self.differences.visits
         if schedule is not None:
             return schedule.peak
         levels = visits.scratch._levels.values() if visits else ()
@@ -119,7 +119,7 @@ def measured(settings: argparse.Namespace) -> list[dict[str, Any]]:
                 "largest_module_bytes": max(
                     (
                         sum(t.nbytes for t in a.tensors())
-                        for a in filter(None, map(arrival_of, step.model.modules()))
+                        for a in filter(None, map(prefetched_of, step.model.modules()))
                     ),
                     default=0,
                 ),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.exactness_checks import make_exact
+from hf_dpzero.estimators.choose_strategy import choose_strategy
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.ledger.trajectory import Trajectory
@@ -132,7 +132,7 @@ class Step:
         first = batches(0)[0]
         short = {n: v[:1, :8] if v.dim() > 1 else v[:1] for n, v in first.items()}
         self.probe = first if bench.compile else short
-        self.notes = make_exact(self.differences, self.probe, Direction(_KEY, _PROBE))
+        self.notes = choose_strategy(self.differences, self.probe, Direction(_KEY, _PROBE))
         self.noise = noise_source()
         self.step = self.of(bench.num_directions)
 

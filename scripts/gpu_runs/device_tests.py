@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 from scripts.gpu_runs.results import Item
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARDED = re.compile(r"shard|fsdp|offload|arrivals|layerwise")
+SHARDED = re.compile(r"shard|fsdp|offload|layerwise")
 """Names of test files of the stage `sharding`; all others are of `kernels`."""
 LIMIT_S = 150.0
 """Seconds that one file may take: a test that hangs must leave time for the rest."""

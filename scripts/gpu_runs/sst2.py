@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dpzero.batches.placement import Placement, pass_cost, sizes_up_to
-from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
@@ -206,7 +206,7 @@ class DrawnRows:
         parameters = sum(weight.numel() for weight in packed.weights.values())
         cost = pass_cost(torch.device(packed.device).type, parameters, low_precision=False)
         placement = Placement(size, sizes, {0: 1.0}, cost)
-        self.shapes = FixedShapes(self._refuse, placement, collate_stacked=self.of)
+        self.shapes = PassShapes(self._refuse, placement, collate_stacked=self.of)
 
     def of(self, indices: list[int]) -> dict[str, Tensor]:
         """The rows of `indices`."""

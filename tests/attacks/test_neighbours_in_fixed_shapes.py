@@ -11,7 +11,7 @@ from tiny_texts import differences, passes_of
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.checks.precision import couples_values
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training.start import prepare
@@ -78,7 +78,7 @@ def test_positions_that_start_again_change_no_mask_of_other_rows():
         )
 
     def masks(chosen: list[int]) -> dict[int, bool]:
-        shapes = FixedShapes(lambda of: [rows[i] for i in of], passes_of(4))
+        shapes = PassShapes(lambda of: [rows[i] for i in of], passes_of(4))
         made = shapes.microbatches(chosen)
         packed = [bool((m["position_ids"].diff() != 1).any()) for m in made]
         return {chosen[i]: p for m, p in zip(made, packed, strict=True) for i in m.places}

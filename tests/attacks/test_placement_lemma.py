@@ -20,7 +20,7 @@ from scipy.optimize import linear_sum_assignment
 from hf_dpzero.batches import logical_batch as batches
 from hf_dpzero.batches.logical_batch import Rows, StepBatches
 from hf_dpzero.batches.placement import Placement
-from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.privacy import sampling
 from hf_dpzero.privacy.plan import PrivacyPlan
 
@@ -37,7 +37,7 @@ def collate(rows: Sequence[int]) -> list[dict[str, torch.Tensor]]:
 
 def cells(order: Sequence[int], processes: int = 1, placement: Placement = PLACEMENT) -> Outcome:
     """Where the package puts rows that come in this order."""
-    shapes = FixedShapes(collate, placement)
+    shapes = PassShapes(collate, placement)
     found: Outcome = {}
     for process in range(processes):
         numbers: dict[tuple[int, ...], int] = {}
@@ -138,7 +138,7 @@ def test_sums_move_by_the_row_and_one_displaced_row():
 def test_a_step_takes_places_in_the_order_of_words_of_their_own(monkeypatch: pytest.MonkeyPatch):
     key, plan = bytes(range(32)), PrivacyPlan.from_dict(_plan())
     rows = Rows(list(range(7)), lambda chosen: collate(chosen)[0])
-    steps = StepBatches(rows, plan, key, 4, shapes=FixedShapes(rows.collate_each, PLACEMENT))
+    steps = StepBatches(rows, plan, key, 4, shapes=PassShapes(rows.collate_each, PLACEMENT))
     taken = []
     monkeypatch.setattr(
         batches,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 from hf_dpzero.batches.logical_batch import Rows
-from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.checks import processes
 from hf_dpzero.checks.processes import check_same_rows
 from hf_dpzero.objectives.prompted import Candidates
@@ -118,7 +118,7 @@ def test_rows_with_longer_answers_stand_beside_others_of_their_kind():
         {"input_ids": i, "attention_mask": [[1] * 8] * 2, "answer_lengths": [n, 1], "labels": 0}
         for i, n in zip(ids, (1, 1, 5, 1, 6, 1), strict=True)
     ]
-    made = FixedShapes(Rows(rows, candidates).collate_each, passes_of(3)).microbatches(range(6))
+    made = PassShapes(Rows(rows, candidates).collate_each, passes_of(3)).microbatches(range(6))
     lengths = [m["answer_lengths"][: m.examples] for m in made]
     longest = [sorted(set(of_rows.max(1).values.tolist())) for of_rows in lengths]
     assert longest == [[1], [1], [5, 6]] and Candidates is not None

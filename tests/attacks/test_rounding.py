@@ -17,7 +17,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.perturbation.directions import Direction
@@ -78,7 +78,9 @@ def test_removing_a_row_moves_the_sum_by_no_more_than_the_clip(model: Any, smoot
     differences = FiniteDifferences(
         network, space, sequence_classification_objective, smoothing, strategy="whole_model"
     )
-    shapes = FixedShapes(lambda indices: [rows[i] for i in indices], passes_of(SLOTS), most=79)
+    shapes = PassShapes(
+        lambda indices: [rows[i] for i in indices], passes_of(SLOTS), context_length=79
+    )
     mechanism = ScalarMechanism(clip=C, noise_multiplier=1.0, expected_batch_size=64)
     generator, u = np.random.default_rng(3), [Direction(5, 0)]
 
@@ -117,7 +119,9 @@ def test_copies_of_a_row_and_one_long_row(tmp_path: Any):
         network, space, sequence_classification_objective, smoothing, strategy="whole_model"
     )
     data = [short] * 511 + [long]
-    shapes = FixedShapes(lambda indices: [data[i] for i in indices], passes_of(512), most=64)
+    shapes = PassShapes(
+        lambda indices: [data[i] for i in indices], passes_of(512), context_length=64
+    )
     mechanism = ScalarMechanism(clip=C, noise_multiplier=1.0, expected_batch_size=512)
     sums = [
         mechanism.clip_sum(differences(shapes.microbatches(range(n)), [Direction(5, 0)]))[0]

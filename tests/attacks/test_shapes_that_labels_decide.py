@@ -9,7 +9,7 @@ from tiny_texts import passes_of
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForSequenceClassification
 
-from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.objectives.heads import causal_lm_objective, sequence_classification_objective
 from hf_dpzero.privacy.mechanisms import DPSGD
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
@@ -33,7 +33,9 @@ def gpt2() -> GPT2LMHeadModel:
 def test_a_neighbour_labelled_from_its_first_token_changes_no_bit():
     """`logits_to_keep` is computed from a batch's labels; rows that differ in it never meet."""
     rows = [row(32, 31, seed) for seed in range(63)] + [row(32, 0, 99)]
-    shapes = FixedShapes(lambda indices: [rows[i] for i in indices], passes_of(64), most=64)
+    shapes = PassShapes(
+        lambda indices: [rows[i] for i in indices], passes_of(64), context_length=64
+    )
     model = gpt2()
 
     def losses(indices: Any) -> Tensor:
@@ -47,7 +49,7 @@ def test_a_neighbour_labelled_from_its_first_token_changes_no_bit():
 
 def test_rows_with_other_numbers_of_answers_do_not_meet():
     rows = [row(32, first, first) for first in (31, 30, 28, 24, 16)]
-    shapes = FixedShapes(lambda indices: [rows[i] for i in indices], passes_of(8), most=64)
+    shapes = PassShapes(lambda indices: [rows[i] for i in indices], passes_of(8), context_length=64)
     assert len(shapes.microbatches(range(5))) == 5  # 1, 2, 4, 8 and 16 labelled tokens
 
 
@@ -61,7 +63,7 @@ def test_classifiers_that_look_for_the_last_pad_token_read_the_same_row():
             )
         ).eval()  # fmt: skip
     one = {**row(5, 0, 3), "labels": torch.tensor([1])}
-    shapes = FixedShapes(lambda _: [one], passes_of(2), most=64, pad=1)
+    shapes = PassShapes(lambda _: [one], passes_of(2), context_length=64, pad_token_id=1)
     with torch.no_grad():
         (m,) = shapes.microbatches([0])
         assert m["input_ids"].shape == (2, 8)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import BertForSequenceClassification, TrainerCallback
 
-from hf_dpzero.estimators.deferred_updates import WeightReads, all_known
+from hf_dpzero.estimators.forward_passes import SettleBeforeRead, all_known
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction
@@ -76,7 +76,7 @@ X = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
 def test_every_read_between_steps_sees_the_update(read: Callable[[nn.Module], torch.Tensor]):
     model = small_model()
     space = in_the_middle(model)
-    with WeightReads(model, space) as reads, torch.no_grad():
+    with SettleBeforeRead(model, space) as reads, torch.no_grad():
         assert torch.equal(read(model), expected()["2.weight"])
         u = Direction(1, 1)
         with reads.own_step():
@@ -93,7 +93,7 @@ def test_every_read_between_steps_sees_the_update(read: Callable[[nn.Module], to
 
 def test_a_copy_is_an_ordinary_module():
     model = small_model()
-    with WeightReads(model, in_the_middle(model)):
+    with SettleBeforeRead(model, in_the_middle(model)):
         copied = copy.deepcopy(model)
     assert vars(copied).keys() == vars(small_model()).keys() == vars(model).keys()
 
@@ -102,7 +102,7 @@ def test_a_failure_inside_a_step_leaves_nothing_for_the_next_read():
     """The parameters stand at theta - lambda u when the step breaks off."""
     model = small_model()
     space = in_the_middle(model)
-    with WeightReads(model, space) as reads, torch.no_grad():
+    with SettleBeforeRead(model, space) as reads, torch.no_grad():
         with pytest.raises(KeyError), reads.own_step():
             space.move_to_(((Direction(1, 1), -1e-3),))
             raise KeyError
@@ -117,7 +117,7 @@ def test_no_hook_is_called_inside_a_step():
     model = small_model()
     space = in_the_middle(model)
     before = len(torch_module._global_forward_pre_hooks)
-    with WeightReads(model, space) as reads:
+    with SettleBeforeRead(model, space) as reads:
         assert len(torch_module._global_forward_pre_hooks) == before + 1
         with reads.own_step():
             assert len(torch_module._global_forward_pre_hooks) == before
@@ -128,7 +128,7 @@ def test_no_hook_is_called_inside_a_step():
 def test_leaving_settles_also_after_an_exception_and_takes_the_hooks_along():
     model = small_model()
     space = in_the_middle(model)
-    with pytest.raises(KeyError), WeightReads(model, space):
+    with pytest.raises(KeyError), SettleBeforeRead(model, space):
         raise KeyError
     assert space.settled
     assert same(dict(model.state_dict()), expected())

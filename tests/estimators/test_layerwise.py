@@ -21,7 +21,7 @@ from estimator_bench import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_dpzero.estimators.exactness_checks import inexactness, make_exact
+from hf_dpzero.estimators.choose_strategy import choose_strategy, inexactness
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.layerwise import ModuleVisits
@@ -397,7 +397,7 @@ def test_reads_behind_the_back_are_found_out(build: Build, names: str, dtype: to
     explicit = bench.estimator("layerwise")
     assert inexactness(explicit, batch, us(1)[0]) is not None
     with pytest.raises(ValueError, match=f"'layerwise'.*{names}.*use 'whole_model'"):
-        make_exact(explicit, batch, us(1)[0])
+        choose_strategy(explicit, batch, us(1)[0])
     assert same(bits(bench.space.tensors), theta)
 
 
@@ -405,7 +405,7 @@ def test_auto_falls_back_to_the_whole_model():
     bench = LayerwiseBench(seeded(Attention, torch.bfloat16), squares)
     estimate = bench.estimator("auto")
     assert estimate.strategy == "layerwise"
-    [message] = make_exact(estimate, vectors(dtype=torch.bfloat16), us(1)[0])
+    [message] = choose_strategy(estimate, vectors(dtype=torch.bfloat16), us(1)[0])
     assert "read outside its module's forward" in message
     assert "out_proj" not in message  # which parameters a trial batch reached is of its rows
     assert estimate.strategy == "whole_model"
@@ -420,4 +420,4 @@ def test_an_objective_that_refuses_is_not_taken_for_an_inexact_strategy():
 
     bench = LayerwiseBench(seeded(Layers, torch.bfloat16), wrong)
     with pytest.raises(ValueError, match="one loss per example"):
-        make_exact(bench.estimator("auto"), vectors(dtype=torch.bfloat16), us(1)[0])
+        choose_strategy(bench.estimator("auto"), vectors(dtype=torch.bfloat16), us(1)[0])

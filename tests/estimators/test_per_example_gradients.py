@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("opacus")
 
-from hf_dpzero.estimators import layer_rules, per_example_gradients
+from hf_dpzero.estimators import ghost_clipping, per_example_gradients
 from hf_dpzero.estimators.per_example_gradients import GhostGradients, PerExampleGradients
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import Filled
@@ -495,15 +495,15 @@ def test_half_precision_gradients_are_added_up_in_float64():
     assert norms.tolist() == values.flatten().tolist()
 
 
-@pytest.mark.parametrize("size", [3, layer_rules.PIECE + 1])
+@pytest.mark.parametrize("size", [3, ghost_clipping.PIECE + 1])
 def test_sums_are_those_of_float64(size: int):
     """In float32, 2^24 + 1 is 2^24; in TF32, which never touches float64, 1 + 2^-12 is 1."""
     weights = torch.tensor([1 + 2.0**-12, 1.0, 1.0])
     gradients = torch.tensor([[1.0], [2.0**24], [1.0]]).expand(3, size)
     total = torch.ones(size, dtype=torch.float64)
-    layer_rules.add_rows_(total, weights.double(), gradients, slice(None))
+    ghost_clipping.add_rows_(total, weights.double(), gradients, slice(None))
     assert set(total.tolist()) == {2.0**24 + 3 + 2.0**-12}
-    layer_rules.add_rows_(total, weights.double(), gradients, torch.tensor([True, False, False]))
+    ghost_clipping.add_rows_(total, weights.double(), gradients, torch.tensor([True, False, False]))
     assert set(total.tolist()) == {2.0**24 + 4 + 2.0**-11}
 
 

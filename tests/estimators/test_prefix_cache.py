@@ -11,9 +11,9 @@ import torch
 from estimator_bench import KEY, SMOOTHING, Batch, bits, same, seeded, token_batch, us
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.exactness_checks import make_exact, prefix_is_exact
+from hf_dpzero.estimators.choose_strategy import choose_strategy, prefix_is_exact
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.estimators.prefix_cache import FrozenPrefix, StalePrefix
+from hf_dpzero.estimators.forward_passes import FrozenPrefix, StalePrefix
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
@@ -273,7 +273,7 @@ def test_make_exact_turns_a_prefix_off_that_cannot_be(build: Callable[[], nn.Mod
     full = estimator(seeded(build), reuse=False, objective=squares)
     batch = {"x": torch.linspace(-1, 1, 12).view(4, 3)}
     before = bits(estimate.space.tensors)
-    assert make_exact(estimate, batch, Direction(KEY, 0)) == [
+    assert choose_strategy(estimate, batch, Direction(KEY, 0)) == [
         "reuse_frozen_prefix is off: it would not be exact for this model."
     ]
     assert estimate.prefix is None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dpzero.estimators import stacked
-from hf_dpzero.estimators.exactness_checks import STACKED_TOLERANCE, inexactness, make_exact
+from hf_dpzero.estimators.choose_strategy import STACKED_TOLERANCE, choose_strategy, inexactness
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.stacked import StackedCopies
@@ -396,9 +396,9 @@ def test_what_cannot_be_stacked_is_refused_or_left(
     bench = StackedBench(Deciding(decide), squared)
     theta = bits(bench.space.tensors)
     with pytest.raises(ValueError, match=f"strategy='stacked' {message}.*; use 'whole_model'"):
-        make_exact(bench.estimator(), vectors(), us(1)[0], 64)
+        choose_strategy(bench.estimator(), vectors(), us(1)[0], 64)
     automatic = bench.estimator("auto")
-    assert make_exact(automatic, vectors(), us(1)[0], 64) == []
+    assert choose_strategy(automatic, vectors(), us(1)[0], 64) == []
     assert (automatic.strategy, automatic.stack) == ("whole_model", None)
     assert same(bits(bench.space.tensors), theta)
 
@@ -411,7 +411,7 @@ def test_a_trial_says_nothing_of_its_rows():
 
     bench = StackedBench(Deciding(telling), squared)
     with pytest.raises(ValueError, match="RuntimeError") as caught:
-        make_exact(bench.estimator(), vectors(), us(1)[0])
+        choose_strategy(bench.estimator(), vectors(), us(1)[0])
     assert "secret" not in str(caught.value)
 
 
@@ -439,7 +439,7 @@ def test_a_space_of_another_model_is_refused(sentence_head: nn.Module):
 
 def chosen(bench: StackedBench, batch: Batch, count: int) -> str:
     estimate = bench.estimator("auto")
-    assert make_exact(estimate, batch, us(1)[0], count) == []
+    assert choose_strategy(estimate, batch, us(1)[0], count) == []
     return estimate.strategy
 
 
@@ -475,7 +475,7 @@ def test_auto_without_a_trial_or_by_name_does_not_stack(sentence_head: nn.Module
     bench = StackedBench(sentence_head)
     assert bench.estimator("auto").strategy == "whole_model"
     by_name = bench.estimator("whole_model")
-    assert make_exact(by_name, features(2), us(1)[0], 64) == []
+    assert choose_strategy(by_name, features(2), us(1)[0], 64) == []
     assert by_name.strategy == "whole_model"
 
 

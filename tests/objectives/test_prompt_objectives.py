@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dpzero.estimators.exactness_checks import inexactness, make_exact
+from hf_dpzero.estimators.choose_strategy import choose_strategy, inexactness
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.per_example_gradients import GhostGradients, PerExampleGradients
 from hf_dpzero.objectives.bounded import AnswerF1, ZeroOne, alone
@@ -483,7 +483,7 @@ def test_every_strategy_gives_the_losses_of_whole_model(
     assert (expected[0] - expected[1]).abs().min() > 1e-4, "the perturbation must be seen"
     for strategy, tolerance in (("layerwise", 0.0), ("stacked", 1e-5)):
         estimate = differences(model, objective, strategy)
-        assert make_exact(estimate, batches[0], Direction(1, 1, 1)) == []
+        assert choose_strategy(estimate, batches[0], Direction(1, 1, 1)) == []
         found = sweep(estimate, batches)
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
@@ -499,7 +499,7 @@ def test_the_frozen_prefix_is_reused(
     batches = [collated(make()[:2], "left"), collated(make()[2:])]
     expected = sweep(differences(model, objective, strategy), batches)
     estimate = differences(model, objective, strategy, reuse=True)
-    assert make_exact(estimate, batches[0], Direction(1, 1, 1)) == []
+    assert choose_strategy(estimate, batches[0], Direction(1, 1, 1)) == []
     assert estimate.prefix is not None
     assert torch.equal(sweep(estimate, batches), expected)
 
@@ -512,7 +512,7 @@ def test_half_precision_weights(kind: str, language_model: Any) -> None:
     batches = [collated([example]) for example in make()]
     expected = sweep(differences(model, objective, "whole_model"), batches)
     estimate = differences(model, objective, "auto")
-    assert make_exact(estimate, batches[0], Direction(1, 1, 1)) == []
+    assert choose_strategy(estimate, batches[0], Direction(1, 1, 1)) == []
     assert estimate.strategy == "layerwise"
     assert torch.equal(sweep(estimate, batches), expected)
 
@@ -608,10 +608,10 @@ def test_bounded_losses_under_the_strategies(kind: str, what: str, language_mode
     batches = [collated(make()[:2], "left"), collated(make()[2:])]
     whole = differences(model, objective, "auto", reuse=True)
     assert whole.prefix is None
-    assert make_exact(whole, batches[0], Direction(1, 1, 1), num_directions=8) == []
+    assert choose_strategy(whole, batches[0], Direction(1, 1, 1), num_directions=8) == []
     assert whole.strategy == "whole_model"
     layerwise = differences(model, objective, "layerwise", reuse=True)
-    assert make_exact(layerwise, batches[0], Direction(1, 1, 1)) == []
+    assert choose_strategy(layerwise, batches[0], Direction(1, 1, 1)) == []
     expected = sweep(whole, batches)
     assert torch.equal(sweep(layerwise, batches), expected)
     assert ((expected >= 0) & (expected <= 1)).all()
@@ -648,7 +648,7 @@ def test_a_wrong_strategy_shows_behind_equal_steps(language_model: Any) -> None:
     assert torch.equal(sweep(layerwise, [batch]), sweep(whole, [batch])), "or this shows nothing"
     assert inexactness(layerwise, batch, Direction(1, 1, 1)) is not None
     with pytest.raises(ValueError, match=r"strategy='layerwise' .*lm_head\.weight"):
-        make_exact(layerwise, batch, Direction(1, 1, 1))
+        choose_strategy(layerwise, batch, Direction(1, 1, 1))
 
 
 def test_traits() -> None:

@@ -83,7 +83,7 @@ def test_calls_beyond_32_bits_carry_into_the_counter(distribution: str, per_call
 
 
 def test_the_stream_is_named_by_direction_and_domain():
-    from hf_dpzero.perturbation.philox import philox_words, stream_key
+    from hf_dpzero.perturbation.directions import philox_words, stream_key
 
     made = stream_of_tensors(40, step=12_345, query=7)
     assert made.key.tolist() == stream_key(KEY, 12_345, 7, 0).tolist()

@@ -341,7 +341,7 @@ def test_without_numba_the_engine_runs_in_plain_torch():
     program = (
         "import sys; sys.modules['numba'] = None; sys.path[:0] = sys.argv[1:]\n"
         "import json, test_trajectory as t\n"
-        "from hf_dpzero.perturbation.kernels import dispatch, triton_launch\n"
+        "from hf_dpzero.perturbation.kernels import dispatch\n"
         "assert dispatch._cpu_kernels() is None and 'triton' not in sys.modules\n"
         "print(json.dumps({d: t.golden(d) for d in t.DISTRIBUTIONS}))\n"
     )

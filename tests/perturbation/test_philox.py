@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hf_dpzero.perturbation.philox import philox_words, stream_key
+from hf_dpzero.perturbation.directions import philox_words, stream_key
 
 MASK = 0xFFFFFFFF
 

@@ -23,7 +23,7 @@ import torch
 from test_kernel_dispatch import HALVES, KINDS, Case, case, same_bits
 
 from hf_dpzero.perturbation import directions
-from hf_dpzero.perturbation.kernels import torch_reference, triton_launch
+from hf_dpzero.perturbation.kernels import dispatch, torch_reference
 from hf_dpzero.perturbation.kernels.dispatch import Members
 
 pytestmark = pytest.mark.skipif(
@@ -41,10 +41,16 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
         before = sys.modules.pop(DEVICE_CODE, None)
+        importlib.import_module(DEVICE_CODE)
         yield torch.device("cpu" if interpreted else "cuda")
         sys.modules.pop(DEVICE_CODE, None)
         if before is not None:
             sys.modules[DEVICE_CODE] = before
+
+
+def kernels() -> Any:
+    """The module as the fixture has loaded it."""
+    return sys.modules[DEVICE_CODE]
 
 
 LOW = 0xFFFFFFFF
@@ -56,10 +62,9 @@ def assert_same(
 ) -> torch.Tensor:
     """The bits are those of plain torch on the CPU, which are returned."""
     expected = made.run(torch_reference, torch.empty_like(made.source), made.source, pieces)
-    there = made._replace(members=made.members and made.members.on(device))
     theta = made.source.to(device, copy=True)
     out = theta if in_place else torch.full_like(theta, 9.0)
-    assert same_bits(there.run(triton_launch, out, theta, pieces).cpu(), expected)
+    assert same_bits(made.run(kernels(), out, theta, pieces).cpu(), expected)
     assert in_place or same_bits(theta.cpu(), made.source)
     return expected
 
@@ -147,11 +152,11 @@ def test_nothing_beside_the_tensor_is_written(device, dtype):
     part, keys, start = buffer[4000:4070], KEYS, np.zeros(1, np.uint32)
     one = np.ones((1, 1), np.float32)
     if dtype == torch.float32:
-        triton_launch.add_signs(part, part, 4064, keys, 30 * one)
-        triton_launch.add_normals(part, part, 4064, keys, one, 0 * one, one, one[0], start[None])
+        kernels().add_signs(part, part, 4064, keys, 30 * one)
+        kernels().add_normals(part, part, 4064, keys, one, 0 * one, one, one[0], start[None])
     else:
-        triton_launch.add_rounded(part, part, 4064, keys, True, one[0], start)
-        triton_launch.add_rounded(part, part, 4064, keys, False, 30 * one[0], start)
+        kernels().add_rounded(part, part, 4064, keys, True, one[0], start)
+        kernels().add_rounded(part, part, 4064, keys, False, 30 * one[0], start)
     assert (buffer[:4000] == 7).all() and (buffer[4070:] == 7).all()
     assert (part != 7).all()
 
@@ -176,7 +181,8 @@ def test_what_is_launched(device, monkeypatch: pytest.MonkeyPatch):
     """A program for each tile; no table for one term of one tensor; one launch for all pieces; never
     contraction."""
     recorder, one = Recorder(), np.ones((1, 1), np.float32)
-    monkeypatch.setattr(triton_launch, "_device_code", lambda: recorder)
+    triton_launch = kernels()
+    monkeypatch.setattr(triton_launch, "walk", recorder)
 
     def launched() -> SimpleNamespace:
         assert len(recorder.launches) == 1
@@ -195,7 +201,7 @@ def test_what_is_launched(device, monkeypatch: pytest.MonkeyPatch):
         assert all(-(2**31) <= word < 2**31 for word in launch.integers[5:])  # one compiled variant
         assert [word & LOW for word in launch.integers[5:10]] == [*keys[0].tolist(), 0x3F800000]
     theta, members = torch.zeros(COUNT, device=device), Members.at(STARTS, COUNT)
-    made = case("normals", COUNT, 0, 3, members)._replace(members=members.on(device))
+    made = case("normals", COUNT, 0, 3, members)
     made.run(triton_launch, theta, theta)
     launch = launched()
     assert launch.table.dtype == torch.int32 and launch.table.numel() == 3 * 4 + 5 * 3 * 5
@@ -214,15 +220,12 @@ def test_what_is_launched(device, monkeypatch: pytest.MonkeyPatch):
 
 def test_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert not triton_launch.available("cpu")
-    assert triton_launch.available("cuda") <= torch.cuda.is_available()
-    theta = torch.zeros(40)
-    with pytest.raises(ValueError, match="does not run on cpu"):
-        triton_launch.add_signs(theta, theta, 0, KEYS, np.ones((1, 1), np.float32))
+    assert not dispatch.triton_runs_on("cpu")
+    assert dispatch.triton_runs_on("cuda") <= torch.cuda.is_available()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert triton_launch.available("cpu") and not triton_launch.available("meta")
-    monkeypatch.setattr(triton_launch, "_triton_is_installed", lambda: False)
-    assert not triton_launch.available("cpu")
+    assert dispatch.triton_runs_on("cpu") and not dispatch.triton_runs_on("meta")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not dispatch.triton_runs_on("cpu")
 
 
 @pytest.mark.gpu
@@ -231,14 +234,14 @@ def test_a_pass_neither_waits_nor_allocates(monkeypatch):
     monkeypatch.delitem(sys.modules, DEVICE_CODE, raising=False)
     theta = torch.zeros(1 << 22, device="cuda")
     members = Members.at([0, 1 << 21], 1 << 22)
-    made = case("normals", 1 << 22, 0, 3, members)._replace(members=members.on(theta.device))
-    made.run(triton_launch, theta, theta)  # compiles
+    made, triton = case("normals", 1 << 22, 0, 3, members), importlib.import_module(DEVICE_CODE)
+    made.run(triton, theta, theta)  # compiles
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        made.run(triton_launch, theta, theta)
+        made.run(triton, theta, theta)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before < 1 << 16
@@ -248,7 +251,7 @@ COMPILE = """
 import json, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from hf_dpzero.perturbation.kernels import triton_kernels as code, triton_launch
+from hf_dpzero.perturbation.kernels import triton_kernels as code
 
 def ptx(pointer, fusion, **variant):
     names, absent = code.walk.arg_names, {"table", "rows", "starts", "pieces"}
@@ -262,7 +265,7 @@ def ptx(pointer, fusion, **variant):
     source = ASTSource(
         code.walk, {n: kinds[n] for n in names}, {where[n]: v for n, v in constants.items()}, aligned
     )
-    warps = triton_launch.NORMALS_WARPS if variant["GAUSSIAN"] else triton_launch.SIGNS_WARPS
+    warps = code.NORMALS_WARPS if variant["GAUSSIAN"] else code.SIGNS_WARPS
     options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": fusion}
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 

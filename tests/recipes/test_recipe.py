@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_dpzero.estimators.layer_rules import opacus_rules
+from hf_dpzero.estimators.ghost_clipping import opacus_rules
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.catalogue import catalogue

@@ -21,7 +21,7 @@ from transformers import (
     DataCollatorWithPadding,
 )
 
-from hf_dpzero.batches.shapes import FixedShapes, decoder_length, widened
+from hf_dpzero.batches.shapes import PassShapes, decoder_length, widened
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.objectives import heads, register_objective
 from hf_dpzero.training.start import prepare
@@ -188,7 +188,7 @@ def test_positions_are_widened_on_the_right_and_numbers_not_at_all():
     assert wide is not None and wide["attention_mask"].tolist() == [[1, 1, 1, 0, 0]]
     assert torch.equal(wide["start_positions"], row["start_positions"])
     scores = {**tiny_heads.rows("tokens-bert", 1)[0], "labels": torch.rand(1, 3)}
-    found = FixedShapes(lambda _: [scores], passes_of(2)).microbatches([0])[0]
+    found = PassShapes(lambda _: [scores], passes_of(2)).microbatches([0])[0]
     assert found["input_ids"].shape == (2, 8) and found["labels"].shape == (2, 3)
 
 
@@ -200,7 +200,7 @@ def test_sounds_are_widened_with_silence_and_labels_up_to_the_decoders_end():
         96,
     )
     assert not wide["input_values"][0, 90:].any() and wide["labels"].shape == (1,)
-    (found,) = FixedShapes(lambda _: [frames], passes_of(2), decoder_most=most).microbatches([0])
+    (found,) = PassShapes(lambda _: [frames], passes_of(2), decoder_length=most).microbatches([0])
     assert found["input_features"].shape == (2, 40, 4) and found["labels"].shape == (2, 12)
     assert decoder_length(tiny_heads.build("speech-whisper")) == most
 

@@ -18,7 +18,7 @@ from transformers import (
     Phi3ForSequenceClassification,
 )
 
-from hf_dpzero.batches.shapes import FixedShapes, unmasked
+from hf_dpzero.batches.shapes import PassShapes, unmasked
 from hf_dpzero.checks.precision import check_precision, couples_values
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training.start import prepare
@@ -155,7 +155,7 @@ def test_a_row_without_padding_is_rounded_alike_beside_rows_with_and_without(tmp
 
 def test_microbatches_are_never_unmasked_by_chance():
     rows = [pad([row]) for row in texts(80, 6)]
-    shapes = FixedShapes(lambda chosen: [rows[i] for i in chosen], passes_of(3), most=16)
+    shapes = PassShapes(lambda chosen: [rows[i] for i in chosen], passes_of(3), context_length=16)
     made = shapes.microbatches(range(80))
     assert sorted(i for m in made for i in m.places) == list(range(80))
     full = [bool(m["attention_mask"].all()) for m in made]

@@ -25,7 +25,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from hf_dpzero.estimators.arrivals import living_elsewhere, schedule_of
+from hf_dpzero.estimators.offload import living_elsewhere, prefetcher_of
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.parallel import offload
@@ -351,4 +351,4 @@ def test_quantised_weights_are_not_offloaded(tmp_path: Path):
     model = accelerate.cpu_offload(Quantised())
     with pytest.raises(ValueError, match="quantised layers on the GPU"):
         settle_offloaded(model)
-    assert schedule_of(torch.nn.Linear(2, 2)) is None
+    assert prefetcher_of(torch.nn.Linear(2, 2)) is None

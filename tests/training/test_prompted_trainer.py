@@ -51,7 +51,7 @@ def test_examples_that_are_evaluated_alone_share_no_pass(tmp_path, models):
     smooth.train()
     assert smooth.step.differences.strategy == "stacked"
     assert smooth.step.differences.prefix is not None
-    assert smooth.run.shapes.cut == 90  # no row is widened beyond max_seq_length
+    assert smooth.run.shapes.max_length == 90  # no row is widened beyond max_seq_length
     jumping = trainer_of(tmp_path, models, objective="accuracy", output_dir=str(tmp_path / "01"))
     assert isinstance(jumping.per_example_loss, ZeroOne)
     jumping.train()

@@ -12,7 +12,7 @@ from tiny_runs import build, tiny_data, tiny_model
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, default_data_collator
 
-from hf_dpzero.batches.pass_memory import PassBytes, rows_that_fit, tokens_that_fit
+from hf_dpzero.batches.placement import PassBytes, rows_that_fit, tokens_that_fit
 from hf_dpzero.checks import passes
 from hf_dpzero.checks.smoke_test import ROOM
 from hf_dpzero.objectives.heads import sequence_classification_objective
@@ -276,7 +276,7 @@ def test_sizes_that_no_mask_tells_are_public_or_those_of_all_rows(tmp_path):
         trainer = series_of(tmp_path / str(first), [first, 8, 8, 9], public=[7, 7])
         prepare(trainer.run)
         sizes.append(trainer.run.shapes.placement.sizes)
-        assert trainer.run.shapes.sizes is None
+        assert trainer.run.shapes.row_sizes is None
     assert sizes[0] == sizes[1]
     series_of(tmp_path / "alike", [8, 8, 8, 8]).train()
     with pytest.raises(ValueError, match="other sizes than row 0"):

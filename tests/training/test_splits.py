@@ -12,7 +12,7 @@ from tiny_texts import passes_of
 
 from hf_dpzero.batches.logical_batch import Rows, StepBatches, fingerprint
 from hf_dpzero.batches.placement import Placement
-from hf_dpzero.batches.shapes import FixedShapes
+from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.parallel import agreement, collectives
 from hf_dpzero.parallel import mesh as split
 from hf_dpzero.parallel.agreement import checksum, source_digest
@@ -24,8 +24,8 @@ from hf_dpzero.privacy.sampling import FullBatchSampler
 
 
 @pytest.fixture
-def shapes() -> FixedShapes:
-    return FixedShapes(Rows(texts(), padded).collate_each, passes_of(4))
+def shapes() -> PassShapes:
+    return PassShapes(Rows(texts(), padded).collate_each, passes_of(4))
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 7])
@@ -55,7 +55,7 @@ def test_processes_that_share_directions_draw_the_same_widths():
     sampler = FullBatchSampler(num_examples=60, expected_batch_size=60)
     mechanism = ScalarMechanism(clip=1.0, noise_multiplier=1.0, expected_batch_size=60)
     plan = PrivacyPlan(sampler=sampler, mechanism=mechanism, steps=2)
-    steps = StepBatches(rows, plan, key, 4, shapes=FixedShapes(rows.collate_each, passes_of(4)))
+    steps = StepBatches(rows, plan, key, 4, shapes=PassShapes(rows.collate_each, passes_of(4)))
     before = torch.get_rng_state()
     one, other, later = steps[0], steps[0], steps[1]
     assert one["agreed"] == other["agreed"] and torch.equal(before, torch.get_rng_state())

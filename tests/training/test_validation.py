@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.checks import model as validation
 from hf_dpzero.checks.precision import check_precision
-from hf_dpzero.estimators.arrivals import schedule_of
+from hf_dpzero.estimators.offload import prefetcher_of
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.perturbation.trainable import check_storage, select_trainable
@@ -253,7 +253,7 @@ def test_offload_under_another_hook_is_settled():
     before = model[1].weight
     offloaded_under_another_hook(model, None)  # its weights are there
     settle_offloaded(model)
-    assert model[1].weight is before and schedule_of(model) is not None
+    assert model[1].weight is before and prefetcher_of(model) is not None
 
 
 def test_several_gpus_in_one_process_serve_a_model_that_is_spread_over_them():

@@ -3,14 +3,14 @@
 Three functions are all that the engine does to parameters: `add_signs`, `add_normals` and
 `add_rounded`, of which `perturb_rounded` may do two in one sweep. Each reads an element once, adds its
 coordinates of T directions and writes it once, in place or to another tensor. On a CPU they run in
-`numba_kernels`, on CUDA in Triton (`triton_launch`), elsewhere in `torch_reference`; the numbers are
+`numba_kernels`, on CUDA in `triton_kernels`, elsewhere in `torch_reference`; the numbers are
 the same to the last bit.
 
 Common arguments:
   out, source: flat tensors of one shape, dtype and device; may be the same tensor, else disjoint.
   offset: index of element 0 in the directions' index space, a multiple of 32; any number for one tensor
     (M = 1) without pieces, such as a part of a tensor whose rows lie on several processes.
-  keys: uint32 [T, 4], the directions' streams (see `philox.stream_key`).
+  keys: uint32 [T, 4], the directions' streams (see `directions.stream_key`).
   members: None if the flat tensor is one tensor (M = 1), or where its M small ones lie.
   pieces: None, or int64 [P]: `out` and `source` hold P equal parts of one tensor (rows of an
     embedding), of which these are the first elements, multiples of 32; `offset` is the tensor's.
@@ -20,79 +20,57 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import importlib.util
+import os
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dpzero.perturbation.directions import DITHER_STEP, LANES, NORMAL_UNIT
 from hf_dpzero.perturbation.kernels import torch_reference
-
-Floats = NDArray[np.float32]
-Unsigned = NDArray[np.uint32]
-Pieces = NDArray[np.int64] | None
+from hf_dpzero.perturbation.kernels.torch_reference import Floats, Members, Pieces, Terms, Unsigned
 
 _NORM_CHUNK = 1 << 20
 _SAFE_SUM = 1 << 16  # squares below 2^47 that an int64 sum holds
+_OLDEST_CAPABILITY = (7, 0)  # what Triton's NVIDIA backend has been made to compile for
 
 
-@dataclass(frozen=True, eq=False)
-class Members:
-    """Several tensors in one flat tensor, each from a multiple of 32 elements on.
+class Kernels(Protocol):
+    """A module with the three functions: `torch_reference`, `numba_kernels` or `triton_kernels`."""
 
-    Attributes:
-      rows: int32 [ceil(n / 32)], the member that each row of 32 elements belongs to.
-      starts: int64 [M], the first element of each member.
-    """
+    def add_signs(
+        self, out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
+        members: Members | None, pieces: Pieces,
+    ) -> None: ...  # fmt: skip
 
-    rows: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    _placed: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    def add_normals(
+        self, out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
+        update: Floats, spacing: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
+    ) -> None: ...  # fmt: skip
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(rows, starts) as tensors on a device, kept for the next call."""
-        if device not in self._placed:
-            both = torch.from_numpy(self.rows), torch.from_numpy(self.starts)
-            self._placed[device] = both[0].to(device), both[1].to(device)
-        return self._placed[device]
-
-    @classmethod
-    def at(cls, starts: list[int], size: int) -> Members:
-        """The members of a flat tensor.
-
-        Args:
-          starts: first element of each, ascending multiples of 32, the first 0.
-          size: elements of the flat tensor.
-
-        Returns:
-          Their rows and starts.
-        """
-        end = -(-size // LANES) * LANES
-        lengths = np.diff([*starts, end]) // LANES
-        rows = np.repeat(np.arange(len(starts), dtype=np.int32), lengths)
-        return cls(rows, np.array(starts, np.int64))
+    def add_rounded(
+        self, out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool,
+        coefficients: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
+    ) -> None: ...  # fmt: skip
 
 
 def add_signs(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
     members: Members | None = None, pieces: Pieces = None,
 ) -> None:  # fmt: skip
-    """out = source + sum_t amounts[t, m] u_t, u = +-1, in float32.
+    """Makes out = source + sum_t amounts[t, m] u_t, u = +-1, in float32.
 
     Args:
       out, source, offset, keys, members, pieces: see above.
       amounts: float32 [T, M].
     """
-    backend, where = _backend(out.device, members)
-
-    def add(out: Tensor, source: Tensor, offset: int, shift: int) -> None:
-        backend.add_signs(out, source, offset, keys, amounts, where, pieces)
-
-    _in_rows(add, out, source, offset)
+    kernels = kernels_for(out.device)
+    for there, given, at, _ in _whole_rows(out, source, offset):
+        kernels.add_signs(there, given, at, keys, amounts, members, pieces)
 
 
 def add_normals(
@@ -100,7 +78,7 @@ def add_normals(
     update: Floats, spacing: Floats, dithers: Unsigned,
     members: Members | None = None, pieces: Pieces = None,
 ) -> None:  # fmt: skip
-    """out = source + spacing_m sum_t (rint(new z) - rint(old z) + round(update z)), in float32.
+    """Makes out = source + spacing_m sum_t (rint(new z) - rint(old z) + round(update z)), in float32.
 
     Args:
       out, source, offset, keys, members, pieces: see above.
@@ -109,21 +87,16 @@ def add_normals(
       spacing: float32 [M], powers of two.
       dithers: uint32 [T, M], where the members' dithers start.
     """
-    backend, where = _backend(out.device, members)
-    rest = (keys, new, old, update, spacing)
-
-    def add(out: Tensor, source: Tensor, offset: int, shift: int) -> None:
-        moved = dithers + np.uint32(shift * DITHER_STEP % 2**32)
-        backend.add_normals(out, source, offset, *rest, moved, where, pieces)
-
-    _in_rows(add, out, source, offset)
+    kernels, rest = kernels_for(out.device), (keys, new, old, update, spacing)
+    for there, given, at, shift in _whole_rows(out, source, offset):
+        kernels.add_normals(there, given, at, *rest, dithers + shift, members, pieces)
 
 
 def add_rounded(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
     dithers: Unsigned, members: Members | None = None, pieces: Pieces = None,
 ) -> None:  # fmt: skip
-    """out = source + sum_t coefficients[t] u_t, added in float32, rounded stochastically.
+    """Makes out = source + sum_t coefficients[t] u_t, added in float32, rounded stochastically.
 
     Args:
       out, source: bfloat16 or float16; else as above.
@@ -132,33 +105,16 @@ def add_rounded(
       coefficients: float32 [T].
       dithers: uint32 [M], where the members' dithers start.
     """
-    backend, where = _backend(out.device, members)
-    rest = (keys, gaussian, coefficients)
-
-    def add(out: Tensor, source: Tensor, offset: int, shift: int) -> None:
-        moved = dithers + np.uint32(shift * DITHER_STEP % 2**32)
-        backend.add_rounded(out, source, offset, *rest, moved, where, pieces)
-
-    _in_rows(add, out, source, offset)
-
-
-class Terms(NamedTuple):
-    """What `add_rounded` adds, as its arguments: sum_t coefficients[t] u_t, rounded with dithers."""
-
-    keys: Unsigned
-    gaussian: bool
-    coefficients: Floats
-    dithers: Unsigned
+    kernels, rest = kernels_for(out.device), (keys, gaussian, coefficients)
+    for there, given, at, shift in _whole_rows(out, source, offset):
+        kernels.add_rounded(there, given, at, *rest, dithers + shift, members, pieces)
 
 
 def perturb_rounded(
     out: Tensor, settled: Tensor, offset: int, new: Terms, update: Terms | None = None,
     members: Members | None = None,
 ) -> int:  # fmt: skip
-    """settled += the update, if any; then out = settled + the new terms, each as by `add_rounded`.
-
-    One sweep over memory where it is compiled for the CPU, which writes a large `out` past the caches:
-    what reads it should come after more than they hold. Elsewhere one sweep for each.
+    """Makes settled += the update, if any; then out = settled + the new terms, as by `add_rounded`.
 
     Args:
       out, settled: bfloat16 or float16, disjoint; else as above.
@@ -168,10 +124,11 @@ def perturb_rounded(
     Returns:
       Bytes of `out` and `settled` that are read and written.
     """
-    backend, where = _backend(out.device, members)
-    at_once = getattr(backend, "perturb_rounded", None)
-    if at_once is not None and offset % LANES == 0:
-        at_once(out, settled, offset, new, update, where)
+    compiled = _cpu_kernels() if out.device.type == "cpu" else None
+    if compiled is not None and offset % LANES == 0:
+        # One sweep over memory, which writes a large `out` past the caches: what reads it comes after
+        # more than they hold.
+        compiled.perturb_rounded(out, settled, offset, new, update, members)
         return (2 if update is None else 3) * out.nbytes
     if update is not None:
         add_rounded(settled, settled, offset, *update, members)
@@ -189,34 +146,28 @@ def together() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if compiled is None else compiled.together()
 
 
-def _in_rows(
-    add: Callable[[Tensor, Tensor, int, int], None], out: Tensor, source: Tensor, offset: int
-) -> None:
-    """add(out, source, offset, 0); in two calls where the first element does not begin a row of 32.
-
-    Kernels take whole rows. The few elements before the first whole one are worked on in a row of
-    their own.
-
-    Args:
-      add: (out, source, offset, by how many elements its element 0 lies behind `out`'s).
-      out, source, offset: as above.
-    """
+def _whole_rows(
+    out: Tensor, source: Tensor, offset: int
+) -> Iterator[tuple[Tensor, Tensor, int, np.uint32]]:
+    """(out, source, offset, what dithers gain); two of them where element 0 begins no row of 32."""
     lead = offset % LANES
     if lead == 0:
-        return add(out, source, offset, 0)
+        yield out, source, offset, np.uint32(0)
+        return
+    # Kernels take whole rows. The few elements before the first one are worked on in a row of their own.
     head = min(LANES - lead, out.numel())
     row = source.new_zeros(LANES)
     row[lead : lead + head] = source[:head]
-    rest = source[head:], offset + head
-    add(row, row, offset - lead, -lead)
+    rest = source[head:]
+    yield row, row, offset - lead, np.uint32(-lead * DITHER_STEP % 2**32)
     out[:head] = row[lead : lead + head]
-    add(out[head:], *rest, head)
+    yield out[head:], rest, offset + head, np.uint32(head * DITHER_STEP % 2**32)
 
 
 def coordinates(
     key: Unsigned, gaussian: bool, start: int, count: int, device: torch.device
 ) -> Tensor:
-    """Raw coordinates of a stream, exact.
+    """Returns raw coordinates of a stream, exact.
 
     Args:
       key: uint32 [4].
@@ -241,18 +192,10 @@ def coordinates(
 
 
 def sum_of_squared_normals(key: Unsigned, start: int, count: int, device: torch.device) -> int:
-    """`directions.sum_of_squared_normals`, computed on a device.
-
-    Args:
-      key, start, count: as there.
-      device: where the coordinates are made.
-
-    Returns:
-      The sum in units of 2^-42, exact.
-    """
+    """Computes `directions.sum_of_squared_normals` on a device: exact, in units of 2^-42."""
     compiled = _cpu_kernels() if device.type == "cpu" else None
     if compiled is not None:
-        return compiled.sum_of_squared_normals(key, start, count)
+        return int(compiled.sum_of_squared_normals(key, start, count))
     total = 0
     for first in range(start, start + count, _NORM_CHUNK):
         z = coordinates(key, True, first, min(_NORM_CHUNK, start + count - first), device)
@@ -261,18 +204,18 @@ def sum_of_squared_normals(key: Unsigned, start: int, count: int, device: torch.
     return total
 
 
-def _backend(device: torch.device, members: Members | None) -> tuple[Any, Any]:
-    """The fastest module for a device, and the members as it takes them."""
+def kernels_for(device: torch.device) -> Kernels:
+    """Returns the fastest module that runs on a device."""
     if device.type == "cpu":
-        return _cpu_kernels() or torch_reference, members
-    triton_launch = _cuda_kernels(device) if device.type == "cuda" else None
-    if triton_launch is None:
-        return torch_reference, members
-    return triton_launch, None if members is None else members.on(device)
+        return _cpu_kernels() or torch_reference
+    return _cuda_kernels(device) or torch_reference if device.type == "cuda" else torch_reference
+
+
+# numba and Triton are imported by the first call, not by `import hf_dpzero`: they take a second.
 
 
 @functools.cache
-def _cpu_kernels() -> Any:
+def _cpu_kernels() -> ModuleType | None:
     try:
         from hf_dpzero.perturbation.kernels import numba_kernels
     except ImportError:
@@ -281,7 +224,21 @@ def _cpu_kernels() -> Any:
 
 
 @functools.cache
-def _cuda_kernels(device: torch.device) -> Any:
-    from hf_dpzero.perturbation.kernels import triton_launch
+def _cuda_kernels(device: torch.device) -> ModuleType | None:
+    if not triton_runs_on(device):
+        return None
+    from hf_dpzero.perturbation.kernels import triton_kernels
 
-    return triton_launch if triton_launch.available(device) else None
+    return triton_kernels
+
+
+def triton_runs_on(device: torch.device | str) -> bool:
+    """Whether Triton runs on tensors of a device: on CUDA, and everywhere in its interpreter."""
+    device = torch.device(device)
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"):
+        return device.type in ("cpu", "cuda")
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= _OLDEST_CAPABILITY

@@ -1,8 +1,9 @@
-# mypy: disable-error-code="no-untyped-def"
-"""What the compiled CPU kernels share: a tile's coordinates, members, threads.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""What the compiled CPU kernels (numba) are made of: loops over one tile, and threads that share tiles.
 
-A tile is 4096 coordinates that 32 Philox calls give as signs. Threads take contiguous parts, cut at the
-ends of tiles, so their number does not matter to the result.
+A tile is 4096 coordinates, 16 KiB of float32 that stay in the first-level cache, which 32 Philox calls
+give as signs. Threads take contiguous parts cut at the ends of tiles, so their number does not matter to
+the result.
 """
 
 from __future__ import annotations
@@ -18,11 +19,23 @@ from typing import Any
 import numba as nb
 import numpy as np
 import torch
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_dpzero.perturbation import directions
-from hf_dpzero.perturbation.directions import NORMAL_UNIT, SIGNS_TILE, normal_tables
-from hf_dpzero.perturbation.philox import MULTIPLIERS, WEYL
+from hf_dpzero.perturbation.directions import (
+    DITHER_STEP,
+    DITHERS,
+    LANES,
+    MULTIPLIERS,
+    NORMAL_UNIT,
+    SIGNS_TILE,
+    WEYL,
+    normal_tables,
+)
+from hf_dpzero.perturbation.kernels.torch_reference import Members, Pieces
 
 _jit = nb.njit(nogil=True, cache=True)
 _inline = nb.njit(nogil=True, cache=True, inline="always")
@@ -31,8 +44,9 @@ _u32, _u64, _f32 = np.uint32, np.uint64, np.float32
 _M0, _M1 = _u64(MULTIPLIERS[0]), _u64(MULTIPLIERS[1])
 _W0, _W1 = _u32(WEYL[0]), _u32(WEYL[1])
 _HALF, UNIT = _u64(32), _f32(NORMAL_UNIT)
-TILE = SIGNS_TILE  # coordinates worked on at a time: 16 KiB of float32, in the first-level cache
-_ODD = np.int64(directions._DITHERS - 1)
+_STEP = _u32(DITHER_STEP)
+TILE = SIGNS_TILE
+_ODD = np.int64(DITHERS - 1)
 _SMALLEST_SHARE = 1 << 16  # coordinates below which a second thread is not worth waking
 _FIRST, _NO_ROWS = np.zeros(1, np.int64), np.empty(0, np.int32)
 Work = Callable[[int, int], None]
@@ -47,7 +61,8 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @_jit
 def fill_words(words, calls, call, key):
-    """words[:, : calls], uint32: of call, call + 1, ... Written out, for it vectorises so."""
+    """words[:, : calls], uint32: of call, call + 1, ..."""
+    # written out, for numba vectorises neither a loop over rounds nor an array of keys
     a0, b0, n0, n1 = key[0], key[1], key[2], key[3]
     a1, b1 = _u32(a0 + _W0), _u32(b0 + _W1)
     a2, b2 = _u32(a1 + _W0), _u32(b1 + _W1)
@@ -137,8 +152,195 @@ def end_of_member(rows, e, end):
     return min(row * 32, end)
 
 
+# ---------------------------------------------------------------- bfloat16 and float16
+#
+# Bits are worked on as integers, for numba has neither type. All sizes are those of the arrays given.
+
+
+@_jit
+def load_bfloat16(bits, source):
+    """float32 bits, as uint32, of bfloat16 bits."""
+    for e in range(source.size):
+        bits[e] = _u32(source[e]) << _u32(16)
+
+
+@_jit
+def load_float16(values, scratch, scratch_bits, source):
+    """float32 values of float16 bits; the scratch is a float32 array and the same as uint32."""
+    for e in range(source.size):
+        scratch_bits[e] = ((_u32(source[e]) & _u32(0x7FFF)) << _u32(13)) + _u32(112 << 23)
+    for e in range(source.size):
+        magnitude = _u32(source[e]) & _u32(0x7FFF)
+        tiny = _f32(np.int32(magnitude)) * _f32(2.0**-24)
+        value = scratch[e] if magnitude >= _u32(0x400) else tiny
+        values[e] = -value if _u32(source[e]) >> _u32(15) else value
+
+
+@_jit
+def store_bfloat16(out, bits, dither):
+    """bfloat16 bits of float32 bits, rounded up with the share that is cut off as probability."""
+    for e in range(out.size):
+        d = _u32(dither + _u32(e) * _STEP) >> _u32(16)
+        out[e] = np.uint16((bits[e] + d) >> _u32(16))
+
+
+@_jit
+def store_float16(out, values, bits, scratch, scratch_bits, dither):
+    """Magnitudes below 2^-14, where float16 is evenly spaced, are rounded one binade higher."""
+    least, most = _f32(2.0**-14), _f32(65504.0)
+    for e in range(out.size):
+        magnitude = min(abs(values[e]), most)
+        scratch[e] = magnitude + least if magnitude < least else magnitude
+    for e in range(out.size):
+        d = _u32(dither + _u32(e) * _STEP) >> _u32(19)
+        cut = ((scratch_bits[e] + d) >> _u32(13)) - _u32(112 << 10)
+        value = cut - _u32(0x400) if abs(values[e]) < least else min(cut, _u32(0x7BFF))
+        out[e] = np.uint16(((bits[e] >> _u32(16)) & _u32(0x8000)) | value)
+
+
+# ---------------------------------------------------------------- bfloat16 rows as vectors
+#
+# A row of 32 bfloat16 values plus or minus one amount. numba's own loops over 16-bit numbers take three
+# times as long: it narrows eight at a time, and cannot write past the caches. This is ordinary LLVM
+# vector code, so it compiles for any CPU; values lie in pairs, the first in the lower half of a 32-bit
+# number, as on every little-endian machine.
+
+LINE = 64
+"""Bytes of a cache line, and of a row of 16-bit numbers."""
+_AHEAD = 4096  # bytes: a page, where the CPU's own prefetching ends
+_PAIRS = LANES // 2
+_INTEGERS = ir.VectorType(ir.IntType(32), _PAIRS)
+_FLOATS = ir.VectorType(ir.FloatType(), _PAIRS)
+
+
+def _each(number: int) -> ir.Constant:
+    return ir.Constant(_INTEGERS, [number % 2**32] * _PAIRS)
+
+
+def _spread(builder, value):
+    """A number as all 16 of a vector."""
+    one = builder.insert_element(ir.Constant(_INTEGERS, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, _each(0))
+
+
+def _sixteen(context, builder, kind, array, start):
+    """A pointer to 16 32-bit numbers, from the array's element `start` on."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [start]), _INTEGERS.as_pointer())
+
+
+def _prefetch(builder, pointer):
+    """Asks for a line to be brought to the first-level cache; any address will do."""
+    number, place = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [place, number, number, number])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [place], kind)
+    read, nearest, data = number(0), number(3), number(1)
+    builder.call(function, [builder.bitcast(pointer, place), read, nearest, data])
+
+
+def _rounded(builder, values, words, down, dithers):
+    """The bits of values +- amount, as float32, plus the dithers that their cut is rounded by."""
+    signed = builder.xor(builder.and_(words, _each(0x80000000)), down)
+    floats = (builder.bitcast(bits, _FLOATS) for bits in (values, signed))
+    total = builder.bitcast(builder.fadd(*floats), _INTEGERS)
+    return builder.add(total, builder.lshr(dithers, _each(16)))
+
+
+def _row(streamed):
+    @intrinsic
+    def round_row(typing, out, source, start, words, first, left, down, dither):
+        """out[start : start + 32] = source[the same] +- amount.
+
+        out, source: uint16; words: uint32, from `first` on those of the even lanes, then of the odd;
+        left: by how many bits to shift these for the sign to come first; down: bits of -amount.
+        """
+        arguments = (out, source, start, words, first, left, down, dither)
+
+        def build(context, builder, signature, values):
+            kinds = signature.args
+            at = values[2]
+            target = _sixteen(context, builder, kinds[0], values[0], at)
+            given = _sixteen(context, builder, kinds[1], values[1], at)
+            drawn = _sixteen(context, builder, kinds[3], values[3], values[4])
+            shift, down, dither = (_spread(builder, value) for value in values[5:])
+            _prefetch(builder, builder.gep(given, [ir.IntType(32)(_AHEAD // LINE)]))
+            pairs = builder.load(given, align=2)
+            steps = [2 * lane * DITHER_STEP % 2**32 for lane in range(_PAIRS)]
+            dithers = builder.add(dither, ir.Constant(_INTEGERS, steps))
+            rounded = []
+            for half in range(2):
+                words = builder.load(builder.gep(drawn, [ir.IntType(32)(half)]), align=4)
+                values = (
+                    builder.and_(pairs, _each(0xFFFF0000))
+                    if half
+                    else builder.shl(pairs, _each(16))
+                )
+                here = builder.add(dithers, _each(half * DITHER_STEP))
+                rounded.append(_rounded(builder, values, builder.shl(words, shift), down, here))
+            low = builder.lshr(rounded[0], _each(16))
+            both = builder.or_(low, builder.and_(rounded[1], _each(0xFFFF0000)))
+            store = builder.store(both, target, align=LINE if streamed else 2)
+            if streamed:
+                one = builder.module.add_metadata([ir.IntType(32)(1)])
+                store.set_metadata("nontemporal", one)
+            return context.get_dummy_value()
+
+        return types.void(*arguments), build
+
+    return round_row
+
+
+_kept_row, _streamed_row = _row(False), _row(True)
+
+
+@intrinsic
+def fence(typing):
+    """Makes streamed values visible to other threads before what this thread writes next."""
+
+    def build(context, builder, signature, values):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+@_jit
+def part_lanes(parted, words):
+    """parted uint32 [4, 32]: of each row of words, those of the even lanes, then of the odd."""
+    for w in range(4):
+        for pair in range(16):
+            parted[w, pair] = words[w, 2 * pair]
+            parted[w, 16 + pair] = words[w, 2 * pair + 1]
+
+
+@_jit
+def round_signs_bfloat16(out, source, e, parted, amount, dither, streamed):
+    """What `load_bfloat16`, `add_signs_to_tile` and `store_bfloat16` make of a tile of one tensor.
+
+    Args:
+      out, source: uint16 [n], the same or disjoint. `out` begins a cache line if `streamed`.
+      e: the tile's first element; all 4096 are there.
+      parted: uint32 [4, 32], the tile's words, see `part_lanes`.
+      amount: float32, what is added or subtracted.
+      dither: uint32, that of the tile's first element.
+      streamed: writes to memory past the caches.
+    """
+    down = _u32(_f32(amount).view(_u32) ^ _u32(0x80000000))
+    for w in range(4):
+        for bit in range(32):
+            start, left = (w * 32 + bit) * 32, _u32(31 - bit)
+            begin = _u32(dither + _u32(start) * _STEP)
+            if streamed:
+                _streamed_row(out, source, e + start, parted, w * 32, left, down, begin)
+            else:
+                _kept_row(out, source, e + start, parted, w * 32, left, down, begin)
+
+
+# ---------------------------------------------------------------- threads
+
+
 @functools.cache
-def normal_cells() -> Any:
+def normal_cells() -> NDArray[np.int64]:
     """int64 [766]: 2^16 center + half of each cell, so that one look-up fetches both."""
     center, half = normal_tables()
     return (center.astype(np.int64) << 16) | half.astype(np.int64)
@@ -182,9 +384,6 @@ def together() -> Iterator[None]:
     """Work that may be done later is done at the end: threads start once for all of it.
 
     Each piece of it must write to other memory than the others read and write.
-
-    Yields:
-      Nothing.
     """
     _collected.jobs = []
     try:
@@ -215,9 +414,12 @@ def _do_shares(jobs: list[tuple[Work, list[int]]]) -> None:
         future.result()
 
 
-def arrays(out: Tensor, source: Tensor, members: Any, pieces: Any) -> tuple[Any, ...]:
+def arrays(
+    out: Tensor, source: Tensor, members: Members | None, pieces: Pieces
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], NDArray[np.int32]]:
     """(out, source), [P, n / P] for P pieces, and (starts, rows) as the compiled functions take them."""
-    both = out.numpy(), source.numpy()
+    flat, given = out.numpy(), source.numpy()
     if pieces is not None:
-        both = both[0].reshape(len(pieces), -1), both[1].reshape(len(pieces), -1)
-    return (*both, _FIRST, _NO_ROWS) if members is None else (*both, members.starts, members.rows)
+        flat, given = flat.reshape(len(pieces), -1), given.reshape(len(pieces), -1)
+    starts, rows = (_FIRST, _NO_ROWS) if members is None else (members.starts, members.rows)
+    return flat, given, starts, rows

@@ -7,7 +7,8 @@ separate float32 operation, in the order written here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +17,54 @@ from torch import Tensor
 
 from hf_dpzero.perturbation.directions import LANES, NORMAL_UNIT, coordinates, dither
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 18  # elements at a time: a dozen temporaries of that size are made
 Floats = NDArray[np.float32]
+Unsigned = NDArray[np.uint32]
+Pieces = NDArray[np.int64] | None
+Number = TypeVar("Number", bound=np.generic)
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Several tensors in one flat tensor, each from a multiple of 32 elements on.
+
+    Attributes:
+      rows: int32 [ceil(n / 32)], the member that each row of 32 elements belongs to.
+      starts: int64 [M], the first element of each member.
+    """
+
+    rows: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    _placed: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns (rows, starts) as tensors on a device, kept for the next call."""
+        if device not in self._placed:
+            both = torch.from_numpy(self.rows), torch.from_numpy(self.starts)
+            self._placed[device] = both[0].to(device), both[1].to(device)
+        return self._placed[device]
+
+    @classmethod
+    def at(cls, starts: list[int], size: int) -> Members:
+        """Makes the members that start at these elements, ascending from 0, of a flat tensor [size]."""
+        end = -(-size // LANES) * LANES
+        lengths = np.diff([*starts, end]) // LANES
+        rows = np.repeat(np.arange(len(starts), dtype=np.int32), lengths)
+        return cls(rows, np.array(starts, np.int64))
+
+    def spread(self, values: NDArray[Number], start: int, stop: int) -> NDArray[Number]:
+        """Returns each element's own member's value, of values [M], for elements start .. stop."""
+        rows = self.rows[start // LANES : -(-stop // LANES)]
+        return np.repeat(values[rows], LANES)[: stop - start]
+
+
+class Terms(NamedTuple):
+    """What `add_rounded` adds, as its arguments: sum_t coefficients[t] u_t, rounded with dithers."""
+
+    keys: Unsigned
+    gaussian: bool
+    coefficients: Floats
+    dithers: Unsigned
 
 
 class _Part:
@@ -27,32 +74,32 @@ class _Part:
     """
 
     def __init__(
-        self, start: int, stop: int, first: int, members: Any, device: torch.device
+        self, start: int, stop: int, first: int, members: Members | None, device: torch.device
     ) -> None:
-        self.start, self.stop, self.first, self.device = start, stop, first, device
-        self.rows, self.starts = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        if members is not None:
-            rows = members.rows[start // LANES : -(-stop // LANES)]
-            self.rows, self.starts = np.repeat(rows, LANES)[: stop - start], members.starts
+        self.start, self.stop, self.first = start, stop, first
+        self.members, self.device = members, device
 
-    def of(self, values: NDArray[Any]) -> Tensor:
+    def of(self, values: NDArray[Number]) -> Tensor:
         """A parameter [M] for each element; [1] if there is one member."""
-        return torch.from_numpy(values[self.rows]).to(self.device)
+        if self.members is not None:
+            values = self.members.spread(values, self.start, self.stop)
+        return torch.from_numpy(values).to(self.device)
 
-    def dither(self, starts: NDArray[np.uint32]) -> Tensor:
+    def dither(self, starts: Unsigned) -> Tensor:
         """The 32-bit dither of each element, int64."""
-        last = self.first + self.stop - self.start
-        index = torch.arange(self.first, last, device=self.device) - self.of(self.starts)
+        index = torch.arange(self.first, self.first + self.stop - self.start, device=self.device)
+        if self.members is not None:
+            index = index - self.of(self.members.starts)
         return dither(self.of(starts.astype(np.int64)), index)
 
-    def raw(self, offset: int, key: NDArray[np.uint32], gaussian: bool) -> Tensor:
+    def raw(self, offset: int, key: Unsigned, gaussian: bool) -> Tensor:
         """The elements' coordinates of a stream, float32."""
         u = coordinates(key, gaussian, offset + self.first, self.stop - self.start)
         values = torch.from_numpy(u).to(self.device).float()
         return values * NORMAL_UNIT if gaussian else values
 
 
-def _parts(out: Tensor, members: Any, pieces: Any) -> Iterator[_Part]:
+def _parts(out: Tensor, members: Members | None, pieces: Pieces) -> Iterator[_Part]:
     firsts = [0] if pieces is None else pieces.tolist()
     width = out.numel() // len(firsts)
     for piece, first in enumerate(firsts):
@@ -62,13 +109,10 @@ def _parts(out: Tensor, members: Any, pieces: Any) -> Iterator[_Part]:
 
 
 def add_signs(
-    out: Tensor, source: Tensor, offset: int, keys: Any, amounts: Floats, members: Any, pieces: Any
-) -> None:
-    """`dispatch.add_signs`.
-
-    Args:
-      out, source, offset, keys, amounts, members, pieces: as there.
-    """
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
+    members: Members | None, pieces: Pieces,
+) -> None:  # fmt: skip
+    """Defines `dispatch.add_signs`."""
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].clone()
         for t in range(len(keys)):
@@ -77,14 +121,10 @@ def add_signs(
 
 
 def add_normals(
-    out: Tensor, source: Tensor, offset: int, keys: Any, new: Floats, old: Floats, update: Floats,
-    spacing: Floats, dithers: NDArray[np.uint32], members: Any, pieces: Any,
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
+    update: Floats, spacing: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
 ) -> None:  # fmt: skip
-    """`dispatch.add_normals`.
-
-    Args:
-      out, source, offset, keys, new, old, update, spacing, dithers, members, pieces: as there.
-    """
+    """Defines `dispatch.add_normals`."""
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].clone()
         for t in range(len(keys)):
@@ -96,14 +136,10 @@ def add_normals(
 
 
 def add_rounded(
-    out: Tensor, source: Tensor, offset: int, keys: Any, gaussian: bool, coefficients: Floats,
-    dithers: NDArray[np.uint32], members: Any, pieces: Any,
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
+    dithers: Unsigned, members: Members | None, pieces: Pieces,
 ) -> None:  # fmt: skip
-    """`dispatch.add_rounded`.
-
-    Args:
-      out, source, offset, keys, gaussian, coefficients, dithers, members, pieces: as there.
-    """
+    """Defines `dispatch.add_rounded`."""
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].float()
         for t in range(len(keys)):
@@ -127,10 +163,9 @@ def stochastically_rounded(values: Tensor, dithers: Tensor) -> Tensor:
 
 
 def half_precision(values: Tensor, dithers: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 -> bfloat16 or float16, to either neighbour with probability by distance.
+    """Rounds float32 to bfloat16 or float16, to either neighbour with probability by distance.
 
-    A random integer below the cut is added to the bits, which are then truncated: unbiased to
-    2^-16 (bfloat16) or 2^-13 (float16) of the spacing. float16 saturates at +-65504.
+    Unbiased to 2^-16 (bfloat16) or 2^-13 (float16) of the spacing. float16 saturates at +-65504.
 
     Args:
       values: float32.
@@ -150,6 +185,6 @@ def half_precision(values: Tensor, dithers: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _cut(values: Tensor, added: Tensor, bits: int) -> Tensor:
-    """Adds integers to the float32 bits and clears the lowest `bits` of them."""
+    # A random integer below the cut is added to the float32 bits, which are then truncated.
     raw = values.contiguous().view(torch.int32) + added.to(torch.int32)
     return raw.bitwise_and_(-(1 << bits)).view(torch.float32)

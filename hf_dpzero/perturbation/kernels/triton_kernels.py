@@ -1,22 +1,43 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The device side of `triton_launch`: one Triton kernel for every change of a flat tensor.
+"""One Triton kernel for every change of a flat CUDA tensor, and its launch.
 
-Loading this module imports Triton; `triton_launch` does so at the first launch. Only primitives of the
-language are used (no `tl.zeros`, `tl.cdiv`, ...), so that the interpreter runs this file whether or
-not TRITON_INTERPRET was set when Triton itself was first imported.
+The same numbers as `torch_reference`, to the last bit: uint32, int32 or single float32 operations, each
+rounded on its own (the launch forbids contraction). A launch reads a coordinate once, writes it once,
+allocates nothing of parameter size and does not wait for the device.
+
+Loading this module imports Triton; `dispatch` does so where a kernel is first needed. Only primitives
+of the language are used (no `tl.zeros`, `tl.cdiv`, ...), so that under TRITON_INTERPRET=1 the same code
+runs, slowly, on CPU tensors, whether or not that was set when Triton itself was first imported.
 
 A program owns 4096 coordinates of the index space, 128 rows of 32 lanes. Word w of 32 neighbouring
 Philox calls, one for each lane, serves row 4 g + w (normals: call g * 32 + lane) or row 32 w + g
 (signs: bit g). Either way the four words belong to four blocks of 32 rows, so a program holds four
 accumulators [32 rows, 32 lanes], and memory is read and written by whole rows of 32.
-
-All arithmetic is on uint32, int32 or single float32 operations: the launch forbids contraction.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_dpzero.perturbation import directions
+from hf_dpzero.perturbation.kernels.torch_reference import Floats, Members, Pieces, Unsigned
+
+SIGNS_WARPS, NORMALS_WARPS = 4, 8
+"""Warps of a program, which owns 4096 coordinates. Every warp of signs computes the same 32 Philox
+calls, so fewer warps do less; normals have a call for every 4 coordinates, and with 4 warps more
+live values than a thread of compute capability 9.0 has registers (the compiler spills)."""
+
+_FIELDS = 5  # numbers of a term that the kernel takes as arguments
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `ROUND` of the kernel
 
 LANES = tl.constexpr(32)
 GROUP = tl.constexpr(32)
@@ -348,3 +369,108 @@ def walk(
         out, a3, table, rows, starts, terms, members, first_row, shift, begin, end, field1,
         3, GAUSSIAN, ROUND, EVEN,
     )  # fmt: skip
+
+
+class _Variant(NamedTuple):
+    """Which of the kernel's variants: see `walk`."""
+
+    gaussian: bool
+    grid: bool = False
+    update: bool = False
+    rounded: bool = False
+
+
+def add_signs(
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
+    members: Members | None = None, pieces: Pieces = None,
+) -> None:  # fmt: skip
+    """Computes `dispatch.add_signs`."""
+    assert out.dtype == torch.float32
+    _launch(_Variant(gaussian=False), out, source, offset, keys, [amounts], members, pieces)
+
+
+def add_normals(
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
+    update: Floats, spacing: Floats, dithers: Unsigned,
+    members: Members | None = None, pieces: Pieces = None,
+) -> None:  # fmt: skip
+    """Computes `dispatch.add_normals`."""
+    assert out.dtype == torch.float32
+    variant = _Variant(gaussian=True, grid=True, update=bool(np.any(update)))
+    fields = [new, old, update, spacing, dithers]
+    _launch(variant, out, source, offset, keys, fields, members, pieces)
+
+
+def add_rounded(
+    out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
+    dithers: Unsigned, members: Members | None = None, pieces: Pieces = None,
+) -> None:  # fmt: skip
+    """Computes `dispatch.add_rounded`."""
+    assert out.dtype in (torch.bfloat16, torch.float16)
+    variant = _Variant(gaussian=bool(gaussian), rounded=True)
+    fields = [coefficients[:, None], dithers]
+    _launch(variant, out, source, offset, keys, fields, members, pieces)
+
+
+def _launch(
+    variant: _Variant, out: Tensor, source: Tensor, offset: int, keys: Unsigned,
+    fields: list[NDArray[Any]], members: Members | None, pieces: Pieces,
+) -> None:  # fmt: skip
+    """Fields: float32 or uint32 [T, M], or what broadcasts to it, in the kernel's order."""
+    device, count, lanes, owned = out.device, out.numel(), directions.LANES, directions.SIGNS_TILE
+    assert out.is_contiguous() and source.is_contiguous(), "flat tensors are contiguous"
+    assert (source.shape, source.dtype, source.device) == (out.shape, out.dtype, device)
+    assert offset >= 0 and offset % lanes == 0, "tensors start at multiples of 32"
+    assert members is None or len(members.rows) == -(-count // lanes), "a member for each row"
+    assert members is None or pieces is None, "pieces are of one tensor"
+    assert pieces is None or (len(pieces) and count % len(pieces) == 0), "equal pieces"
+    if not count:
+        return
+    shape = (len(keys), 1 if members is None else len(members.starts))
+    assert len(keys), "at least one term"
+    parts = [keys.reshape(-1), *(np.broadcast_to(f, shape).reshape(-1) for f in fields)]
+    assert all(part.itemsize == 4 for part in parts), "float32 and uint32 numbers"
+    table = torch.from_numpy(np.concatenate([part.view(np.int32) for part in parts]))
+    single = shape == (1, 1) and members is None
+    # What varies travels as arguments where there is one term and one tensor, else as a pinned table.
+    words = table.tolist() if single else []
+    words += [0] * (4 + _FIELDS - len(words))
+    sent = None if single else _sent(table, device)
+    rows, starts = (None, None) if members is None else members.on(device)
+    firsts = None if pieces is None else _sent(torch.from_numpy(pieces), device)
+    tables = _tables(device) if variant.gaussian else None
+    first_tile, lead = int(offset) // owned, int(offset) % owned // lanes
+    # A program for every tile that the tensor, or each of its pieces, touches.
+    grid: tuple[int, ...] = (-(-(lead * lanes + count) // owned),)
+    if pieces is not None:
+        count //= len(pieces)
+        grid = len(pieces), -(-(owned - lanes + count) // owned)
+    cuda = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with cuda:
+        walk[grid](
+            _raw(out), _raw(source), sent, rows, starts, firsts, tables,
+            *shape, count, first_tile, lead, *words,
+            GAUSSIAN=variant.gaussian, GRID=variant.grid, UPDATE=variant.update,
+            ROUND=_CODES[out.dtype] if variant.rounded else 0, EVEN=count % lanes == 0,
+            num_warps=NORMALS_WARPS if variant.gaussian else SIGNS_WARPS, num_stages=1,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`, without waiting for it: from pinned memory, in order with its stream."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """bfloat16 as its bits: the kernel shifts them, on every backend alike."""
+    return tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor.detach()
+
+
+@functools.cache
+def _tables(device: torch.device) -> Tensor:
+    """The normals' tables, int64 [766] on `device`: center << 32 | half, so one load has both."""
+    center, half = (table.astype(np.int64) for table in directions.normal_tables())
+    return _sent(torch.from_numpy(center << 32 | (half & 0xFFFFFFFF)), device)

@@ -9,7 +9,6 @@ snapped to its grid once; perturbation, restore and update are then exact in any
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ Doubles = NDArray[np.float64]
 
 
 def exponent_for(largest: float) -> int:
-    """The range exponent e for values up to `largest`, with a factor 2 of headroom.
+    """Returns the range exponent e for values up to `largest`, with a factor 2 of headroom.
 
     >>> exponent_for(0.9), exponent_for(0.0)
     (1, -2)
@@ -33,33 +32,19 @@ def exponent_for(largest: float) -> int:
     return math.ceil(math.log2(2.0 * max(largest, _SMALLEST_RANGE)))
 
 
-def quantum(exponent: Any) -> Any:
-    """The grid spacing q = 2^(e - 24), float64; of an array's exponents each."""
+def quantum(exponent: NDArray[np.int64]) -> Doubles:
+    """Returns the grid spacing q = 2^(e - 24), float64, of each exponent."""
     return np.ldexp(1.0, exponent - _MANTISSA_BITS)
 
 
 def snap_(values: Tensor, spacing: float) -> Tensor:
-    """Rounds to the grid in place; -0 becomes +0, which is what sums come back to.
-
-    Args:
-      values: float32.
-      spacing: a power of two.
-
-    Returns:
-      `values`, each the nearest multiple.
-    """
+    """Rounds float32 values in place to the nearest multiples of a power of two; returns them."""
+    # -0 becomes +0, which is what sums come back to
     return values.mul_(1.0 / spacing).round_().mul_(spacing).add_(0.0)
 
 
-def snapped(value: Any, spacing: Any) -> Any:
-    """Rounds to the nearest multiple of the spacing (ties to even).
-
-    Args:
-      value: float64, a number or an array.
-      spacing: powers of two; broadcasts against value.
-
-    Returns:
-      float64.
+def snapped(value: float | Doubles, spacing: Doubles) -> Doubles:
+    """Rounds float64 to the nearest multiple of the spacing (ties to even).
 
     >>> snapped(0.3, np.array([0.25, 0.5])).tolist()
     [0.25, 0.5]
@@ -67,16 +52,13 @@ def snapped(value: Any, spacing: Any) -> Any:
     return np.rint(value / spacing) * spacing
 
 
-def snapped_stochastically(value: Any, spacing: Any, uniforms: Any) -> Any:
-    """Rounds to a neighbouring multiple, up with probability equal to the fraction.
+def snapped_stochastically(value: float | Doubles, spacing: Doubles, uniforms: Doubles) -> Doubles:
+    """Rounds float64 to a neighbouring multiple, up with probability equal to the fraction.
 
     Args:
-      value: float64, a number or an array.
+      value: a number or an array.
       spacing: powers of two; broadcasts against value.
       uniforms: in [0, 1), for which the rounding is unbiased to float64.
-
-    Returns:
-      float64.
 
     >>> snapped_stochastically(0.3, np.array([0.25, 0.25]), np.array([0.9, 0.7])).tolist()
     [0.5, 0.25]
@@ -85,7 +67,7 @@ def snapped_stochastically(value: Any, spacing: Any, uniforms: Any) -> Any:
 
 
 def largest_magnitude(values: Tensor) -> float:
-    """max |values|, 0.0 for an empty tensor; NaN and infinity come through."""
+    """Returns max |values|, 0.0 for an empty tensor; NaN and infinity come through."""
     if values.numel() == 0:
         return 0.0
     low, high = torch.aminmax(values)

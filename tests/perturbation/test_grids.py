@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpzero.perturbation import exact_grid
+from hf_dpzero.perturbation import grids
 
 
 @pytest.mark.parametrize(
     "largest", [0.0, 1e-9, 0.06, 0.125, 0.3, 0.5, 0.500001, 1.0, 7.9, 8.0, 1e6]
 )
 def test_exponent_leaves_a_factor_two(largest: float):
-    capacity = 2.0 ** exact_grid.exponent_for(largest)
+    capacity = 2.0 ** grids.exponent_for(largest)
     assert capacity >= 2 * max(largest, 0.125)
     assert capacity < 4 * max(largest, 0.125) * (1 + 1e-12)
 
@@ -24,21 +24,21 @@ def test_exponent_leaves_a_factor_two(largest: float):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_not_finite_are_refused(bad: float):
     with pytest.raises(ValueError, match="finite weights"):
-        exact_grid.exponent_for(bad)
+        grids.exponent_for(bad)
 
 
 def test_a_grid_s_range_is_the_mantissa():
     exponents = np.array([-2, 0, 5, 100])
-    spacings = exact_grid.quantum(exponents)
+    spacings = grids.quantum(exponents)
     assert (2.0 ** exponents.astype(float) / spacings).tolist() == [2.0**24] * 4
-    assert spacings.tolist() == [exact_grid.quantum(e) for e in exponents.tolist()]
-    assert exact_grid.quantum(1) == 2.0**-23
+    assert spacings.tolist() == [grids.quantum(e) for e in exponents.tolist()]
+    assert grids.quantum(1) == 2.0**-23
 
 
 def test_every_sum_of_grid_multiples_within_capacity_is_exact():
     """100 000 random pairs of integers up to 2^23: float32 sums equal the rational ones."""
     generator = torch.Generator().manual_seed(0)
-    spacing = exact_grid.quantum(1)
+    spacing = grids.quantum(1)
     a = torch.randint(-(2**23), 2**23, (100_000,), generator=generator)
     b = torch.randint(-(2**23), 2**23, (100_000,), generator=generator)
     total = (a.float() * spacing) + (b.float() * spacing)
@@ -49,23 +49,23 @@ def test_every_sum_of_grid_multiples_within_capacity_is_exact():
 
 def test_snap_is_nearest_with_ties_to_even():
     values = torch.tensor([0.3, -0.3, 0.125, 0.375, -0.125, 5.0])
-    assert exact_grid.snap_(values, 0.25).tolist() == [0.25, -0.25, 0.0, 0.5, 0.0, 5.0]
-    assert [float(exact_grid.snapped(v, 0.25)) for v in (0.3, 0.125, 0.375)] == [0.25, 0.0, 0.5]
-    assert exact_grid.snapped(0.3, np.array([0.25, 0.5, 8.0])).tolist() == [0.25, 0.5, 0.0]
+    assert grids.snap_(values, 0.25).tolist() == [0.25, -0.25, 0.0, 0.5, 0.0, 5.0]
+    assert [float(grids.snapped(v, 0.25)) for v in (0.3, 0.125, 0.375)] == [0.25, 0.0, 0.5]
+    assert grids.snapped(0.3, np.array([0.25, 0.5, 8.0])).tolist() == [0.25, 0.5, 0.0]
 
 
 def test_snap_leaves_no_negative_zero():
     """Sums come back to +0, so a grid that kept -0 would not be restored to the bit."""
-    values = exact_grid.snap_(torch.tensor([-0.0, -0.1, 0.0, 0.1, -0.2]), 0.25)
+    values = grids.snap_(torch.tensor([-0.0, -0.1, 0.0, 0.1, -0.2]), 0.25)
     assert torch.signbit(values).tolist() == [False, False, False, False, True]
 
 
 def test_snap_moves_by_at_most_half_a_step_and_once():
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(1))
-    spacing = exact_grid.quantum(exact_grid.exponent_for(exact_grid.largest_magnitude(values)))
-    snapped = exact_grid.snap_(values.clone(), spacing)
+    spacing = grids.quantum(grids.exponent_for(grids.largest_magnitude(values)))
+    snapped = grids.snap_(values.clone(), spacing)
     assert float((snapped.double() - values.double()).abs().max()) <= spacing / 2
-    assert torch.equal(exact_grid.snap_(snapped.clone(), spacing), snapped)
+    assert torch.equal(grids.snap_(snapped.clone(), spacing), snapped)
     relative = (snapped - values).double().norm() / values.double().norm()
     assert float(relative) < 1e-5
 
@@ -75,7 +75,7 @@ def test_scalar_stochastic_rounding_goes_up_with_the_fraction(value: float):
     """Its mean over 4096 equidistant uniforms is the value, to one uniform's step, on every grid."""
     spacing, n = np.array([0.5, 0.125]), 4096
     uniforms = (np.arange(n)[:, None] + 0.5) / n
-    rounded = exact_grid.snapped_stochastically(value, spacing, uniforms)
+    rounded = grids.snapped_stochastically(value, spacing, uniforms)
     assert all(Fraction(r) % Fraction(1, 8) == 0 for r in rounded.reshape(-1).tolist())
     assert (np.abs(rounded - value) < spacing).all()
     assert (np.abs(rounded.mean(axis=0) - value) <= spacing / n).all()
@@ -85,14 +85,12 @@ def test_no_uniform_moves_a_grid_point():
     """A uniform lies in [0, 1): what is on the grid stays."""
     points = np.arange(-8, 9) * 0.25
     for uniform in (0.0, 0.5, 1 - 2.0**-40):
-        found = [
-            float(exact_grid.snapped_stochastically(p, 0.25, uniform)) for p in points.tolist()
-        ]
+        found = [float(grids.snapped_stochastically(p, 0.25, uniform)) for p in points.tolist()]
         assert found == points.tolist()
 
 
 def test_largest_magnitude():
-    assert exact_grid.largest_magnitude(torch.tensor([1.0, -3.0])) == 3.0
-    assert exact_grid.largest_magnitude(torch.empty(0)) == 0.0
-    assert math.isnan(exact_grid.largest_magnitude(torch.tensor([1.0, math.nan])))
-    assert exact_grid.largest_magnitude(torch.tensor([-math.inf, 0.0])) == math.inf
+    assert grids.largest_magnitude(torch.tensor([1.0, -3.0])) == 3.0
+    assert grids.largest_magnitude(torch.empty(0)) == 0.0
+    assert math.isnan(grids.largest_magnitude(torch.tensor([1.0, math.nan])))
+    assert grids.largest_magnitude(torch.tensor([-math.inf, 0.0])) == math.inf

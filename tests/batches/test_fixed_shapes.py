@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import OPTConfig, OPTForSequenceClassification
 
 from hf_dpzero.batches.placement import Placement
-from hf_dpzero.batches.shapes import FixedShapes, widened
+from hf_dpzero.batches.shapes import PassShapes, widened
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.objectives.losses import evaluation_mode
@@ -37,7 +37,7 @@ LENGTHS = [3, 9, 8, 20, 10, 2, 33, 15]
 
 
 def test_rows_take_the_next_place_of_their_shape():
-    shapes = FixedShapes(collate(LENGTHS), passes_of(3), most=40)
+    shapes = PassShapes(collate(LENGTHS), passes_of(3), context_length=40)
     made = shapes.microbatches(range(8))
     found = [(tuple(m["input_ids"].shape), m["labels"].tolist(), m.examples) for m in made]
     assert found == [
@@ -60,7 +60,7 @@ def test_rows_of_a_pass_follow_from_its_place_whatever_is_drawn():
     placement = Placement(5.0, (1, 4), {8: 1.0}, cost=30.0)
     sizes = placement.passes(8)
     assert len(set(sizes)) == 2
-    shapes = FixedShapes(collate([3] * 12), placement)
+    shapes = PassShapes(collate([3] * 12), placement)
     for count in range(1, 12):
         made = shapes.microbatches(range(count))
         assert [len(m["labels"]) for m in made] == list(sizes[: len(made)])
@@ -84,7 +84,7 @@ def test_second_texts_of_pairs_are_masked_where_they_are_widened():
 
 def test_rows_without_padding_stand_among_themselves():
     """A mask that is all ones takes another kernel: it may not be whole by chance."""
-    shapes = FixedShapes(collate([40, 33, 40, 39]), passes_of(2), most=40)
+    shapes = PassShapes(collate([40, 33, 40, 39]), passes_of(2), context_length=40)
     made = shapes.microbatches(range(4))
     found = [(m.places, bool(m["attention_mask"].all())) for m in made]
     assert found == [([0, 2], True), ([1, 3], False)]
@@ -101,14 +101,14 @@ def test_labels_of_tokens_are_masked_and_decoders_have_their_own_width(side):
         "labels": torch.full((1, 9), 7),
         "decoder_input_ids": torch.full((1, 9), 3),
     }
-    (m,) = FixedShapes(lambda _: [row], passes_of(2), side=side).microbatches([0])
+    (m,) = PassShapes(lambda _: [row], passes_of(2), padding_side=side).microbatches([0])
     assert m["attention_mask"][0].tolist() == ([1] * 5 + [0] * 3)[:: 1 if side == "right" else -1]
     assert m["labels"].tolist() == [[7] * 9 + [-100] * 7, [-100] * 16]
     assert m["decoder_input_ids"].shape == (2, 16)
 
 
 def test_what_is_no_row_of_its_own_is_refused():
-    shapes = FixedShapes(
+    shapes = PassShapes(
         lambda _: [{"ids": torch.ones(1, 4), "scale": torch.tensor(1.0)}], passes_of(2)
     )
     with pytest.raises(ValueError, match="'scale' of one row a \\[\\].*microbatch_size=1"):
@@ -284,7 +284,7 @@ def test_rows_that_are_stacked_make_the_same_microbatches_as_rows_collated_one_b
     ]
     rows = Rows(stored, Collator(tokenizer=None))  # type: ignore[arg-type]
     assert rows.are_stacked()
-    alone = FixedShapes(rows.collate_each, passes_of(4))
+    alone = PassShapes(rows.collate_each, passes_of(4))
     together = dataclasses.replace(alone, collate_stacked=rows.collate_rows)
     for chosen in ([], [5], [9, 0, 3, 1], list(range(11))):
         made, expected = together.microbatches(chosen), alone.microbatches(chosen)

@@ -1,4 +1,4 @@
-"""Checks before training that a strategy and the frozen prefix give the very losses of full passes.
+"""Chooses the strategy before training: it, and the frozen prefix, must give the losses of full passes.
 
 The very losses are the same bits; for `stacked`, whose kernels round in another order, the same to
 `STACKED_TOLERANCE`. Losses that hide what they are made of, such as 0/1 losses, are compared by their
@@ -8,14 +8,14 @@ objective's `trial` (see `objectives.losses.trial`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch
-from hf_dpzero.estimators.layerwise import ModuleVisits, poisoned_tensors
+from hf_dpzero.estimators.layerwise import ModuleVisits
 from hf_dpzero.estimators.stacked import AUTO_FLOATS, small_enough
 from hf_dpzero.objectives.losses import is_compiled, single_pass, trial
 from hf_dpzero.perturbation.directions import Direction
@@ -28,7 +28,7 @@ _TRIAL_ERRORS = (RuntimeError, LookupError, TypeError, ValueError)
 """What a trial may raise where a strategy or the prefix does not fit the model."""
 
 
-def make_exact(
+def choose_strategy(
     differences: FiniteDifferences,
     microbatch: Microbatch,
     direction: Direction,
@@ -38,8 +38,8 @@ def make_exact(
 ) -> list[str]:
     """Tries the strategy and the frozen prefix on a microbatch; turns off what is not exact.
 
-    Where "auto" stands for `whole_model`, goes over to `stacked` if that pays (see `stacked`) and its
-    trial succeeds. Nothing is released; the parameters are at theta before and after.
+    Where "auto" stands for `whole_model`, goes over to `stacked` if that pays (see `stacked`) and it
+    passes. Nothing is released; the parameters are at theta before and after.
 
     Args:
       differences: of the run to come; changed in place.
@@ -72,8 +72,21 @@ def make_exact(
             raise ValueError(f"strategy={differences.strategy!r} {reason}; use 'whole_model'.")
         messages.append(f"the strategy is whole_model: {differences.strategy} {reason}.")
         differences.use("whole_model")
-    if public and may_stack:
-        _stack_if_it_pays(differences, microbatch, direction, num_directions)
+    automatic = differences.chosen_automatically and differences.strategy == "whole_model"
+    if (
+        automatic
+        and public
+        and may_stack
+        and single_pass(differences.objective)
+        and not is_compiled(differences.model)
+        and not differences.space.sharded
+        and small_enough(differences.space, num_directions)
+    ):
+        differences.use("stacked")
+        assert differences.stack is not None
+        failed = inexactness(differences, microbatch, direction) is not None
+        if failed or (differences.stack.floats_per_example or 0.0) > AUTO_FLOATS:
+            differences.use("whole_model")
     if not prefix_is_exact(differences, microbatch, direction):
         if not public:
             raise ValueError(
@@ -85,31 +98,10 @@ def make_exact(
     return messages
 
 
-def _stack_if_it_pays(
-    differences: FiniteDifferences,
-    microbatch: Microbatch,
-    direction: Direction,
-    num_directions: int,
-) -> None:
-    automatic = differences.chosen_automatically and differences.strategy == "whole_model"
-    fits = single_pass(differences.objective) and not is_compiled(differences.model)
-    fits = fits and not differences.space.sharded
-    if not automatic or not fits or not small_enough(differences.space, num_directions):
-        return
-    differences.use("stacked")
-    assert differences.stack is not None
-    failed = inexactness(differences, microbatch, direction) is not None
-    if failed or (differences.stack.floats_per_example or 0.0) > AUTO_FLOATS:
-        differences.use("whole_model")
-
-
 def inexactness(
     differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
 ) -> str | None:
-    """What is wrong with the strategy in use on this microbatch.
-
-    Meanwhile every trainable parameter is NaN outside its module's forward, so that no read there
-    goes unnoticed, however little it would matter.
+    """Says what is wrong with the strategy in use on this microbatch.
 
     Args:
       differences: with theta settled, before and after.
@@ -135,6 +127,7 @@ def inexactness(
         if visits is not None:
             visits.visited.clear()
         try:
+            # NaN outside its module's forward: no read there goes unnoticed, however little it matters
             with poisoned_tensors(space.tensors):
                 losses = _settled_losses(differences, microbatch, direction)
         except _TRIAL_ERRORS as error:  # its kind alone is reported: its text may hold rows
@@ -163,6 +156,23 @@ _VMAP_LIMITS = (
     "torch.func.vmap takes no random numbers, no writes into shared tensors or parameters, no Python "
     "decisions on a loss, logit or weight, and not every custom kernel"
 )
+
+
+@contextlib.contextmanager
+def poisoned_tensors(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the tensors are NaN (which takes no memory); their values come back on exit.
+
+    A read of them that the strategy does not serve from a perturbed copy then shows in the losses.
+    """
+    values = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            nan = tensor.new_full((), torch.nan, requires_grad=False)
+            tensor.data = nan.expand(tensor.shape)
+        yield
+    finally:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.data = value
 
 
 def _equal(losses: Tensor, expected: Tensor) -> bool:

@@ -14,11 +14,11 @@ from estimator_bench import SMOOTHING, Bench, seeded, us
 from test_layerwise import microbatches, transformer
 from torch import Tensor, nn
 
-from hf_dpzero.estimators import arrivals
-from hf_dpzero.estimators.arrivals import arrival_of, living_elsewhere, schedule_of
-from hf_dpzero.estimators.exactness_checks import make_exact
+from hf_dpzero.estimators import offload
+from hf_dpzero.estimators.choose_strategy import choose_strategy
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
+from hf_dpzero.estimators.offload import living_elsewhere, prefetched_of, prefetcher_of
 from hf_dpzero.parallel.offload import own_trained_files, settle_offloaded
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
@@ -79,9 +79,9 @@ def test_auto_is_layerwise_where_offloaded_weights_train(tmp_path: Path):
     frozen = offloaded(transformer("bert")[0], tmp_path, "cpu")
     for name, parameter in frozen.named_parameters():
         parameter.requires_grad_("classifier" in name)
-    arrival = arrival_of(frozen.classifier)
-    assert arrival is not None
-    arrival.stay_()
+    prefetched = prefetched_of(frozen.classifier)
+    assert prefetched is not None
+    prefetched.stay_()
     assert Bench(frozen).estimator("auto").strategy == "whole_model"
 
 
@@ -89,7 +89,7 @@ def test_at_most_two_modules_are_here_and_every_weight_comes_once_a_pass(tmp_pat
     """Bytes in, K = 1, one microbatch: 2 passes x all weights; of embeddings the rows that are read."""
     model, task = transformer("bert")
     bench = Bench(offloaded(model, tmp_path, "disk"))
-    schedule, batch = schedule_of(model), microbatches(task)[0]
+    schedule, batch = prefetcher_of(model), microbatches(task)[0]
     assert schedule is not None
     estimator = bench.estimator("layerwise")
     estimator([batch], us(1))  # learns the order
@@ -116,13 +116,13 @@ def test_at_most_two_modules_are_here_and_every_weight_comes_once_a_pass(tmp_pat
 
 def test_the_next_module_comes_in_another_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     threads = []
-    copied = arrivals._copied
+    copied = offload._copied
 
     def noting(*arguments: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
         return copied(*arguments)
 
-    monkeypatch.setattr(arrivals, "_copied", noting)
+    monkeypatch.setattr(offload, "_copied", noting)
     model, task = transformer("bert")
     estimator = Bench(offloaded(model, tmp_path, "cpu")).estimator("layerwise")
     estimator(microbatches(task)[:1], us(1))
@@ -156,10 +156,10 @@ def test_a_weight_that_is_read_elsewhere_is_found_out_and_may_be_preloaded(tmp_p
     model = offloaded(seeded(Reader), tmp_path, "cpu")
     bench = Bench(model, distances)
     with pytest.raises(ValueError, match="preload_module_classes"):
-        make_exact(bench.estimator("auto"), BATCH, us(1)[0])
+        choose_strategy(bench.estimator("auto"), BATCH, us(1)[0])
     preloaded = offloaded(seeded(Reader), tmp_path, "cpu", preload_module_classes=["Reader"])
     other = Bench(preloaded, distances)
-    assert make_exact(other.estimator("auto"), BATCH, us(1)[0]) == []
+    assert choose_strategy(other.estimator("auto"), BATCH, us(1)[0]) == []
     plain = Bench(seeded(Reader), distances).estimator("whole_model")([BATCH], us(2))
     assert torch.equal(other.estimator("auto")([BATCH], us(2)), plain)
 
@@ -179,7 +179,7 @@ def test_a_write_to_what_came_is_lost_and_refused(tmp_path: Path):
     with pytest.raises(ParameterChanged):
         bench.estimator("auto")([BATCH], us(1))
     assert float((model.weight.detach() - before).abs().max()) < 1e-5  # the grid's step
-    assert schedule_of(model).held == 0
+    assert prefetcher_of(model).held == 0
 
 
 def test_an_error_in_a_forward_leaves_every_weight_where_it_lives(tmp_path: Path):
@@ -188,13 +188,13 @@ def test_an_error_in_a_forward_leaves_every_weight_where_it_lives(tmp_path: Path
     with pytest.raises(IndexError):
         model(input_ids=torch.full((1, 3), 10**6))
     assert [p.data_ptr() for p in model.parameters()] == addresses
-    assert schedule_of(model).held == 0
+    assert prefetcher_of(model).held == 0
 
 
 def test_a_copy_of_the_model_has_weights_of_its_own(tmp_path: Path):
     model = offloaded(seeded(Reader), tmp_path, "disk")
     other = copy.deepcopy(model)
-    assert arrival_of(other.outer).module is other.outer
+    assert prefetched_of(other.outer).module is other.outer
     with torch.no_grad():
         other.outer.weight.zero_()
     assert not torch.equal(distances(model, BATCH), distances(other, BATCH))
