@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.federated.messages import RELEASED_NAME, read_log
 from hf_dpzero.federated.node import ResidentError, hand_over, node_of, settings_of
 
 # before the first import of flwr or ray, which read them once
@@ -210,6 +209,7 @@ def simulated_answer(
     context: Context,
 ) -> bytes:
     """Answers for a client of a simulation."""
+    from hf_dpzero.federated.messages import RELEASED_NAME, read_log
     from hf_dpzero.federated.setup import CLIENTS
 
     client = int(context.node_config["partition-id"])

@@ -61,7 +61,7 @@ class Transport(Protocol):
           payloads: by address.
 
         Returns:
-          Answers by address, whatever they are; who failed or was too slow is missing.
+          Answers by address, not checked; who failed or was too slow is missing.
         """
         ...
 
@@ -434,7 +434,7 @@ def run_in_process(settings: Settings, folder: Path, *, resume: bool = False) ->
       resume: go on with its ledgers.
 
     Returns:
-      The report.
+      The report (see `federated_report`), and under "left_out" who was there and took no part.
     """
     run = ServerRun(Side.build(settings, folder), folder, resume=resume)
     try:

@@ -20,7 +20,6 @@ from typing import Any
 from hf_dpzero.federated.messages import (
     ASK,
     BEHIND,
-    NAME,
     NOTHING,
     VALUES,
     Message,
@@ -33,6 +32,7 @@ from hf_dpzero.federated.messages import (
     unpack,
     unpack_json,
 )
+from hf_dpzero.federated.node import NAME
 from hf_dpzero.federated.plan import ContractError, LocalPlan, check_plan, contract_digest
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
@@ -120,13 +120,7 @@ class RoundServer:
         return pack_json({"contract": self.trajectory.header})
 
     def join(self, raw: bytes | None) -> Member:
-        """Takes a client in, or back after it was away.
-
-        Args:
-          raw: what it answered to the invitation.
-
-        Returns:
-          The member.
+        """Takes a client in, or back after it was away, by its answer to the invitation.
 
         Raises:
           MessageError: malformed, or the client declined.
