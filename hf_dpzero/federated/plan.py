@@ -342,30 +342,32 @@ def check_plan(contract: Mapping[str, Any], local: LocalPlan) -> None:
     Raises:
       ContractError: names what differs.
     """
-    common, mechanism, sampler = contract["federated"], local.mechanism, local.plan.sampler
-    pairs = {
-        "rounds": (common["rounds"], local.rounds),
-        "participation": (common["participation"], local.participation),
-        "clip": (float(common["clip"]), mechanism.clip),
-        "noise_distribution": (common["noise_distribution"], mechanism.distribution),
-        "neighboring_relation": (common["neighboring_relation"], local.plan.relation),
-        "num_directions": (contract["num_directions"], mechanism.num_directions),
-        "method": ("dpzero", mechanism.name),
+    mechanism, sampler = local.mechanism, local.plan.sampler
+    agreed = {"num_directions": contract["num_directions"], "method": "dpzero"}
+    agreed |= contract["federated"]
+    declared: dict[str, str | float] = {
+        "rounds": local.rounds,
+        "participation": local.participation,
+        "clip": mechanism.clip,
+        "noise_distribution": mechanism.distribution,
+        "neighboring_relation": local.plan.relation,
+        "num_directions": mechanism.num_directions,
+        "method": mechanism.name,
+        "steps": local.plan.steps,
     }
-    if local.participation == "once":
-        pairs["rows of a round"] = (local.num_examples // local.rounds, sampler.num_examples)
-        pairs["steps"] = (1, local.plan.steps)
+    if local.participation == "once":  # a plan is of one block
+        agreed |= {"steps": 1, "rows of a round": local.num_examples // local.rounds}
+        declared["rows of a round"] = sampler.num_examples
     else:
-        pairs["sampling"] = (common["sampling"], sampler.name)
-        pairs["rows"] = (local.num_examples, sampler.num_examples)
-        pairs["steps"] = (local.rounds, local.plan.steps)
         expected = contract["sampling_probability"] * local.num_examples
+        agreed |= {"steps": local.rounds, "rows": local.num_examples, "expected batch": expected}
+        declared |= {"sampling": sampler.name, "rows": sampler.num_examples}
         if abs(mechanism.expected_batch_size - expected) > 1:  # a fixed size is rounded
-            pairs["expected batch"] = (expected, mechanism.expected_batch_size)
+            declared["expected batch"] = mechanism.expected_batch_size
     wrong = [
-        f"{name} {theirs} and not {ours}"
-        for name, (ours, theirs) in pairs.items()
-        if ours != theirs
+        f"{name} {value} and not {agreed[name]}"
+        for name, value in declared.items()
+        if value != agreed[name]
     ]
     if wrong:
         raise ContractError(
