@@ -11,14 +11,13 @@ process of a message only carries it (see `node`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_dpzero.federated.node import ResidentError, hand_over, node_of, settings_of
 
@@ -79,11 +78,9 @@ def wrapped(payload: bytes) -> RecordDict:
 
 def unwrapped(message: Message) -> bytes | None:
     """Returns the payload of a message; None if it has none."""
-    with contextlib.suppress(KeyError, TypeError):
-        record: Any = message.content[RECORD]
-        payload = record[PAYLOAD]
-        return payload if isinstance(payload, bytes) else None
-    return None
+    record = message.content.config_records.get(RECORD)
+    payload = None if record is None else record.get(PAYLOAD)
+    return payload if isinstance(payload, bytes) else None
 
 
 def reply(payload: bytes, message: Message) -> Message:
@@ -301,10 +298,14 @@ def simulate(
             failures.append(error)
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    backend: Any = {
-        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        "init_args": {"num_cpus": actors, "include_dashboard": False, "log_to_driver": False},
-    }
-    run_simulation(server, clients, num_supernodes=num_clients, backend_config=backend)
+    run_simulation(
+        server,
+        clients,
+        num_supernodes=num_clients,
+        backend_config={
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            "init_args": {"num_cpus": actors, "include_dashboard": False, "log_to_driver": False},
+        },
+    )
     if failures:
         raise failures[0]
